@@ -1,0 +1,114 @@
+"""What one forward computes over, and what an attention backend is.
+
+A forward takes rows of several sequences at once. Every row stands at an absolute position and sees exactly the
+positions 0..own of its own sequence; where those positions live in the pool (slots) is given per sequence by a
+position-to-slot list. A row of a draft tree reads its ancestors instead of its siblings, through its own tail of
+slots, so that it computes the same as the same row decoded plainly (design 5.6).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.kvcache.pool import KvPool
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows of one sequence.
+
+    Row i holds ``token_ids[i]`` at ``positions[i]`` and writes its KV to ``write_slots[i]``. It sees
+    ``slots[0:prefix_lens[i]]`` (positions 0..prefix_lens[i]-1) and then ``tails[i]``, one slot for each further
+    position up to its own. A plain row has an empty tail and ``prefix_lens[i] == positions[i] + 1``.
+    """
+
+    token_ids: Sequence[int]
+    positions: Sequence[int]
+    write_slots: Sequence[int]
+    slots: torch.Tensor  # int32 [>= max(prefix_lens)], position -> slot
+    prefix_lens: Sequence[int]
+    tails: Sequence[Sequence[int]] = ()
+
+    @classmethod
+    def linear(cls, token_ids: Sequence[int], start: int, slots: torch.Tensor) -> Segment:
+        """Rows at positions start, start+1, ... in order: prefill, plain decode, chain verify, draft extend."""
+        end = start + len(token_ids)
+        positions = range(start, end)
+        return cls(token_ids, positions, slots[start:end].tolist(), slots, range(start + 1, end + 1))
+
+    @classmethod
+    def tree(cls, token_ids: Sequence[int], parents: Sequence[int], start: int, slots: torch.Tensor) -> Segment:
+        """Rows of a tree whose root stands at position ``start``; node i writes slot ``slots[start + i]``.
+
+        token_ids, parents: [num_nodes], parents[0] == -1, parents[i] < i. slots: at least start + num_nodes.
+        """
+        own = slots[start : start + len(token_ids)].tolist()
+        tails: list[list[int]] = []
+        for i, parent in enumerate(parents):
+            tails.append([*(tails[parent] if parent >= 0 else []), own[i]])
+        positions = [start + len(tail) - 1 for tail in tails]
+        return cls(token_ids, positions, own, slots, [start] * len(parents), tails)
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """Rows of one forward, concatenated over segments; T rows in all."""
+
+    token_ids: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int64 [T]
+    write_slots: torch.Tensor  # int64 [T], distinct
+    segments: tuple[Segment, ...]
+
+    @classmethod
+    def build(cls, segments: Sequence[Segment], device: torch.device | str = "cpu") -> ForwardBatch:
+        """Concatenate segments."""
+
+        def cat(name: str) -> torch.Tensor:
+            rows = [x for segment in segments for x in getattr(segment, name)]
+            return torch.tensor(rows, dtype=torch.int64, device=device)
+
+        return cls(cat("token_ids"), cat("positions"), cat("write_slots"), tuple(segments))
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return self.token_ids.shape[0]
+
+    def row_ranges(self) -> list[range]:
+        """Rows of each segment."""
+        ranges, at = [], 0
+        for segment in self.segments:
+            ranges.append(range(at, at + len(segment.token_ids)))
+            at += len(segment.token_ids)
+        return ranges
+
+
+class AttentionPlan(ABC):  # noqa: B024  (each backend's own; opaque to models)
+    """What a backend derives from a batch once per forward, for all layers."""
+
+
+class AttentionBackend(ABC):
+    """Causal softmax attention over the paged pool.
+
+    ``row_invariant`` states that a row's bits depend on its own query and its keys and values in order of
+    position alone: not on other rows, slots, page size or tree.
+    """
+
+    name: str
+    row_invariant: bool
+
+    @abstractmethod
+    def plan(self, batch: ForwardBatch) -> AttentionPlan:
+        """Derive index structures for ``batch``."""
+
+    @abstractmethod
+    def attend(self, query: torch.Tensor, kv: KvPool, layer: int, plan: AttentionPlan, scale: float) -> torch.Tensor:
+        """Attention of each row over its visible positions.
+
+        query: [T, num_heads, head_dim], rope applied; the rows' own keys and values are in the pool already.
+        Returns [T, num_heads, head_dim] of query's dtype. Query head h reads KV head h // (num_heads / num_kv_heads).
+        """

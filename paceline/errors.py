@@ -1,0 +1,71 @@
+"""The error tree.
+
+PacelineError
+├── InvalidRequest      the caller's input is wrong; names the field       INVALID_ARGUMENT / HTTP 400
+├── ConfigError         an option of the deployment is wrong; names the key
+├── Overloaded          no room now; says when to come back                RESOURCE_EXHAUSTED / HTTP 429
+├── NodeUnavailable     a node is gone or draining                         UNAVAILABLE / HTTP 503
+├── PairingRefused      two nodes do not fit; carries both fingerprints    FAILED_PRECONDITION
+├── HandoffFailed       a transfer did not finish; nothing of it is used   ABORTED
+├── RequestCancelled    the client went away                               CANCELLED
+└── DeadlineExceeded    a bounded wait ran out                             DEADLINE_EXCEEDED / HTTP 504
+"""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """Base of every error that Paceline raises on purpose."""
+
+
+class InvalidRequest(PacelineError):
+    """The request is wrong. ``field`` names what, e.g. ``sampling.top_p``."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+
+class ConfigError(PacelineError):
+    """A deployment option is wrong. ``key`` names it."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(f"{key}: {message}")
+        self.key = key
+        self.message = message
+
+
+class Overloaded(PacelineError):
+    """No room now; try again after ``retry_after_s`` seconds."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class NodeUnavailable(PacelineError):
+    """A node is gone, draining, or cannot be reached."""
+
+
+class PairingRefused(PacelineError):
+    """A prefill and a decode node do not fit together."""
+
+    def __init__(self, differing: list[str], prefill_fingerprint: str, decode_fingerprint: str) -> None:
+        super().__init__(
+            f"pairing refused: {', '.join(differing)} differ\n"
+            f"  prefill: {prefill_fingerprint}\n  decode:  {decode_fingerprint}"
+        )
+        self.differing = differing
+
+
+class HandoffFailed(PacelineError):
+    """A hand-off did not complete. Nothing that it wrote is used."""
+
+
+class RequestCancelled(PacelineError):
+    """The client went away or asked to stop."""
+
+
+class DeadlineExceeded(PacelineError):
+    """A bounded wait ran out."""

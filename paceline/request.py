@@ -1,0 +1,141 @@
+"""What is asked: sampling parameters and sequence requests, as plain frozen data. No torch here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from paceline.errors import InvalidRequest
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024  # characters
+MAX_LOGIT_BIAS = 1024  # entries
+MAX_TOP_LOGPROBS = 20
+MAX_N = 16
+UINT64_MAX = 2**64 - 1
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # end-of-sequence token, stop token or stop string
+    LENGTH = "length"  # max_tokens or the context window
+    ABORT = "abort"  # cancelled
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen. Field names and meanings are OpenAI's and vLLM's.
+
+    ``seed`` None means: the router draws one (and reports it), so that a request always has a seed when it
+    reaches a node. ``top_logprobs`` None means no logprobs; 0 means the chosen token's alone.
+    """
+
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 keeps all
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    top_logprobs: int | None = None
+    n: int = 1
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise InvalidRequest naming the first field that is out of range."""
+        self._validate_numbers()
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise InvalidRequest("min_tokens", f"must be between 0 and max_tokens ({self.max_tokens})")
+        if self.seed is not None and not 0 <= self.seed <= UINT64_MAX:
+            raise InvalidRequest("seed", "must be an unsigned 64-bit integer")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest("stop", f"at most {MAX_STOP_STRINGS} stop strings")
+        if any(not s or len(s) > MAX_STOP_LENGTH for s in self.stop):
+            raise InvalidRequest("stop", f"each stop string needs 1 to {MAX_STOP_LENGTH} characters")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequest("logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
+        for token_id, bias in self.logit_bias.items():
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest("logit_bias", f"token id {token_id} is outside the vocabulary of {vocab_size}")
+            if not -100.0 <= bias <= 100.0:  # also refuses NaN
+                raise InvalidRequest("logit_bias", f"bias {bias} must be between -100 and 100")
+        for token_id in self.stop_token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest("stop_token_ids", f"token id {token_id} is outside the vocabulary of {vocab_size}")
+
+    def _validate_numbers(self) -> None:
+        bounds: tuple[tuple[str, float, float, float], ...] = (
+            ("temperature", self.temperature, 0.0, 100.0),
+            ("min_p", self.min_p, 0.0, 1.0),
+            ("presence_penalty", self.presence_penalty, -2.0, 2.0),
+            ("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+            ("top_k", self.top_k, 0, 2**31 - 1),
+            ("max_tokens", self.max_tokens, 1, 2**31 - 1),
+            ("n", self.n, 1, MAX_N),
+            ("top_logprobs", self.top_logprobs or 0, 0, MAX_TOP_LOGPROBS),
+        )
+        for name, value, low, high in bounds:
+            if not (math.isfinite(value) and low <= value <= high):
+                raise InvalidRequest(name, f"must be between {low:g} and {high:g}, got {value}")
+        if not (math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0):
+            raise InvalidRequest("top_p", f"must be above 0 and at most 1, got {self.top_p}")
+        if not (math.isfinite(self.repetition_penalty) and 0.0 < self.repetition_penalty <= 100.0):
+            raise InvalidRequest(
+                "repetition_penalty", f"must be above 0 and at most 100, got {self.repetition_penalty}"
+            )
+
+
+@dataclass(frozen=True)
+class SpeculationParams:
+    """Per-request speculation. None keeps the deployment's value; values are capped by the deployment's."""
+
+    num_draft_tokens: int | None = None  # K; 0 turns speculation off for this request
+    tree_width: int | None = None  # candidates per depth; 1 is a chain
+
+
+@dataclass(frozen=True)
+class SequenceRequest:
+    """One sequence as a node sees it: ``n > 1`` is split and every default resolved by the router.
+
+    ``output_token_ids`` are tokens that an earlier attempt already emitted (migration); they count as output
+    for penalties, ``max_tokens`` and ``min_tokens``. ``params.seed`` is never None and ``params.stop_token_ids``
+    already contains the model's end-of-sequence ids unless ``ignore_eos``. Stop strings are the router's business.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    output_token_ids: tuple[int, ...] = ()
+    speculation: SpeculationParams = SpeculationParams()
+    cache_salt: str = ""  # tenant scope of the prefix cache
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probability of one emitted token under the unprocessed model distribution, and the best alternatives."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+def derive_seed(seed: int, choice: int) -> int:
+    """Seed of choice ``choice`` of a request with ``n > 1``. Choice 0 keeps the request's own seed.
+
+    splitmix64's finaliser (Steele et al. 2014) over seed and index.
+    """
+    if choice == 0:
+        return seed
+    z = (seed + choice * 0x9E3779B97F4A7C15) & UINT64_MAX
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & UINT64_MAX
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & UINT64_MAX
+    return z ^ (z >> 31)
