@@ -47,6 +47,7 @@ class Sequence:
     draft_rows: int = 0  # exact draft KV rows (of the first module); the drafter advances it
     stats: SpecStats = field(default_factory=SpecStats)
     finish_reason: FinishReason | None = None
+    scratch: dict[str, object] = field(default_factory=dict)  # drafters' own indexes, rebuilt from token_ids at need
 
     @classmethod
     def start(cls, request: SequenceRequest, table: PageTable) -> Sequence:

@@ -1,0 +1,51 @@
+# One word per verb. `make demo` and `make test` set up what they need in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+ARGS ?=
+
+.PHONY: setup demo serve test check proto bench clean help
+
+help:
+	@echo "make setup | demo | serve | test | check | proto | bench | clean   (ARGS='...' is passed on)"
+
+$(VENV)/.node: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Paceline needs Python 3.11 or newer")'
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing torch, ray and the rest into $(VENV) (about a minute)"
+	$(PIP) install -q torch==2.13.0
+	$(PIP) install -q -c constraints.txt -e '.[node]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.node
+	$(PIP) install -q -c constraints.txt -e '.[node,dev]'
+	@touch $@
+
+setup: $(VENV)/.dev
+
+demo: $(VENV)/.node
+	$(BIN)/paceline demo $(ARGS)
+
+serve: $(VENV)/.node
+	$(BIN)/paceline serve $(ARGS)
+
+test: $(VENV)/.dev check
+	$(BIN)/paceline pull smollm2-135m-instruct
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tests/support/proto_drift.py
+
+proto: $(VENV)/.dev
+	$(BIN)/python tests/support/proto_drift.py --write
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -1,0 +1,73 @@
+"""The seam between hand-off logic and a wire: one in-order, one-directional byte pipe, prefill -> decode."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from paceline.errors import PacelineError
+
+MESSAGE_BYTES = 4 * 1024 * 1024
+
+
+class TransportError(PacelineError):
+    """The pipe broke, timed out or is closed. It is dead from then on: open a new one under a new link id."""
+
+
+def message_slices(num_bytes: int) -> tuple[slice, ...]:
+    """Cut ``num_bytes`` into messages of at most 4 MiB, as byte ranges in order; no message for 0 bytes.
+
+    Both sides derive it from the byte count alone. Small messages keep the timeout of one message short, and
+    4 MiB of them cost no bandwidth.
+    """
+    return tuple(slice(start, min(start + MESSAGE_BYTES, num_bytes)) for start in range(0, num_bytes, MESSAGE_BYTES))
+
+
+def byte_view(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor of any dtype: uint8 [num_bytes], sharing memory. ValueError if strided."""
+    if not tensor.is_contiguous():
+        raise ValueError("a transported tensor must be contiguous")
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+class Transport(ABC):
+    """One direction of one link. One thread sends, one thread at the other end receives.
+
+    Nothing is matched by tag: the n-th message received is the n-th one sent (NCCL knows no other rule). So both
+    ends must name the same byte counts in the same order, which the control stream sees to.
+
+    ``close`` and ``abort`` may be called from any thread, and more than once.
+    """
+
+    def send(self, tensor: Tensor) -> None:
+        """Hand the bytes of ``tensor`` (contiguous, any dtype) to the wire; blocks, each message for at most the
+        message timeout. TransportError if the pipe is or becomes dead."""
+        data = byte_view(tensor)
+        for piece in message_slices(data.numel()):
+            self._send_message(data[piece])
+
+    def recv(self, tensor: Tensor) -> None:
+        """Fill ``tensor`` (contiguous) with the next ``tensor.nbytes`` bytes; blocks, each message for at most the
+        message timeout. TransportError if the pipe is or becomes dead: the content is then undefined."""
+        data = byte_view(tensor)
+        for piece in message_slices(data.numel()):
+            self._recv_message(data[piece])
+
+    @abstractmethod
+    def _send_message(self, data: Tensor) -> None:
+        """Send one message; ``data`` is uint8 [1 to MESSAGE_BYTES]."""
+
+    @abstractmethod
+    def _recv_message(self, data: Tensor) -> None:
+        """Receive one message of exactly ``data.numel()`` bytes into ``data``, uint8 [1 to MESSAGE_BYTES]."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Orderly end, once no send or receive is under way: give threads and sockets back."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End at once. A call that is blocked returns with TransportError, at the latest after the message
+        timeout; until it has, its tensor may still be written."""

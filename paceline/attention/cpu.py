@@ -1,0 +1,126 @@
+"""Row-invariant attention on CPU (``layers/kernels.cpp``), and the plain torch backend that is its reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+
+from paceline.attention.base import AttentionBackend, AttentionPlan, ForwardBatch
+from paceline.kvcache.pool import KvPool
+from paceline.layers.build import load_kernels
+
+KERNEL_HEAD_DIMS = (16, 32, 64, 96, 128)
+KERNEL_MAX_GROUP = 8
+
+
+@dataclass(frozen=True)
+class RowPlan(AttentionPlan):
+    """Where each row's visible positions lie. T rows."""
+
+    slots: torch.Tensor  # int32, the segments' position-to-slot lists one after another
+    slot_offsets: torch.Tensor  # int64 [T], start of the row's list in slots
+    prefix_lens: torch.Tensor  # int32 [T]
+    tails: torch.Tensor  # int32, the rows' tails one after another
+    tail_offsets: torch.Tensor  # int64 [T + 1]
+
+
+def plan_rows(batch: ForwardBatch) -> RowPlan:
+    """Flatten the segments' position-to-slot lists; tensors stay on CPU."""
+    lists, offsets, prefix_lens, tails, tail_lens = [], [], [], [], []
+    at = 0
+    for segment in batch.segments:
+        used = max(segment.prefix_lens)
+        lists.append(segment.slots[:used])
+        offsets += [at] * len(segment.token_ids)
+        at += used
+        prefix_lens += segment.prefix_lens
+        own = segment.tails or [()] * len(segment.token_ids)
+        tails.extend(chain.from_iterable(own))
+        tail_lens += [len(tail) for tail in own]
+    return RowPlan(
+        slots=torch.cat(lists),
+        slot_offsets=torch.tensor(offsets, dtype=torch.int64),
+        prefix_lens=torch.tensor(prefix_lens, dtype=torch.int32),
+        tails=torch.tensor(tails or [0], dtype=torch.int32),
+        tail_offsets=torch.from_numpy(np.concatenate(([0], np.cumsum(tail_lens, dtype=np.int64)))),
+    )
+
+
+class CpuAttention(AttentionBackend):
+    """The C++ kernel: each row over its own positions in fixed tiles, float32 sums in order of position."""
+
+    name = "cpu"
+    row_invariant = True
+
+    def __init__(self) -> None:
+        library = load_kernels()
+        if library is None:
+            raise RuntimeError("the CPU kernels are not available; use TorchAttention")
+        self._attend = {torch.bfloat16: library.pl_attend_bf16, torch.float32: library.pl_attend_f32}
+
+    @staticmethod
+    def supports(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
+        """Whether the kernel was compiled for this geometry."""
+        group = num_heads // num_kv_heads
+        return load_kernels() is not None and head_dim in KERNEL_HEAD_DIMS and group <= KERNEL_MAX_GROUP
+
+    def plan(self, batch: ForwardBatch) -> RowPlan:
+        """See plan_rows."""
+        return plan_rows(batch)
+
+    def attend(
+        self, query: torch.Tensor, kv: KvPool, layer: int, plan: AttentionPlan, scale: float
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        assert isinstance(plan, RowPlan)
+        pages = kv.data[layer]
+        rows, heads, dim = query.shape
+        out = torch.empty_like(query)
+        failed = self._attend[query.dtype](
+            query.data_ptr(), pages.data_ptr(), pages.shape[2], rows, heads, pages.shape[3], dim,
+            plan.slots.data_ptr(), plan.slot_offsets.data_ptr(), plan.prefix_lens.data_ptr(),
+            plan.tails.data_ptr(), plan.tail_offsets.data_ptr(), scale, out.data_ptr(),
+        )  # fmt: skip
+        if failed:
+            raise ValueError(f"no attention kernel for {heads} heads over {pages.shape[3]} of {dim}")
+        return out
+
+
+class TorchAttention(AttentionBackend):
+    """The reference: gather each row's keys and values, softmax in float32. Any device, any geometry."""
+
+    name = "torch"
+    row_invariant = False
+
+    def plan(self, batch: ForwardBatch) -> RowPlan:
+        """See plan_rows."""
+        return plan_rows(batch)
+
+    def attend(
+        self, query: torch.Tensor, kv: KvPool, layer: int, plan: AttentionPlan, scale: float
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        assert isinstance(plan, RowPlan)
+        return torch.stack([self._row(query[r], kv, layer, plan, r, scale) for r in range(query.shape[0])])
+
+    @staticmethod
+    def _row(query: torch.Tensor, kv: KvPool, layer: int, plan: RowPlan, row: int, scale: float) -> torch.Tensor:
+        start = int(plan.slot_offsets[row])
+        prefix = plan.slots[start : start + int(plan.prefix_lens[row])]
+        tail = plan.tails[int(plan.tail_offsets[row]) : int(plan.tail_offsets[row + 1])]
+        key, value = kv.read(layer, torch.cat((prefix, tail)).to(device=query.device, dtype=torch.int64))
+        group = query.shape[0] // key.shape[1]
+        keys = key.float().repeat_interleave(group, dim=1)  # [n, heads, dim]
+        values = value.float().repeat_interleave(group, dim=1)
+        scores = torch.einsum("hd,nhd->hn", query.float(), keys) * scale
+        return torch.einsum("hn,nhd->hd", scores.softmax(-1), values).to(query.dtype)
+
+
+def attention_for(device: torch.device, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBackend:
+    """The backend of a device and geometry."""
+    if device.type == "cpu" and CpuAttention.supports(num_heads, num_kv_heads, head_dim):
+        return CpuAttention()
+    return TorchAttention()

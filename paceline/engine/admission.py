@@ -1,0 +1,34 @@
+"""Whether a node can serve a sequence at all, asked before anything is reserved."""
+
+from __future__ import annotations
+
+from paceline.engine.model_runner import ModelRunner
+from paceline.errors import InvalidRequest
+from paceline.request import SequenceRequest
+
+
+def check_request(runner: ModelRunner, request: SequenceRequest, num_slots: int) -> None:
+    """Raise InvalidRequest naming the field that keeps this node from ever serving ``request``.
+
+    num_slots: KV slots that it needs on this node.
+    """
+    params = request.params
+    params.validate(runner.vocab_size)
+    if params.seed is None:
+        raise InvalidRequest("sampling.seed", "must be set when a request reaches a node")
+    if not request.prompt_token_ids:
+        raise InvalidRequest("prompt_token_ids", "must not be empty")
+    for field in ("prompt_token_ids", "output_token_ids"):
+        for token_id in getattr(request, field):
+            if not 0 <= token_id < runner.vocab_size:
+                raise InvalidRequest(field, f"token id {token_id} is outside the vocabulary of {runner.vocab_size}")
+    if len(request.output_token_ids) >= params.max_tokens:
+        raise InvalidRequest("output_token_ids", f"already has max_tokens ({params.max_tokens}) tokens")
+    total = len(request.prompt_token_ids) + params.max_tokens
+    if total > runner.max_model_len:
+        raise InvalidRequest(
+            "max_tokens", f"prompt and max_tokens are {total} tokens, the model takes {runner.max_model_len}"
+        )
+    pages = -(-num_slots // runner.page_size)
+    if pages > runner.allocator.num_pages:
+        raise InvalidRequest("max_tokens", f"needs {pages} KV pages, the node has {runner.allocator.num_pages}")

@@ -1,0 +1,58 @@
+"""gRPC plumbing that both node roles share: server, channel options, errors."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from paceline.errors import NodeUnavailable, PacelineError
+from paceline.wire import error_from_status, status_for
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    # A node that came back on the same port must not wait for the back-off of its predecessor's death.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+SERVER_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.so_reuseport", 0),
+]
+
+
+async def start_server(
+    register: Callable[[grpc.aio.Server], None], host: str, max_concurrent_rpcs: int
+) -> tuple[grpc.aio.Server, str]:
+    """Serve on a free port of ``host``; returns the server and its "host:port"."""
+    server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=max_concurrent_rpcs)
+    register(server)
+    at = f"[{host}]" if ":" in host else host
+    port = server.add_insecure_port(f"{at}:0")
+    await server.start()
+    return server, f"{at}:{port}"
+
+
+@asynccontextmanager
+async def answering_errors(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    """Turn what Paceline raises on purpose into the RPC's status."""
+    try:
+        yield
+    except PacelineError as error:
+        code, details = status_for(error)
+        await context.abort(code, details)
+
+
+def error_from_rpc(error: grpc.aio.AioRpcError, peer: str) -> PacelineError:
+    """The error that a peer's status stands for."""
+    details = f"{peer}: {error.details()}"
+    return error_from_status(error.code(), details) or NodeUnavailable(details)

@@ -1,0 +1,183 @@
+"""Who holds which page of a pool.
+
+A page is free, or held by one or more owners (sequences, the prefix cache, a transfer), each with one reference::
+
+    free --allocate--> held (1) --share--> held (n) --release--> held (n-1) ... --release--> free, next generation
+
+A reference that a transfer may still write through is *quarantined*: its owner gave it up, but it is let go only
+once both sides are terminal (design 6). Each time a page becomes free its generation increases, so a reference
+from an earlier life is told from the present one and refused.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from paceline.errors import Overloaded, PacelineError
+
+
+class StalePage(PacelineError):
+    """A page reference that its holder no longer holds: given back before, or of another pool."""
+
+
+@dataclass(frozen=True)
+class PageRef:
+    """A page during one of its lives."""
+
+    page: int
+    generation: int
+
+
+class PageAllocator:
+    """Hands out pages of a pool and counts references. Thread-safe; every call is all or nothing.
+
+    Within a call each occurrence of a page counts for one reference. ``StalePage`` is raised for a reference
+    that is not current and for giving back more references than are held.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 1:
+            raise ValueError(f"num_pages must be at least 1, got {num_pages}")
+        self.num_pages = num_pages
+        self._lock = threading.Lock()
+        self._free = list(range(num_pages - 1, -1, -1))  # the page freed last goes out first: its memory is warm
+        self._generation = [0] * num_pages
+        self._refcount = [0] * num_pages
+        self._held = [0] * num_pages  # references in quarantine, part of the refcount
+        self._num_quarantined = 0
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be allocated now."""
+        return len(self._free)
+
+    @property
+    def num_quarantined(self) -> int:
+        """References in quarantine."""
+        return self._num_quarantined
+
+    def allocate(self, n: int) -> list[PageRef]:
+        """``n`` free pages with one reference each. Raises Overloaded when fewer are free."""
+        if n < 0:
+            raise ValueError(f"cannot allocate {n} pages")
+        with self._lock:
+            if n > len(self._free):
+                raise Overloaded(f"{n} KV pages needed, {len(self._free)} of {self.num_pages} free")
+            pages = [self._free.pop() for _ in range(n)]
+            for page in pages:
+                self._refcount[page] = 1
+            return [PageRef(page, self._generation[page]) for page in pages]
+
+    def share(self, pages: Sequence[PageRef]) -> None:
+        """One more reference to each page."""
+        with self._lock:
+            self._check_all(pages)
+            for ref in pages:
+                self._refcount[ref.page] += 1
+
+    def release(self, pages: Sequence[PageRef]) -> None:
+        """Give back one reference to each page. A page without references becomes free, in its next generation."""
+        with self._lock:
+            self._check_owned(pages)
+            for ref in pages:
+                self._drop(ref.page)
+
+    def quarantine(self, pages: Sequence[PageRef]) -> None:
+        """Take over one reference to each page from its owner, who must not release it any more."""
+        with self._lock:
+            self._check_owned(pages)
+            for ref in pages:
+                self._held[ref.page] += 1
+            self._num_quarantined += len(pages)
+
+    def release_quarantined(self, pages: Sequence[PageRef]) -> None:
+        """Release references taken by ``quarantine``, once no transfer can write through them."""
+        with self._lock:
+            self._check_all(pages)
+            for page, count in _count(pages).items():
+                if count > self._held[page]:
+                    raise StalePage(f"page {page}: {count} references leave quarantine, {self._held[page]} are in it")
+            for ref in pages:
+                self._held[ref.page] -= 1
+                self._drop(ref.page)
+            self._num_quarantined -= len(pages)
+
+    def check(self, ref: PageRef) -> None:
+        """Raise StalePage unless ``ref`` names a held page in its current generation."""
+        with self._lock:
+            self._check_all([ref])
+
+    def refcount(self, ref: PageRef) -> int:
+        """References to the page, quarantined ones included. Raises StalePage."""
+        with self._lock:
+            self._check_all([ref])
+            return self._refcount[ref.page]
+
+    def check_integrity(self, owned: Iterable[PageRef] | None = None) -> list[str]:
+        """What is wrong with the books; empty when they are whole.
+
+        owned: every reference held by any owner, quarantined ones left out. When given, each page must have as
+        many references as it has owners: none is lost, none is owned by someone who does not hold it.
+        """
+        with self._lock:
+            problems = self._check_books()
+            if owned is not None:
+                problems += self._check_owners(list(owned))
+            return problems
+
+    def _check_books(self) -> list[str]:
+        free = Counter(self._free)
+        problems = [f"page {page} is {count} times in the free list" for page, count in free.items() if count > 1]
+        problems += [f"page {page} in the free list is not of the pool" for page in free if page >= self.num_pages]
+        for page, (references, held) in enumerate(zip(self._refcount, self._held, strict=True)):
+            if page in free and references:
+                problems.append(f"page {page} is free with {references} references")
+            if page not in free and references < 1:
+                problems.append(f"page {page} is lost: neither free nor referenced")
+            if not 0 <= held <= references:
+                problems.append(f"page {page} has {held} of {references} references in quarantine")
+        if sum(self._held) != self._num_quarantined:
+            problems.append(f"{sum(self._held)} references in quarantine, {self._num_quarantined} counted")
+        return problems
+
+    def _check_owners(self, owned: list[PageRef]) -> list[str]:
+        problems = [f"an owner holds stale {ref}" for ref in owned if not self._current(ref)]
+        owners = _count(owned)
+        for page in range(self.num_pages):
+            references = self._refcount[page] - self._held[page]
+            if owners[page] != references:
+                problems.append(f"page {page} has {owners[page]} owners and {references} references")
+        return problems
+
+    def _current(self, ref: PageRef) -> bool:
+        return (
+            0 <= ref.page < self.num_pages
+            and self._generation[ref.page] == ref.generation
+            and self._refcount[ref.page] > 0
+        )
+
+    def _check_all(self, pages: Sequence[PageRef]) -> None:
+        for ref in pages:
+            if not self._current(ref):
+                raise StalePage(f"{ref} is stale")
+
+    def _check_owned(self, pages: Sequence[PageRef]) -> None:
+        """Quarantined references are nobody's to give back."""
+        self._check_all(pages)
+        for page, count in _count(pages).items():
+            owned = self._refcount[page] - self._held[page]
+            if count > owned:
+                raise StalePage(f"page {page}: {count} references given back, {owned} held")
+
+    def _drop(self, page: int) -> None:
+        self._refcount[page] -= 1
+        if self._refcount[page] == 0:
+            self._generation[page] += 1
+            self._free.append(page)
+
+
+def _count(pages: Iterable[PageRef]) -> Counter[int]:
+    return Counter(ref.page for ref in pages)

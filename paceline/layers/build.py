@@ -1,0 +1,118 @@
+"""Compile ``kernels.cpp`` for this host once and load it.
+
+The library lands in ``$PACELINE_HOME/kernels`` (default ``~/.cache/paceline/kernels``), named by a hash of source, flags and
+processor, so that a changed source or another machine never meets a stale build. Without a C++ compiler the layers
+fall back to torch, and the start-up probe then reports that the host is not bit-exact.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+FLAGS = (
+    "-O3 -march=native -std=c++17 -fopenmp -shared -fPIC -fno-math-errno -fno-trapping-math -ffp-contract=fast -Wno-psabi"
+).split()
+COMPILE_TIMEOUT_S = 300
+
+
+def cache_folder() -> Path:
+    """Where models and kernels are kept."""
+    return Path(os.environ.get("PACELINE_HOME", Path.home() / ".cache" / "paceline"))
+
+
+def _cpu_identity() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(line for line in lines[:40] if line.startswith(("model name", "flags", "Features")))
+
+
+def compile_kernels(extra_flags: tuple[str, ...] = ()) -> Path:
+    """Path of the library for this host, compiled if it is not there yet. Raises RuntimeError if it cannot be."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise RuntimeError("no C++ compiler found: install g++ (Debian: apt-get install g++)")
+    flags = [*FLAGS, *extra_flags]
+    key = hashlib.blake2b(
+        "\0".join([SOURCE.read_text(), compiler, *flags, _cpu_identity()]).encode(), digest_size=10
+    ).hexdigest()
+    target = cache_folder() / "kernels" / f"{key}.so"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        built = Path(scratch) / "kernels.so"
+        command = [compiler, *flags, str(SOURCE), "-o", str(built)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"{compiler} failed on kernels.cpp:\n{done.stderr[-2000:]}")
+        built.replace(target)  # atomic: two processes may build at once
+    return target
+
+
+@functools.cache
+def load_kernels(extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL | None:
+    """The kernels of this host, or None (with a warning) where they cannot be built or run.
+
+    ``PACELINE_KERNELS=torch`` turns them off; ``PACELINE_KERNELS=-DPACELINE_NO_AMX`` (or ``-DPACELINE_GENERIC``)
+    builds a lesser instruction set, for tests and for a fleet of unlike processors.
+    """
+    choice = os.environ.get("PACELINE_KERNELS", "")
+    if choice == "torch":
+        return None
+    if not extra_flags and choice:
+        extra_flags = tuple(choice.split())
+    try:
+        library = ctypes.CDLL(str(compile_kernels(extra_flags)))
+    except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+        log.warning("CPU kernels are off, falling back to torch (slower, not bit-exact): %s", error)
+        return None
+    _declare(library)
+    if library.pl_init() != 0:
+        log.warning("this kernel refuses AMX state; building without AMX")
+        return load_kernels((*extra_flags, "-DPACELINE_NO_AMX"))
+    return library
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    ptr, i64, i32, f32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+    signatures: dict[str, tuple[list[type], type | None]] = {
+        "pl_init": ([], i32),
+        "pl_isa": ([], ctypes.c_char_p),
+        "pl_packed_elems": ([i64, i64, i32], i64),
+        "pl_pack_bf16": ([ptr, i64, i64, ptr], None),
+        "pl_pack_f32": ([ptr, i64, i64, ptr], None),
+        "pl_linear_bf16": ([ptr, i64, i64, ptr, i64, i64, ptr, ptr, i32], None),
+        "pl_linear_f32": ([ptr, i64, i64, ptr, i64, i64, ptr, ptr], None),
+    }
+    for t in ("bf16", "f32"):
+        signatures[f"pl_rms_norm_{t}"] = ([ptr, ptr, ptr, i64, i64, f32, ptr], None)
+        signatures[f"pl_silu_mul_{t}"] = ([ptr, i64, i64, ptr], None)
+        signatures[f"pl_rope_write_{t}"] = ([ptr] * 3 + [i64] * 7 + [ptr] * 3 + [i64, ptr, ptr], None)
+        signatures[f"pl_attend_{t}"] = ([ptr, ptr, i64, i64, i64, i64, i64] + [ptr] * 5 + [f32, ptr], i32)
+    for name, (arguments, result) in signatures.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, result
+
+
+def kernel_set() -> str:
+    """Name of the kernels in use, part of the pairing fingerprint: bits depend on it."""
+    library = load_kernels()
+    if library is None:
+        return "torch"
+    source = hashlib.blake2b(SOURCE.read_bytes(), digest_size=4).hexdigest()
+    isa: bytes = library.pl_isa()
+    return f"{isa.decode()}/{source}"

@@ -1,0 +1,558 @@
+// Row-invariant CPU kernels (design 5.6): every output element is computed by one fixed sequence of operations that
+// depends on its own row and the weights alone. How many rows there are, which neighbours they have, how many
+// threads run, where a key lies in the pool: none of it changes a bit.
+//
+// Plain C ABI, called through ctypes. T is bf16 (stored as uint16_t) or float. Compiled for the host's instruction set:
+//   AMX-BF16 > AVX512-BF16 > any (GCC vector extensions) for bf16 products; vector extensions for fp32.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#if defined(__AVX512BF16__) && defined(__AVX512F__) && !defined(PACELINE_GENERIC)
+#define USE_AVX512BF16 1
+#include <immintrin.h>
+#endif
+#if defined(USE_AVX512BF16) && defined(__AMX_BF16__) && !defined(PACELINE_NO_AMX)
+#define USE_AMX 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+typedef uint16_t bf16;
+typedef float v16 __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t u16x32 __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t h16 __attribute__((vector_size(32), aligned(2), may_alias));
+
+static inline float to_float(bf16 x) { uint32_t u = (uint32_t)x << 16; float f; memcpy(&f, &u, 4); return f; }
+static inline float to_float(float x) { return x; }
+static inline void put(bf16* p, float f) {  // round to nearest even; NaN stays NaN
+  uint32_t u; memcpy(&u, &f, 4);
+  *p = (f != f) ? 0x7fc0 : (bf16)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+static inline void put(float* p, float f) { *p = f; }
+static inline v16 load16(const float* p) { return *(const v16*)p; }
+static inline v16 load16(const bf16* p) { return (v16)(__builtin_convertvector(*(const h16*)p, u16x32) << 16); }
+static inline void store16(float* p, v16 x) { *(v16*)p = x; }
+static inline void store16(bf16* p, v16 x) {
+  u16x32 u = (u16x32)x;
+  u = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  *(h16*)p = __builtin_convertvector(u, h16);
+}
+static inline v16 splat(float f) { return v16{} + f; }
+static inline float hsum(v16 x) {  // one fixed tree
+  float a[16]; memcpy(a, &x, 64);
+  for (int w = 8; w; w /= 2) for (int i = 0; i < w; i++) a[i] += a[i + w];
+  return a[0];
+}
+static inline v16 vmax(v16 a, v16 b) { return a > b ? a : b; }
+static inline v16 vexp(v16 x) {  // 2^n * polynomial; relative error below 2e-7 for x <= 0
+  x = vmax(x, splat(-87.0f));
+  v16 n = x * 1.44269504f;
+  v16 magic = splat(12582912.0f);  // rounds to an integer in the mantissa
+  v16 r = (n + magic) - magic;
+  v16 f = x - r * 0.693359375f;
+  f = f - r * -2.12194440e-4f;
+  v16 p = splat(1.9875691500e-4f);
+  p = p * f + 1.3981999507e-3f;
+  p = p * f + 8.3334519073e-3f;
+  p = p * f + 4.1665795894e-2f;
+  p = p * f + 1.6666665459e-1f;
+  p = p * f + 5.0000001201e-1f;
+  p = p * f * f + f + 1.0f;
+  typedef int32_t i32x16 __attribute__((vector_size(64)));
+  i32x16 e = __builtin_convertvector(r, i32x16);
+  return p * (v16)((e + 127) << 23);
+}
+
+// ---------------------------------------------------------------- linear
+// Weights [N, K] are packed once. bf16: [N/16][K/32][16 pairs of k][16 n][2], zero padded (the AMX and VNNI order).
+// fp32: [N/16][K][16].
+
+extern "C" {
+
+int64_t pl_packed_elems(int64_t N, int64_t K, int is_bf16) {
+  int64_t n = (N + 15) / 16, k = is_bf16 ? (K + 31) / 32 * 32 : K;
+  return n * 16 * k;
+}
+
+void pl_pack_bf16(const bf16* w, int64_t N, int64_t K, bf16* out) {
+  int64_t KB = (K + 31) / 32;
+#pragma omp parallel for schedule(static)
+  for (int64_t nb = 0; nb < (N + 15) / 16; nb++)
+    for (int64_t kb = 0; kb < KB; kb++)
+      for (int p = 0; p < 16; p++)
+        for (int n = 0; n < 16; n++)
+          for (int j = 0; j < 2; j++) {
+            int64_t row = nb * 16 + n, col = kb * 32 + p * 2 + j;
+            out[(((nb * KB + kb) * 16 + p) * 16 + n) * 2 + j] = (row < N && col < K) ? w[row * K + col] : 0;
+          }
+}
+
+void pl_pack_f32(const float* w, int64_t N, int64_t K, float* out) {
+#pragma omp parallel for schedule(static)
+  for (int64_t nb = 0; nb < (N + 15) / 16; nb++)
+    for (int64_t k = 0; k < K; k++)
+      for (int n = 0; n < 16; n++) out[(nb * K + k) * 16 + n] = (nb * 16 + n < N) ? w[(nb * 16 + n) * K + k] : 0.0f;
+}
+
+const char* pl_isa() {
+#if defined(USE_AMX)
+  return "amx_bf16";
+#elif defined(USE_AVX512BF16)
+  return "avx512_bf16";
+#elif defined(__AVX512F__)
+  return "generic512";
+#elif defined(__AVX2__)
+  return "generic_avx2";
+#else
+  return "generic";
+#endif
+}
+}
+
+template <class O>
+static inline void store_cols(O* out, v16 acc, const float* bias, int64_t n0, int64_t N) {
+  float t[16];
+  store16(t, acc);
+  int64_t count = std::min<int64_t>(16, N - n0);
+  for (int64_t i = 0; i < count; i++) put(out + n0 + i, bias ? t[i] + bias[n0 + i] : t[i]);
+}
+
+// Columns [n0, n0 + 16 NB) of M rows with vector registers; M <= 6 keeps M * NB accumulators in registers.
+template <int M, int NB, class O>
+static void block_f32(const float* x, int64_t ldx, const float* w, int64_t K, O* out, int64_t ldo, const float* bias,
+                      int64_t n0, int64_t N) {
+  v16 acc[M][NB] = {};
+  for (int64_t k = 0; k < K; k++)
+    for (int b = 0; b < NB; b++) {
+      v16 wv = load16(w + (b * K + k) * 16);
+      for (int m = 0; m < M; m++) acc[m][b] += wv * x[m * ldx + k];
+    }
+  for (int m = 0; m < M; m++)
+    for (int b = 0; b < NB; b++) store_cols(out + m * ldo, acc[m][b], bias, n0 + b * 16, N);
+}
+
+template <int M, int NB, class O>
+static void block_bf16(const bf16* x, int64_t ldx, const bf16* w, int64_t KB, O* out, int64_t ldo, const float* bias,
+                       int64_t n0, int64_t N) {
+  v16 acc[M][NB] = {};
+  for (int64_t kp = 0; kp < KB * 16; kp++)
+    for (int b = 0; b < NB; b++) {
+      const bf16* wp = w + ((int64_t)b * KB * 16 + kp) * 32;
+#ifdef USE_AVX512BF16
+      __m512bh wv = (__m512bh)_mm512_loadu_si512(wp);
+      for (int m = 0; m < M; m++) {
+        uint32_t pair; memcpy(&pair, x + m * ldx + kp * 2, 4);
+        acc[m][b] = (v16)_mm512_dpbf16_ps((__m512)acc[m][b], (__m512bh)_mm512_set1_epi32(pair), wv);
+      }
+#else
+      u16x32 both = *(const u16x32*)wp;
+      v16 even = (v16)(both << 16), odd = (v16)(both & 0xffff0000u);
+      for (int m = 0; m < M; m++) {
+        acc[m][b] += even * to_float(x[m * ldx + kp * 2]);
+        acc[m][b] += odd * to_float(x[m * ldx + kp * 2 + 1]);
+      }
+#endif
+    }
+  for (int m = 0; m < M; m++)
+    for (int b = 0; b < NB; b++) store_cols(out + m * ldo, acc[m][b], bias, n0 + b * 16, N);
+}
+
+#define BY_ROWS(M, CALL)                                          \
+  switch (M) {                                                    \
+    case 1: { constexpr int R = 1; CALL; break; }                 \
+    case 2: { constexpr int R = 2; CALL; break; }                 \
+    case 3: { constexpr int R = 3; CALL; break; }                 \
+    case 4: { constexpr int R = 4; CALL; break; }                 \
+    case 5: { constexpr int R = 5; CALL; break; }                 \
+    default: { constexpr int R = 6; CALL; break; }                \
+  }
+
+#ifdef USE_AMX
+struct alignas(64) TileConfig { uint8_t palette, start_row, reserved[14]; uint16_t colsb[16]; uint8_t rows[16]; };
+
+static bool amx_ready() {  // the kernel grants tile state once per process
+  static bool ok = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+  return ok;
+}
+
+// Tiles: 0-3 sums (2 row blocks x 2 column blocks), 4-5 x, 6-7 w. rows: of the first and second row block.
+static void amx_configure(int rows0, int rows1) {
+  TileConfig c = {};
+  c.palette = 1;
+  c.rows[0] = c.rows[1] = c.rows[4] = rows0;
+  c.rows[2] = c.rows[3] = c.rows[5] = rows1;
+  c.rows[6] = c.rows[7] = 16;
+  for (int t = 0; t < 8; t++) c.colsb[t] = c.rows[t] ? 64 : 0;  // an unused tile must have neither
+  _tile_loadconfig(&c);
+}
+
+template <class O>
+static void amx_store(const float* tile, int rows, O* out, int64_t ldo, const float* bias, int64_t n0, int64_t N) {
+  for (int m = 0; m < rows; m++) {
+    v16 v = load16(tile + m * 16);
+    if (!bias && n0 + 16 <= N) store16(out + m * ldo + n0, v);
+    else store_cols(out + m * ldo, v, bias, n0, N);
+  }
+}
+
+// Up to 32 rows, 32 columns (two = whether the second 16 exist).
+template <class O>
+static void amx_block(const bf16* x, int64_t ldx, int rows0, int rows1, const bf16* w, int64_t KB, bool two, O* out,
+                      int64_t ldo, const float* bias, int64_t n0, int64_t N) {
+  alignas(64) float sums[4][256];
+  const bf16* x1 = x + 16 * ldx;
+  const bf16* w1 = w + KB * 512;
+  _tile_zero(0); _tile_zero(1);
+  if (rows1) { _tile_zero(2); _tile_zero(3); }
+  for (int64_t kb = 0; kb < KB; kb++) {
+    _tile_loadd(4, x + kb * 32, ldx * 2);
+    _tile_loadd(6, w + kb * 512, 64);
+    _mm_prefetch((const char*)(w + kb * 512 + 4096), _MM_HINT_T0);
+    _tile_dpbf16ps(0, 4, 6);
+    if (two) { _tile_loadd(7, w1 + kb * 512, 64); _tile_dpbf16ps(1, 4, 7); }
+    if (rows1) {
+      _tile_loadd(5, x1 + kb * 32, ldx * 2);
+      _tile_dpbf16ps(2, 5, 6);
+      if (two) _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, sums[0], 64);
+  amx_store(sums[0], rows0, out, ldo, bias, n0, N);
+  if (two) { _tile_stored(1, sums[1], 64); amx_store(sums[1], rows0, out, ldo, bias, n0 + 16, N); }
+  if (rows1) {
+    _tile_stored(2, sums[2], 64);
+    amx_store(sums[2], rows1, out + 16 * ldo, ldo, bias, n0, N);
+    if (two) { _tile_stored(3, sums[3], 64); amx_store(sums[3], rows1, out + 16 * ldo, ldo, bias, n0 + 16, N); }
+  }
+}
+#endif
+
+template <class O>
+static void linear_bf16(const bf16* x, int64_t M, int64_t ldx, const bf16* w, int64_t N, int64_t K, const float* bias,
+                        O* out) {
+  int64_t KB = (K + 31) / 32, blocks = (N + 31) / 32, NB16 = (N + 15) / 16;
+  std::vector<bf16> padded;
+  if (K % 32) {  // tiny models only
+    padded.assign(M * KB * 32, 0);
+    for (int64_t m = 0; m < M; m++) memcpy(&padded[m * KB * 32], x + m * ldx, K * 2);
+    x = padded.data();
+    ldx = KB * 32;
+  }
+#pragma omp parallel
+  {
+#ifdef USE_AMX
+    int rows0 = -1, rows1 = -1;
+#endif
+#pragma omp for schedule(static)
+    for (int64_t b = 0; b < blocks; b++) {
+      const bf16* wb = w + b * 2 * KB * 512;
+      bool two = b * 2 + 1 < NB16;
+#ifdef USE_AMX
+      for (int64_t m = 0; m < M; m += 32) {
+        int r0 = std::min<int64_t>(16, M - m), r1 = std::max<int64_t>(0, std::min<int64_t>(16, M - m - 16));
+        if (r0 != rows0 || r1 != rows1) amx_configure(rows0 = r0, rows1 = r1);
+        amx_block(x + m * ldx, ldx, r0, r1, wb, KB, two, out + m * N, N, bias, b * 32, N);
+      }
+#else
+      for (int64_t m = 0; m < M; m += 6) {
+        const bf16* xm = x + m * ldx;
+        O* om = out + m * N;
+        if (two) { BY_ROWS(M - m, (block_bf16<R, 2>(xm, ldx, wb, KB, om, N, bias, b * 32, N))) }
+        else { BY_ROWS(M - m, (block_bf16<R, 1>(xm, ldx, wb, KB, om, N, bias, b * 32, N))) }
+      }
+#endif
+    }
+#ifdef USE_AMX
+    _tile_release();
+#endif
+  }
+}
+
+extern "C" {
+
+int pl_init() {
+#ifdef USE_AMX
+  return amx_ready() ? 0 : 1;
+#else
+  return 0;
+#endif
+}
+
+void pl_linear_bf16(const bf16* x, int64_t M, int64_t ldx, const bf16* w, int64_t N, int64_t K, const float* bias,
+                    void* out, int out_f32) {
+  if (out_f32) linear_bf16(x, M, ldx, w, N, K, bias, (float*)out);
+  else linear_bf16(x, M, ldx, w, N, K, bias, (bf16*)out);
+}
+
+void pl_linear_f32(const float* x, int64_t M, int64_t ldx, const float* w, int64_t N, int64_t K, const float* bias,
+                   float* out) {
+  int64_t NB16 = (N + 15) / 16;
+#pragma omp parallel for schedule(static)
+  for (int64_t b = 0; b < (NB16 + 1) / 2; b++) {
+    const float* wb = w + b * 2 * K * 16;
+    bool two = b * 2 + 1 < NB16;
+    for (int64_t m = 0; m < M; m += 6) {
+      const float* xm = x + m * ldx;
+      float* om = out + m * N;
+      if (two) { BY_ROWS(M - m, (block_f32<R, 2>(xm, ldx, wb, K, om, N, bias, b * 32, N))) }
+      else { BY_ROWS(M - m, (block_f32<R, 1>(xm, ldx, wb, K, om, N, bias, b * 32, N))) }
+    }
+  }
+}
+}
+
+// ---------------------------------------------------------------- row-wise
+
+// y = norm(x) * weight; with residual: residual += x first (rounded to T), y = norm(residual) * weight.
+template <class T>
+static void rms_norm(const T* x, T* residual, const T* weight, int64_t rows, int64_t n, float eps, T* y) {
+#pragma omp parallel for schedule(static) if (rows > 16)
+  for (int64_t r = 0; r < rows; r++) {
+    const T* src = x + r * n;
+    if (residual) {
+      T* res = residual + r * n;
+      int64_t i = 0;
+      for (; i + 16 <= n; i += 16) store16(res + i, load16(res + i) + load16(src + i));
+      for (; i < n; i++) put(res + i, to_float(res[i]) + to_float(src[i]));
+      src = res;
+    }
+    v16 acc = {};
+    float tail = 0;
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) { v16 v = load16(src + i); acc += v * v; }
+    for (; i < n; i++) { float v = to_float(src[i]); tail += v * v; }
+    float scale = 1.0f / std::sqrt((hsum(acc) + tail) / n + eps);
+    T* dst = y + r * n;
+    for (i = 0; i + 16 <= n; i += 16) {  // the normed value is rounded to T before the weight, as the models do
+      T t[16];
+      store16(t, load16(src + i) * scale);
+      store16(dst + i, load16(t) * load16(weight + i));
+    }
+    for (; i < n; i++) {
+      T t;
+      put(&t, to_float(src[i]) * scale);
+      put(dst + i, to_float(t) * to_float(weight[i]));
+    }
+  }
+}
+
+template <class T>
+static void silu_mul(const T* gate_up, int64_t rows, int64_t n, T* out) {
+#pragma omp parallel for schedule(static) if (rows > 16)
+  for (int64_t r = 0; r < rows; r++) {
+    const T *g = gate_up + r * 2 * n, *u = g + n;
+    T* o = out + r * n;
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+      v16 x = load16(g + i);
+      v16 e = vexp(x > 0.0f ? -x : x);
+      v16 s = x > 0.0f ? 1.0f / (1.0f + e) : e / (1.0f + e);
+      store16(o + i, x * s * load16(u + i));
+    }
+    for (; i < n; i++) { float x = to_float(g[i]); put(o + i, x / (1.0f + std::exp(-x)) * to_float(u[i])); }
+  }
+}
+
+// Rotate-half rope of `heads` heads of D elements, rows at stride ld, by table[position] = D/2 cosines, D/2 sines.
+template <class T>
+static inline void rope_row(const T* in, int64_t heads, int64_t D, const float* table, T* out) {
+  int64_t half = D / 2;
+  for (int64_t h = 0; h < heads; h++)
+    for (int64_t i = 0; i < half; i++) {
+      float a = to_float(in[h * D + i]), b = to_float(in[h * D + half + i]), c = table[i], s = table[half + i];
+      put(out + h * D + i, a * c - b * s);
+      put(out + h * D + half + i, b * c + a * s);
+    }
+}
+
+template <class T>
+static void rope_write(const T* q, const T* k, const T* v, int64_t ldq, int64_t ldk, int64_t ldv, int64_t rows,
+                       int64_t Hq, int64_t Hk, int64_t D, const float* table, const int64_t* positions, const int64_t* slots, int64_t page_size, T* q_out,
+                       T* pool) {
+  int64_t row = Hk * D;
+#pragma omp parallel for schedule(static) if (rows > 16)
+  for (int64_t r = 0; r < rows; r++) {
+    const float* t = table + positions[r] * D;
+    rope_row(q + r * ldq, Hq, D, t, q_out + r * Hq * D);
+    T* page = pool + (slots[r] / page_size) * 2 * page_size * row + (slots[r] % page_size) * row;
+    rope_row(k + r * ldk, Hk, D, t, page);
+    memcpy(page + page_size * row, v + r * ldv, row * sizeof(T));
+  }
+}
+
+// ---------------------------------------------------------------- attention
+// A row sees positions 0..length-1 of its sequence, in tiles of TILE positions counted from 0, each tile in groups of 16.
+
+static constexpr int TILE = 128;
+
+#ifdef USE_AVX512BF16
+static inline v16 sum_each(const __m512* a) {  // element i = sum of a[i]'s 16 elements, one fixed tree
+  __m512 t[8], u[4];
+  for (int i = 0; i < 8; i++) t[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
+  for (int i = 0; i < 4; i++) {
+    __m512d p = (__m512d)t[2 * i], q = (__m512d)t[2 * i + 1];
+    u[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(p, q), (__m512)_mm512_unpackhi_pd(p, q));
+  }
+  __m512 x = _mm512_add_ps(_mm512_shuffle_f32x4(u[0], u[1], 0x88), _mm512_shuffle_f32x4(u[0], u[1], 0xdd));
+  __m512 y = _mm512_add_ps(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xdd));
+  return (v16)_mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
+}
+
+template <int D>
+static inline void dots16(const bf16* q, const bf16* const* keys, float* out) {
+  __m512 acc[16];
+  for (int j = 0; j < 16; j++) {
+    acc[j] = _mm512_setzero_ps();
+    int d = 0;
+    for (; d + 32 <= D; d += 32)
+      acc[j] = _mm512_dpbf16_ps(acc[j], (__m512bh)_mm512_loadu_si512(q + d), (__m512bh)_mm512_loadu_si512(keys[j] + d));
+    for (; d < D; d += 16) acc[j] = (__m512)((v16)acc[j] + load16(q + d) * load16(keys[j] + d));
+  }
+  store16(out, sum_each(acc));
+}
+#else
+template <int D>
+static inline void dots16(const bf16* q, const bf16* const* keys, float* out) {
+  for (int j = 0; j < 16; j++) {
+    v16 acc = {};
+    for (int d = 0; d < D; d += 16) acc += load16(q + d) * load16(keys[j] + d);
+    out[j] = hsum(acc);
+  }
+}
+#endif
+template <int D>
+static inline void dots16(const float* q, const float* const* keys, float* out) {
+  for (int j = 0; j < 16; j++) {
+    v16 acc = {};
+    for (int d = 0; d < D; d += 16) acc += load16(q + d) * load16(keys[j] + d);
+    out[j] = hsum(acc);
+  }
+}
+
+// G query heads of one row over one KV head.
+template <int D, int G, class T>
+static void attend_row(const T* q, const T* pool, int64_t page_size, int64_t Hk, int64_t head, const int32_t* prefix,
+                       int64_t prefix_len, const int32_t* tail, int64_t length, float scale, T* out) {
+  constexpr int DV = D / 16;
+  alignas(64) float s[G][TILE];
+  alignas(64) static const T zeros[D] = {};
+  const T *keys[TILE], *values[TILE];
+  v16 acc[G][DV] = {};
+  float top[G], total[G];
+  for (int g = 0; g < G; g++) { top[g] = -INFINITY; total[g] = 0; }
+  int64_t row = Hk * D;
+  for (int64_t base = 0; base < length; base += TILE) {
+    int n = std::min<int64_t>(TILE, length - base), groups = (n + 15) / 16;
+    for (int j = 0; j < n; j++) {
+      int64_t at = base + j, slot = at < prefix_len ? prefix[at] : tail[at - prefix_len];
+      keys[j] = pool + (slot / page_size) * 2 * page_size * row + (slot % page_size) * row + head * D;
+      values[j] = keys[j] + page_size * row;
+    }
+    for (int j = n; j < groups * 16; j++) keys[j] = values[j] = zeros;
+    for (int g = 0; g < G; g++) {
+      v16 m = splat(-INFINITY);
+      for (int b = 0; b < groups; b++) {
+        dots16<D>(q + g * D, keys + b * 16, s[g] + b * 16);
+        for (int j = b * 16; j < b * 16 + 16; j++) s[g][j] = j < n ? s[g][j] * scale : -INFINITY;
+        m = vmax(m, load16(s[g] + b * 16));
+      }
+      float high = top[g];
+      for (int i = 0; i < 16; i++) high = std::max(high, m[i]);
+      v16 sum = {};
+      for (int b = 0; b < groups; b++) {
+        v16 e = vexp(load16(s[g] + b * 16) - high);
+        store16(s[g] + b * 16, e);
+        sum += e;
+      }
+      for (int j = n; j < groups * 16; j++) s[g][j] = 0;
+      float fade = base ? vexp(splat(top[g] - high))[0] : 0.0f;
+      // The masked lanes hold exp(-87), not 0: take them off by summing again where a tile is partial.
+      if (n < groups * 16) { sum = v16{}; for (int b = 0; b < groups; b++) sum += load16(s[g] + b * 16); }
+      total[g] = total[g] * fade + hsum(sum);
+      top[g] = high;
+      for (int d = 0; d < DV; d++) acc[g][d] *= fade;
+    }
+    for (int j = 0; j < n; j++) {
+      v16 v[DV];
+      for (int d = 0; d < DV; d++) v[d] = load16(values[j] + d * 16);
+      for (int g = 0; g < G; g++)
+        for (int d = 0; d < DV; d++) acc[g][d] += v[d] * s[g][j];
+    }
+  }
+  for (int g = 0; g < G; g++)
+    for (int d = 0; d < DV; d++) store16(out + g * D + d * 16, acc[g][d] / total[g]);
+}
+
+template <class T>
+using RowFn = void (*)(const T*, const T*, int64_t, int64_t, int64_t, const int32_t*, int64_t, const int32_t*, int64_t,
+                       float, T*);
+
+template <int D, class T>
+static RowFn<T> by_group(int64_t G) {
+  switch (G) {
+    case 1: return attend_row<D, 1, T>;
+    case 2: return attend_row<D, 2, T>;
+    case 3: return attend_row<D, 3, T>;
+    case 4: return attend_row<D, 4, T>;
+    case 5: return attend_row<D, 5, T>;
+    case 6: return attend_row<D, 6, T>;
+    case 7: return attend_row<D, 7, T>;
+    case 8: return attend_row<D, 8, T>;
+  }
+  return nullptr;
+}
+
+template <class T>
+static RowFn<T> row_fn(int64_t D, int64_t G) {
+  switch (D) {
+    case 16: return by_group<16, T>(G);
+    case 32: return by_group<32, T>(G);
+    case 64: return by_group<64, T>(G);
+    case 96: return by_group<96, T>(G);
+    case 128: return by_group<128, T>(G);
+  }
+  return nullptr;
+}
+
+template <class T>
+static int attend(const T* q, const T* pool, int64_t page_size, int64_t rows, int64_t Hq, int64_t Hk, int64_t D,
+                  const int32_t* slots, const int64_t* slot_offsets, const int32_t* prefix_lens, const int32_t* tails,
+                  const int64_t* tail_offsets, float scale, T* out) {
+  int64_t G = Hq / Hk;
+  RowFn<T> fn = row_fn<T>(D, G);
+  if (!fn) return 1;
+#pragma omp parallel for schedule(dynamic, 4) collapse(2) if (rows * Hk > 1)
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t h = 0; h < Hk; h++) {
+      int64_t tail = tail_offsets[r + 1] - tail_offsets[r];
+      fn(q + (r * Hq + h * G) * D, pool, page_size, Hk, h, slots + slot_offsets[r], prefix_lens[r],
+         tails + tail_offsets[r], prefix_lens[r] + tail, scale, out + (r * Hq + h * G) * D);
+    }
+  return 0;
+}
+
+
+#define DEFINE(NAME, T)                                                                                               \
+  void pl_rms_norm_##NAME(const T* x, T* residual, const T* weight, int64_t rows, int64_t n, float eps, T* y) {       \
+    rms_norm(x, residual, weight, rows, n, eps, y);                                                                   \
+  }                                                                                                                   \
+  void pl_silu_mul_##NAME(const T* gate_up, int64_t rows, int64_t n, T* out) { silu_mul(gate_up, rows, n, out); }     \
+  void pl_rope_write_##NAME(const T* q, const T* k, const T* v, int64_t ldq, int64_t ldk, int64_t ldv, int64_t rows,  \
+                            int64_t Hq, int64_t Hk, int64_t D, const float* table, const int64_t* positions,         \
+                            const int64_t* slots, int64_t page_size, T* q_out, T* pool) {                             \
+    rope_write(q, k, v, ldq, ldk, ldv, rows, Hq, Hk, D, table, positions, slots, page_size, q_out, pool);                        \
+  }                                                                                                                   \
+  int pl_attend_##NAME(const T* q, const T* pool, int64_t page_size, int64_t rows, int64_t Hq, int64_t Hk, int64_t D, \
+                       const int32_t* slots, const int64_t* slot_offsets, const int32_t* prefix_lens,                 \
+                       const int32_t* tails, const int64_t* tail_offsets, float scale, T* out) {                      \
+    return attend(q, pool, page_size, rows, Hq, Hk, D, slots, slot_offsets, prefix_lens, tails, tail_offsets, scale,  \
+                  out);                                                                                               \
+  }
+
+extern "C" {
+DEFINE(bf16, bf16)
+DEFINE(f32, float)
+}

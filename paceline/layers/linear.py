@@ -1,0 +1,65 @@
+"""Linear layers over weights packed once. A row's bits never depend on how many rows there are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from paceline.layers.build import load_kernels
+
+
+class Linear:
+    """y = x W^T + b.
+
+    weight: [out_features, in_features], bf16 or fp32; it is repacked and need not be kept by the caller.
+    ``out_float32`` keeps the sums in float32 (LM heads: logits without bf16 ties).
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, out_float32: bool = False) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self.out_dtype = torch.float32 if out_float32 else weight.dtype
+        self.bias = None if bias is None else bias.float().contiguous()
+        self._library = load_kernels() if weight.device.type == "cpu" else None
+        self._packed = self._pack(weight) if self._library is not None else weight
+
+    def _pack(self, weight: torch.Tensor) -> torch.Tensor:
+        assert self._library is not None
+        weight = weight.contiguous()
+        is_bf16 = weight.dtype is torch.bfloat16
+        elems = self._library.pl_packed_elems(self.out_features, self.in_features, int(is_bf16))
+        packed = torch.empty(elems, dtype=weight.dtype)
+        pack = self._library.pl_pack_bf16 if is_bf16 else self._library.pl_pack_f32
+        pack(weight.data_ptr(), self.out_features, self.in_features, packed.data_ptr())
+        return packed
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, in_features] -> [T, out_features] of out_dtype."""
+        if self._library is None:
+            return linear_reference(x, self._packed, self.bias, self.out_dtype)
+        if x.stride(-1) != 1:
+            x = x.contiguous()
+        rows = x.shape[0]
+        out = torch.empty(rows, self.out_features, dtype=self.out_dtype)
+        bias = None if self.bias is None else self.bias.data_ptr()
+        shape = (x.data_ptr(), rows, x.stride(0), self._packed.data_ptr(), self.out_features, self.in_features, bias)
+        if self.dtype is torch.bfloat16:
+            self._library.pl_linear_bf16(*shape, out.data_ptr(), int(self.out_dtype is torch.float32))
+        else:
+            self._library.pl_linear_f32(*shape, out.data_ptr())
+        return out
+
+
+def linear_reference(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """The same in torch; its bits depend on the number of rows."""
+    y = F.linear(x, weight)
+    return (y if bias is None else y + bias.to(y.dtype)).to(out_dtype)
+
+
+def fuse(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One weight whose output is the outputs of ``weights`` side by side."""
+    return torch.cat(list(weights), dim=0)

@@ -1,0 +1,120 @@
+"""The operations of a decoder layer, each with the torch reference beside its kernel.
+
+On CPU the kernels of ``kernels.cpp`` run; elsewhere (CUDA), or where they could not be built, the ``*_reference``
+functions do. Both have the same signature, so that models never branch.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from paceline.layers.build import load_kernels
+
+_SUFFIX = {torch.bfloat16: "bf16", torch.float32: "f32"}
+
+
+def _usable(x: torch.Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype in _SUFFIX and load_kernels() is not None
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Zhang & Sennrich 2019. x: [T, n]; weight: [n]. The normed row is rounded to x.dtype before the weight."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return normed.to(x.dtype) * weight
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm over the last dimension. x: [..., n] -> [..., n]."""
+    if not _usable(x):
+        return rms_norm_reference(x, weight, eps)
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    n = x.shape[-1]
+    _call("pl_rms_norm", x.dtype)(x.data_ptr(), None, weight.data_ptr(), x.numel() // n, n, eps, out.data_ptr())
+    return out
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``residual += x`` in place, then RMSNorm of residual. x, residual: [T, n], contiguous."""
+    if not _usable(x):
+        residual += x
+        return rms_norm_reference(residual, weight, eps)
+    out = torch.empty_like(x)
+    rows, n = x.shape
+    _call("pl_rms_norm", x.dtype)(
+        x.data_ptr(), residual.data_ptr(), weight.data_ptr(), rows, n, eps, out.data_ptr()
+    )
+    return out
+
+
+def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
+    """SwiGLU (Shazeer 2020). gate_up: [T, 2n] -> silu(gate) * up, [T, n]."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up. gate_up: [T, 2n], contiguous -> [T, n]."""
+    if not _usable(gate_up):
+        return silu_mul_reference(gate_up)
+    rows, n = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, n)
+    _call("pl_silu_mul", gate_up.dtype)(gate_up.data_ptr(), rows, n, out.data_ptr())
+    return out
+
+
+def rope_reference(x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding, rotate-half form (Su et al. 2021). x: [T, heads, D]; table: float32 [max, D] (cos | sin)."""
+    cos, sin = table[positions].unsqueeze(1).chunk(2, dim=-1)
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def rope_write_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    pages: torch.Tensor,
+) -> torch.Tensor:
+    """Rotate query and key, store key and value into ``pages`` at ``slots``; returns the rotated query."""
+    page_size = pages.shape[2]
+    page, offset = slots // page_size, slots % page_size
+    pages[page, 0, offset] = rope_reference(key, table, positions)
+    pages[page, 1, offset] = value
+    return rope_reference(query, table, positions)
+
+
+def rope_write(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    pages: torch.Tensor,
+) -> torch.Tensor:
+    """Rotate query and key by position and write key and value to the pool.
+
+    query: [T, Hq, D]; key, value: [T, Hk, D]; rows may be strided (views of a fused qkv output), heads contiguous;
+    table: float32 [max_position, D]; positions, slots: int64 [T]; pages: [num_pages, 2, page_size, Hk, D].
+    Returns the rotated query, [T, Hq, D] contiguous.
+    """
+    if not _usable(query):
+        return rope_write_reference(query, key, value, table, positions, slots, pages)
+    rows, heads, dim = query.shape
+    out = query.new_empty(rows, heads, dim)
+    _call("pl_rope_write", query.dtype)(
+        query.data_ptr(), key.data_ptr(), value.data_ptr(), query.stride(0), key.stride(0), value.stride(0),
+        rows, heads, key.shape[1], dim,
+        table.data_ptr(), positions.data_ptr(), slots.data_ptr(), pages.shape[2], out.data_ptr(), pages.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+def _call(name: str, dtype: torch.dtype):  # type: ignore[no-untyped-def]  # a ctypes function
+    return getattr(load_kernels(), f"{name}_{_SUFFIX[dtype]}")

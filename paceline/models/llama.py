@@ -1,0 +1,115 @@
+"""The Llama family: Llama, Mistral, Qwen2 (bias on q, k, v) and Qwen3 (RMSNorm on each head of q and k)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from paceline.kvcache.layout import KvLayer, LayerKind, LayerOwner
+from paceline.layers.linear import Linear, fuse
+from paceline.layers.ops import add_rms_norm, rms_norm, rope_write, silu_mul
+from paceline.layers.rotary import rope_table
+from paceline.models.base import ForwardContext, TargetModel
+from paceline.models.config import ModelSpec
+from paceline.models.loader import WeightBag
+
+
+class DecoderLayer:
+    """Pre-norm attention and SwiGLU. Also the block of an MTP module, with its own KV layer."""
+
+    def __init__(self, spec: ModelSpec, weights: WeightBag, prefix: str, kv_layer: int) -> None:
+        """``prefix`` names the layer in the checkpoint, e.g. ``model.layers.0``; ``kv_layer`` its layer of the pool."""
+        self.spec, self.kv_layer = spec, kv_layer
+        self.scale = 1.0 / math.sqrt(spec.head_dim)
+        hidden, dim = spec.hidden_size, spec.head_dim
+        sizes = (spec.num_heads * dim, spec.num_kv_heads * dim, spec.num_kv_heads * dim)
+        attn = f"{prefix}.self_attn"
+        names = ("q_proj", "k_proj", "v_proj")
+        qkv = [weights.take(f"{attn}.{name}.weight", (size, hidden)) for name, size in zip(names, sizes, strict=True)]
+        bias = None
+        if spec.attention_bias:
+            bias = torch.cat([weights.take(f"{attn}.{n}.bias", (s,)) for n, s in zip(names, sizes, strict=True)])
+        self.qkv_proj = Linear(fuse(qkv), bias)
+        out_bias = weights.take(f"{attn}.o_proj.bias", (hidden,)) if spec.attention_out_bias else None
+        self.o_proj = Linear(weights.take(f"{attn}.o_proj.weight", (hidden, sizes[0])), out_bias)
+        self.q_norm = weights.take(f"{attn}.q_norm.weight", (dim,)) if spec.qk_norm else None
+        self.k_norm = weights.take(f"{attn}.k_norm.weight", (dim,)) if spec.qk_norm else None
+        self.input_norm = weights.take(f"{prefix}.input_layernorm.weight", (hidden,))
+        self.post_norm = weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,))
+        self._load_mlp(weights, f"{prefix}.mlp")
+
+    def _load_mlp(self, weights: WeightBag, prefix: str) -> None:
+        wide = (self.spec.intermediate_size, self.spec.hidden_size)
+        biases: list[torch.Tensor | None] = [None, None, None]
+        if self.spec.mlp_bias:
+            shapes = ((wide[0],), (wide[0],), (wide[1],))
+            names = ("gate_proj", "up_proj", "down_proj")
+            biases = [weights.take(f"{prefix}.{n}.bias", s) for n, s in zip(names, shapes, strict=True)]
+        gate, up = (weights.take(f"{prefix}.{name}.weight", wide) for name in ("gate_proj", "up_proj"))
+        both = torch.cat((biases[0], biases[1])) if biases[0] is not None and biases[1] is not None else None
+        self.gate_up_proj = Linear(fuse((gate, up)), both)
+        self.down_proj = Linear(weights.take(f"{prefix}.down_proj.weight", wide[::-1]), biases[2])
+
+    def attention(self, x: torch.Tensor, table: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """x: [T, hidden] (normed) -> [T, hidden]; writes the rows' KV first."""
+        spec, batch, rows = self.spec, context.batch, x.shape[0]
+        kv_dim = spec.num_kv_heads * spec.head_dim
+        q, k, v = self.qkv_proj(x).split((spec.num_heads * spec.head_dim, kv_dim, kv_dim), dim=-1)
+        q, k, v = (t.unflatten(-1, (-1, spec.head_dim)) for t in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = rms_norm(q, self.q_norm, spec.rms_norm_eps), rms_norm(k, self.k_norm, spec.rms_norm_eps)
+        pages = context.kv.data[self.kv_layer]
+        q = rope_write(q, k, v, table, batch.positions, batch.write_slots, pages)
+        out = context.attention.attend(q, context.kv, self.kv_layer, context.plan, self.scale)
+        return self.o_proj(out.view(rows, -1))
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, table: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """x: what the block before added, not yet in the residual stream; residual: [T, hidden], updated in place.
+
+        Returns what this block adds last; the caller's next ``add_rms_norm`` folds it in.
+        """
+        eps = self.spec.rms_norm_eps
+        x = self.attention(add_rms_norm(x, residual, self.input_norm, eps), table, context)
+        x = add_rms_norm(x, residual, self.post_norm, eps)
+        return self.down_proj(silu_mul(self.gate_up_proj(x)))
+
+
+class LlamaModel(TargetModel):
+    """Embedding, decoder layers, final norm, LM head."""
+
+    def __init__(self, spec: ModelSpec, weights: WeightBag, dtype: torch.dtype, device: torch.device) -> None:
+        """Takes every tensor it needs from ``weights``; the caller checks that none is left."""
+        self.spec, self.dtype, self.device = spec, dtype, device
+        vocab = (spec.vocab_size, spec.hidden_size)
+        self.embedding = weights.take("model.embed_tokens.weight", vocab)
+        self.layers = [DecoderLayer(spec, weights, f"model.layers.{i}", i) for i in range(spec.num_layers)]
+        self.norm = weights.take("model.norm.weight", (spec.hidden_size,))
+        head = self.embedding if spec.tie_word_embeddings else weights.take("lm_head.weight", vocab)
+        self.lm_head = Linear(head, out_float32=True)
+        table = rope_table(spec.head_dim, spec.rope_theta, spec.max_position_embeddings, spec.rope_scaling)
+        self.table = table.to(device)
+        layer = KvLayer(LayerKind.GQA, LayerOwner.TARGET, spec.num_kv_heads, spec.head_dim)
+        self.kv_layers = (layer,) * spec.num_layers
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See TargetModel."""
+        return self.embedding[token_ids]
+
+    def forward(self, context: ForwardContext) -> torch.Tensor:
+        """See TargetModel."""
+        x = self.embed(context.batch.token_ids)
+        residual = torch.zeros_like(x)
+        for layer in self.layers:
+            x = layer(x, residual, self.table, context)
+        return add_rms_norm(x, residual, self.norm, self.spec.rms_norm_eps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See TargetModel."""
+        return self.lm_head(hidden)
+
+    def rope_table(self) -> torch.Tensor:
+        """See TargetModel."""
+        return self.table

@@ -1,0 +1,22 @@
+"""No drafting: every round is a plain decode step through the same path (algorithms.md A6)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
+from paceline.spec_decode.sequence import Sequence
+from paceline.spec_decode.tree import DraftTree
+
+
+class NoDrafter(Drafter):
+    """Trees of the root alone."""
+
+    name = "none"
+
+    def extend(self, items: Seq[ExtendItem]) -> None:
+        """Keeps no state."""
+
+    def propose(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[DraftTree]:
+        """See Drafter."""
+        return [DraftTree((seq.token_ids[-1],), (-1,), (0,)) for seq in seqs]

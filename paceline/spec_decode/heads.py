@@ -1,0 +1,89 @@
+"""MTP heads: DeepSeek-V3's tensor names (algorithms.md F5) on the target's own block, from a folder or untrained.
+
+A folder holds safetensors with ``model.layers.{num_layers + k}.*`` for module k and a config.json with
+``num_nextn_predict_layers`` and, for several modules, that they are chained (one module is always reused).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from paceline.errors import ConfigError
+from paceline.models.base import TargetModel
+from paceline.models.config import ModelSpec
+from paceline.models.loader import WeightBag, load_weights, weights_digest
+from paceline.spec_decode.drafters.mtp import MtpModule
+
+UNTRAINED_SEED = 20412
+
+
+def _shapes(spec: ModelSpec, prefix: str) -> dict[str, tuple[int, ...]]:
+    hidden, dim = spec.hidden_size, spec.head_dim
+    q, kv = spec.num_heads * dim, spec.num_kv_heads * dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "enorm": (hidden,),
+        "hnorm": (hidden,),
+        "eh_proj": (hidden, 2 * hidden),
+        "shared_head.norm": (hidden,),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (q, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, q),
+        "mlp.gate_proj": (spec.intermediate_size, hidden),
+        "mlp.up_proj": (spec.intermediate_size, hidden),
+        "mlp.down_proj": (hidden, spec.intermediate_size),
+    }
+    if spec.qk_norm:
+        shapes |= {"self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,)}
+    named = {f"{prefix}.{name}.weight": shape for name, shape in shapes.items()}
+    if spec.attention_bias:
+        named |= {f"{prefix}.self_attn.{n}_proj.bias": (s,) for n, s in (("q", q), ("k", kv), ("v", kv))}
+    if spec.attention_out_bias:
+        named[f"{prefix}.self_attn.o_proj.bias"] = (hidden,)
+    if spec.mlp_bias:
+        wide = spec.intermediate_size
+        named |= {f"{prefix}.mlp.{n}_proj.bias": (s,) for n, s in (("gate", wide), ("up", wide), ("down", hidden))}
+    return named
+
+
+def untrained_mtp(spec: ModelSpec, num_modules: int, dtype: torch.dtype, seed: int = UNTRAINED_SEED) -> WeightBag:
+    """Random heads, the same on every node for one seed: right text, no speed. For tests and before training."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for k in range(num_modules):
+        for name, shape in _shapes(spec, f"model.layers.{spec.num_layers + k}").items():
+            norm = len(shape) == 1 and name.endswith("weight")
+            value = torch.ones(shape) if norm else torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+            tensors[name] = value.to(dtype)
+    return WeightBag(tensors)
+
+
+def load_mtp(path: str, model: TargetModel, num_modules: int, table: torch.Tensor) -> tuple[list[MtpModule], str]:
+    """Modules and a digest of their weights. Empty ``path``: untrained heads, ``num_modules`` of them."""
+    spec = model.spec
+    if path:
+        folder = Path(path)
+        num_modules = _count_modules(folder)
+        bag, digest = WeightBag(load_weights(folder, model.dtype)), weights_digest(folder)
+    else:
+        bag = untrained_mtp(spec, num_modules, model.dtype)
+        digest = f"untrained-{UNTRAINED_SEED}x{num_modules}"
+    first = spec.num_layers
+    modules = [MtpModule(model, bag, f"model.layers.{first + k}", first + k, table) for k in range(num_modules)]
+    bag.finish()
+    return modules, digest
+
+
+def _count_modules(folder: Path) -> int:
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ConfigError("drafter_path", f"{folder} has no config.json; expected a folder of MTP heads")
+    count = json.loads(config.read_text()).get("num_nextn_predict_layers")
+    if not isinstance(count, int) or not 1 <= count <= 8:
+        raise ConfigError("drafter_path", f"{config} needs num_nextn_predict_layers between 1 and 8, got {count!r}")
+    return count

@@ -1,0 +1,222 @@
+"""The prefill engine: chunked prefill, rows handed over while the next chunk computes. Everything here runs on the
+engine thread; the RPCs and the links post to it.
+
+Pages of a begun hand-off come back only when it is terminal (acknowledged, or the link is gone and no send reads
+them any more): the one edge to that is ``handoff_ended``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from kv_transfer.handoff import DRAFT_KV, HIDDEN, META, TARGET_KV
+from paceline.engine.ledger import pages_available, pool_problems
+from paceline.engine.model_runner import ModelRunner, PrefillChunk, SampledToken
+from paceline.errors import DeadlineExceeded, HandoffFailed, InvalidRequest, Overloaded, PacelineError
+from paceline.kvcache.layout import LayerOwner
+from paceline.v1 import handoff_pb2, inference_pb2, node_pb2
+from paceline.wire import finish_reason_to_proto, logprobs_to_proto
+from prefill_node.job import JobPhase, PrefillJob
+from prefill_node.scheduler import PrefillLimits, PrefillScheduler
+
+log = logging.getLogger(__name__)
+
+
+class PrefillEngine:
+    """Owns the runner and every job. ``answer_timeout_s``: longest wait for the peer's answer once all is queued."""
+
+    def __init__(self, runner: ModelRunner, limits: PrefillLimits, answer_timeout_s: float) -> None:
+        self._runner = runner
+        self._scheduler: PrefillScheduler[PrefillJob] = PrefillScheduler(limits)
+        self._answer_timeout_s = answer_timeout_s
+        self._jobs: dict[str, PrefillJob] = {}  # by ticket, until RELEASED
+        self._unchecked = True
+        self.free_pages = runner.allocator.num_pages  # that new requests can get
+        self.integrity = ""  # of the last idle moment
+
+    @property
+    def num_held(self) -> int:
+        """Jobs whose pages are not back yet."""
+        return len(self._jobs)
+
+    @property
+    def num_waiting(self) -> int:
+        """Jobs in line."""
+        return self._scheduler.num_waiting
+
+    # -- one step ----------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Admit, run one forward over the next chunks, hand over what it made. False when there was nothing to do."""
+        for job, error in self._scheduler.admit(self._start):
+            self.give_up(job, error if isinstance(error, PacelineError) else _internal(error))
+        step = self._scheduler.next_chunks()
+        if not step:
+            self._check_when_idle()
+            return False
+        try:
+            results = self._runner.prefill([chunk for _, chunk in step])
+        except Exception as error:
+            log.exception("prefill step of %s failed", [job.request.request_id for job, _ in step])
+            for job, _ in step:
+                self.give_up(job, _internal(error))
+        else:
+            for (job, chunk), result in zip(step, results, strict=True):
+                self._postprocess(job, chunk, result)
+        return True
+
+    def _start(self, job: PrefillJob) -> bool:
+        """Take pages for the whole prompt; False when the pool lacks them now."""
+        if job.seq is None:
+            job.seq = self._runner.new_sequence(job.request)
+        try:
+            job.seq.table.ensure(job.seq.num_prefill + 1)
+        except Overloaded:
+            return False
+        self._count_pages()
+        job.phase = JobPhase.COMPUTING
+        return True
+
+    def _postprocess(self, job: PrefillJob, chunk: PrefillChunk, sampled: SampledToken | None) -> None:
+        if sampled is not None:
+            self._emit_first_token(job, sampled)
+        # The first chunk brings along the rows that the prefix cache had.
+        first = chunk.start if job.begun else job.first_token
+        self._begin(job)
+        self._send_rows(job, LayerOwner.TARGET, max(first, job.first_token), chunk.end)
+        if sampled is not None:
+            self._finish(job, sampled)
+
+    def _emit_first_token(self, job: PrefillJob, sampled: SampledToken) -> None:
+        """Before any byte of the hand-off's end: time to first token does not wait for it."""
+        assert job.seq is not None
+        job.computed_at = time.monotonic()
+        token = node_pb2.FirstToken(
+            token_id=sampled.token_id,
+            logprobs=logprobs_to_proto(sampled.logprobs) if sampled.logprobs else None,
+            finish_reason=finish_reason_to_proto(job.seq.finish_reason),
+            cached_tokens=job.seq.cached_tokens,
+        )
+        job.emit(node_pb2.PrefillEvent(first_token=token))
+
+    # -- the hand-off ------------------------------------------------------------------------------------------
+
+    def _begin(self, job: PrefillJob) -> None:
+        if not job.begun:
+            assert job.seq is not None
+            job.begun = True
+            job.link.begin(job.ticket, job.first_token, job.seq.num_prefill - job.first_token)
+
+    def _send_rows(self, job: PrefillJob, owner: LayerOwner, start: int, end: int) -> None:
+        layers = self._runner.kv.layout.layer_range(owner)
+        if job.seq is not None and start < end and len(layers):
+            byte_class = TARGET_KV if owner is LayerOwner.TARGET else DRAFT_KV
+            job.link.rows(job.ticket, byte_class, layers, job.seq.table.slots[start:end], start)
+
+    def _finish(self, job: PrefillJob, sampled: SampledToken) -> None:
+        """Draft rows go once, whole: the last rows of chained modules change until the first token is known (E10).
+
+        A request that its first token ended has no draft state and needs none.
+        """
+        seq = job.seq
+        assert seq is not None
+        self._scheduler.discard(job)
+        job.phase = JobPhase.HANDING_OVER
+        job.waits_until = time.monotonic() + self._answer_timeout_s
+        if seq.finish_reason is None and seq.draft_rows == seq.num_prefill:
+            self._send_rows(job, LayerOwner.DRAFT, job.first_token, seq.num_prefill)
+        state = handoff_pb2.State(
+            first_token_id=sampled.token_id,
+            logprobs=logprobs_to_proto(sampled.logprobs) if sampled.logprobs else None,
+            finish_reason=finish_reason_to_proto(seq.finish_reason),
+        )
+        hidden = None
+        if seq.draft is not None and seq.finish_reason is None:
+            ids = seq.draft.proposal_ids
+            state.proposal_depth, state.proposal_width = ids.shape
+            state.proposal_ids.extend(ids.flatten().tolist())
+            state.proposal_probs.extend(seq.draft.proposal_probs.flatten().tolist())
+            hidden = seq.draft.hidden
+        job.link.state(job.ticket, state, hidden)
+
+    def handoff_ended(self, ticket: str, failure: str | None) -> None:
+        """The hand-off is terminal: pages return. ``failure`` None: decode has everything."""
+        job = self._jobs.get(ticket)
+        if job is None:
+            return
+        sent = job.link.bytes_sent(ticket)
+        exposed = time.monotonic() - job.computed_at
+        self._release(job)
+        if job.given_up:
+            return
+        if failure is not None:
+            job.emit(HandoffFailed(f"hand-off to decode failed: {failure}"))
+            return
+        counts = inference_pb2.HandoffBytes(
+            target_kv=sent.get(TARGET_KV, 0),
+            draft_kv=sent.get(DRAFT_KV, 0),
+            hidden=sent.get(HIDDEN, 0),
+            meta=sent.get(META, 0),
+        )
+        job.emit(node_pb2.PrefillEvent(handed_off=node_pb2.HandedOff(bytes=counts, exposed_s=exposed)))
+
+    # -- what the RPCs and timers post -------------------------------------------------------------------------
+
+    def submit(self, job: PrefillJob) -> None:
+        """Queue a job. InvalidRequest when its ticket is in use here, Overloaded when the line is full."""
+        if job.ticket in self._jobs:
+            raise InvalidRequest("ticket", f"{job.ticket} is being handed over already")
+        self._scheduler.add(job)
+        self._jobs[job.ticket] = job
+        self._unchecked = True
+
+    def give_up(self, job: PrefillJob, error: PacelineError) -> None:
+        """Stop computing and tell the RPC why. Pages come back at once, or when the hand-off is terminal if decode
+        knows of it. Nothing happens when the job is over or given up already."""
+        if job.phase is JobPhase.RELEASED or job.given_up or self._jobs.get(job.ticket) is not job:
+            return
+        self._scheduler.discard(job)
+        job.given_up = True
+        job.emit(error)
+        if not job.begun:
+            self._release(job)
+            return
+        job.waits_until = time.monotonic() + self._answer_timeout_s
+        job.link.abort(job.ticket, str(error))
+
+    def expire(self) -> None:
+        """Apply the deadlines: in line, and of the peer's answer."""
+        now = time.monotonic()
+        for job in self._scheduler.expire(now):
+            self.give_up(job, DeadlineExceeded("no KV pages became free in time on the prefill node"))
+        for job in list(self._jobs.values()):
+            if job.waits_until <= now:
+                job.waits_until = float("inf")
+                job.link.lost(f"no answer about {job.ticket} within {self._answer_timeout_s:g} s")
+
+    # -- pages -------------------------------------------------------------------------------------------------
+
+    def _release(self, job: PrefillJob) -> None:
+        self._scheduler.discard(job)
+        self._jobs.pop(job.ticket, None)
+        job.phase = JobPhase.RELEASED
+        if job.seq is not None:
+            self._runner.release(job.seq)
+            job.seq = None
+        self._count_pages()
+
+    def _count_pages(self) -> None:
+        self.free_pages = pages_available(self._runner, [job.seq for job in self._jobs.values() if job.seq])
+
+    def _check_when_idle(self) -> None:
+        if self._unchecked and not self._jobs:
+            self._unchecked = False
+            problems = pool_problems(self._runner, [])
+            self.integrity = problems[0] if problems else ""
+            for problem in problems:
+                log.error("KV pool of the prefill node: %s", problem)
+
+
+def _internal(error: Exception) -> PacelineError:
+    return PacelineError(f"prefill failed: {error!r}")

@@ -1,0 +1,57 @@
+"""One prompt on a prefill node, from its RPC to the return of its pages."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kv_transfer.handoff import ByteClass
+from paceline.errors import PacelineError
+from paceline.request import SequenceRequest
+from paceline.spec_decode.sequence import Sequence
+from paceline.v1 import handoff_pb2, node_pb2
+
+
+class JobPhase(enum.Enum):
+    """Where a job stands; the edges are in scheduler.py."""
+
+    WAITING = "waiting"
+    COMPUTING = "computing"
+    HANDING_OVER = "handing_over"
+    RELEASED = "released"
+
+
+class Carrier(Protocol):
+    """What a link offers to a job; no method blocks. Every job that was begun is answered once, by
+    ``PrefillEngine.handoff_ended``."""
+
+    def begin(self, ticket: str, first_token: int, num_tokens: int) -> None: ...
+    def rows(
+        self, ticket: str, byte_class: ByteClass, layers: range, slots: torch.Tensor, first_token: int
+    ) -> None: ...
+    def state(self, ticket: str, state: handoff_pb2.State, hidden: torch.Tensor | None) -> None: ...
+    def abort(self, ticket: str, reason: str) -> None: ...
+    def bytes_sent(self, ticket: str) -> dict[ByteClass, int]: ...
+    def lost(self, reason: str) -> None: ...
+
+
+@dataclass(eq=False)
+class PrefillJob:
+    """Made by the RPC; from then on the engine thread alone changes it."""
+
+    request: SequenceRequest
+    ticket: str
+    first_token: int  # first row that decode lacks
+    link: Carrier
+    deadline: float  # to leave the line, monotonic clock
+    emit: Callable[[node_pb2.PrefillEvent | PacelineError], None]  # thread-safe; an error or HandedOff is the last
+    phase: JobPhase = JobPhase.WAITING
+    seq: Sequence | None = None  # the engine, when the job reaches the head of the line
+    begun: bool = False  # the engine, with the first rows: pages wait for the hand-off's end from then on
+    given_up: bool = False  # the engine: the RPC has its error, only the pages are still to come back
+    waits_until: float = float("inf")  # the engine, when nothing is left to compute: the peer's answer is overdue then
+    computed_at: float = 0.0  # the engine, when the first token was sampled

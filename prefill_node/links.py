@@ -1,0 +1,245 @@
+"""Links of a prefill node, one per decode node, opened at first use and rebuilt under a new id when lost.
+
+A link is three things that live and die together: the control stream (gRPC), the data pipe with its sender, and the
+sentinel. Whichever breaks first reports to the sender, which fails the link's hand-offs; then the link is torn down
+(aborted, never waited for).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+import torch
+
+from kv_transfer.handoff import ByteClass
+from kv_transfer.sender import HandoffSender
+from kv_transfer.sentinel import Sentinel
+from kv_transfer.rendezvous import create_store
+from kv_transfer.torch_dist import open_transport
+from paceline.config import NodeConfig
+from paceline.engine.loop import notify
+from paceline.engine.rpc import CHANNEL_OPTIONS, error_from_rpc
+from paceline.errors import NodeUnavailable, Overloaded, PacelineError
+from paceline.kvcache.pool import KvPool
+from paceline.v1 import handoff_pb2, node_pb2_grpc
+from prefill_node.feeder import RowFeeder
+
+log = logging.getLogger(__name__)
+
+MAX_LINKS = 256
+CLOSE_TIMEOUT_S = 2.0  # each, for the threads of a link that ends
+
+
+@dataclass(frozen=True)
+class LinkContext:
+    """What all links of a node share. ``ended(ticket, failure)`` is called on any thread."""
+
+    node_id: str
+    fingerprint: handoff_pb2.Fingerprint
+    config: NodeConfig
+    kv: KvPool
+    ended: Callable[[str, str | None], None]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the transport reads from."""
+        return self.kv.device if self.config.transport == "nccl" else torch.device("cpu")
+
+
+class Link:
+    """An open link; the jobs' `Carrier`. Made by `LinkPool`."""
+
+    def __init__(
+        self, link_id: str, decode_node_id: str, sender: HandoffSender, feeder: RowFeeder, sentinel: Sentinel
+    ) -> None:
+        self.link_id = link_id
+        self.decode_node_id = decode_node_id
+        self._sender = sender
+        self._sentinel = sentinel
+        self.begin, self.rows, self.state, self.abort = feeder.begin, feeder.rows, feeder.state, feeder.abort
+        self.bytes_sent: Callable[[str], dict[ByteClass, int]] = sender.bytes_sent
+        self._feeder = feeder
+
+    @property
+    def alive(self) -> bool:
+        """It can still be used."""
+        return self._sender.alive
+
+    def lost(self, reason: str) -> None:
+        """The link is of no use any more: fail what is on it. From any thread."""
+        self._sender.link_lost(reason)
+
+    def close(self) -> None:
+        """End the threads. Blocks for a few seconds at most."""
+        if not self._sender.close(CLOSE_TIMEOUT_S):
+            log.warning("link %s: a send is still blocked; its pages stay held until it returns", self.link_id)
+        self._feeder.close(CLOSE_TIMEOUT_S)
+        self._sentinel.close(CLOSE_TIMEOUT_S)
+
+
+class _Control:
+    """The control stream of a link: messages out in order, acknowledgements in."""
+
+    def __init__(self, address: str) -> None:
+        self.channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self.stub = node_pb2_grpc.DecodeNodeStub(self.channel)
+        self._loop = asyncio.get_running_loop()
+        self._outgoing: asyncio.Queue[handoff_pb2.HandoffMessage] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def post(self, message: handoff_pb2.HandoffMessage) -> None:
+        """Queue a message. Thread-safe; bounded by the sender, which waits for the bytes of each."""
+        notify(self._loop, self._outgoing.put_nowait, message)
+
+    async def open(self, link_id: str, timeout_s: float) -> None:
+        """Say Hello and wait until the decode node accepted the stream."""
+        self._call = self.stub.Handoff()
+        await self._call.write(handoff_pb2.HandoffMessage(hello=handoff_pb2.Hello(link_id=link_id)))
+        ack = await asyncio.wait_for(self._call.read(), timeout_s)
+        if not isinstance(ack, handoff_pb2.HandoffAck) or ack.WhichOneof("body") != "hello":
+            raise NodeUnavailable(f"link {link_id}: the decode node did not accept the control stream")
+
+    def run(self, sender: HandoffSender) -> None:
+        """Pump both directions until the stream ends, which ends the link."""
+        self._tasks = [asyncio.create_task(self._write(sender)), asyncio.create_task(self._read(sender))]
+
+    async def _write(self, sender: HandoffSender) -> None:
+        try:
+            while True:
+                await self._call.write(await self._outgoing.get())
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            sender.link_lost(f"control stream broke: {error!r}")
+
+    async def _read(self, sender: HandoffSender) -> None:
+        try:
+            async for ack in self._call:
+                sender.acknowledge(ack)
+        except grpc.aio.AioRpcError as error:
+            sender.link_lost(f"control stream broke: {error.code()} {error.details()}")
+        else:
+            sender.link_lost("control stream ended")
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.channel.close()
+
+
+class LinkPool:
+    """The node's links by decode address. Belongs to the event loop."""
+
+    def __init__(self, context: LinkContext) -> None:
+        self._context = context
+        self._links: dict[str, tuple[Link, _Control]] = {}
+        self._opening: dict[str, asyncio.Task[Link]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def get(self, address: str) -> Link:
+        """The link to the decode node at ``address``, opened if need be; requests that need the same one share the
+        attempt. Raises PairingRefused or NodeUnavailable."""
+        entry = self._links.get(address)
+        if entry is not None:
+            if entry[0].alive:
+                return entry[0]
+            self._drop(address, None)  # it died before its loss could be told
+        task = self._opening.get(address)
+        if task is None:
+            if len(self._links) + len(self._opening) >= MAX_LINKS:
+                raise Overloaded(f"{MAX_LINKS} links are open on this prefill node")
+            task = asyncio.create_task(self._open(address))
+            self._opening[address] = task
+            task.add_done_callback(lambda _: self._opening.pop(address, None))
+        return await asyncio.shield(task)  # a caller that leaves does not end it for the others
+
+    async def close(self) -> None:
+        """Tear everything down; hand-offs in flight fail."""
+        for task in list(self._opening.values()):
+            task.cancel()
+        await asyncio.gather(*self._opening.values(), return_exceptions=True)
+        for address in list(self._links):
+            self._drop(address, None)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    async def _open(self, address: str) -> Link:
+        control = _Control(address)
+        try:
+            link = await self._pair(address, control)
+        except BaseException as error:
+            await control.close()
+            if isinstance(error, grpc.aio.AioRpcError):
+                raise error_from_rpc(error, f"decode node {address}") from error
+            if isinstance(error, PacelineError) or not isinstance(error, Exception):
+                raise
+            raise NodeUnavailable(f"no link to decode node {address}: {error!r}") from error
+        self._links[address] = link, control
+        return link
+
+    async def _pair(self, address: str, control: _Control) -> Link:
+        """Pair, then open pipe, sentinel and control stream, in the order in which the decode node opens them."""
+        context, config = self._context, self._context.config
+        timeout = config.transfer_timeout_s
+        paired = await control.stub.Pair(
+            handoff_pb2.PairRequest(prefill_node_id=context.node_id, fingerprint=context.fingerprint), timeout=timeout
+        )
+        store = await asyncio.to_thread(create_store, paired.store_host, paired.store_port, False, timeout)
+        transport = await asyncio.to_thread(
+            open_transport, config.transport, store, paired.link_id, 0, config.host, timeout, context.device
+        )
+        loop = asyncio.get_running_loop()
+        sender = HandoffSender(
+            transport,
+            control.post,
+            on_terminal=lambda ticket, ack: context.ended(ticket, _failure(ack)),
+            on_failed=context.ended,
+            on_link_lost=lambda reason: notify(loop, self._lost, address, paired.link_id, reason),
+        )
+        sentinel: Sentinel | None = None
+        try:
+            sentinel = await asyncio.to_thread(
+                Sentinel,
+                store,
+                paired.link_id,
+                0,
+                config.host,
+                timeout,
+                sender.link_lost,
+                lambda: sender.link_lost("the decode node closed the link"),
+            )
+            await control.open(paired.link_id, timeout)
+        except BaseException:
+            await asyncio.to_thread(sender.close, CLOSE_TIMEOUT_S)
+            if sentinel is not None:
+                await asyncio.to_thread(sentinel.close, CLOSE_TIMEOUT_S)
+            raise
+        control.run(sender)
+        feeder = RowFeeder(sender, context.kv, context.device, context.ended)
+        return Link(paired.link_id, paired.decode_node_id, sender, feeder, sentinel)
+
+    def _lost(self, address: str, link_id: str, reason: str) -> None:
+        log.warning("link %s to decode node %s lost: %s", link_id, address, reason)
+        self._drop(address, link_id)
+
+    def _drop(self, address: str, link_id: str | None) -> None:
+        """Forget the link and tear it down in the background."""
+        entry = self._links.get(address)
+        if entry is None or link_id not in (None, entry[0].link_id):
+            return
+        del self._links[address]
+        task = asyncio.create_task(_tear_down(*entry))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+
+async def _tear_down(link: Link, control: _Control) -> None:
+    await asyncio.to_thread(link.close)
+    await control.close()
+
+
+def _failure(ack: handoff_pb2.HandoffAck) -> str | None:
+    return None if ack.WhichOneof("body") == "ready" else ack.failed.reason or "refused"

@@ -1,0 +1,39 @@
+"""The prefill node over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+from paceline.engine.rpc import answering_errors
+from paceline.v1 import node_pb2, node_pb2_grpc
+
+if TYPE_CHECKING:
+    from prefill_node.node import PrefillNode
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class PrefillService(node_pb2_grpc.PrefillNodeServicer):
+    """From proto, call, to proto."""
+
+    def __init__(self, node: PrefillNode) -> None:
+        self._node = node
+
+    async def Prefill(
+        self, request: node_pb2.PrefillRequest, context: Context
+    ) -> AsyncIterator[node_pb2.PrefillEvent]:
+        async with answering_errors(context):
+            async for event in self._node.prefill(request):
+                yield event
+
+    async def Connect(self, request: node_pb2.ConnectRequest, context: Context) -> node_pb2.ConnectResponse:
+        async with answering_errors(context):
+            return await self._node.connect(request.decode_address)
+        raise AssertionError("unreachable: the context was aborted")
+
+    async def Status(self, request: node_pb2.StatusRequest, context: Context) -> node_pb2.StatusResponse:
+        return self._node.status()
