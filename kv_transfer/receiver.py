@@ -62,7 +62,8 @@ class HandoffReceiver:
     """One link's receiver.
 
     A ticket is *in flight* here from its Begin on this link until it is ready or failed. Before that the decode node
-    gives it up itself (`Handoff.fail_reserved`); in between it asks this link (`cancel`, `fail`).
+    gives it up itself (`Handoff.fail_reserved`); in between it asks this link (`cancel`, `fail`). An Abort of a ticket
+    that did not begin here leaves the reservation alone: another prefill node may still serve it.
 
     ``ack``: puts an answer on the control stream; thread-safe, never blocks.
     ``on_link_lost(reason)``: once, when the link dies and its tickets have failed (not on ``close``).

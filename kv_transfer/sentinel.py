@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from kv_transfer.rendezvous import TAG, Rank, Store, forget_keys, gloo_group, poison
+from kv_transfer.gloo import TAG, Rank, forget_keys, gloo_group, poison
+from kv_transfer.rendezvous import Store
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class Sentinel:
         on_lost: Callable[[str], None],
         on_closed: Callable[[], None] = lambda: None,
     ) -> None:
-        self._store = store.clone()
+        self._store = store
         self._prefix = f"{link_id}/sentinel"
         self._rank = rank
         self._on_lost = on_lost

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kv_transfer.rendezvous import TAG, Rank, Store, create_store, forget_keys, gloo_group, poison, torch_dist
+from kv_transfer.gloo import TAG, Rank, forget_keys, gloo_group, poison
+from kv_transfer.rendezvous import Store, create_store, torch_dist
 from kv_transfer.sentinel import Sentinel
 from kv_transfer.transport import Transport, TransportError
 from paceline.errors import ConfigError
@@ -149,7 +150,7 @@ def open_transport(
     """
     prefix = f"{link_id}/data"
     if backend == "gloo":
-        return GlooTransport(gloo_group(store, prefix, rank, host, timeout_s), store.clone(), prefix, rank)
+        return GlooTransport(gloo_group(store, prefix, rank, host, timeout_s), store, prefix, rank)
     if backend != "nccl":
         raise ConfigError("transport", f"{backend!r} is unknown; gloo and nccl are")
     if not dist.is_nccl_available():
@@ -169,8 +170,8 @@ def _open_nccl(store: Store, prefix: str, rank: Rank, timeout_s: float, device: 
     options._timeout = timedelta(seconds=timeout_s)
     options.config.max_ctas = NCCL_MAX_CTAS
     try:
-        group = torch_dist.ProcessGroupNCCL(torch_dist.PrefixStore(prefix, store.clone()), rank, 2, options)
-        transport = NcclTransport(group, store.clone(), prefix, rank, device, timeout_s)
+        group = torch_dist.ProcessGroupNCCL(torch_dist.PrefixStore(prefix, store), rank, 2, options)
+        transport = NcclTransport(group, store, prefix, rank, device, timeout_s)
     except RuntimeError as error:
         raise TransportError(f"link {prefix}: the peer did not join: {error}") from error
     hello = torch.zeros(1, dtype=torch.uint8, device=device)  # the communicator is built by the first message

@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import time
 
+from paceline.wire import finish_reason_to_proto, logprobs_to_proto
+
 from kv_transfer.handoff import DRAFT_KV, HIDDEN, META, TARGET_KV
 from paceline.engine.ledger import pages_available, pool_problems
 from paceline.engine.model_runner import ModelRunner, PrefillChunk, SampledToken
 from paceline.errors import DeadlineExceeded, HandoffFailed, InvalidRequest, Overloaded, PacelineError
 from paceline.kvcache.layout import LayerOwner
 from paceline.v1 import handoff_pb2, inference_pb2, node_pb2
-from paceline.wire import finish_reason_to_proto, logprobs_to_proto
 from prefill_node.job import JobPhase, PrefillJob
 from prefill_node.scheduler import PrefillLimits, PrefillScheduler
 
@@ -49,8 +50,7 @@ class PrefillEngine:
 
     def step(self) -> bool:
         """Admit, run one forward over the next chunks, hand over what it made. False when there was nothing to do."""
-        for job, error in self._scheduler.admit(self._start):
-            self.give_up(job, error if isinstance(error, PacelineError) else _internal(error))
+        self._admit_waiting()
         step = self._scheduler.next_chunks()
         if not step:
             self._check_when_idle()
@@ -65,6 +65,11 @@ class PrefillEngine:
             for (job, chunk), result in zip(step, results, strict=True):
                 self._postprocess(job, chunk, result)
         return True
+
+    def _admit_waiting(self) -> None:
+        for job, error in self._scheduler.admit(self._start):
+            log.error("starting %s failed", job.request.request_id, exc_info=error)
+            self.give_up(job, _internal(error))
 
     def _start(self, job: PrefillJob) -> bool:
         """Take pages for the whole prompt; False when the pool lacks them now."""
@@ -82,7 +87,7 @@ class PrefillEngine:
         if sampled is not None:
             self._emit_first_token(job, sampled)
         # The first chunk brings along the rows that the prefix cache had.
-        first = chunk.start if job.begun else job.first_token
+        first = chunk.start
         self._begin(job)
         self._send_rows(job, LayerOwner.TARGET, max(first, job.first_token), chunk.end)
         if sampled is not None:
@@ -170,6 +175,7 @@ class PrefillEngine:
         self._scheduler.add(job)
         self._jobs[job.ticket] = job
         self._unchecked = True
+        self._admit_waiting()  # now, so that a burst counts against the line only when there is no room
 
     def give_up(self, job: PrefillJob, error: PacelineError) -> None:
         """Stop computing and tell the RPC why. Pages come back at once, or when the hand-off is terminal if decode

@@ -17,9 +17,9 @@ import grpc.aio
 import torch
 
 from kv_transfer.handoff import ByteClass
+from kv_transfer.rendezvous import create_store
 from kv_transfer.sender import HandoffSender
 from kv_transfer.sentinel import Sentinel
-from kv_transfer.rendezvous import create_store
 from kv_transfer.torch_dist import open_transport
 from paceline.config import NodeConfig
 from paceline.engine.loop import notify
@@ -117,7 +117,7 @@ class _Control:
 
     async def _read(self, sender: HandoffSender) -> None:
         try:
-            async for ack in self._call:
+            while isinstance(ack := await self._call.read(), handoff_pb2.HandoffAck):  # else the end of the stream
                 sender.acknowledge(ack)
         except grpc.aio.AioRpcError as error:
             sender.link_lost(f"control stream broke: {error.code()} {error.details()}")

@@ -10,10 +10,11 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import grpc.aio
+from paceline.wire import sequence_from_proto
 
 from paceline.config import NodeConfig
 from paceline.engine.admission import check_request
@@ -22,7 +23,6 @@ from paceline.engine.model_runner import ModelRunner
 from paceline.engine.rpc import start_server
 from paceline.errors import InvalidRequest, NodeUnavailable, PacelineError, RequestCancelled
 from paceline.v1 import inference_pb2, node_pb2, node_pb2_grpc
-from paceline.wire import sequence_from_proto
 from prefill_node.engine import PrefillEngine
 from prefill_node.job import PrefillJob
 from prefill_node.links import LinkContext, LinkPool
@@ -51,7 +51,9 @@ class PrefillNode:
     async def start(self) -> str:
         """Load the model, start engine and server; returns "host:port"."""
         config = self._config
-        runner = self._given_runner or await asyncio.to_thread(_build, config)
+        runner = self._given_runner
+        if runner is None:
+            runner = await asyncio.to_thread(_build, config)
         self._runner = runner
         self._fingerprint = runner.fingerprint()
         limits = PrefillLimits(config.prefill_chunk_tokens, config.max_running, config.max_waiting)
@@ -84,7 +86,7 @@ class PrefillNode:
 
     # -- what RPCs call ----------------------------------------------------------------------------------------
 
-    async def prefill(self, request: node_pb2.PrefillRequest) -> AsyncIterator[node_pb2.PrefillEvent]:
+    async def prefill(self, request: node_pb2.PrefillRequest) -> AsyncGenerator[node_pb2.PrefillEvent, None]:
         """Compute a prompt: its first token as soon as it is sampled, then the end of the hand-off."""
         self._active += 1
         try:
@@ -131,7 +133,7 @@ class PrefillNode:
 
     # -- insides -----------------------------------------------------------------------------------------------
 
-    async def _events(self, request: node_pb2.PrefillRequest) -> AsyncIterator[node_pb2.PrefillEvent]:
+    async def _events(self, request: node_pb2.PrefillRequest) -> AsyncGenerator[node_pb2.PrefillEvent, None]:
         if self._draining:
             raise NodeUnavailable(f"prefill node {self._node_id} is draining")
         job, events = await self._make_job(request)

@@ -2,10 +2,9 @@
 
 A job's life, one owner per edge::
 
-    WAITING --admit: pages for the whole prompt--> COMPUTING --last chunk sampled--> HANDING_OVER --acknowledged--> RELEASED
-       |                                               |                                 |
-       +------------- cancelled, refused, failed ------+---------------------------------+--> pages back once the
-                                                                                              hand-off is terminal
+    WAITING --pages for the whole prompt--> COMPUTING --first token sampled--> HANDING_OVER --acknowledged--> RELEASED
+       |                                       |                                    |                             ^
+       +--deadline, cancel---------------------+--cancel, failed step, lost link----+--once the hand-off is terminal
 
 The engine thread owns every edge; the hand-off is terminal when the decode node acknowledged or the link is gone.
 """

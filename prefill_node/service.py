@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
 
-from paceline.engine.rpc import answering_errors
+from paceline.engine.rpc import answer_stream, answering_errors
 from paceline.v1 import node_pb2, node_pb2_grpc
 
 if TYPE_CHECKING:
@@ -23,12 +22,8 @@ class PrefillService(node_pb2_grpc.PrefillNodeServicer):
     def __init__(self, node: PrefillNode) -> None:
         self._node = node
 
-    async def Prefill(
-        self, request: node_pb2.PrefillRequest, context: Context
-    ) -> AsyncIterator[node_pb2.PrefillEvent]:
-        async with answering_errors(context):
-            async for event in self._node.prefill(request):
-                yield event
+    async def Prefill(self, request: node_pb2.PrefillRequest, context: Context) -> None:  # type: ignore[override]
+        await answer_stream(self._node.prefill(request), context)
 
     async def Connect(self, request: node_pb2.ConnectRequest, context: Context) -> node_pb2.ConnectResponse:
         async with answering_errors(context):

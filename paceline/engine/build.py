@@ -16,7 +16,7 @@ from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.layout import KvLayer, KvLayout
 from paceline.kvcache.pool import KvPool
 from paceline.kvcache.prefix import PrefixCache
-from paceline.layers.build import kernel_set
+from paceline.layers.build import kernel_set, set_threads
 from paceline.models.base import TargetModel
 from paceline.models.config import ModelSpec
 from paceline.models.hub import resolve_model
@@ -45,6 +45,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Target
 def build_runner(config: NodeConfig) -> ModelRunner:
     """Load target and drafter, make the pool, run the self-check. Raises ConfigError naming the option."""
     torch.set_num_threads(config.threads)
+    set_threads(config.threads)
     device = torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", NCCL_NOTE)

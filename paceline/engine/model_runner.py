@@ -27,6 +27,9 @@ from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.tree import DraftTree
 from paceline.spec_decode.verify import Verdict, walk
+from paceline.v1.handoff_pb2 import Fingerprint
+
+HANDOFF_PROTOCOL = 1  # version of handoff.proto's meaning
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,22 @@ class ModelRunner:
         """See RunnerLimits."""
         return self.limits.spec_slots
 
+    def fingerprint(self) -> Fingerprint:
+        """What a peer must match (handoff.proto). Page size and draft length may differ."""
+        return Fingerprint(
+            protocol=HANDOFF_PROTOCOL,
+            model=self.identity.model,
+            weights=self.identity.weights,
+            dtype=str(self.dtype).removeprefix("torch."),
+            layout=self.kv.layout.text(),
+            drafter=self.drafter.name,
+            drafter_modules=len(self.drafter.kv_layers),
+            drafter_weights=self.drafter_digest,
+            hidden_size=self.hidden_size,
+            handoff_mode="draft_kv" if self.drafter.kv_layers else "none",
+            kernels=self.identity.kernels,
+        )
+
     # ---- sequences
 
     def new_sequence(self, request: SequenceRequest) -> Sequence:
@@ -155,9 +174,10 @@ class ModelRunner:
 
     def release(self, seq: Sequence) -> None:
         """Enter the committed pages in the prefix cache and give all pages back. Idempotent."""
-        digested = not self.drafter.kv_layers or seq.draft_rows == seq.num_computed
-        if self.prefix is not None and digested and seq.table.pages:
-            self.prefix.insert(seq.token_ids, seq.table.pages, seq.num_computed, seq.request.cache_salt)
+        if self.prefix is not None and seq.table.pages:
+            # The last round of a finished sequence is not digested by the drafter (algorithms.md G3).
+            exact = min(seq.num_computed, seq.draft_rows) if self.drafter.kv_layers else seq.num_computed
+            self.prefix.insert(seq.token_ids, seq.table.pages, exact, seq.request.cache_salt)
         seq.table.release()
 
     # ---- prefill

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
@@ -50,6 +50,14 @@ async def answering_errors(context: grpc.aio.ServicerContext[Any, Any]) -> Async
     except PacelineError as error:
         code, details = status_for(error)
         await context.abort(code, details)
+
+
+async def answer_stream(answers: AsyncGenerator[Any, None], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """Write ``answers`` to the caller. However the RPC ends, the generator is closed before this returns, so that
+    its ``finally`` gives back what the call holds (a generator handed to gRPC would wait for the collector)."""
+    async with answering_errors(context), aclosing(answers):
+        async for answer in answers:
+            await context.write(answer)
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError, peer: str) -> PacelineError:

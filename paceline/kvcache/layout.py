@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -36,6 +37,11 @@ class KvLayer:
         """Elements of one token in this layer (K and V together for GQA)."""
         return self.head_dim if self.kind is LayerKind.MLA else 2 * self.num_kv_heads * self.head_dim
 
+    def text(self) -> str:
+        """For example ``target:gqa:3x64``."""
+        heads = 1 if self.kind is LayerKind.MLA else self.num_kv_heads
+        return f"{self.owner}:{self.kind}:{heads}x{self.head_dim}"
+
 
 @dataclass(frozen=True)
 class KvLayout:
@@ -53,3 +59,8 @@ class KvLayout:
     def token_bytes(self, owner: LayerOwner) -> int:
         """Bytes of one token over the layers of ``owner`` (algorithms.md H4)."""
         return sum(layer.row_elems for layer in self.layers if layer.owner is owner) * self.dtype.itemsize
+
+    def text(self) -> str:
+        """Equal if and only if the bytes of a row mean the same, e.g. ``bfloat16 target:gqa:3x64*30 draft:gqa:3x64*1``."""
+        runs = (f"{layer.text()}*{len(list(run))}" for layer, run in groupby(self.layers))
+        return " ".join([str(self.dtype).removeprefix("torch."), *runs])

@@ -92,6 +92,7 @@ def _declare(library: ctypes.CDLL) -> None:
     signatures: dict[str, tuple[list[type], type | None]] = {
         "pl_init": ([], i32),
         "pl_isa": ([], ctypes.c_char_p),
+        "pl_set_threads": ([i32], None),
         "pl_packed_elems": ([i64, i64, i32], i64),
         "pl_pack_bf16": ([ptr, i64, i64, ptr], None),
         "pl_pack_f32": ([ptr, i64, i64, ptr], None),
@@ -116,3 +117,10 @@ def kernel_set() -> str:
     source = hashlib.blake2b(SOURCE.read_bytes(), digest_size=4).hexdigest()
     isa: bytes = library.pl_isa()
     return f"{isa.decode()}/{source}"
+
+
+def set_threads(count: int) -> None:
+    """Threads that the kernels use, whichever thread calls them."""
+    library = load_kernels()
+    if library is not None:
+        library.pl_set_threads(count)

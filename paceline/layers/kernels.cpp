@@ -25,6 +25,8 @@ typedef float v16 __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t u16x32 __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t h16 __attribute__((vector_size(32), aligned(2), may_alias));
 
+static int g_threads = 1;  // set once at start; the calling thread's own OpenMP setting is not what counts
+
 static inline float to_float(bf16 x) { uint32_t u = (uint32_t)x << 16; float f; memcpy(&f, &u, 4); return f; }
 static inline float to_float(float x) { return x; }
 static inline void put(bf16* p, float f) {  // round to nearest even; NaN stays NaN
@@ -79,7 +81,7 @@ int64_t pl_packed_elems(int64_t N, int64_t K, int is_bf16) {
 
 void pl_pack_bf16(const bf16* w, int64_t N, int64_t K, bf16* out) {
   int64_t KB = (K + 31) / 32;
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) num_threads(g_threads)
   for (int64_t nb = 0; nb < (N + 15) / 16; nb++)
     for (int64_t kb = 0; kb < KB; kb++)
       for (int p = 0; p < 16; p++)
@@ -91,7 +93,7 @@ void pl_pack_bf16(const bf16* w, int64_t N, int64_t K, bf16* out) {
 }
 
 void pl_pack_f32(const float* w, int64_t N, int64_t K, float* out) {
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) num_threads(g_threads)
   for (int64_t nb = 0; nb < (N + 15) / 16; nb++)
     for (int64_t k = 0; k < K; k++)
       for (int n = 0; n < 16; n++) out[(nb * K + k) * 16 + n] = (nb * 16 + n < N) ? w[(nb * 16 + n) * K + k] : 0.0f;
@@ -241,7 +243,7 @@ static void linear_bf16(const bf16* x, int64_t M, int64_t ldx, const bf16* w, in
     x = padded.data();
     ldx = KB * 32;
   }
-#pragma omp parallel
+#pragma omp parallel num_threads(g_threads)
   {
 #ifdef USE_AMX
     int rows0 = -1, rows1 = -1;
@@ -273,6 +275,8 @@ static void linear_bf16(const bf16* x, int64_t M, int64_t ldx, const bf16* w, in
 
 extern "C" {
 
+void pl_set_threads(int n) { g_threads = n > 1 ? n : 1; }
+
 int pl_init() {
 #ifdef USE_AMX
   return amx_ready() ? 0 : 1;
@@ -290,7 +294,7 @@ void pl_linear_bf16(const bf16* x, int64_t M, int64_t ldx, const bf16* w, int64_
 void pl_linear_f32(const float* x, int64_t M, int64_t ldx, const float* w, int64_t N, int64_t K, const float* bias,
                    float* out) {
   int64_t NB16 = (N + 15) / 16;
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) num_threads(g_threads)
   for (int64_t b = 0; b < (NB16 + 1) / 2; b++) {
     const float* wb = w + b * 2 * K * 16;
     bool two = b * 2 + 1 < NB16;
@@ -309,7 +313,7 @@ void pl_linear_f32(const float* x, int64_t M, int64_t ldx, const float* w, int64
 // y = norm(x) * weight; with residual: residual += x first (rounded to T), y = norm(residual) * weight.
 template <class T>
 static void rms_norm(const T* x, T* residual, const T* weight, int64_t rows, int64_t n, float eps, T* y) {
-#pragma omp parallel for schedule(static) if (rows > 16)
+#pragma omp parallel for schedule(static) num_threads(g_threads) if (g_threads > 1 && rows > 16)
   for (int64_t r = 0; r < rows; r++) {
     const T* src = x + r * n;
     if (residual) {
@@ -341,7 +345,7 @@ static void rms_norm(const T* x, T* residual, const T* weight, int64_t rows, int
 
 template <class T>
 static void silu_mul(const T* gate_up, int64_t rows, int64_t n, T* out) {
-#pragma omp parallel for schedule(static) if (rows > 16)
+#pragma omp parallel for schedule(static) num_threads(g_threads) if (g_threads > 1 && rows > 16)
   for (int64_t r = 0; r < rows; r++) {
     const T *g = gate_up + r * 2 * n, *u = g + n;
     T* o = out + r * n;
@@ -373,7 +377,7 @@ static void rope_write(const T* q, const T* k, const T* v, int64_t ldq, int64_t 
                        int64_t Hq, int64_t Hk, int64_t D, const float* table, const int64_t* positions, const int64_t* slots, int64_t page_size, T* q_out,
                        T* pool) {
   int64_t row = Hk * D;
-#pragma omp parallel for schedule(static) if (rows > 16)
+#pragma omp parallel for schedule(static) num_threads(g_threads) if (g_threads > 1 && rows > 16)
   for (int64_t r = 0; r < rows; r++) {
     const float* t = table + positions[r] * D;
     rope_row(q + r * ldq, Hq, D, t, q_out + r * Hq * D);
@@ -524,7 +528,7 @@ static int attend(const T* q, const T* pool, int64_t page_size, int64_t rows, in
   int64_t G = Hq / Hk;
   RowFn<T> fn = row_fn<T>(D, G);
   if (!fn) return 1;
-#pragma omp parallel for schedule(dynamic, 4) collapse(2) if (rows * Hk > 1)
+#pragma omp parallel for schedule(dynamic, 4) collapse(2) num_threads(g_threads) if (g_threads > 1 && rows * Hk > 1)
   for (int64_t r = 0; r < rows; r++)
     for (int64_t h = 0; h < Hk; h++) {
       int64_t tail = tail_offsets[r + 1] - tail_offsets[r];

@@ -72,7 +72,8 @@ class FakeRunner:
         self.fail_next = False
         self.gate = threading.Event()
         self.gate.set()
-        self.batch_sizes: list[int] = []
+        self.batch_sizes: list[int] = []  # of decode rounds
+        self.prefill_sizes: list[int] = []  # prompts in a prefill step
         self._weights = weights
         self._drafts = config.num_draft_tokens
 
@@ -106,6 +107,7 @@ class FakeRunner:
 
     def prefill(self, chunks: Seq[PrefillChunk]) -> list[SampledToken | None]:
         self._forward()
+        self.prefill_sizes.append(len(chunks))
         results: list[SampledToken | None] = []
         for chunk in chunks:
             seq = chunk.seq

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from kv_transfer.sender import HandoffSender
 from kv_transfer.transport import MESSAGE_BYTES, Transport, TransportError, byte_view
 from paceline.errors import DeadlineExceeded, HandoffFailed
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
-from paceline.v1.handoff_pb2 import Abort, Cancelled, Chunk, HandoffAck, HandoffMessage, Hello, State
+from paceline.v1.handoff_pb2 import Abort, Cancelled, Chunk, HandoffAck, HandoffMessage, Hello, Ready, State
 from paceline.v1.handoff_pb2 import Begin as BeginMessage
 
 torch.set_num_threads(1)
@@ -201,8 +201,8 @@ def open_link(
         link.sink.write_gate.set()
         assert link.sender.close(5)
         assert link.receiver.close(5)
-        assert link.receiver.draining == ()
-        assert link.sender.open_tickets == ()
+        assert not link.receiver.draining
+        assert not link.sender.open_tickets
         ends = [ticket for ticket, _ in link.terminal + link.failed]
         assert len(ends) == len(set(ends)), "a ticket ended twice at the sender"
 
@@ -254,6 +254,7 @@ def test_abort_midway() -> None:
         link.sink.reserve("t")
         link.sender.begin("t", FIRST, NUM)
         link.put("t", Prompt(0), range(0, 2), range(16, 40))
+        wait_for(lambda: len(link.posted) == 2, "Begin and the chunk")
         link.sender.abort("t", "prefill gave up")
         link.sender.abort("t", "again")
         assert link.failure("t") == "prefill gave up"
@@ -263,21 +264,27 @@ def test_abort_midway() -> None:
         link.check_still_works()
 
 
+def jam(link: Link) -> None:
+    """Hold the receiver in a write and fill the pipe, so that the sender thread blocks; released by write_gate."""
+    link.sink.write_gate.clear()
+    link.sink.reserve("busy")
+    link.sender.begin("busy", FIRST, NUM)
+    for token in range(FIRST, FIRST + 6):
+        link.put("busy", Prompt(0), TARGET, range(token, token + 1))
+    wait_for(lambda: sum(m.WhichOneof("body") == "chunk" for m in link.posted) == 4, "a full pipe")
+
+
 def test_abort_before_anything_was_sent() -> None:
     with open_link() as link:
-        link.sink.write_gate.clear()
-        for ticket in ("busy", "t"):
-            link.sink.reserve(ticket)
-        link.sender.begin("busy", FIRST, NUM)
-        for tokens in (range(16, 20), range(20, 24), range(24, 28), range(28, 32), range(32, 36)):
-            link.put("busy", Prompt(0), range(0, 3), tokens)  # more than the pipe holds
+        jam(link)
+        handoff = link.sink.reserve("t")
         link.sender.begin("t", FIRST, NUM)
         link.sender.abort("t", "changed its mind")
         link.sink.write_gate.set()
         wait_for(lambda: link.terminal == [("t", "failed")], "the end of the aborted ticket")
         assert [m.WhichOneof("body") for m in link.posted if m.ticket == "t"] == ["abort"]
         # It never began on this link: the decode node gives the reservation up itself.
-        assert link.sink.handoffs["t"].fail_reserved("aborted")
+        assert handoff.fail_reserved("aborted")
 
 
 def test_cancel_midway() -> None:
@@ -298,22 +305,15 @@ def test_cancel_midway() -> None:
 
 def test_chunks_after_a_cancel_are_dropped_and_an_abort_takes_their_place() -> None:
     with open_link() as link:
+        jam(link)
         link.sender.begin("t", FIRST, NUM)
-        link.sink.write_gate.clear()
-        link.sink.reserve("t")
-        wait_for(lambda: link.terminal or link.posted, "Begin")
-        # The receiver did not know the ticket at its Begin, or it does and blocks in the first write: either way
-        # what the owner still queues must not reach the wire.
+        link.put("t", Prompt(0), TARGET, range(16, 40))
         link.sender.acknowledge(HandoffAck(ticket="t", cancelled=Cancelled()))
-        before = len(link.posted)
-        for tokens in (range(16, 40), range(40, 66)):
-            try:
-                link.put("t", Prompt(0), TARGET, tokens)
-            except HandoffFailed:
-                break  # terminal already
-        wait_for(lambda: link.sender.open_tickets == (), "the end of the ticket")
-        assert [m.WhichOneof("body") for m in link.posted[before:]] in (["abort"], [])
-        assert all(m.WhichOneof("body") != "chunk" for m in link.posted)
+        link.put("t", Prompt(0), TARGET, range(40, 66))
+        link.sender.state("t", State())
+        link.sink.write_gate.set()
+        wait_for(lambda: link.terminal == [("t", "failed")], "the end of the cancelled ticket")
+        assert [m.WhichOneof("body") for m in link.posted if m.ticket == "t"] == ["abort"]
 
 
 def test_cancel_that_crosses_the_state() -> None:
@@ -329,6 +329,42 @@ def test_cancel_that_crosses_the_state() -> None:
         link.check_still_works()
 
 
+def test_chunks_that_cross_a_cancel_are_drained_and_not_written() -> None:
+    with open_link() as link:
+        handoff = link.sink.reserve("t")
+        raw(link, HandoffMessage(ticket="t", begin=BeginMessage(first_token=FIRST, num_tokens=NUM)))
+        wait_for(lambda: handoff.status is HandoffState.SENDING, "Begin")
+        assert link.receiver.cancel("t")
+        raw(link, raw_chunk("t", 384), torch.zeros(384, dtype=torch.uint8))
+        wait_for(lambda: link.sink.failures, "the failure")  # the Abort that answered Cancelled
+        assert link.sink.failures == [("t", "cancelled")]
+        link.check_still_works()
+        assert not any(ticket == "t" for ticket, _, _ in link.sink.rows)
+
+
+def test_a_cancel_while_the_hidden_rows_arrive_wins() -> None:
+    with open_link() as link:
+        handoff = link.sink.reserve("t", num_tokens=0)
+        raw(link, HandoffMessage(ticket="t", begin=BeginMessage(first_token=FIRST, num_tokens=0)))
+        raw(link, HandoffMessage(ticket="t", state=State(num_hidden_rows=1, num_bytes=HIDDEN_SIZE * 2)))
+        wait_for(lambda: handoff.status is HandoffState.SENDING, "Begin")
+        time.sleep(0.05)  # the receiver now waits for the bytes of State
+        assert link.receiver.cancel("t")
+        link.send_end.send(torch.zeros(HIDDEN_SIZE, dtype=torch.bfloat16))
+        wait_for(lambda: link.sink.failures, "the failure")
+        assert link.sink.failures == [("t", "cancelled")]
+        assert link.sink.ready_states == {}
+
+
+def test_a_ready_for_a_hand_off_without_state_is_ignored() -> None:
+    with open_link() as link:
+        link.sink.reserve("t")
+        link.sender.begin("t", FIRST, NUM)
+        link.sender.acknowledge(HandoffAck(ticket="t", ready=Ready()))
+        assert link.sender.open_tickets == ("t",)
+        assert link.terminal == []
+
+
 def test_an_unknown_cancelled_is_answered_with_abort() -> None:
     with open_link() as link:
         link.sender.acknowledge(HandoffAck(ticket="gone", cancelled=Cancelled()))
@@ -338,10 +374,8 @@ def test_an_unknown_cancelled_is_answered_with_abort() -> None:
 def test_unknown_ticket_is_drained_and_refused() -> None:
     with open_link() as link:
         link.sender.begin("ghost", FIRST, NUM)
-        try:
+        with suppress(HandoffFailed):  # the refusal may be quicker
             link.put("ghost", Prompt(0), TARGET, range(16, 66))
-        except HandoffFailed:
-            pass  # the refusal was quicker
         wait_for(lambda: link.terminal == [("ghost", "failed")], "the refusal")
         assert link.acks[0].failed.reason == "unknown ticket"
         assert link.sink.failures == []
@@ -399,38 +433,41 @@ def test_a_chunk_over_the_limit_is_drained_and_fails() -> None:
         assert "at most 383" in link.sink.failures[0][1]
 
 
-@pytest.mark.parametrize("fault", ["gap", "overlap", "wrong hidden", "begun twice", "wrong range"])
-def test_a_protocol_fault_fails_closed(fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("gap", "rows of layer 2 are missing"),
+        ("overlap", "sent twice"),
+        ("wrong hidden", "hidden rows"),
+        ("begun twice", "begun twice"),
+        ("wrong range", "are reserved"),
+    ],
+)
+def test_a_protocol_fault_fails_closed(fault: str, words: str) -> None:
     with open_link() as link:
         link.sink.reserve("t")
-        prompt = Prompt(0)
-        first = FIRST - 1 if fault == "wrong range" else FIRST
-        link.sender.begin("t", first, NUM)
-        words = {
-            "gap": "rows of layer 2 are missing",
-            "overlap": "sent twice",
-            "wrong hidden": "hidden rows",
-            "begun twice": "begun twice",
-            "wrong range": "are reserved",
-        }
-        try:
-            if fault == "begun twice":
-                link.post(link.posted[0] if link.posted else HandoffMessage(ticket="t", begin=BeginMessage()))
-                link.post(HandoffMessage(ticket="t", begin=BeginMessage(first_token=FIRST, num_tokens=NUM)))
-            link.put("t", prompt, range(0, 2), range(16, 66))
-            link.put("t", prompt, range(2, 3), range(16, 65))
-            link.put("t", prompt, DRAFT, range(16, 66))
-            if fault == "overlap":
-                link.put("t", prompt, range(2, 3), range(64, 66))
-            if fault == "wrong hidden":
-                link.put("t", prompt, range(2, 3), range(65, 66))
-            rows = 1 if fault != "wrong hidden" else 2
-            link.sender.state("t", State(), torch.zeros(rows, HIDDEN_SIZE + rows - 1, dtype=torch.bfloat16))
-        except HandoffFailed as error:
-            assert "not open" in str(error)  # the refusal was quicker
-        assert words[fault] in link.failure("t")
+        with suppress(HandoffFailed):  # the refusal may be quicker
+            play_fault(link, fault)
+        assert words in link.failure("t")
         assert "t" not in link.sink.ready_states
         link.check_still_works()
+
+
+def play_fault(link: Link, fault: str) -> None:
+    prompt = Prompt(0)
+    link.sender.begin("t", FIRST - 1 if fault == "wrong range" else FIRST, NUM)
+    wait_for(lambda: link.posted, "Begin")
+    if fault == "begun twice":
+        link.post(link.posted[0])
+    link.put("t", prompt, range(0, 2), range(16, 66))
+    link.put("t", prompt, DRAFT, range(16, 66))
+    link.put("t", prompt, range(2, 3), range(16, 65))
+    if fault == "overlap":
+        link.put("t", prompt, range(2, 3), range(64, 66))
+    if fault != "gap":
+        link.put("t", prompt, range(2, 3), range(65, 66))
+    width = HIDDEN_SIZE + (fault == "wrong hidden")
+    link.sender.state("t", State(), torch.zeros(1, width, dtype=torch.bfloat16))
 
 
 def test_a_second_link_cannot_take_over_a_ticket() -> None:
@@ -457,10 +494,8 @@ def test_a_failing_sink_fails_that_ticket_alone() -> None:
         with open_link() as link:
             link.sink.reserve("t")
             setattr(link.sink, attribute, RuntimeError("pool is gone"))
-            try:
+            with suppress(HandoffFailed):  # the refusal may be quicker
                 link.hand_over("t", Prompt(0))
-            except HandoffFailed:
-                pass
             assert "pool is gone" in link.failure("t")
             setattr(link.sink, attribute, None)
             link.check_still_works()
@@ -489,27 +524,32 @@ def test_a_failure_is_told_only_after_the_write_in_progress() -> None:
         link.receiver.link_lost("peer died")
         time.sleep(0.05)
         assert link.sink.failures == []
-        assert link.receiver.draining == ("t",)
+        assert set(link.receiver.draining) == {"t"}
         link.sink.write_gate.set()
         wait_for(lambda: link.sink.failures, "the failure")
         assert link.sink.failures == [("t", "overdue")]
         wait_for(lambda: link.receiver_lost, "on_link_lost")
-        assert link.receiver.draining == ()
+        assert not link.receiver.draining
 
 
 def test_queue_is_bounded_in_bytes_and_time() -> None:
-    with open_link(max_queued_bytes=10_000, enqueue_timeout_s=0.1) as link:
-        link.sink.reserve("t")
+    row = len(Prompt(0).flat(TARGET, range(16, 17))) * 2
+    with open_link(max_queued_bytes=4 * row, enqueue_timeout_s=0.1) as link:
         link.sink.write_gate.clear()
+        link.sink.reserve("t")
         link.sender.begin("t", FIRST, NUM)
-        data = Prompt(0)
+        # One row in the write that is held, two in the pipe, one on the wire, three queued.
+        for token in range(16, 23):
+            wait_for(lambda: link.sender._outbox.has_room(row), "room")
+            link.put("t", Prompt(0), TARGET, range(token, token + 1))
+            time.sleep(0.02)
         with pytest.raises(DeadlineExceeded, match="no room"):
-            for token in range(16, 66):
-                link.put("t", data, TARGET, range(token, token + 1))
-                link.put("t", data, DRAFT, range(token, token + 1))
-                link.sender.chunk("t", TARGET_KV, 0, 1, token, 1, torch.zeros(2500, dtype=torch.bfloat16))
-        link.sender.abort("t", "too slow")
-        link.sink.write_gate.set()
+            link.put("t", Prompt(0), TARGET, range(23, 24))
+        timer = threading.Timer(0.02, link.sink.write_gate.set)
+        timer.start()
+        link.put("t", Prompt(0), TARGET, range(23, 24))  # waits for room, and gets it
+        timer.join()
+        link.sender.abort("t", "enough")
         wait_for(lambda: link.terminal, "the end")
 
 
@@ -533,7 +573,7 @@ def test_a_lost_link_fails_every_ticket_once() -> None:
         link.put("a", Prompt(0), TARGET, range(16, 66))
         for ticket in tickets:
             assert "abort" in link.failure(ticket)
-        assert sorted(t for t, _ in link.failed) == ["a", "b"]
+        assert sorted(t for t, _ in link.failed + link.terminal) == ["a", "b"]  # by own error or by a last Failed
         wait_for(lambda: link.lost and link.receiver_lost, "on_link_lost at both ends")
         assert (len(link.lost), len(link.receiver_lost)) == (1, 1)
         link.sender.link_lost("again")
@@ -582,7 +622,7 @@ def test_buffers_are_quarantined_while_a_receive_or_a_send_is_stuck() -> None:
         link.sender.link_lost("peer died")
         # Tickets whose bytes are not on the wire may go at once; the other only when the blocked call returned.
         assert link.failed == [("waiting", "peer died")]
-        assert link.sender.open_tickets == ("on wire",)
+        assert set(link.sender.open_tickets) == {"on wire"}
         assert set(link.receiver.draining) == {"on wire", "waiting"}
         assert link.sink.failures == []
         assert not link.receiver.close(0.01)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline.layers.build import kernel_set, load_kernels
+from paceline.layers.build import kernel_set, load_kernels, set_threads
 from paceline.layers.linear import Linear, linear_reference
 from paceline.layers.ops import (
     add_rms_norm,
@@ -73,12 +73,11 @@ def test_linear_does_not_depend_on_threads(dtype: torch.dtype) -> None:
     linear = Linear((torch.randn(960, 576) * 0.05).to(dtype))
     x = torch.randn(50, 576).to(dtype)
     one = linear(x)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    set_threads(2)
     try:
         assert torch.equal(linear(x), one)
     finally:
-        torch.set_num_threads(before)
+        set_threads(1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +38,8 @@ def reference(
     top = float(values[order[0]])
     weights = [math.exp((float(v) - top) / params.temperature) for v in values]
     kept = order[: params.top_k] if params.top_k else order
-    total, before, nucleus = math.fsum(weights[i] for i in kept), 0.0, []
+    total, before = math.fsum(weights[i] for i in kept), 0.0
+    nucleus: list[int] = []
     for i in kept:
         if before < params.top_p - 1e-9 or not nucleus or params.top_p == 1:
             nucleus.append(i)
@@ -82,7 +84,13 @@ def test_wide_rows_equal_the_reference(scale: float) -> None:
     """From flat (top-p must keep thousands) to peaked (a handful), with ties."""
     generator = torch.Generator().manual_seed(2)
     logits = (torch.randn(2, 3000, generator=generator) * scale * 8).round() / 8
-    cuts = [{"top_p": 0.9}, {"top_p": 0.99999999}, {"min_p": 0.02}, {"top_k": 40, "top_p": 0.8}, {"top_k": 2999}]
+    cuts: list[dict[str, Any]] = [
+        {"top_p": 0.9},
+        {"top_p": 0.99999999},
+        {"min_p": 0.02},
+        {"top_k": 40, "top_p": 0.8},
+        {"top_k": 2999},
+    ]
     for cut in [*cuts, {"top_p": 0.7, "min_p": 0.3}]:
         params = replace(SamplingParams(temperature=0.8), **cut)
         got = process(logits, params).exp()

@@ -9,6 +9,8 @@ from support.tiny import tiny_request, tiny_runner
 from paceline.engine.colocated import ColocatedEngine
 from paceline.engine.model_runner import ModelRunner, PrefillChunk
 from paceline.kvcache.layout import LayerOwner
+from paceline.layers.linear import Linear
+from paceline.models.llama import LlamaModel
 from paceline.spec_decode.drafters.mtp import MtpDrafter
 from paceline.spec_decode.sequence import Sequence
 
@@ -96,6 +98,9 @@ def make_markov(runner: ModelRunner) -> None:
     for layer in runner.model.layers:  # type: ignore[attr-defined]
         layer.o_proj._packed.zero_()
         layer.down_proj._packed.zero_()
+    model = runner.model
+    assert isinstance(model, LlamaModel)
+    model.lm_head = Linear(model.embedding.roll(1, 0), out_float32=True)  # token t is followed by t + 1
     hidden = runner.hidden_size
     for module in drafter.modules:
         module.block.o_proj._packed.zero_()

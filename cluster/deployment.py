@@ -1,0 +1,164 @@
+"""A whole deployment in one process tree: registry, nodes under Ray, router, gRPC and HTTP in front."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from dataclasses import dataclass
+
+import grpc.aio
+
+from cluster.embedded_redis import EmbeddedRedis
+from cluster.registry import NodeDirectory
+from cluster.supervise import Slot, Supervisor
+from paceline.config import ServeConfig
+from paceline.errors import NodeUnavailable, PairingRefused
+from paceline.v1 import node_pb2, node_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+RPC_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the nodes say they serve."""
+
+    max_model_len: int
+    vocab_size: int
+    bit_exact: bool
+
+
+class Deployment:
+    """``start`` brings everything up or raises; ``stop`` ends everything that was started, in reverse."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self.config = config
+        self.grpc_address = ""
+        self.http_address = ""
+        self._stops: list[tuple[str, object]] = []
+
+    async def start(self) -> None:
+        """Bring everything up. On failure nothing is left running."""
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop(grace_s=0)
+            raise
+
+    async def _start(self) -> None:
+        # Late: the parts import ray, fastapi and more.
+        from cluster.http import create_app, serve_http
+        from cluster.metrics import Metrics
+        from cluster.router import Router
+        from cluster.service import serve_grpc
+        from paceline.models.hub import resolve_model
+        from paceline.tokenizer import Tokenizer
+
+        config = self.config
+        folder = await asyncio.to_thread(resolve_model, config.model)
+        tokenizer = Tokenizer.from_folder(folder)
+        registry_url = self._start_registry()
+        self.supervisor = await self._start_nodes(registry_url)
+        self.directory = NodeDirectory(registry_url, config.lease_ttl_s)
+        await self.directory.start()
+        self._stops.append(("directory", self.directory.close))
+        served = await self._introduce(self.supervisor.slots)
+        self.served = served
+        self.metrics = Metrics()
+        self.directory.on_change(lambda nodes: self.metrics.set_nodes(*_by_role(nodes)))
+        self.metrics.set_nodes(*_by_role(self.directory.nodes()))
+        self.router = Router(
+            self.directory,
+            tokenizer,
+            config,
+            config.model,
+            served.max_model_len,
+            served.vocab_size,
+            metrics=self.metrics,
+            bit_exact=served.bit_exact,
+        )
+        self._stops.append(("router", self.router.close))
+        host, port = split_address(config.http)
+        http = await serve_http(create_app(self.router, self.metrics), host, port)
+        self._stops.append(("http", http.stop))
+        server = await serve_grpc(self.router, config.grpc)
+        self._stops.append(("grpc", server.stop))
+        self.http_address = f"{host}:{http.port}"
+        self.grpc_address = f"{split_address(config.grpc)[0]}:{server.port}"
+
+    def _start_registry(self) -> str:
+        if self.config.redis:
+            return self.config.redis
+        server = EmbeddedRedis()
+        self._stops.append(("redis", server.close))
+        return server.url
+
+    async def _start_nodes(self, registry_url: str) -> Supervisor:
+        from cluster.launch import RayNodes, start_ray, stop_ray
+
+        config = self.config
+        start_ray(config.ray_address)
+        self._stops.append(("ray", stop_ray))
+        wanted = [("prefill", config.prefill_nodes), ("decode", config.decode_nodes)]
+        ids = [f"{role}-{i}" for role, count in wanted for i in range(count)]
+        threads = config.threads_per_node or max(1, (os.cpu_count() or 1) // len(ids))
+        log.info("%d nodes with %d threads each", len(ids), threads)
+        node_config = config.node(threads)
+        nodes = await asyncio.to_thread(RayNodes, ids, registry_url, config.lease_ttl_s)
+        self._stops.append(("placement", nodes.close))
+        supervisor = Supervisor(lambda role, node_id, generation: nodes.launch(role, node_id, generation, node_config))
+        for role, count in wanted:
+            supervisor.want(role, count)
+        self._stops.append(("nodes", supervisor.stop))
+        await supervisor.start()
+        return supervisor
+
+    async def _introduce(self, slots: list[Slot]) -> Served:
+        """Pair every prefill node with every decode node now, so that a mismatch shows before the first request."""
+        prefills = [slot for slot in slots if slot.role == "prefill"]
+        decodes = [slot for slot in slots if slot.role == "decode"]
+        await asyncio.gather(*(_connect(p, d) for p in prefills for d in decodes))
+        async with grpc.aio.insecure_channel(decodes[0].address) as channel:
+            stub = node_pb2_grpc.DecodeNodeStub(channel)
+            status = await stub.Status(node_pb2.StatusRequest(), timeout=RPC_TIMEOUT_S)
+        return Served(status.max_model_len, status.vocab_size, status.bit_exact)
+
+    async def stop(self, grace_s: float) -> None:
+        """End everything, newest first; each part has its own deadline. Idempotent."""
+        while self._stops:
+            name, stop = self._stops.pop()
+            takes_grace = name in ("grpc", "http", "nodes")
+            try:
+                result = stop(grace_s) if takes_grace else stop()  # type: ignore[operator]
+                if asyncio.iscoroutine(result):
+                    await result
+            except Exception:  # one part that fails to stop must not keep the others running
+                log.exception("stopping %s failed", name)
+
+
+async def _connect(prefill: Slot, decode: Slot) -> None:
+    async with grpc.aio.insecure_channel(prefill.address) as channel:
+        stub = node_pb2_grpc.PrefillNodeStub(channel)
+        try:
+            await stub.Connect(node_pb2.ConnectRequest(decode_address=decode.address), timeout=RPC_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            pair = f"{prefill.node_id} and {decode.node_id}"
+            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                raise PairingRefused.from_text(f"{pair}: {error.details()}") from None
+            raise NodeUnavailable(f"{pair} did not connect: {error.details()}") from None
+
+
+def _by_role(nodes: list) -> tuple[int, int]:  # type: ignore[type-arg]
+    return sum(n.role == "prefill" for n in nodes), sum(n.role == "decode" for n in nodes)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """``host:port`` -> (host, port)."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        from paceline.errors import ConfigError
+
+        raise ConfigError("grpc" if not port else "http", f"{address!r} is not HOST:PORT")
+    return host, int(port)

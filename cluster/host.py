@@ -1,0 +1,104 @@
+"""What runs inside a node's process, under Ray or not: the node, its event loop, its lease."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Coroutine
+from typing import Any, Protocol, TypeVar
+
+from cluster.registry import LeaseKeeper
+from cluster.registry_types import NodeRecord
+from paceline.config import NodeConfig
+from paceline.v1.inference_pb2 import NodeInfo
+
+T = TypeVar("T")
+START_TIMEOUT_S = 300.0  # loads the model
+STOP_MARGIN_S = 15.0  # past the grace
+LOOP_STALL_S = 2.0
+
+
+class Node(Protocol):
+    """prefill_node.node.PrefillNode or decode_node.node.DecodeNode."""
+
+    async def start(self) -> str: ...
+
+    async def stop(self, grace_s: float) -> None: ...
+
+    def alive(self) -> bool: ...
+
+    def load(self) -> NodeInfo: ...
+
+
+def make_node(role: str, node_id: str, config: NodeConfig) -> Node:
+    """The node of a role; imports torch."""
+    if role == "prefill":
+        from prefill_node.node import PrefillNode
+
+        return PrefillNode(config, node_id)
+    if role == "decode":
+        from decode_node.node import DecodeNode
+
+        return DecodeNode(config, node_id)
+    raise ValueError(f"role {role!r} is neither prefill nor decode")
+
+
+class NodeHost:
+    """Made, ``start``ed and ``stop``ped once. Methods may be called from any thread."""
+
+    def __init__(
+        self, role: str, node_id: str, generation: int, config: NodeConfig, registry_url: str, lease_ttl_s: float
+    ) -> None:
+        logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {node_id} %(levelname)s %(name)s: %(message)s")
+        self._role, self._node_id, self._generation = role, node_id, generation
+        self._config, self._registry_url, self._lease_ttl_s = config, registry_url, lease_ttl_s
+        self._node = make_node(role, node_id, config)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="node-loop", daemon=True)
+        self._keeper: LeaseKeeper | None = None
+        self._stopped = threading.Event()
+
+    def start(self) -> str:
+        """Start the node and register it; returns its gRPC address."""
+        self._thread.start()
+        address = self._run(self._node.start(), START_TIMEOUT_S)
+        record = NodeRecord(self._node_id, self._role, self._generation, address)
+        self._keeper = LeaseKeeper(self._registry_url, record, self._lease_ttl_s, self._alive, self._load)
+        self._keeper.start()
+        return address
+
+    def stop(self, grace_s: float) -> None:
+        """Refuse new work, let what runs finish for ``grace_s``, end everything. Idempotent."""
+        if self._stopped.is_set():
+            return
+        if self._keeper is not None:
+            self._keeper.drain()
+        self._run(self._node.stop(grace_s), grace_s + STOP_MARGIN_S)
+        if self._keeper is not None:
+            self._keeper.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=STOP_MARGIN_S)
+        self._stopped.set()
+
+    def wait_stopped(self) -> None:
+        """Block until ``stop``; a caller elsewhere learns of this process's death by the call's failing."""
+        self._stopped.wait()
+
+    def _run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+
+    def _alive(self) -> bool:
+        """Engine thread and event loop both tick."""
+        ticked = threading.Event()
+        self._loop.call_soon_threadsafe(ticked.set)
+        return ticked.wait(LOOP_STALL_S) and self._node.alive()
+
+    def _load(self) -> dict[str, int]:
+        info = self._node.load()
+        return {
+            "running": info.running,
+            "waiting": info.waiting,
+            "free_pages": info.free_pages,
+            "total_pages": info.total_pages,
+        }

@@ -1,0 +1,114 @@
+"""Ray: where node processes run. The only module that applies ``ray.remote``."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from cluster.host import START_TIMEOUT_S, STOP_MARGIN_S, NodeHost
+from paceline.config import NodeConfig
+from paceline.errors import NodeUnavailable
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Ray would otherwise hide GPUs from actors that ask for none; Paceline assigns devices itself.
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+log = logging.getLogger(__name__)
+
+OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum: no tensor ever goes through it
+PLACEMENT_TIMEOUT_S = 60.0
+CPU_SHARE = 0.01  # nodes pin their own threads; Ray only has to place them
+
+
+def start_ray(address: str) -> None:
+    """Start a private Ray on this machine ("local") or join the cluster at ``address``."""
+    if address == "local":
+        ray.init(
+            address="local",
+            num_cpus=os.cpu_count(),
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            configure_logging=False,
+        )
+    else:
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+
+
+def stop_ray() -> None:
+    """Leave the cluster; a private one ends with all its processes."""
+    ray.shutdown()
+
+
+class RayNodes:
+    """Launches node processes into one placement group, a bundle per node."""
+
+    def __init__(self, node_ids: list[str], registry_url: str, lease_ttl_s: float) -> None:
+        """node_ids: every node there will be; each keeps its bundle over generations."""
+        self._registry_url, self._lease_ttl_s = registry_url, lease_ttl_s
+        self._bundles = {node_id: i for i, node_id in enumerate(node_ids)}
+        self._group = placement_group([{"CPU": CPU_SHARE}] * len(node_ids), strategy="SPREAD")
+        if not self._group.wait(PLACEMENT_TIMEOUT_S):
+            raise NodeUnavailable(f"Ray could not place {len(node_ids)} nodes in {PLACEMENT_TIMEOUT_S:g} s")
+
+    def launch(self, role: str, node_id: str, generation: int, config: NodeConfig) -> RayNode:
+        """A node process, not yet started. Its actor is never restarted by Ray: the supervisor makes the next
+        generation, under a name of its own (a dead actor's name stays taken while a handle lives)."""
+        environment = {"OMP_NUM_THREADS": str(config.threads), "OMP_WAIT_POLICY": "passive"}
+        actor = ray.remote(NodeHost).options(
+            name=f"paceline-{node_id}#{generation}",
+            namespace="paceline",
+            num_cpus=CPU_SHARE,
+            max_restarts=0,
+            max_task_retries=0,
+            max_concurrency=4,
+            runtime_env={"env_vars": environment},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, self._bundles[node_id]),
+        )
+        handle = actor.remote(role, node_id, generation, config, self._registry_url, self._lease_ttl_s)
+        return RayNode(node_id, handle)
+
+    def close(self) -> None:
+        """Give the placement group back."""
+        remove_placement_group(self._group)
+
+
+class RayNode:
+    """One node process. Calls block, each with a deadline: run them in threads."""
+
+    def __init__(self, node_id: str, actor: Any) -> None:
+        self.node_id = node_id
+        self._actor = actor
+        self._watch = actor.wait_stopped.remote()
+
+    def start(self) -> str:
+        """Start the node; returns its gRPC address. Raises NodeUnavailable."""
+        try:
+            address: str = ray.get(self._actor.start.remote(), timeout=START_TIMEOUT_S + STOP_MARGIN_S)
+        except ray.exceptions.RayTaskError as error:
+            raise error.as_instanceof_cause() from None
+        except ray.exceptions.RayError as error:
+            raise NodeUnavailable(f"{self.node_id} did not start: {error}") from error
+        return address
+
+    def died(self) -> bool:
+        """Whether the process is gone or was stopped; immediate."""
+        done, _ = ray.wait([self._watch], timeout=0)
+        return bool(done)
+
+    def stop(self, grace_s: float) -> None:
+        """Drain and end; kills what does not end in time. Never raises."""
+        try:
+            ray.get(self._actor.stop.remote(grace_s), timeout=grace_s + 2 * STOP_MARGIN_S)
+        except ray.exceptions.RayError as error:
+            log.warning("%s did not stop by itself: %s", self.node_id, type(error).__name__)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process now."""
+        ray.kill(self._actor, no_restart=True)

@@ -1,0 +1,306 @@
+"""The decode engine: reserve, prefill locally where asked, run one draft-verify round for all. Everything here runs
+on the engine thread; RPCs, links and timers post to it.
+
+Who gives pages back: the engine, at a step boundary, for a stream that no hand-off can write to; for one whose
+hand-off has begun, only after the link said ``ready`` or ``failed``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.wire import finish_reason_from_proto, finish_reason_to_proto, logprobs_to_proto
+
+from decode_node.scheduler import DecodeLimits, DecodeScheduler
+from decode_node.stream import Landing, Stream, StreamPhase
+from kv_transfer.handoff import Handoff, HandoffPlan, HandoffState
+from paceline.engine.ledger import pages_available, pool_problems
+from paceline.engine.model_runner import ModelRunner, RoundResult
+from paceline.errors import HandoffFailed, Overloaded, PacelineError
+from paceline.kvcache.layout import LayerOwner
+from paceline.request import TokenLogprobs
+from paceline.spec_decode.sequence import DraftState, Sequence
+from paceline.v1 import common_pb2, handoff_pb2, node_pb2
+
+log = logging.getLogger(__name__)
+
+
+class LinkControl(Protocol):
+    """What the engine asks of the links; thread-safe, never blocks. Of a ticket in flight ``failed`` follows."""
+
+    def cancel(self, link_id: str, ticket: str) -> None: ...
+    def fail(self, link_id: str, ticket: str, reason: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class HandoffDeadlines:
+    """Seconds."""
+
+    reserve_s: float  # from the reservation to Begin
+    handoff_s: float  # from Begin to State
+
+
+class DecodeEngine:
+    """Owns the runner and every stream."""
+
+    def __init__(self, runner: ModelRunner, limits: DecodeLimits, deadlines: HandoffDeadlines) -> None:
+        self._runner = runner
+        self._deadlines = deadlines
+        self._scheduler: DecodeScheduler[Stream] = DecodeScheduler(limits)
+        self._links: LinkControl | None = None
+        self._unchecked = True
+        self.streams: dict[str, Stream] = {}  # by ticket, until RELEASED; other threads only look up
+        self.free_pages = runner.allocator.num_pages  # that new requests can get
+        self.integrity = ""  # of the last idle moment
+        self.missing_drafts = 0  # hand-offs that brought no draft state though there is a drafter to feed
+
+    def bind(self, links: LinkControl) -> None:
+        """Set the links, which need the engine themselves, before the first hand-off."""
+        self._links = links
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that decode or prefill here."""
+        return self._scheduler.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Streams in line for pages."""
+        return self._scheduler.num_waiting
+
+    # -- one step ----------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Reserve for who waits, run a chunk of local prefill and a round. False when there was nothing to do."""
+        self._reserve_waiting()
+        prefilled = self._prefill()
+        decoded = self._round()
+        if not prefilled and not decoded:
+            self._check_when_idle()
+        return prefilled or decoded
+
+    def _reserve_waiting(self) -> None:
+        for stream, error in self._scheduler.reserve(self._reserve):
+            log.error("reserving for %s failed", stream.request.request_id, exc_info=error)
+            self._fail(stream, PacelineError(f"reservation failed: {error!r}"))
+
+    def _reserve(self, stream: Stream) -> bool:
+        """Take pages for the worst case; False when the pool lacks them now."""
+        if stream.seq is None:
+            stream.seq = self._runner.new_sequence(stream.request)
+        seq = stream.seq
+        try:
+            seq.table.ensure(num_slots(self._runner, stream))
+        except Overloaded:
+            return False
+        self._count_pages()
+        if stream.local_prefill:
+            stream.phase = StreamPhase.PREFILLING
+            self._scheduler.prefill(stream)
+        else:
+            stream.phase = StreamPhase.RESERVED
+            stream.landing = self._landing(stream.ticket, seq)
+        reserved = node_pb2.Reserved(ticket=stream.ticket, cached_tokens=seq.cached_tokens)
+        stream.events.push(node_pb2.DecodeEvent(reserved=reserved))
+        return True
+
+    def _landing(self, ticket: str, seq: Sequence) -> Landing:
+        plan = HandoffPlan(
+            layout=self._runner.kv.layout,
+            first_token=seq.cached_tokens,
+            num_tokens=seq.num_prefill - seq.cached_tokens,
+            hidden_size=self._runner.hidden_size,
+            draft_required=False,  # missing draft state is never an error, only slower
+        )
+        handoff = Handoff(
+            ticket,
+            time.monotonic,
+            plan,
+            reserve_deadline_s=self._deadlines.reserve_s,
+            handoff_deadline_s=self._deadlines.handoff_s,
+        )
+        return Landing(handoff, tuple(seq.table.pages), seq.table.slots[: seq.num_prefill].clone())
+
+    def _prefill(self) -> bool:
+        step = self._scheduler.next_chunks()
+        if not step:
+            return False
+        try:
+            results = self._runner.prefill([chunk for _, chunk in step])
+        except Exception as error:
+            self._fail_step([stream for stream, _ in step], "prefill", error)
+            return True
+        for (stream, _), sampled in zip(step, results, strict=True):
+            if sampled is not None:
+                stream.phase = StreamPhase.RUNNING
+                self._scheduler.run(stream)
+                self._emit(stream, (sampled.token_id,), (sampled.logprobs,) if sampled.logprobs else (), None)
+        return True
+
+    def _round(self) -> bool:
+        batch = self._scheduler.next_batch()
+        if not batch:
+            return False
+        try:
+            results = self._runner.decode([stream.seq for stream in batch if stream.seq is not None])
+        except Exception as error:
+            self._fail_step(batch, "decode", error)
+            return True
+        for stream, result in zip(batch, results, strict=True):
+            self._emit(stream, result.token_ids, result.logprobs, result)
+        return True
+
+    def _emit(
+        self,
+        stream: Stream,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        result: RoundResult | None,
+    ) -> None:
+        seq = stream.seq
+        assert seq is not None
+        tokens = node_pb2.Tokens(
+            first_index=seq.num_output - len(token_ids),
+            token_ids=token_ids,
+            logprobs=[logprobs_to_proto(entry) for entry in logprobs],
+            cached_tokens=seq.cached_tokens if stream.local_prefill else 0,
+        )
+        if result is not None:
+            tokens.round.CopyFrom(
+                common_pb2.Round(num_draft_tokens=result.num_draft_tokens, num_accepted=result.num_accepted)
+            )
+        stream.events.push(node_pb2.DecodeEvent(tokens=tokens))
+        if seq.finish_reason is not None:
+            self._finish(stream, seq)
+
+    def _finish(self, stream: Stream, seq: Sequence) -> None:
+        """Pages first, then the word: who reads Finished may count on the pages."""
+        self._release(stream)
+        finished = node_pb2.Finished(finish_reason=finish_reason_to_proto(seq.finish_reason))
+        stream.events.push(node_pb2.DecodeEvent(finished=finished))
+
+    # -- hand-offs ---------------------------------------------------------------------------------------------
+
+    def handoff_ready(self, ticket: str, state: handoff_pb2.State, draft: DraftState | None) -> None:
+        """Every row is in place: decode, unless the client left or the first token ended the request."""
+        stream = self.streams.get(ticket)
+        if stream is None or stream.seq is None or stream.landing is None:
+            return
+        seq = stream.seq
+        seq.token_ids.append(state.first_token_id)
+        seq.num_computed = seq.num_prefill
+        seq.finish_reason = finish_reason_from_proto(state.finish_reason)
+        if stream.landing.handoff.draft_complete:
+            seq.draft, seq.draft_rows = draft, seq.num_prefill
+        elif not len(self._runner.kv.layout.layer_range(LayerOwner.DRAFT)):
+            seq.draft = draft
+        if stream.left:
+            self._release(stream)
+        elif seq.finish_reason is not None:
+            self._finish(stream, seq)
+        else:
+            self._count_missing_draft(stream, seq)
+            stream.phase = StreamPhase.RUNNING
+            self._scheduler.run(stream)
+
+    def handoff_failed(self, ticket: str, reason: str) -> None:
+        """The hand-off is over and nothing of it is used: pages return, the RPC ends with ABORTED."""
+        stream = self.streams.get(ticket)
+        if stream is not None:
+            self._fail(stream, HandoffFailed(f"hand-off {ticket} failed: {reason}"))
+
+    def _end_handoff(self, stream: Stream, reason: str, *, now: bool) -> None:
+        """Give a reservation up. Before Begin it is ours; after it, the link decides when the pages are safe.
+
+        ``now``: at a deadline, without waiting for the sender's last word.
+        """
+        assert stream.landing is not None
+        handoff = stream.landing.handoff
+        if handoff.fail_reserved(reason):
+            self.handoff_failed(stream.ticket, reason)
+        elif self._links is not None and now:
+            self._links.fail(handoff.link_id, stream.ticket, reason)
+        elif self._links is not None:
+            self._links.cancel(handoff.link_id, stream.ticket)
+
+    def _count_missing_draft(self, stream: Stream, seq: Sequence) -> None:
+        if seq.draft is None and len(self._runner.kv.layout.layer_range(LayerOwner.DRAFT)):
+            self.missing_drafts += 1
+            log.warning("%s came without draft state: speculation starts late", stream.request.request_id)
+
+    # -- what the RPCs and timers post -------------------------------------------------------------------------
+
+    def submit(self, stream: Stream) -> None:
+        """Queue a stream for pages; raises Overloaded when the line is full."""
+        self._scheduler.add(stream)
+        self.streams[stream.ticket] = stream
+        self._unchecked = True
+        self._reserve_waiting()  # now, so that a burst counts against the line only when there is no room
+
+    def leave(self, stream: Stream) -> None:
+        """The RPC is over. Nothing happens when the stream ended by itself."""
+        if stream.phase is StreamPhase.RELEASED or stream.left or stream.ticket not in self.streams:
+            return
+        stream.left = True
+        if stream.phase is StreamPhase.RESERVED:
+            self._end_handoff(stream, "the client left", now=False)
+        else:
+            self._release(stream)
+
+    def expire(self) -> None:
+        """Apply the deadlines: in line, from reservation to Begin, from Begin to State."""
+        now = time.monotonic()
+        for stream in self._scheduler.expire(now):
+            self._fail(stream, Overloaded("no KV pages became free in time on the decode node"))
+        for stream in list(self.streams.values()):
+            if stream.phase is not StreamPhase.RESERVED or stream.landing is None or stream.overdue:
+                continue
+            reason = stream.landing.handoff.expired(now)
+            if reason is not None:
+                # From here on the hand-off fails for good or is READY already; a second call could change nothing.
+                stream.overdue = stream.landing.handoff.status is not HandoffState.RESERVED
+                self._end_handoff(stream, reason, now=True)
+
+    # -- ends --------------------------------------------------------------------------------------------------
+
+    def _fail_step(self, streams: Seq[Stream], what: str, error: Exception) -> None:
+        log.error("%s step of %s failed", what, [s.request.request_id for s in streams], exc_info=error)
+        for stream in streams:
+            self._fail(stream, PacelineError(f"{what} failed: {error!r}"))
+
+    def _fail(self, stream: Stream, error: PacelineError) -> None:
+        """End a stream that no hand-off writes to. Its rows are not to be trusted, so they enter no cache."""
+        if stream.seq is not None:
+            stream.seq.table.release()
+        self._release(stream)
+        stream.events.push(error)
+
+    def _release(self, stream: Stream) -> None:
+        self._scheduler.discard(stream)
+        self.streams.pop(stream.ticket, None)
+        stream.phase = StreamPhase.RELEASED
+        if stream.seq is not None:
+            self._runner.release(stream.seq)
+        if stream.landing is not None and stream.landing.handoff.status is HandoffState.READY:
+            stream.landing.handoff.release()
+        self._count_pages()
+
+    def _count_pages(self) -> None:
+        self.free_pages = pages_available(self._runner, [s.seq for s in self.streams.values() if s.seq is not None])
+
+    def _check_when_idle(self) -> None:
+        if self._unchecked and not self.streams:
+            self._unchecked = False
+            problems = pool_problems(self._runner, [])
+            self.integrity = problems[0] if problems else ""
+            for problem in problems:
+                log.error("KV pool of the decode node: %s", problem)
+
+
+def num_slots(runner: ModelRunner, stream: Stream) -> int:
+    """KV slots that a stream may ever need: prompt, all output (resumed tokens included), one round of drafts."""
+    return len(stream.request.prompt_token_ids) + stream.request.params.max_tokens + runner.spec_slots

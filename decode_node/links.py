@@ -1,0 +1,245 @@
+"""Links of a decode node, one per paired prefill node.
+
+    PAIRED --both ends opened pipe and sentinel--> OPEN --Hello on a control stream--> CLAIMED --anything breaks--> gone
+       |                                            |
+       +--- the peer does not come -----------------+--- unclaimed at its deadline -------------------------------> gone
+
+A link is never repaired: the prefill node pairs again and gets a new id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from kv_transfer.compat import check_pairing
+from kv_transfer.receiver import HandoffReceiver, HandoffSink
+from kv_transfer.rendezvous import Store, create_store
+from kv_transfer.sentinel import Sentinel
+from kv_transfer.torch_dist import open_transport
+from kv_transfer.transport import TransportError
+from paceline.config import NodeConfig
+from paceline.engine.loop import notify
+from paceline.errors import NodeUnavailable, Overloaded, PacelineError
+from paceline.v1 import handoff_pb2
+
+log = logging.getLogger(__name__)
+
+MAX_LINKS = 256
+MAX_OPENING = 16  # threads that wait for peers
+CLOSE_TIMEOUT_S = 2.0  # each, for the threads of a link that ends
+
+
+@dataclass(eq=False)
+class _Link:
+    """One link. The event loop owns it; ``acks`` gets None at the end."""
+
+    link_id: str
+    peer: str
+    deadline: float  # to be claimed, monotonic clock
+    loop: asyncio.AbstractEventLoop
+    acks: asyncio.Queue[handoff_pb2.HandoffAck | None] = field(default_factory=asyncio.Queue)
+    claimed: bool = False
+    opening: asyncio.Future[HandoffReceiver] | None = None
+    receiver: HandoffReceiver | None = None  # the opening thread
+    sentinel: Sentinel | None = None  # the opening thread
+
+    def ack(self, ack: handoff_pb2.HandoffAck | None) -> None:
+        """Queue an acknowledgement. Thread-safe; bounded by the tickets of the link."""
+        notify(self.loop, self.acks.put_nowait, ack)
+
+
+@dataclass(frozen=True)
+class HostContext:
+    """What all links of a node share."""
+
+    node_id: str
+    fingerprint: handoff_pb2.Fingerprint
+    config: NodeConfig
+    device: torch.device  # of the pool
+    sink: HandoffSink
+
+
+class LinkHost:
+    """Pairs with prefill nodes and receives their hand-offs. Belongs to the event loop, but ``cancel`` and ``fail``
+    may be called from any thread."""
+
+    def __init__(self, context: HostContext, store: Store) -> None:
+        self._context = context
+        self._store = store
+        self._links: dict[str, _Link] = {}
+        self._threads = ThreadPoolExecutor(MAX_OPENING, thread_name_prefix="link-open")
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def start(cls, context: HostContext) -> LinkHost:
+        """Open the rendezvous store that all links meet at."""
+        config = context.config
+        store = await asyncio.to_thread(create_store, config.host, 0, True, config.transfer_timeout_s)
+        return cls(context, store)
+
+    # -- what the prefill node calls -----------------------------------------------------------------------------
+
+    async def pair(self, request: handoff_pb2.PairRequest) -> handoff_pb2.PairResponse:
+        """Check fingerprints, then wait for the peer in the background. Raises PairingRefused or Overloaded."""
+        context, config = self._context, self._context.config
+        check_pairing(request.fingerprint, context.fingerprint)
+        if len(self._links) >= MAX_LINKS:
+            raise Overloaded(f"{MAX_LINKS} links are open on this decode node")
+        loop = asyncio.get_running_loop()
+        link_id = f"{request.prefill_node_id}/{context.node_id}/{uuid.uuid4().hex}"
+        # Pipe and sentinel may take one timeout each, then the peer says Hello.
+        link = _Link(link_id, request.prefill_node_id, time.monotonic() + 3 * config.transfer_timeout_s, loop)
+        self._links[link_id] = link
+        link.opening = loop.run_in_executor(self._threads, self._open, link)
+        link.opening.add_done_callback(lambda done: self._opened(link, done))
+        return handoff_pb2.PairResponse(
+            link_id=link_id,
+            store_host=config.host,
+            store_port=self._store.port,
+            fingerprint=context.fingerprint,
+            decode_node_id=context.node_id,
+        )
+
+    async def handoff(
+        self, messages: AsyncIterable[handoff_pb2.HandoffMessage]
+    ) -> AsyncGenerator[handoff_pb2.HandoffAck, None]:
+        """Serve the control stream of one link until either side ends it."""
+        timeout = self._context.config.transfer_timeout_s
+        incoming = aiter(messages)
+        hello = await asyncio.wait_for(anext(incoming), timeout)
+        link = self._links.get(hello.hello.link_id)
+        if hello.WhichOneof("body") != "hello" or link is None or link.opening is None or link.claimed:
+            raise NodeUnavailable(f"no link {hello.hello.link_id!r} waits for a control stream")
+        link.claimed = True
+        reader: asyncio.Task[None] | None = None
+        try:
+            receiver = await asyncio.wait_for(asyncio.shield(link.opening), 2 * timeout + 1.0)
+            receiver.feed(hello)
+            reader = asyncio.create_task(_feed(incoming, receiver))
+            while (ack := await link.acks.get()) is not None:
+                yield ack
+        except TransportError as error:
+            raise NodeUnavailable(f"link {link.link_id}: {error}") from error
+        finally:
+            if reader is not None:
+                reader.cancel()
+            self._drop(link, "the control stream ended")
+
+    # -- what the engine and the timer call ----------------------------------------------------------------------
+
+    def cancel(self, link_id: str, ticket: str) -> None:
+        """Tell the sender of ``ticket`` that nobody wants it any more."""
+        receiver = self._receiver(link_id)
+        if receiver is not None:
+            receiver.cancel(ticket)
+
+    def fail(self, link_id: str, ticket: str, reason: str) -> None:
+        """End the hand-off of ``ticket`` now."""
+        receiver = self._receiver(link_id)
+        if receiver is not None:
+            receiver.fail(ticket, reason)
+
+    def expire(self) -> None:
+        """Drop the links that nobody claimed in time."""
+        now = time.monotonic()
+        for link in list(self._links.values()):
+            if not link.claimed and link.deadline <= now:
+                self._drop(link, f"unclaimed by {link.peer}")
+
+    async def close(self) -> None:
+        """Tear everything down; hand-offs in flight fail."""
+        for link in list(self._links.values()):
+            self._drop(link, "the decode node stops")
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        await asyncio.to_thread(self._threads.shutdown)
+
+    # -- insides -------------------------------------------------------------------------------------------------
+
+    def _receiver(self, link_id: str) -> HandoffReceiver | None:
+        """None once the link is gone: its receiver has failed, or is about to fail, every ticket by itself."""
+        link = self._links.get(link_id)
+        return None if link is None else link.receiver
+
+    def _open(self, link: _Link) -> HandoffReceiver:
+        """Open pipe and sentinel, in the order in which the prefill node does; blocks until it does."""
+        context, config = self._context, self._context.config
+        device = context.device if config.transport == "nccl" else torch.device("cpu")
+        timeout = config.transfer_timeout_s
+        transport = open_transport(config.transport, self._store, link.link_id, 1, config.host, timeout, device)
+        receiver = HandoffReceiver(
+            transport,
+            context.sink,
+            link.ack,
+            link_id=link.link_id,
+            on_link_lost=lambda reason: self._lost(link, reason),
+            device=device,
+        )
+        try:
+            link.sentinel = Sentinel(
+                self._store,
+                link.link_id,
+                1,
+                config.host,
+                timeout,
+                receiver.link_lost,
+                lambda: receiver.link_lost("the prefill node closed the link"),
+            )
+        except PacelineError:
+            receiver.close(CLOSE_TIMEOUT_S)
+            raise
+        link.receiver = receiver
+        return receiver
+
+    def _opened(self, link: _Link, done: asyncio.Future[HandoffReceiver]) -> None:
+        if not done.cancelled() and done.exception() is not None:
+            self._drop(link, f"{link.peer} did not come: {done.exception()}")
+
+    def _lost(self, link: _Link, reason: str) -> None:
+        """The receiver's thread has failed every ticket of the link and ends."""
+        log.warning("link %s from prefill node %s lost: %s", link.link_id, link.peer, reason)
+        link.ack(None)
+        notify(link.loop, self._drop, link, reason)
+
+    def _drop(self, link: _Link, reason: str) -> None:
+        """Forget the link and tear it down in the background."""
+        if self._links.pop(link.link_id, None) is None:
+            return
+        log.debug("link %s dropped: %s", link.link_id, reason)
+        task = asyncio.create_task(self._tear_down(link, reason))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _tear_down(self, link: _Link, reason: str) -> None:
+        if link.opening is not None:
+            await asyncio.wait([link.opening])  # bounded by its own timeouts
+        link.acks.put_nowait(None)
+        await asyncio.to_thread(_close, link, reason)
+
+
+def _close(link: _Link, reason: str) -> None:
+    if link.receiver is not None:
+        link.receiver.link_lost(reason)
+        if not link.receiver.close(CLOSE_TIMEOUT_S):
+            log.warning("link %s: a receive is still blocked; its pages stay held until it returns", link.link_id)
+    if link.sentinel is not None:
+        link.sentinel.close(CLOSE_TIMEOUT_S)
+
+
+async def _feed(messages: AsyncIterator[handoff_pb2.HandoffMessage], receiver: HandoffReceiver) -> None:
+    try:
+        async for message in messages:
+            receiver.feed(message)
+    except PacelineError as error:
+        receiver.link_lost(f"control stream: {error}")
+    except Exception as error:  # gRPC's own, when the peer vanished
+        receiver.link_lost(f"control stream broke: {error!r}")
+    else:
+        receiver.link_lost("control stream ended")

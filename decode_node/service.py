@@ -1,0 +1,40 @@
+"""The decode node over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+from paceline.engine.rpc import answer_stream, answering_errors
+from paceline.v1 import handoff_pb2, node_pb2, node_pb2_grpc
+
+if TYPE_CHECKING:
+    from decode_node.node import DecodeNode
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class DecodeService(node_pb2_grpc.DecodeNodeServicer):
+    """From proto, call, to proto."""
+
+    def __init__(self, node: DecodeNode) -> None:
+        self._node = node
+
+    async def Decode(self, request: node_pb2.DecodeRequest, context: Context) -> None:  # type: ignore[override]
+        await answer_stream(self._node.decode(request), context)
+
+    async def Pair(self, request: handoff_pb2.PairRequest, context: Context) -> handoff_pb2.PairResponse:
+        async with answering_errors(context):
+            return await self._node.pair(request)
+        raise AssertionError("unreachable: the context was aborted")
+
+    async def Handoff(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[handoff_pb2.HandoffMessage], context: Context
+    ) -> None:
+        await answer_stream(self._node.handoff(request_iterator), context)
+
+    async def Status(self, request: node_pb2.StatusRequest, context: Context) -> node_pb2.StatusResponse:
+        return self._node.status()

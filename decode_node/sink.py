@@ -1,0 +1,86 @@
+"""Where hand-offs land on a decode node. Runs on the links' receiver threads, beside the engine.
+
+Rows are written straight into reserved pages: until the hand-off is ready, nobody else reads or writes them, and the
+engine gives them back only after ``failed`` or ``ready`` was told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from decode_node.stream import Stream
+from kv_transfer.handoff import ByteClass, Handoff
+from paceline.engine.model_runner import ModelRunner
+from paceline.errors import HandoffFailed
+from paceline.spec_decode.sequence import DraftState
+from paceline.v1 import handoff_pb2
+
+
+class ReservedPages:
+    """The `HandoffSink` of all links. ``streams``: by ticket, changed by the engine thread only.
+
+    ``on_ready(ticket, state, draft)`` and ``on_failed(ticket, reason)`` must not block.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        streams: Mapping[str, Stream],
+        on_ready: Callable[[str, handoff_pb2.State, DraftState | None], None],
+        on_failed: Callable[[str, str], None],
+    ) -> None:
+        self._runner = runner
+        self._streams = streams
+        self._on_ready = on_ready
+        self._on_failed = on_failed
+
+    def lookup(self, ticket: str) -> Handoff | None:
+        """The hand-off of a ticket that holds pages."""
+        stream = self._streams.get(ticket)
+        return stream.landing.handoff if stream is not None and stream.landing is not None else None
+
+    def write_kv(
+        self,
+        ticket: str,
+        byte_class: ByteClass,
+        first_layer: int,
+        num_layers: int,
+        first_token: int,
+        num_tokens: int,
+        data: torch.Tensor,
+    ) -> None:
+        """Scatter rows into the ticket's pages, which must still be in the life that was reserved."""
+        stream = self._streams.get(ticket)
+        if stream is None or stream.landing is None:
+            raise HandoffFailed(f"hand-off {ticket} has no pages")
+        page_size, end = self._runner.page_size, first_token + num_tokens
+        for ref in stream.landing.pages[first_token // page_size : -(-end // page_size)]:
+            self._runner.allocator.check(ref)
+        slots = stream.landing.slots[first_token:end]
+        self._runner.kv.scatter(range(first_layer, first_layer + num_layers), slots, data)
+
+    def ready(self, ticket: str, state: handoff_pb2.State, hidden: torch.Tensor) -> None:
+        """All rows are there. HandoffFailed when the state makes no sense; then nothing of it is used."""
+        if not 0 <= state.first_token_id < self._runner.vocab_size:
+            raise HandoffFailed(f"first token {state.first_token_id} is outside the vocabulary")
+        self._on_ready(ticket, state, draft_state(state, hidden.to(self._runner.kv.device)))
+
+    def failed(self, ticket: str, reason: str) -> None:
+        """No row of this ticket will be written any more."""
+        self._on_failed(ticket, reason)
+
+
+def draft_state(state: handoff_pb2.State, hidden: torch.Tensor) -> DraftState | None:
+    """The drafter's state as it crossed, or None when there is none. HandoffFailed when its shape is wrong."""
+    depth, width = state.proposal_depth, state.proposal_width
+    if not len(state.proposal_ids) == len(state.proposal_probs) == depth * width:
+        raise HandoffFailed(f"{len(state.proposal_ids)} draft proposals where {depth} x {width} are announced")
+    if depth * width == 0:
+        return None
+    return DraftState(
+        torch.tensor(state.proposal_ids, dtype=torch.int64).view(depth, width),
+        torch.tensor(state.proposal_probs, dtype=torch.float32).view(depth, width),
+        hidden,
+    )

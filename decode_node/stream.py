@@ -1,0 +1,96 @@
+"""One sequence on a decode node, from its RPC to the return of its pages."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kv_transfer.handoff import Handoff
+from paceline.engine.loop import notify
+from paceline.errors import PacelineError
+from paceline.kvcache.allocator import PageRef
+from paceline.request import SequenceRequest
+from paceline.spec_decode.sequence import Sequence
+from paceline.v1 import node_pb2
+
+MAX_PENDING_EVENTS = 64  # rounds that a client may lag behind before its sequence pauses
+
+
+class StreamPhase(enum.Enum):
+    """Where a stream stands; the edges are in scheduler.py."""
+
+    WAITING = "waiting"
+    RESERVED = "reserved"
+    PREFILLING = "prefilling"
+    RUNNING = "running"
+    RELEASED = "released"
+
+
+class EventQueue:
+    """Events of one stream: produced by the engine thread, consumed by the RPC on the event loop.
+
+    Never grows past ``MAX_PENDING_EVENTS`` and an end, since the engine pauses a sequence whose queue is full.
+    ``wake`` tells the engine that there is room again. Each counter has one writer.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
+        self._loop = loop
+        self._wake = wake
+        self._queue: asyncio.Queue[node_pb2.DecodeEvent | PacelineError] = asyncio.Queue()
+        self._pushed = 0  # by the engine
+        self._taken = 0  # by the RPC
+
+    @property
+    def full(self) -> bool:
+        """The reader lags behind."""
+        return self._pushed - self._taken >= MAX_PENDING_EVENTS
+
+    def push(self, event: node_pb2.DecodeEvent | PacelineError) -> None:
+        """Append an event; an error is the last one. Engine thread."""
+        self._pushed += 1
+        notify(self._loop, self._queue.put_nowait, event)
+
+    async def take(self) -> node_pb2.DecodeEvent:
+        """The next event; raises the error that ended the stream."""
+        event = await self._queue.get()
+        was_full = self.full
+        self._taken += 1
+        if was_full:
+            self._wake()
+        if isinstance(event, PacelineError):
+            raise event
+        return event
+
+
+@dataclass(frozen=True)
+class Landing:
+    """Where the rows of a hand-off go. Fixed at the reservation, so that the receiver's thread needs no table."""
+
+    handoff: Handoff
+    pages: tuple[PageRef, ...]  # of the sequence, by position
+    slots: torch.Tensor  # int32 [num_prefill], CPU
+
+
+@dataclass(eq=False)
+class Stream:
+    """Made by the RPC; from then on the engine thread alone changes it."""
+
+    request: SequenceRequest
+    local_prefill: bool
+    ticket: str  # unique; names the stream even when no hand-off is to come
+    deadline: float  # to get pages, monotonic clock
+    events: EventQueue
+    phase: StreamPhase = StreamPhase.WAITING
+    seq: Sequence | None = None  # the engine, when the stream reaches the head of the line
+    landing: Landing | None = None  # the engine, with the pages, unless local_prefill
+    left: bool = False  # the engine: the RPC is gone, pages wait for the end of the hand-off
+    overdue: bool = False  # the engine: a deadline was applied to the hand-off
+
+    @property
+    def paused(self) -> bool:
+        """Its client reads too slowly: leave it out of the batch, drop nothing."""
+        return self.events.full

@@ -1,0 +1,209 @@
+"""The signature, on tiny models: tokens and logit bits never depend on drafter, tree, K, batch, chunk, page or cache.
+
+The real model's version is tests/engine/test_exactness_real.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import pytest
+import torch
+from support.exactness import Outcome, run
+from support.tiny import VOCAB, tiny_request, tiny_runner
+
+from paceline.engine.model_runner import ModelRunner
+from paceline.request import SequenceRequest
+from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
+from paceline.spec_decode.sequence import Sequence
+from paceline.spec_decode.tree import DraftTree, build_tree
+
+DTYPES = ["bf16", "fp32"]
+VARIANTS: dict[str, tuple[dict[str, object], dict[str, int]]] = {
+    "ngram K=1": ({"drafter": "ngram", "num_draft_tokens": 1}, {}),
+    "ngram K=8": ({"drafter": "ngram", "num_draft_tokens": 8}, {}),
+    "ngram tree": ({"drafter": "ngram", "num_draft_tokens": 4, "tree_width": 3}, {}),
+    "mtp K=4": ({"drafter": "mtp", "num_draft_tokens": 4}, {}),
+    "mtp tree": ({"drafter": "mtp", "num_draft_tokens": 4, "tree_width": 3}, {}),
+    "mtp x3": ({"drafter": "mtp", "mtp_modules": 3, "num_draft_tokens": 3}, {}),
+    "mtp x3 tree": ({"drafter": "mtp", "mtp_modules": 3, "num_draft_tokens": 3, "tree_width": 4}, {}),
+    "K=0": ({"drafter": "mtp", "num_draft_tokens": 0}, {}),
+    "batch of 8": ({"drafter": "ngram"}, {"batch": 8}),
+    "chunks of 1": ({"drafter": "mtp"}, {"chunk_tokens": 1}),
+    "chunks of 7": ({"drafter": "mtp"}, {"chunk_tokens": 7}),
+    "pages of 1": ({"drafter": "mtp", "page_size": 1, "tree_width": 2}, {}),
+    "pages of 64": ({"drafter": "ngram", "page_size": 64}, {"batch": 3}),
+    "no prefix cache": ({"drafter": "mtp", "prefix_cache": False}, {}),
+}
+
+
+def requests() -> list[SequenceRequest]:
+    """Greedy, sampled, penalised, truncated, biased; short and long prompts."""
+    extras: list[dict[str, object]] = [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+        {"temperature": 1.0, "top_k": 9, "repetition_penalty": 1.3},
+        {"temperature": 1.2, "min_p": 0.02, "logit_bias": {5: 4.0, 9: -100.0}},
+        {"frequency_penalty": 1.0},
+        {"temperature": 1.0, "min_tokens": 10, "stop_token_ids": (5, 9, 11, 21, 33)},
+        {"top_logprobs": 2},
+    ]
+    return [tiny_request(index=i, **extra) for i, extra in enumerate(extras)]
+
+
+def outcomes(runner: ModelRunner, **how: int) -> list[Outcome]:
+    return run(runner, requests(), **how)
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, list[Outcome]]:
+    return {dtype: outcomes(tiny_runner(dtype, drafter="none", prefix_cache=False)) for dtype in DTYPES}
+
+
+def differing(got: Seq[Outcome], expected: Seq[Outcome]) -> list[int]:
+    pairs = enumerate(zip(got, expected, strict=True))
+    return [i for i, (g, e) in pairs if (g.token_ids, g.logit_bits) != (e.token_ids, e.logit_bits)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_and_logit_bits(dtype: str, variant: str, plain: dict[str, list[Outcome]]) -> None:
+    options, how = VARIANTS[variant]
+    runner = tiny_runner(dtype, **options)
+    assert runner.bit_exact
+    assert differing(outcomes(runner, **how), plain[dtype]) == []
+    again = outcomes(runner, **how)  # now from the prefix cache, where it is on
+    assert differing(again, plain[dtype]) == []
+
+
+def test_drafts_are_accepted_and_refused(plain: dict[str, list[Outcome]]) -> None:
+    """The comparison above means something only if rounds of both kinds occur."""
+    rounds = [n for o in outcomes(tiny_runner("bf16", drafter="ngram")) for n in o.accepted_per_round]
+    assert 0 in rounds
+    assert max(rounds) >= 1
+
+
+def test_rounds_do_not_depend_on_chunks_batch_or_cache() -> None:
+    """Not only the text: which drafts are accepted is the same too."""
+    expected = [o.accepted_per_round for o in outcomes(tiny_runner("bf16", drafter="mtp", prefix_cache=False))]
+    for options, how in (({}, {"chunk_tokens": 3}), ({}, {"batch": 8}), ({"page_size": 1}, {"batch": 2})):
+        runner = tiny_runner("bf16", drafter="mtp", **options)
+        for _ in range(2):
+            assert [o.accepted_per_round for o in outcomes(runner, **how)] == expected
+
+
+def test_prefix_cache_is_hit() -> None:
+    runner = tiny_runner("bf16", drafter="mtp", page_size=4)
+    run(runner, requests())
+    assert runner.prefix is not None
+    before = runner.prefix.hit_tokens
+    run(runner, requests())
+    assert runner.prefix.hit_tokens > before
+
+
+class Adversary(Drafter):
+    """Drafts that no honest drafter would make (algorithms.md J4)."""
+
+    name = "adversary"
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.generator = torch.Generator().manual_seed(3)
+
+    def extend(self, items: Seq[ExtendItem]) -> None:
+        """Keeps nothing."""
+
+    def propose(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[DraftTree]:
+        """See the kinds."""
+        return [self._tree(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
+
+    def _tree(self, seq: Sequence, budget: DraftBudget) -> DraftTree:
+        last = seq.token_ids[-1]
+        length = 50 if self.kind == "over-long" else budget.num_draft_tokens
+        tokens = {
+            "same": [last] * length,
+            "end of sequence": [2] * length,
+            "out of vocabulary": [VOCAB + 5, -1, 10**9, 3][:length],
+            "empty": [],
+        }.get(self.kind) or torch.randint(0, VOCAB, (length,), generator=self.generator).tolist()
+        if self.kind == "empty":
+            tokens = []
+        pairs = [(i - 1, token) for i, token in enumerate(tokens)]
+        return build_tree(last, pairs, VOCAB, budget.max_nodes, budget.num_draft_tokens)
+
+
+@pytest.mark.parametrize("kind", ["same", "end of sequence", "out of vocabulary", "empty", "over-long", "random"])
+def test_adversarial_drafts_change_nothing(kind: str, plain: dict[str, list[Outcome]]) -> None:
+    runner = tiny_runner("bf16", drafter="none", num_draft_tokens=4)
+    runner.drafter = Adversary(kind)
+    assert differing(outcomes(runner, batch=4), plain["bf16"]) == []
+
+
+def test_resumed_requests_continue_the_same_text(plain: dict[str, list[Outcome]]) -> None:
+    """Migration: prompt and emitted tokens replayed elsewhere give the rest of the text, penalties included."""
+    runner = tiny_runner("bf16", drafter="mtp")
+    for request, whole in zip(requests(), plain["bf16"], strict=True):
+        for cut in (1, 5, len(whole.token_ids) - 1):
+            if not 0 < cut < len(whole.token_ids):
+                continue
+            resumed = SequenceRequest(
+                f"{request.request_id}/{cut}", request.prompt_token_ids, request.params, whole.token_ids[:cut]
+            )
+            rest = run(runner, [resumed])[0]
+            assert rest.token_ids == whole.token_ids[cut:]
+            assert rest.logit_bits == whole.logit_bits[cut:]
+
+
+def mutant(runner: ModelRunner, plain: list[Outcome]) -> bool:
+    """Whether the comparison notices the change made to ``runner``."""
+    try:
+        return differing(outcomes(runner, batch=2), plain) != []
+    except (AssertionError, KeyError, RuntimeError):
+        return True
+
+
+def test_mutants_are_noticed(plain: dict[str, list[Outcome]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compaction left out, tree rows that see their siblings, penalties that ignore the path."""
+    tree = {"drafter": "mtp", "num_draft_tokens": 3, "tree_width": 6}
+
+    runner = tiny_runner("bf16", **tree)
+    make_useful(runner)
+    monkeypatch.setattr(runner.kv, "copy_slots", lambda *_: None)
+    assert mutant(runner, plain["bf16"])
+
+    runner = tiny_runner("bf16", **tree)
+    monkeypatch.setattr(DraftTree, "is_chain", property(lambda self: True))
+    assert mutant(runner, plain["bf16"])
+    monkeypatch.undo()
+
+    runner = tiny_runner("bf16", drafter="ngram", num_draft_tokens=4)
+    context = runner._context
+    monkeypatch.setattr(runner, "_context", lambda seq, path, position: context(seq, (), position))
+    assert mutant(runner, plain["bf16"])
+
+
+def make_useful(runner: ModelRunner) -> None:
+    """Proposals that hold the right token second, so that trees are accepted off the spine."""
+    propose = runner.drafter.propose
+
+    def with_answers(seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[DraftTree]:
+        known = {o: e for o, e in zip((r.prompt_token_ids for r in requests()), ANSWERS, strict=True)}
+        trees = []
+        for seq, budget, tree in zip(seqs, budgets, propose(seqs, budgets), strict=True):
+            answer = known[seq.request.prompt_token_ids][seq.num_output :]
+            pairs = [(-1, 3), *((i - 1 if i > 1 else -1, t) for i, t in enumerate(answer[:2], start=1))]
+            trees.append(build_tree(tree.token_ids[0], pairs, VOCAB, budget.max_nodes, budget.num_draft_tokens))
+        return trees
+
+    ANSWERS = [o.token_ids for o in outcomes(tiny_runner("bf16", drafter="none"))]
+    runner.drafter.propose = with_answers  # type: ignore[method-assign]
+
+
+def test_off_spine_acceptance_is_compacted(plain: dict[str, list[Outcome]]) -> None:
+    """The same useful trees without the mutation: accepted off the spine, compacted, and exact."""
+    runner = tiny_runner("bf16", drafter="mtp", num_draft_tokens=3, tree_width=6)
+    make_useful(runner)
+    got = outcomes(runner, batch=2)
+    assert differing(got, plain["bf16"]) == []
+    assert max(n for o in got for n in o.accepted_per_round) >= 2
