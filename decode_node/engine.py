@@ -13,8 +13,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.wire import finish_reason_from_proto, finish_reason_to_proto, logprobs_to_proto
-
 from decode_node.scheduler import DecodeLimits, DecodeScheduler
 from decode_node.stream import Landing, Stream, StreamPhase
 from kv_transfer.handoff import Handoff, HandoffPlan, HandoffState
@@ -25,6 +23,7 @@ from paceline.kvcache.layout import LayerOwner
 from paceline.request import TokenLogprobs
 from paceline.spec_decode.sequence import DraftState, Sequence
 from paceline.v1 import common_pb2, handoff_pb2, node_pb2
+from paceline.wire import finish_reason_from_proto, finish_reason_to_proto, logprobs_to_proto
 
 log = logging.getLogger(__name__)
 

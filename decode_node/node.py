@@ -15,7 +15,6 @@ from collections.abc import AsyncGenerator, AsyncIterable
 from contextlib import aclosing
 
 import grpc.aio
-from paceline.wire import sequence_from_proto
 
 from decode_node.engine import DecodeEngine, HandoffDeadlines, num_slots
 from decode_node.links import HostContext, LinkHost
@@ -31,6 +30,7 @@ from paceline.engine.rpc import start_server
 from paceline.errors import NodeUnavailable
 from paceline.spec_decode.sequence import DraftState
 from paceline.v1 import handoff_pb2, inference_pb2, node_pb2, node_pb2_grpc
+from paceline.wire import sequence_from_proto
 
 log = logging.getLogger(__name__)
 

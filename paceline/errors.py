@@ -58,6 +58,14 @@ class PairingRefused(PacelineError):
         )
         self.differing = differing
 
+    @classmethod
+    def from_text(cls, text: str) -> PairingRefused:
+        """A refusal that a peer reported."""
+        error = cls.__new__(cls)
+        Exception.__init__(error, text)
+        error.differing = []
+        return error
+
 
 class HandoffFailed(PacelineError):
     """A hand-off did not complete. Nothing that it wrote is used."""

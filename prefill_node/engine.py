@@ -10,14 +10,13 @@ from __future__ import annotations
 import logging
 import time
 
-from paceline.wire import finish_reason_to_proto, logprobs_to_proto
-
 from kv_transfer.handoff import DRAFT_KV, HIDDEN, META, TARGET_KV
 from paceline.engine.ledger import pages_available, pool_problems
 from paceline.engine.model_runner import ModelRunner, PrefillChunk, SampledToken
 from paceline.errors import DeadlineExceeded, HandoffFailed, InvalidRequest, Overloaded, PacelineError
 from paceline.kvcache.layout import LayerOwner
 from paceline.v1 import handoff_pb2, inference_pb2, node_pb2
+from paceline.wire import finish_reason_to_proto, logprobs_to_proto
 from prefill_node.job import JobPhase, PrefillJob
 from prefill_node.scheduler import PrefillLimits, PrefillScheduler
 
@@ -87,7 +86,7 @@ class PrefillEngine:
         if sampled is not None:
             self._emit_first_token(job, sampled)
         # The first chunk brings along the rows that the prefix cache had.
-        first = chunk.start
+        first = chunk.start if job.begun else job.first_token
         self._begin(job)
         self._send_rows(job, LayerOwner.TARGET, max(first, job.first_token), chunk.end)
         if sampled is not None:

@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import grpc.aio
-from paceline.wire import sequence_from_proto
 
 from paceline.config import NodeConfig
 from paceline.engine.admission import check_request
@@ -23,6 +22,7 @@ from paceline.engine.model_runner import ModelRunner
 from paceline.engine.rpc import start_server
 from paceline.errors import InvalidRequest, NodeUnavailable, PacelineError, RequestCancelled
 from paceline.v1 import inference_pb2, node_pb2, node_pb2_grpc
+from paceline.wire import sequence_from_proto
 from prefill_node.engine import PrefillEngine
 from prefill_node.job import PrefillJob
 from prefill_node.links import LinkContext, LinkPool

@@ -1,0 +1,76 @@
+"""The client SDK. Needs grpcio and protobuf, nothing else.
+
+    from paceline.client import Client
+
+    with Client("127.0.0.1:50051") as client:
+        print(client.generate("In a paceline", max_tokens=32, seed=1).text)
+        for chunk in client.stream([{"role": "user", "content": "Hello"}]):
+            print(chunk.text, end="")
+
+Errors are those of paceline.errors, PacelineError at their root.
+"""
+
+from paceline.client.aio import AsyncChunkStream, AsyncClient
+from paceline.client.convert import GenerateOptions, Messages, Prompt
+from paceline.client.sync import ChunkStream, Client
+from paceline.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    HandoffFailed,
+    InvalidRequest,
+    NodeUnavailable,
+    Overloaded,
+    PacelineError,
+    PairingRefused,
+    RequestCancelled,
+)
+from paceline.request import FinishReason, TokenLogprobs
+from paceline.results import (
+    Choice,
+    Chunk,
+    Completion,
+    Generation,
+    HandoffBytes,
+    ModelInfo,
+    NodeInfo,
+    Round,
+    ServedBy,
+    SpeculationStats,
+    Timing,
+    Tokenization,
+    Usage,
+)
+
+__all__ = [
+    "AsyncChunkStream",
+    "AsyncClient",
+    "Choice",
+    "Chunk",
+    "ChunkStream",
+    "Client",
+    "Completion",
+    "ConfigError",
+    "DeadlineExceeded",
+    "FinishReason",
+    "GenerateOptions",
+    "Generation",
+    "HandoffBytes",
+    "HandoffFailed",
+    "InvalidRequest",
+    "Messages",
+    "ModelInfo",
+    "NodeInfo",
+    "NodeUnavailable",
+    "Overloaded",
+    "PacelineError",
+    "PairingRefused",
+    "Prompt",
+    "RequestCancelled",
+    "Round",
+    "ServedBy",
+    "SpeculationStats",
+    "Timing",
+    "TokenLogprobs",
+    "Tokenization",
+    "Usage",
+]

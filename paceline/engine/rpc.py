@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from paceline.errors import NodeUnavailable, PacelineError
-from paceline.wire import error_from_status, status_for
+from paceline.wire import error_from_status, metadata_for, status_for
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [
@@ -49,7 +49,7 @@ async def answering_errors(context: grpc.aio.ServicerContext[Any, Any]) -> Async
         yield
     except PacelineError as error:
         code, details = status_for(error)
-        await context.abort(code, details)
+        await context.abort(code, details, metadata_for(error))
 
 
 async def answer_stream(answers: AsyncGenerator[Any, None], context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -61,6 +61,9 @@ async def answer_stream(answers: AsyncGenerator[Any, None], context: grpc.aio.Se
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError, peer: str) -> PacelineError:
-    """The error that a peer's status stands for."""
+    """The error that a peer's status stands for. A peer that did not answer in time is unavailable: the deadline was
+    that of one call between nodes, not of the request."""
     details = f"{peer}: {error.details()}"
-    return error_from_status(error.code(), details) or NodeUnavailable(details)
+    if error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
+        return NodeUnavailable(details)
+    return error_from_status(error.code(), details, error.trailing_metadata()) or NodeUnavailable(details)

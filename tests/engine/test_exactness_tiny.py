@@ -13,6 +13,7 @@ from support.exactness import Outcome, run
 from support.tiny import VOCAB, tiny_request, tiny_runner
 
 from paceline.engine.model_runner import ModelRunner
+from paceline.models.llama import LlamaModel
 from paceline.request import SequenceRequest
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
 from paceline.spec_decode.sequence import Sequence
@@ -164,7 +165,7 @@ def mutant(runner: ModelRunner, plain: list[Outcome]) -> bool:
 
 
 def test_mutants_are_noticed(plain: dict[str, list[Outcome]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compaction left out, tree rows that see their siblings, penalties that ignore the path."""
+    """Compaction left out; tree rows that see their siblings."""
     tree = {"drafter": "mtp", "num_draft_tokens": 3, "tree_width": 6}
 
     runner = tiny_runner("bf16", **tree)
@@ -177,10 +178,28 @@ def test_mutants_are_noticed(plain: dict[str, list[Outcome]], monkeypatch: pytes
     assert mutant(runner, plain["bf16"])
     monkeypatch.undo()
 
-    runner = tiny_runner("bf16", drafter="ngram", num_draft_tokens=4)
+
+def repeating_runner(drafter: Drafter | None) -> ModelRunner:
+    """A target that likes to repeat its last token, so that penalties along a draft path decide."""
+    runner = tiny_runner("bf16", drafter="none", num_draft_tokens=4)
+    assert isinstance(runner.model, LlamaModel)
+    for layer in runner.model.layers:
+        layer.o_proj._packed.zero_()
+        layer.down_proj._packed.zero_()
+    runner.drafter = drafter or runner.drafter
+    return runner
+
+
+def test_penalties_that_ignore_the_path_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B4: node x needs the history of its own path."""
+    penalised = [tiny_request(index=i, frequency_penalty=1.7, temperature=i % 2) for i in range(4)]
+    expected = run(repeating_runner(None), penalised)
+    assert run(repeating_runner(Adversary("same")), penalised)[0].accepted_per_round != expected[0].accepted_per_round
+    assert differing(run(repeating_runner(Adversary("same")), penalised), expected) == []
+    runner = repeating_runner(Adversary("same"))
     context = runner._context
     monkeypatch.setattr(runner, "_context", lambda seq, path, position: context(seq, (), position))
-    assert mutant(runner, plain["bf16"])
+    assert differing(run(runner, penalised), expected) != []
 
 
 def make_useful(runner: ModelRunner) -> None:

@@ -1,0 +1,197 @@
+"""Messages to data and back, errors to gRPC status and back. No torch here: clients import it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+
+from paceline.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    HandoffFailed,
+    InvalidRequest,
+    NodeUnavailable,
+    Overloaded,
+    PacelineError,
+    PairingRefused,
+    RequestCancelled,
+)
+from paceline.request import FinishReason, SamplingParams, SequenceRequest, SpeculationParams, TokenLogprobs
+from paceline.v1 import common_pb2, node_pb2
+
+Metadata = tuple[tuple[str, str], ...]
+
+FIELD_KEY = "paceline-field"
+RETRY_AFTER_KEY = "retry-after-ms"
+
+_FINISH: dict[FinishReason | None, common_pb2.FinishReason.ValueType] = {
+    None: common_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
+}
+_FINISH_BACK = {value: reason for reason, value in _FINISH.items()}
+
+_STATUS: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
+    (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
+    (ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
+    (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (NodeUnavailable, grpc.StatusCode.UNAVAILABLE),
+    (PairingRefused, grpc.StatusCode.FAILED_PRECONDITION),
+    (HandoffFailed, grpc.StatusCode.ABORTED),
+    (RequestCancelled, grpc.StatusCode.CANCELLED),
+    (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
+)
+
+_OPTIONAL = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "top_logprobs",
+    "n",
+)
+
+
+def finish_reason_to_proto(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:
+    """None is UNSPECIFIED: not finished."""
+    return _FINISH[reason]
+
+
+def finish_reason_from_proto(value: common_pb2.FinishReason.ValueType) -> FinishReason | None:
+    """UNSPECIFIED is None: not finished."""
+    return _FINISH_BACK[value]
+
+
+def logprobs_to_proto(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
+    """Log-probabilities of one token."""
+    return common_pb2.TokenLogprobs(
+        logprob=logprobs.logprob, top_ids=logprobs.top_ids, top_logprobs=logprobs.top_logprobs
+    )
+
+
+def logprobs_from_proto(message: common_pb2.TokenLogprobs) -> TokenLogprobs:
+    """Log-probabilities of one token."""
+    return TokenLogprobs(message.logprob, tuple(message.top_ids), tuple(message.top_logprobs))
+
+
+def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
+    """Unset fields take the defaults of SamplingParams. Nothing is validated here."""
+    given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
+    return SamplingParams(
+        **given,
+        logit_bias=dict(message.logit_bias),
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+    )
+
+
+def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
+    """Every field that is not None is set."""
+    given = {name: value for name in _OPTIONAL if (value := getattr(params, name)) is not None}
+    return common_pb2.SamplingParams(
+        **given,
+        logit_bias=dict(params.logit_bias),
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+    )
+
+
+def speculation_from_proto(message: common_pb2.Speculation) -> SpeculationParams:
+    """Unset fields keep the deployment's values. Raises InvalidRequest on negative ones."""
+    depth = message.num_draft_tokens if message.HasField("num_draft_tokens") else None
+    width = message.tree_width if message.HasField("tree_width") else None
+    if depth is not None and depth < 0:
+        raise InvalidRequest("speculation.num_draft_tokens", f"must not be negative, got {depth}")
+    if width is not None and width < 1:
+        raise InvalidRequest("speculation.tree_width", f"must be at least 1, got {width}")
+    return SpeculationParams(depth, width)
+
+
+def speculation_to_proto(params: SpeculationParams) -> common_pb2.Speculation:
+    """None stays unset."""
+    return common_pb2.Speculation(num_draft_tokens=params.num_draft_tokens, tree_width=params.tree_width)
+
+
+def sequence_from_proto(message: node_pb2.SequenceRequest) -> SequenceRequest:
+    """One sequence as a node sees it."""
+    return SequenceRequest(
+        request_id=message.request_id,
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        params=sampling_from_proto(message.sampling),
+        output_token_ids=tuple(message.output_token_ids),
+        speculation=speculation_from_proto(message.speculation),
+        cache_salt=message.cache_salt,
+    )
+
+
+def sequence_to_proto(request: SequenceRequest) -> node_pb2.SequenceRequest:
+    """One sequence as a node sees it."""
+    return node_pb2.SequenceRequest(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=request.output_token_ids,
+        sampling=sampling_to_proto(request.params),
+        speculation=speculation_to_proto(request.speculation),
+        cache_salt=request.cache_salt,
+    )
+
+
+def status_for(error: PacelineError) -> tuple[grpc.StatusCode, str]:
+    """Status and details that stand for ``error`` on the wire."""
+    for kind, code in _STATUS:
+        if isinstance(error, kind):
+            return code, str(error)
+    return grpc.StatusCode.INTERNAL, str(error)
+
+
+def metadata_for(error: PacelineError) -> Metadata:
+    """Trailing metadata: the wrong field's name, or when to come back."""
+    if isinstance(error, InvalidRequest):
+        return ((FIELD_KEY, error.field),)
+    if isinstance(error, Overloaded):
+        return ((RETRY_AFTER_KEY, str(int(error.retry_after_s * 1000))),)
+    return ()
+
+
+def error_from_status(code: grpc.StatusCode, details: str, metadata: Iterable[Any] = ()) -> PacelineError | None:
+    """The error that a status stands for; None when it is none of Paceline's (the connection's own, a bug)."""
+    found = {key: value for key, value in metadata if isinstance(value, str)}
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        field = found.get(FIELD_KEY) or details.partition(":")[0]
+        return InvalidRequest(field, details.removeprefix(f"{field}: "))
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return Overloaded(details, int(found.get(RETRY_AFTER_KEY, "1000")) / 1000)
+    if code is grpc.StatusCode.FAILED_PRECONDITION:
+        return PairingRefused.from_text(details)
+    simple: dict[grpc.StatusCode, type[PacelineError]] = {
+        grpc.StatusCode.UNAVAILABLE: NodeUnavailable,
+        grpc.StatusCode.ABORTED: HandoffFailed,
+        grpc.StatusCode.CANCELLED: RequestCancelled,
+        grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    }
+    return simple[code](details) if code in simple else None
+
+
+def error_from_rpc(error: grpc.RpcError, peer: str = "") -> PacelineError:
+    """The error that a failed call stands for; ``peer`` is put in front of what a reader could not place otherwise."""
+    details = error.details() or error.code().name
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:  # gRPC's own words
+        return InvalidRequest("request", f"the message is too large ({details})")
+    known = error_from_status(error.code(), details, error.trailing_metadata() or ())
+    if isinstance(known, InvalidRequest) or (known is not None and not peer):
+        return known
+    prefix = f"{peer}: " if peer else ""
+    if known is None:
+        return PacelineError(f"{prefix}{error.code().name}: {details}")
+    return error_from_status(error.code(), prefix + details, error.trailing_metadata() or ()) or known
