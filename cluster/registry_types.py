@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass, fields
 
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """One node under a live lease."""
+    """One node under a live lease. The first five fields name it; its LeaseKeeper fills the load at every renewal."""
 
     id: str  # e.g. "decode-0"; the same across restarts
     role: str  # "prefill" or "decode"
     generation: int  # grows with every restart; a lower one can never replace a higher one
     address: str  # host:port of its gRPC server
     state: str = "ready"  # or "draining"
+    pid: int = 0
+    hostname: str = ""
+    started_at: float = 0.0  # Unix time
+    model: str = ""
+    fingerprint_digest: str = ""  # equal for two nodes exactly when they can pair
     running: int = 0
     waiting: int = 0
     free_pages: int = 0
     total_pages: int = 0
+
+    def to_json(self) -> str:
+        """As it is stored."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, body: str | bytes) -> NodeRecord:
+        """Raises ValueError. A field that this version does not know is left out: nodes may be newer than routers."""
+        content = json.loads(body)
+        if not isinstance(content, dict):
+            raise ValueError("a node's record must be a mapping")
+        known = {field.name for field in fields(cls)}
+        try:
+            return cls(**{key: value for key, value in content.items() if key in known})
+        except TypeError as error:  # a field without default is missing
+            raise ValueError(str(error)) from None

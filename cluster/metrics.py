@@ -1,0 +1,108 @@
+"""What the router counts, for Prometheus. Acceptance length counts the bonus token."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from paceline.results import Completion, HandoffBytes
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_TTFT_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
+_GAP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+_E2E_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
+_LENGTHS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16)
+
+
+class Metrics:
+    """One registry per deployment, so that two in one process do not mix."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"paceline_{name}", text, labels, registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"paceline_{name}", text, buckets=buckets, registry=self.registry)
+
+        self._requests = counter("requests", "Requests by how they ended.", "status")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished choices.")
+        self._cached_tokens = counter("cached_prompt_tokens", "Of them, found in a prefix cache.")
+        self._output_tokens = counter("completion_tokens", "Tokens sent to clients.")
+        self._retries = counter("retries", "Attempts that failed and were made again, by error.", "error")
+        self._rounds = counter("spec_rounds", "Draft-verify rounds.")
+        self._drafted = counter("spec_draft_tokens", "Draft tokens proposed.")
+        self._accepted = counter("spec_accepted_tokens", "Draft tokens accepted.")
+        self._drafted_at = counter("spec_drafted_per_position", "Rounds that drafted at a depth.", "position")
+        self._accepted_at = counter("spec_accepted_per_position", "Rounds that accepted at a depth.", "position")
+        self._handoff_bytes = counter("handoff_bytes", "Bytes handed over from prefill to decode.", "byte_class")
+        self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token, per choice.", _TTFT_S)
+        self._gap = histogram("inter_token_seconds", "Time per token after the first.", _GAP_S)
+        self._e2e = histogram("request_seconds", "Arrival to the end of a choice.", _E2E_S)
+        self._exposed = histogram("handoff_exposed_seconds", "End of prefill compute to the acknowledgement.", _TTFT_S)
+        self._length = histogram("spec_acceptance_length", "Tokens per round of a choice, bonus counted.", _LENGTHS)
+        self._running = Gauge("paceline_requests_running", "Requests admitted and not over.", registry=self.registry)
+        self._nodes = Gauge("paceline_nodes", "Nodes under a live lease.", ["role"], registry=self.registry)
+
+    def set_nodes(self, prefill: int, decode: int) -> None:
+        """Nodes alive, by role."""
+        self._nodes.labels("prefill").set(prefill)
+        self._nodes.labels("decode").set(decode)
+
+    def request_started(self) -> None:
+        """A request was admitted."""
+        self._running.inc()
+
+    def request_ended(self, status: str) -> None:
+        """An admitted request is over. status: ok, cancelled, or the error's class."""
+        self._running.dec()
+        self._requests.labels(status).inc()
+
+    def request_refused(self, status: str) -> None:
+        """A request was not admitted."""
+        self._requests.labels(status).inc()
+
+    def first_token(self, seconds: float) -> None:
+        """The first token of a choice is on its way."""
+        self._ttft.observe(seconds)
+        self._output_tokens.inc()
+
+    def tokens(self, count: int, seconds: float) -> None:
+        """``count`` more tokens of a choice, ``seconds`` after those before them."""
+        self._output_tokens.inc(count)
+        for _ in range(count):
+            self._gap.observe(seconds / count)
+
+    def retried(self, error: str) -> None:
+        """An attempt failed with this class of error."""
+        self._retries.labels(error).inc()
+
+    def handed_off(self, handoff: HandoffBytes, exposed_s: float) -> None:
+        """A hand-off is complete."""
+        for name in ("target_kv", "draft_kv", "hidden", "meta"):
+            self._handoff_bytes.labels(name).inc(getattr(handoff, name))
+        self._exposed.observe(exposed_s)
+
+    def choice_ended(self, completion: Completion) -> None:
+        """A choice is complete."""
+        usage, spec = completion.usage, completion.speculation
+        self._prompt_tokens.inc(usage.prompt_tokens)
+        self._cached_tokens.inc(usage.cached_tokens)
+        self._e2e.observe(completion.timing.e2e_s)
+        self._rounds.inc(spec.rounds)
+        self._drafted.inc(spec.draft_tokens)
+        self._accepted.inc(spec.accepted_tokens)
+        for counts, metric in (
+            (spec.drafted_per_position, self._drafted_at),
+            (spec.accepted_per_position, self._accepted_at),
+        ):
+            for position, count in enumerate(counts, 1):
+                metric.labels(str(position)).inc(count)
+        if spec.rounds:
+            self._length.observe(spec.acceptance_length)
+
+    def render(self) -> bytes:
+        """The text exposition."""
+        return generate_latest(self.registry)

@@ -1,0 +1,250 @@
+"""The router: admits requests, chooses nodes, puts the answers together (design sections 4 and 7).
+
+Life of a request: admitted -> planned -> one task per choice, each of attempts on pairs of nodes -> over. Chunks of all
+choices meet in one bounded queue; a client that reads slowly holds its nodes back. Closing the generator cancels the
+tasks, and with them the calls to the nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Protocol
+
+from cluster.attempt import Attempt, Surroundings
+from cluster.choice import ChoiceRun, Detokenizer
+from cluster.metrics import Metrics
+from cluster.node_calls import NodeCalls, NodeFailure
+from cluster.pairing import Pairing, Tries
+from cluster.plan import GenerationRequest, Plan, Prompt, Served, TokenizerLike, make_plan, tokenize
+from cluster.registry_types import NodeRecord
+from paceline.config import ServeConfig
+from paceline.errors import DeadlineExceeded, InvalidRequest, Overloaded, PacelineError
+from paceline.request import TokenLogprobs
+from paceline.results import Choice, Chunk, Completion, Generation, ModelInfo, NodeInfo, Tokenization
+
+log = logging.getLogger(__name__)
+
+QUEUE_CHUNKS = 32  # of one request, all choices together
+RETRY_AFTER_S = 1.0
+
+DetokenizerFactory = Callable[[TokenizerLike, Sequence[int], Sequence[str]], Detokenizer]
+
+
+class NodeView(Protocol):
+    """cluster.registry.NodeDirectory, as far as the router needs it."""
+
+    def nodes(self) -> list[NodeRecord]: ...
+
+
+class Router:
+    """Serves one model from the nodes that the registry lists."""
+
+    def __init__(
+        self,
+        registry: NodeView,
+        tokenizer: TokenizerLike,
+        config: ServeConfig,
+        model_name: str,
+        max_model_len: int,
+        vocab_size: int,
+        *,
+        metrics: Metrics | None = None,
+        bit_exact: bool = False,
+        detokenizer: DetokenizerFactory | None = None,
+    ) -> None:
+        """model_name: what requests may call the model. bit_exact: what the nodes' probe said. detokenizer: makes one
+        per choice from tokenizer, prompt ids and stop strings; the default is paceline.tokenizer's."""
+        self.config = config
+        self.tokenizer = tokenizer
+        self.served = Served(model_name, max_model_len, vocab_size)
+        self.metrics = metrics if metrics is not None else Metrics()
+        self.inflight = 0  # requests admitted and not over
+        self._registry = registry
+        self._bit_exact = bit_exact
+        self._detokenizer = detokenizer if detokenizer is not None else _incremental
+        self._calls = NodeCalls()
+        self._pairing = Pairing(registry.nodes, self._calls, config.page_size, config.lease_ttl_s)
+        self._around = Surroundings(self._calls, self.metrics, registry.nodes, config.lease_ttl_s)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- what is asked -----------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        """Chunks of all choices as they come; the last one of each choice has its completion.
+
+        Close it (``contextlib.aclosing``) to cancel. Raises PacelineError: InvalidRequest before any chunk, Overloaded
+        when there is no room, NodeUnavailable or HandoffFailed when retries did not help, DeadlineExceeded.
+        """
+        started_at = time.monotonic()
+        self._admit()
+        status = "cancelled"
+        try:
+            plan = await make_plan(request, self.served, self.tokenizer)
+            async with aclosing(self._run(plan, request, started_at)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            status = "ok"
+        except PacelineError as error:
+            status = type(error).__name__
+            raise
+        finally:
+            self.inflight -= 1
+            self.metrics.request_ended(status)
+
+    async def complete(self, request: GenerationRequest) -> Generation:
+        """All choices at once."""
+        async with aclosing(self.generate(request)) as chunks:
+            return await self._collect([chunk async for chunk in chunks])
+
+    async def tokenize(self, prompt: Prompt) -> Tokenization:
+        """Token ids of a text or a chat."""
+        return Tokenization(await tokenize(prompt, self.tokenizer), self.served.max_model_len)
+
+    def model_info(self) -> ModelInfo:
+        """What is served and how."""
+        nodes = [
+            NodeInfo(n.id, n.role, n.address, n.running, n.waiting, n.free_pages, n.total_pages)
+            for n in self._registry.nodes()
+        ]
+        return ModelInfo(
+            model=self.served.model,
+            dtype=self.config.dtype,
+            max_model_len=self.served.max_model_len,
+            vocab_size=self.served.vocab_size,
+            drafter=self.config.drafter,
+            num_draft_tokens=self.config.num_draft_tokens,
+            bit_exact=self._bit_exact,
+            nodes=tuple(nodes),
+        )
+
+    def ready(self) -> bool:
+        """Whether a decode node is there to serve."""
+        return bool(self._pairing.alive("decode"))
+
+    async def close(self) -> None:
+        """Cancel what is in progress and close the connections to the nodes. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._calls.close()
+
+    # -- insides -----------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        if self.inflight >= self.config.max_inflight:
+            self.metrics.request_refused(Overloaded.__name__)
+            raise Overloaded(f"{self.inflight} requests are in progress, no more are admitted", RETRY_AFTER_S)
+        self.inflight += 1
+        self.metrics.request_started()
+
+    async def _run(self, plan: Plan, request: GenerationRequest, started_at: float) -> AsyncGenerator[Chunk, None]:
+        queue: asyncio.Queue[Chunk | Exception] = asyncio.Queue(QUEUE_CHUNKS)
+        deadline = started_at + self.config.request_timeout_s
+        tasks = [
+            asyncio.create_task(self._run_choice(run, queue, deadline), name=run.sequence.request_id)
+            for run in self._choices(plan, started_at)
+        ]
+        self._tasks.update(tasks)
+        try:
+            left = len(tasks)
+            while left:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+                left -= item.completion is not None
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._tasks.difference_update(tasks)
+
+    def _choices(self, plan: Plan, started_at: float) -> list[ChoiceRun]:
+        width = self.config.tree_width
+        runs = []
+        for index, sequence in enumerate(plan.sequences):
+            detokenizer = self._detokenizer(self.tokenizer, sequence.prompt_token_ids, plan.stop)
+            asked = sequence.speculation.tree_width
+            runs.append(
+                ChoiceRun(
+                    index, plan.request_id, sequence, detokenizer, started_at, min(width, asked) if asked else width
+                )
+            )
+        return runs
+
+    async def _run_choice(self, run: ChoiceRun, queue: asyncio.Queue[Chunk | Exception], deadline: float) -> None:
+        """Put the chunks of a choice, then its completion or the error that ended it."""
+        try:
+            async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
+                await self._attempts(run, queue, deadline)
+                last = run.complete()
+                await queue.put(last)
+        except TimeoutError:
+            timeout_s = self.config.request_timeout_s
+            await queue.put(DeadlineExceeded(f"the request did not complete within {timeout_s:g} s"))
+        except PacelineError as error:
+            await queue.put(error)
+        except Exception as error:  # a bug ends this request, visibly, and no other
+            log.exception("request %s failed", run.sequence.request_id)
+            await queue.put(error)
+        else:
+            if last.completion is not None:
+                self.metrics.choice_ended(last.completion)
+
+    async def _attempts(self, run: ChoiceRun, queue: asyncio.Queue[Chunk | Exception], deadline: float) -> None:
+        """Attempts on pair after pair, each from where the last one ended, until the choice has its finish reason."""
+        tries = Tries()
+        num_tokens = len(run.sequence.prompt_token_ids) + run.sequence.params.max_tokens
+        while run.finish_reason is None:
+            pair = await self._pairing.pick(tries, num_tokens)
+            before = len(run.token_ids)
+            try:
+                await Attempt(run, pair, self._around, queue.put, deadline).run()
+            except NodeFailure as failure:
+                if len(run.token_ids) > before:
+                    tries.progressed()
+                await self._after(failure, run, tries)
+
+    async def _after(self, failure: NodeFailure, run: ChoiceRun, tries: Tries) -> None:
+        """Remember a failure; returns when another attempt may help, or none is needed any more."""
+        if run.finish_reason is not None:
+            return
+        run.end_by_tokens()
+        if run.finish_reason is not None:
+            return
+        if isinstance(failure.error, InvalidRequest):
+            raise failure.error
+        self._pairing.suspect(failure)
+        tries.note(failure, resuming=bool(run.token_ids))
+        self.metrics.retried(type(failure.error).__name__)
+        log.warning("%s: trying again after %s", run.sequence.request_id, failure)
+        await asyncio.sleep(tries.backoff_s)
+
+    async def _collect(self, chunks: list[Chunk]) -> Generation:
+        by_choice: dict[int, list[Chunk]] = {}
+        for chunk in chunks:
+            by_choice.setdefault(chunk.choice, []).append(chunk)
+        choices = tuple(_join(index, by_choice[index]) for index in sorted(by_choice))
+        return Generation(choices[0].completion.request_id, self.served.model, choices)
+
+
+def _join(index: int, chunks: list[Chunk]) -> Choice:
+    completion: Completion | None = chunks[-1].completion
+    assert completion is not None
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    for chunk in chunks:
+        token_ids += chunk.token_ids
+        logprobs += chunk.logprobs
+    text = "".join(chunk.text for chunk in chunks)
+    return Choice(index, text, tuple(token_ids), tuple(logprobs), completion)
+
+
+def _incremental(tokenizer: TokenizerLike, prompt_ids: Sequence[int], stop: Sequence[str]) -> Detokenizer:
+    from paceline.tokenizer import IncrementalDetokenizer  # late: pulls in the tokenizers library
+
+    return IncrementalDetokenizer(tokenizer, prompt_ids, stop)

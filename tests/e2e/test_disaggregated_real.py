@@ -1,0 +1,41 @@
+"""Prefill and decode apart on the real model: tokens, logit bits and rounds of 20 prompts x 64 tokens, temperature 0 and 1,
+equal the one-process run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.exactness import run
+from support.pd import pair
+from support.prompts import prompt_requests
+
+from paceline.config import NodeConfig
+from paceline.engine.build import assemble, build_runner
+
+pytestmark = [pytest.mark.real_model, pytest.mark.timeout(600)]
+
+CASES: list[dict[str, object]] = [
+    {"dtype": "bf16", "drafter": "mtp", "num_draft_tokens": 4},
+    {"dtype": "bf16", "drafter": "ngram", "num_draft_tokens": 8, "tree_width": 2},
+    {"dtype": "bf16", "drafter": "mtp", "mtp_modules": 3, "num_draft_tokens": 3},
+    {"dtype": "fp32", "drafter": "ngram", "num_draft_tokens": 4},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c.values())))
+async def test_apart_equals_together(case: dict[str, object], smollm2_folder: Path) -> None:
+    shared = {"model": str(smollm2_folder), "kv_cache_tokens": 16384, "prefill_chunk_tokens": 48, "max_running": 16}
+    config = NodeConfig.model_validate(shared | case)
+    first = build_runner(config)
+    requests = prompt_requests(smollm2_folder, 64)
+    together = run(first, requests, batch=40)
+    decode_config = config.model_copy(update={"page_size": 64})
+    prefill, decode = (assemble(c, first.model, first.identity) for c in (config, decode_config))
+    async with pair(config, prefill, decode) as nodes:
+        apart = await nodes.run(requests, concurrent=16)
+        await nodes.all_released()
+    for (outcome, _), expected in zip(apart, together, strict=True):
+        assert outcome.token_ids == expected.token_ids
+        assert outcome.logit_bits == expected.logit_bits
+        assert outcome.accepted_per_round == expected.accepted_per_round
