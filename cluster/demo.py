@@ -26,7 +26,9 @@ async def run_demo(config: ServeConfig) -> None:
     with console.status(f"starting {local.prefill_nodes} prefill + {local.decode_nodes} decode node on Ray"):
         await deployment.start()
     try:
-        console.print(f"ready in {time.monotonic() - began:.1f} s: grpc {deployment.grpc_address}, http {deployment.http_address}")
+        console.print(
+            f"ready in {time.monotonic() - began:.1f} s: grpc {deployment.grpc_address}, http {deployment.http_address}"
+        )
         console.print(f"\n[bold]{QUESTION}[/bold]")
         async with AsyncClient(deployment.grpc_address) as client:
             completion = None

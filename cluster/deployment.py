@@ -49,12 +49,13 @@ class Deployment:
 
     async def _start(self) -> None:
         # Late: the parts import ray, fastapi and more.
+        from paceline.tokenizer import Tokenizer
+
         from cluster.http import create_app, serve_http
         from cluster.metrics import Metrics
         from cluster.router import Router
         from cluster.service import serve_grpc
         from paceline.models.hub import resolve_model
-        from paceline.tokenizer import Tokenizer
 
         config = self.config
         folder = await asyncio.to_thread(resolve_model, config.model)

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 import threading
+import time
 from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
-from cluster.registry import LeaseKeeper
+import redis
+
+from cluster.registry import Fenced, LeaseKeeper
 from cluster.registry_types import NodeRecord
 from paceline.config import NodeConfig
+from paceline.errors import NodeUnavailable
 from paceline.v1.inference_pb2 import NodeInfo
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 START_TIMEOUT_S = 300.0  # loads the model
@@ -29,6 +37,8 @@ class Node(Protocol):
     def alive(self) -> bool: ...
 
     def load(self) -> NodeInfo: ...
+
+    def fingerprint_digest(self) -> str: ...
 
 
 def make_node(role: str, node_id: str, config: NodeConfig) -> Node:
@@ -56,34 +66,86 @@ class NodeHost:
         self._node = make_node(role, node_id, config)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="node-loop", daemon=True)
+        self._address = ""
         self._keeper: LeaseKeeper | None = None
+        self._stopping = threading.Lock()
         self._stopped = threading.Event()
 
     def start(self) -> str:
-        """Start the node and register it; returns its gRPC address."""
+        """Start the node and register it; returns its gRPC address. Raises what the node's start raises, and
+        NodeUnavailable when it cannot be registered. After a failure the process is of no use: end it."""
         self._thread.start()
-        address = self._run(self._node.start(), START_TIMEOUT_S)
-        record = NodeRecord(self._node_id, self._role, self._generation, address)
-        self._keeper = LeaseKeeper(self._registry_url, record, self._lease_ttl_s, self._alive, self._load)
-        self._keeper.start()
-        return address
+        self._address = self._run(self._node.start(), START_TIMEOUT_S)
+        keeper = LeaseKeeper(
+            self._registry_url, self._record(), self._lease_ttl_s, self._alive, self._load, on_fenced=self._fenced
+        )
+        try:
+            keeper.start()
+        except (redis.RedisError, Fenced) as error:
+            keeper.close()
+            raise NodeUnavailable(f"{self._node_id} cannot be registered: {error}") from None
+        self._keeper = keeper
+        return self._address
 
     def stop(self, grace_s: float) -> None:
-        """Refuse new work, let what runs finish for ``grace_s``, end everything. Idempotent."""
-        if self._stopped.is_set():
-            return
-        if self._keeper is not None:
-            self._keeper.drain()
-        self._run(self._node.stop(grace_s), grace_s + STOP_MARGIN_S)
-        if self._keeper is not None:
-            self._keeper.close()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=STOP_MARGIN_S)
-        self._stopped.set()
+        """Refuse new work, let what runs finish for ``grace_s``, end everything. Idempotent; a second caller waits
+        for the first."""
+        with self._stopping:
+            if self._stopped.is_set():
+                return
+            try:
+                self._end(grace_s)
+            finally:
+                self._stopped.set()
+
+    def _end(self, grace_s: float) -> None:
+        keeper = self._keeper
+        if keeper is not None:
+            keeper.drain()
+        try:
+            if self._address:
+                self._run(self._node.stop(grace_s), grace_s + STOP_MARGIN_S)
+        finally:
+            if keeper is not None:
+                keeper.close()
+            if self._thread.is_alive():
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join(timeout=STOP_MARGIN_S)
+
+    def status(self) -> dict[str, Any]:
+        """Who this is, whether it ticks, and its load once started."""
+        started = bool(self._address) and not self._stopped.is_set()
+        return {
+            "id": self._node_id,
+            "role": self._role,
+            "generation": self._generation,
+            "address": self._address,
+            "alive": started and self._alive(),
+            "fenced": self._keeper is not None and self._keeper.fenced,
+            **(self._load() if started else {}),
+        }
 
     def wait_stopped(self) -> None:
         """Block until ``stop``; a caller elsewhere learns of this process's death by the call's failing."""
         self._stopped.wait()
+
+    def _record(self) -> NodeRecord:
+        return NodeRecord(
+            id=self._node_id,
+            role=self._role,
+            generation=self._generation,
+            address=self._address,
+            pid=os.getpid(),
+            hostname=socket.gethostname(),
+            started_at=time.time(),
+            model=self._config.model,
+            fingerprint_digest=self._node.fingerprint_digest(),
+        )
+
+    def _fenced(self) -> None:
+        """A successor serves: end at once, in a thread, as the keeper that calls is joined on the way."""
+        log.error("%s generation %d has a successor; it ends", self._node_id, self._generation)
+        threading.Thread(target=self.stop, args=(0.0,), name="fenced", daemon=True).start()
 
     def _run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)

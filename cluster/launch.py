@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.host import START_TIMEOUT_S, STOP_MARGIN_S, NodeHost
 from paceline.config import NodeConfig
-from paceline.errors import NodeUnavailable
+from paceline.errors import NodeUnavailable, PacelineError
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # Ray would otherwise hide GPUs from actors that ask for none; Paceline assigns devices itself.
@@ -22,26 +22,38 @@ log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum: no tensor ever goes through it
 PLACEMENT_TIMEOUT_S = 60.0
+STATUS_TIMEOUT_S = 10.0
 CPU_SHARE = 0.01  # nodes pin their own threads; Ray only has to place them
 
 
-def start_ray(address: str) -> None:
-    """Start a private Ray on this machine ("local") or join the cluster at ``address``."""
+def start_ray(address: str, num_cpus: int | None = None) -> None:
+    """Start a private Ray on this machine ("local") or join the cluster at ``address``.
+
+    num_cpus: only for a private one, what it may place; all cores unless given. Raises NodeUnavailable. A cluster
+    with token authentication, Ray's default, wants ``RAY_AUTH_MODE=token`` and the token on this host.
+    """
     if address == "local":
         ray.init(
             address="local",
-            num_cpus=os.cpu_count(),
+            num_cpus=num_cpus or os.cpu_count(),
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
             log_to_driver=False,
             configure_logging=False,
         )
-    else:
+        return
+    try:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:  # ConnectionError is an OSError
+        mode = os.environ.get("RAY_AUTH_MODE", "unset")
+        raise NodeUnavailable(
+            f"cannot join the Ray cluster at {address} (RAY_AUTH_MODE is {mode}; a cluster with token authentication "
+            f"needs RAY_AUTH_MODE=token here too): {error}"
+        ) from error
 
 
 def stop_ray() -> None:
-    """Leave the cluster; a private one ends with all its processes."""
+    """Leave the cluster; a private one ends with all its processes. Idempotent."""
     ray.shutdown()
 
 
@@ -52,8 +64,11 @@ class RayNodes:
         """node_ids: every node there will be; each keeps its bundle over generations."""
         self._registry_url, self._lease_ttl_s = registry_url, lease_ttl_s
         self._bundles = {node_id: i for i, node_id in enumerate(node_ids)}
+        # Apart where there are hosts enough, together where not. STRICT_SPREAD would refuse more nodes than hosts,
+        # and would leave the nodes of a lost host unplaced for as long as no other comes.
         self._group = placement_group([{"CPU": CPU_SHARE}] * len(node_ids), strategy="SPREAD")
         if not self._group.wait(PLACEMENT_TIMEOUT_S):
+            self.close()
             raise NodeUnavailable(f"Ray could not place {len(node_ids)} nodes in {PLACEMENT_TIMEOUT_S:g} s")
 
     def launch(self, role: str, node_id: str, generation: int, config: NodeConfig) -> RayNode:
@@ -66,7 +81,7 @@ class RayNodes:
             num_cpus=CPU_SHARE,
             max_restarts=0,
             max_task_retries=0,
-            max_concurrency=4,
+            max_concurrency=4,  # wait_stopped holds one thread for life; start, stop and status have the others
             runtime_env={"env_vars": environment},
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, self._bundles[node_id]),
         )
@@ -87,18 +102,30 @@ class RayNode:
         self._watch = actor.wait_stopped.remote()
 
     def start(self) -> str:
-        """Start the node; returns its gRPC address. Raises NodeUnavailable."""
+        """Start the node; returns its gRPC address. Raises the node's own PacelineError, else NodeUnavailable."""
         try:
             address: str = ray.get(self._actor.start.remote(), timeout=START_TIMEOUT_S + STOP_MARGIN_S)
-        except ray.exceptions.RayTaskError as error:
-            raise error.as_instanceof_cause() from None
+        except ray.exceptions.RayTaskError as error:  # str() of it is the remote traceback: for the log only
+            log.error("%s: %s", self.node_id, error)
+            cause = error.cause
+            if isinstance(cause, PacelineError):
+                raise cause from None
+            raise NodeUnavailable(f"{self.node_id} did not start: {type(cause).__name__}: {cause}") from None
         except ray.exceptions.RayError as error:
             raise NodeUnavailable(f"{self.node_id} did not start: {error}") from error
         return address
 
-    def died(self) -> bool:
-        """Whether the process is gone or was stopped; immediate."""
-        done, _ = ray.wait([self._watch], timeout=0)
+    def status(self) -> dict[str, Any]:
+        """What the node says of itself. Raises NodeUnavailable."""
+        try:
+            status: dict[str, Any] = ray.get(self._actor.status.remote(), timeout=STATUS_TIMEOUT_S)
+        except ray.exceptions.RayError as error:
+            raise NodeUnavailable(f"{self.node_id} does not answer: {error}") from error
+        return status
+
+    def died(self, timeout_s: float = 0.0) -> bool:
+        """Whether the process is gone or was stopped; waits for it at most ``timeout_s``."""
+        done, _ = ray.wait([self._watch], timeout=timeout_s)
         return bool(done)
 
     def stop(self, grace_s: float) -> None:
@@ -110,5 +137,8 @@ class RayNode:
         self.kill()
 
     def kill(self) -> None:
-        """End the process now."""
-        ray.kill(self._actor, no_restart=True)
+        """End the process now. Never raises; does nothing to one that is gone."""
+        try:
+            ray.kill(self._actor, no_restart=True)
+        except (ValueError, ray.exceptions.RayError) as error:
+            log.warning("%s could not be killed: %s", self.node_id, error)

@@ -21,7 +21,9 @@ PREFIX = "PACELINE_"
 OTHER_VARIABLES = {"PACELINE_HOME", "PACELINE_KERNELS"}
 
 
-def load_config(given: Mapping[str, Any], file: Path | None, environment: Mapping[str, str] | None = None) -> ServeConfig:
+def load_config(
+    given: Mapping[str, Any], file: Path | None, environment: Mapping[str, str] | None = None
+) -> ServeConfig:
     """The deployment's options. given: from the command line, None where not given.
 
     Raises ConfigError naming the first key that is unknown or wrong, and where it came from.
@@ -37,7 +39,9 @@ def load_config(given: Mapping[str, Any], file: Path | None, environment: Mappin
     for name, layer in layers:
         for key, value in layer.items():
             if key not in ServeConfig.model_fields:
-                raise ConfigError(key, f"unknown option in {name}; known: {', '.join(sorted(ServeConfig.model_fields))}")
+                raise ConfigError(
+                    key, f"unknown option in {name}; known: {', '.join(sorted(ServeConfig.model_fields))}"
+                )
             values[key], origin[key] = value, name
     try:
         return ServeConfig.model_validate(values)

@@ -19,6 +19,7 @@ from paceline.errors import NodeUnavailable, Overloaded, PacelineError
 
 MAX_FAILURES = 3  # in a row, without a token between
 FIRST_BACKOFF_S = 0.05
+MAX_RETRY_AFTER_S = 2.0  # of what a full node wishes, when a stream waits to be resumed
 NODE_WAIT_S = 30.0  # longest wait for a decode node to come back
 POLL_S = 0.05
 SUSPECT_LEASES = 1.5  # leases that a node stays suspected for
@@ -37,6 +38,7 @@ class Tries:
     def progressed(self) -> None:
         """A token came: what failed before no longer counts against the bound."""
         self.failures = 0
+        self.full.clear()
 
     def note(self, failure: NodeFailure, *, resuming: bool) -> None:
         """Raises the error when there is nothing more to try: the caller's fault, or the last failure."""
@@ -49,10 +51,12 @@ class Tries:
         if self.failures >= MAX_FAILURES:
             raise failure.error
 
-    @property
-    def backoff_s(self) -> float:
-        """Pause before the next attempt."""
-        return FIRST_BACKOFF_S * 2**self.failures if self.failures else 0.0
+    def backoff_s(self, error: PacelineError) -> float:
+        """Pause before the next attempt; none before another node is asked for room."""
+        if not self.failures:
+            return 0.0
+        wished = min(error.retry_after_s, MAX_RETRY_AFTER_S) if isinstance(error, Overloaded) else 0.0
+        return max(FIRST_BACKOFF_S * float(2**self.failures), wished)
 
 
 class Pairing:

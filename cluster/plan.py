@@ -182,7 +182,7 @@ def _resolve(
     """Every default filled in, max_tokens within the context, the model's end tokens among the stop tokens."""
     asked, room = request.sampling, served.max_model_len - num_prompt
     if request.max_tokens is None:
-        max_tokens = max(min(room, DEFAULT_MAX_TOKENS), asked.min_tokens)
+        max_tokens = min(room, max(DEFAULT_MAX_TOKENS, asked.min_tokens))
     else:
         max_tokens = request.max_tokens
     replace(asked, max_tokens=max_tokens).validate(served.vocab_size)

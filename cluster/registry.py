@@ -234,10 +234,10 @@ class NodeDirectory:
         now = time.monotonic()
         if not self._reachable:
             log.warning("Redis answers again after %.1f s", self.stale_for_s)
-        if epoch != self._epoch:
+        if self._view and epoch != self._epoch:
             self._keep_until = now + self._ttl_s
         self._seen_at, self._reachable, self._epoch = now, True, epoch
-        self._show(self._view | found if now < self._keep_until else found)
+        self._show(_merge(self._view, found) if now < self._keep_until else found)
 
     def _show(self, view: dict[str, NodeRecord]) -> None:
         changed = _identity(view) != _identity(self._view)
@@ -279,3 +279,13 @@ class NodeDirectory:
 
 def _identity(view: Mapping[str, NodeRecord]) -> list[tuple[str, int, str, str]]:
     return sorted((r.id, r.generation, r.address, r.state) for r in view.values())
+
+
+def _merge(old: Mapping[str, NodeRecord], new: Mapping[str, NodeRecord]) -> dict[str, NodeRecord]:
+    """What is new, and what is missing from it. A Redis that lost its data lost its fences too: between two
+    generations the higher one stays."""
+    merged = dict(old)
+    for node_id, record in new.items():
+        if node_id not in old or record.generation >= old[node_id].generation:
+            merged[node_id] = record
+    return merged

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Protocol
+from typing import Any, Protocol
 
 from cluster.attempt import Attempt, Surroundings
 from cluster.choice import ChoiceRun, Detokenizer
@@ -22,7 +22,7 @@ from cluster.pairing import Pairing, Tries
 from cluster.plan import GenerationRequest, Plan, Prompt, Served, TokenizerLike, make_plan, tokenize
 from cluster.registry_types import NodeRecord
 from paceline.config import ServeConfig
-from paceline.errors import DeadlineExceeded, InvalidRequest, Overloaded, PacelineError
+from paceline.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, PacelineError
 from paceline.request import TokenLogprobs
 from paceline.results import Choice, Chunk, Completion, Generation, ModelInfo, NodeInfo, Tokenization
 
@@ -88,7 +88,7 @@ class Router:
                 async for chunk in chunks:
                     yield chunk
             status = "ok"
-        except PacelineError as error:
+        except Exception as error:
             status = type(error).__name__
             raise
         finally:
@@ -98,7 +98,7 @@ class Router:
     async def complete(self, request: GenerationRequest) -> Generation:
         """All choices at once."""
         async with aclosing(self.generate(request)) as chunks:
-            return await self._collect([chunk async for chunk in chunks])
+            return self._collect([chunk async for chunk in chunks])
 
     async def tokenize(self, prompt: Prompt) -> Tokenization:
         """Token ids of a text or a chat."""
@@ -188,6 +188,11 @@ class Router:
             await queue.put(DeadlineExceeded(f"the request did not complete within {timeout_s:g} s"))
         except PacelineError as error:
             await queue.put(error)
+        except asyncio.CancelledError:  # by ``close``, with a reader, or by the reader's end, without
+            while queue.full():
+                queue.get_nowait()
+            queue.put_nowait(NodeUnavailable("the router stops"))
+            raise
         except Exception as error:  # a bug ends this request, visibly, and no other
             log.exception("request %s failed", run.sequence.request_id)
             await queue.put(error)
@@ -222,9 +227,9 @@ class Router:
         tries.note(failure, resuming=bool(run.token_ids))
         self.metrics.retried(type(failure.error).__name__)
         log.warning("%s: trying again after %s", run.sequence.request_id, failure)
-        await asyncio.sleep(tries.backoff_s)
+        await asyncio.sleep(tries.backoff_s(failure.error))
 
-    async def _collect(self, chunks: list[Chunk]) -> Generation:
+    def _collect(self, chunks: list[Chunk]) -> Generation:
         by_choice: dict[int, list[Chunk]] = {}
         for chunk in chunks:
             by_choice.setdefault(chunk.choice, []).append(chunk)
@@ -247,4 +252,6 @@ def _join(index: int, chunks: list[Chunk]) -> Choice:
 def _incremental(tokenizer: TokenizerLike, prompt_ids: Sequence[int], stop: Sequence[str]) -> Detokenizer:
     from paceline.tokenizer import IncrementalDetokenizer  # late: pulls in the tokenizers library
 
-    return IncrementalDetokenizer(tokenizer, prompt_ids, stop)
+    make: Any = IncrementalDetokenizer
+    made: Detokenizer = make(tokenizer, prompt_ids, stop)
+    return made

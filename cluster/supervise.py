@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 log = logging.getLogger(__name__)
 
@@ -15,10 +15,13 @@ POLL_S = 0.05
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 10.0
 HEALTHY_AFTER_S = 60.0  # a life this long resets the backoff
+LEASE_GRACE_S = 5.0  # a node without its lease for so long is replaced; the router has long stopped using it
+KILL_TIMEOUT_S = 10.0
+STOP_MARGIN_S = 45.0  # past the grace; handles have closer deadlines of their own
 
 
 class NodeHandle(Protocol):
-    """A node process; ``start`` and ``stop`` block."""
+    """A node process; ``start``, ``stop`` and ``kill`` block, each within a deadline of its own."""
 
     def start(self) -> str: ...
 
@@ -32,6 +35,18 @@ class NodeHandle(Protocol):
 Launch = Callable[[str, str, int], NodeHandle]  # (role, node id, generation)
 
 
+@dataclass(frozen=True)
+class NodeEvent:
+    """Something that happened to a node."""
+
+    kind: Literal["started", "died", "lease_lost", "start_failed", "stopped"]
+    node_id: str
+    role: str
+    generation: int
+    detail: str = ""  # the address, or what went wrong
+    retry_in_s: float = 0.0  # of died, lease_lost and start_failed: the backoff that follows
+
+
 @dataclass
 class Slot:
     """One wanted node."""
@@ -42,6 +57,7 @@ class Slot:
     handle: NodeHandle | None = None
     address: str = ""
     started_at: float = 0.0
+    leased_at: float = 0.0  # when its lease was last seen
     backoff_s: float = FIRST_BACKOFF_S
     restarts: int = 0
     last_error: str = ""
@@ -51,19 +67,26 @@ class Slot:
 class Supervisor:
     """Owns the node processes of a deployment.
 
-    Life of a slot: launched (a new generation) -> started (its address known) -> died -> after ``backoff_s`` launched
-    again; until ``stop``.
+    Life of a slot: launched (a new generation) -> started (its address known) -> died, or without its lease for
+    ``lease_grace_s`` -> killed -> after ``backoff_s`` launched again; until ``stop``.
     """
 
     launch: Launch
+    on_event: Callable[[NodeEvent], None] = lambda event: None
+    has_lease: Callable[[str, int], bool] = lambda node_id, generation: True  # NodeDirectory.holds
+    lease_grace_s: float = LEASE_GRACE_S
+    # Generations go on from the time of day, so that a deployment started anew is not fenced off by the generations
+    # that an earlier one left in a Redis of the operator's.
+    first_generation: int = field(default_factory=lambda: int(time.time()))
     clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     slots: list[Slot] = field(default_factory=list)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
     _stopping: bool = False
 
     def want(self, role: str, count: int) -> None:
         """Add ``count`` nodes of ``role`` to the wanted set; before ``start``."""
-        self.slots += [Slot(role, f"{role}-{i}") for i in range(count)]
+        self.slots += [Slot(role, f"{role}-{i}", self.first_generation - 1) for i in range(count)]
 
     async def start(self) -> None:
         """Start all wanted nodes side by side. Raises what the first failing one raised: a deployment that cannot
@@ -73,43 +96,92 @@ class Supervisor:
 
     async def _start_slot(self, slot: Slot) -> None:
         slot.generation += 1
-        slot.handle = await asyncio.to_thread(self.launch, slot.role, slot.node_id, slot.generation)
-        slot.address = await asyncio.to_thread(slot.handle.start)
-        slot.started_at = self.clock()
-        log.info("%s generation %d serves at %s", slot.node_id, slot.generation, slot.address)
+        slot.address = await asyncio.to_thread(self._launch_and_start, slot)
+        slot.started_at = slot.leased_at = self.clock()
+        self._tell(NodeEvent("started", slot.node_id, slot.role, slot.generation, slot.address))
+
+    def _launch_and_start(self, slot: Slot) -> str:
+        """In a thread, where a cancelled start goes on: a process that comes after ``stop`` is ended here."""
+        handle = self.launch(slot.role, slot.node_id, slot.generation)
+        slot.handle = handle
+        if self._stopping:
+            handle.kill()
+        return handle.start()
 
     async def _watch(self, slot: Slot) -> None:
         while True:
-            await asyncio.sleep(POLL_S)
-            if slot.handle is None or slot.handle.died():
-                await self._replace(slot)
+            await self.sleep(POLL_S)
+            try:
+                kind = self._lost(slot)
+                if slot.handle is None or kind:
+                    await self._replace(slot, kind)
+            except Exception:  # a fault in here must not leave the node unwatched
+                log.exception("watching %s failed", slot.node_id)
 
-    async def _replace(self, slot: Slot) -> None:
-        if slot.handle is not None:
-            log.warning("%s generation %d died", slot.node_id, slot.generation)
+    def _lost(self, slot: Slot) -> Literal["died", "lease_lost"] | None:
+        if slot.handle is None:
+            return None
+        if slot.handle.died():
+            return "died"
+        if self.has_lease(slot.node_id, slot.generation):
+            slot.leased_at = self.clock()
+        return "lease_lost" if self.clock() - slot.leased_at >= self.lease_grace_s else None
+
+    async def _replace(self, slot: Slot, kind: Literal["died", "lease_lost"] | None) -> None:
+        if slot.handle is not None and kind is not None:
             if self.clock() - slot.started_at >= HEALTHY_AFTER_S:
                 slot.backoff_s = FIRST_BACKOFF_S
-        slot.handle = None
-        await asyncio.sleep(slot.backoff_s)
+            self._tell(NodeEvent(kind, slot.node_id, slot.role, slot.generation, slot.last_error, slot.backoff_s))
+            await self._discard(slot)
+        await self.sleep(slot.backoff_s)
         slot.backoff_s = min(slot.backoff_s * 2, MAX_BACKOFF_S)
         try:
             await self._start_slot(slot)
             slot.restarts += 1
             slot.last_error = ""
         except Exception as error:  # whatever a start can fail with must not end the watch
-            slot.last_error = str(error)
-            log.error("%s did not restart, next try in %.1f s: %s", slot.node_id, slot.backoff_s, error)
-            if slot.handle is not None:
-                slot.handle.kill()
-                slot.handle = None
+            slot.last_error = str(error) or repr(error)
+            wait_s = slot.backoff_s
+            self._tell(NodeEvent("start_failed", slot.node_id, slot.role, slot.generation, slot.last_error, wait_s))
+            await self._discard(slot)
+
+    async def _discard(self, slot: Slot) -> None:
+        """End what may be left of the process: a stopped or wedged one still holds its memory and its name."""
+        handle, slot.handle = slot.handle, None
+        if handle is None:
+            return
+        try:
+            await asyncio.wait_for(asyncio.to_thread(handle.kill), KILL_TIMEOUT_S)
+        except Exception as error:
+            log.warning("%s generation %d could not be killed: %r", slot.node_id, slot.generation, error)
+
+    def _tell(self, event: NodeEvent) -> None:
+        level = logging.INFO if event.kind in ("started", "stopped") else logging.WARNING
+        retry = f", next try in {event.retry_in_s:.1f} s" if event.retry_in_s else ""
+        log.log(level, "%s generation %d %s %s%s", event.node_id, event.generation, event.kind, event.detail, retry)
+        try:
+            self.on_event(event)
+        except Exception:
+            log.exception("the listener of node events failed")
 
     async def stop(self, grace_s: float) -> None:
-        """Stop watching, then drain and end all nodes side by side. Idempotent."""
+        """Stop watching, then drain and end all nodes side by side, in bounded time. Idempotent."""
         if self._stopping:
             return
         self._stopping = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        handles = [slot.handle for slot in self.slots if slot.handle is not None]
-        await asyncio.gather(*(asyncio.to_thread(handle.stop, grace_s) for handle in handles), return_exceptions=True)
+        await asyncio.gather(*(self._stop_slot(slot, grace_s) for slot in self.slots))
+
+    async def _stop_slot(self, slot: Slot, grace_s: float) -> None:
+        handle = slot.handle
+        if handle is None:
+            return
+        try:
+            await asyncio.wait_for(asyncio.to_thread(handle.stop, grace_s), grace_s + STOP_MARGIN_S)
+            slot.handle = None
+        except Exception as error:
+            log.warning("%s did not stop, killing it: %r", slot.node_id, error)
+            await self._discard(slot)
+        self._tell(NodeEvent("stopped", slot.node_id, slot.role, slot.generation))

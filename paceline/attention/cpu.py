@@ -29,7 +29,11 @@ class RowPlan(AttentionPlan):
 
 def plan_rows(batch: ForwardBatch) -> RowPlan:
     """Flatten the segments' position-to-slot lists; tensors stay on CPU."""
-    lists, offsets, prefix_lens, tails, tail_lens = [], [], [], [], []
+    lists: list[torch.Tensor] = []
+    offsets: list[int] = []
+    prefix_lens: list[int] = []
+    tails: list[int] = []
+    tail_lens: list[int] = []
     at = 0
     for segment in batch.segments:
         used = max(segment.prefix_lens)
@@ -71,9 +75,7 @@ class CpuAttention(AttentionBackend):
         """See plan_rows."""
         return plan_rows(batch)
 
-    def attend(
-        self, query: torch.Tensor, kv: KvPool, layer: int, plan: AttentionPlan, scale: float
-    ) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, kv: KvPool, layer: int, plan: AttentionPlan, scale: float) -> torch.Tensor:
         """See AttentionBackend."""
         assert isinstance(plan, RowPlan)
         pages = kv.data[layer]
@@ -99,9 +101,7 @@ class TorchAttention(AttentionBackend):
         """See plan_rows."""
         return plan_rows(batch)
 
-    def attend(
-        self, query: torch.Tensor, kv: KvPool, layer: int, plan: AttentionPlan, scale: float
-    ) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, kv: KvPool, layer: int, plan: AttentionPlan, scale: float) -> torch.Tensor:
         """See AttentionBackend."""
         assert isinstance(plan, RowPlan)
         return torch.stack([self._row(query[r], kv, layer, plan, r, scale) for r in range(query.shape[0])])

@@ -61,7 +61,9 @@ def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity) -
     drafter_digest = ""
     if config.drafter == "mtp":
         if not config.drafter_path:
-            log.warning("no --drafter-path: MTP heads are untrained; the text is right, but almost no draft is accepted")
+            log.warning(
+                "no --drafter-path: MTP heads are untrained; the text is right, but almost no draft is accepted"
+            )
         table = model.rope_table()
         modules, drafter_digest = load_mtp(config.drafter_path, model, config.mtp_modules, table)
     draft_layers: tuple[KvLayer, ...] = mtp_kv_layers(model.kv_layers, len(modules))

@@ -1,4 +1,6 @@
-"""Both phases in one process: the smallest complete engine. Oracle of the exactness tests, and the benchmark's baseline.
+"""Both phases in one process: the smallest complete engine.
+
+Oracle of the exactness tests, and the benchmark's baseline.
 
 Continuous batching by hand: prompts are prefilled chunk by chunk as they are admitted, all admitted sequences decode
 together, pages are reserved for the whole sequence at admission.

@@ -185,7 +185,7 @@ class ModelRunner:
     def prefill(self, chunks: Seq[PrefillChunk]) -> list[SampledToken | None]:
         """One forward over all chunks; the first token of each that is final. Pages must reach ``end``."""
         segments = [Segment.linear(c.seq.token_ids[c.start : c.end], c.start, c.seq.table.slots) for c in chunks]
-        hidden = self._forward(segments).split([c.end - c.start for c in chunks])
+        hidden = torch.split_with_sizes(self._forward(segments), [c.end - c.start for c in chunks])
         final = [i for i, c in enumerate(chunks) if c.final]
         sampled: list[SampledToken | None] = [None] * len(chunks)
         if final:
@@ -223,7 +223,9 @@ class ModelRunner:
         hidden = self._forward(segments)
         logits = self.model.logits(hidden)
         results, items = [], []
-        for seq, tree, rows, scores in zip(seqs, trees, hidden.split(sizes), logits.split(sizes), strict=True):
+        for seq, tree, rows, scores in zip(
+            seqs, trees, torch.split_with_sizes(hidden, sizes), torch.split_with_sizes(logits, sizes), strict=True
+        ):
             verdict = self._verify(seq, tree, scores)
             nodes = [0, *verdict.path]
             start = seq.num_computed

@@ -61,6 +61,6 @@ class KvLayout:
         return sum(layer.row_elems for layer in self.layers if layer.owner is owner) * self.dtype.itemsize
 
     def text(self) -> str:
-        """Equal if and only if the bytes of a row mean the same, e.g. ``bfloat16 target:gqa:3x64*30 draft:gqa:3x64*1``."""
+        """Equal if and only if the bytes of a row mean the same: ``bfloat16 target:gqa:3x64*30 draft:gqa:3x64*1``."""
         runs = (f"{layer.text()}*{len(list(run))}" for layer, run in groupby(self.layers))
         return " ".join([str(self.dtype).removeprefix("torch."), *runs])

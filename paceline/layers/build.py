@@ -1,8 +1,8 @@
 """Compile ``kernels.cpp`` for this host once and load it.
 
-The library lands in ``$PACELINE_HOME/kernels`` (default ``~/.cache/paceline/kernels``), named by a hash of source, flags and
-processor, so that a changed source or another machine never meets a stale build. Without a C++ compiler the layers
-fall back to torch, and the start-up probe then reports that the host is not bit-exact.
+The library lands in ``$PACELINE_HOME/kernels`` (default ``~/.cache/paceline/kernels``), named by a hash of source,
+flags and processor, so that a changed source or another machine never meets a stale build. Without a C++ compiler the
+layers fall back to torch, and the start-up probe then reports that the host is not bit-exact.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = (
-    "-O3 -march=native -std=c++17 -fopenmp -shared -fPIC -fno-math-errno -fno-trapping-math -ffp-contract=fast -Wno-psabi"
-).split()
+    *("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi"),
+    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
+)
 COMPILE_TIMEOUT_S = 300
 
 
@@ -89,10 +91,11 @@ def load_kernels(extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL | None:
 
 def _declare(library: ctypes.CDLL) -> None:
     ptr, i64, i32, f32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-    signatures: dict[str, tuple[list[type], type | None]] = {
+    signatures: dict[str, tuple[list[Any], Any]] = {
         "pl_init": ([], i32),
         "pl_isa": ([], ctypes.c_char_p),
         "pl_set_threads": ([i32], None),
+        "pl_read": ([ptr, i64], f32),
         "pl_packed_elems": ([i64, i64, i32], i64),
         "pl_pack_bf16": ([ptr, i64, i64, ptr], None),
         "pl_pack_f32": ([ptr, i64, i64, ptr], None),

@@ -43,9 +43,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
         return rms_norm_reference(residual, weight, eps)
     out = torch.empty_like(x)
     rows, n = x.shape
-    _call("pl_rms_norm", x.dtype)(
-        x.data_ptr(), residual.data_ptr(), weight.data_ptr(), rows, n, eps, out.data_ptr()
-    )
+    _call("pl_rms_norm", x.dtype)(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), rows, n, eps, out.data_ptr())
     return out
 
 

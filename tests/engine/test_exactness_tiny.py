@@ -207,7 +207,7 @@ def make_useful(runner: ModelRunner) -> None:
     propose = runner.drafter.propose
 
     def with_answers(seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[DraftTree]:
-        known = {o: e for o, e in zip((r.prompt_token_ids for r in requests()), ANSWERS, strict=True)}
+        known = dict(zip((r.prompt_token_ids for r in requests()), ANSWERS, strict=True))
         trees = []
         for seq, budget, tree in zip(seqs, budgets, propose(seqs, budgets), strict=True):
             answer = known[seq.request.prompt_token_ids][seq.num_output :]

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import grpc.aio
-from support.exactness import LogitBits, Outcome
 
 from decode_node.node import DecodeNode
 from paceline.config import NodeConfig
@@ -17,6 +16,7 @@ from paceline.request import SequenceRequest
 from paceline.v1 import node_pb2, node_pb2_grpc
 from paceline.wire import sequence_to_proto
 from prefill_node.node import PrefillNode
+from support.exactness import LogitBits, Outcome
 
 ANSWER_TIMEOUT_S = 240.0
 
@@ -64,9 +64,7 @@ class Pair:
             await prefilling
         return answer
 
-    async def _prefill(
-        self, sequence: node_pb2.SequenceRequest, reserved: node_pb2.Reserved, answer: Answer
-    ) -> None:
+    async def _prefill(self, sequence: node_pb2.SequenceRequest, reserved: node_pb2.Reserved, answer: Answer) -> None:
         call = self.prefill_stub.Prefill(
             node_pb2.PrefillRequest(
                 sequence=sequence,

@@ -41,8 +41,6 @@ def prompt_requests(folder: Path, max_tokens: int) -> list[SequenceRequest]:
         text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
         ids = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
         for temperature in (0.0, 1.0):
-            params = SamplingParams(
-                temperature=temperature, seed=100 + i, max_tokens=max_tokens, stop_token_ids=(EOS,)
-            )
+            params = SamplingParams(temperature=temperature, seed=100 + i, max_tokens=max_tokens, stop_token_ids=(EOS,))
             requests.append(SequenceRequest(f"q{i}t{temperature:g}", ids, params))
     return requests

@@ -1,4 +1,4 @@
-"""Generate the gRPC stubs from ``proto/``; by default compare them with the committed ones, ``--write`` replaces them."""
+"""Generate the gRPC stubs from ``proto/``; compare them with the committed ones, or ``--write`` them."""
 
 from __future__ import annotations
 

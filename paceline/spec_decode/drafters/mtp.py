@@ -152,7 +152,7 @@ class MtpDrafter(Drafter):
             context = ForwardContext.build(batch, self.kv, self.attention)
             hidden = torch.cat([r.hidden for r in some])
             out = module(self.model.embed(batch.token_ids), hidden, context)
-            outputs = list(out.split([len(r.token_ids) for r in some]))
+            outputs = list(torch.split_with_sizes(out, [len(r.token_ids) for r in some]))
         empty = torch.empty(0, self.model.spec.hidden_size, dtype=self.model.dtype, device=self.model.device)
         return [outputs.pop(0) if r.token_ids else empty for r in rows]
 
@@ -217,7 +217,8 @@ class MtpDrafter(Drafter):
             if not active:
                 return
             rows = [
-                Rows(seqs[i], len(seqs[i].token_ids) - 2 + step, [candidates[i][-1][0]], hidden[i][None]) for i in active
+                Rows(seqs[i], len(seqs[i].token_ids) - 2 + step, [candidates[i][-1][0]], hidden[i][None])
+                for i in active
             ]
             outputs = torch.cat(self._forward(self.modules[0], rows))
             positions = [len(seqs[i].token_ids) + step for i in active]
