@@ -1,261 +1,262 @@
-"""OpenAI-style HTTP in front of the router."""
+"""OpenAI-compatible HTTP in front of the router.
+
+A request: body read (bounded) -> parsed -> ``router.generate`` -> one body, or server-sent events. An error before the
+first byte is a status, after it an ``error`` event. A client that goes away, or takes nothing for SEND_TIMEOUT_S, ends
+the generation at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-import socket
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
-from typing import Any
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, Protocol
 
-import uvicorn
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive, Scope, Send
 
+from cluster.http_errors import HttpProblem, model_not_found, problem_for
+from cluster.http_server import HttpServer, serve_http
+from cluster.json_body import parse_object
 from cluster.metrics import CONTENT_TYPE, Metrics
-from cluster.openai_answers import (
-    ChatShape,
-    CompletionShape,
-    Json,
-    Shape,
-    error_answer,
-    error_body,
-    extension,
-    usage_body,
-)
-from cluster.openai_types import Parsed, parse_chat, parse_completion, parse_json
-from cluster.router import Router
-from cluster.sse import DONE, EventStream, disconnected, event
-from paceline.errors import ConfigError, PacelineError
-from paceline.results import Chunk, Completion
+from cluster.openai_stream import Answer, Decoder
+from cluster.openai_types import ApiRequest, parse_chat, parse_completion
+from cluster.plan import GenerationRequest
+from paceline.errors import InvalidRequest, PacelineError
+from paceline.results import Chunk, ModelInfo
+
+__all__ = ["HttpServer", "create_app", "serve_http"]
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 8 * 1024 * 1024
-MAX_DISCARD_BYTES = 32 * 1024 * 1024  # of a body too large, read so that the client sees the answer
-BODY_TIMEOUT_S = 30.0
-MAX_CONNECTIONS = 4096
-KEEP_ALIVE_S = 30
+MAX_BODY_BYTES = 8 * 2**20
+MAX_DISCARDED_BYTES = 4 * MAX_BODY_BYTES  # of a body that is too large; a client that still sends sees no answer
+BODY_TIMEOUT_S = 60.0
+SEND_TIMEOUT_S = 60.0
 
-Parse = Callable[[dict[str, Any]], Parsed]
+Parser = Callable[[dict[str, Any], str], ApiRequest]
 
 
-def create_app(router: Router, metrics: Metrics | None = None) -> FastAPI:
-    """The application. metrics: what /metrics shows, by default the router's."""
+class Serving(Protocol):
+    """cluster.router.Router, as far as HTTP needs it."""
+
+    @property
+    def tokenizer(self) -> Decoder: ...
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]: ...
+
+    def model_info(self) -> ModelInfo: ...
+
+    def ready(self) -> bool: ...
+
+
+def create_app(router: Serving, metrics: Metrics) -> FastAPI:
+    """The application. metrics: what ``/metrics`` shows; requests that do not reach the router are counted in it."""
     app = FastAPI(title="Paceline", docs_url=None, redoc_url=None, openapi_url=None)
-    shown = metrics if metrics is not None else router.metrics
+    _add_generation(app, router, metrics)
+    _add_models(app, router)
+    _add_operations(app, router, metrics)
 
-    async def models() -> Response:
-        info = router.model_info()
-        card = {"id": info.model, "object": "model", "created": 0, "owned_by": "paceline"}
-        return JSONResponse({"object": "list", "data": [card | {"max_model_len": info.max_model_len}]})
+    async def on_http(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return _refusal(HttpProblem(error.status_code, str(error.detail), headers=dict(error.headers or {})))
 
-    async def completions(request: Request) -> Response:
-        return await _answer(router, request, parse_completion, CompletionShape)
+    async def on_error(_: Request, error: Exception) -> Response:
+        return _refusal(problem_for(error))
 
-    async def chat_completions(request: Request) -> Response:
-        return await _answer(router, request, parse_chat, ChatShape)
-
-    async def health() -> Response:
-        ready = router.ready()
-        return JSONResponse({"status": "ok" if ready else "no decode node is alive"}, 200 if ready else 503)
-
-    async def show_metrics() -> Response:
-        return Response(shown.render(), media_type=CONTENT_TYPE)
-
-    app.add_api_route("/v1/models", models, methods=["GET"])
-    app.add_api_route("/v1/completions", completions, methods=["POST"])
-    app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"])
-    app.add_api_route("/health", health, methods=["GET"])
-    app.add_api_route("/metrics", show_metrics, methods=["GET"])
-    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(HttpProblem, on_error)
+    app.add_exception_handler(PacelineError, on_error)
+    app.add_exception_handler(Exception, on_error)
     return app
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
-    """No such path, wrong method, body too large: in OpenAI's shape."""
-    assert isinstance(error, HTTPException)
-    body = error_body(error.detail, "invalid_request_error", code=str(error.status_code))
-    return JSONResponse(body, error.status_code, headers=error.headers)
+def _add_generation(app: FastAPI, router: Serving, metrics: Metrics) -> None:
+    async def answer(request: Request, parse: Parser, prefix: str) -> Response:
+        try:
+            parsed = parse(parse_object(await _read_body(request)), f"{prefix}-{uuid.uuid4().hex}")
+            served = router.model_info().model
+            if parsed.generation.model not in ("", served):
+                raise model_not_found(parsed.generation.model, served)
+        except ClientDisconnect:
+            return Response(status_code=400)  # nobody reads it
+        except (InvalidRequest, HttpProblem) as error:
+            metrics.request_refused(type(error).__name__)
+            raise
+        return _Reply(router, parsed, served)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await answer(request, parse_completion, "cmpl")
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await answer(request, parse_chat, "chatcmpl")
 
 
-async def _answer(router: Router, request: Request, parse: Parse, make_shape: Callable[..., Shape]) -> Response:
-    body = await _read_body(request)
-    shape = make_shape(router.tokenizer, router.served.model)
-    parsed: Parsed | None = None
-    try:
-        parsed = parse(parse_json(body))
-        if parsed.stream:
-            return await _unless_disconnected(request, _stream(router, parsed, shape))
-        return await _unless_disconnected(request, _complete(router, parsed, shape))
-    except Exception as error:
-        if not isinstance(error, PacelineError):
-            log.exception("a request failed")
-        status, answer, headers = error_answer(error, parsed.names if parsed is not None else {})
-        return JSONResponse(answer, status, headers=headers)
+def _add_models(app: FastAPI, router: Serving) -> None:
+    def model() -> dict[str, Any]:
+        info = router.model_info()
+        return {
+            "id": info.model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "paceline",
+            "max_model_len": info.max_model_len,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [model()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        served = model()
+        if name != served["id"]:
+            raise model_not_found(name, served["id"])
+        return JSONResponse(served)
+
+
+def _add_operations(app: FastAPI, router: Serving, metrics: Metrics) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        ready, info = router.ready(), router.model_info()
+        nodes = {role: sum(node.role == role for node in info.nodes) for role in ("prefill", "decode")}
+        body = {"status": "ok" if ready else "no decode node is ready", "model": info.model, "nodes": nodes}
+        return JSONResponse(body, 200 if ready else 503)
+
+    @app.get("/metrics")
+    async def metrics_text() -> Response:
+        return Response(metrics.render(), headers={"content-type": CONTENT_TYPE})
 
 
 async def _read_body(request: Request) -> bytes:
-    """At most MAX_BODY_BYTES. A larger body is read on, within bounds, since a client that is still sending would take
-    an early answer for a broken connection."""
-    data, size = bytearray(), 0
+    """The body; never more than MAX_BODY_BYTES of it are held. Raises HttpProblem 413 and 408, ClientDisconnect."""
+    length = request.headers.get("content-length", "")
+    too_large = HttpProblem(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="request_too_large")
+    if length.isdigit() and int(length) > MAX_DISCARDED_BYTES:
+        raise too_large
+    body, size = bytearray(), 0
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for part in request.stream():
                 size += len(part)
-                if size > MAX_DISCARD_BYTES:
+                if size > MAX_DISCARDED_BYTES:
                     break
-                if size <= MAX_BODY_BYTES:
-                    data += part
+                if size > MAX_BODY_BYTES:
+                    body.clear()  # read on all the same: a client that is cut off while it sends misses the answer
+                else:
+                    body += part
     except TimeoutError:
-        raise HTTPException(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+        raise HttpProblem(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s", code="timeout") from None
     if size > MAX_BODY_BYTES:
-        raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes", {"Connection": "close"})
-    return bytes(data)
+        raise too_large
+    return bytes(body)
 
 
-async def _complete(router: Router, parsed: Parsed, shape: Shape) -> Response:
-    return JSONResponse(shape.answer(await router.complete(parsed.request)))
+class _ClientGone(Exception):
+    """The client takes nothing more."""
 
 
-async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """Run ``work``; cancel it when the client goes away."""
-    task = asyncio.create_task(work)
-    gone = asyncio.create_task(disconnected(request.receive))
+class _Reply(Response):
+    """Generates while it is sent, so that whatever ends the sending ends the generation."""
+
+    def __init__(self, router: Serving, request: ApiRequest, model: str) -> None:
+        super().__init__()
+        self._router, self._request = router, request
+        self._answer = Answer(request, model, router.tokenizer)
+        self._started = False
+        self._send: Send
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send = send
+        await _while_connected(receive, self._reply())
+
+    async def _reply(self) -> None:
+        try:
+            async with aclosing(self._router.generate(self._request.generation)) as chunks:
+                await (self._stream(chunks) if self._request.stream else self._whole(chunks))
+        except _ClientGone:
+            log.info("%s: the client is gone", self._request.generation.request_id)
+        except Exception as error:
+            await self._fail(self._request.renamed(error) if isinstance(error, InvalidRequest) else error)
+
+    async def _whole(self, chunks: AsyncGenerator[Chunk, None]) -> None:
+        async for chunk in chunks:
+            self._answer.take(chunk)
+        await self._send_all(200, self._answer.body(), {})
+
+    async def _stream(self, chunks: AsyncGenerator[Chunk, None]) -> None:
+        async for chunk in chunks:
+            if not self._started:
+                await self._start(200, {"content-type": "text/event-stream", "cache-control": "no-cache"})
+            for event in self._answer.events(chunk):
+                await self._write(f"data: {_dumps(event)}\n\n")
+        await self._write("data: [DONE]\n\n")
+        await self._write("", last=True)
+
+    async def _fail(self, error: Exception) -> None:
+        problem = problem_for(error)
+        try:
+            if self._started:
+                await self._write(f"event: error\ndata: {_dumps(problem.body())}\n\n", last=True)
+            else:
+                await self._send_all(problem.status, problem.body(), problem.headers)
+        except _ClientGone:
+            log.info("%s: the client is gone", self._request.generation.request_id)
+
+    # -- sending -----------------------------------------------------------------------------------------------
+
+    async def _send_all(self, status: int, body: dict[str, Any], headers: dict[str, str]) -> None:
+        data = _dumps(body)
+        await self._start(status, {"content-type": "application/json", "content-length": str(len(data)), **headers})
+        await self._write(data, last=True)
+
+    async def _start(self, status: int, headers: dict[str, str]) -> None:
+        self._started = True
+        named = {**headers, "x-request-id": self._request.generation.request_id}
+        raw = [(key.encode("latin-1"), value.encode("latin-1")) for key, value in named.items()]
+        await self._put({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def _write(self, data: str, last: bool = False) -> None:
+        await self._put({"type": "http.response.body", "body": data.encode("ascii"), "more_body": not last})
+
+    async def _put(self, message: Message) -> None:
+        try:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await self._send(message)
+        except (TimeoutError, OSError):
+            raise _ClientGone from None
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run ``work``; cancel it when the client disconnects."""
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = {asyncio.create_task(work), asyncio.create_task(disconnected())}
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        return Response(status_code=499)  # nobody reads it
-    finally:
-        for pending in (task, gone):
-            pending.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _stream(router: Router, parsed: Parsed, shape: Shape) -> Response:
-    """The first chunk is awaited, so that an error before it has its status."""
-    chunks = router.generate(parsed.request)
-    try:
-        first = await anext(chunks)
-    except BaseException:
-        await chunks.aclose()
-        raise
-    return EventStream(_events(first, chunks, parsed, shape), chunks)
-
-
-async def _events(
-    first: Chunk, chunks: AsyncGenerator[Chunk, None], parsed: Parsed, shape: Shape
-) -> AsyncGenerator[bytes, None]:
-    writer = _StreamWriter(parsed, shape)
-    try:
-        async with aclosing(chunks):
-            for line in writer.lines(first):
-                yield line
-            async for chunk in chunks:
-                for line in writer.lines(chunk):
-                    yield line
-            for line in writer.end():
-                yield line
-    except Exception as error:
-        if not isinstance(error, PacelineError):
-            log.exception("a stream failed")
-        yield event(error_answer(error, parsed.names)[1])
-
-
-class _StreamWriter:
-    """Chunks of one request to server-sent events."""
-
-    def __init__(self, parsed: Parsed, shape: Shape) -> None:
-        self._shape, self._include_usage = shape, parsed.include_usage
-        self._request_id = parsed.request.request_id
-        self._offsets: dict[int, int] = {}  # characters sent, by choice
-        self._token_ids: dict[int, list[int]] = {}
-        self._completions: list[Completion] = []
-
-    def lines(self, chunk: Chunk) -> Iterator[bytes]:
-        """The events of one chunk; none when it brings nothing to see."""
-        if chunk.choice not in self._offsets:
-            self._offsets[chunk.choice], self._token_ids[chunk.choice] = 0, []
-            if (opening := self._shape.opening(chunk.choice)) is not None:
-                yield self._event([opening])
-        self._token_ids[chunk.choice] += chunk.token_ids
-        if chunk.text or chunk.logprobs or chunk.completion:
-            body = self._body([self._shape.delta(chunk, self._offsets[chunk.choice])])
-            if chunk.completion is not None:
-                self._completions.append(chunk.completion)
-                ids = self._token_ids[chunk.choice]
-                body["paceline"] = {"choices": [extension(chunk.choice, chunk.completion, ids)]}
-            yield event(body)
-        self._offsets[chunk.choice] += len(chunk.text)
-
-    def end(self) -> Iterator[bytes]:
-        """What follows the last chunk."""
-        if self._include_usage:
-            yield event(self._body([]) | {"usage": usage_body(self._completions)})
-        yield DONE
-
-    def _body(self, choices: list[Json]) -> Json:
-        body = self._shape.frame(self._request_id, choices, chunk=True)
-        return body | {"usage": None} if self._include_usage else body
-
-    def _event(self, choices: list[Json]) -> bytes:
-        return event(self._body(choices))
-
-
-class _EmbeddedServer(uvicorn.Server):  # type: ignore[misc, unused-ignore]
-    """Leaves signals to the program that it is part of."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-@dataclass(frozen=True)
-class HttpServer:
-    """A server that runs."""
-
-    port: int
-    server: uvicorn.Server
-    task: asyncio.Task[None]
-
-    async def stop(self, grace_s: float) -> None:
-        """Take no more requests, let those in progress finish for ``grace_s`` seconds, then end."""
-        self.server.config.timeout_graceful_shutdown = max(1, round(grace_s))
-        self.server.should_exit = True
-        await asyncio.wait({self.task}, timeout=grace_s + 2.0)
-        if not self.task.done():
-            self.task.cancel()
-            await asyncio.gather(self.task, return_exceptions=True)
-
-
-async def serve_http(app: FastAPI, host: str, port: int) -> HttpServer:
-    """Serve on the running loop; port 0 takes a free one. Raises ConfigError when the address cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host.strip("[]"), port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError("http", f"cannot listen at {host}:{port}: {error.strerror}") from None
-    config = uvicorn.Config(
-        app,
-        lifespan="off",
-        ws="none",
-        log_config=None,
-        access_log=False,
-        limit_concurrency=MAX_CONNECTIONS,
-        timeout_keep_alive=KEEP_ALIVE_S,
-    )
-    server = _EmbeddedServer(config)
-    task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
-    while not server.started:
-        if task.done():
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
             task.result()
-            raise ConfigError("http", f"the server at {host}:{port} ended at once")
-        await asyncio.sleep(0.01)
-    return HttpServer(listener.getsockname()[1], server, task)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _dumps(value: dict[str, Any]) -> str:
+    """ASCII: some clients take U+2028 for the end of a line of the event stream."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def _refusal(problem: HttpProblem) -> Response:
+    return JSONResponse(problem.body(), problem.status, problem.headers)

@@ -12,6 +12,7 @@ from paceline.errors import InvalidRequest
 INT_MIN, INT_MAX = -(2**63), 2**64 - 1  # beyond these nothing here has a meaning, and float() may overflow
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -120,7 +121,7 @@ class Fields:
         """A nested object; empty when absent."""
         return Fields(self._values.get(key, {}), self.name(key))
 
-    def _read(self, key: str, default: T, convert: Callable[[Any, str], Any]) -> Any:
+    def _read(self, key: str, default: T, convert: Callable[[Any, str], V]) -> V | T:
         return convert(self._values[key], self.name(key)) if key in self._values else default
 
 

@@ -78,7 +78,7 @@ class RayNodes:
         actor = ray.remote(NodeHost).options(
             name=f"paceline-{node_id}#{generation}",
             namespace="paceline",
-            num_cpus=CPU_SHARE,
+            num_cpus=0,  # the bundle's share is for placing; a predecessor that is slow to go must not block it
             max_restarts=0,
             max_task_retries=0,
             max_concurrency=4,  # wait_stopped holds one thread for life; start, stop and status have the others

@@ -226,9 +226,10 @@ def _messages(fields: Fields) -> tuple[ChatMessage, ...]:
 
 
 def _message(fields: Fields) -> ChatMessage:
-    # What a client sends back of an earlier answer may come with these, empty.
-    for key in ("name", "tool_calls", "tool_call_id", "function_call", "refusal", "audio", "annotations"):
+    for key in ("tool_calls", "annotations"):  # empty in an earlier answer that a client sends back
         fields.refuse(key, [])
+    for key in ("name", "tool_call_id", "function_call", "refusal", "audio"):
+        fields.refuse(key)
     fields.refuse_unknown({"role", "content", "tool_calls", "annotations"})
     role = fields.text("role", "")
     if role not in _ROLES:

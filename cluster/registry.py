@@ -112,10 +112,10 @@ class LeaseKeeper:
         """Write the record once. Raises Fenced or redis.RedisError."""
         prefix = self._namespace
         with self._writing:
-            record = replace(self._record, **self._load())
+            record = self._record.with_load(self._load())
             keys = [f"{prefix}:node:{record.id}", f"{prefix}:nodes", f"{prefix}:generation:{record.id}"]
             ttl_ms = int(self._ttl_s * 1000)
-            arguments = [record.to_json(), record.generation, ttl_ms, record.id, GENERATION_TTL_S]
+            arguments: list[str | int] = [record.to_json(), record.generation, ttl_ms, record.id, GENERATION_TTL_S]
             written = self._client.eval(_WRITE, len(keys), *keys, *arguments)
         if not written:
             self.fenced = True

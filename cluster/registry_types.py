@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,16 @@ class NodeRecord:
     waiting: int = 0
     free_pages: int = 0
     total_pages: int = 0
+
+    def with_load(self, load: Mapping[str, int]) -> NodeRecord:
+        """The same node with the numbers of ``load``: running, waiting, free_pages, total_pages."""
+        return replace(
+            self,
+            running=load["running"],
+            waiting=load["waiting"],
+            free_pages=load["free_pages"],
+            total_pages=load["total_pages"],
+        )
 
     def to_json(self) -> str:
         """As it is stored."""

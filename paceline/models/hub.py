@@ -96,7 +96,6 @@ def _bar_class(progress: Progress) -> Any:
 
     class Bar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            kwargs.pop("name", None)  # the hub's own extension
             super().__init__(*args, **kwargs | {"file": io.StringIO(), "disable": False})
 
         def update(self, n: float | None = 1) -> None:

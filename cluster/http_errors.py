@@ -1,0 +1,67 @@
+"""Errors as OpenAI's API says them: ``{"error": {"message", "type", "param", "code"}}`` and a status."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.errors import (
+    DeadlineExceeded,
+    HandoffFailed,
+    InvalidRequest,
+    NodeUnavailable,
+    Overloaded,
+    PacelineError,
+    RequestCancelled,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class HttpProblem(Exception):
+    """An error with its place in HTTP."""
+
+    status: int
+    message: str
+    kind: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's shape."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+_KINDS: tuple[tuple[type[PacelineError], int, str, str], ...] = (
+    (Overloaded, 429, "rate_limit_error", "overloaded"),
+    (NodeUnavailable, 503, "service_unavailable_error", "node_unavailable"),
+    (HandoffFailed, 503, "service_unavailable_error", "handoff_failed"),
+    (RequestCancelled, 503, "service_unavailable_error", "cancelled"),
+    (DeadlineExceeded, 504, "timeout_error", "deadline_exceeded"),
+)
+
+
+def problem_for(error: Exception) -> HttpProblem:
+    """What to answer. An error that is none of Paceline's is a bug: it is logged, and its text stays here."""
+    if isinstance(error, HttpProblem):
+        return error
+    if isinstance(error, InvalidRequest):
+        return HttpProblem(400, str(error), param=error.field, code="invalid_value")
+    for kind, status, name, code in _KINDS:
+        if isinstance(error, kind):
+            wait_s = error.retry_after_s if isinstance(error, Overloaded) else None
+            headers = {} if wait_s is None else {"retry-after": str(max(1, math.ceil(wait_s)))}
+            return HttpProblem(status, str(error), name, code=code, headers=headers)
+    log.error("a request failed", exc_info=error)
+    message = str(error) if isinstance(error, PacelineError) else "internal error"
+    return HttpProblem(500, message, "server_error", code="internal_error")
+
+
+def model_not_found(model: str, served: str) -> HttpProblem:
+    """Another model than the one served was asked for."""
+    message = f"The model {model[:256]!r} does not exist; {served!r} is served here."
+    return HttpProblem(404, message, param="model", code="model_not_found")
