@@ -150,6 +150,8 @@ class ChoiceRun:
         """The last chunk: text that was held back, and how it ended."""
         assert self.finish_reason is not None
         text = "" if self._detokenizer.stopped else self._detokenizer.finish()
+        if self._detokenizer.stopped:  # the text held back may complete a stop string
+            self.finish_reason = FinishReason.STOP
         return Chunk(self.index, len(self.token_ids), text=text, completion=self._completion(self.finish_reason))
 
     def _completion(self, reason: FinishReason) -> Completion:

@@ -11,7 +11,7 @@ from rich.table import Table
 from cluster.deployment import Deployment
 from paceline.config import ServeConfig
 
-QUESTION = "What is the capital of France, and what is it famous for? Answer, then repeat the question."
+QUESTION = "What is the capital of France, and what is it famous for?"
 MAX_TOKENS = 128
 
 

@@ -86,8 +86,8 @@ def _add_generation(app: FastAPI, router: Serving, metrics: Metrics) -> None:
                 raise model_not_found(parsed.generation.model, served)
         except ClientDisconnect:
             return Response(status_code=400)  # nobody reads it
-        except (InvalidRequest, HttpProblem) as error:
-            metrics.request_refused(type(error).__name__)
+        except (InvalidRequest, HttpProblem):
+            metrics.request_refused(InvalidRequest.__name__)
             raise
         return _Reply(router, parsed, served)
 
@@ -139,7 +139,12 @@ def _add_operations(app: FastAPI, router: Serving, metrics: Metrics) -> None:
 async def _read_body(request: Request) -> bytes:
     """The body; never more than MAX_BODY_BYTES of it are held. Raises HttpProblem 413 and 408, ClientDisconnect."""
     length = request.headers.get("content-length", "")
-    too_large = HttpProblem(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="request_too_large")
+    too_large = HttpProblem(
+        413,
+        f"the body is larger than {MAX_BODY_BYTES} bytes",
+        code="request_too_large",
+        headers={"connection": "close"},
+    )
     if length.isdigit() and int(length) > MAX_DISCARDED_BYTES:
         raise too_large
     body, size = bytearray(), 0
@@ -254,9 +259,9 @@ async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) ->
 
 
 def _dumps(value: dict[str, Any]) -> str:
-    """ASCII: some clients take U+2028 for the end of a line of the event stream."""
+    """In ASCII: some clients take U+2028 for the end of a line, and half a surrogate pair has no bytes in UTF-8."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 def _refusal(problem: HttpProblem) -> Response:
-    return JSONResponse(problem.body(), problem.status, problem.headers)
+    return Response(_dumps(problem.body()), problem.status, problem.headers, "application/json")

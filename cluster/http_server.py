@@ -22,7 +22,7 @@ MAX_CONNECTIONS = 4096
 KEEP_ALIVE_S = 60
 
 
-class _Embedded(uvicorn.Server):
+class _Embedded(uvicorn.Server):  # type: ignore[misc, unused-ignore]
     """Leaves the signal handlers alone: the process belongs to the caller."""
 
     @contextlib.contextmanager
@@ -38,11 +38,11 @@ class HttpServer:
         self._server = server
         self._task = task
 
-    async def stop(self, grace: float = 0.0) -> None:
-        """Take no more connections, give requests ``grace`` seconds, then cancel them. Idempotent."""
-        self._server.config.timeout_graceful_shutdown = grace
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Take no more connections, give requests ``grace_s`` seconds, then cancel them. Idempotent."""
+        self._server.config.timeout_graceful_shutdown = grace_s
         self._server.should_exit = True
-        done, _ = await asyncio.wait({self._task}, timeout=grace + STOP_MARGIN_S)
+        done, _ = await asyncio.wait({self._task}, timeout=grace_s + STOP_MARGIN_S)
         if not done:
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=STOP_MARGIN_S)

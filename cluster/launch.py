@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from typing import Any
+
+import psutil
 
 from cluster.host import START_TIMEOUT_S, STOP_MARGIN_S, NodeHost
 from paceline.config import NodeConfig
@@ -23,7 +26,10 @@ log = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum: no tensor ever goes through it
 PLACEMENT_TIMEOUT_S = 60.0
 STATUS_TIMEOUT_S = 10.0
+AGENT_TIMEOUT_S = 2.0  # for Ray's helpers to end by themselves
 CPU_SHARE = 0.01  # nodes pin their own threads; Ray only has to place them
+
+_private: list[psutil.Process] = []  # Ray's own processes of a private cluster, to be ended with it
 
 
 def start_ray(address: str, num_cpus: int | None = None) -> None:
@@ -33,6 +39,7 @@ def start_ray(address: str, num_cpus: int | None = None) -> None:
     with token authentication, Ray's default, wants ``RAY_AUTH_MODE=token`` and the token on this host.
     """
     if address == "local":
+        before = set(psutil.Process().children())
         ray.init(
             address="local",
             num_cpus=num_cpus or os.cpu_count(),
@@ -41,6 +48,7 @@ def start_ray(address: str, num_cpus: int | None = None) -> None:
             log_to_driver=False,
             configure_logging=False,
         )
+        _private.extend(child for child in psutil.Process().children() if child not in before)
         return
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
@@ -53,8 +61,25 @@ def start_ray(address: str, num_cpus: int | None = None) -> None:
 
 
 def stop_ray() -> None:
-    """Leave the cluster; a private one ends with all its processes. Idempotent."""
+    """Leave the cluster; a private one ends with all its processes. Idempotent.
+
+    Ray's own shutdown leaves agents behind for a while, or for good: they are waited for, then killed.
+    """
+    ours = [*_private, *(child for parent in _private for child in _children(parent))]
+    _private.clear()
     ray.shutdown()
+    _, alive = psutil.wait_procs(ours, timeout=AGENT_TIMEOUT_S)
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=AGENT_TIMEOUT_S)
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 class RayNodes:

@@ -160,6 +160,7 @@ class LinkHost:
             self._drop(link, "the decode node stops")
         await asyncio.gather(*self._closing, return_exceptions=True)
         await asyncio.to_thread(self._threads.shutdown)
+        await asyncio.to_thread(self._store.close)  # left to the collector, it would keep the process from exiting
 
     # -- insides -------------------------------------------------------------------------------------------------
 

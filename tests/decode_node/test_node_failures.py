@@ -11,11 +11,11 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from paceline.wire import sequence_to_proto
 
 from kv_transfer.torch_dist import GlooTransport
 from paceline.request import SequenceRequest
 from paceline.v1 import node_pb2
+from paceline.wire import sequence_to_proto
 from tests.fakes.nodes import Cluster, cluster, node_config, sequence_request, wait_until
 from tests.fakes.runner import expected_output
 
@@ -311,3 +311,12 @@ async def test_draining_node_refuses_new_and_finishes_old() -> None:
         assert (await running).output == expected_output(request)
         await stopping
         assert not nodes.decode.alive()
+
+
+async def test_a_stopped_node_leaves_no_thread_behind() -> None:
+    before = set(threading.enumerate())
+    async with cluster() as nodes:
+        await nodes.generate(sequence_request())
+    ours = ("engine-", "handoff-", "link-", "rendezvous")
+    left = [t.name for t in set(threading.enumerate()) - before if t.name.startswith(ours)]
+    assert left == []

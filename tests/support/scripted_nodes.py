@@ -333,7 +333,7 @@ class Fleet:
 @asynccontextmanager
 async def fleet(prefill: int = 1, decode: int = 1, **options: Any) -> AsyncIterator[Fleet]:
     """Nodes, started, and a router in front."""
-    config = ServeConfig(model="tiny", lease_ttl_s=0.4, num_draft_tokens=4, **options)
+    config = ServeConfig(**{"model": "tiny", "lease_ttl_s": 0.4, "num_draft_tokens": 4} | options)
     registry = FakeRegistry()
     tokenizer = ByteTokenizer()
     router = Router(

@@ -1,0 +1,107 @@
+"""A router without nodes: yields what the test says, and remembers what it was asked and how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+
+from cluster.plan import GenerationRequest
+from paceline.request import FinishReason, SamplingParams, TokenLogprobs
+from paceline.results import (
+    Chunk,
+    Completion,
+    HandoffBytes,
+    ModelInfo,
+    NodeInfo,
+    Round,
+    ServedBy,
+    SpeculationStats,
+    Timing,
+    Usage,
+)
+
+MODEL = "tiny/model"
+VOCAB_SIZE = 256
+
+
+class LetterTokenizer:
+    """Token i is the character i; those from 128 on are no text by themselves."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(i) if i < 128 else "\ufffd" for i in token_ids)
+
+
+class FakeRouter:
+    """Says ``rounds`` (text of each draft-verify round) for every choice, choices interleaved."""
+
+    def __init__(self) -> None:
+        self.tokenizer = LetterTokenizer()
+        self.rounds = ["Hel", "lo", " you"]
+        self.error: Exception | None = None
+        self.error_after = 0  # chunks
+        self.stall_after: int | None = None  # chunks, then silence until cancelled
+        self.alive = True
+        self.asked: list[GenerationRequest] = []
+        self.started = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.finished = 0  # requests that ran to their end
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        self.asked.append(request)
+        self.started.set()
+        try:
+            sampling = replace(request.sampling, max_tokens=16 if request.max_tokens is None else request.max_tokens)
+            sampling.validate(VOCAB_SIZE)
+            for sent, chunk in enumerate(self._chunks(request, sampling)):
+                if self.error is not None and sent == self.error_after:
+                    raise self.error
+                if sent == self.stall_after:
+                    await asyncio.sleep(3600)
+                yield chunk
+                await asyncio.sleep(0)
+            self.finished += 1
+        finally:
+            self.ended.set()
+
+    def _chunks(self, request: GenerationRequest, sampling: SamplingParams) -> list[Chunk]:
+        chunks, at = [], 0
+        for text in self.rounds:
+            ids = tuple(ord(letter) for letter in text)
+            logprobs = tuple(_logprobs(i, sampling.top_logprobs) for i in ids) if _wanted(sampling) else ()
+            chunks += [Chunk(c, at, ids, text, logprobs, Round(4, len(ids) - 1)) for c in range(sampling.n)]
+            at += len(ids)
+        ends = [Chunk(c, at, completion=_completion(request, c, at, len(self.rounds))) for c in range(sampling.n)]
+        return chunks + ends
+
+    def model_info(self) -> ModelInfo:
+        roles = ("prefill", "decode", "decode") if self.alive else ("prefill",)
+        nodes = tuple(NodeInfo(f"{role}-{i}", role, "127.0.0.1:1") for i, role in enumerate(roles))
+        return ModelInfo(MODEL, "float32", 512, VOCAB_SIZE, "none", 4, True, nodes)
+
+    def ready(self) -> bool:
+        return self.alive
+
+
+def _wanted(sampling: SamplingParams) -> bool:
+    return sampling.top_logprobs is not None
+
+
+def _logprobs(token_id: int, count: int | None) -> TokenLogprobs:
+    """The token itself is best; token 200 (no text) and 201 follow, the last with probability 0."""
+    best = [(token_id, -0.25), (200, -2.0), (201, float("-inf"))][: count or 0]
+    return TokenLogprobs(-0.25, tuple(i for i, _ in best), tuple(value for _, value in best))
+
+
+def _completion(request: GenerationRequest, choice: int, num_tokens: int, rounds: int) -> Completion:
+    seed = 77 if request.sampling.seed is None else request.sampling.seed
+    return Completion(
+        finish_reason=FinishReason.STOP,
+        usage=Usage(5, num_tokens, 2),
+        speculation=SpeculationStats(rounds, 4 * rounds, num_tokens - rounds, num_tokens / rounds, (3, 2), (3, 3)),
+        timing=Timing(0.1, 0.5, 20.0),
+        nodes=ServedBy("prefill-0", "decode-1"),
+        handoff=HandoffBytes(1000, 100, 10, 1),
+        seed=seed + choice,
+        request_id=request.request_id,
+    )
