@@ -111,6 +111,8 @@ class NodeHost:
             if self._thread.is_alive():
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join(timeout=STOP_MARGIN_S)
+            if not self._thread.is_alive():
+                self._loop.close()
 
     def status(self) -> dict[str, Any]:
         """Who this is, whether it ticks, and its load once started."""

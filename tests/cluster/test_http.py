@@ -156,7 +156,7 @@ async def test_completion_logprobs(client: httpx.AsyncClient) -> None:
     assert whole["top_logprobs"][0] == {"H": -0.25, "\ufffd": -2.0}  # tokens that read the same: the best
     got = events(await client.post(COMPLETIONS, json={**body, "stream": True}))
     parts = [event["choices"][0]["logprobs"] for event in got[:-1]]
-    assert {key: sum((part[key] for part in parts), []) for key in whole} == whole
+    assert {key: [item for part in parts for item in part[key]] for key in whole} == whole
 
 
 async def test_completion_logprobs_of_zero_show_the_chosen_token(client: httpx.AsyncClient) -> None:
@@ -180,7 +180,7 @@ async def test_chat_logprobs(client: httpx.AsyncClient) -> None:
     }
     got = events(await client.post(CHATS, json={**body, "stream": True}))
     parts = [event["choices"][0]["logprobs"] for event in got]
-    assert sum((part["content"] for part in parts if part), []) == whole
+    assert [item for part in parts if part for item in part["content"]] == whole
 
 
 async def test_chat_logprobs_without_alternatives(client: httpx.AsyncClient) -> None:

@@ -68,8 +68,10 @@ class FakeRouter:
         chunks, at = [], 0
         for text in self.rounds:
             ids = tuple(ord(letter) for letter in text)
-            logprobs = tuple(_logprobs(i, sampling.top_logprobs) for i in ids) if _wanted(sampling) else ()
-            chunks += [Chunk(c, at, ids, text, logprobs, Round(4, len(ids) - 1)) for c in range(sampling.n)]
+            logprobs = (
+                tuple(_logprobs(i, sampling.top_logprobs) for i in ids) if sampling.top_logprobs is not None else ()
+            )
+            chunks += [Chunk(c, at, ids, text, logprobs, Round(4, max(0, len(ids) - 1))) for c in range(sampling.n)]
             at += len(ids)
         ends = [Chunk(c, at, completion=_completion(request, c, at, len(self.rounds))) for c in range(sampling.n)]
         return chunks + ends
@@ -81,10 +83,6 @@ class FakeRouter:
 
     def ready(self) -> bool:
         return self.alive
-
-
-def _wanted(sampling: SamplingParams) -> bool:
-    return sampling.top_logprobs is not None
 
 
 def _logprobs(token_id: int, count: int | None) -> TokenLogprobs:

@@ -1,0 +1,298 @@
+"""The whole deployment on Ray, with the real model: two nodes of each kind, SDK, CLI, OpenAI client, bad input, soak."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import openai
+import psutil
+import pytest
+from support.exactness import run
+from support.prompts import QUESTIONS, prompt_requests
+from support.server import Server, paceline, serve
+
+from paceline.client import AsyncClient, Client, InvalidRequest, Overloaded, PacelineError
+from paceline.config import NodeConfig
+from paceline.engine.build import build_runner
+from paceline.v1 import node_pb2, node_pb2_grpc
+
+pytestmark = [pytest.mark.e2e, pytest.mark.real_model, pytest.mark.timeout(400)]
+
+MODEL = "smollm2-135m-instruct"
+
+
+@pytest.fixture(scope="module")
+def server(smollm2_folder: Path) -> Iterator[Server]:
+    with serve("--prefill-nodes", "2", "--decode-nodes", "2", "--drafter", "ngram", "--kv-cache-tokens", "8192") as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def references(smollm2_folder: Path) -> dict[tuple[str, float], tuple[int, ...]]:
+    """One-process answers of the same prompts, 24 tokens."""
+    runner = build_runner(NodeConfig(model=str(smollm2_folder), drafter="none", threads=1, kv_cache_tokens=8192))
+    requests = prompt_requests(smollm2_folder, 24)
+    outcomes = run(runner, requests, batch=40)
+    keys = [(q, t) for q in QUESTIONS for t in (0.0, 1.0)]
+    return {key: o.token_ids for key, o in zip(keys, outcomes, strict=True)}
+
+
+def prompt_ids(folder: Path) -> dict[str, tuple[int, ...]]:
+    requests = prompt_requests(folder, 24)
+    return {q: requests[2 * i].prompt_token_ids for i, q in enumerate(QUESTIONS)}
+
+
+def test_generate_prints_json(server: Server) -> None:
+    command = [paceline(), "generate", QUESTIONS[0], "--server", server.grpc, "--chat", "--json"]
+    options = ["--max-tokens", "24", "--temperature", "0", "--seed", "3"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=60, check=True)
+    answer = json.loads(done.stdout)
+    assert answer["text"].startswith("The capital of France is Paris.")
+    assert len(answer["token_ids"]) == answer["usage"]["completion_tokens"] == 24
+    assert answer["finish_reason"] == "length"
+    assert answer["usage"]["prompt_tokens"] == 44
+    assert set(answer["speculation"]) >= {"rounds", "draft_tokens", "accepted_tokens", "acceptance_length"}
+    assert answer["speculation"]["rounds"] + answer["speculation"]["accepted_tokens"] == 23
+    assert 0 < answer["timing"]["ttft_s"] < answer["timing"]["e2e_s"]
+    assert answer["nodes"]["prefill"].startswith("prefill-")
+    assert answer["nodes"]["decode"].startswith("decode-")
+
+
+def test_bytes_equal_the_formula(server: Server, smollm2_folder: Path) -> None:
+    """H4 on the real model: 30 layers x 2 x 3 heads x 64 x 2 bytes a token."""
+    with Client(server.grpc) as client:
+        done = client.generate(prompt_ids(smollm2_folder)[QUESTIONS[4]], max_tokens=4, temperature=0.0)
+    completion = done.choices[0].completion
+    assert completion.handoff.target_kv == completion.usage.prompt_tokens * 30 * 2 * 3 * 64 * 2
+    assert completion.handoff.draft_kv == completion.handoff.hidden == 0
+
+
+async def test_text_equals_one_process(
+    server: Server, smollm2_folder: Path, references: dict[tuple[str, float], tuple[int, ...]]
+) -> None:
+    ids = prompt_ids(smollm2_folder)
+    limit = asyncio.Semaphore(12)
+    async with AsyncClient(server.grpc) as client:
+
+        async def ask(question: str, temperature: float) -> tuple[int, ...]:
+            seed = 100 + QUESTIONS.index(question)
+            async with limit:
+                done = await client.generate(ids[question], max_tokens=24, temperature=temperature, seed=seed)
+            return done.choices[0].token_ids
+
+        answers = await asyncio.gather(*(ask(*key) for key in references))
+    assert dict(zip(references, answers, strict=True)) == references
+
+
+async def test_soak_with_cancellations(
+    server: Server, smollm2_folder: Path, references: dict[tuple[str, float], tuple[int, ...]]
+) -> None:
+    """200 requests of mixed length, a third cancelled at random moments: all end, pages return, text stays right."""
+    rng, ids = random.Random(11), prompt_ids(smollm2_folder)
+    keys = [rng.choice(list(references)) for _ in range(200)]
+    limit = asyncio.Semaphore(24)
+    outcomes: list[str] = []
+    async with AsyncClient(server.grpc) as client:
+
+        async def ask(key: tuple[str, float], cancel_after: int | None, long: bool) -> None:
+            question, temperature = key
+            prompt = (ids[question] * 20)[:600] if long else ids[question]
+            seed, tokens = 100 + QUESTIONS.index(question), []
+            async with limit, asyncio.timeout(120):
+                if cancel_after == 0:
+                    task = asyncio.create_task(client.generate(prompt, max_tokens=24, seed=seed))
+                    await asyncio.sleep(rng.random() * 0.3)
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+                    outcomes.append("cancelled")
+                    return
+                stream = client.stream(prompt, max_tokens=24, temperature=temperature, seed=seed)
+                async for chunk in stream:
+                    tokens += chunk.token_ids
+                    if cancel_after is not None and len(tokens) >= cancel_after:
+                        await stream.aclose()
+                        outcomes.append("cancelled")
+                        return
+            if not long:
+                assert tuple(tokens) == references[key]
+            outcomes.append("done")
+
+        plans = [rng.choice([0, 1, 9]) if i % 3 == 0 else None for i in range(200)]
+        await asyncio.gather(*(ask(k, c, i % 10 == 5) for i, (k, c) in enumerate(zip(keys, plans, strict=True))))
+        assert len(outcomes) == 200
+        assert outcomes.count("cancelled") >= 50
+        await all_pages_back(client)
+
+
+async def all_pages_back(client: AsyncClient) -> None:
+    """Every node: nothing held, books whole."""
+    info = await client.model_info()
+    assert sorted(n.id for n in info.nodes) == ["decode-0", "decode-1", "prefill-0", "prefill-1"]
+    for node in info.nodes:
+        async with grpc.aio.insecure_channel(node.address) as channel, asyncio.timeout(20):
+            make: Any = node_pb2_grpc.DecodeNodeStub if node.role == "decode" else node_pb2_grpc.PrefillNodeStub
+            stub = make(channel)
+            while True:
+                status = await stub.Status(node_pb2.StatusRequest())
+                if status.held == 0 and status.node.running == 0 and status.node.free_pages == status.node.total_pages:
+                    break
+                await asyncio.sleep(0.1)
+            assert status.integrity == ""
+            assert status.bit_exact
+
+
+BAD_REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("prompt", {"prompt": ""}),
+    ("prompt", {"prompt": [7] * 9000}),
+    ("prompt", {"prompt": [5, 10**6]}),
+    ("model", {"prompt": "x", "model": "another"}),
+    ("temperature", {"prompt": "x", "temperature": float("nan")}),
+    ("top_p", {"prompt": "x", "top_p": 2.0}),
+    ("max_tokens", {"prompt": "x", "max_tokens": -1}),
+    ("n", {"prompt": "x", "n": 99}),
+    ("stop", {"prompt": "x", "stop": ["a"] * 40}),
+    ("logit_bias", {"prompt": "x", "logit_bias": {10**6: 1.0}}),
+]
+
+
+@pytest.mark.parametrize(("field", "arguments"), BAD_REQUESTS)
+def test_bad_input_names_the_field(server: Server, field: str, arguments: dict[str, Any]) -> None:
+    given = dict(arguments)
+    with Client(server.grpc) as client:
+        with pytest.raises(InvalidRequest) as caught:
+            client.generate(given.pop("prompt"), **given)
+        assert field in caught.value.field
+        assert client.generate("Hello", max_tokens=2, temperature=0.0).text
+    body = {"model": MODEL, "max_tokens": 4} | arguments
+    raw = json.dumps(body)  # NaN goes as the literal NaN
+    reply = httpx.post(f"http://{server.http}/v1/completions", content=raw, timeout=30)
+    assert reply.status_code in (400, 404)
+    assert field in json.dumps(reply.json()["error"])
+
+
+def test_oversized_and_malformed(server: Server) -> None:
+    with Client(server.grpc) as client:
+        with pytest.raises(PacelineError):
+            client.generate("x" * 100_000_000, max_tokens=1)
+        assert client.generate("Hello", max_tokens=1, temperature=0.0).text
+    url = f"http://{server.http}/v1/completions"
+    assert httpx.post(url, content=b"\xff\xfe{", timeout=30).status_code == 400
+    assert httpx.post(url, content=b" " * 10_000_000, timeout=30).status_code == 413
+    assert httpx.post(url, json={"model": MODEL, "prompt": "Hello", "max_tokens": 1}, timeout=30).status_code == 200
+
+
+def test_official_openai_client(server: Server) -> None:
+    client = openai.OpenAI(base_url=f"http://{server.http}/v1", api_key="none", max_retries=0)
+    assert [m.id for m in client.models.list()] == [MODEL]
+    messages: Any = [{"role": "user", "content": QUESTIONS[0]}]
+    chat = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=16)
+    text = chat.choices[0].message.content
+    assert text is not None
+    assert text.startswith("The capital of France is Paris.")
+    stream = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=16, stream=True)
+    assert "".join(c.choices[0].delta.content or "" for c in stream if c.choices) == text
+    two = client.completions.create(model=MODEL, prompt="Once upon a time", n=2, seed=5, max_tokens=12, logprobs=2)
+    again = client.completions.create(model=MODEL, prompt="Once upon a time", n=2, seed=5, max_tokens=12)
+    assert [c.text for c in two.choices] == [c.text for c in again.choices]
+    assert two.choices[0].text != two.choices[1].text
+    assert two.choices[0].logprobs is not None
+    assert len(two.choices[0].logprobs.token_logprobs or []) == 12
+    stopped = client.chat.completions.create(
+        model=MODEL, messages=messages, temperature=0, max_tokens=40, stop=["Paris"]
+    )
+    assert stopped.choices[0].message.content == "The capital of France is "
+    assert stopped.choices[0].finish_reason == "stop"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=MODEL, prompt="x", top_p=2)
+    assert caught.value.param == "top_p"
+
+
+def test_reflection_and_health(server: Server) -> None:
+    from google.protobuf.descriptor_pool import DescriptorPool
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+    from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+    with grpc.insecure_channel(server.grpc) as channel:
+        database = ProtoReflectionDescriptorDatabase(channel)
+        assert "paceline.v1.Inference" in database.get_services()
+        service = DescriptorPool(database).FindServiceByName("paceline.v1.Inference")
+        assert {"Generate", "GenerateStream", "Tokenize", "ModelInfo"} <= {m.name for m in service.methods}
+        health = health_pb2_grpc.HealthStub(channel)
+        reply = health.Check(health_pb2.HealthCheckRequest(service="paceline.v1.Inference"))
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+    assert httpx.get(f"http://{server.http}/health", timeout=10).status_code == 200
+    assert "paceline_requests_total" in httpx.get(f"http://{server.http}/metrics", timeout=10).text
+
+
+async def test_a_killed_decode_node_is_replaced_and_its_streams_go_on(
+    server: Server, smollm2_folder: Path, references: dict[tuple[str, float], tuple[int, ...]]
+) -> None:
+    """kill -9 of a decode node under streams: each stream ends with the same tokens as undisturbed."""
+    ids = prompt_ids(smollm2_folder)
+    async with AsyncClient(server.grpc) as client:
+        started = asyncio.Event()
+
+        async def ask(key: tuple[str, float]) -> tuple[int, ...]:
+            tokens: list[int] = []
+            seed = 100 + QUESTIONS.index(key[0])
+            async for chunk in client.stream(ids[key[0]], max_tokens=24, temperature=key[1], seed=seed):
+                assert chunk.first_index == len(tokens) or not chunk.token_ids
+                tokens += chunk.token_ids
+                if len(tokens) > 3:
+                    started.set()
+            return tuple(tokens)
+
+        asking = asyncio.gather(*(ask(key) for key in references))
+        await started.wait()
+        victims = [p for p in server.processes() if _is_actor(p)]
+        assert len(victims) >= 4, [p.cmdline() for p in server.processes()]
+        address = next(n.address for n in (await client.model_info()).nodes if n.id == "decode-0")
+        victim = _listener(victims, int(address.rpartition(":")[2]))
+        victim.kill()
+        answers = await asyncio.wait_for(asking, 120)
+        assert dict(zip(references, answers, strict=True)) == references
+        async with asyncio.timeout(60):
+            while True:
+                nodes = {n.id: n.address for n in (await client.model_info()).nodes}
+                if nodes.get("decode-0", address) != address:
+                    break
+                await asyncio.sleep(0.2)
+        await all_pages_back(client)
+
+
+def _is_actor(process: psutil.Process) -> bool:
+    try:
+        return "NodeHost" in " ".join(process.cmdline()) or "NodeHost" in process.name()
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _listener(processes: list[psutil.Process], port: int) -> psutil.Process:
+    for process in processes:
+        if any(c.laddr and c.laddr.port == port and c.status == "LISTEN" for c in process.net_connections("tcp")):
+            return process
+    raise AssertionError(f"nobody listens on {port}")
+
+
+def test_overload_says_when_to_come_back(server: Server) -> None:
+    """A request that could never fit is refused at once; the server lives on."""
+    with Client(server.grpc) as client:
+        with pytest.raises((InvalidRequest, Overloaded)):
+            client.generate([5] * 8190, max_tokens=8000)
+        assert client.generate("Hello", max_tokens=1, temperature=0.0).text
+
+
+def test_unknown_options_are_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("model: smollm2-135m-instruct\nprefil_nodes: 2\n")
+    done = subprocess.run([paceline(), "serve", "--config", str(file)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "prefil_nodes" in done.stderr.replace("-", "_")

@@ -1,0 +1,91 @@
+"""A real deployment as an operator starts it: ``paceline serve`` in a process of its own."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+READY_DEADLINE_S = 120.0
+STOP_DEADLINE_S = 60.0
+
+
+@dataclass
+class Server:
+    """A running ``paceline serve``."""
+
+    process: subprocess.Popen[str]
+    grpc: str
+    http: str
+    log: Path
+
+    def processes(self) -> list[psutil.Process]:
+        """It and everything below it."""
+        here = psutil.Process(self.process.pid)
+        return [here, *here.children(recursive=True)]
+
+
+def paceline() -> str:
+    """The installed command."""
+    return str(Path(sys.executable).with_name("paceline"))
+
+
+@contextmanager
+def serve(*options: str) -> Iterator[Server]:
+    """Serve on free ports; at the end Ctrl-C must drain, exit 0 and leave no process behind."""
+    with tempfile.TemporaryDirectory(prefix="paceline-test-") as folder:
+        log = Path(folder) / "log"
+        command = [paceline(), "serve", "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", "--verbose", *options]
+        with log.open("w") as errors:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        server = Server(process, "", "", log)
+        try:
+            server.grpc, server.http = _ready(server)
+            yield server
+        except BaseException:
+            print(log.read_text()[-6000:])
+            raise
+        finally:
+            left = _stop(server)
+        assert process.returncode == 0, log.read_text()[-3000:]
+        assert left == [], left
+
+
+def _ready(server: Server) -> tuple[str, str]:
+    assert server.process.stdout is not None
+    deadline = time.monotonic() + READY_DEADLINE_S
+    while time.monotonic() < deadline:
+        line = server.process.stdout.readline()
+        if not line:
+            break
+        found = re.match(r"ready grpc=(\S+) http=(\S+)", line)
+        if found:
+            return found[1], found[2]
+    raise AssertionError(f"not ready: {server.log.read_text()[-3000:]}")
+
+
+def _stop(server: Server) -> list[str]:
+    below = server.processes() if server.process.poll() is None else []
+    server.process.send_signal(signal.SIGINT)
+    try:
+        server.process.wait(STOP_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        server.process.kill()
+        server.process.wait()
+    _, alive = psutil.wait_procs(below, timeout=5.0)
+    names = []
+    for left in alive:
+        names.append(" ".join(left.cmdline())[:120])
+        left.kill()
+    if server.process.stdout is not None:
+        server.process.stdout.close()
+    return names
