@@ -126,7 +126,9 @@ def run(folder: Path, threads: int) -> list[Row]:
         runner.drafter = FixedLength(tokens - 1, runner.vocab_size)
         ratio = decode_step_s(runner) / step
         bound = (">= 0", None) if tokens != 4 else ("<= 1.25", ratio <= 1.25)
-        rows.append(Row(f"verify {tokens} tokens / 1", f"{ratio:.2f}", bound[0] if bound[1] is not None else "", bound[1]))
+        rows.append(
+            Row(f"verify {tokens} tokens / 1", f"{ratio:.2f}", bound[0] if bound[1] is not None else "", bound[1])
+        )
     return rows
 
 

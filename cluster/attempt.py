@@ -116,7 +116,7 @@ class Attempt:
             await self._first_token(prefill, decode)
             if self._choice.finish_reason is None:
                 await self._relay(decode, prefill)
-                decode.close()
+            decode.close()  # gives its pages back while the numbers are waited for
             await self._settle(prefill)
         finally:
             prefill.close()

@@ -23,7 +23,7 @@ from cluster.plan import GenerationRequest, Plan, Prompt, Served, TokenizerLike,
 from cluster.registry_types import NodeRecord
 from paceline.config import ServeConfig
 from paceline.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, PacelineError
-from paceline.request import TokenLogprobs
+from paceline.request import MAX_N, TokenLogprobs
 from paceline.results import Choice, Chunk, Completion, Generation, ModelInfo, NodeInfo, Tokenization
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Router:
         self.tokenizer = tokenizer
         self.served = Served(model_name, max_model_len, vocab_size)
         self.metrics = metrics if metrics is not None else Metrics()
-        self.inflight = 0  # requests admitted and not over
+        self.inflight = 0  # sequences admitted and not over
         self._registry = registry
         self._bit_exact = bit_exact
         self._detokenizer = detokenizer if detokenizer is not None else _incremental
@@ -80,7 +80,8 @@ class Router:
         when there is no room, NodeUnavailable or HandoffFailed when retries did not help, DeadlineExceeded.
         """
         started_at = time.monotonic()
-        self._admit()
+        choices = min(max(request.sampling.n, 1), MAX_N)
+        self._admit(choices)
         status = "cancelled"
         try:
             plan = await make_plan(request, self.served, self.tokenizer)
@@ -92,7 +93,7 @@ class Router:
             status = type(error).__name__
             raise
         finally:
-            self.inflight -= 1
+            self.inflight -= choices
             self.metrics.request_ended(status)
 
     async def complete(self, request: GenerationRequest) -> Generation:
@@ -134,11 +135,14 @@ class Router:
 
     # -- insides -----------------------------------------------------------------------------------------------
 
-    def _admit(self) -> None:
-        if self.inflight >= self.config.max_inflight:
+    def _admit(self, choices: int) -> None:
+        """Each choice is a sequence on the nodes. A request alone is always admitted."""
+        if self.inflight and self.inflight + choices > self.config.max_inflight:
             self.metrics.request_refused(Overloaded.__name__)
-            raise Overloaded(f"{self.inflight} requests are in progress, no more are admitted", RETRY_AFTER_S)
-        self.inflight += 1
+            raise Overloaded(
+                f"{self.inflight} sequences are in progress, {choices} more are not admitted", RETRY_AFTER_S
+            )
+        self.inflight += choices
         self.metrics.request_started()
 
     async def _run(self, plan: Plan, request: GenerationRequest, started_at: float) -> AsyncGenerator[Chunk, None]:

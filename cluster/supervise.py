@@ -131,7 +131,7 @@ class Supervisor:
         if slot.handle is not None and kind is not None:
             if self.clock() - slot.started_at >= HEALTHY_AFTER_S:
                 slot.backoff_s = FIRST_BACKOFF_S
-            self._tell(NodeEvent(kind, slot.node_id, slot.role, slot.generation, slot.last_error, slot.backoff_s))
+            self._tell(NodeEvent(kind, slot.node_id, slot.role, slot.generation, "", slot.backoff_s))
             await self._discard(slot)
         await self.sleep(slot.backoff_s)
         slot.backoff_s = min(slot.backoff_s * 2, MAX_BACKOFF_S)
@@ -157,8 +157,9 @@ class Supervisor:
 
     def _tell(self, event: NodeEvent) -> None:
         level = logging.INFO if event.kind in ("started", "stopped") else logging.WARNING
-        retry = f", next try in {event.retry_in_s:.1f} s" if event.retry_in_s else ""
-        log.log(level, "%s generation %d %s %s%s", event.node_id, event.generation, event.kind, event.detail, retry)
+        detail = f": {event.detail}" if event.detail else ""
+        retry = f"; next try in {event.retry_in_s:.1f} s" if event.retry_in_s else ""
+        log.log(level, "%s generation %d %s%s%s", event.node_id, event.generation, event.kind, detail, retry)
         try:
             self.on_event(event)
         except Exception:

@@ -2,57 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import groupby
-
 from paceline.errors import PairingRefused
-from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind
 from paceline.v1.handoff_pb2 import Fingerprint
-
-PROTOCOL = 1
-
-
-def layout_text(layout: KvLayout) -> str:
-    """Canonical text of a layout: equal if and only if the bytes of a row mean the same.
-
-    For example ``bfloat16 target:gqa:3x64*30 draft:gqa:3x64*1``; page size is not part of it.
-    """
-    runs = (f"{_layer_text(layer)}*{len(list(run))}" for layer, run in groupby(layout.layers))
-    return " ".join([str(layout.dtype).removeprefix("torch."), *runs])
-
-
-def _layer_text(layer: KvLayer) -> str:
-    heads = 1 if layer.kind is LayerKind.MLA else layer.num_kv_heads
-    return f"{layer.owner}:{layer.kind}:{heads}x{layer.head_dim}"
-
-
-def make_fingerprint(
-    *,
-    model: str,
-    weights: str,
-    dtype: str,
-    layout: KvLayout,
-    hidden_size: int,
-    handoff_mode: str,
-    kernels: str,
-    drafter: str = "none",
-    drafter_modules: int = 0,
-    drafter_weights: str = "",
-) -> Fingerprint:
-    """The fingerprint of a node; fields as in handoff.proto. The draft length and the page size are not in it: they
-    may differ between two nodes."""
-    return Fingerprint(
-        protocol=PROTOCOL,
-        model=model,
-        weights=weights,
-        dtype=dtype,
-        layout=layout_text(layout),
-        drafter=drafter,
-        drafter_modules=drafter_modules,
-        drafter_weights=drafter_weights,
-        hidden_size=hidden_size,
-        handoff_mode=handoff_mode,
-        kernels=kernels,
-    )
 
 
 def fingerprint_text(fingerprint: Fingerprint) -> str:

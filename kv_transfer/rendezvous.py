@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import socket
 import socketserver
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -175,7 +176,8 @@ class Store(torch_dist.Store):  # type: ignore[misc]
             server.server_close()
 
     def __del__(self) -> None:
-        if getattr(self, "_server", None) is not None:
+        # At interpreter exit the server's thread no longer runs: waiting for it would never end.
+        if getattr(self, "_server", None) is not None and not sys.is_finalizing():
             self.close()
 
     def set(self, key: str, value: bytes | str) -> None:

@@ -36,7 +36,7 @@ class NodeConfig(Frozen):
     max_waiting: int = Field(default=256, ge=1)  # bounded queue in front of them
     prefix_cache: bool = True
     threads: int = Field(default=1, ge=1)
-    handoff_deadline_s: float = Field(default=30.0, gt=0)  # from the first byte to the last
+    handoff_deadline_s: float = Field(default=120.0, gt=0)  # from the first byte to the last
     reserve_deadline_s: float = Field(default=120.0, gt=0)  # from reservation to the first byte
     transfer_timeout_s: float = Field(default=5.0, gt=0)  # one message on the data link
     transport: Literal["gloo", "nccl"] = "gloo"
@@ -61,7 +61,7 @@ class ServeConfig(Frozen):
     max_running: int = Field(default=32, ge=1)
     max_waiting: int = Field(default=256, ge=1)
     prefix_cache: bool = True
-    handoff_deadline_s: float = Field(default=30.0, gt=0)
+    handoff_deadline_s: float = Field(default=120.0, gt=0)
     reserve_deadline_s: float = Field(default=120.0, gt=0)
     transfer_timeout_s: float = Field(default=5.0, gt=0)
     transport: Literal["gloo", "nccl"] = "gloo"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Unpack
 
@@ -19,6 +20,7 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
     """Chunks of one generation, once. Closing it, or dropping it, cancels the request."""
 
     def __init__(self, call: Any) -> None:
+        self._loop = asyncio.get_running_loop()
         self._call = call
 
     async def __anext__(self) -> Chunk:
@@ -39,6 +41,11 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
 
     async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
+
+    def __del__(self) -> None:
+        loop = getattr(self, "_loop", None)  # missing when made outside a running loop
+        if loop is not None and not loop.is_closed():  # the collector may run on any thread
+            loop.call_soon_threadsafe(self._call.cancel)
 
 
 class AsyncClient:

@@ -108,7 +108,7 @@ async def test_chat_body_with_two_choices(client: httpx.AsyncClient) -> None:
 
 async def test_chat_stream(client: httpx.AsyncClient) -> None:
     got = events(await client.post(CHATS, json={**CHAT, "stream": True, "n": 2}))
-    first = {}
+    first: dict[int, dict[str, str]] = {}
     for event in got:
         assert event["object"] == "chat.completion.chunk"
         assert "usage" not in event
@@ -241,7 +241,13 @@ async def test_forms_of_one_prompt(client: httpx.AsyncClient, router: FakeRouter
 
 async def test_chat_messages(client: httpx.AsyncClient, router: FakeRouter) -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    earlier = {"role": "assistant", "content": "ok", "refusal": None, "tool_calls": [], "annotations": []}
+    earlier: dict[str, Any] = {
+        "role": "assistant",
+        "content": "ok",
+        "refusal": None,
+        "tool_calls": [],
+        "annotations": [],
+    }
     messages = [{"role": "developer", "content": "be brief"}, earlier, {"role": "user", "content": parts}]
     body = {"messages": messages, "max_completion_tokens": 5, "tools": [], "response_format": {"type": "text"}}
     assert (await client.post(CHATS, json=body)).status_code == 200

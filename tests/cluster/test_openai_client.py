@@ -210,13 +210,15 @@ async def test_a_client_that_reads_nothing_is_let_go(
 
 async def test_stop_lets_requests_end_within_the_grace(router: FakeRouter) -> None:
     server = await serve_http(create_app(router, Metrics()), "127.0.0.1", 0)
-    router.rounds = ["x"] * 200
+    router.stall_after = 1
     async with httpx.AsyncClient() as client:
         url = f"http://127.0.0.1:{server.port}/v1/completions"
         asking = asyncio.create_task(client.post(url, json={"prompt": "hi"}))
         await asyncio.wait_for(router.started.wait(), PROMPT_S)
-        await server.stop(5.0)
-        assert (await asking).json()["choices"][0]["text"] == "x" * 200
+        asyncio.get_running_loop().call_later(0.3, router.release.set)
+        await server.stop(PROMPT_S)
+        assert router.finished == 1
+        assert (await asking).json()["choices"][0]["text"] == "Hello you"
         with pytest.raises(httpx.ConnectError):
             await client.get(f"http://127.0.0.1:{server.port}/health")
 

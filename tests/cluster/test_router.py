@@ -230,19 +230,20 @@ async def test_bad_input_names_its_field_and_harms_nothing() -> None:
 
 async def test_closing_the_stream_cancels_both_calls() -> None:
     async with fleet() as made:
-        for node_id in ("decode-0", "prefill-0"):
-            gate = made.nodes[node_id].script.gate = asyncio.Event()
+        decode = made.nodes["decode-0"]
+        for node in (decode, made.nodes["prefill-0"]):
+            node.script.gate = asyncio.Event()
+            cancelled, decodes = node.cancelled, decode.cancelled
             async with aclosing(made.router.generate(ask(n=2))) as stream:
                 task = asyncio.ensure_future(anext(stream))
-                while made.nodes[node_id].active < 2:
+                while node.active < 2:
                     await asyncio.sleep(0.005)
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
             await made.idle()
-            assert made.nodes["decode-0"].cancelled >= 2
-            gate.set()
-            made.nodes[node_id].script.gate = None
-        assert made.nodes["prefill-0"].cancelled == 2
+            assert node.cancelled == cancelled + 2
+            assert decode.cancelled == decodes + 2
+            node.script.gate = None
         assert (await answer(made, ask())).text == TEXT[:10]
 
 

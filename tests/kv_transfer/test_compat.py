@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kv_transfer.compat import check_pairing, differing_fields, layout_text, make_fingerprint
+from kv_transfer.compat import check_pairing, differing_fields
 from paceline.errors import PairingRefused
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.v1.handoff_pb2 import Fingerprint
@@ -16,11 +16,12 @@ LAYOUT = KvLayout((TARGET, TARGET, DRAFT), torch.bfloat16)
 
 
 def fingerprint(changes: dict[str, str | int] | None = None, layout: KvLayout = LAYOUT) -> Fingerprint:
-    result = make_fingerprint(
+    result = Fingerprint(
+        protocol=1,
         model="m",
         weights="w",
         dtype="bf16",
-        layout=layout,
+        layout=layout.text(),
         hidden_size=576,
         handoff_mode="draft_kv",
         kernels="avx512",
@@ -34,9 +35,9 @@ def fingerprint(changes: dict[str, str | int] | None = None, layout: KvLayout = 
 
 
 def test_layout_text_is_canonical() -> None:
-    assert layout_text(LAYOUT) == "bfloat16 target:gqa:3x64*2 draft:gqa:3x64*1"
+    assert LAYOUT.text() == "bfloat16 target:gqa:3x64*2 draft:gqa:3x64*1"
     mla = KvLayout((KvLayer(LayerKind.MLA, LayerOwner.TARGET, 1, 576),) * 61, torch.float32)
-    assert layout_text(mla) == "float32 target:mla:1x576*61"
+    assert mla.text() == "float32 target:mla:1x576*61"
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,8 @@ class FakeRouter:
         self.rounds = ["Hel", "lo", " you"]
         self.error: Exception | None = None
         self.error_after = 0  # chunks
-        self.stall_after: int | None = None  # chunks, then silence until cancelled
+        self.stall_after: int | None = None  # chunks, then silence until released or cancelled
+        self.release = asyncio.Event()
         self.alive = True
         self.asked: list[GenerationRequest] = []
         self.started = asyncio.Event()
@@ -57,7 +58,7 @@ class FakeRouter:
                 if self.error is not None and sent == self.error_after:
                     raise self.error
                 if sent == self.stall_after:
-                    await asyncio.sleep(3600)
+                    await self.release.wait()
                 yield chunk
                 await asyncio.sleep(0)
             self.finished += 1

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from cluster.plan import TokenizerLike
 from cluster.registry_types import NodeRecord
 from cluster.router import Router
 from paceline.config import ServeConfig
@@ -46,7 +47,7 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return bytes(t for t in token_ids if t < 256).decode(errors="replace")
 
     def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
@@ -58,7 +59,7 @@ class ByteTokenizer:
 class ByteDetokenizer:
     """Holds back what may begin a stop string, and bytes of an incomplete character."""
 
-    def __init__(self, tokenizer: ByteTokenizer, prompt_ids: Sequence[int], stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: TokenizerLike, prompt_ids: Sequence[int], stop: Sequence[str]) -> None:
         self._stop, self._bytes, self._text, self._sent = tuple(stop), b"", "", 0
         self.stopped = False
 
@@ -323,7 +324,7 @@ class Fleet:
     def set_state(self, node_id: str, state: str) -> None:
         self.registry.records[node_id] = replace(self.registry.records[node_id], state=state)
 
-    async def idle(self, timeout_s: float = 2.0) -> None:
+    async def idle(self, timeout_s: float = 10.0) -> None:
         """Until no node has a call in progress."""
         async with asyncio.timeout(timeout_s):
             while self.router.inflight or any(node.active for node in self.nodes.values()):
@@ -333,7 +334,7 @@ class Fleet:
 @asynccontextmanager
 async def fleet(prefill: int = 1, decode: int = 1, **options: Any) -> AsyncIterator[Fleet]:
     """Nodes, started, and a router in front."""
-    config = ServeConfig(**{"model": "tiny", "lease_ttl_s": 0.4, "num_draft_tokens": 4} | options)
+    config = ServeConfig.model_validate({"model": "tiny", "lease_ttl_s": 0.4, "num_draft_tokens": 4} | options)
     registry = FakeRegistry()
     tokenizer = ByteTokenizer()
     router = Router(

@@ -1,0 +1,142 @@
+"""Weights: read once each, refused when damaged, told apart by their digest."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from paceline.errors import ConfigError
+from paceline.models.loader import WeightBag, load_weights, weights_digest
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Two matrices and a table of ids."""
+    return {
+        "a.weight": torch.arange(12, dtype=torch.float32).view(3, 4),
+        "b.weight": torch.randn(5, generator=torch.Generator().manual_seed(1)),
+        "ids": torch.tensor([300, 301], dtype=torch.int64),
+    }
+
+
+def sharded(folder: Path) -> Path:
+    """``tensors`` in two files with an index."""
+    folder.mkdir(exist_ok=True)
+    whole = tensors()
+    weight_map = {"a.weight": "m-1.safetensors", "b.weight": "m-2.safetensors", "ids": "m-2.safetensors"}
+    for file in set(weight_map.values()):
+        save_file({n: whole[n] for n, f in weight_map.items() if f == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def single(folder: Path, content: dict[str, torch.Tensor] | None = None) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file(tensors() if content is None else content, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("layout", [single, sharded])
+def test_reads_and_converts(tmp_path: Path, layout: Callable[[Path], Path]) -> None:
+    loaded = load_weights(layout(tmp_path), torch.bfloat16)
+    assert set(loaded) == set(tensors())
+    assert loaded["a.weight"].dtype is torch.bfloat16
+    assert torch.equal(loaded["b.weight"], tensors()["b.weight"].to(torch.bfloat16))
+    assert torch.equal(loaded["ids"], tensors()["ids"])  # 301 would not survive bf16
+
+
+def test_each_tensor_is_taken_once(tmp_path: Path) -> None:
+    bag = WeightBag(load_weights(single(tmp_path), torch.float32))
+    assert bag.take("a.weight", (3, 4)).shape == (3, 4)
+    with pytest.raises(ConfigError, match=r"a\.weight.*asked for twice"):
+        bag.take("a.weight")
+    with pytest.raises(ConfigError, match=r"c\.weight is missing"):
+        bag.take("c.weight")
+    with pytest.raises(ConfigError, match=r"b\.weight has shape \(5,\), expected \(6,\)"):
+        bag.take("b.weight", (6,))
+
+
+def test_every_left_over_is_named() -> None:
+    bag = WeightBag({f"layer.{i}": torch.zeros(1) for i in range(12)})
+    bag.take("layer.3")
+    with pytest.raises(ConfigError) as raised:
+        bag.finish()
+    assert all((f"layer.{i}" in str(raised.value)) == (i != 3) for i in (0, 3, *range(4, 10), 11))
+
+
+def test_harmless_left_overs() -> None:
+    names = ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"]
+    WeightBag({name: torch.zeros(1) for name in names}).finish()
+
+
+def test_a_tensor_nobody_takes_is_never_read(tmp_path: Path) -> None:
+    class Watched(dict[str, torch.Tensor]):
+        read: list[str] = []  # noqa: RUF012
+
+        def __getitem__(self, name: str) -> torch.Tensor:
+            self.read.append(name)
+            return super().__getitem__(name)
+
+    watched = Watched(tensors())
+    WeightBag(watched).take("b.weight")
+    assert watched.read == ["b.weight"]
+
+
+def test_second_copy_beside_the_model_is_ignored(tmp_path: Path) -> None:
+    single(tmp_path)
+    save_file({"layers.0.wq": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
+    assert set(load_weights(tmp_path, torch.float32)) == set(tensors())
+
+
+def test_tensor_in_two_files(tmp_path: Path) -> None:
+    for name in ("x.safetensors", "y.safetensors"):
+        save_file({"a": torch.zeros(2)}, tmp_path / name)
+    with pytest.raises(ConfigError, match="tensor a is in two files"):
+        load_weights(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "header"])
+def test_damaged_file(tmp_path: Path, damage: str) -> None:
+    file = single(tmp_path) / "model.safetensors"
+    raw = file.read_bytes()
+    file.write_bytes({"empty": b"", "cut": raw[:-4], "header": raw[:8] + b"?" + raw[9:]}[damage])
+    with pytest.raises(ConfigError, match=r"model\.safetensors"):
+        load_weights(tmp_path, torch.float32)
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="lacks safetensors files"):
+        load_weights(tmp_path, torch.float32)
+    (sharded(tmp_path) / "m-2.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"lacks m-2\.safetensors"):
+        load_weights(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize("index", ["{", "{}", '{"weight_map": {"a": "../other/model.safetensors"}}'])
+def test_index_that_cannot_be_used(tmp_path: Path, index: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ConfigError, match=r"index\.json"):
+        load_weights(tmp_path, torch.float32)
+
+
+def test_digest_is_the_same_for_a_copy(tmp_path: Path) -> None:
+    shutil.copytree(single(tmp_path / "a"), tmp_path / "b")
+    assert weights_digest(tmp_path / "a") == weights_digest(tmp_path / "b")
+    assert len(weights_digest(tmp_path / "a")) == 32
+
+
+def test_digest_sees_a_fine_tune_that_kept_both_ends(tmp_path: Path) -> None:
+    """Only a middle tensor differs, far from the first and last 64 KiB: what a merged LoRA looks like."""
+    base = {name: torch.zeros(400, 400) for name in ("a.embed", "b.q_proj", "c.norm")}
+    tuned = base | {"b.q_proj": torch.full((400, 400), 1e-3)}
+    assert weights_digest(single(tmp_path / "a", base)) != weights_digest(single(tmp_path / "b", tuned))
+
+
+def test_digest_sees_a_renamed_tensor(tmp_path: Path) -> None:
+    one, other = {"a": torch.zeros(4)}, {"b": torch.zeros(4)}
+    assert weights_digest(single(tmp_path / "a", one)) != weights_digest(single(tmp_path / "b", other))
