@@ -196,6 +196,7 @@ class NodeDirectory:
         self._epoch: bytes | None = None  # of the data that the view was read from; None after an outage
         self._keep_until = -math.inf  # until then a missing node stays in the view
         self._reachable = True
+        self._closing = False
         self._task: asyncio.Task[None] | None = None
         self._listeners: list[Callable[[list[NodeRecord]], None]] = []
 
@@ -264,15 +265,16 @@ class NodeDirectory:
         return epoch, found
 
     async def _poll(self) -> None:
-        while True:
+        while not self._closing:
             await asyncio.sleep(self._ttl_s / REFRESHES_PER_LEASE)
             await self.refresh()
 
     async def close(self) -> None:
-        """Stop reading. Idempotent."""
+        """Stop reading. Idempotent, and bounded without Redis."""
+        self._closing = True  # redis-py was seen to swallow a cancellation: the loop must end without it too
         if self._task is not None:
             self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await asyncio.wait({self._task}, timeout=JOIN_TIMEOUT_S)
             self._task = None
         await self._client.aclose()
 

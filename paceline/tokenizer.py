@@ -1,130 +1,113 @@
-"""Text to tokens and back, and chat templates, from a Hugging Face folder. Needs tokenizers and jinja2, no torch."""
+"""Text to token ids and back, as the model's folder says. Imports no torch: the router tokenizes."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as Backend
 
-from paceline.detokenizer import IncrementalDetokenizer
+from paceline.chat_template import ChatTemplate, check_text, find_template
+from paceline.detokenizer import IncrementalDetokenizer, TokenBytes
 from paceline.errors import ConfigError, InvalidRequest
+from paceline.model_files import read_eos_token_ids, read_json
 
 __all__ = ["IncrementalDetokenizer", "Tokenizer"]
 
-SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
-    """A fast tokenizer with the settings of ``tokenizer_config.json``."""
+    """A ``tokenizer.json`` with its settings. Safe to share between threads."""
 
-    def __init__(self, inner: tokenizers.Tokenizer, settings: Mapping[str, Any], eos_token_ids: Sequence[int]) -> None:
-        self._inner = inner
-        self._specials = {name: _content(settings.get(name)) for name in SPECIAL_NAMES}
-        self._adds_bos = bool(settings.get("add_bos_token", False))
-        self._template = _compile(settings.get("chat_template"))
-        self.eos_token_ids = tuple(eos_token_ids)
+    def __init__(
+        self, backend: Backend, settings: Mapping[str, Any], template: str | None, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        """``settings``: the content of tokenizer_config.json. ``template``: the chat template, if there is one."""
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.special_tokens = _special_tokens(settings)  # e.g. {"bos_token": "<s>"}
+        self._template = None if template is None else ChatTemplate(template, self.special_tokens)
+        self._affixes = self._read_affixes(settings)
+        eos = self._id_of("eos_token")
+        self.eos_token_ids = eos_token_ids or (() if eos is None else (eos,))
+        self.token_bytes = TokenBytes(backend)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """Read tokenizer.json and the configs beside it. Raises ConfigError when there is none."""
+        """Raises ConfigError saying which file is missing or cannot be used."""
         file = folder / "tokenizer.json"
         if not file.is_file():
-            raise ConfigError("model", f"{file} is missing: a fast tokenizer is needed")
-        settings = _read(folder / "tokenizer_config.json")
-        template = folder / "chat_template.jinja"
-        if template.is_file():
-            settings["chat_template"] = template.read_text(encoding="utf-8")
-        eos = _read(folder / "generation_config.json").get("eos_token_id")
-        eos = eos if eos is not None else _read(folder / "config.json").get("eos_token_id")
-        ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-        return cls(tokenizers.Tokenizer.from_file(str(file)), settings, ids)
+            raise ConfigError("model", f"{file} is missing; only folders with a tokenizer.json can be served")
+        try:
+            backend = Backend.from_file(str(file))
+        except Exception as error:  # tokenizers raises plain Exception
+            raise ConfigError("model", f"{file} cannot be read: {error}") from error
+        settings: dict[str, Any] = {}
+        for name in ("special_tokens_map.json", "tokenizer_config.json"):
+            if (folder / name).is_file():
+                settings |= read_json(folder / name)
+        return cls(backend, settings, find_template(folder, settings), read_eos_token_ids(folder))
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below it."""
-        return self._inner.get_vocab_size(with_added_tokens=True)
+        """Number of tokens, special ones included. The model's own may be larger: embeddings are padded."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, with the beginning-of-sequence token where the model wants one."""
-        ids = self._encode(text, "prompt")
-        bos = self._inner.token_to_id(self._specials["bos_token"]) if self._adds_bos else None
-        return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``, which may spell special tokens. Raises InvalidRequest if it is not valid Unicode.
 
-    def _encode(self, text: str, field: str) -> list[int]:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(field, f"is not valid Unicode at character {error.start}") from None
-        ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
-        return ids
+        ``add_special_tokens``: with the beginning-of-sequence token, where the model uses one.
+        """
+        check_text("prompt", text)
+        if self._affixes is None:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        ids = self._backend.encode(text, add_special_tokens=False).ids
+        before, after = self._affixes if add_special_tokens else ((), ())
+        return [*before, *ids, *after]
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``; bytes that are no UTF-8 become U+FFFD."""
-        text: str = self._inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        return text
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ``token_ids``; an incomplete or invalid character reads as U+FFFD."""
+        return self.token_bytes.decode(token_ids, skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
         """Text of one token by itself, special tokens included."""
         return self.decode([token_id], skip_special_tokens=False)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+        self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool = True
     ) -> list[int]:
-        """Token ids of a conversation. messages: ``role`` and ``content``, both text."""
+        """Token ids of a conversation, ready for the assistant's turn. The template writes the special tokens itself.
+
+        Raises InvalidRequest naming the field, e.g. ``messages[0].content``.
+        """
         if self._template is None:
-            raise InvalidRequest("messages", "this model has no chat template; use a plain prompt")
-        if not messages:
-            raise InvalidRequest("messages", "must hold at least one message")
-        for i, message in enumerate(messages):
-            for key in ("role", "content"):
-                if not isinstance(message.get(key), str):
-                    raise InvalidRequest(f"messages[{i}].{key}", "must be text")
-        specials = {name: value or "" for name, value in self._specials.items()}
-        try:
-            text = self._template.render(
-                messages=[dict(m) for m in messages], add_generation_prompt=add_generation_prompt, **specials
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, ZeroDivisionError) as error:
-            raise InvalidRequest("messages", f"the chat template refused them: {error}") from None
-        return self._encode(text, "messages")
+            raise InvalidRequest("messages", "this model has no chat template; send a prompt instead")
+        text = self._template.render(messages, add_generation_prompt)
+        return self.encode(text, add_special_tokens=False)
+
+    def _id_of(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self._backend.token_to_id(token)
+
+    def _read_affixes(self, settings: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Ids to put (before, after) a text where the settings say so; None leaves it to tokenizer.json."""
+        if "add_bos_token" not in settings and "add_eos_token" not in settings:
+            return None
+        bos = self._id_of("bos_token") if settings.get("add_bos_token") else None
+        eos = self._id_of("eos_token") if settings.get("add_eos_token") else None
+        return () if bos is None else (bos,), () if eos is None else (eos,)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return content
-
-
-def _content(token: Any) -> str:
-    """A special token is text, or an object with its text."""
-    if isinstance(token, Mapping):
-        token = token.get("content")
-    return token if isinstance(token, str) else ""
-
-
-def _compile(source: Any) -> jinja2.Template | None:
-    """The template, in the sandbox that Hugging Face templates are written for."""
-    if isinstance(source, list):  # several named templates
-        named = {entry["name"]: entry["template"] for entry in source}
-        source = named.get("default")
-    if not isinstance(source, str):
-        return None
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise ConfigError("model", f"the chat template cannot be read: {error}") from None
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> text. A value is either the text or an object with ``content``."""
+    found = {}
+    for name in SPECIAL_TOKENS:
+        value = settings.get(name)
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        if isinstance(value, str):
+            found[name] = value
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
+from paceline.model_files import read_eos_token_ids, read_json
 
 log = logging.getLogger(__name__)
 
@@ -107,28 +107,6 @@ class ModelSpec:
             eos_token_ids=eos_token_ids,
             bos_token_id=None if raw.get("bos_token_id") is None else int(raw["bos_token_id"]),
         )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a model folder. Raises ConfigError when it is missing or not one."""
-    if not path.is_file():
-        raise ConfigError("model", f"{path} is missing; expected a Hugging Face model folder")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # bad JSON or bad UTF-8
-        raise ConfigError("model", f"{path} is not JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError("model", f"{path} is not a JSON object")
-    return raw
-
-
-def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Ids that end a sequence: those of ``generation_config.json`` where it has any, else those of ``config.json``."""
-    for name in ("generation_config.json", "config.json"):
-        value = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
-        if value is not None:
-            return tuple(int(i) for i in value) if isinstance(value, list) else (int(value),)
-    return ()
 
 
 def _family(raw: Mapping[str, Any]) -> str:

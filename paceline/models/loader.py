@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from paceline.errors import ConfigError
-from paceline.models.config import read_json
+from paceline.model_files import read_json
 
 HARMLESS = ("rotary_emb.inv_freq",)  # derived from the config, written by old versions of transformers
 TIED = "lm_head.weight"

@@ -11,80 +11,102 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.exactness import Outcome, run
+from support.exactness import run
 from support.prompts import prompt_requests
 
 from paceline.config import NodeConfig
 from paceline.engine.build import assemble, build_runner
 from paceline.engine.model_runner import ModelRunner
 from paceline.layers.build import set_threads
-from paceline.models.base import TargetModel
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(900)]
 
 NUM_TOKENS = 64
-VARIANTS: dict[str, tuple[dict[str, object], dict[str, int]]] = {
+Options = dict[str, object]
+How = dict[str, int]
+BF16: dict[str, tuple[Options, How]] = {
     "plain, batch of 8": ({"drafter": "none"}, {"batch": 8}),
     "ngram K=1": ({"drafter": "ngram", "num_draft_tokens": 1}, {"batch": 8}),
-    "ngram K=4, alone": ({"drafter": "ngram", "num_draft_tokens": 4}, {"batch": 1}),
+    "ngram K=4": ({"drafter": "ngram", "num_draft_tokens": 4}, {"batch": 8}),
     "ngram K=8, tree, pages of 64": (
         {"drafter": "ngram", "num_draft_tokens": 8, "tree_width": 3, "page_size": 64},
         {"batch": 8},
     ),
+    "mtp K=1": ({"drafter": "mtp", "num_draft_tokens": 1}, {"batch": 40}),
     "mtp K=4, chunks of 7": ({"drafter": "mtp", "num_draft_tokens": 4}, {"batch": 40, "chunk_tokens": 7}),
     "mtp K=8, tree": ({"drafter": "mtp", "num_draft_tokens": 8, "tree_width": 2}, {"batch": 40}),
     "mtp of 3 modules, no prefix cache, chunks of 64": (
         {"drafter": "mtp", "mtp_modules": 3, "num_draft_tokens": 3, "prefix_cache": False},
         {"batch": 40, "chunk_tokens": 64},
     ),
-    "chunks of 1": ({"drafter": "none", "page_size": 64}, {"batch": 8, "chunk_tokens": 1}),
+    "chunks of 1": ({"drafter": "none", "page_size": 64}, {"batch": 40, "chunk_tokens": 1}),
 }
-FP32_VARIANTS = ["ngram K=8, tree, pages of 64", "mtp K=4, chunks of 7", "plain, batch of 8"]
+FP32: dict[str, tuple[Options, How]] = {
+    name: BF16[name] for name in ("ngram K=8, tree, pages of 64", "mtp K=4, chunks of 7", "ngram K=1")
+}
+ALONE = 8  # requests that fp32 also runs one at a time; bf16 runs all so
 
 
 class Engines:
-    """Runners over one loaded target."""
+    """Runners over one loaded target, and its plain answers: no drafts, no prefix cache."""
 
-    def __init__(self, folder: Path, dtype: str) -> None:
-        self.config = NodeConfig(model=str(folder), dtype=dtype, drafter="none", threads=2, kv_cache_tokens=16384)  # type: ignore[arg-type]
+    def __init__(self, folder: Path, dtype: str, batch: int) -> None:
+        options = {"model": str(folder), "dtype": dtype, "drafter": "none", "threads": 2, "kv_cache_tokens": 16384}
+        self.config = NodeConfig.model_validate(options)
         self.first = build_runner(self.config)
         self.requests = prompt_requests(folder, NUM_TOKENS)
+        self.plain = run(self.variant(prefix_cache=False), self.requests, batch=batch)
 
     def variant(self, **options: object) -> ModelRunner:
-        model: TargetModel = self.first.model
+        """A runner with other options around the same weights."""
         config = NodeConfig.model_validate(self.config.model_dump() | options)
-        return assemble(config, model, self.first.identity)
+        return assemble(config, self.first.model, self.first.identity)
+
+    def check(self, options: Options, how: How) -> None:
+        """Tokens and logit bits of a variant equal the plain answers."""
+        runner = self.variant(**options)
+        assert runner.bit_exact
+        got = run(runner, self.requests, **how)
+        assert [g.token_ids for g in got] == [p.token_ids for p in self.plain]
+        assert [g.logit_bits for g in got] == [p.logit_bits for p in self.plain]
 
 
-@pytest.fixture(scope="module", params=["bf16", "fp32"])
-def engines(request: pytest.FixtureRequest, smollm2_folder: Path) -> Iterator[Engines]:
-    yield Engines(smollm2_folder, request.param)
+@pytest.fixture(scope="module")
+def bf16(smollm2_folder: Path) -> Iterator[Engines]:
+    """Plain answers one request at a time."""
+    yield Engines(smollm2_folder, "bf16", batch=1)
     set_threads(1)
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
-def plain(engines: Engines) -> list[Outcome]:
-    """Plain one-process decoding, alone, no cache: what every variant must equal."""
-    return run(engines.variant(prefix_cache=False), engines.requests, batch=1)
+def fp32(smollm2_folder: Path) -> Iterator[Engines]:
+    """Plain answers in batches of 8; ``test_fp32_alone`` takes the rest of the way."""
+    yield Engines(smollm2_folder, "fp32", batch=8)
+    set_threads(1)
+    torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_tokens_and_bits(variant: str, engines: Engines, plain: list[Outcome]) -> None:
-    if engines.config.dtype == "fp32" and variant not in FP32_VARIANTS:
-        pytest.skip("fp32 runs the three most different variants; bf16 runs all")
-    options, how = VARIANTS[variant]
-    runner = engines.variant(**options)
-    assert runner.bit_exact
-    got = run(runner, engines.requests, **how)
-    assert [g.token_ids for g in got] == [p.token_ids for p in plain]
-    assert [g.logit_bits for g in got] == [p.logit_bits for p in plain]
+@pytest.mark.parametrize("variant", BF16)
+def test_bf16_tokens_and_bits(variant: str, bf16: Engines) -> None:
+    bf16.check(*BF16[variant])
 
 
-def test_cached_prefixes_change_nothing(engines: Engines, plain: list[Outcome]) -> None:
+@pytest.mark.parametrize("variant", FP32)
+def test_fp32_tokens(variant: str, fp32: Engines) -> None:
+    """With our own kernels the bits are equal, too."""
+    fp32.check(*FP32[variant])
+
+
+def test_fp32_alone(fp32: Engines) -> None:
+    got = run(fp32.variant(prefix_cache=False), fp32.requests[:ALONE], batch=1)
+    assert [g.token_ids for g in got] == [p.token_ids for p in fp32.plain[:ALONE]]
+
+
+def test_cached_prefixes_change_nothing(bf16: Engines) -> None:
     """The second pass takes its prompts from the prefix cache."""
-    runner = engines.variant(drafter="mtp", num_draft_tokens=2)
-    requests, expected = engines.requests[:10], plain[:10]
+    runner = bf16.variant(drafter="mtp", num_draft_tokens=2)
+    requests, expected = bf16.requests[:10], bf16.plain[:10]
     for _ in range(2):
         got = run(runner, requests, batch=5)
         assert [(g.token_ids, g.logit_bits) for g in got] == [(p.token_ids, p.logit_bits) for p in expected]
@@ -93,15 +115,13 @@ def test_cached_prefixes_change_nothing(engines: Engines, plain: list[Outcome]) 
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_fp32_greedy_equals_transformers(smollm2_folder: Path, engines: Engines, plain: list[Outcome]) -> None:
+def test_fp32_greedy_equals_transformers(smollm2_folder: Path, fp32: Engines) -> None:
     """The outside oracle: transformers' own generate on the same weights."""
-    if engines.config.dtype != "fp32":
-        pytest.skip("compared in fp32")
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(2)
     reference = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
-    for request, ours in zip(engines.requests, plain, strict=True):
+    for request, ours in zip(fp32.requests, fp32.plain, strict=True):
         if request.params.temperature > 0:
             continue
         prompt = torch.tensor([request.prompt_token_ids])

@@ -1,0 +1,31 @@
+"""The JSON files of a Hugging Face model folder that more than one part reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a model folder. Raises ConfigError when it is missing or not one."""
+    if not path.is_file():
+        raise ConfigError("model", f"{path} is missing; expected a Hugging Face model folder")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # bad JSON or bad UTF-8
+        raise ConfigError("model", f"{path} is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError("model", f"{path} is not a JSON object")
+    return raw
+
+
+def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """Ids that end a sequence: those of ``generation_config.json`` where it has any, else those of ``config.json``."""
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        if value is not None:
+            return tuple(int(i) for i in value) if isinstance(value, list) else (int(value),)
+    return ()
