@@ -1,178 +1,135 @@
-"""Token ids to text, all at once or as they come.
+"""Text from a stream of tokens: never half a character, never the beginning of a stop string.
 
-A token stands for bytes, and text is the UTF-8 reading of their concatenation: a character may need several tokens, a
-token may end in the middle of one. An invalid or truncated sequence reads as U+FFFD, one for each maximal
-subpart (Unicode 3.9, "substitution of maximal subparts"). Hence a token costs its own bytes, at most three bytes are
-ever held, and the stream equals the whole.
-
-For byte-level decoders this is what ``tokenizers`` computes, for every sequence of ids. For decoders with byte
-fallback (SentencePiece) it is the same for every valid text. In a run of byte tokens with an invalid one among them,
-``tokenizers`` gives up the whole run, whose good characters a stream may long have shown; here only the bad bytes
-are lost, as in SentencePiece itself.
+Tokens are taken as bytes and the bytes as UTF-8, so that nothing is decoded twice and nothing depends on how tokens
+split characters. Text is *certain* once no later token can change it: all of it but an incomplete last character,
+which has at most three bytes.
 """
 
 from __future__ import annotations
 
 import codecs
-import json
-import re
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Protocol
 
-from tokenizers import Tokenizer as Backend
+from paceline.errors import InvalidRequest
 
-from paceline.errors import ConfigError
-from paceline.stop_strings import StopFilter
-
-if TYPE_CHECKING:
-    from paceline.tokenizer import Tokenizer
-
-BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-LONGEST_INCOMPLETE = 3  # bytes of a UTF-8 character that is not finished
+MOST_BYTES_OPEN = 3  # an incomplete UTF-8 sequence is no longer
 
 
-def byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in a byte-level vocabulary (Radford et al. 2019).
+class ByteSource(Protocol):
+    """What is needed of a tokenizer."""
 
-    Printable Latin-1 stands for itself; the other bytes, in order, for the characters from U+0100 on.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+    strip_start: int
 
-
-class TokenBytes:
-    """The bytes of each token, as the decoder of ``tokenizer.json`` defines them."""
-
-    def __init__(self, backend: Backend) -> None:
-        """Raises ConfigError when the decoder is of a kind that is not known here."""
-        self._backend = backend
-        self._cache: dict[int, bytes] = {}  # at most one entry per token of the vocabulary
-        self._special = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
-        self._alphabet: dict[str, int] | None = None
-        self._replacements: list[tuple[str, str]] = []
-        self._byte_fallback = False
-        self.strip_left = ("", 0)  # (character, how many of it the decoder takes off the beginning of a text)
-        state = b'{"type": "none"}' if backend.decoder is None else backend.decoder.__getstate__()
-        decoder = json.loads(state)
-        self._read_decoder(decoder["decoders"] if decoder["type"] == "Sequence" else [decoder])
-
-    def _read_decoder(self, steps: list[dict[str, Any]]) -> None:
-        for step in steps:
-            match step:
-                case {"type": "ByteLevel"}:
-                    self._alphabet = byte_alphabet()
-                case {"type": "Replace", "pattern": {"String": old}, "content": new}:
-                    self._replacements.append((old, new))
-                case {"type": "ByteFallback"}:
-                    self._byte_fallback = True
-                case {"type": "Fuse"}:
-                    pass  # everything is joined here anyway
-                case {"type": "Strip", "content": character, "start": count, "stop": 0}:
-                    self.strip_left = (character, count)
-                case _:
-                    kinds = [s["type"] for s in steps]
-                    raise ConfigError("model", f"decoder {kinds} of tokenizer.json is not supported: {step}")
-        if self._alphabet is not None and len(steps) > 1:
-            raise ConfigError("model", "a ByteLevel decoder together with others is not supported")
-
-    def of(self, token_id: int, skip_special_tokens: bool) -> bytes:
-        """Bytes of a token; none for an id outside the vocabulary (models pad theirs) or a skipped special token."""
-        if skip_special_tokens and token_id in self._special:
-            return b""
-        found = self._cache.get(token_id)
-        if found is None:
-            token = self._backend.id_to_token(token_id)
-            if token is None:
-                return b""
-            found = self._cache[token_id] = self._bytes(token)
-        return found
-
-    def _bytes(self, token: str) -> bytes:
-        if self._alphabet is not None:
-            try:
-                return bytes(self._alphabet[c] for c in token)
-            except KeyError:  # an added token with characters outside the alphabet stands for itself
-                return token.encode()
-        for old, new in self._replacements:
-            token = token.replace(old, new)
-        if self._byte_fallback and (match := BYTE_TOKEN.fullmatch(token)):
-            return bytes([int(match[1], 16)])
-        return token.encode()
-
-    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool) -> str:
-        """The text of a whole sequence."""
-        text = b"".join(self.of(i, skip_special_tokens) for i in token_ids).decode(errors="replace")
-        return _strip(text, *self.strip_left)[0]
+    def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
+        """What the token adds to the text."""
+        ...
 
 
-def _strip(text: str, character: str, count: int) -> tuple[str, int]:
-    """``text`` without up to ``count`` leading ``character``, and how many may still be taken off what follows."""
-    while count and text.startswith(character):
-        text, count = text[len(character) :], count - 1
-    return text, 0 if text else count
+class TextStream:
+    """Bytes in, certain text out. Bytes that are no UTF-8 become U+FFFD, one for each maximal subpart (Unicode 3.9)."""
+
+    def __init__(self, strip_start: int = 0, before: bytes = b"") -> None:
+        """strip_start: leading spaces to drop, at most. before: bytes ahead of the text, whose last may be half of a
+        character; the whole character then counts to the text."""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.decode(before)
+        self._strip = strip_start
+
+    def push(self, data: bytes, final: bool = False) -> str:
+        """Newly certain text. ``final``: nothing follows, what is incomplete becomes U+FFFD."""
+        text = self._decoder.decode(data, final)
+        if not self._strip or not text:
+            return text
+        spaces = min(len(text) - len(text.lstrip(" ")), self._strip)
+        self._strip = self._strip - spaces if spaces == len(text) else 0
+        return text[spaces:]
+
+
+class StopFinder:
+    """One stop string over text that arrives in pieces; constant work per character (Knuth, Morris, Pratt 1977)."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop, self.matched = stop, 0  # matched: the text's longest end that begins the stop string
+        self._fallback = [0] * len(stop)
+        size = 0
+        for i in range(1, len(stop)):
+            size = self._step(size, stop[i])
+            self._fallback[i] = size
+
+    def _step(self, size: int, character: str) -> int:
+        while size and self.stop[size] != character:
+            size = self._fallback[size - 1]
+        return size + 1 if self.stop[size] == character else 0
+
+    def find(self, text: str) -> int | None:
+        """Where the stop string starts, relative to ``text`` (below zero: in earlier pieces); None if not complete."""
+        for i, character in enumerate(text):
+            self.matched = self._step(self.matched, character)
+            if self.matched == len(self.stop):
+                return i + 1 - len(self.stop)
+        return None
 
 
 class IncrementalDetokenizer:
-    """Text of one sequence while its tokens arrive.
+    """Push tokens, take text as it becomes certain.
 
-    What ``push`` and ``finish`` returned, joined, is ``tokenizer.decode`` of all tokens, cut before the first stop
-    string (see ``StopFilter``). With ``prompt_ids`` the text continues theirs: a character that the prompt left
-    unfinished is part of it, and a leading space is kept.
+    The pieces and ``finish()`` together are ``decode(all ids)``, unless a stop string appears. The first token after
+    which the certain text holds a stop string ends the text, cut where the earliest one starts (of two that start
+    there, the one given first is reported).
     """
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: ByteSource,
         prompt_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
         skip_special_tokens: bool = True,
     ) -> None:
-        self._bytes = tokenizer.token_bytes
-        self._skip = skip_special_tokens
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._strip_character, self._strip_count = self._bytes.strip_left
-        self._stop = StopFilter(tuple(stop))
+        """prompt_ids: what the text continues; it decides about a leading space and about half a character at the
+        seam. Raises InvalidRequest for an empty stop string."""
+        if not all(stop):
+            raise InvalidRequest("stop", "a stop string must not be empty")
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        before = self._end_of(prompt_ids)
+        self._stream = TextStream(0 if before else tokenizer.strip_start, before)
+        self._finders = [StopFinder(s) for s in stop]
+        self._held = ""  # certain text that may begin a stop string
         self._finished = False
-        if tail := self._tail(prompt_ids):
-            self._strip_count = 0
-            self._utf8.decode(tail)
-
-    def _tail(self, prompt_ids: Sequence[int]) -> bytes:
-        """The last bytes of the prompt: enough to hold an unfinished character."""
-        tail = b""
-        for token_id in reversed(prompt_ids):
-            tail = self._bytes.of(token_id, self._skip) + tail
-            if len(tail) >= LONGEST_INCOMPLETE:
-                break
-        return tail
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string ended the text."""
-        return self._stop.stop_string is not None
-
-    @property
-    def stop_string(self) -> str | None:
-        """The stop string that ended the text."""
-        return self._stop.stop_string
+        self.stopped = False
+        self.stop_string = ""
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token. Raises ValueError after the end."""
+        """Newly certain text that begins no stop string; often empty. Raises ValueError after a stop or ``finish``."""
         if self.stopped or self._finished:
-            raise ValueError("the text has ended; no token may follow it")
-        return self._stop.push(self._stripped(self._utf8.decode(self._bytes.of(token_id, self._skip))))
+            raise ValueError("this text has ended; no token may follow it")
+        return self._emit(self._stream.push(self._tokenizer.token_bytes(token_id, self._skip)))
 
     def finish(self) -> str:
-        """The rest of the text: an unfinished character as U+FFFD, and what might have begun a stop string."""
+        """What was withheld; an incomplete character comes out as U+FFFD, which may complete a stop string."""
         if self.stopped or self._finished:
             return ""
         self._finished = True
-        certain = self._stop.push(self._stripped(self._utf8.decode(b"", final=True)))
-        return certain + self._stop.finish()
+        text = self._emit(self._stream.push(b"", final=True))
+        held, self._held = self._held, ""
+        return text + held
 
-    def _stripped(self, text: str) -> str:
-        if not self._strip_count:
-            return text
-        text, self._strip_count = _strip(text, self._strip_character, self._strip_count)
-        return text
+    def _end_of(self, prompt_ids: Sequence[int]) -> bytes:
+        end = b""
+        for token_id in reversed(prompt_ids):
+            end = self._tokenizer.token_bytes(token_id, self._skip) + end
+            if len(end) >= MOST_BYTES_OPEN:
+                break
+        return end
+
+    def _emit(self, text: str) -> str:
+        """Pass certain text through the stop strings."""
+        pending, known = self._held + text, len(self._held)
+        found = [(at, finder.stop) for finder in self._finders if (at := finder.find(text)) is not None]
+        if found:
+            at, self.stop_string = min(found, key=lambda f: f[0])
+            self.stopped, self._held = True, ""
+            return pending[: known + at]
+        certain = len(pending) - max((finder.matched for finder in self._finders), default=0)
+        self._held = pending[certain:]
+        return pending[:certain]

@@ -1,4 +1,4 @@
-"""The whole deployment on Ray, with the real model: two nodes of each kind, SDK, CLI, OpenAI client, bad input, soak."""
+"""The whole deployment on Ray with the real model: two nodes of each kind, every client, bad input, soak, a kill."""
 
 from __future__ import annotations
 

@@ -43,6 +43,10 @@ class ByteTokenizer:
 
     vocab_size = VOCAB
     eos_token_ids = (EOS,)
+    strip_start = 0  # what the detokenizer takes off the start of a text
+
+    def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

@@ -1,0 +1,106 @@
+"""The Llama family against transformers: tiny random checkpoints of each, and the real model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.attention.cpu import attention_for
+from paceline.config import NodeConfig
+from paceline.engine.build import build_runner, load_model
+from paceline.engine.colocated import ColocatedEngine
+from paceline.engine.selfcheck import logits_in_chunks
+from paceline.kvcache.allocator import PageAllocator
+from paceline.kvcache.layout import KvLayout
+from paceline.kvcache.pool import KvPool
+from paceline.request import SamplingParams, SequenceRequest
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama, tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama, llama3 rope": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama, biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {"use_sliding_window": False}),
+    "qwen3": ("Qwen3", {"use_sliding_window": False}),
+    "qwen3, one KV head": ("Qwen3", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+}
+TOKENS = [(17 * i + 3) % 211 for i in range(45)]
+
+
+def ours(folder: Path, tokens: list[int], chunks: tuple[int, ...]) -> torch.Tensor:
+    model = load_model(folder, torch.float32, torch.device("cpu"))
+    spec = model.spec
+    kv, allocator = KvPool(KvLayout(model.kv_layers, model.dtype), 32, 8), PageAllocator(32)
+    attention = attention_for(model.device, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    return logits_in_chunks(model, kv, allocator, attention, tokens, chunks)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tiny_checkpoints(case: str, tmp_path: Path) -> None:
+    import transformers
+
+    family, changes = CASES[case]
+    config = getattr(transformers, f"{family}Config")(**(SHAPE | changes))
+    torch.manual_seed(5)
+    reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():  # biases and norms start as zeros and ones: make them count
+        for name, parameter in reference.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3 if "bias" in name or "norm" in name else 0.0)
+    reference.save_pretrained(tmp_path)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([TOKENS])).logits[0]
+    for chunks in ((45,), (20, 1, 1, 23), (1,) * 45):
+        got = ours(tmp_path, TOKENS, chunks)
+        assert (got - expected).abs().max().item() < 1e-4, chunks
+
+
+@pytest.mark.real_model
+def test_real_model(smollm2_folder: Path) -> None:
+    import transformers
+
+    reference = transformers.AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
+    tokens = [1, *(1000 + 37 * i for i in range(59))]
+    with torch.inference_mode():
+        expected = reference(torch.tensor([tokens])).logits[0]
+    worst = (ours(smollm2_folder, tokens, (60,)) - expected).abs().max().item()
+    assert worst < 1e-3, worst
+
+
+@pytest.mark.real_model
+def test_real_answer(smollm2_folder: Path) -> None:
+    """The known greedy answer, through chat template and detokenizer, in bf16."""
+    from paceline.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_folder(smollm2_folder)
+    question = "What is the capital of France, and what is it famous for?"
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": question}])
+    runner = build_runner(NodeConfig(model=str(smollm2_folder), drafter="ngram"))
+    request = SequenceRequest("r", tuple(ids), SamplingParams(temperature=0.0, seed=0, max_tokens=24))
+    text = tokenizer.decode(ColocatedEngine(runner).generate([request])[0].token_ids)
+    assert text.startswith("The capital of France is Paris. It's a city steeped in history and culture")
