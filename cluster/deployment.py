@@ -49,13 +49,12 @@ class Deployment:
 
     async def _start(self) -> None:
         # Late: the parts import ray, fastapi and more.
-        from paceline.tokenizer import Tokenizer
-
         from cluster.http import create_app, serve_http
         from cluster.metrics import Metrics
         from cluster.router import Router
         from cluster.service import serve_grpc
         from paceline.models.hub import resolve_model
+        from paceline.tokenizer import Tokenizer
 
         config = self.config
         folder = await asyncio.to_thread(resolve_model, config.model)
@@ -65,6 +64,7 @@ class Deployment:
         self.directory = NodeDirectory(registry_url, config.lease_ttl_s)
         await self.directory.start()
         self._stops.append(("directory", self.directory.close))
+        self.supervisor.has_lease = self.directory.holds  # a node that stopped without dying is replaced too
         served = await self._introduce(self.supervisor.slots)
         self.served = served
         self.metrics = Metrics()
@@ -92,7 +92,10 @@ class Deployment:
     def _start_registry(self) -> str:
         if self.config.redis:
             return self.config.redis
-        server = EmbeddedRedis()
+        if self.config.ray_address == "local":
+            server = EmbeddedRedis()
+        else:  # nodes may be on other hosts
+            server = EmbeddedRedis(tcp=True, host=self.config.node_host)
         self._stops.append(("redis", server.close))
         return server.url
 

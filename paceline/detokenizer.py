@@ -75,8 +75,8 @@ class IncrementalDetokenizer:
     """Push tokens, take text as it becomes certain.
 
     The pieces and ``finish()`` together are ``decode(all ids)``, unless a stop string appears. The first token after
-    which the certain text holds a stop string ends the text, cut where the earliest one starts (of two that start
-    there, the one given first is reported).
+    which the certain text holds a stop string ends the text, cut where the earliest one starts (of several that
+    start there, the longest is reported).
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class IncrementalDetokenizer:
         pending, known = self._held + text, len(self._held)
         found = [(at, finder.stop) for finder in self._finders if (at := finder.find(text)) is not None]
         if found:
-            at, self.stop_string = min(found, key=lambda f: f[0])
+            at, self.stop_string = min(found, key=lambda f: (f[0], -len(f[1])))
             self.stopped, self._held = True, ""
             return pending[: known + at]
         certain = len(pending) - max((finder.matched for finder in self._finders), default=0)

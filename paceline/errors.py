@@ -26,6 +26,9 @@ class InvalidRequest(PacelineError):
         self.field = field
         self.message = message
 
+    def __reduce__(self) -> tuple[type[InvalidRequest], tuple[str, str]]:
+        return type(self), (self.field, self.message)
+
 
 class ConfigError(PacelineError):
     """A deployment option is wrong. ``key`` names it."""
@@ -34,6 +37,9 @@ class ConfigError(PacelineError):
         super().__init__(f"{key}: {message}")
         self.key = key
         self.message = message
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str]]:
+        return type(self), (self.key, self.message)
 
 
 class Overloaded(PacelineError):
@@ -57,6 +63,9 @@ class PairingRefused(PacelineError):
             f"  prefill: {prefill_fingerprint}\n  decode:  {decode_fingerprint}"
         )
         self.differing = differing
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return PairingRefused.from_text, (str(self),)
 
     @classmethod
     def from_text(cls, text: str) -> PairingRefused:

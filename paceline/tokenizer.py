@@ -117,7 +117,7 @@ class Tokenizer:
         try:
             text = self._template.render(values, tools=None, documents=None, **self._specials)
         except Exception as error:  # the template is the model's own program: it may fail in any way
-            raise InvalidRequest("messages", f"the model's chat template refused them: {error}") from None
+            raise InvalidRequest("messages", f"the chat template refused them: {error}") from None
         return self._encode(text, "messages")
 
 
