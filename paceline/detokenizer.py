@@ -74,9 +74,9 @@ class StopFinder:
 class IncrementalDetokenizer:
     """Push tokens, take text as it becomes certain.
 
-    The pieces and ``finish()`` together are ``decode(all ids)``, unless a stop string appears. The first token after
-    which the certain text holds a stop string ends the text, cut where the earliest one starts (of several that
-    start there, the longest is reported).
+    The pieces and ``finish()`` together are ``decode(all ids)``, unless a stop string appears: the earliest
+    character that completes one ends the text, cut where that stop string starts; of several completed by the same
+    character the longest counts. So it does not matter which token brought which character.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class IncrementalDetokenizer:
         pending, known = self._held + text, len(self._held)
         found = [(at, finder.stop) for finder in self._finders if (at := finder.find(text)) is not None]
         if found:
-            at, self.stop_string = min(found, key=lambda f: (f[0], -len(f[1])))
+            at, self.stop_string = min(found, key=lambda f: (f[0] + len(f[1]), f[0]))
             self.stopped, self._held = True, ""
             return pending[: known + at]
         certain = len(pending) - max((finder.matched for finder in self._finders), default=0)

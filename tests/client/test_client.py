@@ -12,12 +12,12 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.scripted_nodes import Fleet, fleet, letters
 
 import paceline.client
 from cluster.service import SERVICE, GrpcServer, serve_grpc
 from paceline.client import AsyncClient, Client, Overloaded, PacelineError
 from paceline.errors import NodeUnavailable as RootNodeUnavailable
+from support.scripted_nodes import Fleet, fleet, letters
 
 TEXT = letters(5, 5, 64)
 

@@ -15,7 +15,6 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from support.scripted_nodes import MAX_MODEL_LEN, VOCAB, Fleet, fleet, letters
 
 import paceline.client
 from cluster.service import SERVICE, serve_grpc
@@ -32,6 +31,7 @@ from paceline.client import (
 from paceline.errors import ConfigError
 from paceline.request import derive_seed
 from paceline.v1 import inference_pb2, inference_pb2_grpc
+from support.scripted_nodes import MAX_MODEL_LEN, VOCAB, Fleet, fleet, letters
 
 TEXT = letters(5, 5, 40)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from support.fake_router import MODEL, FakeRouter
 
 from cluster import http as http_module
 from cluster.http import create_app
@@ -24,6 +23,7 @@ from paceline.errors import (
     PacelineError,
 )
 from paceline.request import SpeculationParams
+from support.fake_router import MODEL, FakeRouter
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"prompt": "hi"}

@@ -12,12 +12,12 @@ import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
-from support.fake_router import MODEL, FakeRouter
 
 from cluster import http as http_module
 from cluster.http import HttpServer, create_app, serve_http
 from cluster.metrics import Metrics
 from paceline.errors import ConfigError, NodeUnavailable, Overloaded
+from support.fake_router import MODEL, FakeRouter
 
 PROMPT_S = 5.0  # longest wait for a generation to notice that its client is gone
 MESSAGES: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "hi"}]

@@ -9,7 +9,6 @@ from typing import Any
 
 import grpc
 import pytest
-from support.scripted_nodes import EOS, Fleet, Script, fleet, letters, token_at
 
 from cluster.plan import Chat, ChatMessage, GenerationRequest
 from paceline.errors import (
@@ -22,6 +21,7 @@ from paceline.errors import (
 )
 from paceline.request import FinishReason, SamplingParams, SpeculationParams, derive_seed
 from paceline.results import Chunk, Generation, HandoffBytes, Usage
+from support.scripted_nodes import EOS, Fleet, Script, fleet, letters, token_at
 
 PROMPT = "hello"
 TEXT = letters(5, len(PROMPT), 64)

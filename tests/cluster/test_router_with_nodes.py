@@ -7,13 +7,13 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 import pytest
-from support.scripted_nodes import ByteTokenizer
 
 from cluster.plan import GenerationRequest
 from cluster.registry_types import NodeRecord
 from cluster.router import Router
 from paceline.config import ServeConfig
 from paceline.request import FinishReason, SamplingParams, derive_seed
+from support.scripted_nodes import ByteTokenizer
 from tests.fakes.nodes import Cluster, cluster
 from tests.fakes.runner import VOCAB, next_token
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.exactness import run
-from support.pd import pair
-from support.prompts import prompt_requests
 
 from paceline.config import NodeConfig
 from paceline.engine.build import assemble, build_runner
+from support.exactness import run
+from support.pd import pair
+from support.prompts import prompt_requests
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(600)]
 

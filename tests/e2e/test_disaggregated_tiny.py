@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from support.exactness import run
-from support.pd import pair
-from support.tiny import tiny_request, tiny_runner
 
 from paceline.config import NodeConfig
 from paceline.kvcache.layout import LayerOwner
 from paceline.request import SequenceRequest
+from support.exactness import run
+from support.pd import pair
+from support.tiny import tiny_request, tiny_runner
 
 CASES: dict[str, dict[str, object]] = {
     "none": {"drafter": "none"},

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from support.pd import pair
-from support.tiny import tiny_request, tiny_runner
 
 from paceline.config import NodeConfig
 from paceline.v1 import node_pb2
+from support.pd import pair
+from support.tiny import tiny_request, tiny_runner
 
 MISMATCHES: dict[str, tuple[dict[str, object], dict[str, object], str]] = {
     "drafter": ({"drafter": "ngram"}, {"drafter": "none"}, "drafter"),

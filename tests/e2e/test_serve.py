@@ -15,14 +15,14 @@ import httpx
 import openai
 import psutil
 import pytest
-from support.exactness import run
-from support.prompts import QUESTIONS, prompt_requests
-from support.server import Server, paceline, serve
 
 from paceline.client import AsyncClient, Client, InvalidRequest, Overloaded, PacelineError
 from paceline.config import NodeConfig
 from paceline.engine.build import build_runner
 from paceline.v1 import node_pb2, node_pb2_grpc
+from support.exactness import run
+from support.prompts import QUESTIONS, prompt_requests
+from support.server import Server, paceline, serve
 
 pytestmark = [pytest.mark.e2e, pytest.mark.real_model, pytest.mark.timeout(400)]
 

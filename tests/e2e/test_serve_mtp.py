@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.prompts import QUESTIONS
-from support.server import serve
 
 from paceline.client import Client
+from support.prompts import QUESTIONS
+from support.server import serve
 
 pytestmark = [pytest.mark.e2e, pytest.mark.real_model, pytest.mark.timeout(300)]
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.exactness import run
-from support.prompts import prompt_requests
 
 from paceline.config import NodeConfig
 from paceline.engine.build import assemble, build_runner
 from paceline.engine.model_runner import ModelRunner
 from paceline.layers.build import set_threads
+from support.exactness import run
+from support.prompts import prompt_requests
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(900)]
 

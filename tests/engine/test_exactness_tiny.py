@@ -9,8 +9,6 @@ from collections.abc import Sequence as Seq
 
 import pytest
 import torch
-from support.exactness import Outcome, run
-from support.tiny import VOCAB, tiny_request, tiny_runner
 
 from paceline.engine.model_runner import ModelRunner
 from paceline.models.llama import LlamaModel
@@ -18,6 +16,8 @@ from paceline.request import SequenceRequest
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.tree import DraftTree, build_tree
+from support.exactness import Outcome, run
+from support.tiny import VOCAB, tiny_request, tiny_runner
 
 DTYPES = ["bf16", "fp32"]
 VARIANTS: dict[str, tuple[dict[str, object], dict[str, int]]] = {

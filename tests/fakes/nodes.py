@@ -13,12 +13,12 @@ from typing import Any
 import grpc
 import grpc.aio
 import torch
-from paceline.wire import sequence_to_proto
 
 from decode_node.node import DecodeNode
 from paceline.config import NodeConfig
 from paceline.request import SamplingParams, SequenceRequest
 from paceline.v1 import common_pb2, node_pb2, node_pb2_grpc
+from paceline.wire import sequence_to_proto
 from prefill_node.node import PrefillNode
 from tests.fakes.runner import FakeRunner
 

@@ -43,17 +43,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama, tied": ("Llama", {"tie_word_embeddings": True}),
     "llama, llama3 rope": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama, linear rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}}),
     "llama, biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {"use_sliding_window": False}),
+    "qwen2, tied": ("Qwen2", {"use_sliding_window": False, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"use_sliding_window": False}),
     "qwen3, one KV head": ("Qwen3", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
 }
 TOKENS = [(17 * i + 3) % 211 for i in range(45)]
 
 
-def ours(folder: Path, tokens: list[int], chunks: tuple[int, ...]) -> torch.Tensor:
-    model = load_model(folder, torch.float32, torch.device("cpu"))
+PARAGRAPH = (
+    "The city grew up on two islands in the river, and for centuries its only bridges were made of wood. When the last "
+    "of them burned in the winter of 1281, the council decided to build in stone. It took thirty years, and the man "
+    "who had drawn the plans did not live to walk across."
+)
+
+
+def ours(folder: Path, tokens: list[int], chunks: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    model = load_model(folder, dtype, torch.device("cpu"))
     spec = model.spec
     kv, allocator = KvPool(KvLayout(model.kv_layers, model.dtype), 32, 8), PageAllocator(32)
     attention = attention_for(model.device, spec.num_heads, spec.num_kv_heads, spec.head_dim)
@@ -76,20 +85,34 @@ def test_tiny_checkpoints(case: str, tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = reference(torch.tensor([TOKENS])).logits[0]
     for chunks in ((45,), (20, 1, 1, 23), (1,) * 45):
-        got = ours(tmp_path, TOKENS, chunks)
-        assert (got - expected).abs().max().item() < 1e-4, chunks
+        worst = (ours(tmp_path, TOKENS, chunks) - expected).abs().max().item()
+        assert worst < 1e-4, f"largest difference {worst} in chunks of {chunks}"
+
+
+def perplexity(logits: torch.Tensor, tokens: list[int]) -> float:
+    """logits: [T, vocab_size] of ``tokens``."""
+    return torch.nn.functional.cross_entropy(logits[:-1].float(), torch.tensor(tokens[1:])).exp().item()
 
 
 @pytest.mark.real_model
 def test_real_model(smollm2_folder: Path) -> None:
     import transformers
 
+    from paceline.tokenizer import Tokenizer
+
     reference = transformers.AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
-    tokens = [1, *(1000 + 37 * i for i in range(59))]
+    tokens = Tokenizer.from_folder(smollm2_folder).encode(PARAGRAPH)[:60]
+    assert len(tokens) == 60
     with torch.inference_mode():
         expected = reference(torch.tensor([tokens])).logits[0]
-    worst = (ours(smollm2_folder, tokens, (60,)) - expected).abs().max().item()
-    assert worst < 1e-3, worst
+    for chunks in ((60,), (41, 1, 1, 17)):
+        worst = (ours(smollm2_folder, tokens, chunks) - expected).abs().max().item()
+        assert worst < 1e-3, f"largest difference {worst} in chunks of {chunks}"
+    wanted, served = (
+        perplexity(expected, tokens),
+        perplexity(ours(smollm2_folder, tokens, (60,), torch.bfloat16), tokens),
+    )
+    assert served == pytest.approx(wanted, rel=0.02)
 
 
 @pytest.mark.real_model

@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from paceline.wire import sequence_to_proto
 
 from kv_transfer.torch_dist import GlooTransport
 from paceline.v1 import node_pb2
+from paceline.wire import sequence_to_proto
 from tests.fakes.nodes import Cluster, cluster, node_config, sequence_request, wait_until
 from tests.fakes.runner import expected_output
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.tiny import tiny_request, tiny_runner
 
 from paceline.engine.colocated import ColocatedEngine
 from paceline.engine.model_runner import ModelRunner, PrefillChunk
@@ -13,6 +12,7 @@ from paceline.layers.linear import Linear
 from paceline.models.llama import LlamaModel
 from paceline.spec_decode.drafters.mtp import MtpDrafter
 from paceline.spec_decode.sequence import Sequence
+from support.tiny import tiny_request, tiny_runner
 
 
 def prefill(runner: ModelRunner, tokens: list[int], *, steps: int, **params: object) -> Sequence:
