@@ -27,15 +27,15 @@ def show(title: str, rows: list[engine.Row]) -> bool:
 def main() -> None:
     """Run the parts asked for; exit 1 when a bound is missed."""
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
-    parser.add_argument("parts", nargs="*", choices=["engine", "serving", []], default=["engine", "serving"])
+    parser.add_argument("--only", choices=["engine", "serving"], help="one part; both when not given")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     folder = resolve_model(options.model)
     held = True
-    if "engine" in options.parts:
+    if options.only != "serving":
         held &= show("engine, one process", engine.run(folder, options.threads))
-    if "serving" in options.parts:
+    if options.only != "engine":
         held &= show("serving, 1 prefill + 1 decode node", serving.run(options.model))
     sys.exit(0 if held else 1)
 
