@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -15,6 +16,8 @@ PACKAGE = Path("paceline/v1")
 def generate(out: Path) -> None:
     """Write all stubs below ``out``."""
     sources = sorted(str(p.relative_to(ROOT / "proto")) for p in (ROOT / "proto").rglob("*.proto"))
+    # protoc finds its plugins on PATH; ours lie beside this interpreter, whose venv need not be activated.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     outputs = [f"--{kind}_out={out}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
     if protoc.main(["protoc", f"-I{ROOT / 'proto'}", *outputs, *sources]) != 0:
         raise SystemExit("protoc failed")
