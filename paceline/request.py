@@ -99,7 +99,9 @@ class SpeculationParams:
     """Per-request speculation. None keeps the deployment's value; values are capped by the deployment's."""
 
     num_draft_tokens: int | None = None  # K; 0 turns speculation off for this request
-    tree_width: int | None = None  # candidates per depth; 1 is a chain
+    tree_width: int | None = None  # candidates per expanded node; 1 is a chain
+    drafter: str | None = None  # one of the deployment's list
+    tree: str | None = None  # chain, static or dynamic
 
 
 @dataclass(frozen=True)

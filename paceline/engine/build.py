@@ -26,7 +26,7 @@ from paceline.spec_decode.base import Drafter
 from paceline.spec_decode.drafters.mtp import MtpDrafter, MtpModule, mtp_kv_layers
 from paceline.spec_decode.drafters.ngram import NgramDrafter
 from paceline.spec_decode.drafters.none import NoDrafter
-from paceline.spec_decode.heads import load_mtp
+from paceline.spec_decode.heads.mtp import load_mtp
 
 log = logging.getLogger(__name__)
 

@@ -197,7 +197,7 @@ class ModelRunner:
             chunk.seq.num_computed = chunk.end
             if chunk.seq.finish_reason is None:
                 items.append(ExtendItem(chunk.seq, chunk.start, chunk.end, rows, chunk.final))
-        if items and self.drafter.needs_hidden:
+        if items and self.drafter.needs_extend:
             self.drafter.extend(items)
         return sampled
 
@@ -232,7 +232,7 @@ class ModelRunner:
             results.append(self._commit(seq, tree, verdict, scores))
             if seq.finish_reason is None:
                 items.append(ExtendItem(seq, start, seq.num_computed, rows[nodes], final=True))
-        if items and self.drafter.needs_hidden:
+        if items and self.drafter.needs_extend:
             self.drafter.extend(items)
         return results
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -11,6 +12,7 @@ from paceline.attention.base import AttentionBackend, AttentionPlan, ForwardBatc
 from paceline.kvcache.layout import KvLayer
 from paceline.kvcache.pool import KvPool
 from paceline.models.config import ModelSpec
+from paceline.models.loader import WeightBag
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,36 @@ class ForwardContext:
         return cls(batch, kv, attention, attention.plan(batch))
 
 
+class AuxCapture:
+    """Collects the residual stream entering some layers, for drafters that read it (EAGLE-3, algorithms.md C6).
+
+    Layer numbers are 0-based; ``num_layers`` itself means the stream after the last layer, before the final norm.
+    """
+
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        self.layers = layers
+        self._rows: dict[int, torch.Tensor] = {}
+
+    def see(self, layer: int, added: torch.Tensor, residual: torch.Tensor) -> None:
+        """A model calls it before each layer: ``residual + added`` is the stream. Both [T, hidden_size]."""
+        if layer in self.layers:
+            self._rows[layer] = residual + added
+
+    def rows(self) -> torch.Tensor:
+        """[T, len(layers) * hidden_size], in the order of ``layers``."""
+        return torch.cat([self._rows[layer] for layer in self.layers], dim=-1)
+
+
+class DecoderBlock(Protocol):
+    """One decoder layer of a model's own kind; also the block of its MTP modules."""
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, table: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """x: what the block before added; residual: [T, hidden], updated in place -> what this block adds last."""
+        ...
+
+
 class TargetModel(ABC):
     """A causal language model over the paged pool."""
 
@@ -41,12 +73,19 @@ class TargetModel(ABC):
         """token_ids: int64 [T] -> [T, hidden_size]."""
 
     @abstractmethod
-    def forward(self, context: ForwardContext) -> torch.Tensor:
-        """Run the batch, writing its KV; returns hidden rows after the final norm, [T, hidden_size]."""
+    def forward(self, context: ForwardContext, aux: AuxCapture | None = None) -> torch.Tensor:
+        """Run the batch, writing its KV; returns hidden rows after the final norm, [T, hidden_size].
+
+        ``aux`` is shown the residual stream at every layer.
+        """
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [R, hidden_size] after the final norm -> float32 [R, vocab_size]."""
+
+    @abstractmethod
+    def decoder_block(self, weights: WeightBag, prefix: str, kv_layer: int) -> DecoderBlock:
+        """A layer of this model's kind from ``{prefix}.*``, on KV layer ``kv_layer`` of the pool."""
 
     @abstractmethod
     def rope_table(self) -> torch.Tensor:

@@ -10,7 +10,7 @@ from paceline.kvcache.layout import KvLayer, LayerKind, LayerOwner
 from paceline.layers.linear import Linear, fuse
 from paceline.layers.ops import add_rms_norm, rms_norm, rope_write, silu_mul
 from paceline.layers.rotary import rope_table
-from paceline.models.base import ForwardContext, TargetModel
+from paceline.models.base import AuxCapture, ForwardContext, TargetModel
 from paceline.models.config import ModelSpec
 from paceline.models.loader import WeightBag
 
@@ -98,17 +98,25 @@ class LlamaModel(TargetModel):
         """See TargetModel."""
         return self.embedding[token_ids]
 
-    def forward(self, context: ForwardContext) -> torch.Tensor:
+    def forward(self, context: ForwardContext, aux: AuxCapture | None = None) -> torch.Tensor:
         """See TargetModel."""
         x = self.embed(context.batch.token_ids)
         residual = torch.zeros_like(x)
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers):
+            if aux is not None:
+                aux.see(i, x, residual)
             x = layer(x, residual, self.table, context)
+        if aux is not None:
+            aux.see(len(self.layers), x, residual)
         return add_rms_norm(x, residual, self.norm, self.spec.rms_norm_eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See TargetModel."""
         return self.lm_head(hidden)
+
+    def decoder_block(self, weights: WeightBag, prefix: str, kv_layer: int) -> DecoderLayer:
+        """See TargetModel."""
+        return DecoderLayer(self.spec, weights, prefix, kv_layer)
 
     def rope_table(self) -> torch.Tensor:
         """See TargetModel."""

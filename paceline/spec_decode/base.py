@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -13,31 +14,55 @@ from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.tree import DraftTree
 
 
+class TreeKind(enum.StrEnum):
+    """Shape of the trees a drafter makes."""
+
+    CHAIN = "chain"  # one candidate per depth
+    STATIC = "static"  # the drafter's fixed shape: ranks per depth, decided before any draft
+    DYNAMIC = "dynamic"  # expanded where the draft is confident (EAGLE-2, algorithms.md D3)
+
+
+class DraftSampling(enum.StrEnum):
+    """How candidates are chosen from the drafter's distribution q."""
+
+    COUPLED = "coupled"  # top-k of log q + the target's own noise at that position (design 5.3); greedy at T=0
+    GREEDY = "greedy"  # top-k of q: q counts as one-hot (algorithms.md B2)
+    SAMPLED = "sampled"  # drawn from q without replacement, by noise of their own; trees carry q (B1, B6)
+
+
 @dataclass(frozen=True)
 class DraftBudget:
     """Bounds of one sequence's next tree, decided before the round's randomness (algorithms.md B7)."""
 
     num_draft_tokens: int  # K: depth of the tree; 0 is a plain decode step
-    tree_width: int = 1  # candidates per depth; 1 is a chain
+    tree_width: int = 1  # candidates per expanded node; 1 is a chain
+    tree: TreeKind = TreeKind.STATIC
+    tree_nodes: int = 0  # nodes besides the root at most; 0: num_draft_tokens * tree_width
+    min_confidence: float = 0.0  # stop drafting below this q of the best candidate (I3d); 0 never stops
 
     @property
     def max_nodes(self) -> int:
         """Nodes, root included."""
-        return 1 + self.num_draft_tokens * self.tree_width
+        if self.tree is TreeKind.CHAIN or self.tree_width == 1:
+            return 1 + self.num_draft_tokens
+        if self.num_draft_tokens == 0:
+            return 1
+        return 1 + (self.tree_nodes or self.num_draft_tokens * self.tree_width)
 
 
 @dataclass(frozen=True)
 class ExtendItem:
-    """New true hidden rows of one sequence: rows start..end-1, each h_i after the target's final norm.
+    """New true hidden rows of one sequence: rows start..end-1.
 
-    ``seq.token_ids[end]`` is known (the next prompt token, or the token just sampled). ``final`` asks for
-    proposals afterwards; a prefill chunk before the last does not.
+    ``hidden`` holds h_i after the target's final norm, or, for a drafter with ``aux_layers``, the residual stream
+    entering each of those layers, side by side. ``seq.token_ids[end]`` is known (the next prompt token, or the token
+    just sampled). ``final`` asks for proposals afterwards; a prefill chunk before the last does not.
     """
 
     seq: Sequence
     start: int
     end: int
-    hidden: torch.Tensor  # [end - start, hidden_size]
+    hidden: torch.Tensor  # [end - start, hidden_size], or [end - start, len(aux_layers) * hidden_size]
     final: bool
 
 
@@ -47,12 +72,36 @@ class Drafter(ABC):
     name: str
     kv_layers: tuple[KvLayer, ...] = ()  # further layers of the target's pages
     lookahead: int = 0  # tokens past row i that its draft KV rows depend on (algorithms.md E7)
-    needs_hidden: bool = False  # whether extend must see the target's hidden rows
+    needs_extend: bool = False  # whether extend must see every committed row
+    needs_argmax: bool = False  # whether observe wants the target's best token at every node of its trees
+    aux_layers: tuple[int, ...] = ()  # target layers whose input rows extend is given instead of h
+    state_width: int = 0  # elements of a row of DraftState.hidden; 0: the drafter keeps no such rows
 
     @abstractmethod
     def extend(self, items: Seq[ExtendItem]) -> None:
-        """Digest committed rows, prefill or decode; with ``final`` leave proposals in ``seq.draft``."""
+        """Digest committed rows, prefill or decode; with ``final`` leave proposals in ``seq.draft``.
+
+        After it ``seq.draft_rows`` says how many draft KV rows are exact. Called after a sequence's tokens were
+        committed, never for one that ended.
+        """
 
     @abstractmethod
     def propose(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[DraftTree]:
-        """One tree per sequence, rooted at its last committed token, within its budget."""
+        """One tree per sequence, rooted at its last committed token, within its budget.
+
+        May write draft KV rows into slots m..m+draft_slots(budget)-1 of the sequence's table, which nobody reads
+        after the round. A sequence without draft state (nothing was handed over) gets the root alone.
+        """
+
+    def draft_slots(self, budget: DraftBudget) -> int:
+        """Slots past the m committed rows that propose may write under ``budget``."""
+        return budget.max_nodes
+
+    def observe(self, seq: Sequence, tree: DraftTree, argmax: Seq[int]) -> None:  # noqa: B027
+        """The target's best token at each node of a tree this drafter made; before the round is committed.
+
+        Only called when ``needs_argmax``. argmax: [num_nodes].
+        """
+
+    def finish(self, seq: Sequence) -> None:  # noqa: B027
+        """The sequence leaves the node (ended, aborted or handed over): forget it, or learn from it. Idempotent."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -12,11 +16,17 @@ class DraftTree:
 
     ``token_ids[0]`` is the root t_m. ``parents[0]`` is -1 and ``parents[i] < i``. ``depths[i]`` is the distance
     from the root; node i stands at absolute position m + depths[i]. Siblings carry distinct tokens.
+
+    ``draft_probs`` is given when children were *drawn* from the drafter's distribution: per node with children, the
+    float32 [vocab_size] q they were drawn from, in the order of their node index, without replacement. Absent: the
+    children are a function of the context, q is one-hot (algorithms.md B2, B7).
     """
 
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]
     depths: tuple[int, ...]
+    draft_probs: Mapping[int, torch.Tensor] | None = field(default=None, compare=False)
+    drafter: str = field(default="", compare=False)  # who made it, for the counters
 
     @property
     def num_nodes(self) -> int:

@@ -24,7 +24,6 @@ from paceline.kvcache.pool import KvPool
 from paceline.layers.linear import Linear
 from paceline.layers.ops import add_rms_norm, rms_norm
 from paceline.models.base import ForwardContext, TargetModel
-from paceline.models.llama import DecoderLayer
 from paceline.models.loader import WeightBag
 from paceline.sampling.sampler import perturbed_topk
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
@@ -42,7 +41,7 @@ class MtpModule:
         self.enorm = weights.take(f"{prefix}.enorm.weight", (hidden,))
         self.hnorm = weights.take(f"{prefix}.hnorm.weight", (hidden,))
         self.eh_proj = Linear(weights.take(f"{prefix}.eh_proj.weight", (hidden, 2 * hidden)))  # embedding first
-        self.block = DecoderLayer(spec, weights, prefix, kv_layer)
+        self.block = model.decoder_block(weights, prefix, kv_layer)
         self.norm = weights.take(f"{prefix}.shared_head.norm.weight", (hidden,))
 
     def __call__(self, embedded: torch.Tensor, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -74,7 +73,7 @@ class MtpDrafter(Drafter):
     """One MTP module reused, or several chained. Embedding and LM head are the target's."""
 
     name = "mtp"
-    needs_hidden = True
+    needs_extend = True
 
     def __init__(
         self,
