@@ -26,6 +26,10 @@ def answer_json(choice: Choice) -> dict[str, Any]:
             "accepted_tokens": speculation.accepted_tokens,
             "acceptance_length": speculation.acceptance_length,
             "accepted_per_position": list(speculation.accepted_per_position),
+            "rounds_by_drafter": dict(speculation.rounds_by_drafter),
+            "draft_s": speculation.draft_s,
+            "verify_s": speculation.verify_s,
+            "lossless": speculation.lossless,
         },
         "timing": {
             "ttft_s": timing.ttft_s,

@@ -20,9 +20,9 @@ from cluster.node_calls import NodeCalls, NodeFailure, NodeStream
 from cluster.registry_types import NodeRecord
 from paceline.errors import HandoffFailed, InvalidRequest, NodeUnavailable, Overloaded, PacelineError
 from paceline.request import FinishReason, SequenceRequest
-from paceline.results import Chunk, HandoffBytes, Round, ServedBy
+from paceline.results import Chunk, HandoffBytes, ServedBy
 from paceline.v1 import node_pb2
-from paceline.wire import finish_reason_from_proto, logprobs_from_proto, sequence_to_proto
+from paceline.wire import finish_reason_from_proto, logprobs_from_proto, round_from_proto, sequence_to_proto
 
 SETTLE_S = 1.0  # longest wait for the hand-off's numbers once the text is complete
 CULPRIT_S = 0.2  # a failed hand-off: how long the other node has to show that it was the one
@@ -198,7 +198,7 @@ class Attempt:
     async def _take(self, node: NodeRecord, tokens: node_pb2.Tokens) -> None:
         """Take tokens and send what is new of them."""
         choice = self._choice
-        round_ = Round(tokens.round.num_draft_tokens, tokens.round.num_accepted) if tokens.HasField("round") else None
+        round_ = round_from_proto(tokens.round) if tokens.HasField("round") else None
         logprobs = [logprobs_from_proto(entry) for entry in tokens.logprobs]
         before, since = choice.first_token_at, choice.last_token_at
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from paceline.errors import HandoffFailed
@@ -46,9 +47,9 @@ class ChoiceRun:
         sequence: SequenceRequest,
         detokenizer: Detokenizer,
         started_at: float,
-        tree_width: int = 1,
+        lossless: bool = True,
     ) -> None:
-        """started_at: arrival of the request, monotonic clock. tree_width: candidates per depth of the trees."""
+        """started_at: arrival of the request, monotonic clock. lossless: what the acceptance rule is."""
         self.index = index
         self.request_id = request_id
         self.sequence = sequence
@@ -61,7 +62,7 @@ class ChoiceRun:
         self.last_token_at = started_at
         self._detokenizer = detokenizer
         self._started_at = started_at
-        self._tree_width = tree_width
+        self._lossless = lossless
         self._stats = SpecStats()
 
     def take(
@@ -119,9 +120,11 @@ class ChoiceRun:
         if round_ is None:
             return None
         accepted = min(round_.num_accepted, taken - 1)
-        depth = max(accepted, -(-round_.num_draft_tokens // self._tree_width))
-        self._stats.add(round_.num_draft_tokens, depth, accepted)
-        return Round(round_.num_draft_tokens, accepted)
+        counted = replace(round_, num_accepted=accepted)
+        self._stats.add(
+            round_.num_draft_tokens, max(accepted, round_.depth), accepted, round_.drafter, round_.draft_s, round_.verify_s
+        )
+        return counted
 
     def end(self, reason: FinishReason) -> None:
         """The node says that the sequence ended. A stop string that came first keeps its reason."""
@@ -167,6 +170,10 @@ class ChoiceRun:
                 accepted_per_position=tuple(stats.accepted_per_position),
                 drafted_per_position=tuple(stats.drafted_per_position),
                 accepted_per_round=tuple(stats.accepted_per_round),
+                rounds_by_drafter=dict(stats.rounds_by_drafter),
+                draft_s=stats.draft_s,
+                verify_s=stats.verify_s,
+                lossless=self._lossless,
             ),
             timing=self._timing(),
             nodes=self.nodes,

@@ -6,8 +6,8 @@ from cluster.plan import Chat, ChatMessage, GenerationRequest, Prompt
 from paceline.errors import InvalidRequest
 from paceline.request import SpeculationParams
 from paceline.results import Chunk, Completion, Generation, ModelInfo, Tokenization
-from paceline.v1 import common_pb2, inference_pb2
-from paceline.wire import finish_reason_to_proto, logprobs_to_proto, sampling_from_proto, speculation_from_proto
+from paceline.v1 import inference_pb2
+from paceline.wire import finish_reason_to_proto, logprobs_to_proto, round_to_proto, sampling_from_proto, speculation_from_proto
 
 
 def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequest:
@@ -68,9 +68,7 @@ def generate_chunk(chunk: Chunk) -> inference_pb2.GenerateChunk:
         logprobs=[logprobs_to_proto(entry) for entry in chunk.logprobs],
     )
     if chunk.round is not None:
-        message.round.CopyFrom(
-            common_pb2.Round(num_draft_tokens=chunk.round.num_draft_tokens, num_accepted=chunk.round.num_accepted)
-        )
+        message.round.CopyFrom(round_to_proto(chunk.round))
     if chunk.completion is not None:
         message.completion.CopyFrom(completion_message(chunk.completion))
     return message
@@ -95,6 +93,10 @@ def completion_message(completion: Completion) -> inference_pb2.Completion:
             accepted_per_position=spec.accepted_per_position,
             drafted_per_position=spec.drafted_per_position,
             accepted_per_round=spec.accepted_per_round,
+            rounds_by_drafter=spec.rounds_by_drafter,
+            draft_s=spec.draft_s,
+            verify_s=spec.verify_s,
+            lossless=spec.lossless,
         ),
         timing=inference_pb2.Timing(
             ttft_s=timing.ttft_s, e2e_s=timing.e2e_s, decode_tokens_per_s=timing.decode_tokens_per_s
@@ -136,6 +138,9 @@ def model_info_response(info: ModelInfo) -> inference_pb2.ModelInfoResponse:
         drafter=info.drafter,
         num_draft_tokens=info.num_draft_tokens,
         bit_exact=info.bit_exact,
+        drafters=info.drafters,
+        tree=info.tree,
+        acceptance=info.acceptance,
         nodes=[
             inference_pb2.NodeInfo(
                 id=node.id,

@@ -35,6 +35,10 @@ class Metrics:
         self._rounds = counter("spec_rounds", "Draft-verify rounds.")
         self._drafted = counter("spec_draft_tokens", "Draft tokens proposed.")
         self._accepted = counter("spec_accepted_tokens", "Draft tokens accepted.")
+        self._rounds_of = counter("spec_rounds_by_drafter", "Rounds by who drafted.", "drafter")
+        self._draft_s = counter("spec_draft_seconds", "Time in drafting, of the rounds that choices took part in.")
+        self._verify_s = counter("spec_verify_seconds", "Time in verification, likewise.")
+        self._lossy = counter("spec_lossy_choices", "Choices decoded under a lossy acceptance rule (typical).")
         self._drafted_at = counter("spec_drafted_per_position", "Rounds that drafted at a depth.", "position")
         self._accepted_at = counter("spec_accepted_per_position", "Rounds that accepted at a depth.", "position")
         self._handoff_bytes = counter("handoff_bytes", "Bytes handed over from prefill to decode.", "byte_class")
@@ -100,6 +104,11 @@ class Metrics:
         ):
             for position, count in enumerate(counts, 1):
                 metric.labels(str(position)).inc(count)
+        for drafter, rounds in spec.rounds_by_drafter.items():
+            self._rounds_of.labels(drafter).inc(rounds)
+        self._draft_s.inc(spec.draft_s)
+        self._verify_s.inc(spec.verify_s)
+        self._lossy.inc(not spec.lossless)
         if spec.rounds:
             self._length.observe(spec.acceptance_length)
 

@@ -14,7 +14,7 @@ from typing import Any
 from cluster.json_body import Fields, as_integer, as_number, as_text
 from cluster.plan import Chat, ChatMessage, GenerationRequest, Prompt
 from paceline.errors import InvalidRequest
-from paceline.request import MAX_LOGIT_BIAS, SamplingParams, SpeculationParams
+from paceline.request import MAX_LOGIT_BIAS, TREES, SamplingParams, SpeculationParams
 
 COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default there; a chat goes on as far as it may
 MAX_STOP_TOKEN_IDS = 1024
@@ -156,11 +156,15 @@ def _sampling(fields: Fields, top_logprobs: int | None) -> SamplingParams:
 
 
 def _speculation(fields: Fields) -> SpeculationParams:
-    fields.refuse_unknown({"num_draft_tokens", "tree_width"})
+    fields.refuse_unknown({"num_draft_tokens", "tree_width", "drafter", "tree"})
     for key, low in (("num_draft_tokens", 0), ("tree_width", 1)):
         if not low <= fields.integer(key, low) <= MAX_SPECULATION:
             raise InvalidRequest(fields.name(key), f"must be between {low} and {MAX_SPECULATION}")
-    return SpeculationParams(fields.integer("num_draft_tokens", None), fields.integer("tree_width", None))
+    drafter, tree = (fields.text(key, "") or None for key in ("drafter", "tree"))
+    if tree is not None and tree not in TREES:
+        raise InvalidRequest(fields.name("tree"), f"must be one of {', '.join(TREES)}, got {tree!r}")
+    depth, width = fields.integer("num_draft_tokens", None), fields.integer("tree_width", None)
+    return SpeculationParams(depth, width, drafter, tree)
 
 
 def _logit_bias(fields: Fields) -> dict[int, float]:

@@ -94,6 +94,7 @@ async def make_plan(request: GenerationRequest, served: Served, tokenizer: Token
     _check_names(request, served)
     prompt = await tokenize(request.prompt, tokenizer)
     _check_prompt(prompt, request.prompt, served)
+    _check_speculation(request.speculation, served)
     params = _resolve(request, served, len(prompt), tokenizer.eos_token_ids)
     request_id = request.request_id or f"req-{uuid.uuid4().hex}"
     seed = params.seed if params.seed is not None else secrets.randbits(SEED_BITS)

@@ -119,6 +119,9 @@ class Router:
             drafter=self.config.drafter,
             num_draft_tokens=self.config.num_draft_tokens,
             bit_exact=self._bit_exact,
+            drafters=self.config.selectable,
+            tree=self.config.tree,
+            acceptance=self.config.acceptance,
             nodes=tuple(nodes),
         )
 
@@ -168,16 +171,11 @@ class Router:
             self._tasks.difference_update(tasks)
 
     def _choices(self, plan: Plan, started_at: float) -> list[ChoiceRun]:
-        width = self.config.tree_width
+        lossless = self.config.acceptance != "typical"
         runs = []
         for index, sequence in enumerate(plan.sequences):
             detokenizer = self._detokenizer(self.tokenizer, sequence.prompt_token_ids, plan.stop)
-            asked = sequence.speculation.tree_width
-            runs.append(
-                ChoiceRun(
-                    index, plan.request_id, sequence, detokenizer, started_at, min(width, asked) if asked else width
-                )
-            )
+            runs.append(ChoiceRun(index, plan.request_id, sequence, detokenizer, started_at, lossless))
         return runs
 
     async def _run_choice(self, run: ChoiceRun, queue: asyncio.Queue[Chunk | Exception], deadline: float) -> None:

@@ -22,8 +22,8 @@ from paceline.errors import HandoffFailed, Overloaded, PacelineError
 from paceline.kvcache.layout import LayerOwner
 from paceline.request import TokenLogprobs
 from paceline.spec_decode.sequence import DraftState, Sequence
-from paceline.v1 import common_pb2, handoff_pb2, node_pb2
-from paceline.wire import finish_reason_from_proto, finish_reason_to_proto, logprobs_to_proto
+from paceline.v1 import handoff_pb2, node_pb2
+from paceline.wire import finish_reason_from_proto, finish_reason_to_proto, logprobs_to_proto, round_to_proto
 
 log = logging.getLogger(__name__)
 
@@ -169,9 +169,7 @@ class DecodeEngine:
             cached_tokens=seq.cached_tokens if stream.local_prefill else 0,
         )
         if result is not None:
-            tokens.round.CopyFrom(
-                common_pb2.Round(num_draft_tokens=result.num_draft_tokens, num_accepted=result.num_accepted)
-            )
+            tokens.round.CopyFrom(round_to_proto(result.round))
         stream.events.push(node_pb2.DecodeEvent(tokens=tokens))
         if seq.finish_reason is not None:
             self._finish(stream, seq)

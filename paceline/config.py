@@ -3,12 +3,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-DrafterName = Literal["none", "ngram", "mtp"]
+DrafterName = Literal[
+    "default",
+    "auto",
+    "none",
+    "ngram",
+    "suffix",
+    "trie",
+    "lookahead",
+    "medusa",
+    "eagle",
+    "eagle3",
+    "mtp",
+    "draft_model",
+]
+WEIGHTLESS_DRAFTERS = ("none", "ngram", "suffix", "trie", "lookahead")  # may stand beside any other
 DtypeName = Literal["bf16", "fp32"]
+TreeName = Literal["chain", "static", "dynamic"]
+DEFAULT_TREE_NODES = 16
 
 
 class Frozen(BaseModel):
@@ -17,17 +33,24 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class NodeConfig(Frozen):
-    """One node, prefill or decode."""
+class EngineConfig(Frozen):
+    """What a node's engine is made of; the same on every node of a deployment."""
 
-    model: str  # a name `paceline pull` knows, a folder, or a hub id
+    model: str = "smollm2-135m-instruct"  # a name `paceline pull` knows, a folder, or a hub id
     dtype: DtypeName = "bf16"
     device: str = "cpu"
-    drafter: DrafterName = "ngram"
-    drafter_path: str = ""  # folder of draft heads; empty with mtp: untrained heads from a fixed seed
-    mtp_modules: int = Field(default=1, ge=1, le=8)  # only when drafter_path is empty; 1 is reused, more are chained
-    num_draft_tokens: int = Field(default=4, ge=0, le=64)
-    tree_width: int = Field(default=1, ge=1, le=16)
+    drafter: DrafterName = "default"  # default: EAGLE-3 where heads for the model ship with Paceline, else ngram
+    drafters: str = ""  # further weightless drafters that a request may choose, separated by commas
+    drafter_path: str = ""  # folder of draft heads or of the draft model; empty: the heads that ship for the model
+    mtp_modules: int = Field(default=1, ge=1, le=8)  # with untrained heads only; 1 is reused, more are chained
+    num_draft_tokens: int = Field(default=4, ge=0, le=64)  # K: depth of the draft
+    tree: TreeName = "chain"
+    tree_width: int = Field(default=4, ge=1, le=16)  # candidates per expanded node; a chain has 1
+    tree_nodes: int = Field(default=0, ge=0, le=256)  # draft tokens of a tree; 0: at most 16
+    draft_sampling: Literal["coupled", "greedy", "sampled"] = "coupled"
+    acceptance: Literal["sample", "rejection", "recursive", "typical"] = "sample"
+    adaptive: Literal["off", "window", "goodput"] = "off"
+    min_confidence: float = Field(default=0.0, ge=0.0, lt=1.0)  # stop drafting below this probability; 0 never
     page_size: int = Field(default=16, ge=1, le=1024)
     kv_cache_tokens: int = Field(default=32768, ge=64)  # capacity of the pool
     max_model_len: int = Field(default=0, ge=0)  # 0: the model's own
@@ -35,36 +58,56 @@ class NodeConfig(Frozen):
     max_running: int = Field(default=32, ge=1)  # sequences decoded together
     max_waiting: int = Field(default=256, ge=1)  # bounded queue in front of them
     prefix_cache: bool = True
-    threads: int = Field(default=1, ge=1)
     handoff_deadline_s: float = Field(default=120.0, gt=0)  # from the first byte to the last
     reserve_deadline_s: float = Field(default=120.0, gt=0)  # from reservation to the first byte
     transfer_timeout_s: float = Field(default=5.0, gt=0)  # one message on the data link
     transport: Literal["gloo", "nccl"] = "gloo"
+
+    @field_validator("drafters")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        unknown = [name for name in _names(value) if name not in WEIGHTLESS_DRAFTERS]
+        if unknown:
+            raise ValueError(f"{', '.join(unknown)}: only {', '.join(WEIGHTLESS_DRAFTERS)} can be added")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.acceptance == "rejection" and self.tree != "chain":
+            raise ValueError("acceptance 'rejection' verifies chains: set tree to chain, or acceptance to recursive")
+        if self.draft_sampling == "sampled" and self.tree == "dynamic":
+            raise ValueError("draft_sampling 'sampled' cannot be pruned by score: set tree to chain or static")
+        if self.draft_sampling == "sampled" and self.acceptance == "typical":
+            raise ValueError("draft_sampling 'sampled' needs acceptance sample, rejection or recursive")
+        return self
+
+    @property
+    def nodes_budget(self) -> int:
+        """Draft tokens of the largest tree."""
+        if self.tree == "chain" or self.tree_width == 1:
+            return self.num_draft_tokens
+        widest = self.num_draft_tokens * self.tree_width
+        return self.tree_nodes or min(widest, max(DEFAULT_TREE_NODES, self.num_draft_tokens))
+
+    @property
+    def selectable(self) -> tuple[str, ...]:
+        """Drafters a request may name, the deployment's own first."""
+        return tuple(dict.fromkeys((self.drafter, *_names(self.drafters))))
+
+
+def _names(listed: str) -> list[str]:
+    return [name for item in listed.split(",") if (name := item.strip())]
+
+
+class NodeConfig(EngineConfig):
+    """One node, prefill or decode."""
+
+    threads: int = Field(default=1, ge=1)
     host: str = "127.0.0.1"  # address that peers reach this node at
 
 
-class ServeConfig(Frozen):
+class ServeConfig(EngineConfig):
     """A deployment."""
-
-    model: str = "smollm2-135m-instruct"
-    dtype: DtypeName = "bf16"
-    device: str = "cpu"
-    drafter: DrafterName = "ngram"
-    drafter_path: str = ""
-    mtp_modules: int = Field(default=1, ge=1, le=8)
-    num_draft_tokens: int = Field(default=4, ge=0, le=64)
-    tree_width: int = Field(default=1, ge=1, le=16)
-    page_size: int = Field(default=16, ge=1, le=1024)
-    kv_cache_tokens: int = Field(default=32768, ge=64)
-    max_model_len: int = Field(default=0, ge=0)
-    prefill_chunk_tokens: int = Field(default=256, ge=1)
-    max_running: int = Field(default=32, ge=1)
-    max_waiting: int = Field(default=256, ge=1)
-    prefix_cache: bool = True
-    handoff_deadline_s: float = Field(default=120.0, gt=0)
-    reserve_deadline_s: float = Field(default=120.0, gt=0)
-    transfer_timeout_s: float = Field(default=5.0, gt=0)
-    transport: Literal["gloo", "nccl"] = "gloo"
 
     prefill_nodes: int = Field(default=1, ge=0, le=64)
     decode_nodes: int = Field(default=1, ge=1, le=64)
@@ -81,5 +124,5 @@ class ServeConfig(Frozen):
 
     def node(self, threads: int) -> NodeConfig:
         """The part that one node needs."""
-        shared = {name: getattr(self, name) for name in NodeConfig.model_fields if name in ServeConfig.model_fields}
+        shared = {name: getattr(self, name) for name in EngineConfig.model_fields}
         return NodeConfig(**shared, threads=threads, host=self.node_host)

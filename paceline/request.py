@@ -94,6 +94,9 @@ class SamplingParams:
             )
 
 
+TREES = ("chain", "static", "dynamic")
+
+
 @dataclass(frozen=True)
 class SpeculationParams:
     """Per-request speculation. None keeps the deployment's value; values are capped by the deployment's."""

@@ -3,6 +3,7 @@ inference.proto; no protobuf and no torch here."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paceline.request import FinishReason, TokenLogprobs
@@ -23,6 +24,10 @@ class Round:
 
     num_draft_tokens: int
     num_accepted: int
+    depth: int = 0  # of the tree
+    drafter: str = ""  # who drafted
+    draft_s: float = 0.0  # seconds of the whole batch's round
+    verify_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,10 @@ class SpeculationStats:
     accepted_per_position: tuple[int, ...] = ()
     drafted_per_position: tuple[int, ...] = ()
     accepted_per_round: tuple[int, ...] = ()
+    rounds_by_drafter: Mapping[str, int] = field(default_factory=dict)
+    draft_s: float = 0.0  # seconds of the rounds that this choice took part in
+    verify_s: float = 0.0
+    lossless: bool = True  # False: the deployment's acceptance rule is lossy (typical)
 
 
 @dataclass(frozen=True)
@@ -160,3 +169,6 @@ class ModelInfo:
     num_draft_tokens: int
     bit_exact: bool  # whether the start-up probe found the kernels bit-exact across batch, chunk and tree
     nodes: tuple[NodeInfo, ...] = field(default=())
+    drafters: tuple[str, ...] = ()  # what a request may name as its drafter
+    tree: str = "chain"
+    acceptance: str = "sample"  # every rule but typical is lossless

@@ -18,7 +18,8 @@ from paceline.errors import (
     PairingRefused,
     RequestCancelled,
 )
-from paceline.request import FinishReason, SamplingParams, SequenceRequest, SpeculationParams, TokenLogprobs
+from paceline.request import TREES, FinishReason, SamplingParams, SequenceRequest, SpeculationParams, TokenLogprobs
+from paceline.results import Round
 from paceline.v1 import common_pb2, node_pb2
 
 Metadata = tuple[tuple[str, str], ...]
@@ -111,16 +112,42 @@ def speculation_from_proto(message: common_pb2.Speculation) -> SpeculationParams
     """Unset fields keep the deployment's values. Raises InvalidRequest on negative ones."""
     depth = message.num_draft_tokens if message.HasField("num_draft_tokens") else None
     width = message.tree_width if message.HasField("tree_width") else None
+    drafter = message.drafter if message.HasField("drafter") else None
+    tree = message.tree if message.HasField("tree") else None
     if depth is not None and depth < 0:
         raise InvalidRequest("speculation.num_draft_tokens", f"must not be negative, got {depth}")
     if width is not None and width < 1:
         raise InvalidRequest("speculation.tree_width", f"must be at least 1, got {width}")
-    return SpeculationParams(depth, width)
+    if tree is not None and tree not in TREES:
+        raise InvalidRequest("speculation.tree", f"must be one of {', '.join(TREES)}, got {tree!r}")
+    return SpeculationParams(depth, width, drafter, tree)
 
 
 def speculation_to_proto(params: SpeculationParams) -> common_pb2.Speculation:
     """None stays unset."""
-    return common_pb2.Speculation(num_draft_tokens=params.num_draft_tokens, tree_width=params.tree_width)
+    return common_pb2.Speculation(
+        num_draft_tokens=params.num_draft_tokens,
+        tree_width=params.tree_width,
+        drafter=params.drafter,
+        tree=params.tree,
+    )
+
+
+def round_to_proto(round_: Round) -> common_pb2.Round:
+    """One round."""
+    return common_pb2.Round(**vars(round_))
+
+
+def round_from_proto(message: common_pb2.Round) -> Round:
+    """One round."""
+    return Round(
+        message.num_draft_tokens,
+        message.num_accepted,
+        message.depth,
+        message.drafter,
+        message.draft_s,
+        message.verify_s,
+    )
 
 
 def sequence_from_proto(message: node_pb2.SequenceRequest) -> SequenceRequest:

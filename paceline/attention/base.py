@@ -112,3 +112,14 @@ class AttentionBackend(ABC):
         query: [T, num_heads, head_dim], rope applied; the rows' own keys and values are in the pool already.
         Returns [T, num_heads, head_dim] of query's dtype. Query head h reads KV head h // (num_heads / num_kv_heads).
         """
+
+    def attend_latent(
+        self, query: torch.Tensor, kv: KvPool, layer: int, plan: AttentionPlan, scale: float, value_dim: int
+    ) -> torch.Tensor:
+        """Latent attention (MLA, absorbed form): all heads read one row per position of an MLA layer.
+
+        query: [T, num_heads, D], D the layer's head_dim; a position's row is its key, and the first ``value_dim``
+        elements of it are its value. The rows' own latents are in the pool already. Returns [T, num_heads, value_dim]
+        of query's dtype. Raises ValueError where the backend has none.
+        """
+        raise ValueError(f"attention backend {self.name!r} has no latent attention (MLA)")

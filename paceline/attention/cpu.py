@@ -64,6 +64,10 @@ class CpuAttention(AttentionBackend):
         if library is None:
             raise RuntimeError("the CPU kernels are not available; use TorchAttention")
         self._attend = {torch.bfloat16: library.pl_attend_bf16, torch.float32: library.pl_attend_f32}
+        self._attend_latent = {
+            torch.bfloat16: library.pl_attend_latent_bf16,
+            torch.float32: library.pl_attend_latent_f32,
+        }
 
     @staticmethod
     def supports(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
@@ -90,6 +94,20 @@ class CpuAttention(AttentionBackend):
             raise ValueError(f"no attention kernel for {heads} heads over {pages.shape[3]} of {dim}")
         return out
 
+    def attend_latent(
+        self, query: torch.Tensor, kv: KvPool, layer: int, plan: AttentionPlan, scale: float, value_dim: int
+    ) -> torch.Tensor:
+        """See AttentionBackend. Any number of heads and any widths."""
+        assert isinstance(plan, RowPlan)
+        rows, heads, dim = query.shape
+        out = query.new_empty(rows, heads, value_dim)
+        self._attend_latent[query.dtype](
+            query.data_ptr(), kv.data[layer].data_ptr(), rows, heads, dim, value_dim,
+            plan.slots.data_ptr(), plan.slot_offsets.data_ptr(), plan.prefix_lens.data_ptr(),
+            plan.tails.data_ptr(), plan.tail_offsets.data_ptr(), scale, out.data_ptr(),
+        )  # fmt: skip
+        return out
+
 
 class TorchAttention(AttentionBackend):
     """The reference: gather each row's keys and values, softmax in float32. Any device, any geometry."""
@@ -106,17 +124,34 @@ class TorchAttention(AttentionBackend):
         assert isinstance(plan, RowPlan)
         return torch.stack([self._row(query[r], kv, layer, plan, r, scale) for r in range(query.shape[0])])
 
-    @staticmethod
-    def _row(query: torch.Tensor, kv: KvPool, layer: int, plan: RowPlan, row: int, scale: float) -> torch.Tensor:
-        start = int(plan.slot_offsets[row])
-        prefix = plan.slots[start : start + int(plan.prefix_lens[row])]
-        tail = plan.tails[int(plan.tail_offsets[row]) : int(plan.tail_offsets[row + 1])]
-        key, value = kv.read(layer, torch.cat((prefix, tail)).to(device=query.device, dtype=torch.int64))
+    def attend_latent(
+        self, query: torch.Tensor, kv: KvPool, layer: int, plan: AttentionPlan, scale: float, value_dim: int
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        assert isinstance(plan, RowPlan)
+        rows = []
+        for r in range(query.shape[0]):
+            latent = kv.read_latent(layer, self._slots(plan, r, query.device)).float()  # [n, dim]
+            scores = torch.einsum("hd,nd->hn", query[r].float(), latent) * scale
+            rows.append(scores.softmax(-1) @ latent[:, :value_dim])
+        return torch.stack(rows).to(query.dtype)
+
+    @classmethod
+    def _row(cls, query: torch.Tensor, kv: KvPool, layer: int, plan: RowPlan, row: int, scale: float) -> torch.Tensor:
+        key, value = kv.read(layer, cls._slots(plan, row, query.device))
         group = query.shape[0] // key.shape[1]
         keys = key.float().repeat_interleave(group, dim=1)  # [n, heads, dim]
         values = value.float().repeat_interleave(group, dim=1)
         scores = torch.einsum("hd,nhd->hn", query.float(), keys) * scale
         return torch.einsum("hn,nhd->hd", scores.softmax(-1), values).to(query.dtype)
+
+    @staticmethod
+    def _slots(plan: RowPlan, row: int, device: torch.device) -> torch.Tensor:
+        """Slots of the positions that a row sees, int64 [n]."""
+        start = int(plan.slot_offsets[row])
+        prefix = plan.slots[start : start + int(plan.prefix_lens[row])]
+        tail = plan.tails[int(plan.tail_offsets[row]) : int(plan.tail_offsets[row + 1])]
+        return torch.cat((prefix, tail)).to(device=device, dtype=torch.int64)
 
 
 def attention_for(device: torch.device, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBackend:

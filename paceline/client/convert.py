@@ -22,7 +22,7 @@ from paceline.results import (
     Usage,
 )
 from paceline.v1 import common_pb2, inference_pb2
-from paceline.wire import finish_reason_from_proto, logprobs_from_proto
+from paceline.wire import finish_reason_from_proto, logprobs_from_proto, round_from_proto
 
 Messages = Sequence[Mapping[str, str]]  # [{"role": "user", "content": "..."}]
 Prompt = str | Sequence[int] | Messages
@@ -48,13 +48,15 @@ class GenerateOptions(TypedDict, total=False):
     top_logprobs: int | None  # 0: of the chosen token alone
     n: int | None
     num_draft_tokens: int | None  # K of speculation; 0 turns it off
-    tree_width: int | None
+    tree_width: int | None  # candidates per expanded node
+    drafter: str | None  # one of the deployment's
+    tree: str | None  # chain, static or dynamic
     model: str | None
     request_id: str | None
     tenant: str | None  # scope of the prefix cache
 
 
-_SPECULATION = ("num_draft_tokens", "tree_width")
+_SPECULATION = ("num_draft_tokens", "tree_width", "drafter", "tree")
 _REQUEST = ("model", "request_id", "tenant")
 
 
@@ -110,14 +112,13 @@ def tokenization(message: inference_pb2.TokenizeResponse) -> Tokenization:
 
 def chunk(message: inference_pb2.GenerateChunk) -> Chunk:
     """One step of a stream."""
-    round_ = message.round
     return Chunk(
         choice=message.choice,
         first_index=message.first_index,
         token_ids=tuple(message.token_ids),
         text=message.text,
         logprobs=tuple(logprobs_from_proto(entry) for entry in message.logprobs),
-        round=Round(round_.num_draft_tokens, round_.num_accepted) if message.HasField("round") else None,
+        round=round_from_proto(message.round) if message.HasField("round") else None,
         completion=completion(message.completion) if message.HasField("completion") else None,
     )
 
@@ -136,6 +137,10 @@ def completion(message: inference_pb2.Completion) -> Completion:
             accepted_per_position=tuple(spec.accepted_per_position),
             drafted_per_position=tuple(spec.drafted_per_position),
             accepted_per_round=tuple(spec.accepted_per_round),
+            rounds_by_drafter=dict(spec.rounds_by_drafter),
+            draft_s=spec.draft_s,
+            verify_s=spec.verify_s,
+            lossless=spec.lossless,
         ),
         timing=Timing(timing.ttft_s, timing.e2e_s, timing.decode_tokens_per_s),
         nodes=ServedBy(message.nodes.prefill, message.nodes.decode),
@@ -173,5 +178,8 @@ def model_info(message: inference_pb2.ModelInfoResponse) -> ModelInfo:
         drafter=message.drafter,
         num_draft_tokens=message.num_draft_tokens,
         bit_exact=message.bit_exact,
+        drafters=tuple(message.drafters),
+        tree=message.tree,
+        acceptance=message.acceptance,
         nodes=nodes,
     )

@@ -23,10 +23,11 @@ from paceline.models.hub import resolve_model
 from paceline.models.llama import LlamaModel
 from paceline.models.loader import WeightBag, load_weights, weights_digest
 from paceline.spec_decode.base import Drafter
-from paceline.spec_decode.drafters.mtp import MtpDrafter, MtpModule, mtp_kv_layers
+from paceline.spec_decode.drafters.feature import FeatureDrafter
+from paceline.spec_decode.drafters.mtp import MtpDrafter
 from paceline.spec_decode.drafters.ngram import NgramDrafter
 from paceline.spec_decode.drafters.none import NoDrafter
-from paceline.spec_decode.heads.mtp import load_mtp
+from paceline.spec_decode.heads.mtp import MtpHead, MtpModule, load_mtp, mtp_kv_layers
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,9 @@ def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity) -
     drafter: Drafter = NoDrafter()
     if config.drafter == "ngram":
         drafter = NgramDrafter(spec.vocab_size)
-    elif config.drafter == "mtp":
+    elif len(modules) == 1:
+        drafter = FeatureDrafter("mtp", model, MtpHead(model, modules[0]), kv, attention, config.tree_width)
+    elif modules:
         drafter = MtpDrafter(model, modules, kv, attention, config.tree_width)
     prefix = None
     if config.prefix_cache:

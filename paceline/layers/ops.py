@@ -114,5 +114,52 @@ def rope_write(
     return out
 
 
+def latent_write_reference(
+    query: torch.Tensor,
+    latent: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    pages: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """The same as ``latent_write`` in torch."""
+    rank, page_size = norm.shape[0], pages.shape[1]
+    out[..., rank:] = rope_reference(query, table, positions)
+    rotated = rope_reference(latent[:, None, rank:], table, positions)[:, 0]
+    row = torch.cat((rms_norm_reference(latent[:, :rank], norm, eps), rotated), dim=-1)
+    pages[slots // page_size, slots % page_size] = row
+
+
+def latent_write(
+    query: torch.Tensor,
+    latent: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    pages: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Rotate the queries' rope part into ``out`` and store the latent rows, normed and rotated, in the pool.
+
+    R is the rank of the latent, P the width of the rope part. query: [T, H, P]; latent: [T, R + P]; both may be slices
+    of wider rows, elements together; norm: [R]; table: float32 [max_position, P]; positions, slots: int64 [T];
+    pages: [num_pages, page_size, R + P]; out: [T, H, R + P], contiguous, of which [..., R:] is filled.
+    """
+    if not _usable(query):
+        latent_write_reference(query, latent, norm, eps, table, positions, slots, pages, out)
+        return
+    rows, heads, rope_dim = query.shape
+    _call("pl_latent_write", query.dtype)(
+        query.data_ptr(), query.stride(0), query.stride(1), latent.data_ptr(), latent.stride(0), rows, heads,
+        norm.shape[0], rope_dim, norm.data_ptr(), eps, table.data_ptr(), positions.data_ptr(), slots.data_ptr(),
+        out.data_ptr(), pages.data_ptr(),
+    )  # fmt: skip
+
+
 def _call(name: str, dtype: torch.dtype):  # type: ignore[no-untyped-def]  # a ctypes function
     return getattr(load_kernels(), f"{name}_{_SUFFIX[dtype]}")

@@ -80,18 +80,31 @@ class DecoderLayer:
 class LlamaModel(TargetModel):
     """Embedding, decoder layers, final norm, LM head."""
 
-    def __init__(self, spec: ModelSpec, weights: WeightBag, dtype: torch.dtype, device: torch.device) -> None:
-        """Takes every tensor it needs from ``weights``; the caller checks that none is left."""
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: WeightBag,
+        dtype: torch.dtype,
+        device: torch.device,
+        first_kv_layer: int = 0,
+        kv_owner: LayerOwner = LayerOwner.TARGET,
+    ) -> None:
+        """Takes every tensor it needs from ``weights``; the caller checks that none is left.
+
+        first_kv_layer: the pool's layer that holds its layer 0; kv_owner: DRAFT for a model that drafts for another.
+        """
         self.spec, self.dtype, self.device = spec, dtype, device
         vocab = (spec.vocab_size, spec.hidden_size)
         self.embedding = weights.take("model.embed_tokens.weight", vocab)
-        self.layers = [DecoderLayer(spec, weights, f"model.layers.{i}", i) for i in range(spec.num_layers)]
+        self.layers = [
+            DecoderLayer(spec, weights, f"model.layers.{i}", first_kv_layer + i) for i in range(spec.num_layers)
+        ]
         self.norm = weights.take("model.norm.weight", (spec.hidden_size,))
         head = self.embedding if spec.tie_word_embeddings else weights.take("lm_head.weight", vocab)
         self.lm_head = Linear(head, out_float32=True)
         table = rope_table(spec.head_dim, spec.rope_theta, spec.max_position_embeddings, spec.rope_scaling)
         self.table = table.to(device)
-        layer = KvLayer(LayerKind.GQA, LayerOwner.TARGET, spec.num_kv_heads, spec.head_dim)
+        layer = KvLayer(LayerKind.GQA, kv_owner, spec.num_kv_heads, spec.head_dim)
         self.kv_layers = (layer,) * spec.num_layers
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

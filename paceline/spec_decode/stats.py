@@ -13,9 +13,24 @@ class SpecStats:
     draft_tokens: int = 0
     drafted_per_position: list[int] = field(default_factory=list)  # rounds whose tree reached depth d+1
     accepted_per_position: list[int] = field(default_factory=list)  # rounds that accepted at depth d+1
+    rounds_by_drafter: dict[str, int] = field(default_factory=dict)
+    draft_s: float = 0.0  # seconds of the rounds this sequence took part in: drafting
+    verify_s: float = 0.0  # the target's forward and acceptance
 
-    def add(self, num_draft_tokens: int, tree_depth: int, num_accepted: int) -> None:
+    def add(
+        self,
+        num_draft_tokens: int,
+        tree_depth: int,
+        num_accepted: int,
+        drafter: str = "",
+        draft_s: float = 0.0,
+        verify_s: float = 0.0,
+    ) -> None:
         """Count one round: nodes drafted (root excluded), depth of the tree, length of the accepted path."""
+        if drafter:
+            self.rounds_by_drafter[drafter] = self.rounds_by_drafter.get(drafter, 0) + 1
+        self.draft_s += draft_s
+        self.verify_s += verify_s
         self.accepted_per_round.append(num_accepted)
         self.draft_tokens += num_draft_tokens
         for counts, reached in ((self.drafted_per_position, tree_depth), (self.accepted_per_position, num_accepted)):

@@ -15,8 +15,8 @@ CASES: dict[str, dict[str, object]] = {
     "none": {"drafter": "none"},
     "ngram": {"drafter": "ngram"},
     "mtp": {"drafter": "mtp", "num_draft_tokens": 3},
-    "mtp tree": {"drafter": "mtp", "num_draft_tokens": 3, "tree_width": 2},
-    "mtp x3": {"drafter": "mtp", "mtp_modules": 3, "num_draft_tokens": 3, "tree_width": 2},
+    "mtp tree": {"drafter": "mtp", "num_draft_tokens": 3, "tree": "static", "tree_width": 2},
+    "mtp x3": {"drafter": "mtp", "mtp_modules": 3, "num_draft_tokens": 3, "tree": "static", "tree_width": 2},
 }
 
 

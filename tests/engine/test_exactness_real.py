@@ -29,12 +29,12 @@ BF16: dict[str, tuple[Options, How]] = {
     "ngram K=1": ({"drafter": "ngram", "num_draft_tokens": 1}, {"batch": 8}),
     "ngram K=4": ({"drafter": "ngram", "num_draft_tokens": 4}, {"batch": 8}),
     "ngram K=8, tree, pages of 64": (
-        {"drafter": "ngram", "num_draft_tokens": 8, "tree_width": 3, "page_size": 64},
+        {"drafter": "ngram", "num_draft_tokens": 8, "tree": "static", "tree_width": 3, "page_size": 64},
         {"batch": 8},
     ),
     "mtp K=1": ({"drafter": "mtp", "num_draft_tokens": 1}, {"batch": 40}),
     "mtp K=4, chunks of 7": ({"drafter": "mtp", "num_draft_tokens": 4}, {"batch": 40, "chunk_tokens": 7}),
-    "mtp K=8, tree": ({"drafter": "mtp", "num_draft_tokens": 8, "tree_width": 2}, {"batch": 40}),
+    "mtp K=8, tree": ({"drafter": "mtp", "num_draft_tokens": 8, "tree": "static", "tree_width": 2}, {"batch": 40}),
     "mtp of 3 modules, no prefix cache, chunks of 64": (
         {"drafter": "mtp", "mtp_modules": 3, "num_draft_tokens": 3, "prefix_cache": False},
         {"batch": 40, "chunk_tokens": 64},

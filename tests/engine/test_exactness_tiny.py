@@ -23,16 +23,16 @@ DTYPES = ["bf16", "fp32"]
 VARIANTS: dict[str, tuple[dict[str, object], dict[str, int]]] = {
     "ngram K=1": ({"drafter": "ngram", "num_draft_tokens": 1}, {}),
     "ngram K=8": ({"drafter": "ngram", "num_draft_tokens": 8}, {}),
-    "ngram tree": ({"drafter": "ngram", "num_draft_tokens": 4, "tree_width": 3}, {}),
+    "ngram tree": ({"drafter": "ngram", "num_draft_tokens": 4, "tree": "static", "tree_width": 3}, {}),
     "mtp K=4": ({"drafter": "mtp", "num_draft_tokens": 4}, {}),
-    "mtp tree": ({"drafter": "mtp", "num_draft_tokens": 4, "tree_width": 3}, {}),
+    "mtp tree": ({"drafter": "mtp", "num_draft_tokens": 4, "tree": "static", "tree_width": 3}, {}),
     "mtp x3": ({"drafter": "mtp", "mtp_modules": 3, "num_draft_tokens": 3}, {}),
-    "mtp x3 tree": ({"drafter": "mtp", "mtp_modules": 3, "num_draft_tokens": 3, "tree_width": 4}, {}),
+    "mtp x3 tree": ({"drafter": "mtp", "mtp_modules": 3, "num_draft_tokens": 3, "tree": "static", "tree_width": 4}, {}),
     "K=0": ({"drafter": "mtp", "num_draft_tokens": 0}, {}),
     "batch of 8": ({"drafter": "ngram"}, {"batch": 8}),
     "chunks of 1": ({"drafter": "mtp"}, {"chunk_tokens": 1}),
     "chunks of 7": ({"drafter": "mtp"}, {"chunk_tokens": 7}),
-    "pages of 1": ({"drafter": "mtp", "page_size": 1, "tree_width": 2}, {}),
+    "pages of 1": ({"drafter": "mtp", "page_size": 1, "tree": "static", "tree_width": 2}, {}),
     "pages of 64": ({"drafter": "ngram", "page_size": 64}, {"batch": 3}),
     "no prefix cache": ({"drafter": "mtp", "prefix_cache": False}, {}),
 }
@@ -166,7 +166,7 @@ def mutant(runner: ModelRunner, plain: list[Outcome]) -> bool:
 
 def test_mutants_are_noticed(plain: dict[str, list[Outcome]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Compaction left out; tree rows that see their siblings."""
-    tree = {"drafter": "mtp", "num_draft_tokens": 3, "tree_width": 6}
+    tree = {"drafter": "mtp", "num_draft_tokens": 3, "tree": "static", "tree_width": 6}
 
     runner = tiny_runner("bf16", **tree)
     make_useful(runner)

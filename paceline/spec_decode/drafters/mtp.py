@@ -1,62 +1,31 @@
-"""Multi-token prediction modules as a drafter (DeepSeek-V3, arXiv 2412.19437; algorithms.md C8, E1-E14).
+"""Chained multi-token prediction modules as a drafter (DeepSeek-V3, arXiv 2412.19437; algorithms.md C8b, E9, E10, E14).
 
 Row i of module k is (e(t_{i+k}), g^{k-1}_i) at position i and predicts t_{i+k+1}; g^0 is the target's hidden row after
-its final norm. Two ways to more than one draft token:
+its final norm. Module k makes d_k: no draft step of its own, the drafts fall out of the extend. (One module that is
+reused for every step is ``drafters/feature.py`` with ``MtpHead``.)
 
-* one module, reused: row m+s is (e(d_{s+1}), its own output of row m+s-1); one KV layer (E2, E13);
-* D modules, chained: module k makes d_k; no draft step of its own, the drafts fall out of the extend (E10, E14).
-
-The bookkeeping of the chained form: when the tokens up to t_end are committed, row i of module k is exact iff
-i + k <= end. ``exact_rows`` counts them; rows past them rest on draft tokens and are rewritten by the next extend,
-which needs g^{k-1} of the first rewritten row: that one row per module is what ``DraftState.hidden`` keeps.
+The bookkeeping: when the tokens up to t_end are committed, row i of module k is exact iff i + k <= end.
+``_exact_rows`` counts them; rows past them rest on draft tokens and are rewritten by the next extend, which needs
+g^{k-1} of the first rewritten row: that one row per module is what ``DraftState.hidden`` keeps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from paceline.attention.base import AttentionBackend, ForwardBatch, Segment
-from paceline.kvcache.layout import KvLayer, LayerOwner
+from paceline.errors import ConfigError
 from paceline.kvcache.pool import KvPool
-from paceline.layers.linear import Linear
-from paceline.layers.ops import add_rms_norm, rms_norm
 from paceline.models.base import ForwardContext, TargetModel
-from paceline.models.loader import WeightBag
-from paceline.sampling.sampler import perturbed_topk
-from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
+from paceline.spec_decode.base import DraftBudget, Drafter, DraftSampling, ExtendItem, TreeKind
+from paceline.spec_decode.candidates import choose
+from paceline.spec_decode.confidence import log_values
+from paceline.spec_decode.heads.mtp import MtpModule, mtp_kv_layers
 from paceline.spec_decode.sequence import DraftState, Sequence
 from paceline.spec_decode.tree import DraftTree, build_tree, comb
-
-
-class MtpModule:
-    """One module: two norms, the join, a decoder block, the norm before the shared head."""
-
-    def __init__(self, model: TargetModel, weights: WeightBag, prefix: str, kv_layer: int, table: torch.Tensor) -> None:
-        spec = model.spec
-        hidden = spec.hidden_size
-        self.eps, self.table = spec.rms_norm_eps, table
-        self.enorm = weights.take(f"{prefix}.enorm.weight", (hidden,))
-        self.hnorm = weights.take(f"{prefix}.hnorm.weight", (hidden,))
-        self.eh_proj = Linear(weights.take(f"{prefix}.eh_proj.weight", (hidden, 2 * hidden)))  # embedding first
-        self.block = model.decoder_block(weights, prefix, kv_layer)
-        self.norm = weights.take(f"{prefix}.shared_head.norm.weight", (hidden,))
-
-    def __call__(self, embedded: torch.Tensor, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """embedded, hidden: [T, hidden_size] -> [T, hidden_size] after the head's norm."""
-        pair = (rms_norm(embedded, self.enorm, self.eps), rms_norm(hidden, self.hnorm, self.eps))
-        x = self.eh_proj(torch.cat(pair, dim=-1))
-        residual = torch.zeros_like(x)
-        x = self.block(x, residual, self.table, context)
-        return add_rms_norm(x, residual, self.norm, self.eps)
-
-
-def mtp_kv_layers(target: Seq[KvLayer], num_modules: int) -> tuple[KvLayer, ...]:
-    """KV layers of the modules: shaped as the target's last."""
-    last = target[-1]
-    return (KvLayer(last.kind, LayerOwner.DRAFT, last.num_kv_heads, last.head_dim),) * num_modules
 
 
 @dataclass(frozen=True)
@@ -70,7 +39,11 @@ class Rows:
 
 
 class MtpDrafter(Drafter):
-    """One MTP module reused, or several chained. Embedding and LM head are the target's."""
+    """Several chained MTP modules. Embedding and LM head are the target's.
+
+    Trees are chains or combs: module k knows the first candidate of module k-1 alone, so there is nothing to expand
+    and a dynamic tree is a comb too.
+    """
 
     name = "mtp"
     needs_extend = True
@@ -82,13 +55,19 @@ class MtpDrafter(Drafter):
         kv: KvPool,
         attention: AttentionBackend,
         width: int,
-        coupled: bool = True,
+        sampling: DraftSampling = DraftSampling.COUPLED,
     ) -> None:
-        """width: candidates kept per depth; coupled: draw drafts with the target's own noise (design 5.3)."""
+        """width: candidates kept per depth. Raises ConfigError for sampled drafts: their q is a row of the
+        vocabulary per module, which neither travels (algorithms.md H1) nor can be had again from what does."""
+        if len(modules) < 2:
+            raise ConfigError("mtp_modules", f"chained modules are two or more, got {len(modules)}")
+        if sampling is DraftSampling.SAMPLED:
+            raise ConfigError("draft_sampling", "chained MTP modules draft coupled or greedy, not sampled")
         self.model, self.modules, self.kv, self.attention = model, list(modules), kv, attention
-        self.width, self.coupled = width, coupled
+        self.width, self.sampling = width, sampling
         self.lookahead = len(self.modules)
         self.kv_layers = mtp_kv_layers(model.kv_layers, len(self.modules))
+        self.state_width = model.spec.hidden_size
 
     # ---- extend: committed rows in, proposals out
 
@@ -110,8 +89,7 @@ class MtpDrafter(Drafter):
                 for item, row, out, window in zip(items, rows, outputs, windows, strict=True)
             ]
         for i, item in enumerate(items):
-            hidden = outputs[i][-1:] if len(self.modules) == 1 else torch.stack(windows[i])
-            item.seq.draft = self._state(proposals[i], hidden)
+            item.seq.draft = self._state(proposals[i], torch.stack(windows[i]))
             item.seq.draft_rows = item.end
 
     def _exact_rows(self, seq: Sequence, k: int, end: int) -> int:
@@ -185,43 +163,38 @@ class MtpDrafter(Drafter):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden: [R, hidden_size] -> ids int64 [R, width], probs float32 [R, width] for ``positions``."""
         params = [seq.request.params for seq in seqs]
-        return perturbed_topk(self.model.logits(hidden), params, positions, width, coupled=self.coupled)
+        found = choose(self.model.logits(hidden), params, positions, width, self.sampling, self.model.spec.vocab_size)
+        return found.ids.cpu(), found.probs.cpu()
 
     # ---- propose
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[DraftTree]:
-        """See Drafter. A sequence without draft state (nothing was handed over) gets the root alone."""
-        candidates = [self._known(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
-        if len(self.modules) == 1:
-            self._steps(seqs, budgets, candidates)
+        """See Drafter."""
+        return [self._tree(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
+
+    def draft_slots(self, budget: DraftBudget) -> int:
+        """See Drafter: nothing is written between two extends."""
+        return 0
+
+    def _tree(self, seq: Sequence, budget: DraftBudget) -> DraftTree:
+        width = 1 if budget.tree is TreeKind.CHAIN else budget.tree_width
+        rows: list[list[int]] = []
+        if seq.draft is not None:
+            depth = self._sure_depth(seq, seq.draft, budget)
+            rows = seq.draft.proposal_ids[:depth, :width].tolist()
         vocab = self.model.spec.vocab_size
-        return [
-            build_tree(seq.token_ids[-1], comb(rows), vocab, budget.max_nodes, budget.num_draft_tokens)
-            for seq, budget, rows in zip(seqs, budgets, candidates, strict=True)
-        ]
+        tree = build_tree(seq.token_ids[-1], comb(rows), vocab, budget.max_nodes, budget.num_draft_tokens)
+        return replace(tree, drafter=self.name)
 
-    @staticmethod
-    def _known(seq: Sequence, budget: DraftBudget) -> list[list[int]]:
-        if seq.draft is None:
-            return []
-        ids = seq.draft.proposal_ids[: budget.num_draft_tokens, : budget.tree_width]
-        rows: list[list[int]] = ids.tolist()
-        return rows
-
-    def _steps(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget], candidates: list[list[list[int]]]) -> None:
-        """Draft steps of the reused module: row m+s-1 is (e(d_s), output of the row before) (algorithms.md E2)."""
-        hidden = {i: seq.draft.hidden[0] for i, seq in enumerate(seqs) if seq.draft is not None}
-        for step in range(1, max((budget.num_draft_tokens for budget in budgets), default=0)):
-            active = [i for i in hidden if candidates[i] and budgets[i].num_draft_tokens > step]
-            if not active:
-                return
-            rows = [
-                Rows(seqs[i], len(seqs[i].token_ids) - 2 + step, [candidates[i][-1][0]], hidden[i][None])
-                for i in active
-            ]
-            outputs = torch.cat(self._forward(self.modules[0], rows))
-            positions = [len(seqs[i].token_ids) + step for i in active]
-            ids, _ = self._candidates([seqs[i] for i in active], outputs, positions, self.width)
-            for row, i in enumerate(active):
-                candidates[i].append(ids[row, : budgets[i].tree_width].tolist())
-                hidden[i] = outputs[row]
+    def _sure_depth(self, seq: Sequence, draft: DraftState, budget: DraftBudget) -> int:
+        """Depths to propose: through the first whose best candidate is less sure than the budget asks (I3d)."""
+        depth = min(budget.num_draft_tokens, draft.proposal_ids.shape[0])
+        if budget.min_confidence <= 0.0:
+            return depth
+        params = [seq.request.params] * depth
+        positions = [len(seq.token_ids) + d for d in range(depth)]
+        coupled = self.sampling is DraftSampling.COUPLED
+        ids, probs = draft.proposal_ids[:depth], draft.proposal_probs[:depth]
+        sure = log_values(ids, probs, params, positions, coupled=coupled)[:, 0].exp().tolist()
+        unsure = (d for d, confidence in enumerate(sure) if confidence < budget.min_confidence)
+        return next(unsure, depth - 1) + 1

@@ -1,4 +1,4 @@
-"""What an autoregressive draft head is: EAGLE-1/2, EAGLE-3, one MTP module reused. Drafters step it, formats load it."""
+"""An autoregressive draft head: EAGLE-1/2, EAGLE-3, one MTP module reused. Drafters step it, formats load it."""
 
 from __future__ import annotations
 

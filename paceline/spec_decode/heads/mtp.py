@@ -7,17 +7,66 @@ A folder holds safetensors with ``model.layers.{num_layers + k}.*`` for module k
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import torch
 
 from paceline.errors import ConfigError
-from paceline.models.base import TargetModel
+from paceline.kvcache.layout import KvLayer, LayerOwner
+from paceline.layers.linear import Linear
+from paceline.layers.ops import add_rms_norm, rms_norm
+from paceline.models.base import ForwardContext, TargetModel
 from paceline.models.config import ModelSpec
 from paceline.models.loader import WeightBag, load_weights, weights_digest
-from paceline.spec_decode.drafters.mtp import MtpModule
+from paceline.spec_decode.heads.base import DraftHead
 
 UNTRAINED_SEED = 20412
+
+
+class MtpModule:
+    """One module: two norms, the join, a decoder block, the norm before the shared head."""
+
+    def __init__(self, model: TargetModel, weights: WeightBag, prefix: str, kv_layer: int, table: torch.Tensor) -> None:
+        spec = model.spec
+        hidden = spec.hidden_size
+        self.eps, self.table = spec.rms_norm_eps, table
+        self.enorm = weights.take(f"{prefix}.enorm.weight", (hidden,))
+        self.hnorm = weights.take(f"{prefix}.hnorm.weight", (hidden,))
+        self.eh_proj = Linear(weights.take(f"{prefix}.eh_proj.weight", (hidden, 2 * hidden)))  # embedding first
+        self.block = model.decoder_block(weights, prefix, kv_layer)
+        self.norm = weights.take(f"{prefix}.shared_head.norm.weight", (hidden,))
+
+    def __call__(self, embedded: torch.Tensor, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """embedded, hidden: [T, hidden_size] -> [T, hidden_size] after the head's norm."""
+        pair = (rms_norm(embedded, self.enorm, self.eps), rms_norm(hidden, self.hnorm, self.eps))
+        x = self.eh_proj(torch.cat(pair, dim=-1))
+        residual = torch.zeros_like(x)
+        x = self.block(x, residual, self.table, context)
+        return add_rms_norm(x, residual, self.norm, self.eps)
+
+
+def mtp_kv_layers(target: Seq[KvLayer], num_modules: int) -> tuple[KvLayer, ...]:
+    """KV layers of the modules: shaped as the target's last."""
+    last = target[-1]
+    return (KvLayer(last.kind, LayerOwner.DRAFT, last.num_kv_heads, last.head_dim),) * num_modules
+
+
+class MtpHead(DraftHead):
+    """One module, reused for every step: its output after the shared norm is the next step's hidden row (C8a)."""
+
+    def __init__(self, model: TargetModel, module: MtpModule) -> None:
+        self.model, self.module = model, module
+        self.kv_layers = mtp_kv_layers(model.kv_layers, 1)
+        self.hidden_size = model.spec.hidden_size
+
+    def forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """See DraftHead."""
+        return self.module(self.model.embed(token_ids), hidden, context)
+
+    def logits(self, output: torch.Tensor) -> torch.Tensor:
+        """See DraftHead; the target's LM head."""
+        return self.model.logits(output)
 
 
 def _shapes(spec: ModelSpec, prefix: str) -> dict[str, tuple[int, ...]]:

@@ -1,0 +1,89 @@
+"""What a head is trained towards, and how good it is: cross-entropy to the target's distribution, per draft step.
+
+Labels come from the target's LM head on its own hidden rows, over the tokens trained on (``TargetParts.token_ids``);
+columns whose actual token lies outside them are left out. Step weights decay (C7).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from draft_training.batch import Batch
+from draft_training.cross_entropy import ROWS_AT_ONCE, soft_cross_entropy
+from draft_training.heads import TargetParts, TrainableHead
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The target's view of the rows that columns predict. L distinct label rows."""
+
+    probs: torch.Tensor  # [L, V'], softmax of the target over the tokens trained on
+    slot: torch.Tensor  # int64 [R]: row -> its line in probs, -1 where it is nobody's label
+    actual: torch.Tensor  # int64 [R], ids of the actual next tokens
+    trained: torch.Tensor  # bool [R]: the actual next token is among the tokens trained on
+
+
+@torch.no_grad()
+def labels_of(batch: Batch, target: TargetParts) -> Labels:
+    """Labels of ``batch``. Step s of the column at row i is judged by row i + 1 + s."""
+    label_rows = batch.columns + 1  # the rows past these are label rows of other columns, or past the end
+    scores = F.linear(batch.final[label_rows], target.head)
+    slot = torch.full_like(batch.token_ids, -1)
+    slot[label_rows] = torch.arange(len(label_rows), device=slot.device)
+    probs = torch.empty_like(scores)
+    for start in range(0, len(label_rows), ROWS_AT_ONCE):
+        part = slice(start, start + ROWS_AT_ONCE)
+        probs[part] = torch.softmax(scores[part].float(), dim=-1).to(scores.dtype)
+    return Labels(probs, slot, batch.following, target.columns[batch.following] >= 0)
+
+
+def loss_of(
+    head: TrainableHead, batch: Batch, target: TargetParts, labels: Labels, decay: float
+) -> tuple[torch.Tensor, list[float]]:
+    """(weighted loss, per-step loss). Mean over the trained columns of each step."""
+    total = torch.zeros((), device=batch.token_ids.device)
+    weights, parts = 0.0, []
+    for step, output in enumerate(head.steps(batch, target)):
+        rows, exists = batch.rows(step + 1)
+        here = (exists & (rows < batch.last) & labels.trained[rows]).nonzero().squeeze(1)
+        scores = head.logits(step, output[here], target)
+        loss = soft_cross_entropy(scores, labels.probs[labels.slot[rows[here]]])
+        total = total + decay**step * loss
+        weights += decay**step
+        parts.append(float(loss.detach()))
+    return total / weights, parts
+
+
+@dataclass
+class Acceptance:
+    """Greedy acceptance of chains that start at every answer position."""
+
+    starts: int
+    accepted: list[int]  # per position: chains accepted that far
+
+    @property
+    def length(self) -> float:
+        """Tokens per round, the bonus counted, were every position a round's start."""
+        return 1.0 + sum(self.accepted) / max(self.starts, 1)
+
+    @property
+    def per_position(self) -> list[float]:
+        """Share of chains accepted at each position given that all before were."""
+        before = [self.starts, *self.accepted]
+        return [now / max(was, 1) for now, was in zip(self.accepted, before, strict=False)]
+
+
+@torch.no_grad()
+def acceptance_of(head: TrainableHead, batch: Batch, target: TargetParts) -> Acceptance:
+    """On greedy answers: a draft is right where its best token is the answer's own next token."""
+    alive = batch.rows(1)[0] < batch.last
+    result = Acceptance(int(alive.sum()), [])
+    for step, output in enumerate(head.steps(batch, target)):
+        rows, exists = batch.rows(step + 1)
+        best = target.token_ids[head.logits(step, output, target).argmax(-1)]
+        alive = alive & exists & (rows < batch.last) & (best == batch.following[rows])
+        result.accepted.append(int(alive.sum()))
+    return result

@@ -1,0 +1,236 @@
+"""The training loop: batches in, checkpoints, history and a finished head out. CPU or CUDA, one process.
+
+A run is bounded by steps or by minutes; its learning rate warms up, stays, and falls to nothing over the last part.
+``state.pt`` (written aside, then renamed) holds everything a resumed run needs; a run that is resumed with a new
+bound goes on from there with a new schedule.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from draft_training.batch import Batch, collate
+from draft_training.corpus import Corpus
+from draft_training.features import FeatureMaker, FeatureStore, SampleRows
+from draft_training.heads import TargetParts, TrainableHead
+from draft_training.objective import Acceptance, acceptance_of, labels_of, loss_of
+
+SHARDS_AT_ONCE = 3  # samples are shuffled among so many shards
+EVAL_BATCH = 12
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long and how fast."""
+
+    minutes: float = 30.0  # of this run
+    steps: int = 1_000_000  # of this run; whichever ends first
+    answer_tokens_per_step: int = 2048
+    learning_rate: float = 6e-4
+    warmup_steps: int = 50
+    decay_share: float = 0.3  # last part of the run, in which the learning rate falls to nothing
+    step_decay: float = 0.85  # weight of each further draft step in the loss
+    clip: float = 0.5
+    eval_every: int = 200
+    save_every_s: float = 300.0
+    seed: int = 7
+
+
+@dataclass
+class Progress:
+    """Where training stands; part of the checkpoint."""
+
+    step: int = 0
+    tokens: int = 0  # answer tokens seen
+    epoch: int = 0
+    seconds: float = 0.0
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+
+class MixedPrecision:
+    """bf16 weights for the forward, float32 ones for AdamW."""
+
+    def __init__(self, head: TrainableHead, learning_rate: float) -> None:
+        self.head = head
+        self.masters = [p.detach().clone().float() for p in head.parameters()]
+        head.to(torch.bfloat16)
+        self.optimizer = torch.optim.AdamW(self.masters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def step(self, learning_rate: float, clip: float) -> float:
+        """Apply the gradients; returns their norm before clipping."""
+        for master, parameter in zip(self.masters, self.head.parameters(), strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+            parameter.grad = None
+        norm = torch.nn.utils.clip_grad_norm_(self.masters, clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self._copy_back()
+        return float(norm)
+
+    def _copy_back(self) -> None:
+        with torch.no_grad():
+            for master, parameter in zip(self.masters, self.head.parameters(), strict=True):
+                parameter.copy_(master)
+
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return {"masters": self.masters, "optimizer": self.optimizer.state_dict()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """From a checkpoint of the same head."""
+        with torch.no_grad():
+            for master, saved in zip(self.masters, state["masters"], strict=True):
+                master.copy_(saved)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._copy_back()
+
+
+class Trainer:
+    """One head on one corpus."""
+
+    def __init__(
+        self,
+        head: TrainableHead,
+        target: TargetParts,
+        corpus: Corpus,
+        stores: tuple[FeatureStore, FeatureStore],
+        maker: Callable[[], FeatureMaker],
+        out: Path,
+        config: TrainConfig,
+        device: torch.device,
+    ) -> None:
+        """stores: features of the training and of the held-out samples; maker: makes those that are missing."""
+        self.head, self.config, self.device, self.out = head.to(device), config, device, out
+        self.target, self.corpus, self.stores = target.to(device), corpus, stores
+        self._maker, self._made = maker, None
+        self.mixed = MixedPrecision(self.head, config.learning_rate)
+        self.progress = Progress()
+        self.hidden_size = target.embedding.shape[1]
+        out.mkdir(parents=True, exist_ok=True)
+        if self._state_path.exists():
+            self._resume()
+        self._held_out: list[Batch] | None = None
+
+    @property
+    def _state_path(self) -> Path:
+        return self.out / "state.pt"
+
+    def _resume(self) -> None:
+        state = torch.load(self._state_path, map_location=self.device, weights_only=True)
+        self.mixed.load(state["mixed"])
+        self.progress = Progress(**state["progress"])
+
+    def save(self) -> None:
+        """Write the checkpoint, whole or not at all."""
+        aside = self._state_path.with_suffix(".part")
+        torch.save({"mixed": self.mixed.state(), "progress": vars(self.progress)}, aside)
+        aside.rename(self._state_path)
+        lines = [json.dumps(entry) for entry in self.progress.history]
+        (self.out / "history.jsonl").write_text("\n".join(lines) + "\n")
+
+    # ---- data
+
+    def _read(self, store: FeatureStore, shard: int) -> list[SampleRows]:
+        if not store.path(shard).exists():
+            if self._made is None:
+                self._made = self._maker()
+            store.make(shard, self._made)
+        return store.read(shard)
+
+    def _batches(self) -> Iterator[Batch]:
+        """Endless; the order depends on seed and epoch alone."""
+        while True:
+            random = Random(self.config.seed * 1000 + self.progress.epoch)
+            shards = list(range(self.stores[0].num_shards))
+            random.shuffle(shards)
+            for start in range(0, len(shards), SHARDS_AT_ONCE):
+                samples = [s for i in shards[start : start + SHARDS_AT_ONCE] for s in self._read(self.stores[0], i)]
+                random.shuffle(samples)
+                yield from self._groups(samples)
+            self.progress.epoch += 1
+
+    def _groups(self, samples: Sequence[SampleRows]) -> Iterator[Batch]:
+        group: list[SampleRows] = []
+        size = 0
+        for sample in samples:
+            group.append(sample)
+            size += len(sample.token_ids) - sample.prompt_len
+            if size >= self.config.answer_tokens_per_step:
+                yield collate(group, self.hidden_size).to(self.device)
+                group, size = [], 0
+
+    # ---- judging
+
+    def evaluate(self) -> Acceptance:
+        """Greedy acceptance on the held-out greedy answers."""
+        if self._held_out is None:
+            rows = [r for i in range(self.stores[1].num_shards) for r in self._read(self.stores[1], i)]
+            greedy = [r for r, s in zip(rows, self.corpus.held_out, strict=True) if s.greedy]
+            groups = [greedy[i : i + EVAL_BATCH] for i in range(0, len(greedy), EVAL_BATCH)]
+            self._held_out = [collate(group, self.hidden_size).to(self.device) for group in groups]
+        total = Acceptance(0, [0] * self.head.num_steps)
+        for batch in self._held_out:
+            found = acceptance_of(self.head, batch, self.target)
+            total.starts += found.starts
+            total.accepted = [a + b for a, b in zip(total.accepted, found.accepted, strict=True)]
+        return total
+
+    # ---- the loop
+
+    def run(self, report: Callable[[Progress, float], None] = lambda progress, share: None) -> Acceptance:
+        """Train until a bound is reached; ``report`` is called after every step with the share done."""
+        start, first, config = time.monotonic(), self.progress.step, self.config
+        before, saved = self.progress.seconds, start
+        self._record(self.evaluate(), [], 0.0)
+        for batch in self._batches():
+            now = time.monotonic()
+            share = max((self.progress.step - first) / config.steps, (now - start) / 60 / config.minutes)
+            if share >= 1.0:
+                break
+            losses, norm = self._step(batch, self._rate(self.progress.step - first, share))
+            self.progress.step += 1
+            self.progress.tokens += sum(batch.column_counts)
+            self.progress.seconds = before + time.monotonic() - start
+            if self.progress.step % config.eval_every == 0:
+                self._record(self.evaluate(), losses, norm)
+            if now - saved > config.save_every_s:
+                self.save()
+                saved = now
+            report(self.progress, share)
+        found = self.evaluate()
+        self._record(found, [], 0.0)
+        self.save()
+        return found
+
+    def _rate(self, steps: int, share: float) -> float:
+        config = self.config
+        warm = min(1.0, (steps + 1) / config.warmup_steps)
+        left = min(1.0, (1.0 - share) / config.decay_share)
+        return config.learning_rate * min(warm, left)
+
+    def _step(self, batch: Batch, learning_rate: float) -> tuple[list[float], float]:
+        labels = labels_of(batch, self.target)
+        loss, parts = loss_of(self.head, batch, self.target, labels, self.config.step_decay)
+        torch.autograd.backward(loss)
+        return parts, self.mixed.step(learning_rate, self.config.clip)
+
+    def _record(self, found: Acceptance, losses: list[float], norm: float) -> None:
+        entry = {
+            "step": self.progress.step,
+            "tokens": self.progress.tokens,
+            "seconds": round(self.progress.seconds),
+            "acceptance_length": round(found.length, 4),
+            "accepted_per_position": [round(x, 4) for x in found.per_position],
+            "loss": [round(x, 4) for x in losses],
+            "grad_norm": round(norm, 3),
+        }
+        self.progress.history.append(entry)

@@ -1,0 +1,164 @@
+"""The DeepSeek-V3 family: latent attention (MLA), experts, and the same blocks for its MTP modules.
+
+Attention runs in the absorbed form at every length (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): the key projection
+is folded into the query and the value projection into the output, so that a row reads only latents from the pool.
+Expanding keys for a long prompt would be faster there, and would give its rows other bits than decode gives them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.kvcache.layout import KvLayer, LayerKind, LayerOwner
+from paceline.layers.heads import HeadsLinear
+from paceline.layers.linear import Linear
+from paceline.layers.ops import add_rms_norm, latent_write, rms_norm
+from paceline.layers.rotary import rope_table, yarn_mscale
+from paceline.models.base import AuxCapture, ForwardContext, TargetModel
+from paceline.models.config import ModelSpec
+from paceline.models.deepseek_shapes import layer_shapes, mla_of, moe_of
+from paceline.models.loader import WeightBag
+from paceline.models.moe import MoeMlp, SwiGlu, Take
+
+LATENT_NORM_EPS = 1e-6  # of the norms on the low-rank rows, whatever rms_norm_eps says
+
+
+def softmax_scale(spec: ModelSpec) -> float:
+    """1/sqrt of a head's query width; yarn's ``mscale_all_dim`` raises it (twice: for query and key)."""
+    scale: float = mla_of(spec).query_dim ** -0.5
+    yarn = spec.rope_scaling or {}
+    if all_dim := yarn.get("mscale_all_dim"):
+        scale *= yarn_mscale(yarn["factor"], all_dim) ** 2
+    return scale
+
+
+def halves(weight: torch.Tensor, heads: int, start: int) -> torch.Tensor:
+    """Rope rows from neighbouring pairs to rotate-half order: from ``start`` on, even ones first, then odd ones.
+
+    weight: [heads * (start + rope_dim), ...], a projection's weight or bias.
+    """
+    split = weight.view(heads, -1, *weight.shape[1:])
+    return torch.cat((split[:, :start], split[:, start::2], split[:, start + 1 :: 2]), dim=1).view_as(weight)
+
+
+class LatentAttention:
+    """Multi-head latent attention of one layer."""
+
+    def __init__(self, spec: ModelSpec, take: Take, kv_layer: int) -> None:
+        self.spec, self.mla, self.kv_layer = spec, mla_of(spec), kv_layer
+        self.scale = softmax_scale(spec)
+        self._load_queries(take)
+        mla, heads = self.mla, spec.num_heads
+        down = take("self_attn.kv_a_proj_with_mqa.weight")
+        down_bias = take("self_attn.kv_a_proj_with_mqa.bias") if spec.attention_bias else None
+        if mla.rope_interleave:
+            down = halves(down, 1, mla.kv_lora_rank)
+            down_bias = None if down_bias is None else halves(down_bias, 1, mla.kv_lora_rank)
+        self.kv_down = Linear(down, down_bias)
+        self.kv_norm = take("self_attn.kv_a_layernorm.weight").contiguous()
+        up = take("self_attn.kv_b_proj.weight").view(heads, mla.nope_dim + mla.value_dim, mla.kv_lora_rank)
+        self.absorbed_key = HeadsLinear(up[:, : mla.nope_dim].transpose(1, 2))  # query's nope part -> latent
+        self.absorbed_value = HeadsLinear(up[:, mla.nope_dim :])  # latent -> value
+        out_bias = take("self_attn.o_proj.bias") if spec.attention_bias else None
+        self.o_proj = Linear(take("self_attn.o_proj.weight"), out_bias)
+
+    def _load_queries(self, take: Take) -> None:
+        mla, biased = self.mla, self.spec.attention_bias
+        self.q_down: Linear | None = None
+        if mla.q_lora_rank is not None:
+            bias = take("self_attn.q_a_proj.bias") if biased else None
+            self.q_down = Linear(take("self_attn.q_a_proj.weight"), bias)
+            self.q_norm = take("self_attn.q_a_layernorm.weight")
+        up = take("self_attn.q_proj.weight" if mla.q_lora_rank is None else "self_attn.q_b_proj.weight")
+        self.q_up = Linear(halves(up, self.spec.num_heads, mla.nope_dim) if mla.rope_interleave else up)
+
+    def __call__(self, x: torch.Tensor, table: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """x: [T, hidden] (normed) -> [T, hidden]; writes the rows' latents first."""
+        mla, batch, rows, heads = self.mla, context.batch, x.shape[0], self.spec.num_heads
+        wide = x if self.q_down is None else rms_norm(self.q_down(x), self.q_norm, LATENT_NORM_EPS)
+        split = self.q_up(wide).view(rows, heads, mla.query_dim)
+        nope, rope = torch.split_with_sizes(split, (mla.nope_dim, mla.rope_dim), dim=-1)
+        query = x.new_empty(rows, heads, mla.latent_dim)
+        self.absorbed_key(nope, query[..., : mla.kv_lora_rank])
+        latent_write(
+            rope, self.kv_down(x), self.kv_norm, LATENT_NORM_EPS, table,
+            batch.positions, batch.write_slots, context.kv.data[self.kv_layer], query,
+        )  # fmt: skip
+        latent = context.attention.attend_latent(
+            query, context.kv, self.kv_layer, context.plan, self.scale, mla.kv_lora_rank
+        )
+        values = x.new_empty(rows, heads, mla.value_dim)
+        self.absorbed_value(latent, values)
+        return self.o_proj(values.view(rows, -1))
+
+
+class DeepseekDecoderLayer:
+    """Pre-norm attention and a dense or expert MLP. Also the block of an MTP module, with its own KV layer."""
+
+    def __init__(self, spec: ModelSpec, weights: WeightBag, prefix: str, layer: int, kv_layer: int) -> None:
+        """``prefix`` names the layer in the checkpoint; ``layer``, its number there, decides between dense and experts;
+        ``kv_layer`` is its layer of the pool."""
+        shapes = layer_shapes(spec, layer)
+
+        def take(name: str) -> torch.Tensor:
+            return weights.take(f"{prefix}.{name}", shapes[name])
+
+        self.eps = spec.rms_norm_eps
+        self.attention = LatentAttention(spec, take, kv_layer)
+        self.input_norm = take("input_layernorm.weight")
+        self.post_norm = take("post_attention_layernorm.weight")
+        moe = moe_of(spec)
+        self.mlp = SwiGlu(take, "mlp") if layer < moe.first_layer else MoeMlp(moe, take)
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, table: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """See DecoderBlock."""
+        x = self.attention(add_rms_norm(x, residual, self.input_norm, self.eps), table, context)
+        return self.mlp(add_rms_norm(x, residual, self.post_norm, self.eps))
+
+
+class DeepseekV3Model(TargetModel):
+    """Embedding, decoder layers, final norm, LM head."""
+
+    def __init__(self, spec: ModelSpec, weights: WeightBag, dtype: torch.dtype, device: torch.device) -> None:
+        """Takes every tensor it needs from ``weights``; the caller checks that none is left."""
+        self.spec, self.dtype, self.device = spec, dtype, device
+        vocab = (spec.vocab_size, spec.hidden_size)
+        self.embedding = weights.take("model.embed_tokens.weight", vocab)
+        self.layers = [DeepseekDecoderLayer(spec, weights, f"model.layers.{i}", i, i) for i in range(spec.num_layers)]
+        self.norm = weights.take("model.norm.weight", (spec.hidden_size,))
+        head = self.embedding if spec.tie_word_embeddings else weights.take("lm_head.weight", vocab)
+        self.lm_head = Linear(head, out_float32=True)
+        table = rope_table(spec.head_dim, spec.rope_theta, spec.max_position_embeddings, spec.rope_scaling)
+        self.table = table.to(device)
+        layer = KvLayer(LayerKind.MLA, LayerOwner.TARGET, 1, mla_of(spec).latent_dim)
+        self.kv_layers = (layer,) * spec.num_layers
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See TargetModel."""
+        return self.embedding[token_ids]
+
+    def forward(self, context: ForwardContext, aux: AuxCapture | None = None) -> torch.Tensor:
+        """See TargetModel."""
+        x = self.embed(context.batch.token_ids)
+        residual = torch.zeros_like(x)
+        for i, layer in enumerate(self.layers):
+            if aux is not None:
+                aux.see(i, x, residual)
+            x = layer(x, residual, self.table, context)
+        if aux is not None:
+            aux.see(len(self.layers), x, residual)
+        return add_rms_norm(x, residual, self.norm, self.spec.rms_norm_eps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See TargetModel."""
+        return self.lm_head(hidden)
+
+    def decoder_block(self, weights: WeightBag, prefix: str, kv_layer: int) -> DeepseekDecoderLayer:
+        """See TargetModel. The block of an MTP module: of the kind that follows the target's last layer."""
+        return DeepseekDecoderLayer(self.spec, weights, prefix, self.spec.num_layers, kv_layer)
+
+    def rope_table(self) -> torch.Tensor:
+        """See TargetModel; float32 [max_positions, rope_dim]."""
+        return self.table

@@ -1,0 +1,97 @@
+"""From a Hugging Face folder to its target model, whatever the family; and the MTP modules that lie beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from paceline.errors import ConfigError
+from paceline.models.base import TargetModel
+from paceline.models.config import DEEPSEEK, ModelSpec
+from paceline.models.deepseek_v3 import DeepseekV3Model
+from paceline.models.llama import LlamaModel
+from paceline.models.loader import LazyTensors, WeightBag, weight_files
+
+Builder = Callable[[ModelSpec, WeightBag, torch.dtype, torch.device], TargetModel]
+BUILDERS: dict[str, Builder] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LlamaModel),
+    DEEPSEEK: DeepseekV3Model,
+}
+KEPT_FLOAT32 = "e_score_correction_bias"  # bf16 would round away what it corrects, and choose other experts
+FP8_SCALE = "weight_scale_inv"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class CheckpointTensors(LazyTensors):
+    """A checkpoint's tensors in ``dtype``, but for those that a lower precision would spoil."""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name.endswith(KEPT_FLOAT32):
+            kept: torch.Tensor = self._where[name].get_tensor(name)
+            return kept.float()
+        return super().__getitem__(name)
+
+
+class Part(Mapping[str, torch.Tensor]):
+    """Some tensors of a checkpoint, still read on access."""
+
+    def __init__(self, whole: Mapping[str, torch.Tensor], names: frozenset[str]) -> None:
+        self._whole, self._names = whole, names
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._whole[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def open_checkpoint(folder: Path, dtype: torch.dtype) -> CheckpointTensors:
+    """All tensors of a folder. Raises ConfigError for files that are missing or damaged, and for FP8 weights."""
+    tensors = CheckpointTensors(weight_files(folder), dtype)
+    if scale := next((name for name in tensors if name.endswith(FP8_SCALE)), None):
+        raise ConfigError("model", f"quantized checkpoints are not supported (FP8: {scale}); convert it to bf16 first")
+    return tensors
+
+
+def load_target(folder: Path, dtype: torch.dtype, device: torch.device) -> TargetModel:
+    """The target model of a Hugging Face folder; MTP modules in its checkpoint are left for ``mtp_weights``.
+
+    Raises ConfigError naming whatever is missing, left over or unsupported.
+    """
+    spec = ModelSpec.from_folder(folder)
+    tensors = open_checkpoint(folder, dtype)
+    modules = tuple(f"model.layers.{spec.num_layers + k}." for k in range(spec.num_mtp_modules))
+    bag = WeightBag(Part(tensors, frozenset(name for name in tensors if not name.startswith(modules))))
+    model = BUILDERS[spec.family](spec, bag, dtype, device)
+    bag.finish()
+    return model
+
+
+def mtp_weights(folder: Path, dtype: torch.dtype) -> tuple[WeightBag, int]:
+    """The MTP modules in a target's own checkpoint (algorithms.md F5), and how many there are; 0 is no error.
+
+    Module k's tensors are ``model.layers.{num_layers + k}.*``. Their copies of embedding and LM head are checked and
+    left out: raises ConfigError when one differs from the target's, since modules share the target's own.
+    """
+    spec = ModelSpec.from_folder(folder)
+    tensors = open_checkpoint(folder, dtype)
+    head = EMBEDDING if spec.tie_word_embeddings else HEAD
+    names: set[str] = set()
+    count = 0
+    while count < spec.num_mtp_modules and f"model.layers.{spec.num_layers + count}.enorm.weight" in tensors:
+        prefix = f"model.layers.{spec.num_layers + count}."
+        names.update(name for name in tensors if name.startswith(prefix))
+        for copy, original in ((f"{prefix}embed_tokens.weight", EMBEDDING), (f"{prefix}shared_head.head.weight", head)):
+            if copy in names:
+                names.remove(copy)
+                if not torch.equal(tensors[copy], tensors[original]):
+                    raise ConfigError("model", f"{copy} is not a copy of {original}: an own one is not supported")
+        count += 1
+    return WeightBag(Part(tensors, frozenset(names))), count

@@ -1,0 +1,260 @@
+"""Which drafter for a request that says ``auto``: algorithms.md L1's order to begin with, measurement from then on.
+
+Every round each sequence has a few *arms*: the primary as a chain, the primary as a tree (small batches only), each
+copying drafter (n-gram, suffix, trie) at the present *match length*, and not drafting at all. The match length is how
+many of the last tokens stood together earlier in the sequence; the longer, the surer a copy goes on, so a copying
+drafter has one arm per class of it. An arm is worth
+
+    speed-up = tokens per round / (seconds of such a round / seconds of a plain step)
+
+with the tokens, rows and draft depths that its rounds showed (per request, shrunk to all requests, shrunk to a guess
+that puts the arms in the order of L1), and seconds from the cost table at the present batch, as if all sequences did
+the same. Not drafting has speed-up 1 by definition, so a loaded node stops drafting by itself. The best arm draws; a
+copy that finds nothing hands over to the best of the others in the same round.
+
+An arm that is not used is never measured: now and then the one that waited longest is tried. Rounds earn an allowance
+of ``probe_share`` of their time, a trial spends what it lost against the best arm, and none starts in debt. So looking
+around costs at most that share, and next to nothing while the other arms are good too.
+
+Choices rest on earlier rounds, the committed tokens and measured seconds. They change the speed; under the default
+acceptance rule no text. What a round came to is read from the sequence's own counts when it next drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+
+from paceline.spec_decode.base import DraftBudget, TreeKind
+from paceline.spec_decode.cost import COPY_SHARE, CostTable
+from paceline.spec_decode.sequence import Sequence
+from paceline.spec_decode.tree import DraftTree
+
+AUTO, NONE = "auto", "none"
+SCRATCH = "auto"
+CHAIN, TREE = "chain", "tree"
+MATCH_CLASSES = ((8, "match 8+"), (4, "match 4-7"), (2, "match 2-3"), (1, "match 1"))  # least length, longest first
+LONGEST_MATCH = 8  # longer ones count as this
+ASSUMED_RATES = {CHAIN: 0.65, TREE: 0.72, "match 8+": 0.85, "match 4-7": 0.7, "match 2-3": 0.4, "match 1": 0.2}
+REQUEST_DECAY, REQUEST_PRIOR = 0.95, 6.0  # a request's own rounds: some 20 remembered; the others' count as 6
+POOL_DECAY, POOL_PRIOR = 0.995, 3.0
+PROBE_GAP = 8  # rounds of a sequence between two of its trials of one arm
+MOST_ALLOWANCE = 8.0  # plain steps saved up at most
+
+Plan = tuple[tuple[str, DraftBudget], ...]  # drafters to ask in order, until one finds something; never empty
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A drafter, and the shape of its tree or the class of the match it copies from."""
+
+    drafter: str
+    kind: str
+
+
+@dataclass
+class Outcome:
+    """Decayed sums over the rounds of an arm."""
+
+    decay: float
+    rounds: float = 0.0
+    tokens: float = 0.0  # committed, the bonus counted
+    rows: float = 0.0  # of the tree, root included
+    depth: float = 0.0
+
+    def add(self, tokens: int, rows: int, depth: int) -> None:
+        """One round."""
+        self.rounds = self.decay * self.rounds + 1
+        self.tokens = self.decay * self.tokens + tokens
+        self.rows = self.decay * self.rows + rows
+        self.depth = self.decay * self.depth + depth
+
+    def mean(self, prior: Expected, weight: float) -> Expected:
+        """Means per round, ``prior`` counted as ``weight`` rounds."""
+        n = self.rounds + weight
+        return Expected(
+            (self.tokens + weight * prior.tokens) / n,
+            (self.rows + weight * prior.rows) / n,
+            (self.depth + weight * prior.depth) / n,
+        )
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a round of an arm comes to."""
+
+    tokens: float
+    rows: float
+    depth: float
+
+
+@dataclass
+class CopyIndex:
+    """Where each token, and each pair, was last followed by something: how long a match the last tokens have."""
+
+    indexed: int = 1
+    after: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    def match_length(self, token_ids: Seq[int]) -> int:
+        """How many of the last tokens stood together earlier: after the most recent equal pair, else token."""
+        for end in range(self.indexed, len(token_ids)):
+            self.after[(token_ids[end - 1],)] = end
+            if end > 1:
+                self.after[token_ids[end - 2], token_ids[end - 1]] = end
+        self.indexed = max(self.indexed, len(token_ids))
+        found = self.after.get(tuple(token_ids[-2:])) or self.after.get((token_ids[-1],))
+        if found is None:
+            return 0
+        length = 1
+        while length < min(LONGEST_MATCH, found) and token_ids[found - length - 1] == token_ids[-length - 1]:
+            length += 1
+        return length
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A choice whose round is not accounted for yet."""
+
+    round: int  # seq.stats.rounds before it
+    arms: tuple[Arm, ...]  # as planned, in order
+    batch: int
+    best: float  # speed-up of the best arm then
+    trial: Arm | None
+    tree: DraftTree | None = None  # what came of it
+
+
+@dataclass
+class AutoState:
+    """What is remembered of one sequence."""
+
+    index: CopyIndex = field(default_factory=CopyIndex)
+    outcomes: dict[Arm, Outcome] = field(default_factory=dict)
+    tried: dict[Arm, int] = field(default_factory=dict)  # arm -> round
+    pending: Pending | None = None
+
+
+class AutoChooser:
+    """Plans each round of the sequences that say ``auto``. One per node, called from its engine thread."""
+
+    def __init__(
+        self,
+        costs: CostTable,
+        primary: str,
+        copies: Seq[str],
+        *,
+        tree_batch: int = 4,
+        probe_share: float = 0.02,
+    ) -> None:
+        """primary: the drafter with state, or ``none``. copies: drafters that repeat what stood before, best first.
+
+        tree_batch: sequences up to which trees are worth a thought (L1). probe_share: see the module.
+        """
+        self.costs, self.primary, self.copies = costs, primary, tuple(copies)
+        self.tree_batch, self.probe_share = tree_batch, probe_share
+        self.drafters = (primary, *self.copies)
+        for name in self.copies:
+            costs.assume_draft(name, COPY_SHARE)
+        self._batch, self._plain_s = 1, costs.estimate(1, 1)
+        self._pool: dict[Arm, Outcome] = {}
+        self._allowance, self._trial_given = 0.0, False
+
+    def start_round(self, batch: int) -> None:
+        """Before the choices of a round over ``batch`` sequences, those that named a drafter included."""
+        self._batch, self._plain_s = batch, self.costs.estimate(batch, batch)
+        self._trial_given = False
+
+    def choose(self, seq: Sequence, budget: DraftBudget, *, primary_ready: bool) -> Plan:
+        """Drafters to ask for the next tree. primary_ready: it has what it drafts from."""
+        state = self._state(seq)
+        self._learn(seq, state)
+        if budget.num_draft_tokens == 0:
+            return ((NONE, budget),)
+        self._allowance = min(self._allowance + self.probe_share, MOST_ALLOWANCE)
+        arms = self._arms(seq, state, budget, primary_ready)
+        worth = {arm: self._speedup(state, arm, b) for arm, b in arms.items()}
+        ranked = sorted((arm for arm in arms if worth[arm] > 1.0), key=lambda arm: -worth[arm])
+        trial = self._trial(seq, state, [arm for arm in arms if arm not in ranked[:1]])
+        if trial is not None:
+            ranked = [trial, *(arm for arm in ranked if arm != trial)]
+        best = max(1.0, *worth.values()) if worth else 1.0
+        state.pending = Pending(seq.stats.rounds, tuple(ranked), self._batch, best, trial)
+        plan: list[tuple[str, DraftBudget]] = []
+        for arm in ranked:
+            plan.append((arm.drafter, arms[arm]))
+            if arm.drafter == self.primary:  # it drafts last, and for all of its sequences at once
+                break
+        return tuple(plan) or ((NONE, budget),)
+
+    def drafted(self, seq: Sequence, tree: DraftTree) -> None:
+        """The tree that came of the last choice."""
+        state = self._state(seq)
+        if state.pending is not None:
+            state.pending = replace(state.pending, tree=tree)
+
+    def _arms(
+        self, seq: Sequence, state: AutoState, budget: DraftBudget, primary_ready: bool
+    ) -> dict[Arm, DraftBudget]:
+        """What there is to choose from, in the order of L1."""
+        chain = replace(budget, tree_width=1, tree=TreeKind.CHAIN, tree_nodes=0)
+        wide = budget.tree_width > 1 and budget.tree is not TreeKind.CHAIN and self._batch <= self.tree_batch
+        arms: dict[Arm, DraftBudget] = {}
+        if primary_ready and self.primary != NONE:
+            arms[Arm(self.primary, CHAIN)] = chain
+            if wide:
+                arms[Arm(self.primary, TREE)] = budget
+        match = state.index.match_length(seq.token_ids) if self.copies else 0
+        kind = next((kind for least, kind in MATCH_CLASSES if match >= least), None)
+        if kind is not None:
+            arms |= {Arm(name, kind): budget if wide else chain for name in self.copies}
+        return arms
+
+    def _speedup(self, state: AutoState, arm: Arm, budget: DraftBudget) -> float:
+        depth, rate = budget.num_draft_tokens, ASSUMED_RATES[arm.kind]
+        tokens = (1 - rate ** (depth + 1)) / (1 - rate)  # algorithms.md B9
+        expected = Expected(tokens, budget.max_nodes, depth)
+        for outcomes, weight in ((self._pool, POOL_PRIOR), (state.outcomes, REQUEST_PRIOR)):
+            if arm in outcomes:
+                expected = outcomes[arm].mean(expected, weight)
+        step = self.costs.estimate(self._batch, self._batch * expected.rows)
+        draft = self.costs.draft_seconds(arm.drafter, self._batch, expected.depth)
+        return expected.tokens * self._plain_s / (step + draft)
+
+    def _trial(self, seq: Sequence, state: AutoState, others: Seq[Arm]) -> Arm | None:
+        """The arm that waited longest, if there is something to spend on it. One sequence per round."""
+        now = seq.stats.rounds
+        stale = [arm for arm in others if now - state.tried.get(arm, -PROBE_GAP) >= PROBE_GAP]
+        if not stale or self._allowance <= 0.0 or self._trial_given:
+            return None
+        arm = min(stale, key=lambda arm: state.tried.get(arm, -PROBE_GAP))
+        state.tried[arm] = now
+        self._trial_given = True
+        return arm
+
+    def _learn(self, seq: Sequence, state: AutoState) -> None:
+        """Account for the last choice, if its round took place and drafted something."""
+        pending, state.pending = state.pending, None
+        if pending is None or pending.tree is None or seq.stats.rounds <= pending.round:
+            return
+        tree = pending.tree
+        arm = next((arm for arm in pending.arms if arm.drafter == tree.drafter), None)
+        if arm is None or tree.num_draft_tokens == 0:
+            return
+        tokens = 1 + seq.stats.accepted_per_round[pending.round]
+        state.tried[arm] = pending.round
+        for outcomes, decay in ((state.outcomes, REQUEST_DECAY), (self._pool, POOL_DECAY)):
+            outcomes.setdefault(arm, Outcome(decay)).add(tokens, tree.num_nodes, max(tree.depths))
+        if arm == pending.trial:
+            self._allowance -= max(0.0, self._trial_cost(pending.batch, tree) - tokens / pending.best)
+
+    def _trial_cost(self, batch: int, tree: DraftTree) -> float:
+        """Plain steps that one sequence's trial took. The whole batch waits for draft steps made for it alone."""
+        plain = self.costs.estimate(batch, batch)
+        draft = batch * self.costs.draft_seconds(tree.drafter, 1, max(tree.depths))
+        return (self.costs.estimate(batch, batch * tree.num_nodes) + draft) / plain
+
+    @staticmethod
+    def _state(seq: Sequence) -> AutoState:
+        state = seq.scratch.get(SCRATCH)
+        if not isinstance(state, AutoState):
+            state = seq.scratch[SCRATCH] = AutoState()
+        return state

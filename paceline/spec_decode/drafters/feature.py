@@ -1,0 +1,230 @@
+"""A drafter that continues from the target's hidden rows: EAGLE-1/2/3 and one reused MTP module (algorithms.md E).
+
+Row i of the head is (t_{i+1}, h_i) at position i and predicts t_{i+2}. ``extend`` writes rows of committed tokens with
+the target's own hidden rows, over whatever drafts left there (E3), and keeps the candidates and the output of the last
+row. ``propose`` grows a tree from them, one forward a level over all sequences: a node at depth d is the row (its
+token, its parent's output) at position m + d - 1; it sees rows 0..m-1 and the rows of its own ancestors. Node rows
+lie in slots m, m+1, ... in order of generation and are forgotten after the round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from paceline.attention.base import AttentionBackend, ForwardBatch, Segment
+from paceline.errors import ConfigError
+from paceline.kvcache.pool import KvPool
+from paceline.models.base import ForwardContext, TargetModel
+from paceline.spec_decode.base import DraftBudget, Drafter, DraftSampling, ExtendItem, TreeKind
+from paceline.spec_decode.candidates import Candidates, choose
+from paceline.spec_decode.choices import RankPath, checked_choices, fitted_counts
+from paceline.spec_decode.confidence import log_values
+from paceline.spec_decode.expand import ROOT, DynamicGrowth, Growth, StaticGrowth
+from paceline.spec_decode.heads.base import DraftHead
+from paceline.spec_decode.sequence import DraftState, Sequence
+from paceline.spec_decode.tree import DraftTree, build_tree
+
+
+@dataclass
+class Draft:
+    """One sequence's tree while it grows."""
+
+    seq: Sequence
+    budget: DraftBudget
+    growth: Growth
+    slots: list[int]  # free for node rows, from position m on
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)  # node (ROOT: a_{m-1}) -> [hidden_size]
+    tails: dict[int, list[int]] = field(default_factory=lambda: {ROOT: []})  # expanded node -> slots of its path
+    drawn_from: dict[int, torch.Tensor] = field(default_factory=dict)  # node -> q its children were drawn from
+
+    @property
+    def committed(self) -> int:
+        """m: the root t_m has no draft row."""
+        return len(self.seq.token_ids) - 1
+
+    def child_position(self, node: int) -> int:
+        """Where the candidates after ``node`` stand."""
+        return self.committed + self.growth.pool.depth(node) + 1
+
+    def segment(self, nodes: Seq[int]) -> Segment:
+        """The rows that expand ``nodes``, all of one depth."""
+        pool, m = self.growth.pool, self.committed
+        for node in nodes:
+            own = self.slots[len(self.tails) - 1]
+            self.tails[node] = [*self.tails[pool.parents[node]], own]
+        tokens = [pool.token_ids[node] for node in nodes]
+        tails = [self.tails[node] for node in nodes]
+        start = m + len(tails[0]) - 1
+        table = self.seq.table.slots
+        if len(nodes) == 1 and len(self.tails) - 1 == len(tails[0]):
+            return Segment.linear(tokens, start, table)  # nothing but this path was expanded: plain rows
+        return Segment(tokens, [start] * len(nodes), [tail[-1] for tail in tails], table, [m] * len(nodes), tails)
+
+
+class FeatureDrafter(Drafter):
+    """Steps a ``DraftHead`` from the target's hidden rows."""
+
+    needs_extend = True
+    lookahead = 1
+
+    def __init__(
+        self,
+        name: str,
+        model: TargetModel,
+        head: DraftHead,
+        kv: KvPool,
+        attention: AttentionBackend,
+        width: int,
+        sampling: DraftSampling = DraftSampling.COUPLED,
+        static_tree: Seq[RankPath] = (),
+        expand_above: float | None = None,
+    ) -> None:
+        """width: candidates kept of each row. static_tree: see ``choices``; none means a comb of the budget's
+        width. expand_above: dynamic trees expand every node whose path has this probability (0 < it <= 1) instead of
+        the budget's width a level. Raises ConfigError."""
+        self.name, self.model, self.head, self.kv, self.attention = name, model, head, kv, attention
+        self.width, self.sampling, self.expand_above = width, sampling, expand_above
+        self.choices = checked_choices(static_tree)
+        self.kv_layers, self.aux_layers, self.state_width = head.kv_layers, head.aux_layers, head.hidden_size
+        widest = max((max(choice) + 1 for choice in self.choices), default=1)
+        if widest > width:
+            raise ConfigError("tree_width", f"the static tree needs {widest} candidates a node, got {width}")
+        if expand_above is not None and not 0.0 < expand_above <= 1.0:
+            raise ConfigError("expand_above", f"must be a probability above 0, got {expand_above}")
+
+    # ---- extend: committed rows in, candidates out
+
+    def extend(self, items: Seq[ExtendItem]) -> None:
+        """See Drafter. Rows start..end-1 of every item in one forward (E1, E3, E6)."""
+        if not items:
+            return
+        segments = [
+            Segment.linear(item.seq.token_ids[item.start + 1 : item.end + 1], item.start, item.seq.table.slots)
+            for item in items
+        ]
+        outputs = self._forward(segments, self.head.fuse(torch.cat([item.hidden for item in items])))
+        ends = torch.tensor([item.end - item.start for item in items]).cumsum(0) - 1
+        for item in items:
+            item.seq.draft = None  # of a prompt's chunk before the last nothing is kept but its rows
+            item.seq.draft_rows = item.end
+        final = [i for i, item in enumerate(items) if item.final]
+        if final:
+            last = outputs[ends[final].to(outputs.device)]
+            seqs = [items[i].seq for i in final]
+            found = self._choose(last, seqs, [items[i].end + 1 for i in final])
+            for row, seq in enumerate(seqs):
+                seq.draft = DraftState(found.ids[row : row + 1], found.probs[row : row + 1], last[row : row + 1])
+
+    def _forward(self, segments: Seq[Segment], hidden: torch.Tensor) -> torch.Tensor:
+        batch = ForwardBatch.build(segments, self.model.device)
+        return self.head.forward(batch.token_ids, hidden, ForwardContext.build(batch, self.kv, self.attention))
+
+    def _choose(self, outputs: torch.Tensor, seqs: Seq[Sequence], positions: Seq[int]) -> Candidates:
+        """Candidates after rows of the head. outputs: [R, hidden_size]; ids and probs come back on the CPU."""
+        params = [seq.request.params for seq in seqs]
+        vocab, head = self.model.spec.vocab_size, self.head
+        found = choose(head.logits(outputs), params, positions, self.width, self.sampling, vocab, head.token_map)
+        return Candidates(found.ids.cpu(), found.probs.cpu(), found.full)
+
+    # ---- propose: a tree, level by level
+
+    def draft_slots(self, budget: DraftBudget) -> int:
+        """See Drafter: one for every node that may be expanded."""
+        if budget.num_draft_tokens == 0:
+            return 0
+        if self._is_dynamic(budget):
+            keep = budget.max_nodes - 1
+            level = min(budget.tree_width, keep)
+            return keep if self.expand_above is not None else level * (budget.num_draft_tokens - 1)
+        return max(len(self._counts(budget)) - 1, 0)
+
+    def propose(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[DraftTree]:
+        """See Drafter. Raises ConfigError for a dynamic tree of sampled candidates: dropping the worst of what was
+        drawn leaves children that are no draw from q any more (algorithms.md B6)."""
+        drafts = [self._start(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
+        self._add_first([draft for draft in drafts if draft.outputs])
+        while self._add_level(drafts):
+            pass
+        return [self._tree(draft) for draft in drafts]
+
+    def _is_dynamic(self, budget: DraftBudget) -> bool:
+        return budget.tree is TreeKind.DYNAMIC and budget.tree_width > 1
+
+    def _counts(self, budget: DraftBudget) -> Mapping[RankPath, int]:
+        depth, nodes = budget.num_draft_tokens, budget.max_nodes - 1
+        if budget.tree is TreeKind.STATIC:
+            return fitted_counts(self.choices, depth, budget.tree_width, nodes)
+        return fitted_counts((), depth, 1, nodes)
+
+    def _start(self, seq: Sequence, budget: DraftBudget) -> Draft:
+        growth: Growth
+        if self._is_dynamic(budget):
+            if self.sampling is DraftSampling.SAMPLED:
+                raise ConfigError("tree", "dynamic trees need draft sampling coupled or greedy, not sampled")
+            nodes = budget.max_nodes - 1
+            growth = DynamicGrowth(budget.num_draft_tokens, budget.tree_width, nodes, self.expand_above)
+        else:
+            growth = StaticGrowth(self._counts(budget))
+        m = len(seq.token_ids) - 1
+        draft = Draft(seq, budget, growth, seq.table.slots[m : m + self.draft_slots(budget)].tolist())
+        if seq.draft is not None and budget.num_draft_tokens:
+            draft.outputs[ROOT] = seq.draft.hidden[0]
+        return draft
+
+    def _add_first(self, drafts: Seq[Draft]) -> None:
+        """Candidates of the last extend. Those of SAMPLED are computed again: the whole q is not kept (H1)."""
+        if not drafts:
+            return
+        where = [(draft, ROOT) for draft in drafts]
+        if self.sampling is DraftSampling.SAMPLED:
+            hidden = torch.stack([draft.outputs[ROOT] for draft in drafts])
+            self._add(where, self._choose(hidden, [d.seq for d in drafts], [d.child_position(ROOT) for d in drafts]))
+            return
+        for draft in drafts:
+            state = draft.seq.draft
+            assert state is not None
+            self._add([(draft, ROOT)], Candidates(state.proposal_ids, state.proposal_probs, None))
+
+    def _add_level(self, drafts: Seq[Draft]) -> bool:
+        """One draft forward over the nodes that every tree expands next; False when none does."""
+        levels = [(draft, level) for draft in drafts if (level := draft.growth.level())]
+        if not levels:
+            return False
+        where = [(draft, node) for draft, level in levels for node in level]
+        hidden = torch.stack([draft.outputs[draft.growth.pool.parents[node]] for draft, node in where])
+        outputs = self._forward([draft.segment(level) for draft, level in levels], hidden)
+        for (draft, node), row in zip(where, outputs, strict=True):
+            draft.outputs[node] = row
+        positions = [draft.child_position(node) for draft, node in where]
+        self._add(where, self._choose(outputs, [draft.seq for draft, _ in where], positions))
+        return True
+
+    def _add(self, where: Seq[tuple[Draft, int]], found: Candidates) -> None:
+        """Hang row r of ``found`` under the r-th node."""
+        params = [draft.seq.request.params for draft, _ in where]
+        positions = [draft.child_position(node) for draft, node in where]
+        # Chains and static trees that never stop early need no values: q tells which candidates are possible at all.
+        weighed = any(self._is_dynamic(draft.budget) or draft.budget.min_confidence > 0.0 for draft, _ in where)
+        coupled = weighed and self.sampling is DraftSampling.COUPLED
+        values = log_values(found.ids, found.probs, params, positions, coupled=coupled)
+        # What was drawn must not decide whether to go on, the law it was drawn from may (B7).
+        sure = values[:, 0].exp() if found.full is None else found.full.amax(dim=1)
+        rows = zip(where, found.ids.tolist(), values.tolist(), sure.tolist(), strict=True)
+        for r, ((draft, node), ids, worth, confidence) in enumerate(rows):
+            draft.growth.add(node, ids, worth, last=confidence < draft.budget.min_confidence)
+            if found.full is not None and params[r].temperature > 0.0:
+                draft.drawn_from[node] = found.full[r]
+
+    def _tree(self, draft: Draft) -> DraftTree:
+        pool, kept, budget = draft.growth.pool, draft.growth.kept(), draft.budget
+        index = {ROOT: -1} | {node: i for i, node in enumerate(kept)}
+        pairs = [(index[pool.parents[node]], pool.token_ids[node]) for node in kept]
+        vocab = self.model.spec.vocab_size
+        tree = build_tree(draft.seq.token_ids[-1], pairs, vocab, budget.max_nodes, budget.num_draft_tokens)
+        inner = {pool.parents[node] for node in kept}
+        drawn = {index[node] + 1: q for node, q in draft.drawn_from.items() if node in inner}
+        return replace(tree, draft_probs=drawn or None, drafter=self.name)

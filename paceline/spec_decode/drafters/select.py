@@ -1,0 +1,155 @@
+"""Several drafters behind one: each request names its own, or ``auto`` and has it chosen round by round.
+
+One drafter, the primary, may own KV layers and per-sequence state; the others live on the tokens alone. A sequence
+that named another drafter never reaches the primary: its draft rows stay where they are (``seq.draft_rows``), and
+``seq.draft`` stays None. For ``auto`` the primary digests every committed row, used or not, because a drafter whose
+rows fell behind could not be taken up again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+from paceline.errors import ConfigError
+from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
+from paceline.spec_decode.drafters.auto import AUTO, NONE, AutoChooser, Plan
+from paceline.spec_decode.drafters.none import NoDrafter
+from paceline.spec_decode.sequence import Sequence
+from paceline.spec_decode.tree import DraftTree
+
+
+class SelectingDrafter(Drafter):
+    """Routes every call to the drafters of its sequences, each called once with all of its own.
+
+    It carries the primary's name, which is what a peer must match; trees carry the name of who made them.
+    """
+
+    def __init__(
+        self,
+        primary: Drafter,
+        others: Mapping[str, Drafter],
+        default: str,
+        chooser: AutoChooser | None = None,
+    ) -> None:
+        """default: for requests that name none, or one that is not here. chooser: allows ``auto``.
+
+        Raises ConfigError when another than the primary has layers, rows or state, or ``default`` is not there.
+        """
+        for name, drafter in others.items():
+            if drafter.kv_layers or drafter.state_width or drafter.aux_layers or drafter.lookahead:
+                raise ConfigError("drafter", f"{name} keeps KV rows or state: only the primary drafter may")
+            if name in (primary.name, AUTO):
+                raise ConfigError("drafter", f"{name} is given twice")
+        self._primary, self._chooser = primary, chooser
+        self._drafters = {primary.name: primary, **others}
+        self._drafters.setdefault(NONE, NoDrafter())
+        self.choices = (*self._drafters, *([AUTO] if chooser is not None else []))
+        if default not in self.choices:
+            raise ConfigError("drafter", f"{default} is none of {', '.join(self.choices)}")
+        if chooser is not None and chooser.primary not in (primary.name, NONE):
+            raise ConfigError(
+                "drafter", f"{AUTO} would take {chooser.primary} for the primary, which {primary.name} is"
+            )
+        unknown = [name for name in chooser.drafters if name not in self._drafters] if chooser is not None else []
+        if unknown:
+            raise ConfigError("drafter", f"{AUTO} may choose {', '.join(unknown)}, which this node does not have")
+        self.default = default
+        self.name = primary.name
+        self.kv_layers, self.aux_layers = primary.kv_layers, primary.aux_layers
+        self.lookahead, self.state_width = primary.lookahead, primary.state_width
+        self.needs_extend = any(drafter.needs_extend for drafter in self._drafters.values())
+        self.needs_argmax = any(drafter.needs_argmax for drafter in self._drafters.values())
+
+    def choice(self, seq: Sequence) -> str:
+        """The drafter of a request, or ``auto``."""
+        asked = seq.request.speculation.drafter or self.default
+        return asked if asked in self.choices else self.default
+
+    def draft_slots(self, budget: DraftBudget) -> int:
+        """See Drafter: of the drafter that writes most."""
+        return max(drafter.draft_slots(budget) for drafter in self._drafters.values())
+
+    def extend(self, items: Seq[ExtendItem]) -> None:
+        """See Drafter."""
+        for name, drafter in self._drafters.items():
+            mine = [item for item in items if drafter.needs_extend and self._may_use(name, item.seq)]
+            if mine:
+                drafter.extend(mine)
+
+    def propose(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[DraftTree]:
+        """See Drafter. A plan's later drafters are asked where the earlier found nothing; a primary that steps comes
+        last, so that all of its sequences share its draft steps."""
+        plans = self._plans(seqs, budgets)
+        trees: list[DraftTree | None] = [None] * len(seqs)
+        step = 0
+        waiting = list(range(len(seqs)))
+        last = self._primary.name if self._primary.needs_extend else ""
+        for_primary: list[int] = []
+        while waiting:
+            groups: dict[str, list[int]] = {}
+            for i in waiting:
+                groups.setdefault(plans[i][step][0], []).append(i)
+            for_primary += groups.pop(last, [])
+            for name, group in groups.items():
+                self._fill(name, group, [plans[i][step][1] for i in group], seqs, trees)
+            step += 1
+            waiting = [i for group in groups.values() for i in group if self._goes_on(trees[i], plans[i], step)]
+        for_primary.sort()
+        chosen = [next(budget for name, budget in plans[i] if name == last) for i in for_primary]
+        self._fill(last, for_primary, chosen, seqs, trees)
+        done = [tree for tree in trees if tree is not None]
+        for seq, tree in zip(seqs, done, strict=True):
+            if self._chooser is not None and self.choice(seq) == AUTO:
+                self._chooser.drafted(seq, tree)
+        return done
+
+    def observe(self, seq: Sequence, tree: DraftTree, argmax: Seq[int]) -> None:
+        """See Drafter: to the one that made the tree."""
+        drafter = self._drafters.get(tree.drafter)
+        if drafter is not None and drafter.needs_argmax:
+            drafter.observe(seq, tree, argmax)
+
+    def finish(self, seq: Sequence) -> None:
+        """See Drafter: to all that the sequence may have met."""
+        for name, drafter in self._drafters.items():
+            if self._may_use(name, seq):
+                drafter.finish(seq)
+
+    def _may_use(self, name: str, seq: Sequence) -> bool:
+        choice = self.choice(seq)
+        return choice == name or (choice == AUTO and self._chooser is not None and name in self._chooser.drafters)
+
+    def _plans(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[Plan]:
+        plans: list[Plan] = []
+        if self._chooser is not None:
+            self._chooser.start_round(len(seqs))
+        for seq, budget in zip(seqs, budgets, strict=True):
+            choice = self.choice(seq)
+            if choice == AUTO and self._chooser is not None:
+                # A drafter without hidden rows of its own (a draft model) drafts from tokens and KV alone.
+                ready = seq.draft is not None or self._primary.state_width == 0
+                plans.append(self._chooser.choose(seq, budget, primary_ready=ready))
+            else:
+                plans.append(((choice, budget),))
+        return plans
+
+    def _fill(
+        self,
+        name: str,
+        group: Seq[int],
+        budgets: Seq[DraftBudget],
+        seqs: Seq[Sequence],
+        trees: list[DraftTree | None],
+    ) -> None:
+        """Put the trees of ``name`` for the sequences ``group`` where they belong."""
+        if not group:
+            return
+        made = self._drafters[name].propose([seqs[i] for i in group], budgets)
+        for i, tree in zip(group, made, strict=True):
+            trees[i] = replace(tree, drafter=name)
+
+    @staticmethod
+    def _goes_on(tree: DraftTree | None, plan: Plan, step: int) -> bool:
+        return step < len(plan) and tree is not None and tree.num_draft_tokens == 0

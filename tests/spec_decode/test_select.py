@@ -1,0 +1,249 @@
+"""Several drafters behind one: order, routing, unions of what they need, and the same text as ever."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import pytest
+import torch
+
+from paceline.engine.model_runner import ModelRunner, PrefillChunk
+from paceline.errors import ConfigError
+from paceline.kvcache.layout import LayerOwner
+from paceline.request import SequenceRequest, SpeculationParams
+from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
+from paceline.spec_decode.cost import CostTable
+from paceline.spec_decode.drafters.auto import AutoChooser
+from paceline.spec_decode.drafters.ngram import NgramDrafter
+from paceline.spec_decode.drafters.none import NoDrafter
+from paceline.spec_decode.drafters.select import SelectingDrafter
+from paceline.spec_decode.sequence import Sequence
+from paceline.spec_decode.tree import DraftTree
+from support.exactness import Outcome, run
+from support.rounds import bare_sequence, chain_tree
+from support.tiny import VOCAB, tiny_request, tiny_runner
+
+
+class Recording(Drafter):
+    """Chains of as many tokens as allowed (or none, for the sequences in ``silent``); notes every call."""
+
+    def __init__(self, name: str, silent: Seq[int] = (), **attributes: object) -> None:
+        self.name, self.silent = name, set(silent)
+        self.calls: list[tuple[str, list[str]]] = []
+        for key, value in attributes.items():
+            setattr(self, key, value)
+
+    def note(self, what: str, seqs: Seq[Sequence]) -> None:
+        self.calls.append((what, [seq.request.request_id for seq in seqs]))
+
+    def extend(self, items: Seq[ExtendItem]) -> None:
+        self.note("extend", [item.seq for item in items])
+        for item in items:
+            item.seq.draft_rows = item.end
+
+    def propose(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[DraftTree]:
+        self.note("propose", seqs)
+        return [
+            chain_tree(seq, 0 if int(seq.request.request_id[1:]) in self.silent else budget.num_draft_tokens)
+            for seq, budget in zip(seqs, budgets, strict=True)
+        ]
+
+    def draft_slots(self, budget: DraftBudget) -> int:
+        return budget.max_nodes + len(self.name)
+
+    def observe(self, seq: Sequence, tree: DraftTree, argmax: Seq[int]) -> None:
+        self.note("observe", [seq])
+
+    def finish(self, seq: Sequence) -> None:
+        self.note("finish", [seq])
+
+
+def chooser(primary: str = "head", copies: Seq[str] = ("copy",)) -> AutoChooser:
+    return AutoChooser(CostTable.assumed(0.01), primary, copies)
+
+
+def parts(silent: Seq[int] = ()) -> tuple[Recording, Recording, SelectingDrafter]:
+    head = Recording("head", needs_extend=True, lookahead=2, state_width=64)
+    copy = Recording("copy", silent)
+    return head, copy, SelectingDrafter(head, {"copy": copy}, "head", chooser())
+
+
+def test_results_come_back_in_order() -> None:
+    head, copy, both = parts()
+    asked = ["copy", "head", None, "none", "copy", "unknown"]
+    seqs = [bare_sequence(i, drafter=name) for i, name in enumerate(asked)]
+    trees = both.propose(seqs, [DraftBudget(i + 1) for i in range(6)])
+    assert [tree.drafter for tree in trees] == ["copy", "head", "head", "none", "copy", "head"]
+    assert [tree.num_draft_tokens for tree in trees] == [1, 2, 3, 0, 5, 6]
+    assert head.calls == [("propose", ["r1", "r2", "r5"])]
+    assert copy.calls == [("propose", ["r0", "r4"])]
+    assert both.propose([], []) == []
+
+
+def test_extend_skips_those_that_never_use_it() -> None:
+    head, copy, both = parts()
+    seqs = [bare_sequence(i, drafter=name) for i, name in enumerate(["copy", "head", "auto", "none", None])]
+    both.extend([ExtendItem(seq, 0, 3, torch.zeros(3, 4), True) for seq in seqs])
+    assert head.calls == [("extend", ["r1", "r2", "r4"])]
+    assert copy.calls == []  # it needs no rows
+    assert [seq.draft_rows for seq in seqs] == [0, 3, 3, 0, 3]
+    copying = Recording("copy", needs_extend=True)
+    SelectingDrafter(NoDrafter(), {"copy": copying}, "copy").extend(
+        [ExtendItem(seq, 0, 3, torch.zeros(3, 4), True) for seq in seqs[:2]]
+    )
+    assert copying.calls == [("extend", ["r0", "r1"])]  # r1 asked for one that is not here: the default
+
+
+def test_observe_and_finish_go_where_they_belong() -> None:
+    head = Recording("head")
+    copy = Recording("copy", needs_argmax=True)
+    both = SelectingDrafter(head, {"copy": copy}, "head", chooser())
+    assert both.needs_argmax
+    seq = bare_sequence(drafter="copy")
+    both.observe(seq, chain_tree(seq, 2, "copy"), [1, 2, 3])
+    both.observe(seq, chain_tree(seq, 2, "head"), [1, 2, 3])
+    both.finish(seq)
+    both.finish(bare_sequence(1, drafter="auto"))
+    assert copy.calls == [("observe", ["r0"]), ("finish", ["r0"]), ("finish", ["r1"])]
+    assert head.calls == [("finish", ["r1"])]
+
+
+def repeating(index: int, drafter: str | None = "auto") -> Sequence:
+    """A sequence that ends as it went before, so that a copy is worth trying."""
+    seq = bare_sequence(index, [*range(10, 30), *range(10, 20)], drafter)
+    seq.token_ids[-1] = 20
+    seq.draft = object()  # type: ignore[assignment]
+    return seq
+
+
+def test_where_a_copy_finds_nothing_the_primary_drafts_in_the_same_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all of the primary's sequences in one call, so that they share its draft steps."""
+    monkeypatch.setattr(AutoChooser, "_trial", lambda *_: None)
+    head, copy, both = parts(silent=[1])
+    seqs = [repeating(0), repeating(1), bare_sequence(2, drafter="head")]
+    trees = both.propose(seqs, [DraftBudget(4)] * 3)
+    assert [tree.drafter for tree in trees] == ["copy", "head", "head"]
+    assert copy.calls == [("propose", ["r0", "r1"])]
+    assert head.calls == [("propose", ["r1", "r2"])]
+
+
+def test_auto_asks_a_primary_that_keeps_state_only_when_it_is_there() -> None:
+    stateful = parts()[2]
+    model = SelectingDrafter(Recording("head", needs_extend=True), {"copy": Recording("copy")}, "head", chooser())
+    asked = [both.propose([bare_sequence(0, drafter="auto")], [DraftBudget(4)])[0] for both in (stateful, model)]
+    assert [tree.drafter for tree in asked] == ["none", "head"]  # a draft model keeps tokens and KV alone
+
+
+def test_unions() -> None:
+    head, _, both = parts()
+    assert (both.name, both.lookahead, both.needs_extend, both.needs_argmax) == ("head", 2, True, False)
+    assert (both.state_width, both.kv_layers, both.aux_layers) == (64, (), ())
+    budget = DraftBudget(3)
+    assert both.draft_slots(budget) == head.draft_slots(budget)
+    assert (
+        SelectingDrafter(Recording("h"), {"a longer name": Recording("a longer name")}, "h").draft_slots(budget) == 17
+    )
+    assert both.choices == ("head", "copy", "none", "auto")
+
+
+@pytest.mark.parametrize(
+    "attributes", [{"lookahead": 1}, {"state_width": 8}, {"aux_layers": (1,)}, {"kv_layers": (1,)}]
+)
+def test_only_the_primary_may_keep_state(attributes: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="only the primary"):
+        SelectingDrafter(NoDrafter(), {"copy": Recording("copy", (), **attributes)}, "copy")
+
+
+def test_wrong_wiring_is_refused() -> None:
+    with pytest.raises(ConfigError, match="given twice"):
+        SelectingDrafter(Recording("head"), {"head": Recording("head")}, "head")
+    with pytest.raises(ConfigError, match="head, none"):
+        SelectingDrafter(Recording("head"), {}, "auto")
+    with pytest.raises(ConfigError, match="copy, which"):
+        SelectingDrafter(Recording("head"), {}, "auto", chooser())
+    with pytest.raises(ConfigError, match="for the primary"):
+        SelectingDrafter(NoDrafter(), {"head": Recording("head"), "copy": Recording("copy")}, "auto", chooser())
+
+
+def test_copies_alone_are_asked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A primary without draft steps is one copy among others."""
+    monkeypatch.setattr(AutoChooser, "_trial", lambda *_: None)
+    first, second = Recording("first", silent=[0]), Recording("second")
+    both = SelectingDrafter(first, {"second": second}, "auto", chooser("none", ["first", "second"]))
+    trees = both.propose([repeating(0), repeating(1)], [DraftBudget(4)] * 2)
+    assert [tree.drafter for tree in trees] == ["second", "first"]
+
+
+# ---- with a real runner
+
+
+def mixed(choices: Seq[str | None]) -> list[SequenceRequest]:
+    """Greedy and sampled requests, each with its drafter."""
+    return [
+        replace(
+            tiny_request(index=i, max_tokens=40, temperature=(i % 3) / 2), speculation=SpeculationParams(drafter=choice)
+        )
+        for i, choice in enumerate(choices)
+    ]
+
+
+def plain(requests: Seq[SequenceRequest]) -> list[Outcome]:
+    return run(tiny_runner("bf16", drafter="none", prefix_cache=False), requests)
+
+
+def same(got: Seq[Outcome], expected: Seq[Outcome]) -> bool:
+    return [(o.token_ids, o.logit_bits) for o in got] == [(o.token_ids, o.logit_bits) for o in expected]
+
+
+def test_ngram_and_none_in_one_batch() -> None:
+    requests = mixed(["ngram", "none", None, "ngram", "nonsense", "none"])
+    runner = tiny_runner("bf16", drafter="none", num_draft_tokens=4)
+    runner.drafter = SelectingDrafter(NoDrafter(), {"ngram": NgramDrafter(VOCAB)}, "ngram")
+    got = run(runner, requests, batch=6)
+    assert same(got, plain(requests))
+    assert sum(sum(got[i].accepted_per_round) for i in (0, 2, 3, 4)) > 0
+    assert sum(got[1].accepted_per_round) == sum(got[5].accepted_per_round) == 0
+
+
+def selecting_mtp(width: int) -> ModelRunner:
+    """MTP, n-gram, none and auto over one tiny model."""
+    runner = tiny_runner("bf16", drafter="mtp", num_draft_tokens=4, tree_width=width)
+    others = {"ngram": NgramDrafter(VOCAB)}
+    runner.drafter = SelectingDrafter(runner.drafter, others, "auto", chooser("mtp", ["ngram"]))
+    return runner
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_batch_of_mixed_drafters_gives_the_same_text(batch: int, width: int) -> None:
+    requests = mixed(["auto", "mtp", "ngram", "none", None, "auto", "mtp", "ngram"])
+    runner = selecting_mtp(width)
+    expected = plain(requests)
+    assert same(run(runner, requests, batch=batch, chunk_tokens=5), expected)
+    assert same(run(runner, requests, batch=batch), expected)  # from the prefix cache
+
+
+def test_requests_with_their_own_drafter_are_as_if_alone() -> None:
+    """The MTP rounds of a mixed batch accept what they accept without the others (J6)."""
+    requests = mixed(["mtp", "ngram", "mtp", "none"])
+    alone = run(tiny_runner("bf16", drafter="mtp", num_draft_tokens=4, tree_width=1), requests)
+    together = run(selecting_mtp(1), requests, batch=4)
+    assert [o.accepted_per_round for o in together[::2]] == [o.accepted_per_round for o in alone[::2]]
+
+
+def test_draft_rows_of_a_skipped_sequence_stay_behind() -> None:
+    runner = selecting_mtp(1)
+    assert runner.kv.layout.layer_range(LayerOwner.DRAFT)
+    rows = {}
+    for request in mixed(["mtp", "none"]):
+        seq = runner.new_sequence(request)
+        seq.table.ensure(seq.num_prefill + 64)
+        runner.prefill([PrefillChunk(seq, 0, seq.num_prefill)])
+        runner.decode([seq])
+        rows[request.speculation.drafter] = (seq.num_computed - seq.draft_rows, seq.draft is None)
+        runner.release(seq)
+    assert rows["mtp"] == (0, False)
+    assert rows["none"][0] > 0
+    assert rows["none"][1]
+    assert runner.allocator.check_integrity() == []
