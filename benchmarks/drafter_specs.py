@@ -10,12 +10,13 @@ import torch
 from pydantic import ValidationError
 
 from paceline.config import NodeConfig
-from paceline.engine.build import DTYPES, assemble, load_model
+from paceline.engine.build import DTYPES, assemble
 from paceline.engine.model_runner import ModelRunner, RunnerIdentity
 from paceline.errors import ConfigError
 from paceline.layers.build import kernel_set, set_threads
 from paceline.models.base import TargetModel
 from paceline.models.loader import weights_digest
+from paceline.models.registry import load_target
 
 BASELINE = "none"
 OPTIONS = {
@@ -118,7 +119,7 @@ class Target:
             raise ConfigError("device", "cuda needs a CUDA build of torch and a GPU")
         torch.set_num_threads(threads)
         set_threads(threads)
-        model = load_model(folder, DTYPES[dtype], torch.device(device))
+        model = load_target(folder, DTYPES[dtype], torch.device(device))
         return cls(name, dtype, device, threads, model, RunnerIdentity(name, weights_digest(folder), kernel_set()))
 
     def runner(self, run: DraftRun, *, batch: int, sequence_tokens: int) -> ModelRunner:

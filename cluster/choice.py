@@ -121,9 +121,8 @@ class ChoiceRun:
             return None
         accepted = min(round_.num_accepted, taken - 1)
         counted = replace(round_, num_accepted=accepted)
-        self._stats.add(
-            round_.num_draft_tokens, max(accepted, round_.depth), accepted, round_.drafter, round_.draft_s, round_.verify_s
-        )
+        depth = max(accepted, round_.depth)
+        self._stats.add(round_.num_draft_tokens, depth, accepted, round_.drafter, round_.draft_s, round_.verify_s)
         return counted
 
     def end(self, reason: FinishReason) -> None:

@@ -7,7 +7,13 @@ from paceline.errors import InvalidRequest
 from paceline.request import SpeculationParams
 from paceline.results import Chunk, Completion, Generation, ModelInfo, Tokenization
 from paceline.v1 import inference_pb2
-from paceline.wire import finish_reason_to_proto, logprobs_to_proto, round_to_proto, sampling_from_proto, speculation_from_proto
+from paceline.wire import (
+    finish_reason_to_proto,
+    logprobs_to_proto,
+    round_to_proto,
+    sampling_from_proto,
+    speculation_from_proto,
+)
 
 
 def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequest:

@@ -87,6 +87,7 @@ class Served:
     model: str
     max_model_len: int
     vocab_size: int
+    drafters: tuple[str, ...] = ()
 
 
 async def make_plan(request: GenerationRequest, served: Served, tokenizer: TokenizerLike) -> Plan:
@@ -109,6 +110,13 @@ async def make_plan(request: GenerationRequest, served: Served, tokenizer: Token
         for i in range(params.n)
     )
     return Plan(request_id, params.stop, sequences)
+
+
+def _check_speculation(asked: SpeculationParams, served: Served) -> None:
+    if asked.drafter is not None and asked.drafter not in served.drafters:
+        raise InvalidRequest(
+            "speculation.drafter", f"{asked.drafter!r} is none of this deployment's: {', '.join(served.drafters)}"
+        )
 
 
 async def tokenize(prompt: Prompt, tokenizer: TokenizerLike) -> tuple[int, ...]:

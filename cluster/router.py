@@ -60,7 +60,7 @@ class Router:
         per choice from tokenizer, prompt ids and stop strings; the default is paceline.tokenizer's."""
         self.config = config
         self.tokenizer = tokenizer
-        self.served = Served(model_name, max_model_len, vocab_size)
+        self.served = Served(model_name, max_model_len, vocab_size, config.selectable)
         self.metrics = metrics if metrics is not None else Metrics()
         self.inflight = 0  # sequences admitted and not over
         self._registry = registry

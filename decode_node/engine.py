@@ -225,7 +225,8 @@ class DecodeEngine:
             self._links.cancel(handoff.link_id, stream.ticket)
 
     def _count_missing_draft(self, stream: Stream, seq: Sequence) -> None:
-        if seq.draft is None and len(self._runner.kv.layout.layer_range(LayerOwner.DRAFT)):
+        layers = len(self._runner.kv.layout.layer_range(LayerOwner.DRAFT))
+        if layers and seq.draft_rows < seq.num_prefill:
             self.missing_drafts += 1
             log.warning("%s came without draft state: speculation starts late", stream.request.request_id)
 

@@ -169,5 +169,3 @@ def build_head(source: Source, options: HeadOptions, token_ids: Sequence[int]) -
     head: nn.Module = _BUILDERS[options.kind](source, source.shape(options.intermediate_size), options, token_ids)
     assert isinstance(head, TrainableHead)
     return head
-
-

@@ -14,7 +14,6 @@ from paceline.results import (
     HandoffBytes,
     ModelInfo,
     NodeInfo,
-    Round,
     ServedBy,
     SpeculationStats,
     Timing,

@@ -7,9 +7,11 @@ compact the pool, let the drafter digest what was accepted. All methods run on o
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,15 +21,23 @@ from paceline.kvcache.layout import LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.kvcache.prefix import PrefixCache
 from paceline.kvcache.table import PageTable
-from paceline.models.base import ForwardContext, TargetModel
+from paceline.models.base import AuxCapture, ForwardContext, TargetModel
 from paceline.request import FinishReason, SequenceRequest, TokenLogprobs
+from paceline.results import Round
 from paceline.sampling.logprobs import token_logprobs
+from paceline.sampling.probs import target_probs
 from paceline.sampling.sampler import RowContext, sample_rows
-from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
+from paceline.sampling.topk import argmax_lowest
+from paceline.spec_decode.acceptance import RULES
+from paceline.spec_decode.adaptive import FixedLength, LengthPolicy
+from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem, TreeKind
+from paceline.spec_decode.coins import Coins
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.tree import DraftTree
-from paceline.spec_decode.verify import Verdict, walk
+from paceline.spec_decode.verify import Verdict
 from paceline.v1.handoff_pb2 import Fingerprint
+
+log = logging.getLogger(__name__)
 
 HANDOFF_PROTOCOL = 1  # version of handoff.proto's meaning
 
@@ -60,8 +70,7 @@ class RoundResult:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]  # one per token, or empty
-    num_draft_tokens: int
-    num_accepted: int
+    round: Round
 
 
 @dataclass(frozen=True)
@@ -69,13 +78,8 @@ class RunnerLimits:
     """Bounds of a deployment."""
 
     max_model_len: int
-    num_draft_tokens: int
-    tree_width: int
-
-    @property
-    def spec_slots(self) -> int:
-        """Slots past the m committed rows that a round may write: the largest tree."""
-        return 1 + self.num_draft_tokens * self.tree_width
+    budget: DraftBudget  # the largest tree
+    acceptance: str = "sample"
 
 
 @dataclass(frozen=True)
@@ -106,10 +110,13 @@ class ModelRunner:
         identity: RunnerIdentity,
         drafter_digest: str = "",
         bit_exact: bool = False,
+        policy: LengthPolicy | None = None,
     ) -> None:
         self.identity, self.drafter_digest, self.bit_exact = identity, drafter_digest, bit_exact
         self.model, self.drafter, self.kv, self.allocator = model, drafter, kv, allocator
         self.prefix, self.attention, self.limits = prefix, attention, limits
+        self.rule = RULES[limits.acceptance]
+        self.policy = policy or FixedLength()
         self.observe_logits: Callable[[Sequence, int, torch.Tensor], None] | None = None  # (seq, position, float32 [V])
 
     @property
@@ -129,8 +136,8 @@ class ModelRunner:
 
     @property
     def hidden_size(self) -> int:
-        """Width of a hidden row."""
-        return self.model.spec.hidden_size
+        """Width of the hidden rows that a hand-off carries: the drafter's own."""
+        return self.drafter.state_width or self.model.spec.hidden_size
 
     @property
     def dtype(self) -> torch.dtype:
@@ -139,8 +146,8 @@ class ModelRunner:
 
     @property
     def spec_slots(self) -> int:
-        """See RunnerLimits."""
-        return self.limits.spec_slots
+        """Slots past the m committed rows that a round may write: the largest tree, or what drafting it takes."""
+        return max(self.limits.budget.max_nodes, self.drafter.draft_slots(self.limits.budget))
 
     def fingerprint(self) -> Fingerprint:
         """What a peer must match (handoff.proto). Page size and draft length may differ."""
@@ -174,6 +181,7 @@ class ModelRunner:
 
     def release(self, seq: Sequence) -> None:
         """Enter the committed pages in the prefix cache and give all pages back. Idempotent."""
+        self.drafter.finish(seq)
         if self.prefix is not None and seq.table.pages:
             # The last round of a finished sequence is not digested by the drafter (algorithms.md G3).
             exact = min(seq.num_computed, seq.draft_rows) if self.drafter.kv_layers else seq.num_computed
@@ -185,7 +193,9 @@ class ModelRunner:
     def prefill(self, chunks: Seq[PrefillChunk]) -> list[SampledToken | None]:
         """One forward over all chunks; the first token of each that is final. Pages must reach ``end``."""
         segments = [Segment.linear(c.seq.token_ids[c.start : c.end], c.start, c.seq.table.slots) for c in chunks]
-        hidden = torch.split_with_sizes(self._forward(segments), [c.end - c.start for c in chunks])
+        final_rows, draft_rows = self._forward(segments)
+        sizes = [c.end - c.start for c in chunks]
+        hidden = torch.split_with_sizes(final_rows, sizes)
         final = [i for i, c in enumerate(chunks) if c.final]
         sampled: list[SampledToken | None] = [None] * len(chunks)
         if final:
@@ -193,7 +203,7 @@ class ModelRunner:
             for i, row in zip(final, logits, strict=True):
                 sampled[i] = self._first_token(chunks[i].seq, row)
         items = []
-        for chunk, rows in zip(chunks, hidden, strict=True):
+        for chunk, rows in zip(chunks, torch.split_with_sizes(draft_rows, sizes), strict=True):
             chunk.seq.num_computed = chunk.end
             if chunk.seq.finish_reason is None:
                 items.append(ExtendItem(chunk.seq, chunk.start, chunk.end, rows, chunk.final))
@@ -204,7 +214,7 @@ class ModelRunner:
     def _first_token(self, seq: Sequence, logits: torch.Tensor) -> SampledToken:
         if self.observe_logits is not None:
             self.observe_logits(seq, seq.num_prefill, logits)
-        token_id = sample_rows(logits[None], [self._context(seq, (), seq.num_prefill)])[0]
+        token_id = sample_rows(logits[None], [self.context(seq, (), seq.num_prefill)])[0]
         seq.token_ids.append(token_id)
         if token_id in seq.request.params.stop_token_ids:
             seq.finish_reason = FinishReason.STOP
@@ -217,35 +227,49 @@ class ModelRunner:
 
     def decode(self, seqs: Seq[Sequence]) -> list[RoundResult]:
         """One draft-verify round. Each table must reach ``num_computed + spec_slots`` or the budget's own need."""
-        trees = self.drafter.propose(seqs, [self._budget(seq) for seq in seqs])
+        clock = time.perf_counter
+        began = clock()
+        trees = self.drafter.propose(seqs, self.policy.decide(seqs, [self._budget(seq) for seq in seqs]))
+        drafted = clock()
         segments = [self._segment(seq, tree) for seq, tree in zip(seqs, trees, strict=True)]
         sizes = [tree.num_nodes for tree in trees]
-        hidden = self._forward(segments)
+        hidden, rows = self._forward(segments)
         logits = self.model.logits(hidden)
-        results, items = [], []
-        for seq, tree, rows, scores in zip(
-            seqs, trees, torch.split_with_sizes(hidden, sizes), torch.split_with_sizes(logits, sizes), strict=True
+        verdicts, items = [], []
+        for seq, tree, mine, scores in zip(
+            seqs, trees, torch.split_with_sizes(rows, sizes), torch.split_with_sizes(logits, sizes), strict=True
         ):
             verdict = self._verify(seq, tree, scores)
-            nodes = [0, *verdict.path]
+            if self.drafter.needs_argmax:
+                self.drafter.observe(seq, tree, argmax_lowest(scores).tolist())
             start = seq.num_computed
-            results.append(self._commit(seq, tree, verdict, scores))
+            verdicts.append((verdict, self._commit(seq, tree, verdict, scores)))
             if seq.finish_reason is None:
-                items.append(ExtendItem(seq, start, seq.num_computed, rows[nodes], final=True))
+                items.append(ExtendItem(seq, start, seq.num_computed, mine[[0, *verdict.path]], final=True))
+        verified = clock()
         if items and self.drafter.needs_extend:
             self.drafter.extend(items)
-        return results
+        extended = clock()
+        accepted = [len(verdict.path) for verdict, _ in verdicts]
+        self.policy.observe(seqs, trees, accepted, drafted - began, extended - drafted)
+        draft_s, verify_s = drafted - began + extended - verified, verified - drafted
+        return [
+            self._result(seq, tree, verdict, logprobs, draft_s, verify_s)
+            for seq, tree, (verdict, logprobs) in zip(seqs, trees, verdicts, strict=True)
+        ]
 
     def _budget(self, seq: Sequence) -> DraftBudget:
-        """Caps of algorithms.md A4; decided before the round's randomness."""
-        asked = seq.request.speculation
-        depth, width = self.limits.num_draft_tokens, self.limits.tree_width
+        """Caps of algorithms.md A4; decided before the round's randomness. A request may only ask for less."""
+        asked, most = seq.request.speculation, self.limits.budget
+        depth, width, tree = most.num_draft_tokens, most.tree_width, most.tree
         if asked.num_draft_tokens is not None:
             depth = min(depth, asked.num_draft_tokens)
         if asked.tree_width is not None:
             width = min(width, asked.tree_width)
-        depth = min(depth, self._tokens_left(seq) - 1)
-        return DraftBudget(max(depth, 0), max(width, 1))
+        if asked.tree is not None and tree is not TreeKind.CHAIN:
+            tree = TreeKind(asked.tree) if asked.tree != TreeKind.DYNAMIC else tree
+        depth = max(min(depth, self._tokens_left(seq) - 1), 0)
+        return replace(most, num_draft_tokens=depth, tree_width=max(width, 1), tree=tree)
 
     def _tokens_left(self, seq: Sequence) -> int:
         asked = seq.request.params.max_tokens - seq.num_output
@@ -258,20 +282,17 @@ class ModelRunner:
         return Segment.tree(tree.token_ids, tree.parents, seq.num_computed, seq.table.slots)
 
     def _verify(self, seq: Sequence, tree: DraftTree, logits: torch.Tensor) -> Verdict:
-        """Sample at a node only when the walk reaches it."""
+        """The deployment's acceptance rule; a greedy request needs no probabilities."""
+        params = seq.request.params
+        rule = self.rule if params.temperature > 0.0 else RULES["sample"]
+        stops, left = params.stop_token_ids, self._tokens_left(seq)
+        target = TreeRows(self, seq, tree, logits)
+        return rule.function(tree, target, Coins(params.seed or 0), seq.num_computed, stops.__contains__, left)
 
-        def sampled(node: int) -> int:
-            path = tuple(tree.token_ids[i] for i in tree.path(node)[1:])
-            position = seq.num_computed + tree.depths[node] + 1
-            if self.observe_logits is not None:
-                self.observe_logits(seq, position, logits[node])
-            return sample_rows(logits[node : node + 1], [self._context(seq, path, position)])[0]
-
-        stops = seq.request.params.stop_token_ids
-        return walk(tree, sampled, stops.__contains__, self._tokens_left(seq))
-
-    def _commit(self, seq: Sequence, tree: DraftTree, verdict: Verdict, logits: torch.Tensor) -> RoundResult:
-        """Compact the target's rows onto the accepted path (D6), append the tokens."""
+    def _commit(
+        self, seq: Sequence, tree: DraftTree, verdict: Verdict, logits: torch.Tensor
+    ) -> tuple[TokenLogprobs, ...]:
+        """Compact the target's rows onto the accepted path (D6), append the tokens; their log-probabilities."""
         start, nodes = seq.num_computed, [0, *verdict.path]
         if nodes != list(range(len(nodes))):
             slots = seq.table.slots[start : start + tree.num_nodes].to(torch.int64)
@@ -279,21 +300,70 @@ class ModelRunner:
         tokens = (*(tree.token_ids[node] for node in verdict.path), verdict.new_token)
         seq.token_ids.extend(tokens)
         seq.num_computed = start + len(nodes)
-        seq.stats.add(tree.num_draft_tokens, max(tree.depths), len(verdict.path))
         seq.finish_reason = verdict.finish_reason
         top = seq.request.params.top_logprobs
-        found: tuple[TokenLogprobs, ...] = ()
-        if top is not None:
-            found = tuple(token_logprobs(logits[n], t, top) for n, t in zip(nodes, tokens, strict=True))
-        return RoundResult(tokens, found, tree.num_draft_tokens, len(verdict.path))
+        if top is None:
+            return ()
+        return tuple(token_logprobs(logits[n], t, top) for n, t in zip(nodes, tokens, strict=True))
+
+    def _result(
+        self,
+        seq: Sequence,
+        tree: DraftTree,
+        verdict: Verdict,
+        logprobs: tuple[TokenLogprobs, ...],
+        draft_s: float,
+        verify_s: float,
+    ) -> RoundResult:
+        drafter = tree.drafter or self.drafter.name
+        done = Round(tree.num_draft_tokens, len(verdict.path), max(tree.depths), drafter, draft_s, verify_s)
+        seq.stats.add(done.num_draft_tokens, done.depth, done.num_accepted, drafter, draft_s, verify_s)
+        if log.isEnabledFor(logging.DEBUG):
+            rate = done.num_accepted / max(done.depth, 1)
+            log.debug(
+                "%s round %d: %s drafted %d, accepted %d of depth %d (%.2f), draft %.1f ms, verify %.1f ms",
+                seq.request.request_id, seq.stats.rounds, drafter, done.num_draft_tokens, done.num_accepted,
+                done.depth, rate, 1e3 * draft_s, 1e3 * verify_s,
+            )  # fmt: skip
+        return RoundResult(tuple(verdict.committed(tree)), logprobs, done)
 
     # ---- shared
 
-    def _forward(self, segments: Seq[Segment]) -> torch.Tensor:
-        batch = ForwardBatch.build(segments, self.model.device)
-        return self.model.forward(ForwardContext.build(batch, self.kv, self.attention))
+    def _forward(self, segments: Seq[Segment]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(hidden rows after the final norm, the rows that the drafter is given)."""
+        context = ForwardContext.build(ForwardBatch.build(segments, self.model.device), self.kv, self.attention)
+        if not self.drafter.aux_layers:
+            hidden = self.model.forward(context)
+            return hidden, hidden
+        aux = AuxCapture(self.drafter.aux_layers)
+        return self.model.forward(context, aux), aux.rows()
 
     @staticmethod
-    def _context(seq: Sequence, path: tuple[int, ...], position: int) -> RowContext:
+    def context(seq: Sequence, path: tuple[int, ...], position: int) -> RowContext:
         request = seq.request
         return RowContext(request.params, position, request.prompt_token_ids, seq.output_token_ids, path)
+
+
+@dataclass(frozen=True)
+class TreeRows:
+    """The target at the nodes of one sequence's tree, for the acceptance rules: asked only where the walk comes by."""
+
+    runner: ModelRunner
+    seq: Sequence
+    tree: DraftTree
+    logits: torch.Tensor  # float32 [num_nodes, V]
+
+    def sample(self, node: int) -> int:
+        """The token plain decoding would sample after ``node``."""
+        return sample_rows(self.logits[node : node + 1], [self._seen(node)])[0]
+
+    def probs(self, node: int) -> torch.Tensor:
+        """Its law, float64 [V]."""
+        return target_probs(self.logits[node], self._seen(node))
+
+    def _seen(self, node: int) -> RowContext:
+        path = tuple(self.tree.token_ids[i] for i in self.tree.path(node)[1:])
+        position = self.seq.num_computed + self.tree.depths[node] + 1
+        if self.runner.observe_logits is not None:
+            self.runner.observe_logits(self.seq, position, self.logits[node])
+        return self.runner.context(self.seq, path, position)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -128,8 +129,9 @@ class LlamaModel(TargetModel):
         return self.lm_head(hidden)
 
     def decoder_block(self, weights: WeightBag, prefix: str, kv_layer: int) -> DecoderLayer:
-        """See TargetModel."""
-        return DecoderLayer(self.spec, weights, prefix, kv_layer)
+        """See TargetModel. Its MLP may have another width than the target's."""
+        width = weights.shape(f"{prefix}.mlp.gate_proj.weight")[0]
+        return DecoderLayer(replace(self.spec, intermediate_size=width), weights, prefix, kv_layer)
 
     def rope_table(self) -> torch.Tensor:
         """See TargetModel."""

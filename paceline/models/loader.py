@@ -39,6 +39,12 @@ class WeightBag:
             raise ConfigError("model", f"tensor {name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
         return tensor
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor that is still there. Raises ConfigError when it is missing."""
+        if name not in self._left:
+            raise ConfigError("model", f"tensor {name} is missing from the checkpoint, or was taken before")
+        return tuple(self._tensors[name].shape)
+
     def finish(self) -> None:
         """Raise ConfigError naming every tensor left over; a tied head's copy and rotary buffers are harmless."""
         left = sorted(n for n in self._left if n != TIED and not n.endswith(HARMLESS))

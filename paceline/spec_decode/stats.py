@@ -14,8 +14,8 @@ class SpecStats:
     drafted_per_position: list[int] = field(default_factory=list)  # rounds whose tree reached depth d+1
     accepted_per_position: list[int] = field(default_factory=list)  # rounds that accepted at depth d+1
     rounds_by_drafter: dict[str, int] = field(default_factory=dict)
-    draft_s: float = 0.0  # seconds of the rounds this sequence took part in: drafting
-    verify_s: float = 0.0  # the target's forward and acceptance
+    draft_s: float = field(default=0.0, compare=False)  # of the rounds this sequence took part in: drafting
+    verify_s: float = field(default=0.0, compare=False)  # the target's forward and acceptance
 
     def add(
         self,

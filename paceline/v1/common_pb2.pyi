@@ -185,24 +185,40 @@ class Speculation(_message.Message):
 
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     TREE_WIDTH_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
+    TREE_FIELD_NUMBER: _builtins.int
     num_draft_tokens: _builtins.int
     tree_width: _builtins.int
+    drafter: _builtins.str
+    """One of the deployment's drafters (ModelInfo.drafters)."""
+    tree: _builtins.str
+    """chain, static or dynamic."""
     def __init__(
         self,
         *,
         num_draft_tokens: _builtins.int | None = ...,
         tree_width: _builtins.int | None = ...,
+        drafter: _builtins.str | None = ...,
+        tree: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_draft_tokens", b"_num_draft_tokens", "_tree_width", b"_tree_width", "num_draft_tokens", b"num_draft_tokens", "tree_width", b"tree_width"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drafter", b"_drafter", "_num_draft_tokens", b"_num_draft_tokens", "_tree", b"_tree", "_tree_width", b"_tree_width", "drafter", b"drafter", "num_draft_tokens", b"num_draft_tokens", "tree", b"tree", "tree_width", b"tree_width"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_draft_tokens", b"_num_draft_tokens", "_tree_width", b"_tree_width", "num_draft_tokens", b"num_draft_tokens", "tree_width", b"tree_width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafter", b"_drafter", "_num_draft_tokens", b"_num_draft_tokens", "_tree", b"_tree", "_tree_width", b"_tree_width", "drafter", b"drafter", "num_draft_tokens", b"num_draft_tokens", "tree", b"tree", "tree_width", b"tree_width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__drafter: _TypeAlias = _typing.Literal["drafter"]  # noqa: Y015
+    _WhichOneofArgType__drafter: _TypeAlias = _typing.Literal["_drafter", b"_drafter"]  # noqa: Y015
     _WhichOneofReturnType__num_draft_tokens: _TypeAlias = _typing.Literal["num_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_draft_tokens: _TypeAlias = _typing.Literal["_num_draft_tokens", b"_num_draft_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__tree: _TypeAlias = _typing.Literal["tree"]  # noqa: Y015
+    _WhichOneofArgType__tree: _TypeAlias = _typing.Literal["_tree", b"_tree"]  # noqa: Y015
     _WhichOneofReturnType__tree_width: _TypeAlias = _typing.Literal["tree_width"]  # noqa: Y015
     _WhichOneofArgType__tree_width: _TypeAlias = _typing.Literal["_tree_width", b"_tree_width"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__drafter) -> _WhichOneofReturnType__drafter | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_draft_tokens) -> _WhichOneofReturnType__num_draft_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tree) -> _WhichOneofReturnType__tree | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tree_width) -> _WhichOneofReturnType__tree_width | None: ...
 
@@ -243,19 +259,34 @@ class Round(_message.Message):
 
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
+    DEPTH_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
+    DRAFT_S_FIELD_NUMBER: _builtins.int
+    VERIFY_S_FIELD_NUMBER: _builtins.int
     num_draft_tokens: _builtins.int
     """Nodes drafted, root not counted."""
     num_accepted: _builtins.int
     """Length of the accepted path; tokens committed are this plus one."""
+    depth: _builtins.int
+    """Depth of the tree."""
+    drafter: _builtins.str
+    """Who drafted."""
+    draft_s: _builtins.float
+    """Seconds of the whole batch's round: drafting (propose and extend), and the target's forward with acceptance."""
+    verify_s: _builtins.float
     def __init__(
         self,
         *,
         num_draft_tokens: _builtins.int = ...,
         num_accepted: _builtins.int = ...,
+        depth: _builtins.int = ...,
+        drafter: _builtins.str = ...,
+        draft_s: _builtins.float = ...,
+        verify_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_accepted", b"num_accepted", "num_draft_tokens", b"num_draft_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "draft_s", b"draft_s", "drafter", b"drafter", "num_accepted", b"num_accepted", "num_draft_tokens", b"num_draft_tokens", "verify_s", b"verify_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

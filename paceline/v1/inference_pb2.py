@@ -25,13 +25,15 @@ _sym_db = _symbol_database.Default()
 from paceline.v1 import common_pb2 as paceline_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpaceline/v1/inference.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.paceline.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\x8b\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.paceline.v1.ChatH\x00\x12\r\n\x05model\x18\x04 \x01(\t\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12-\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x18.paceline.v1.Speculation\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x0e\n\x06tenant\x18\x08 \x01(\tB\x08\n\x06prompt\"\xe2\x01\n\rGenerateChunk\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x0c\n\x04text\x18\x04 \x01(\t\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.paceline.v1.TokenLogprobs\x12&\n\x05round\x18\x06 \x01(\x0b\x32\x12.paceline.v1.RoundH\x00\x88\x01\x01\x12+\n\ncompletion\x18\x07 \x01(\x0b\x32\x17.paceline.v1.CompletionB\x08\n\x06_round\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xc5\x01\n\x10SpeculationStats\x12\x0e\n\x06rounds\x18\x01 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x03 \x01(\r\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x04 \x01(\x01\x12\x1d\n\x15\x61\x63\x63\x65pted_per_position\x18\x05 \x03(\r\x12\x1c\n\x14\x64rafted_per_position\x18\x06 \x03(\r\x12\x1a\n\x12\x61\x63\x63\x65pted_per_round\x18\x07 \x03(\r\"D\n\x06Timing\x12\x0e\n\x06ttft_s\x18\x01 \x01(\x01\x12\r\n\x05\x65\x32\x65_s\x18\x02 \x01(\x01\x12\x1b\n\x13\x64\x65\x63ode_tokens_per_s\x18\x03 \x01(\x01\"Q\n\x0cHandoffBytes\x12\x11\n\ttarget_kv\x18\x01 \x01(\x04\x12\x10\n\x08\x64raft_kv\x18\x02 \x01(\x04\x12\x0e\n\x06hidden\x18\x03 \x01(\x04\x12\x0c\n\x04meta\x18\x04 \x01(\x04\"+\n\x08ServedBy\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\t\"\xae\x02\n\nCompletion\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.paceline.v1.Usage\x12\x32\n\x0bspeculation\x18\x03 \x01(\x0b\x32\x1d.paceline.v1.SpeculationStats\x12#\n\x06timing\x18\x04 \x01(\x0b\x32\x13.paceline.v1.Timing\x12$\n\x05nodes\x18\x05 \x01(\x0b\x32\x15.paceline.v1.ServedBy\x12*\n\x07handoff\x18\x06 \x01(\x0b\x32\x19.paceline.v1.HandoffBytes\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12\x12\n\nrequest_id\x18\x08 \x01(\t\"\x93\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.paceline.v1.TokenLogprobs\x12+\n\ncompletion\x18\x05 \x01(\x0b\x32\x17.paceline.v1.Completion\"[\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12$\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x13.paceline.v1.Choice\"M\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x11.paceline.v1.ChatH\x00\x42\x07\n\x05input\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"\x12\n\x10ModelInfoRequest\"\x80\x01\n\x08NodeInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x12\n\nfree_pages\x18\x06 \x01(\r\x12\x13\n\x0btotal_pages\x18\x07 \x01(\r\"\xc0\x01\n\x11ModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x0f\n\x07\x64rafter\x18\x05 \x01(\t\x12\x18\n\x10num_draft_tokens\x18\x06 \x01(\r\x12\x11\n\tbit_exact\x18\x07 \x01(\x08\x12$\n\x05nodes\x18\x08 \x03(\x0b\x32\x15.paceline.v1.NodeInfo2\xb7\x02\n\tInference\x12G\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse\x12L\n\x0eGenerateStream\x12\x1c.paceline.v1.GenerateRequest\x1a\x1a.paceline.v1.GenerateChunk0\x01\x12G\n\x08Tokenize\x12\x1c.paceline.v1.TokenizeRequest\x1a\x1d.paceline.v1.TokenizeResponse\x12J\n\tModelInfo\x12\x1d.paceline.v1.ModelInfoRequest\x1a\x1e.paceline.v1.ModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpaceline/v1/inference.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.paceline.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\x8b\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.paceline.v1.ChatH\x00\x12\r\n\x05model\x18\x04 \x01(\t\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12-\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x18.paceline.v1.Speculation\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x0e\n\x06tenant\x18\x08 \x01(\tB\x08\n\x06prompt\"\xe2\x01\n\rGenerateChunk\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x0c\n\x04text\x18\x04 \x01(\t\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.paceline.v1.TokenLogprobs\x12&\n\x05round\x18\x06 \x01(\x0b\x32\x12.paceline.v1.RoundH\x00\x88\x01\x01\x12+\n\ncompletion\x18\x07 \x01(\x0b\x32\x17.paceline.v1.CompletionB\x08\n\x06_round\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x81\x03\n\x10SpeculationStats\x12\x0e\n\x06rounds\x18\x01 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x03 \x01(\r\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x04 \x01(\x01\x12\x1d\n\x15\x61\x63\x63\x65pted_per_position\x18\x05 \x03(\r\x12\x1c\n\x14\x64rafted_per_position\x18\x06 \x03(\r\x12\x1a\n\x12\x61\x63\x63\x65pted_per_round\x18\x07 \x03(\r\x12M\n\x11rounds_by_drafter\x18\x08 \x03(\x0b\x32\x32.paceline.v1.SpeculationStats.RoundsByDrafterEntry\x12\x0f\n\x07\x64raft_s\x18\t \x01(\x01\x12\x10\n\x08verify_s\x18\n \x01(\x01\x12\x10\n\x08lossless\x18\x0b \x01(\x08\x1a\x36\n\x14RoundsByDrafterEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"D\n\x06Timing\x12\x0e\n\x06ttft_s\x18\x01 \x01(\x01\x12\r\n\x05\x65\x32\x65_s\x18\x02 \x01(\x01\x12\x1b\n\x13\x64\x65\x63ode_tokens_per_s\x18\x03 \x01(\x01\"Q\n\x0cHandoffBytes\x12\x11\n\ttarget_kv\x18\x01 \x01(\x04\x12\x10\n\x08\x64raft_kv\x18\x02 \x01(\x04\x12\x0e\n\x06hidden\x18\x03 \x01(\x04\x12\x0c\n\x04meta\x18\x04 \x01(\x04\"+\n\x08ServedBy\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\t\"\xae\x02\n\nCompletion\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.paceline.v1.Usage\x12\x32\n\x0bspeculation\x18\x03 \x01(\x0b\x32\x1d.paceline.v1.SpeculationStats\x12#\n\x06timing\x18\x04 \x01(\x0b\x32\x13.paceline.v1.Timing\x12$\n\x05nodes\x18\x05 \x01(\x0b\x32\x15.paceline.v1.ServedBy\x12*\n\x07handoff\x18\x06 \x01(\x0b\x32\x19.paceline.v1.HandoffBytes\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12\x12\n\nrequest_id\x18\x08 \x01(\t\"\x93\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.paceline.v1.TokenLogprobs\x12+\n\ncompletion\x18\x05 \x01(\x0b\x32\x17.paceline.v1.Completion\"[\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12$\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x13.paceline.v1.Choice\"M\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x11.paceline.v1.ChatH\x00\x42\x07\n\x05input\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"\x12\n\x10ModelInfoRequest\"\x80\x01\n\x08NodeInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x12\n\nfree_pages\x18\x06 \x01(\r\x12\x13\n\x0btotal_pages\x18\x07 \x01(\r\"\xf4\x01\n\x11ModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x0f\n\x07\x64rafter\x18\x05 \x01(\t\x12\x18\n\x10num_draft_tokens\x18\x06 \x01(\r\x12\x11\n\tbit_exact\x18\x07 \x01(\x08\x12$\n\x05nodes\x18\x08 \x03(\x0b\x32\x15.paceline.v1.NodeInfo\x12\x10\n\x08\x64rafters\x18\t \x03(\t\x12\x0c\n\x04tree\x18\n \x01(\t\x12\x12\n\nacceptance\x18\x0b \x01(\t2\xb7\x02\n\tInference\x12G\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse\x12L\n\x0eGenerateStream\x12\x1c.paceline.v1.GenerateRequest\x1a\x1a.paceline.v1.GenerateChunk0\x01\x12G\n\x08Tokenize\x12\x1c.paceline.v1.TokenizeRequest\x1a\x1d.paceline.v1.TokenizeResponse\x12J\n\tModelInfo\x12\x1d.paceline.v1.ModelInfoRequest\x1a\x1e.paceline.v1.ModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SPECULATIONSTATS_ROUNDSBYDRAFTERENTRY']._loaded_options = None
+  _globals['_SPECULATIONSTATS_ROUNDSBYDRAFTERENTRY']._serialized_options = b'8\001'
   _globals['_CHATMESSAGE']._serialized_start=70
   _globals['_CHATMESSAGE']._serialized_end=114
   _globals['_CHAT']._serialized_start=116
@@ -45,29 +47,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_USAGE']._serialized_start=692
   _globals['_USAGE']._serialized_end=772
   _globals['_SPECULATIONSTATS']._serialized_start=775
-  _globals['_SPECULATIONSTATS']._serialized_end=972
-  _globals['_TIMING']._serialized_start=974
-  _globals['_TIMING']._serialized_end=1042
-  _globals['_HANDOFFBYTES']._serialized_start=1044
-  _globals['_HANDOFFBYTES']._serialized_end=1125
-  _globals['_SERVEDBY']._serialized_start=1127
-  _globals['_SERVEDBY']._serialized_end=1170
-  _globals['_COMPLETION']._serialized_start=1173
-  _globals['_COMPLETION']._serialized_end=1475
-  _globals['_CHOICE']._serialized_start=1478
-  _globals['_CHOICE']._serialized_end=1625
-  _globals['_GENERATERESPONSE']._serialized_start=1627
-  _globals['_GENERATERESPONSE']._serialized_end=1718
-  _globals['_TOKENIZEREQUEST']._serialized_start=1720
-  _globals['_TOKENIZEREQUEST']._serialized_end=1797
-  _globals['_TOKENIZERESPONSE']._serialized_start=1799
-  _globals['_TOKENIZERESPONSE']._serialized_end=1859
-  _globals['_MODELINFOREQUEST']._serialized_start=1861
-  _globals['_MODELINFOREQUEST']._serialized_end=1879
-  _globals['_NODEINFO']._serialized_start=1882
-  _globals['_NODEINFO']._serialized_end=2010
-  _globals['_MODELINFORESPONSE']._serialized_start=2013
-  _globals['_MODELINFORESPONSE']._serialized_end=2205
-  _globals['_INFERENCE']._serialized_start=2208
-  _globals['_INFERENCE']._serialized_end=2519
+  _globals['_SPECULATIONSTATS']._serialized_end=1160
+  _globals['_SPECULATIONSTATS_ROUNDSBYDRAFTERENTRY']._serialized_start=1106
+  _globals['_SPECULATIONSTATS_ROUNDSBYDRAFTERENTRY']._serialized_end=1160
+  _globals['_TIMING']._serialized_start=1162
+  _globals['_TIMING']._serialized_end=1230
+  _globals['_HANDOFFBYTES']._serialized_start=1232
+  _globals['_HANDOFFBYTES']._serialized_end=1313
+  _globals['_SERVEDBY']._serialized_start=1315
+  _globals['_SERVEDBY']._serialized_end=1358
+  _globals['_COMPLETION']._serialized_start=1361
+  _globals['_COMPLETION']._serialized_end=1663
+  _globals['_CHOICE']._serialized_start=1666
+  _globals['_CHOICE']._serialized_end=1813
+  _globals['_GENERATERESPONSE']._serialized_start=1815
+  _globals['_GENERATERESPONSE']._serialized_end=1906
+  _globals['_TOKENIZEREQUEST']._serialized_start=1908
+  _globals['_TOKENIZEREQUEST']._serialized_end=1985
+  _globals['_TOKENIZERESPONSE']._serialized_start=1987
+  _globals['_TOKENIZERESPONSE']._serialized_end=2047
+  _globals['_MODELINFOREQUEST']._serialized_start=2049
+  _globals['_MODELINFOREQUEST']._serialized_end=2067
+  _globals['_NODEINFO']._serialized_start=2070
+  _globals['_NODEINFO']._serialized_end=2198
+  _globals['_MODELINFORESPONSE']._serialized_start=2201
+  _globals['_MODELINFORESPONSE']._serialized_end=2445
+  _globals['_INFERENCE']._serialized_start=2448
+  _globals['_INFERENCE']._serialized_end=2759
 # @@protoc_insertion_point(module_scope)

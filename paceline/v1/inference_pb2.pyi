@@ -207,6 +207,26 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 class SpeculationStats(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class RoundsByDrafterEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ROUNDS_FIELD_NUMBER: _builtins.int
     DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
@@ -214,11 +234,20 @@ class SpeculationStats(_message.Message):
     ACCEPTED_PER_POSITION_FIELD_NUMBER: _builtins.int
     DRAFTED_PER_POSITION_FIELD_NUMBER: _builtins.int
     ACCEPTED_PER_ROUND_FIELD_NUMBER: _builtins.int
+    ROUNDS_BY_DRAFTER_FIELD_NUMBER: _builtins.int
+    DRAFT_S_FIELD_NUMBER: _builtins.int
+    VERIFY_S_FIELD_NUMBER: _builtins.int
+    LOSSLESS_FIELD_NUMBER: _builtins.int
     rounds: _builtins.int
     draft_tokens: _builtins.int
     accepted_tokens: _builtins.int
     acceptance_length: _builtins.float
     """Tokens committed per round, the bonus counted."""
+    draft_s: _builtins.float
+    """Seconds of the rounds that this choice took part in: drafting, and verification by the target."""
+    verify_s: _builtins.float
+    lossless: _builtins.bool
+    """False when the deployment's acceptance rule is lossy (typical)."""
     @_builtins.property
     def accepted_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -226,6 +255,10 @@ class SpeculationStats(_message.Message):
     @_builtins.property
     def accepted_per_round(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Accepted path length of every round, in order."""
+
+    @_builtins.property
+    def rounds_by_drafter(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Rounds by who drafted."""
 
     def __init__(
         self,
@@ -237,10 +270,14 @@ class SpeculationStats(_message.Message):
         accepted_per_position: _abc.Iterable[_builtins.int] | None = ...,
         drafted_per_position: _abc.Iterable[_builtins.int] | None = ...,
         accepted_per_round: _abc.Iterable[_builtins.int] | None = ...,
+        rounds_by_drafter: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        draft_s: _builtins.float = ...,
+        verify_s: _builtins.float = ...,
+        lossless: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_length", b"acceptance_length", "accepted_per_position", b"accepted_per_position", "accepted_per_round", b"accepted_per_round", "accepted_tokens", b"accepted_tokens", "draft_tokens", b"draft_tokens", "drafted_per_position", b"drafted_per_position", "rounds", b"rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_length", b"acceptance_length", "accepted_per_position", b"accepted_per_position", "accepted_per_round", b"accepted_per_round", "accepted_tokens", b"accepted_tokens", "draft_s", b"draft_s", "draft_tokens", b"draft_tokens", "drafted_per_position", b"drafted_per_position", "lossless", b"lossless", "rounds", b"rounds", "rounds_by_drafter", b"rounds_by_drafter", "verify_s", b"verify_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -540,6 +577,9 @@ class ModelInfoResponse(_message.Message):
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     BIT_EXACT_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
+    DRAFTERS_FIELD_NUMBER: _builtins.int
+    TREE_FIELD_NUMBER: _builtins.int
+    ACCEPTANCE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     dtype: _builtins.str
     max_model_len: _builtins.int
@@ -548,8 +588,15 @@ class ModelInfoResponse(_message.Message):
     num_draft_tokens: _builtins.int
     bit_exact: _builtins.bool
     """Whether the start-up probe found this host's kernels bit-exact across batch, chunk and tree."""
+    tree: _builtins.str
+    acceptance: _builtins.str
+    """Acceptance rule; every one but typical is lossless."""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeInfo]: ...
+    @_builtins.property
+    def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What a request may name as its drafter."""
+
     def __init__(
         self,
         *,
@@ -561,10 +608,13 @@ class ModelInfoResponse(_message.Message):
         num_draft_tokens: _builtins.int = ...,
         bit_exact: _builtins.bool = ...,
         nodes: _abc.Iterable[Global___NodeInfo] | None = ...,
+        drafters: _abc.Iterable[_builtins.str] | None = ...,
+        tree: _builtins.str = ...,
+        acceptance: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bit_exact", b"bit_exact", "drafter", b"drafter", "dtype", b"dtype", "max_model_len", b"max_model_len", "model", b"model", "nodes", b"nodes", "num_draft_tokens", b"num_draft_tokens", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "bit_exact", b"bit_exact", "drafter", b"drafter", "drafters", b"drafters", "dtype", b"dtype", "max_model_len", b"max_model_len", "model", b"model", "nodes", b"nodes", "num_draft_tokens", b"num_draft_tokens", "tree", b"tree", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -112,7 +112,7 @@ def test_a_drafter_that_changes_the_text_is_reported(monkeypatch: pytest.MonkeyP
     def decode_wrongly(seqs: Sequence[sequence.Sequence]) -> list[RoundResult]:
         results = honest(seqs)
         for seq, result in zip(seqs, results, strict=True):
-            if result.num_draft_tokens and seq.request.request_id == "2/0" and not changed:
+            if result.round.num_draft_tokens and seq.request.request_id == "2/0" and not changed:
                 changed.append(seq.num_output - 1)
                 seq.token_ids[-1] = (seq.token_ids[-1] + 1) % broken.vocab_size
         return results

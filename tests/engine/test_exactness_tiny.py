@@ -197,8 +197,8 @@ def test_penalties_that_ignore_the_path_are_noticed(monkeypatch: pytest.MonkeyPa
     assert run(repeating_runner(Adversary("same")), penalised)[0].accepted_per_round != expected[0].accepted_per_round
     assert differing(run(repeating_runner(Adversary("same")), penalised), expected) == []
     runner = repeating_runner(Adversary("same"))
-    context = runner._context
-    monkeypatch.setattr(runner, "_context", lambda seq, path, position: context(seq, (), position))
+    context = runner.context
+    monkeypatch.setattr(runner, "context", lambda seq, path, position: context(seq, (), position))
     assert differing(run(runner, penalised), expected) != []
 
 
@@ -221,7 +221,7 @@ def make_useful(runner: ModelRunner) -> None:
 
 def test_off_spine_acceptance_is_compacted(plain: dict[str, list[Outcome]]) -> None:
     """The same useful trees without the mutation: accepted off the spine, compacted, and exact."""
-    runner = tiny_runner("bf16", drafter="mtp", num_draft_tokens=3, tree_width=6)
+    runner = tiny_runner("bf16", drafter="mtp", num_draft_tokens=3, tree="static", tree_width=6)
     make_useful(runner)
     got = outcomes(runner, batch=2)
     assert differing(got, plain["bf16"]) == []

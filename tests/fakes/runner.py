@@ -21,6 +21,7 @@ from paceline.kvcache.pool import KvPool
 from paceline.kvcache.prefix import PrefixCache
 from paceline.kvcache.table import PageTable
 from paceline.request import FinishReason, SequenceRequest, TokenLogprobs
+from paceline.results import Round
 from paceline.spec_decode.sequence import DraftState, Sequence
 from paceline.v1 import handoff_pb2
 
@@ -142,7 +143,9 @@ class FakeRunner:
             self._draft(seq)
             seq.stats.add(self._drafts, self._drafts, len(tokens) - 1)
             logprobs = tuple(TokenLogprobs(-0.5) for _ in tokens)
-            results.append(RoundResult(tuple(tokens), logprobs, self._drafts, len(tokens) - 1))
+            results.append(
+                RoundResult(tuple(tokens), logprobs, Round(self._drafts, len(tokens) - 1, self._drafts, "fake"))
+            )
         return results
 
     def release(self, seq: Sequence) -> None:

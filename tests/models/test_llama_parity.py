@@ -10,12 +10,13 @@ import torch
 
 from paceline.attention.cpu import attention_for
 from paceline.config import NodeConfig
-from paceline.engine.build import build_runner, load_model
+from paceline.engine.build import build_runner
 from paceline.engine.colocated import ColocatedEngine
 from paceline.engine.selfcheck import logits_in_chunks
 from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.pool import KvPool
+from paceline.models.registry import load_target
 from paceline.request import SamplingParams, SequenceRequest
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
@@ -62,7 +63,7 @@ PARAGRAPH = (
 
 
 def ours(folder: Path, tokens: list[int], chunks: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    model = load_model(folder, dtype, torch.device("cpu"))
+    model = load_target(folder, dtype, torch.device("cpu"))
     spec = model.spec
     kv, allocator = KvPool(KvLayout(model.kv_layers, model.dtype), 32, 8), PageAllocator(32)
     attention = attention_for(model.device, spec.num_heads, spec.num_kv_heads, spec.head_dim)

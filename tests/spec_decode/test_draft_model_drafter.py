@@ -100,7 +100,14 @@ def make(
     **options: Any,
 ) -> ModelRunner:
     """A tiny runner with a draft model: the target itself unless ``noise`` or ``draft`` (ModelSpec's) say otherwise."""
-    defaults: dict[str, Any] = {"drafter": "none", "num_draft_tokens": 8, "tree_width": 4, "prefix_cache": False}
+    defaults: dict[str, Any] = {
+        "drafter": "none",
+        "num_draft_tokens": 8,
+        "tree": "static",
+        "tree_width": 4,
+        "tree_nodes": 64,
+        "prefix_cache": False,
+    }
     runner = tiny_runner(dtype, **(defaults | options))
     model = build_draft(runner.dtype, noise, **(draft or {}))
     layout = KvLayout((*runner.model.kv_layers, *model.kv_layers), runner.dtype)
@@ -183,7 +190,7 @@ def test_after_a_full_accept_two_tokens_are_fed() -> None:
         seen = set()
         for i in range(24):
             rows.clear()
-            now = runner.decode([seq])[0].num_accepted
+            now = runner.decode([seq])[0].round.num_accepted
             first = 1 if i == 0 or accepted < 3 else 2
             assert rows == [[first], [1], [1]]
             accepted = now
@@ -226,7 +233,7 @@ def check_rows_against_fresh_prefill(shape: str, temperature: float, noise: floa
     accepted = set()
     for _ in range(14):
         before = seq.num_computed
-        accepted.add(runner.decode([seq])[0].num_accepted)
+        accepted.add(runner.decode([seq])[0].round.num_accepted)
         fresh = prefill(runner, seq.token_ids[:-1], temperature=temperature)
         m = seq.num_computed
         assert fresh.draft_rows == m == len(seq.token_ids) - 1
@@ -417,7 +424,7 @@ def test_beyond_the_drafts_window_there_are_no_drafts(plain: dict[str, list[Outc
         assert seq.draft_rows == min(window, 8)
         for _ in range(30):
             reach = max(window - seq.num_computed, 0)  # the last drafted row stands at m + K - 1
-            accepted = runner.decode([seq])[0].num_accepted
+            accepted = runner.decode([seq])[0].round.num_accepted
             assert accepted == drafter_of(runner).trees[0].num_draft_tokens == min(3, reach)
         assert seq.draft_rows <= window
         assert seq.num_computed > 33
@@ -441,7 +448,7 @@ def test_a_sequence_without_draft_kv_catches_up(monkeypatch: pytest.MonkeyPatch)
     for _ in range(6):
         rows.clear()
         results = runner.decode([seq, ready])
-        accepted.append([result.num_accepted for result in results])
+        accepted.append([result.round.num_accepted for result in results])
         assert max(n for forward in rows for n in forward) <= 16
     assert accepted == [[0, 3], [0, 3], [3, 3], [3, 3], [3, 3], [3, 3]]
     fresh = prefill(runner, seq.token_ids[:-1])
@@ -459,7 +466,7 @@ def test_rounds_without_drafts_owe_a_bounded_number_of_rows(monkeypatch: pytest.
         owed.add(seq.num_computed - seq.draft_rows)
     assert owed == {0, 1, 2, 3, 4}
     drafter_of(runner).shape = BUDGETS["chain"]
-    assert {runner.decode([seq])[0].num_accepted for _ in range(5)} == {3}
+    assert {runner.decode([seq])[0].round.num_accepted for _ in range(5)} == {3}
 
 
 def extended(runner: ModelRunner, token: int | None, known_rows: int) -> int:

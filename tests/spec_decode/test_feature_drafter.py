@@ -91,7 +91,13 @@ def make(dtype: str = "bf16", shape: str | DraftBudget | None = None, **options:
     choices = EAGLE_TREE if shape == "static" else ()
     sampling = options.pop("sampling", COUPLED)
     expand_above = options.pop("expand_above", None)
-    defaults: dict[str, Any] = {"prefix_cache": False, "num_draft_tokens": 4, "tree_width": 4}
+    defaults: dict[str, Any] = {
+        "prefix_cache": False,
+        "num_draft_tokens": 4,
+        "tree": "static",
+        "tree_width": 4,
+        "tree_nodes": 64,
+    }
     runner = tiny_runner(dtype, drafter="mtp", **(defaults | options))
     assert isinstance(runner.drafter, FeatureDrafter)
     runner.drafter = Shaped(
@@ -170,7 +176,7 @@ def rounds_stay_exact(runner: ModelRunner, rounds: int = 10, temperature: float 
     seq, accepted, exact = prefill(runner, PROMPT, steps=3, temperature=temperature), set(), True
     for _ in range(rounds):
         exact = exact and state_is_exact(runner, seq)
-        accepted.add(runner.decode([seq])[0].num_accepted)
+        accepted.add(runner.decode([seq])[0].round.num_accepted)
     exact = exact and state_is_exact(runner, seq)
     seq.table.release()
     assert runner.allocator.check_integrity() == []
@@ -499,7 +505,7 @@ def test_nothing_to_draft_from() -> None:
     seq.draft = kept
     for budget in (DraftBudget(0), DraftBudget(0, 3, TreeKind.DYNAMIC), DraftBudget(0, tree=TreeKind.CHAIN)):
         drafter_of(runner).shape = budget
-        assert runner.decode([seq])[0].num_draft_tokens == 0
+        assert runner.decode([seq])[0].round.num_draft_tokens == 0
         assert drafter_of(runner).draft_slots(budget) == 0
         assert state_is_exact(runner, seq)
 

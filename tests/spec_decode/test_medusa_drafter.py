@@ -75,7 +75,14 @@ def make(
     **options: Any,
 ) -> ModelRunner:
     """A tiny runner whose drafter is Medusa."""
-    defaults: dict[str, Any] = {"drafter": "none", "num_draft_tokens": 8, "tree_width": 4, "prefix_cache": False}
+    defaults: dict[str, Any] = {
+        "drafter": "none",
+        "num_draft_tokens": 8,
+        "tree": "static",
+        "tree_width": 4,
+        "tree_nodes": 64,
+        "prefix_cache": False,
+    }
     runner = tiny_runner(dtype, **(defaults | options))
     if width is None:
         width = 1 if sampling is SAMPLED else 4

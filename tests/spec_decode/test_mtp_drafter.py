@@ -46,7 +46,7 @@ def test_draft_kv_after_rounds_equals_a_fresh_prefill(modules: int, temperature:
     seq = prefill(runner, [5, 9, 3, 44, 5, 9, 3, 61], steps=3, temperature=temperature)
     accepted = set()
     for _ in range(12):
-        accepted.add(runner.decode([seq])[0].num_accepted)
+        accepted.add(runner.decode([seq])[0].round.num_accepted)
         fresh = prefill(runner, seq.token_ids[:-1], steps=100, temperature=temperature)
         fresh.token_ids[-1] = seq.token_ids[-1]
         assert fresh.token_ids == seq.token_ids
@@ -156,7 +156,7 @@ def chained(runner: ModelRunner, sampling: DraftSampling = DraftSampling.COUPLED
 
 
 def test_trees_are_chains_or_combs() -> None:
-    runner = make_runner(3, tree_width=3)
+    runner = make_runner(3, tree="static", tree_width=3)
     seq = prefill(runner, [5, 9, 3, 44], steps=100)
     drafter = chained(runner)
     chain = drafter.propose([seq], [DraftBudget(3, 3, TreeKind.CHAIN)])[0]
@@ -172,7 +172,7 @@ def test_trees_are_chains_or_combs() -> None:
 
 def test_greedy_drafts_of_a_sampled_request_are_the_best_of_q() -> None:
     """And coupled ones are not: they follow the target's noise."""
-    runner = make_runner(2, tree_width=3)
+    runner = make_runner(2, tree="static", tree_width=3)
     runner.drafter = chained(runner, DraftSampling.GREEDY)
     greedy = prefill(runner, [5, 9, 3, 44], steps=100, temperature=1.0)
     runner.drafter = chained(runner)

@@ -208,7 +208,7 @@ def test_ngram_and_none_in_one_batch() -> None:
 
 def selecting_mtp(width: int) -> ModelRunner:
     """MTP, n-gram, none and auto over one tiny model."""
-    runner = tiny_runner("bf16", drafter="mtp", num_draft_tokens=4, tree_width=width)
+    runner = tiny_runner("bf16", drafter="mtp", num_draft_tokens=4, tree="static", tree_width=width)
     others = {"ngram": NgramDrafter(VOCAB)}
     runner.drafter = SelectingDrafter(runner.drafter, others, "auto", chooser("mtp", ["ngram"]))
     return runner

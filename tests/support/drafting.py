@@ -89,7 +89,9 @@ class Budgeted(Drafter):
 
 def runner_with(drafter: Drafter, budget: DraftBudget) -> ModelRunner:
     """A tiny runner that drafts with ``drafter`` under ``budget`` (of at most 64 draft tokens)."""
-    runner = tiny_runner(drafter="ngram", num_draft_tokens=64)  # room for 64 draft tokens past the committed rows
+    runner = tiny_runner(
+        drafter="ngram", num_draft_tokens=64, tree="chain"
+    )  # room for 64 draft tokens past the committed rows
     budgeted = Budgeted(drafter, budget)
     runner.drafter = budgeted
     logits, release = runner.model.logits, runner.release

@@ -220,7 +220,7 @@ class FakeDecode(node_pb2_grpc.DecodeNodeServicer):
             batch, left = left[: script.round_size], left[script.round_size :]
             if script.skip_at is not None and index <= script.skip_at < index + len(batch):
                 script.skip_at, index, batch = None, index + 1, batch[1:]
-            round_ = common_pb2.Round(num_draft_tokens=4, num_accepted=len(batch) - 1)
+            round_ = common_pb2.Round(num_draft_tokens=4, num_accepted=len(batch) - 1, depth=4)
             for _ in range(2 if script.repeat else 1):
                 await self._send(context, sequence, index, batch, round_)
             index, sent = index + len(batch), sent + len(batch)

@@ -1,25 +1,23 @@
-"""MTP heads: DeepSeek-V3's tensor names (algorithms.md F5) on the target's own block, from a folder or untrained.
-
-A folder holds safetensors with ``model.layers.{num_layers + k}.*`` for module k and a config.json with
-``num_nextn_predict_layers`` and, for several modules, that they are chained (one module is always reused).
-"""
+"""MTP heads on the target's own block, from any public format (``formats``) or untrained. One module is reused for
+every draft step, several are chained."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import torch
 
-from paceline.errors import ConfigError
 from paceline.kvcache.layout import KvLayer, LayerOwner
 from paceline.layers.linear import Linear
 from paceline.layers.ops import add_rms_norm, rms_norm
 from paceline.models.base import ForwardContext, TargetModel
 from paceline.models.config import ModelSpec
-from paceline.models.loader import WeightBag, load_weights, weights_digest
+from paceline.models.loader import WeightBag
 from paceline.spec_decode.heads.base import DraftHead
+from paceline.spec_decode.heads.formats import check_copies, read_head
+from paceline.spec_decode.heads.formats_config import MtpConfig
+from paceline.spec_decode.heads.formats_layer import refused
 
 UNTRAINED_SEED = 20412
 
@@ -116,9 +114,13 @@ def load_mtp(path: str, model: TargetModel, num_modules: int, table: torch.Tenso
     """Modules and a digest of their weights. Empty ``path``: untrained heads, ``num_modules`` of them."""
     spec = model.spec
     if path:
-        folder = Path(path)
-        num_modules = _count_modules(folder)
-        bag, digest = WeightBag(load_weights(folder, model.dtype)), weights_digest(folder)
+        found = read_head(Path(path), model.dtype, model.device, spec.num_layers)
+        if not isinstance(found.config, MtpConfig):
+            raise refused(f"{path} holds {found.kind} weights; choose the {found.kind} drafter for them")
+        if found.config.num_modules > 1 and not found.config.chained:
+            raise refused(f"{path}: several modules that each read the target's rows are not supported (mtp_chained)")
+        check_copies(found, model)
+        bag, digest, num_modules = found.bag(), found.digest, found.config.num_modules
     else:
         bag = untrained_mtp(spec, num_modules, model.dtype)
         digest = f"untrained-{UNTRAINED_SEED}x{num_modules}"
@@ -126,13 +128,3 @@ def load_mtp(path: str, model: TargetModel, num_modules: int, table: torch.Tenso
     modules = [MtpModule(model, bag, f"model.layers.{first + k}", first + k, table) for k in range(num_modules)]
     bag.finish()
     return modules, digest
-
-
-def _count_modules(folder: Path) -> int:
-    config = folder / "config.json"
-    if not config.is_file():
-        raise ConfigError("drafter_path", f"{folder} has no config.json; expected a folder of MTP heads")
-    count = json.loads(config.read_text()).get("num_nextn_predict_layers")
-    if not isinstance(count, int) or not 1 <= count <= 8:
-        raise ConfigError("drafter_path", f"{config} needs num_nextn_predict_layers between 1 and 8, got {count!r}")
-    return count

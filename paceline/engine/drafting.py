@@ -1,0 +1,214 @@
+"""From options to a drafter: its KV layers first, since they are part of the pool, then itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from paceline.attention.base import AttentionBackend
+from paceline.attention.cpu import attention_for
+from paceline.config import EngineConfig
+from paceline.errors import ConfigError
+from paceline.kvcache.layout import KvLayer
+from paceline.kvcache.pool import KvPool
+from paceline.models.base import TargetModel
+from paceline.spec_decode.base import DraftBudget, Drafter, DraftSampling, TreeKind
+from paceline.spec_decode.choices import EAGLE_TREE, RankPath
+from paceline.spec_decode.cost import CostTable
+from paceline.spec_decode.drafters.auto import AUTO, NONE, AutoChooser
+from paceline.spec_decode.drafters.draft_model import DraftModelDrafter
+from paceline.spec_decode.drafters.feature import FeatureDrafter
+from paceline.spec_decode.drafters.lookahead import LookaheadDrafter
+from paceline.spec_decode.drafters.medusa import MedusaDrafter, MedusaHeads
+from paceline.spec_decode.drafters.mtp import MtpDrafter
+from paceline.spec_decode.drafters.ngram import NgramDrafter
+from paceline.spec_decode.drafters.none import NoDrafter
+from paceline.spec_decode.drafters.select import SelectingDrafter
+from paceline.spec_decode.drafters.suffix import SuffixDrafter
+from paceline.spec_decode.drafters.trie import TrieDrafter
+from paceline.spec_decode.heads.draft_model import load_draft_model
+from paceline.spec_decode.heads.formats import load_head, read_head
+from paceline.spec_decode.heads.formats_config import Eagle1Config, Eagle3Config, HeadKind
+from paceline.spec_decode.heads.mtp import MtpHead, load_mtp, mtp_kv_layers
+
+log = logging.getLogger(__name__)
+
+SHIPPED = Path(__file__).resolve().parents[2] / "heads"  # beside the packages: folders by model, then by drafter
+HEADS_FOR_AUTO = ("eagle3", "mtp", "eagle", "medusa")  # order of preference (algorithms.md L1)
+Make = Callable[[KvPool, AttentionBackend], Drafter]
+
+
+@dataclass(frozen=True)
+class DrafterPlan:
+    """A drafter about to be: what it adds to the pool, what a peer must match, how to make it."""
+
+    kv_layers: tuple[KvLayer, ...]
+    digest: str
+    make: Make
+
+
+def shipped_heads(model: str, drafter: str) -> Path | None:
+    """The folder of the heads that come with Paceline for a model, if there are any."""
+    folder = SHIPPED / Path(model).name / drafter
+    return folder if (folder / "config.json").is_file() else None
+
+
+def resolve_drafter(config: EngineConfig) -> str:
+    """The drafter that has the deployment's heads: ``default`` and ``auto`` are decided by what there is."""
+    if config.drafter not in ("default", AUTO):
+        return config.drafter
+    if config.drafter_path:
+        return _kind_of(Path(config.drafter_path))
+    wanted = HEADS_FOR_AUTO if config.drafter == AUTO else ("eagle3",)
+    return next((name for name in wanted if shipped_heads(config.model, name)), "ngram")
+
+
+def budget_of(config: EngineConfig) -> DraftBudget:
+    """The largest tree of a deployment."""
+    width = 1 if config.tree == "chain" else config.tree_width
+    return DraftBudget(
+        config.num_draft_tokens, width, TreeKind(config.tree), config.nodes_budget, config.min_confidence
+    )
+
+
+def plan_drafter(config: EngineConfig, model: TargetModel, costs: CostTable) -> DrafterPlan:
+    """Load whatever weights the deployment's drafters need. Raises ConfigError naming the option."""
+    primary_name = resolve_drafter(config)
+    primary = _plan_primary(primary_name, config, model)
+    others = [name for name in config.selectable if name not in (primary_name, "default", AUTO, NONE)]
+    if config.drafter == AUTO:
+        others = list(dict.fromkeys([*others, *(n for n in ("ngram", "suffix") if n != primary_name)]))
+    if not others and config.drafter != AUTO and NONE not in config.selectable:
+        return primary
+
+    def make(kv: KvPool, attention: AttentionBackend) -> Drafter:
+        first = primary.make(kv, attention)
+        beside = {name: _weightless(name, model) for name in others}
+        chooser = None
+        if config.drafter == AUTO:
+            copies = [name for name in ("ngram", "suffix", "trie") if name in beside or name == primary_name]
+            head = primary_name if primary_name not in copies else NONE
+            chooser = AutoChooser(costs, head, copies=copies)
+        default = AUTO if chooser is not None else primary_name
+        return SelectingDrafter(first, beside, default, chooser)
+
+    return DrafterPlan(primary.kv_layers, primary.digest, make)
+
+
+def _plan_primary(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:
+    if name in ("none", "ngram", "suffix", "trie", "lookahead"):
+        return DrafterPlan((), "", lambda kv, attention: _weightless(name, model))
+    builders: dict[str, Callable[[str, EngineConfig, TargetModel], DrafterPlan]] = {
+        "mtp": _mtp,
+        "eagle": _feature,
+        "eagle3": _feature,
+        "medusa": _medusa,
+        "draft_model": _draft_model,
+    }
+    return builders[name](name, config, model)
+
+
+def _weightless(name: str, model: TargetModel) -> Drafter:
+    spec = model.spec
+    made: dict[str, Callable[[], Drafter]] = {
+        "none": NoDrafter,
+        "ngram": lambda: NgramDrafter(spec.vocab_size),
+        "suffix": lambda: SuffixDrafter(spec.vocab_size),
+        "trie": lambda: TrieDrafter(spec.vocab_size),
+        "lookahead": lambda: LookaheadDrafter(spec.vocab_size, spec.eos_token_ids),
+    }
+    return made[name]()
+
+
+def _width(config: EngineConfig) -> int:
+    return budget_of(config).tree_width
+
+
+def _sampling(config: EngineConfig) -> DraftSampling:
+    return DraftSampling(config.draft_sampling)
+
+
+def _static_tree(config: EngineConfig) -> tuple[RankPath, ...]:
+    """The fixed tree of EAGLE heads; deployments too narrow for it have the comb of their width."""
+    widest = max(max(path) for path in EAGLE_TREE) + 1
+    return EAGLE_TREE if config.tree != "chain" and config.tree_width >= widest else ()
+
+
+def _folder(name: str, config: EngineConfig) -> Path:
+    if config.drafter_path:
+        return Path(config.drafter_path)
+    found = shipped_heads(config.model, name)
+    if found is None:
+        raise ConfigError("drafter_path", f"no {name} heads ship for {config.model}: give their folder")
+    return found
+
+
+def _kind_of(folder: Path) -> str:
+    kind = read_head(folder, torch.bfloat16).kind
+    return "eagle" if kind is HeadKind.EAGLE1 else kind.value
+
+
+def _mtp(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:
+    path = config.drafter_path or str(shipped_heads(config.model, name) or "")
+    if config.mtp_modules > 1 and not config.drafter_path:
+        path = ""  # the heads that ship are of one module
+    if not path:
+        log.warning("no --drafter-path: MTP heads are untrained; the text is right, but almost no draft is accepted")
+    modules, digest = load_mtp(path, model, config.mtp_modules, model.rope_table())
+    layers = mtp_kv_layers(model.kv_layers, len(modules))
+
+    def make(kv: KvPool, attention: AttentionBackend) -> Drafter:
+        width, sampling = _width(config), _sampling(config)
+        if len(modules) == 1:
+            return FeatureDrafter("mtp", model, MtpHead(model, modules[0]), kv, attention, width, sampling)
+        return MtpDrafter(model, modules, kv, attention, width, sampling)
+
+    return DrafterPlan(layers, digest, make)
+
+
+def _feature(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:
+    folder = _folder(name, config)
+    found = read_head(folder, model.dtype, model.device)
+    if found.kind is not (HeadKind.EAGLE3 if name == "eagle3" else HeadKind.EAGLE1):
+        raise ConfigError("drafter", f"{folder} holds {found.kind} weights, not those of --drafter {name}")
+    head, digest = load_head(folder, model, len(model.kv_layers))
+    layer = head.kv_layers[0]
+
+    def make(kv: KvPool, attention: AttentionBackend) -> Drafter:
+        num_heads = found.config.shape.num_heads if isinstance(found.config, (Eagle1Config, Eagle3Config)) else 1
+        own = attention_for(model.device, num_heads, layer.num_kv_heads, layer.head_dim)
+        tree = _static_tree(config)
+        return FeatureDrafter(name, model, head, kv, own, _width(config), _sampling(config), tree)
+
+    return DrafterPlan(head.kv_layers, digest, make)
+
+
+def _medusa(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:
+    folder = _folder(name, config)
+    found = read_head(folder, model.dtype, model.device)
+    if found.kind is not HeadKind.MEDUSA:
+        raise ConfigError("drafter", f"{folder} holds {found.kind} weights, not those of --drafter medusa")
+    heads = MedusaHeads(model, found.tensors)
+
+    def make(kv: KvPool, attention: AttentionBackend) -> Drafter:
+        return MedusaDrafter(model, heads, _width(config), None, _sampling(config))
+
+    return DrafterPlan((), found.digest, make)
+
+
+def _draft_model(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:
+    if not config.drafter_path:
+        raise ConfigError("drafter_path", "the draft model's folder or name is needed")
+    draft, digest = load_draft_model(config.drafter_path, model, len(model.kv_layers))
+
+    def make(kv: KvPool, attention: AttentionBackend) -> Drafter:
+        spec = draft.spec
+        own = attention_for(model.device, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        first = len(model.kv_layers)
+        return DraftModelDrafter(model, draft, kv, own, first, _width(config), _sampling(config))
+
+    return DrafterPlan(draft.kv_layers, digest, make)
