@@ -35,8 +35,8 @@ def request(num_prompt: int, num_output: int) -> SequenceRequest:
 class Nodes:
     """Direct stubs to the two nodes."""
 
-    prefill: node_pb2_grpc.PrefillNodeStub
-    decode: node_pb2_grpc.DecodeNodeStub
+    prefill: node_pb2_grpc.PrefillNodeAsyncStub
+    decode: node_pb2_grpc.DecodeNodeAsyncStub
     decode_address: str
 
     async def first_token_s(self, apart: bool) -> float:

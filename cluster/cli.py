@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
+from cluster.bench_cli import bench
 from cluster.options import load_config, serve_parameters
 from paceline.config import ServeConfig
 from paceline.errors import ConfigError, PacelineError
@@ -26,6 +27,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench, name="bench")
 errors = Console(stderr=True, highlight=False)
 
 

@@ -35,5 +35,5 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 def soft_cross_entropy(scores: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
     """Mean over rows of -sum p log softmax(scores). scores, probs: [R, V'] -> float32 scalar. probs has no gradient."""
-    loss: torch.Tensor = _SoftCrossEntropy.apply(scores, probs)
+    loss: torch.Tensor = _SoftCrossEntropy.apply(scores, probs)  # type: ignore[no-untyped-call]
     return loss

@@ -77,7 +77,11 @@ class Geometry:
     ) -> Geometry:
         """A query sees the rows of its sample up to its own position."""
         masks = []
-        for at, rows in zip(positions.split(query_counts), row_positions.split(row_counts), strict=True):
+        for at, rows in zip(
+            torch.split_with_sizes(positions, query_counts),
+            torch.split_with_sizes(row_positions, row_counts),
+            strict=True,
+        ):
             seen = rows[None] <= at[:, None]
             masks.append(torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, float("-inf")))
         return cls(positions, row_positions, query_counts, row_counts, tuple(masks))
@@ -116,8 +120,8 @@ class Attention(nn.Module):
         keys = rotate(self._heads(self.k_proj(rows)), table, geometry.row_positions)
         values = self._heads(self.v_proj(rows))
         return Memory(
-            [k.permute(1, 2, 0) for k in keys.split(geometry.row_counts)],
-            [v.transpose(0, 1) for v in values.split(geometry.row_counts)],
+            [k.permute(1, 2, 0) for k in torch.split_with_sizes(keys, geometry.row_counts)],
+            [v.transpose(0, 1) for v in torch.split_with_sizes(values, geometry.row_counts)],
             [],
         )
 
@@ -136,7 +140,11 @@ class Attention(nn.Module):
         extra = torch.stack(own, dim=-1) if own else query.new_empty(*query.shape[:3], 0, dtype=torch.float32)
         outputs, own_weights = [], []
         for b, (q, e) in enumerate(
-            zip(query.split(geometry.query_counts), extra.split(geometry.query_counts), strict=True)
+            zip(
+                torch.split_with_sizes(query, geometry.query_counts),
+                torch.split_with_sizes(extra, geometry.query_counts),
+                strict=True,
+            )
         ):
             out, weights = self._sample(q, e, memory.keys[b], memory.values[b], geometry.masks[b])
             outputs.append(out)

@@ -111,7 +111,8 @@ class Trainer:
         """stores: features of the training and of the held-out samples; maker: makes those that are missing."""
         self.head, self.config, self.device, self.out = head.to(device), config, device, out
         self.target, self.corpus, self.stores = target.to(device), corpus, stores
-        self._maker, self._made = maker, None
+        self._maker = maker
+        self._made: FeatureMaker | None = None
         self.mixed = MixedPrecision(self.head, config.learning_rate)
         self.progress = Progress()
         self.hidden_size = target.embedding.shape[1]

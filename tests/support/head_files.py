@@ -141,7 +141,30 @@ def medusa(num_heads: int = 3, num_blocks: int = 2, vocabulary_rows: int = VOCAB
     return fill(shapes, 3)
 
 
+def vllm_medusa() -> dict[str, Tensor]:
+    """F4, vLLM's names, without biases, over a reduced vocabulary."""
+    tensors: dict[str, Tensor] = {"token_map": torch.tensor(DRAFT_IDS)}
+    for name, tensor in medusa(vocabulary_rows=len(DRAFT_IDS)).items():
+        head, block, *rest = name.split(".")
+        if rest == ["linear", "weight"]:
+            tensors[f"blocks.{head}.layers.{block}.weight"] = tensor
+        elif rest == ["weight"]:
+            tensors[f"lm_heads.{head}.weight"] = tensor
+    return tensors
+
+
 # ---- MTP
+
+TARGET = fill(
+    {
+        "model.embed_tokens.weight": (VOCAB, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        "lm_head.weight": (VOCAB, HIDDEN),
+        "model.layers.0.mlp.up_proj.weight": (7, HIDDEN),
+        "model.layers.0.mamba.conv.weight": (3, 3),
+    },
+    5,
+)  # the main checkpoint around modules
 
 
 def mtp_module(seed: int = 4) -> dict[str, Tensor]:
@@ -155,3 +178,41 @@ def mtp_config(num_layers: int, **changes: Any) -> dict[str, Any]:
     """Of the tiny target, whose MLP is as wide as the heads' here."""
     sizes = {"num_hidden_layers": num_layers, "head_dim": 16, "rope_theta": 10000.0, "num_nextn_predict_layers": 1}
     return LLAMA | sizes | changes
+
+
+def at_layer(layer: int, module: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"model.layers.{layer}.{name}": tensor for name, tensor in module.items()}
+
+
+def mimo() -> dict[str, Tensor]:
+    """F7: other names, and the join reads the hidden row first."""
+    module = mtp_module()
+    weight = module.pop("eh_proj.weight")
+    names = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "shared_head.norm": "final_layernorm"}
+    renamed = {names.get(n.removesuffix(".weight"), n.removesuffix(".weight")): t for n, t in module.items()}
+    renamed["input_proj"] = torch.cat((weight[:, HIDDEN:], weight[:, :HIDDEN]), dim=1)
+    return {f"model.mtp_layers.0.{name}.weight": tensor for name, tensor in renamed.items()}
+
+
+def qwen() -> dict[str, Tensor]:
+    """F8: other names, norms stored as the scale less 1."""
+    own = {
+        "enorm.weight": "mtp.pre_fc_norm_embedding.weight",
+        "hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
+        "eh_proj.weight": "mtp.fc.weight",
+        "shared_head.norm.weight": "mtp.norm.weight",
+    }
+    module = {name: t - 1.0 if "norm" in name else t for name, t in mtp_module().items()}
+    return {own.get(name, f"mtp.layers.0.{name}"): tensor for name, tensor in module.items()}
+
+
+MOE = {  # a module with experts, of which the reader knows no shapes
+    **{name: tensor for name, tensor in mtp_module().items() if not name.startswith("mlp.")},
+    **fill({"mlp.gate.weight": (2, HIDDEN), "mlp.gate.e_score_correction_bias": (2,)}),
+    **fill({f"mlp.experts.{i}.{n}_proj.weight": (HIDDEN, HIDDEN) for i in (0, 1) for n in ("gate", "up", "down")}),
+    **fill({f"mlp.shared_experts.{n}_proj.weight": (HIDDEN, HIDDEN) for n in ("gate", "up", "down")}),
+}
+COPIES = {
+    "embed_tokens.weight": TARGET["model.embed_tokens.weight"],
+    "shared_head.head.weight": TARGET["lm_head.weight"],
+}

@@ -91,4 +91,9 @@ def _from_vllm(files: HeadFiles, sources: dict[str, str]) -> dict[str, Entry]:
 
 
 def _rows(weight: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
-    return weight if ids is None or weight.shape[0] == ids.shape[0] else weight[ids.long()]
+    """The rows of a vocabulary matrix that the heads draft: all, or those of the map."""
+    if ids is None or weight.shape[0] == ids.shape[0]:
+        return weight
+    if weight.shape[0] < ids.shape[0] or not 0 <= int(ids.min()) <= int(ids.max()) < weight.shape[0]:
+        raise refused(f"token_map has {ids.shape[0]} ids that do not fit a vocabulary matrix of {weight.shape[0]} rows")
+    return weight[ids.long()]
