@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from cluster.bench_cli import bench
 from cluster.options import load_config, serve_parameters
+from cluster.train_cli import train_drafter
 from paceline.config import ServeConfig
 from paceline.errors import ConfigError, PacelineError
 
@@ -28,6 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
+app.command("train-drafter")(train_drafter)
 errors = Console(stderr=True, highlight=False)
 
 

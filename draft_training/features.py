@@ -111,7 +111,7 @@ class FeatureStore:
         rows = list(maker.rows(samples))
         lengths = torch.tensor([0, *(len(r.token_ids) for r in rows)])
         tensors = {
-            "features": torch.cat([r.features for r in rows]).to(torch.bfloat16).contiguous(),
+            "features": torch.cat([r.features for r in rows]).to("cpu", torch.bfloat16).contiguous(),
             "token_ids": torch.cat([r.token_ids for r in rows]).to(torch.int32),
             "starts": lengths.cumsum(0),
             "answers": torch.tensor([r.prompt_len for r in rows]),

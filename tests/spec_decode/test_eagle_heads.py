@@ -15,17 +15,19 @@ from paceline.attention.cpu import attention_for
 from paceline.errors import ConfigError
 from paceline.kvcache.layout import KvLayout, LayerOwner
 from paceline.kvcache.pool import KvPool
-from paceline.models.base import AuxCapture, ForwardContext
+from paceline.models.base import AuxCapture, ForwardContext, TargetModel
 from paceline.models.llama import LlamaModel
+from paceline.spec_decode.drafters.feature import FeatureDrafter
 from paceline.spec_decode.heads.base import DraftHead
 from paceline.spec_decode.heads.eagle import Eagle3Head
 from paceline.spec_decode.heads.formats import load_head, read_head
 from paceline.spec_decode.heads.formats_config import Eagle1Config, Eagle3Config, aux_config_ids, aux_input_layers
 from paceline.spec_decode.heads.formats_write import write_eagle1, write_eagle3
 from support import head_files
+from support.exactness import run
 from support.head_files import DRAFT_IDS, HIDDEN, put
 from support.plain_heads import PlainTarget, read_and_run, read_plain
-from support.tiny import VOCAB, tiny_spec, tiny_weights
+from support.tiny import VOCAB, tiny_request, tiny_runner, tiny_spec, tiny_weights
 
 LAYERS, PAGE, PAGES = 6, 4, 8
 TOKENS = torch.tensor([5, 9, 3, 44, 17, 9, 3, 61, 80])  # t_1..t_9
@@ -104,7 +106,7 @@ class Stand:
         return every
 
 
-def loaded(folder: Path, model: LlamaModel) -> DraftHead:
+def loaded(folder: Path, model: TargetModel) -> DraftHead:
     return load_head(folder, model, len(model.kv_layers))[0]
 
 
@@ -320,3 +322,26 @@ def test_tree_rows_see_their_own_path_only(tmp_path: Path) -> None:
         path.rows(TOKENS, hidden[:m])
         rows = torch.cat((hidden[m : m + 1], hidden[m + node : m + node + 1]))
         assert torch.equal(path.rows(torch.tensor([31, token]), rows, m)[1], tree[node])
+
+
+# ---- served
+
+
+@pytest.mark.parametrize("tree", ["chain", "static", "dynamic"])
+@pytest.mark.parametrize("case", ["eagle1", "eagle3"])
+def test_the_text_is_that_of_plain_decoding(case: str, tree: str, tmp_path: Path) -> None:
+    """Tokens and logits, in bits, at both temperatures; drafts of a random head, so nearly all are refused."""
+    aux: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}  # of the two layers there are
+    files = EAGLE1["plain"] if case == "eagle1" else head_files.eagle3(**aux)
+    folder = put(tmp_path, *files)
+    requests = [tiny_request(index=i, max_tokens=12, temperature=float(i % 2)) for i in range(4)]
+    options: dict[str, Any] = {"drafter": "ngram", "prefix_cache": False, "num_draft_tokens": 3}
+    plain = run(tiny_runner("bf16", **(options | {"num_draft_tokens": 0})), requests)
+    runner = tiny_runner("bf16", tree=tree, tree_width=1 if tree == "chain" else 2, **options)
+    head = loaded(folder, runner.model)
+    layout = KvLayout((*runner.model.kv_layers, *head.kv_layers), runner.dtype)
+    runner.kv = KvPool(layout, runner.kv.num_pages, runner.kv.page_size)
+    runner.drafter = FeatureDrafter(case, runner.model, head, runner.kv, runner.attention, 2)
+    served = run(runner, requests, batch=4, chunk_tokens=5)
+    assert [(o.token_ids, o.logit_bits) for o in served] == [(o.token_ids, o.logit_bits) for o in plain]
+    assert all(outcome.accepted_per_round for outcome in served)

@@ -177,6 +177,7 @@ def test_what_config_and_files_say_must_agree(tmp_path: Path) -> None:
     modules = at_layer(LAYERS, mtp_module())
     assert "hold 1 modules" in refusal(modules, mtp_config(LAYERS, num_nextn_predict_layers=2))
     assert "one after another" in refusal(modules | at_layer(LAYERS + 2, mtp_module()), mtp_config(LAYERS))
+    assert "unknown tensors: extra.weight" in refusal(modules | {"extra.weight": torch.ones(3)}, mtp_config(LAYERS))
     assert "no draft head" in refusal(TARGET, mtp_config(LAYERS))
 
 

@@ -132,7 +132,7 @@ class Eagle1Head(DraftHead):
     def forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """See DraftHead."""
         x = self.fc(torch.cat((self.embedding(token_ids), hidden), dim=-1))  # embedding first
-        return self.layer(x, x.clone(), context)
+        return self.layer(x, x, context)  # read by attention before it is overwritten
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:
         """See DraftHead; no norm before the target's LM head."""
