@@ -26,7 +26,9 @@ from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.pool import KvPool
 from paceline.models.base import ForwardContext
 from paceline.models.llama import LlamaModel
+from paceline.spec_decode.heads.base import DraftHead
 from paceline.spec_decode.heads.formats import load_head, read_head
+from paceline.spec_decode.heads.mtp import MtpHead, load_mtp
 from support.tiny import tiny_spec, tiny_weights
 
 torch.set_num_threads(1)
@@ -93,32 +95,33 @@ def test_training_steps_equal_drafting_with_the_serving_head(kind: str, tmp_path
         parameter.data.copy_(stored[name])
     outputs = head.steps(batch, parts)
     serving = _serving_head(tmp_path, model)
-    layout = KvLayout((*model.kv_layers, *serving.kv_layers), torch.float32)
     at = 0
     for sample, columns in zip(some, batch.column_counts, strict=True):
-        n, kv, attention = len(sample.token_ids), KvPool(layout, 8, 16, torch.device("cpu")), TorchAttention()
-        slots = torch.arange(128, dtype=torch.int32)
         start = sum(batch.row_counts[: some.index(sample)])
-        rows = (batch.aux if kind == "eagle3" else batch.final)[start : start + n]
-
-        def forward(token_ids: list[int], hidden: torch.Tensor, position: int) -> torch.Tensor:
-            built = ForwardBatch.build([Segment.linear(token_ids, position, slots)])
-            context = ForwardContext.build(built, kv, attention)
-            return serving.forward(built.token_ids, hidden, context)
-
+        rows = (batch.aux if kind == "eagle3" else batch.final)[start : start + len(sample.token_ids)]
         i = len(sample.prompt_ids) - 1 + 2  # the third column
-        true = forward(list(sample.token_ids[1 : i + 2]), serving.fuse(rows[: i + 1]), 0)[-1:]
-        step = true
-        for s in range(3):
+        for s, step in enumerate(_drafted(serving, model, sample, rows, i)):
             torch.testing.assert_close(outputs[s][at + 2], step[0], rtol=2e-4, atol=2e-4)
-            step = forward([sample.token_ids[i + 2 + s]], step, i + 1 + s)
         at += columns
 
 
-def _serving_head(folder: Path, model: LlamaModel):  # type: ignore[no-untyped-def]
-    if read_head(folder, torch.float32, first_layer=2).kind == "mtp":
-        from paceline.spec_decode.heads.mtp import MtpHead, load_mtp
+def _drafted(serving: DraftHead, model: LlamaModel, sample: Sample, rows: torch.Tensor, i: int) -> list[torch.Tensor]:
+    """Outputs of the serving head: row i over true rows 0..i, then two drafted rows fed the actual tokens."""
+    layout = KvLayout((*model.kv_layers, *serving.kv_layers), torch.float32)
+    kv, slots = KvPool(layout, 8, 16, torch.device("cpu")), torch.arange(128, dtype=torch.int32)
 
+    def forward(token_ids: list[int], hidden: torch.Tensor, position: int) -> torch.Tensor:
+        built = ForwardBatch.build([Segment.linear(token_ids, position, slots)])
+        return serving.forward(built.token_ids, hidden, ForwardContext.build(built, kv, TorchAttention()))
+
+    steps = [forward(list(sample.token_ids[1 : i + 2]), serving.fuse(rows[: i + 1]), 0)[-1:]]
+    for s in range(2):
+        steps.append(forward([sample.token_ids[i + 2 + s]], steps[-1], i + 1 + s))
+    return steps
+
+
+def _serving_head(folder: Path, model: LlamaModel) -> DraftHead:
+    if read_head(folder, torch.float32, first_layer=2).kind == "mtp":
         modules, _ = load_mtp(str(folder), model, 1, model.rope_table())
         return MtpHead(model, modules[0])
     return load_head(folder, model, len(model.kv_layers))[0]
@@ -137,9 +140,8 @@ def test_later_tokens_do_not_reach_earlier_columns(kind: str) -> None:
     noisy[row + 1 :] = 1.0
     later = batch.following.clone()
     later[row + 3 :] = 7  # t_{i+4} and on
-    after = head.steps(
-        replace(batch, final=batch.final + noisy, aux=batch.aux + noisy.repeat(1, 3), following=later), parts
-    )
+    disturbed = replace(batch, final=batch.final + noisy, aux=batch.aux + noisy.repeat(1, 3), following=later)
+    after = head.steps(disturbed, parts)
     for one, other in zip(before, after, strict=True):
         torch.testing.assert_close(one[column], other[column])
     assert not torch.equal(before[0][column + 1], after[0][column + 1])
@@ -214,7 +216,7 @@ def test_labels_leave_out_what_is_not_trained_on() -> None:
     loss, per_step = loss_of(trained("eagle3", ids), batch, parts, labels, 0.8)
     assert len(per_step) == 3
     weighted = sum(0.8**s * part for s, part in enumerate(per_step)) / (1 + 0.8 + 0.64)
-    assert float(loss) == pytest.approx(weighted, rel=1e-5)
+    assert float(loss.detach()) == pytest.approx(weighted, rel=1e-5)
 
 
 def test_bad_corpus_lines_are_named(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ The real model's version is tests/engine/test_exactness_real.py.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.tree import DraftTree, build_tree
 from support.exactness import Outcome, run
+from support.heads import write_tiny_head
 from support.tiny import VOCAB, tiny_request, tiny_runner
 
 DTYPES = ["bf16", "fp32"]
@@ -28,6 +30,23 @@ VARIANTS: dict[str, tuple[dict[str, object], dict[str, int]]] = {
     "mtp tree": ({"drafter": "mtp", "num_draft_tokens": 4, "tree": "static", "tree_width": 3}, {}),
     "mtp x3": ({"drafter": "mtp", "mtp_modules": 3, "num_draft_tokens": 3}, {}),
     "mtp x3 tree": ({"drafter": "mtp", "mtp_modules": 3, "num_draft_tokens": 3, "tree": "static", "tree_width": 4}, {}),
+    "suffix": ({"drafter": "suffix", "num_draft_tokens": 8}, {"batch": 3}),
+    "trie tree": ({"drafter": "trie", "num_draft_tokens": 6, "tree": "static", "tree_nodes": 12}, {"batch": 2}),
+    "lookahead": ({"drafter": "lookahead", "num_draft_tokens": 9, "tree": "static", "tree_nodes": 55}, {}),
+    "mtp dynamic": ({"drafter": "mtp", "num_draft_tokens": 4, "tree": "dynamic", "tree_width": 3}, {"batch": 3}),
+    "mtp greedy drafts": ({"drafter": "mtp", "draft_sampling": "greedy"}, {}),
+    "mtp sampled drafts": ({"drafter": "mtp", "draft_sampling": "sampled"}, {}),
+    "mtp window": ({"drafter": "mtp", "num_draft_tokens": 8, "adaptive": "window"}, {"batch": 4}),
+    "mtp goodput": ({"drafter": "mtp", "num_draft_tokens": 8, "adaptive": "goodput"}, {"batch": 4}),
+    "mtp unsure": ({"drafter": "mtp", "num_draft_tokens": 8, "min_confidence": 0.02}, {}),
+    "auto": ({"drafter": "auto", "num_draft_tokens": 6}, {"batch": 4}),
+    "several": ({"drafter": "mtp", "drafters": "ngram,suffix,none"}, {"batch": 8}),
+    "eagle": ({"drafter": "eagle"}, {"batch": 3}),
+    "eagle3": ({"drafter": "eagle3", "num_draft_tokens": 8}, {"batch": 3}),
+    "eagle3 static": ({"drafter": "eagle3", "tree": "static", "tree_width": 6, "tree_nodes": 24}, {"chunk_tokens": 5}),
+    "eagle3 dynamic": ({"drafter": "eagle3", "tree": "dynamic", "tree_width": 3, "page_size": 1}, {"batch": 8}),
+    "medusa tree": ({"drafter": "medusa", "num_draft_tokens": 3, "tree": "static"}, {"batch": 3}),
+    "draft model": ({"drafter": "draft_model", "num_draft_tokens": 5}, {"batch": 3}),
     "K=0": ({"drafter": "mtp", "num_draft_tokens": 0}, {}),
     "batch of 8": ({"drafter": "ngram"}, {"batch": 8}),
     "chunks of 1": ({"drafter": "mtp"}, {"chunk_tokens": 1}),
@@ -36,6 +55,9 @@ VARIANTS: dict[str, tuple[dict[str, object], dict[str, int]]] = {
     "pages of 64": ({"drafter": "ngram", "page_size": 64}, {"batch": 3}),
     "no prefix cache": ({"drafter": "mtp", "prefix_cache": False}, {}),
 }
+
+
+HEADS = ("eagle", "eagle3", "medusa", "draft_model")
 
 
 def requests() -> list[SequenceRequest]:
@@ -62,6 +84,15 @@ def plain() -> dict[str, list[Outcome]]:
     return {dtype: outcomes(tiny_runner(dtype, drafter="none", prefix_cache=False)) for dtype in DTYPES}
 
 
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Untrained heads of every kind, and a draft model."""
+    folder = tmp_path_factory.mktemp("heads")
+    for name in HEADS:
+        write_tiny_head(folder / name, name)
+    return folder
+
+
 def differing(got: Seq[Outcome], expected: Seq[Outcome]) -> list[int]:
     pairs = enumerate(zip(got, expected, strict=True))
     return [i for i, (g, e) in pairs if (g.token_ids, g.logit_bits) != (e.token_ids, e.logit_bits)]
@@ -69,8 +100,10 @@ def differing(got: Seq[Outcome], expected: Seq[Outcome]) -> list[int]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_tokens_and_logit_bits(dtype: str, variant: str, plain: dict[str, list[Outcome]]) -> None:
+def test_tokens_and_logit_bits(dtype: str, variant: str, plain: dict[str, list[Outcome]], heads: Path) -> None:
     options, how = VARIANTS[variant]
+    if options["drafter"] in HEADS:
+        options = options | {"drafter_path": str(heads / str(options["drafter"]))}
     runner = tiny_runner(dtype, **options)
     assert runner.bit_exact
     assert differing(outcomes(runner, **how), plain[dtype]) == []
