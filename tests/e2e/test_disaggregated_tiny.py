@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from paceline.config import NodeConfig
 from paceline.kvcache.layout import LayerOwner
 from paceline.request import SequenceRequest
 from support.exactness import run
+from support.heads import write_tiny_head
 from support.pd import pair
 from support.tiny import tiny_request, tiny_runner
 
@@ -17,7 +20,30 @@ CASES: dict[str, dict[str, object]] = {
     "mtp": {"drafter": "mtp", "num_draft_tokens": 3},
     "mtp tree": {"drafter": "mtp", "num_draft_tokens": 3, "tree": "static", "tree_width": 2},
     "mtp x3": {"drafter": "mtp", "mtp_modules": 3, "num_draft_tokens": 3, "tree": "static", "tree_width": 2},
+    "mtp sampled": {"drafter": "mtp", "num_draft_tokens": 3, "draft_sampling": "sampled"},
+    "eagle": {"drafter": "eagle", "num_draft_tokens": 3},
+    "eagle3": {"drafter": "eagle3", "num_draft_tokens": 4},
+    "eagle3 dynamic": {"drafter": "eagle3", "num_draft_tokens": 3, "tree": "dynamic", "tree_width": 3},
+    "medusa": {"drafter": "medusa", "num_draft_tokens": 3, "tree": "static"},
+    "draft model": {"drafter": "draft_model", "num_draft_tokens": 3},
 }
+# Draft KV layers of width 2 heads x 16, and hidden rows of the draft state.
+CROSSES = {"none": (0, 0), "ngram": (0, 0), "mtp x3": (3, 2), "medusa": (0, 1), "draft model": (1, 0)}
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Untrained heads of every kind, and a draft model."""
+    folder = tmp_path_factory.mktemp("heads")
+    for name in ("eagle", "eagle3", "medusa", "draft_model"):
+        write_tiny_head(folder / name, name)
+    return folder
+
+
+def options_of(case: str, heads: Path) -> dict[str, object]:
+    """The case's options, with the path of its heads."""
+    folder = heads / str(CASES[case]["drafter"])
+    return CASES[case] | ({"drafter_path": str(folder)} if folder.exists() else {})
 
 
 def node_config(**options: object) -> NodeConfig:
@@ -38,8 +64,8 @@ def requests() -> list[SequenceRequest]:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("case", CASES)
-async def test_apart_equals_together(dtype: str, case: str) -> None:
-    options = CASES[case]
+async def test_apart_equals_together(dtype: str, case: str, heads: Path) -> None:
+    options = options_of(case, heads)
     together = run(tiny_runner(dtype, **options), requests())
     prefill = tiny_runner(dtype, page_size=16, **options)
     decode = tiny_runner(dtype, page_size=8, **options)
@@ -54,9 +80,9 @@ async def test_apart_equals_together(dtype: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_wire_bytes_equal_the_formula(case: str) -> None:
+async def test_wire_bytes_equal_the_formula(case: str, heads: Path) -> None:
     """H4, byte for byte: rows x token bytes of target and draft; hidden rows x width; nothing else."""
-    options = CASES[case]
+    options = options_of(case, heads)
     runner = tiny_runner("bf16", prefix_cache=False, **options)
     async with pair(node_config(**options), runner, tiny_runner("bf16", **options)) as nodes:
         for request in (tiny_request(index=i, max_tokens=4) for i in range(3)):
@@ -64,8 +90,8 @@ async def test_wire_bytes_equal_the_formula(case: str) -> None:
             assert answer.handed_off is not None
             sent, layout = answer.handed_off.bytes, runner.kv.layout
             rows = len(request.prompt_token_ids)
-            modules = len(runner.drafter.kv_layers)
-            hidden_rows = 0 if modules == 0 else max(1, modules - 1)
+            modules, hidden_rows = CROSSES.get(case, (1, 1))
+            assert modules == len(runner.drafter.kv_layers)
             assert sent.target_kv == rows * layout.token_bytes(LayerOwner.TARGET) == rows * 2 * 2 * 2 * 16 * 2
             assert sent.draft_kv == rows * layout.token_bytes(LayerOwner.DRAFT) == rows * modules * 2 * 2 * 16 * 2
             assert sent.hidden == hidden_rows * runner.hidden_size * 2
