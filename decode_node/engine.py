@@ -16,6 +16,7 @@ from typing import Protocol
 from decode_node.scheduler import DecodeLimits, DecodeScheduler
 from decode_node.stream import Landing, Stream, StreamPhase
 from kv_transfer.handoff import Handoff, HandoffPlan, HandoffState
+from paceline.config import WEIGHTLESS_DRAFTERS
 from paceline.engine.ledger import pages_available, pool_problems
 from paceline.engine.model_runner import ModelRunner, RoundResult
 from paceline.errors import HandoffFailed, Overloaded, PacelineError
@@ -226,7 +227,8 @@ class DecodeEngine:
 
     def _count_missing_draft(self, stream: Stream, seq: Sequence) -> None:
         layers = len(self._runner.kv.layout.layer_range(LayerOwner.DRAFT))
-        if layers and seq.draft_rows < seq.num_prefill:
+        weightless = seq.request.speculation.drafter in WEIGHTLESS_DRAFTERS  # such a request has no draft rows
+        if layers and seq.draft_rows < seq.num_prefill and not weightless:
             self.missing_drafts += 1
             log.warning("%s came without draft state: speculation starts late", stream.request.request_id)
 

@@ -197,7 +197,13 @@ def write_mtp_folder(folder: Path, num_modules: int, dtype: torch.dtype, seed: i
     folder.mkdir(parents=True, exist_ok=True)
     tensors = random_tensors(module_shapes(tiny_deepseek_spec(), num_modules), dtype, seed)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({"num_nextn_predict_layers": num_modules}))
+    spec = tiny_deepseek_spec()
+    config = {
+        "hidden_size": spec.hidden_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_nextn_predict_layers": num_modules,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
