@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
+# Tests of one thread each, without nodes, sockets or clocks: they run side by side. The rest runs alone.
+COMPUTE := tests/attention tests/benchmarks tests/draft_training tests/kvcache tests/layers tests/models tests/sampling \
+  tests/spec_decode tests/engine/test_exactness_deepseek.py tests/engine/test_exactness_tiny.py tests/test_tokenizer.py
 
 .PHONY: setup demo serve test check proto bench clean help
 
@@ -32,7 +35,12 @@ serve: $(VENV)/.node
 
 test: $(VENV)/.dev check
 	$(BIN)/paceline pull smollm2-135m-instruct
+ifeq ($(ARGS),)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(COMPUTE)
+	$(BIN)/python -m pytest $(COMPUTE:%=--ignore=%)
+else
 	$(BIN)/python -m pytest $(ARGS)
+endif
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
