@@ -24,6 +24,7 @@ OPTIONS = {
     "tree": "tree",
     "width": "tree_width",
     "nodes": "tree_nodes",
+    "above": "expand_above",
     "path": "drafter_path",
     "modules": "mtp_modules",
     "acceptance": "acceptance",

@@ -13,6 +13,7 @@ from cluster.embedded_redis import EmbeddedRedis
 from cluster.registry import NodeDirectory
 from cluster.supervise import Slot, Supervisor
 from paceline.config import ServeConfig
+from paceline.engine.shipped import with_real_drafter
 from paceline.errors import NodeUnavailable, PairingRefused
 from paceline.v1 import node_pb2, node_pb2_grpc
 
@@ -34,7 +35,8 @@ class Deployment:
     """``start`` brings everything up or raises; ``stop`` ends everything that was started, in reverse."""
 
     def __init__(self, config: ServeConfig) -> None:
-        self.config = config
+        """Raises ConfigError when the heads that ``default`` would draft with cannot be told."""
+        self.config = with_real_drafter(config)  # once, for nodes, requests, ModelInfo and metrics alike
         self.grpc_address = ""
         self.http_address = ""
         self._stops: list[tuple[str, object]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -85,6 +86,9 @@ class NodeHost:
             keeper.close()
             raise NodeUnavailable(f"{self._node_id} cannot be registered: {error}") from None
         self._keeper = keeper
+        # Modules, model and tables live as long as the process: full collections need not walk them again and again.
+        gc.collect()
+        gc.freeze()
         return self._address
 
     def stop(self, grace_s: float) -> None:

@@ -97,18 +97,13 @@ class FeatureStore:
         """File of a shard."""
         return self.folder / f"{shard:05d}.safetensors"
 
-    def missing(self) -> list[int]:
-        """Shards that are not there yet."""
-        return [i for i in range(self.num_shards) if not self.path(i).exists()]
-
-    def available(self) -> list[int]:
-        """Shards that are there."""
-        return [i for i in range(self.num_shards) if self.path(i).exists()]
+    def of_shard(self, shard: int) -> Sequence[Sample]:
+        """Its samples, in order."""
+        return self.samples[shard * SHARD_SAMPLES : (shard + 1) * SHARD_SAMPLES]
 
     def make(self, shard: int, maker: FeatureMaker) -> int:
         """Compute one shard; returns its number of rows."""
-        samples = self.samples[shard * SHARD_SAMPLES : (shard + 1) * SHARD_SAMPLES]
-        rows = list(maker.rows(samples))
+        rows = list(maker.rows(self.of_shard(shard)))
         lengths = torch.tensor([0, *(len(r.token_ids) for r in rows)])
         tensors = {
             "features": torch.cat([r.features for r in rows]).to("cpu", torch.bfloat16).contiguous(),

@@ -44,8 +44,11 @@ class TrainableHead(nn.Module):
     num_steps: int  # draft positions trained
 
     @abstractmethod
-    def steps(self, batch: Batch, target: TargetParts) -> list[torch.Tensor]:
-        """Outputs of draft steps 0..num_steps-1, each [C, hidden_size]; ``logits`` turns rows of them to scores."""
+    def steps(self, batch: Batch, target: TargetParts, count: int) -> list[torch.Tensor]:
+        """Outputs of draft steps 0..count-1, each [C, hidden_size]; ``logits`` turns rows of them to scores.
+
+        count: num_steps at most.
+        """
 
     @abstractmethod
     def logits(self, step: int, output: torch.Tensor, target: TargetParts) -> torch.Tensor:
@@ -73,7 +76,7 @@ class ChainHead(TrainableHead):
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
         """What follows attention: the MLP, and a norm where the head has one."""
 
-    def steps(self, batch: Batch, target: TargetParts) -> list[torch.Tensor]:
+    def steps(self, batch: Batch, target: TargetParts, count: int) -> list[torch.Tensor]:
         """See TrainableHead."""
         inputs, residual = self.true_rows(F.embedding(batch.following, target.embedding), batch)
         counts = (batch.column_counts, batch.row_counts)
@@ -81,7 +84,7 @@ class ChainHead(TrainableHead):
         memory = self.attention.remember(inputs, geometry, target.rope)
         x, stream = inputs[batch.columns], residual[batch.columns]
         outputs: list[torch.Tensor] = []
-        for step in range(self.num_steps):
+        for step in range(count):
             if step:
                 token_ids = batch.following[batch.rows(step)[0]]
                 x, stream = self.drafted_rows(F.embedding(token_ids, target.embedding), outputs[-1])
@@ -241,18 +244,18 @@ class Mtp3(TrainableHead):
         self.num_steps, self.first_layer = num_modules, first_layer
         self.modules_ = nn.ModuleList(MtpModule(shape) for _ in range(num_modules))
 
-    def steps(self, batch: Batch, target: TargetParts) -> list[torch.Tensor]:
+    def steps(self, batch: Batch, target: TargetParts, count: int) -> list[torch.Tensor]:
         """See TrainableHead. Every row of a module is needed: the next one attends to it."""
         hidden, table = batch.final, target.rope
         every = Geometry.build(batch.positions, batch.positions, batch.row_counts, batch.row_counts)
         counts = (batch.column_counts, batch.row_counts)
         some = Geometry.build(batch.positions[batch.columns], batch.positions, *counts)
         following, outputs = batch.following, []
-        for k, module in enumerate(self.modules_, start=1):
+        for k, module in enumerate(self.modules_[:count], start=1):
             assert isinstance(module, MtpModule)
             inputs, stream = module.join(F.embedding(following, target.embedding), hidden)
             following = F.pad(following[1:], (0, 1))  # rows near a sample's end are wrong and have no label
-            last = k == len(self.modules_)
+            last = k == count
             memory = module.attention.remember(inputs, every, table)
             if last:
                 inputs, stream = inputs[batch.columns], stream[batch.columns]
@@ -289,11 +292,11 @@ class Medusa(TrainableHead):
         for parameter in self.parameters():
             nn.init.zeros_(parameter)  # every head starts as the target's own next-token head
 
-    def steps(self, batch: Batch, target: TargetParts) -> list[torch.Tensor]:
+    def steps(self, batch: Batch, target: TargetParts, count: int) -> list[torch.Tensor]:
         """See TrainableHead."""
         hidden = batch.final[batch.columns]
         outputs = []
-        for blocks in self.blocks:
+        for blocks in self.blocks[:count]:
             assert isinstance(blocks, nn.ModuleList)
             y = hidden
             for block in blocks:

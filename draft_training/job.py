@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,8 +15,8 @@ from draft_training.export import write_card, write_head
 from draft_training.features import FeatureMaker, FeatureStore
 from draft_training.objective import Acceptance
 from draft_training.plot import draw_history
-from draft_training.start import HeadOptions, Source, build_head
-from draft_training.train import Progress, TrainConfig, Trainer
+from draft_training.start import HeadOptions, Source, aux_layers_of, build_head
+from draft_training.train import Data, Progress, TrainConfig, Trainer
 from paceline.layers.build import set_threads
 from paceline.models.hub import resolve_model
 from paceline.models.loader import weights_digest
@@ -25,10 +27,10 @@ MAX_SAMPLE_TOKENS = 1024
 # over the target's whole vocabulary: the cut only spares them the rare tokens' part of the loss.
 HEADS: dict[str, tuple[HeadOptions, int]] = {
     "eagle3": (HeadOptions("eagle3", num_steps=5, intermediate_size=1024), 6400),
-    "eagle": (HeadOptions("eagle1", num_steps=4), 12288),
-    "mtp": (HeadOptions("mtp", num_steps=4), 12288),
-    "mtp3": (HeadOptions("mtp", num_steps=3, intermediate_size=608, chained=True), 12288),
-    "medusa": (HeadOptions("medusa", num_steps=4, medusa_blocks=3), 12288),
+    "eagle": (HeadOptions("eagle1", num_steps=4), 8192),
+    "mtp": (HeadOptions("mtp", num_steps=4), 8192),
+    "mtp3": (HeadOptions("mtp", num_steps=3, intermediate_size=608, chained=True), 8192),
+    "medusa": (HeadOptions("medusa", num_steps=4, medusa_blocks=3), 8192),
 }
 
 
@@ -43,7 +45,7 @@ class Job:
     cache: Path  # features of the target over the corpus
     device: str = "cpu"
     threads: int = 1
-    held_out: int = 200
+    held_out: int = 200  # of each corpus file
     draft_vocab: int = 0  # 0: as HEADS says
     train: TrainConfig = field(default_factory=TrainConfig)
 
@@ -56,25 +58,38 @@ def run_job(job: Job, report: Callable[[Progress, float], None] = lambda progres
     source = Source.from_folder(folder)
     spec = source.spec
     options, most_frequent = HEADS[job.head]
-    corpus = load_corpus(job.corpus, spec.vocab_size, min(MAX_SAMPLE_TOKENS, spec.max_model_len), job.held_out)
-    counts = corpus.token_counts()
-    token_ids = tuple(sorted(token for token, _ in counts.most_common(job.draft_vocab or most_frequent)))
-    aux_layers = (2, spec.num_layers // 2, spec.num_layers - 3)
+    longest = min(MAX_SAMPLE_TOKENS, spec.max_model_len)
+    corpora = [load_corpus(path, spec.vocab_size, longest, job.held_out) for path in job.corpus]
+    token_ids = _vocabulary(job, corpora, job.draft_vocab or most_frequent)
+    aux_layers = aux_layers_of(spec.num_layers)
     head = build_head(source, options, token_ids)
     device = torch.device(job.device)
 
     def maker() -> FeatureMaker:
         return FeatureMaker(load_target(folder, torch.bfloat16, device), aux_layers, MAX_SAMPLE_TOKENS)
 
-    stores = _stores(job.cache, corpus, f"{weights_digest(folder)} {aux_layers}")
-    trainer = Trainer(head, source.parts(token_ids), corpus, stores, maker, job.out, job.train, device)
+    identity = f"{weights_digest(folder)} {aux_layers}"
+    data = [Data(c, *(FeatureStore(job.cache, part, identity) for part in (c.train, c.held_out))) for c in corpora]
+    trainer = Trainer(head, source.parts(token_ids), data, maker, job.out, job.train, device)
     found = trainer.run(report)
     draw_history(trainer.progress.history, job.out / "history.png")
     write_head(job.out / "head", head, source, source.shape(options.intermediate_size), token_ids, aux_layers)
-    about = {"corpus": [path.name for path in job.corpus], "samples": len(corpus.train), "held_out": job.held_out}
+    about = {
+        "corpus": {path.name: len(corpus.train) for path, corpus in zip(job.corpus, corpora, strict=True)},
+        "shares": dict(job.train.shares),
+        "held_out": job.held_out * len(corpora),
+    }
     write_card(job.out / "head", job.head, Path(job.model).name, about, trainer.progress)
     return found
 
 
-def _stores(cache: Path, corpus: Corpus, identity: str) -> tuple[FeatureStore, FeatureStore]:
-    return FeatureStore(cache, corpus.train, identity), FeatureStore(cache, corpus.held_out, identity)
+def _vocabulary(job: Job, corpora: Sequence[Corpus], count: int) -> tuple[int, ...]:
+    """The tokens trained on: those of the first run in ``job.out``, whatever corpora a resumed one adds."""
+    path = job.out / "token_ids.json"
+    if not path.exists():
+        counts: Counter[int] = Counter()
+        for corpus in corpora:
+            counts.update(corpus.token_counts(job.train.shares))
+        job.out.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(sorted(token for token, _ in counts.most_common(count))))
+    return tuple(json.loads(path.read_text()))

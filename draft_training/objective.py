@@ -41,12 +41,12 @@ def labels_of(batch: Batch, target: TargetParts) -> Labels:
 
 
 def loss_of(
-    head: TrainableHead, batch: Batch, target: TargetParts, labels: Labels, decay: float
+    head: TrainableHead, batch: Batch, target: TargetParts, labels: Labels, decay: float, count: int
 ) -> tuple[torch.Tensor, list[float]]:
-    """(weighted loss, per-step loss). Mean over the trained columns of each step."""
+    """(weighted loss, per-step loss) of the first ``count`` draft steps. Mean over the trained columns of each."""
     total = torch.zeros((), device=batch.token_ids.device)
     weights, parts = 0.0, []
-    for step, output in enumerate(head.steps(batch, target)):
+    for step, output in enumerate(head.steps(batch, target, count)):
         rows, exists = batch.rows(step + 1)
         here = (exists & (rows < batch.last) & labels.trained[rows]).nonzero().squeeze(1)
         scores = head.logits(step, output[here], target)
@@ -81,7 +81,7 @@ def acceptance_of(head: TrainableHead, batch: Batch, target: TargetParts) -> Acc
     """On greedy answers: a draft is right where its best token is the answer's own next token."""
     alive = batch.rows(1)[0] < batch.last
     result = Acceptance(int(alive.sum()), [])
-    for step, output in enumerate(head.steps(batch, target)):
+    for step, output in enumerate(head.steps(batch, target, head.num_steps)):
         rows, exists = batch.rows(step + 1)
         best = target.token_ids[head.logits(step, output, target).argmax(-1)]
         alive = alive & exists & (rows < batch.last) & (best == batch.following[rows])

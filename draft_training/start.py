@@ -68,6 +68,18 @@ class Source:
         }
 
 
+def aux_layers_of(num_layers: int) -> tuple[int, int, int]:
+    """Target layers whose inputs EAGLE-3 reads: low, middle, high (algorithms.md C6); distinct in shallow targets too.
+
+    Raises ConfigError for a target of fewer than three layers.
+    """
+    if num_layers < 3:
+        raise ConfigError("model", f"has {num_layers} layers: heads are trained on the inputs of three of them")
+    low = 2 if num_layers >= 5 else 0  # not 1: a list that begins with it reads as another convention (formats_config)
+    middle = max(num_layers // 2, low + 1)
+    return low, middle, max(num_layers - 3, middle + 1)
+
+
 @dataclass(frozen=True)
 class HeadOptions:
     """Size of a head. Zeros keep the target's own."""

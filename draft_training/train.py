@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from draft_training.batch import Batch, collate
-from draft_training.corpus import Corpus
+from draft_training.corpus import Corpus, share_of
 from draft_training.features import FeatureMaker, FeatureStore, SampleRows
 from draft_training.heads import TargetParts, TrainableHead
 from draft_training.objective import Acceptance, acceptance_of, labels_of, loss_of
@@ -33,13 +33,15 @@ class TrainConfig:
 
     minutes: float = 30.0  # of this run
     steps: int = 1_000_000  # of this run; whichever ends first
-    answer_tokens_per_step: int = 2048
+    answer_tokens_per_step: int = 512
+    draft_steps: int = 0  # trained in this run; 0: all of the head's. The first ones carry most, and cost least
+    shares: Mapping[str, float] = field(default_factory=dict)  # of a source's samples, by prefix of its name
     learning_rate: float = 6e-4
     warmup_steps: int = 50
     decay_share: float = 0.3  # last part of the run, in which the learning rate falls to nothing
     step_decay: float = 0.85  # weight of each further draft step in the loss
     clip: float = 0.5
-    eval_every: int = 200
+    eval_every: int = 600
     save_every_s: float = 300.0
     seed: int = 7
 
@@ -94,23 +96,31 @@ class MixedPrecision:
         self._copy_back()
 
 
+@dataclass(frozen=True)
+class Data:
+    """One corpus file and the target's features over it."""
+
+    corpus: Corpus
+    train: FeatureStore
+    held_out: FeatureStore
+
+
 class Trainer:
-    """One head on one corpus."""
+    """One head on some corpora."""
 
     def __init__(
         self,
         head: TrainableHead,
         target: TargetParts,
-        corpus: Corpus,
-        stores: tuple[FeatureStore, FeatureStore],
+        data: Sequence[Data],
         maker: Callable[[], FeatureMaker],
         out: Path,
         config: TrainConfig,
         device: torch.device,
     ) -> None:
-        """stores: features of the training and of the held-out samples; maker: makes those that are missing."""
+        """maker: makes the features that are missing."""
         self.head, self.config, self.device, self.out = head.to(device), config, device, out
-        self.target, self.corpus, self.stores = target.to(device), corpus, stores
+        self.target, self.data = target.to(device), data
         self._maker = maker
         self._made: FeatureMaker | None = None
         self.mixed = MixedPrecision(self.head, config.learning_rate)
@@ -148,16 +158,23 @@ class Trainer:
         return store.read(shard)
 
     def _batches(self) -> Iterator[Batch]:
-        """Endless; the order depends on seed and epoch alone."""
+        """Endless. The order depends on the seed and on the step it begins at, so a resumed run has another one."""
         while True:
-            random = Random(self.config.seed * 1000 + self.progress.epoch)
-            shards = list(range(self.stores[0].num_shards))
+            random = Random(f"{self.config.seed}/{self.progress.epoch}/{self.progress.step}")
+            shards = [(data, i) for data in self.data for i in range(data.train.num_shards)]
             random.shuffle(shards)
             for start in range(0, len(shards), SHARDS_AT_ONCE):
-                samples = [s for i in shards[start : start + SHARDS_AT_ONCE] for s in self._read(self.stores[0], i)]
+                some = shards[start : start + SHARDS_AT_ONCE]
+                samples = [rows for data, i in some for rows in self._shard(data, i, random)]
                 random.shuffle(samples)
                 yield from self._groups(samples)
             self.progress.epoch += 1
+
+    def _shard(self, data: Data, shard: int, random: Random) -> list[SampleRows]:
+        """Those samples of a shard that this epoch has."""
+        shares = self.config.shares
+        kept = [random.random() < share_of(sample.source, shares) for sample in data.train.of_shard(shard)]
+        return [rows for rows, keep in zip(self._read(data.train, shard), kept, strict=True) if keep]
 
     def _groups(self, samples: Sequence[SampleRows]) -> Iterator[Batch]:
         group: list[SampleRows] = []
@@ -174,16 +191,19 @@ class Trainer:
     def evaluate(self) -> Acceptance:
         """Greedy acceptance on the held-out greedy answers."""
         if self._held_out is None:
-            rows = [r for i in range(self.stores[1].num_shards) for r in self._read(self.stores[1], i)]
-            greedy = [r for r, s in zip(rows, self.corpus.held_out, strict=True) if s.greedy]
-            groups = [greedy[i : i + EVAL_BATCH] for i in range(0, len(greedy), EVAL_BATCH)]
-            self._held_out = [collate(group, self.hidden_size).to(self.device) for group in groups]
+            self._held_out = [batch for data in self.data for batch in self._greedy_answers(data)]
         total = Acceptance(0, [0] * self.head.num_steps)
         for batch in self._held_out:
             found = acceptance_of(self.head, batch, self.target)
             total.starts += found.starts
             total.accepted = [a + b for a, b in zip(total.accepted, found.accepted, strict=True)]
         return total
+
+    def _greedy_answers(self, data: Data) -> Iterator[Batch]:
+        rows = [r for i in range(data.held_out.num_shards) for r in self._read(data.held_out, i)]
+        greedy = [r for r, s in zip(rows, data.corpus.held_out, strict=True) if s.greedy]
+        for start in range(0, len(greedy), EVAL_BATCH):
+            yield collate(greedy[start : start + EVAL_BATCH], self.hidden_size).to(self.device)
 
     # ---- the loop
 
@@ -220,7 +240,8 @@ class Trainer:
 
     def _step(self, batch: Batch, learning_rate: float) -> tuple[list[float], float]:
         labels = labels_of(batch, self.target)
-        loss, parts = loss_of(self.head, batch, self.target, labels, self.config.step_decay)
+        count = min(self.config.draft_steps or self.head.num_steps, self.head.num_steps)
+        loss, parts = loss_of(self.head, batch, self.target, labels, self.config.step_decay, count)
         torch.autograd.backward(loss)
         return parts, self.mixed.step(learning_rate, self.config.clip)
 

@@ -47,10 +47,12 @@ class EngineConfig(Frozen):
     tree: TreeName = "chain"
     tree_width: int = Field(default=4, ge=1, le=16)  # candidates per expanded node; a chain has 1
     tree_nodes: int = Field(default=0, ge=0, le=256)  # draft tokens of a tree; 0: at most 16
+    expand_above: float = Field(default=0.0, ge=0.0, le=1.0)  # of dynamic trees: nodes so probable; 0: the best
     draft_sampling: Literal["coupled", "greedy", "sampled"] = "coupled"
     acceptance: Literal["sample", "rejection", "recursive", "typical"] = "sample"
     adaptive: Literal["off", "window", "goodput"] = "off"
     min_confidence: float = Field(default=0.0, ge=0.0, lt=1.0)  # stop drafting below this probability; 0 never
+    head_check: bool = True  # measure the heads' first-position acceptance at start, and warn where it is too low
     page_size: int = Field(default=16, ge=1, le=1024)
     kv_cache_tokens: int = Field(default=32768, ge=64)  # capacity of the pool
     max_model_len: int = Field(default=0, ge=0)  # 0: the model's own
@@ -62,6 +64,7 @@ class EngineConfig(Frozen):
     reserve_deadline_s: float = Field(default=120.0, gt=0)  # from reservation to the first byte
     transfer_timeout_s: float = Field(default=5.0, gt=0)  # one message on the data link
     transport: Literal["gloo", "nccl"] = "gloo"
+    handoff_dtype_cast: bool = False  # let fp32 prefill nodes round their KV for bf16 decode nodes
 
     @field_validator("drafters")
     @classmethod
@@ -77,6 +80,8 @@ class EngineConfig(Frozen):
             raise ValueError("acceptance 'rejection' verifies chains: set tree to chain, or acceptance to recursive")
         if self.draft_sampling == "sampled" and self.tree == "dynamic":
             raise ValueError("draft_sampling 'sampled' cannot be pruned by score: set tree to chain or static")
+        if self.expand_above and self.tree != "dynamic":
+            raise ValueError("expand_above says which nodes of dynamic trees grow: set tree to dynamic")
         if self.draft_sampling == "sampled" and self.acceptance == "typical":
             raise ValueError("draft_sampling 'sampled' needs acceptance sample, rejection or recursive")
         return self
@@ -120,7 +125,17 @@ class ServeConfig(EngineConfig):
     request_timeout_s: float = Field(default=600.0, gt=0)
     max_inflight: int = Field(default=256, ge=1)  # requests admitted by the router at once
     lease_ttl_s: float = Field(default=2.0, gt=0)
+    journal_mode: Literal["redis", "off"] = "redis"  # where the requests of gRPC streams are kept, for other routers
+    journal_ttl_s: float = Field(default=120.0, gt=0)  # after the last word of the router that serves the stream
+    journal_entry_bytes: int = Field(default=256 * 1024, ge=1)  # a larger request is not kept
+    journal_total_bytes: int = Field(default=16 * 1024 * 1024, ge=1)  # of one router; the oldest give way
     drain_timeout_s: float = Field(default=10.0, ge=0)
+
+    @field_validator("journal_mode", mode="before")
+    @classmethod
+    def _yaml_off(cls, value: object) -> object:
+        """YAML reads a bare ``off`` as false."""
+        return "off" if value is False else value
 
     def node(self, threads: int) -> NodeConfig:
         """The part that one node needs."""

@@ -183,4 +183,4 @@ class PrefillNode:
 def _build(config: NodeConfig) -> ModelRunner:
     from paceline.engine.build import build_runner  # heavy: loads the model
 
-    return build_runner(config)
+    return build_runner(config, decodes=False)

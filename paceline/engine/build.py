@@ -10,6 +10,8 @@ import torch
 from paceline.attention.cpu import attention_for
 from paceline.config import NodeConfig
 from paceline.engine.drafting import budget_of, plan_drafter
+from paceline.engine.head_check import check_heads
+from paceline.engine.measure import measure_costs
 from paceline.engine.model_runner import ModelRunner, RunnerIdentity, RunnerLimits
 from paceline.engine.selfcheck import is_bit_exact
 from paceline.errors import ConfigError
@@ -25,6 +27,7 @@ from paceline.models.loader import weights_digest
 from paceline.models.registry import load_target
 from paceline.spec_decode.adaptive import make_policy
 from paceline.spec_decode.cost import CostTable
+from paceline.spec_decode.drafters.auto import AUTO
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +36,11 @@ ASSUMED_STEP_S = 0.02  # of the cost table until rounds were measured
 NCCL_NOTE = "device cuda needs a CUDA build of torch and a GPU; use --device cpu"
 
 
-def build_runner(config: NodeConfig) -> ModelRunner:
-    """Load target and drafter, make the pool, run the self-check. Raises ConfigError naming the option."""
+def build_runner(config: NodeConfig, *, decodes: bool = True) -> ModelRunner:
+    """Load target and drafter, make the pool, run the self-checks. Raises ConfigError naming the option.
+
+    decodes: also measure what only rounds need: their costs where they are weighed, the acceptance of heads.
+    """
     torch.set_num_threads(config.threads)
     set_threads(config.threads)
     device = torch.device(config.device)
@@ -42,7 +48,12 @@ def build_runner(config: NodeConfig) -> ModelRunner:
         raise ConfigError("device", NCCL_NOTE)
     folder = resolve_model(config.model)
     model = load_target(folder, DTYPES[config.dtype], device)
-    return assemble(config, model, RunnerIdentity(Path(config.model).name, weights_digest(folder), kernel_set()))
+    runner = assemble(config, model, RunnerIdentity(Path(config.model).name, weights_digest(folder), kernel_set()))
+    if decodes and config.head_check:
+        check_heads(runner, folder)
+    if decodes and (config.adaptive == "goodput" or config.drafter == AUTO):
+        measure_costs(runner, config.max_running)
+    return runner
 
 
 def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity) -> ModelRunner:

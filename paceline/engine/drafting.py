@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from paceline.attention.base import AttentionBackend
 from paceline.attention.cpu import attention_for
 from paceline.config import EngineConfig
+from paceline.engine.shipped import resolve_drafter, shipped_heads, with_real_drafter
 from paceline.errors import ConfigError
 from paceline.kvcache.layout import KvLayer
 from paceline.kvcache.pool import KvPool
@@ -31,14 +30,14 @@ from paceline.spec_decode.drafters.select import SelectingDrafter
 from paceline.spec_decode.drafters.suffix import SuffixDrafter
 from paceline.spec_decode.drafters.trie import TrieDrafter
 from paceline.spec_decode.heads.draft_model import load_draft_model
+from paceline.spec_decode.heads.eagle import Eagle1Head, Eagle3Head
 from paceline.spec_decode.heads.formats import load_head, read_head
-from paceline.spec_decode.heads.formats_config import Eagle1Config, Eagle3Config, HeadKind
+from paceline.spec_decode.heads.formats_config import HeadKind
 from paceline.spec_decode.heads.mtp import MtpHead, load_mtp, mtp_kv_layers
 
 log = logging.getLogger(__name__)
 
-SHIPPED = Path(__file__).resolve().parents[2] / "heads"  # beside the packages: folders by model, then by drafter
-HEADS_FOR_AUTO = ("eagle3", "mtp", "eagle", "medusa")  # order of preference (algorithms.md L1)
+GROWS_BY_VALUE = ("eagle", "eagle3", "mtp")  # their dynamic trees take --expand-above
 Make = Callable[[KvPool, AttentionBackend], Drafter]
 
 
@@ -51,22 +50,6 @@ class DrafterPlan:
     make: Make
 
 
-def shipped_heads(model: str, drafter: str) -> Path | None:
-    """The folder of the heads that come with Paceline for a model, if there are any."""
-    folder = SHIPPED / Path(model).name / drafter
-    return folder if (folder / "config.json").is_file() else None
-
-
-def resolve_drafter(config: EngineConfig) -> str:
-    """The drafter that has the deployment's heads: ``default`` and ``auto`` are decided by what there is."""
-    if config.drafter not in ("default", AUTO):
-        return config.drafter
-    if config.drafter_path:
-        return _kind_of(Path(config.drafter_path))
-    wanted = HEADS_FOR_AUTO if config.drafter == AUTO else ("eagle3",)
-    return next((name for name in wanted if shipped_heads(config.model, name)), "ngram")
-
-
 def budget_of(config: EngineConfig) -> DraftBudget:
     """The largest tree of a deployment."""
     width = 1 if config.tree == "chain" else config.tree_width
@@ -77,9 +60,12 @@ def budget_of(config: EngineConfig) -> DraftBudget:
 
 def plan_drafter(config: EngineConfig, model: TargetModel, costs: CostTable) -> DrafterPlan:
     """Load whatever weights the deployment's drafters need. Raises ConfigError naming the option."""
+    config = with_real_drafter(config)
     primary_name = resolve_drafter(config)
+    if config.expand_above and primary_name not in GROWS_BY_VALUE:
+        raise ConfigError("expand_above", f"is of {', '.join(GROWS_BY_VALUE)} trees, not of --drafter {primary_name}")
     primary = _plan_primary(primary_name, config, model)
-    others = [name for name in config.selectable if name not in (primary_name, "default", AUTO, NONE)]
+    others = [name for name in config.selectable if name not in (primary_name, AUTO, NONE)]
     if config.drafter == AUTO:
         others = list(dict.fromkeys([*others, *(n for n in ("ngram", "suffix") if n != primary_name)]))
     if not others and config.drafter != AUTO and NONE not in config.selectable:
@@ -138,6 +124,10 @@ def _static_tree(config: EngineConfig) -> tuple[RankPath, ...]:
     return EAGLE_TREE if config.tree != "chain" and config.tree_width >= widest else ()
 
 
+def _threshold(config: EngineConfig) -> float | None:
+    return config.expand_above or None
+
+
 def _folder(name: str, config: EngineConfig) -> Path:
     if config.drafter_path:
         return Path(config.drafter_path)
@@ -147,11 +137,6 @@ def _folder(name: str, config: EngineConfig) -> Path:
     return found
 
 
-def _kind_of(folder: Path) -> str:
-    kind = read_head(folder, torch.bfloat16).kind
-    return "eagle" if kind is HeadKind.EAGLE1 else kind.value
-
-
 def _mtp(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:
     path = config.drafter_path or str(shipped_heads(config.model, name) or "")
     if config.mtp_modules > 1 and not config.drafter_path:
@@ -159,12 +144,15 @@ def _mtp(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:
     if not path:
         log.warning("no --drafter-path: MTP heads are untrained; the text is right, but almost no draft is accepted")
     modules, digest = load_mtp(path, model, config.mtp_modules, model.rope_table())
+    if config.expand_above and len(modules) > 1:
+        raise ConfigError("expand_above", "chained MTP modules draft no dynamic trees")
     layers = mtp_kv_layers(model.kv_layers, len(modules))
 
     def make(kv: KvPool, attention: AttentionBackend) -> Drafter:
         width, sampling = _width(config), _sampling(config)
         if len(modules) == 1:
-            return FeatureDrafter("mtp", model, MtpHead(model, modules[0]), kv, attention, width, sampling)
+            head, above = MtpHead(model, modules[0]), _threshold(config)
+            return FeatureDrafter("mtp", model, head, kv, attention, width, sampling, expand_above=above)
         return MtpDrafter(model, modules, kv, attention, width, sampling)
 
     return DrafterPlan(layers, digest, make)
@@ -172,17 +160,16 @@ def _mtp(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:
 
 def _feature(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:
     folder = _folder(name, config)
-    found = read_head(folder, model.dtype, model.device)
-    if found.kind is not (HeadKind.EAGLE3 if name == "eagle3" else HeadKind.EAGLE1):
-        raise ConfigError("drafter", f"{folder} holds {found.kind} weights, not those of --drafter {name}")
     head, digest = load_head(folder, model, len(model.kv_layers))
-    layer = head.kv_layers[0]
+    wanted = Eagle3Head if name == "eagle3" else Eagle1Head
+    if not isinstance(head, wanted):
+        raise ConfigError("drafter", f"{folder} holds a head of another kind than --drafter {name}")
+    num_heads, layer = head.layer.shape.num_heads, head.kv_layers[0]
 
     def make(kv: KvPool, attention: AttentionBackend) -> Drafter:
-        num_heads = found.config.shape.num_heads if isinstance(found.config, (Eagle1Config, Eagle3Config)) else 1
         own = attention_for(model.device, num_heads, layer.num_kv_heads, layer.head_dim)
-        tree = _static_tree(config)
-        return FeatureDrafter(name, model, head, kv, own, _width(config), _sampling(config), tree)
+        width, tree, above = _width(config), _static_tree(config), _threshold(config)
+        return FeatureDrafter(name, model, head, kv, own, width, _sampling(config), tree, above)
 
     return DrafterPlan(head.kv_layers, digest, make)
 

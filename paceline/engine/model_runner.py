@@ -181,7 +181,8 @@ class ModelRunner:
 
     def release(self, seq: Sequence) -> None:
         """Enter the committed pages in the prefix cache and give all pages back. Idempotent."""
-        self.drafter.finish(seq)
+        if seq.stats.rounds:  # a prefill node's sequences end elsewhere: there is nothing to learn from them here
+            self.drafter.finish(seq)
         if self.prefix is not None and seq.table.pages:
             # The last round of a finished sequence is not digested by the drafter (algorithms.md G3).
             exact = min(seq.num_computed, seq.draft_rows) if self.drafter.kv_layers else seq.num_computed
@@ -193,7 +194,7 @@ class ModelRunner:
     def prefill(self, chunks: Seq[PrefillChunk]) -> list[SampledToken | None]:
         """One forward over all chunks; the first token of each that is final. Pages must reach ``end``."""
         segments = [Segment.linear(c.seq.token_ids[c.start : c.end], c.start, c.seq.table.slots) for c in chunks]
-        final_rows, draft_rows = self._forward(segments)
+        final_rows, draft_rows = self.forward(segments)
         sizes = [c.end - c.start for c in chunks]
         hidden = torch.split_with_sizes(final_rows, sizes)
         final = [i for i, c in enumerate(chunks) if c.final]
@@ -233,7 +234,7 @@ class ModelRunner:
         drafted = clock()
         segments = [self._segment(seq, tree) for seq, tree in zip(seqs, trees, strict=True)]
         sizes = [tree.num_nodes for tree in trees]
-        hidden, rows = self._forward(segments)
+        hidden, rows = self.forward(segments)
         logits = self.model.logits(hidden)
         verdicts, items = [], []
         for seq, tree, mine, scores in zip(
@@ -329,7 +330,7 @@ class ModelRunner:
 
     # ---- shared
 
-    def _forward(self, segments: Seq[Segment]) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, segments: Seq[Segment]) -> tuple[torch.Tensor, torch.Tensor]:
         """(hidden rows after the final norm, the rows that the drafter is given)."""
         context = ForwardContext.build(ForwardBatch.build(segments, self.model.device), self.kv, self.attention)
         if not self.drafter.aux_layers:

@@ -104,4 +104,7 @@ class Drafter(ABC):
         """
 
     def finish(self, seq: Sequence) -> None:  # noqa: B027
-        """The sequence leaves the node (ended, aborted or handed over): forget it, or learn from it. Idempotent."""
+        """The sequence ended here or was aborted, after one round or more: forget it, or learn from it. Idempotent.
+
+        One that is handed over before its first round does not end here, and is not told.
+        """

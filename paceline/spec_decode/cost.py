@@ -107,8 +107,9 @@ class CostTable:
     """What rounds cost on this node. ``rows`` always counts the rows of one target forward over the whole batch."""
 
     def __init__(self, target: Grid, drafts: Mapping[str, Grid] | None = None) -> None:
-        self.target = target
+        self.target = target  # may be replaced by a measured one; what is assumed of drafters follows it
         self._drafts = dict(drafts or {})
+        self._shares: dict[str, float] = {}  # of a plain step, one draft step; until the drafter is timed
 
     @classmethod
     def measure(
@@ -165,22 +166,25 @@ class CostTable:
             return 0.0
         grid = self._drafts.get(drafter)
         if grid is None:
-            return DRAFT_SHARE * depth * self.estimate(batch, batch)
+            return self._shares.get(drafter, DRAFT_SHARE) * depth * self.estimate(batch, batch)
         return grid.at(batch, depth)
 
     def observe_draft(self, drafter: str, batch: int, depth: int, seconds: float) -> bool:
         """Refine ``draft_seconds``; False when the measurement was refused."""
         if batch <= 0 or depth <= 0:
             return False
-        self.assume_draft(drafter, DRAFT_SHARE)
+        if drafter not in self._drafts:
+            self._keep(drafter, self._assumed(self._shares.get(drafter, DRAFT_SHARE)))
         return self._drafts[drafter].observe(batch, depth, seconds)
 
     def assume_draft(self, drafter: str, share: float) -> None:
-        """Until it is timed, one draft step of ``drafter`` takes ``share`` of a plain step. Keeps what is known."""
-        if drafter not in self._drafts:
-            batches = self.target.batches
-            cells = [[share * d * self.estimate(b, b) for d in DRAFT_DEPTHS] for b in batches]
-            self._keep(drafter, Grid(batches, DRAFT_DEPTHS, cells, assumed=True))
+        """Until it is timed, one draft step of ``drafter`` takes ``share`` of a plain step."""
+        self._shares[drafter] = share
+
+    def _assumed(self, share: float) -> Grid:
+        batches = self.target.batches
+        cells = [[share * d * self.estimate(b, b) for d in DRAFT_DEPTHS] for b in batches]
+        return Grid(batches, DRAFT_DEPTHS, cells, assumed=True)
 
     def _keep(self, drafter: str, grid: Grid) -> None:
         if drafter not in self._drafts and len(self._drafts) >= MAX_DRAFTERS:

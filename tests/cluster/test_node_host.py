@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import subprocess
@@ -190,3 +191,12 @@ def test_a_host_that_never_started_can_be_stopped(node: PretendedNode, node_host
 def test_the_process_side_imports_no_torch_by_itself() -> None:
     code = "import sys, cluster.host, cluster.supervise, cluster.registry; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_what_a_node_is_made_of_is_out_of_the_collectors_sight(node_host: NodeHost) -> None:
+    gc.unfreeze()
+    node_host.start()
+    try:
+        assert gc.get_freeze_count() > 10_000
+    finally:
+        gc.unfreeze()

@@ -18,7 +18,7 @@ from draft_training.heads import TrainableHead
 from draft_training.objective import acceptance_of, labels_of, loss_of
 from draft_training.plot import draw_history
 from draft_training.start import HeadOptions, Source, build_head
-from draft_training.train import TrainConfig, Trainer
+from draft_training.train import Data, TrainConfig, Trainer
 from paceline.attention.base import ForwardBatch, Segment
 from paceline.attention.cpu import TorchAttention
 from paceline.errors import ConfigError
@@ -93,7 +93,7 @@ def test_training_steps_equal_drafting_with_the_serving_head(kind: str, tmp_path
     stored = read_head(tmp_path, torch.float32, first_layer=2).tensors
     for name, parameter in zip(head.tensors(), head.parameters(), strict=True):  # what bf16 files keep
         parameter.data.copy_(stored[name])
-    outputs = head.steps(batch, parts)
+    outputs = head.steps(batch, parts, head.num_steps)
     serving = _serving_head(tmp_path, model)
     at = 0
     for sample, columns in zip(some, batch.column_counts, strict=True):
@@ -134,14 +134,14 @@ def test_later_tokens_do_not_reach_earlier_columns(kind: str) -> None:
     parts = replace(parts, embedding=parts.embedding.double(), head=parts.head.double())
     batch = batch_of(samples(1, seed=5))
     batch = replace(batch, aux=batch.aux.double(), final=batch.final.double())
-    before = head.steps(batch, parts)
+    before = head.steps(batch, parts, head.num_steps)
     column, row = 2, int(batch.columns[2])
     noisy = torch.zeros_like(batch.final)
     noisy[row + 1 :] = 1.0
     later = batch.following.clone()
     later[row + 3 :] = 7  # t_{i+4} and on
     disturbed = replace(batch, final=batch.final + noisy, aux=batch.aux + noisy.repeat(1, 3), following=later)
-    after = head.steps(disturbed, parts)
+    after = head.steps(disturbed, parts, head.num_steps)
     for one, other in zip(before, after, strict=True):
         torch.testing.assert_close(one[column], other[column])
     assert not torch.equal(before[0][column + 1], after[0][column + 1])
@@ -176,7 +176,8 @@ def test_acceptance_counts_chains_that_are_right_so_far() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_learns_resumes_and_is_read_back(kind: str, tmp_path: Path) -> None:
     corpus = Corpus(tuple(samples(12)), tuple(samples(4, seed=9)))
-    stores = tuple(FeatureStore(tmp_path / "features", part, "tiny") for part in (corpus.train, corpus.held_out))
+    stores = (FeatureStore(tmp_path / "features", part, "tiny") for part in (corpus.train, corpus.held_out))
+    data = [Data(corpus, *stores)]
     config = TrainConfig(
         steps=6, minutes=5, answer_tokens_per_step=60, learning_rate=3e-3, eval_every=3, warmup_steps=2
     )
@@ -185,7 +186,7 @@ def test_a_head_learns_resumes_and_is_read_back(kind: str, tmp_path: Path) -> No
         parts = source().parts(range(0, 199, 1))
         parts = replace(parts, embedding=parts.embedding.bfloat16(), head=parts.head.bfloat16())
         return Trainer(
-            trained(kind), parts, corpus, (stores[0], stores[1]), lambda: FeatureMaker(target(), AUX, 64),
+            trained(kind), parts, data, lambda: FeatureMaker(target(), AUX, 64),
             tmp_path / folder, config, torch.device("cpu"),
         )  # fmt: skip
 
@@ -213,7 +214,7 @@ def test_labels_leave_out_what_is_not_trained_on() -> None:
     batch, parts = batch_of(samples(2)), source().parts(ids)
     labels = labels_of(batch, parts)
     assert labels.trained.tolist() == [token % 2 == 0 for token in batch.following.tolist()]
-    loss, per_step = loss_of(trained("eagle3", ids), batch, parts, labels, 0.8)
+    loss, per_step = loss_of(trained("eagle3", ids), batch, parts, labels, 0.8, 3)
     assert len(per_step) == 3
     weighted = sum(0.8**s * part for s, part in enumerate(per_step)) / (1 + 0.8 + 0.64)
     assert float(loss.detach()) == pytest.approx(weighted, rel=1e-5)
@@ -223,11 +224,11 @@ def test_bad_corpus_lines_are_named(tmp_path: Path) -> None:
     good = {"prompt_ids": [1, 2], "answer_ids": list(range(3, 20)), "temperature": 0.7}
     path = tmp_path / "corpus.jsonl"
     path.write_text("\n".join(json.dumps(good) for _ in range(5)))
-    corpus = load_corpus([path], 199, held_out=2)
+    corpus = load_corpus(path, 199, held_out=2)
     assert (len(corpus.train), corpus.train[0].greedy) == (3, False)
     path.write_text(json.dumps(good) + "\n" + json.dumps(good | {"answer_ids": [900] * 9}))
     with pytest.raises(ConfigError, match=r"corpus\.jsonl:2 .*outside"):
-        load_corpus([path], 199)
+        load_corpus(path, 199)
     path.write_text("{}")
     with pytest.raises(ConfigError, match="prompt_ids"):
-        load_corpus([path], 199)
+        load_corpus(path, 199)

@@ -26,11 +26,12 @@ from paceline.kvcache.pool import KvPool
 from paceline.models.base import ForwardContext, TargetModel
 from paceline.spec_decode.base import DraftBudget, Drafter, DraftSampling, ExtendItem, TreeKind
 from paceline.spec_decode.candidates import Candidates, choose
-from paceline.spec_decode.choices import RankPath, checked_choices, fitted_counts
+from paceline.spec_decode.choices import RankPath, fitted_counts
 from paceline.spec_decode.confidence import log_values
+from paceline.spec_decode.drafters.growing import GrowingDraft, grown_tree, hang, next_levels, static_choices
 from paceline.spec_decode.expand import ROOT, DynamicGrowth, Growth, StaticGrowth
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.tree import DraftTree, build_tree
+from paceline.spec_decode.tree import DraftTree
 
 MAX_VOCAB_PADDING = 1024  # rows by which two models of one tokenizer may differ, padded for their hardware
 MAX_OWED_ROWS = 64  # rounds without drafts leave at most so many committed rows to be fed later
@@ -46,25 +47,10 @@ class Written:
 
 
 @dataclass
-class Draft:
-    """One sequence's tree while it grows."""
+class Draft(GrowingDraft):
+    """Its slots are free from position m + 1 on, after the root's."""
 
-    seq: Sequence
-    budget: DraftBudget
-    growth: Growth
-    slots: list[int]  # free for node rows, from position m + 1 on
-    tails: dict[int, list[int]] = field(default_factory=lambda: {ROOT: []})  # expanded node -> slots of its path
     in_place: list[int] = field(default_factory=list)  # tokens of the rows at their own position's slot, from m on
-    drawn_from: dict[int, torch.Tensor] = field(default_factory=dict)  # node -> q its children were drawn from
-
-    @property
-    def committed(self) -> int:
-        """m, the root's position."""
-        return len(self.seq.token_ids) - 1
-
-    def child_position(self, node: int) -> int:
-        """Where the candidates after ``node`` stand."""
-        return self.committed + self.growth.pool.depth(node) + 1
 
     def segment(self, nodes: Seq[int]) -> Segment:
         """The rows that expand ``nodes``, all of one depth."""
@@ -112,10 +98,7 @@ class DraftModelDrafter(Drafter):
         self.target, self.draft, self.kv, self.attention = target, draft, kv, attention
         self.width, self.sampling, self.kv_layers = width, sampling, draft.kv_layers
         self.max_rows = draft.spec.max_model_len  # of the draft's own context window
-        self.choices = checked_choices(static_tree)
-        widest = max((max(choice) + 1 for choice in self.choices), default=1)
-        if widest > width:
-            raise ConfigError("tree_width", f"the static tree needs {widest} candidates a node, got {width}")
+        self.choices = static_choices(static_tree, width)
 
     # ---- extend: rows for a prompt; in decode, what of the last round came true
 
@@ -165,7 +148,7 @@ class DraftModelDrafter(Drafter):
             pass
         for draft in active:
             draft.seq.scratch[self.name] = Written(draft.committed, tuple(draft.in_place))
-        return [self._tree(draft) for draft in drafts]
+        return [grown_tree(draft, self.target.spec.vocab_size, self.name) for draft in drafts]
 
     def _is_dynamic(self, budget: DraftBudget) -> bool:
         """Sampled candidates are not pruned by score: what is left would be no draw from q (B6). They get the static
@@ -211,7 +194,7 @@ class DraftModelDrafter(Drafter):
 
     def _add_level(self, drafts: Seq[Draft]) -> bool:
         """One draft forward over the nodes that every tree expands next; False when none does."""
-        levels = [(draft, level) for draft in drafts if (level := draft.growth.level())]
+        levels = next_levels(drafts)
         if not levels:
             return False
         where = [(draft, node) for draft, level in levels for node in level]
@@ -227,23 +210,7 @@ class DraftModelDrafter(Drafter):
         found = Candidates(found.ids.cpu(), found.probs.cpu(), found.full)
         coupled = self.sampling is DraftSampling.COUPLED
         values = log_values(found.ids, found.probs, params, positions, coupled=coupled)
-        # What was drawn must not decide whether to go on, the law it was drawn from may (B7).
-        sure = values[:, 0].exp() if found.full is None else found.full.amax(dim=1)
-        rows = zip(where, found.ids.tolist(), values.tolist(), sure.tolist(), strict=True)
-        for r, ((draft, node), ids, worth, confidence) in enumerate(rows):
-            draft.growth.add(node, ids, worth, last=confidence < draft.budget.min_confidence)
-            if found.full is not None and params[r].temperature > 0.0:
-                draft.drawn_from[node] = found.full[r]
-
-    def _tree(self, draft: Draft) -> DraftTree:
-        pool, kept, budget = draft.growth.pool, draft.growth.kept(), draft.budget
-        index = {ROOT: -1} | {node: i for i, node in enumerate(kept)}
-        pairs = [(index[pool.parents[node]], pool.token_ids[node]) for node in kept]
-        vocab = self.target.spec.vocab_size
-        tree = build_tree(draft.seq.token_ids[-1], pairs, vocab, budget.max_nodes, budget.num_draft_tokens)
-        inner = {pool.parents[node] for node in kept}
-        drawn = {index[node] + 1: q for node, q in draft.drawn_from.items() if node in inner}
-        return replace(tree, draft_probs=drawn or None, drafter=self.name)
+        hang(where, found, values)
 
 
 def _came_true(seq: Sequence, end: int) -> int:

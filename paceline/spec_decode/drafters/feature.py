@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,34 +21,20 @@ from paceline.kvcache.pool import KvPool
 from paceline.models.base import ForwardContext, TargetModel
 from paceline.spec_decode.base import DraftBudget, Drafter, DraftSampling, ExtendItem, TreeKind
 from paceline.spec_decode.candidates import Candidates, choose
-from paceline.spec_decode.choices import RankPath, checked_choices, fitted_counts
+from paceline.spec_decode.choices import RankPath, fitted_counts
 from paceline.spec_decode.confidence import log_values
+from paceline.spec_decode.drafters.growing import GrowingDraft, grown_tree, hang, next_levels, static_choices
 from paceline.spec_decode.expand import ROOT, DynamicGrowth, Growth, StaticGrowth
 from paceline.spec_decode.heads.base import DraftHead
 from paceline.spec_decode.sequence import DraftState, Sequence
-from paceline.spec_decode.tree import DraftTree, build_tree
+from paceline.spec_decode.tree import DraftTree
 
 
 @dataclass
-class Draft:
-    """One sequence's tree while it grows."""
+class Draft(GrowingDraft):
+    """Its slots are free from position m on: the root t_m has no draft row."""
 
-    seq: Sequence
-    budget: DraftBudget
-    growth: Growth
-    slots: list[int]  # free for node rows, from position m on
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)  # node (ROOT: a_{m-1}) -> [hidden_size]
-    tails: dict[int, list[int]] = field(default_factory=lambda: {ROOT: []})  # expanded node -> slots of its path
-    drawn_from: dict[int, torch.Tensor] = field(default_factory=dict)  # node -> q its children were drawn from
-
-    @property
-    def committed(self) -> int:
-        """m: the root t_m has no draft row."""
-        return len(self.seq.token_ids) - 1
-
-    def child_position(self, node: int) -> int:
-        """Where the candidates after ``node`` stand."""
-        return self.committed + self.growth.pool.depth(node) + 1
 
     def segment(self, nodes: Seq[int]) -> Segment:
         """The rows that expand ``nodes``, all of one depth."""
@@ -88,11 +74,8 @@ class FeatureDrafter(Drafter):
         the budget's width a level. Raises ConfigError."""
         self.name, self.model, self.head, self.kv, self.attention = name, model, head, kv, attention
         self.width, self.sampling, self.expand_above = width, sampling, expand_above
-        self.choices = checked_choices(static_tree)
+        self.choices = static_choices(static_tree, width)
         self.kv_layers, self.aux_layers, self.state_width = head.kv_layers, head.aux_layers, head.hidden_size
-        widest = max((max(choice) + 1 for choice in self.choices), default=1)
-        if widest > width:
-            raise ConfigError("tree_width", f"the static tree needs {widest} candidates a node, got {width}")
         if expand_above is not None and not 0.0 < expand_above <= 1.0:
             raise ConfigError("expand_above", f"must be a probability above 0, got {expand_above}")
 
@@ -149,7 +132,7 @@ class FeatureDrafter(Drafter):
         self._add_first([draft for draft in drafts if draft.outputs])
         while self._add_level(drafts):
             pass
-        return [self._tree(draft) for draft in drafts]
+        return [grown_tree(draft, self.model.spec.vocab_size, self.name) for draft in drafts]
 
     def _is_dynamic(self, budget: DraftBudget) -> bool:
         return budget.tree is TreeKind.DYNAMIC and budget.tree_width > 1
@@ -191,7 +174,7 @@ class FeatureDrafter(Drafter):
 
     def _add_level(self, drafts: Seq[Draft]) -> bool:
         """One draft forward over the nodes that every tree expands next; False when none does."""
-        levels = [(draft, level) for draft in drafts if (level := draft.growth.level())]
+        levels = next_levels(drafts)
         if not levels:
             return False
         where = [(draft, node) for draft, level in levels for node in level]
@@ -211,20 +194,4 @@ class FeatureDrafter(Drafter):
         weighed = any(self._is_dynamic(draft.budget) or draft.budget.min_confidence > 0.0 for draft, _ in where)
         coupled = weighed and self.sampling is DraftSampling.COUPLED
         values = log_values(found.ids, found.probs, params, positions, coupled=coupled)
-        # What was drawn must not decide whether to go on, the law it was drawn from may (B7).
-        sure = values[:, 0].exp() if found.full is None else found.full.amax(dim=1)
-        rows = zip(where, found.ids.tolist(), values.tolist(), sure.tolist(), strict=True)
-        for r, ((draft, node), ids, worth, confidence) in enumerate(rows):
-            draft.growth.add(node, ids, worth, last=confidence < draft.budget.min_confidence)
-            if found.full is not None and params[r].temperature > 0.0:
-                draft.drawn_from[node] = found.full[r]
-
-    def _tree(self, draft: Draft) -> DraftTree:
-        pool, kept, budget = draft.growth.pool, draft.growth.kept(), draft.budget
-        index = {ROOT: -1} | {node: i for i, node in enumerate(kept)}
-        pairs = [(index[pool.parents[node]], pool.token_ids[node]) for node in kept]
-        vocab = self.model.spec.vocab_size
-        tree = build_tree(draft.seq.token_ids[-1], pairs, vocab, budget.max_nodes, budget.num_draft_tokens)
-        inner = {pool.parents[node] for node in kept}
-        drawn = {index[node] + 1: q for node, q in draft.drawn_from.items() if node in inner}
-        return replace(tree, draft_probs=drawn or None, drafter=self.name)
+        hang(where, found, values)

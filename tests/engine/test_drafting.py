@@ -1,0 +1,160 @@
+"""From options to a drafter: ``default`` under its real name, thresholds of dynamic trees, heads read once."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.drafter_specs import parse_drafters
+from cluster.deployment import Deployment
+from paceline.config import EngineConfig, NodeConfig, ServeConfig
+from paceline.engine import shipped
+from paceline.engine.colocated import ColocatedEngine
+from paceline.engine.shipped import resolve_drafter, with_real_drafter
+from paceline.errors import ConfigError
+from paceline.request import SequenceRequest, SpeculationParams
+from paceline.spec_decode.drafters.feature import FeatureDrafter
+from paceline.spec_decode.heads import formats
+from paceline.spec_decode.heads.formats_files import HeadFiles, open_head
+from support.exactness import run
+from support.head_files import at_layer, mtp_config, mtp_module, put
+from support.heads import write_tiny_head
+from support.scripted_nodes import fleet
+from support.tiny import tiny_request, tiny_runner
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """EAGLE-3 heads as if they shipped for the model ``tiny``."""
+    write_tiny_head(tmp_path / "tiny" / "eagle3", "eagle3")
+    monkeypatch.setattr(shipped, "SHIPPED", tmp_path)
+    return tmp_path
+
+
+def asking(drafter: str | None) -> SequenceRequest:
+    request = tiny_request()
+    return SequenceRequest(
+        "r", request.prompt_token_ids, request.params, speculation=SpeculationParams(None, None, drafter)
+    )
+
+
+def test_default_is_what_ships(heads: Path) -> None:
+    assert with_real_drafter(EngineConfig(model="tiny")).drafter == "eagle3"
+    assert with_real_drafter(EngineConfig(model="/models/tiny")).selectable == ("eagle3",)
+    other = with_real_drafter(ServeConfig(model="another", drafters="suffix,ngram"))
+    assert isinstance(other, ServeConfig)
+    assert other.selectable == ("ngram", "suffix")
+    auto = EngineConfig(model="tiny", drafter="auto")
+    assert with_real_drafter(auto) is auto
+    assert resolve_drafter(auto) == "eagle3"
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "eagle3", "medusa", "mtp"])
+def test_default_with_a_folder_is_what_the_folder_holds(drafter: str, tmp_path: Path) -> None:
+    if drafter == "mtp":
+        put(tmp_path, at_layer(2, mtp_module()), mtp_config(2))
+    else:
+        write_tiny_head(tmp_path, drafter)
+    assert with_real_drafter(EngineConfig(drafter_path=str(tmp_path))).drafter == drafter
+
+
+def test_a_folder_without_heads_is_refused_when_the_deployment_is_made(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Deployment(ServeConfig(drafter_path=str(tmp_path)))
+    assert refused.value.key == "drafter_path"
+
+
+async def test_router_requests_and_nodes_call_it_by_one_name(heads: Path) -> None:
+    deployment = Deployment(ServeConfig(model="tiny", drafters="suffix"))
+    assert deployment.config.node(1).drafter == "eagle3"
+    options = deployment.config.model_dump(include={"drafter", "drafters"})
+    async with fleet(**options) as made:
+        info = made.router.model_info()
+        assert (info.drafter, info.drafters) == ("eagle3", ("eagle3", "suffix"))
+        assert made.router.served.drafters == info.drafters
+    runner = tiny_runner(drafter="default", drafters="suffix")
+    assert runner.fingerprint().drafter == runner.drafter.name == "eagle3"
+    for asked, drafted in (("eagle3", "eagle3"), ("suffix", "suffix"), (None, "eagle3")):
+        (done,) = ColocatedEngine(runner).generate([asking(asked)])
+        assert set(done.stats.rounds_by_drafter) == {drafted}
+
+
+# ---- thresholds of dynamic trees
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "eagle3", "mtp"])
+def test_expand_above_reaches_the_drafter_and_no_text(drafter: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"tree": "dynamic", "num_draft_tokens": 4, "tree_width": 3}
+    if drafter != "mtp":
+        write_tiny_head(tmp_path / drafter, drafter)
+        options["drafter_path"] = str(tmp_path / drafter)
+    requests = [tiny_request(index=i, temperature=float(i % 2)) for i in range(4)]
+    plain = run(tiny_runner("bf16", drafter="none"), requests, batch=2)
+    drafted = {}
+    for above in (0.0, 0.001, 1.0):
+        runner = tiny_runner("bf16", drafter=drafter, expand_above=above, **options)
+        assert isinstance(runner.drafter, FeatureDrafter)
+        assert runner.drafter.expand_above == (above or None)
+        engine = ColocatedEngine(runner)
+        drafted[above] = engine.generate([tiny_request()])[0].stats.drafted_per_position
+        for got, expected in zip(run(runner, requests, batch=2), plain, strict=True):
+            assert (got.token_ids, got.logit_bits) == (expected.token_ids, expected.logit_bits)
+    assert len(drafted[0.001]) > 1
+    assert len(drafted[1.0]) == 1  # nothing is that sure: one level
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"drafter": "ngram", "tree": "dynamic"}, "not of --drafter ngram"),
+        ({"drafter": "mtp", "mtp_modules": 2, "tree": "dynamic"}, "chained"),
+    ],
+)
+def test_expand_above_of_drafters_that_grow_no_such_trees(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as refused:
+        tiny_runner(expand_above=0.1, **options)
+    assert refused.value.key == "expand_above"
+
+
+def test_expand_above_needs_dynamic_trees() -> None:
+    with pytest.raises(ValueError, match="set tree to dynamic"):
+        NodeConfig(drafter="mtp", expand_above=0.1)
+
+
+def test_the_benchmarks_take_it_too() -> None:
+    run_ = parse_drafters("mtp:tree=dynamic,above=0.1")[1]
+    assert run_.config("any").expand_above == 0.1
+
+
+# ---- heads from disk
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "eagle3"])
+def test_a_heads_folder_is_read_once(drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tiny_head(tmp_path / drafter, drafter)
+    opened: list[Path] = []
+
+    def counted(folder: Path) -> HeadFiles:
+        opened.append(folder)
+        return open_head(folder)
+
+    monkeypatch.setattr(formats, "open_head", counted)
+    tiny_runner(drafter=drafter, drafter_path=str(tmp_path / drafter))
+    assert opened == [tmp_path / drafter]
+
+
+def test_heads_of_another_kind_are_refused(tmp_path: Path) -> None:
+    for name in ("eagle", "eagle3", "medusa"):
+        write_tiny_head(tmp_path / name, name)
+    for drafter, holds in (("eagle", "eagle3"), ("eagle3", "eagle"), ("eagle3", "medusa")):
+        with pytest.raises(ConfigError, match=r"another kind|medusa weights"):
+            tiny_runner(drafter=drafter, drafter_path=str(tmp_path / holds))
+    shutil.rmtree(tmp_path / "eagle")
+    with pytest.raises(ConfigError, match="is not a folder"):
+        tiny_runner(drafter="eagle", drafter_path=str(tmp_path / "eagle"))
