@@ -90,7 +90,7 @@ class LinkHost:
     async def pair(self, request: handoff_pb2.PairRequest) -> handoff_pb2.PairResponse:
         """Check fingerprints, then wait for the peer in the background. Raises PairingRefused or Overloaded."""
         context, config = self._context, self._context.config
-        check_pairing(request.fingerprint, context.fingerprint)
+        check_pairing(request.fingerprint, context.fingerprint, dtype_cast=config.handoff_dtype_cast)
         if len(self._links) >= MAX_LINKS:
             raise Overloaded(f"{MAX_LINKS} links are open on this decode node")
         loop = asyncio.get_running_loop()

@@ -59,6 +59,8 @@ class HandoffState(StrEnum):
 class HandoffPlan:
     """What the decode node expects to cross for one ticket.
 
+    ``layout``: of the rows on the wire; the pool's own, or ``ReshardPlan.wire`` where a side is sharded. A layer of
+    width 0 does not cross: nothing of it is expected. ``reshard``: the name of that plan, which Begin must carry.
     ``first_token`` and ``num_tokens``: the KV rows that it reserved and lacks (``first_token`` tokens of the prefix
     it already holds). ``draft_required`` False: the draft rows may be left out, all of them or none (decode then
     starts without a drafter). ``hidden_size``: width of one hidden row, of the layout's dtype.
@@ -69,6 +71,7 @@ class HandoffPlan:
     num_tokens: int
     hidden_size: int
     draft_required: bool = True
+    reshard: str = ""
 
 
 class Handoff:
@@ -109,7 +112,7 @@ class Handoff:
     def draft_complete(self) -> bool:
         """Every draft row arrived (False when the layout has no draft layer)."""
         layers = self.plan.layout.layer_range(LayerOwner.DRAFT)
-        return len(layers) > 0 and all(self._arrived[layer] == self._complete for layer in layers)
+        return len(layers) > 0 and all(self._arrived[layer] == self._complete for layer in self._crossing(layers))
 
     def expired(self, now: float) -> str | None:
         """Why the hand-off is overdue at ``now``, or None. RESERVED counts from the reservation, SENDING from Begin."""
@@ -147,7 +150,7 @@ class Handoff:
         if num_bytes != expected:
             return f"{num_bytes} bytes declared where the layout says {expected}"
         rows = ((1 << num_tokens) - 1) << start
-        if any(self._arrived[layer] & rows for layer in layers):
+        if any(self._arrived[layer] & rows for layer in self._crossing(layers)):
             return f"rows of tokens {first_token}..{first_token + num_tokens} sent twice"
         return None
 
@@ -165,9 +168,9 @@ class Handoff:
 
     # -- events ------------------------------------------------------------------------------------------------
 
-    def begin(self, first_token: int, num_tokens: int, link_id: str = "") -> None:
-        """RESERVED -> SENDING on link ``link_id``; the announced rows must be the ones that were reserved.
-        HandoffFailed if refused, and nothing happens."""
+    def begin(self, first_token: int, num_tokens: int, link_id: str = "", reshard: str = "") -> None:
+        """RESERVED -> SENDING on link ``link_id``; the announced rows, and the plan that cuts them, must be the ones
+        that were reserved. HandoffFailed if refused, and nothing happens."""
         plan = self.plan
         with self._lock:
             if self.status is not HandoffState.RESERVED:
@@ -176,6 +179,11 @@ class Handoff:
                 raise HandoffFailed(
                     f"hand-off {self.ticket}: rows {first_token}..{first_token + num_tokens} announced where "
                     f"{plan.first_token}..{plan.first_token + plan.num_tokens} are reserved"
+                )
+            if reshard != plan.reshard:
+                raise HandoffFailed(
+                    f"hand-off {self.ticket}: cut by plan {reshard or 'unsharded'} where {plan.reshard or 'unsharded'} "
+                    "is reserved"
                 )
             self.link_id = link_id
             self._enter(HandoffState.SENDING)
@@ -194,7 +202,7 @@ class Handoff:
         with self._lock:
             self._refuse_if(self.chunk_problem(byte_class, first_layer, num_layers, first_token, num_tokens, num_bytes))
             rows = ((1 << num_tokens) - 1) << (first_token - self.plan.first_token)
-            for layer in range(first_layer, first_layer + num_layers):
+            for layer in self._crossing(range(first_layer, first_layer + num_layers)):
                 self._arrived[layer] |= rows
             self.bytes_by_class[byte_class] += num_bytes
 
@@ -250,11 +258,16 @@ class Handoff:
         layout = self.plan.layout
         return sum(layout.layers[layer].row_elems for layer in layers) * layout.dtype.itemsize
 
+    def _crossing(self, layers: range) -> list[int]:
+        """Those of ``layers`` that have a width: rows of the others neither arrive nor miss."""
+        return [layer for layer in layers if self.plan.layout.layers[layer].row_elems]
+
     def _missing(self) -> str | None:
         """The first layer with a missing row, in words."""
         draft = self.plan.layout.layer_range(LayerOwner.DRAFT)
         draft_absent = not self.plan.draft_required and not any(self._arrived[layer] for layer in draft)
-        for layer, arrived in enumerate(self._arrived):
+        for layer in self._crossing(range(len(self._arrived))):
+            arrived = self._arrived[layer]
             if arrived != self._complete and not (layer in draft and draft_absent):
                 missing = self.plan.num_tokens - arrived.bit_count()
                 return f"{missing} of {self.plan.num_tokens} rows of layer {layer} are missing"

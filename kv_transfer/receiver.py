@@ -48,8 +48,8 @@ class HandoffSink(Protocol):
         num_tokens: int,
         data: Tensor,
     ) -> None:
-        """Scatter rows into the pages of the ticket. ``data``: flat, the layout's dtype, canonical order (layer, token,
-        head); valid during the call only. An exception fails this ticket alone."""
+        """Scatter rows into the pages of the ticket. ``data``: flat, of the plan's layout and dtype, in canonical order
+        (layer, token, head); valid during the call only. An exception fails this ticket alone."""
 
     def ready(self, ticket: str, state: State, hidden: Tensor) -> None:
         """All rows are written. ``hidden``: [num_hidden_rows, hidden_size], the layout's dtype, the sink's to keep."""
@@ -230,7 +230,8 @@ class HandoffReceiver:
             return
         try:
             with self._cond:
-                handoff.begin(message.begin.first_token, message.begin.num_tokens, self.link_id)
+                begin = message.begin
+                handoff.begin(begin.first_token, begin.num_tokens, self.link_id, begin.reshard)
                 handoff.count_meta(message.ByteSize())
                 self._in_flight[ticket] = handoff
         except HandoffFailed as error:

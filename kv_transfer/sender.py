@@ -90,16 +90,16 @@ class HandoffSender:
 
     # -- the owner's events ------------------------------------------------------------------------------------
 
-    def begin(self, ticket: str, first_token: int, num_tokens: int) -> None:
-        """Open a hand-off of ``num_tokens`` rows from ``first_token`` on. TransportError when the link is dead,
-        HandoffFailed when the ticket is open already."""
+    def begin(self, ticket: str, first_token: int, num_tokens: int, reshard: str = "") -> None:
+        """Open a hand-off of ``num_tokens`` rows from ``first_token`` on, cut as the plan named ``reshard`` says.
+        TransportError when the link is dead, HandoffFailed when the ticket is open already."""
         with self._cond:
             self._check_alive()
             if ticket in self._tickets:
                 raise HandoffFailed(f"hand-off {ticket} was begun already")
             self._tickets[ticket] = _Ticket()
         try:
-            self._enqueue(ticket, Begin(num_tokens=num_tokens, first_token=first_token))
+            self._enqueue(ticket, Begin(num_tokens=num_tokens, first_token=first_token, reshard=reshard))
         except DeadlineExceeded:
             with self._cond:
                 self._tickets.pop(ticket, None)

@@ -16,10 +16,10 @@ from collections.abc import Callable
 import torch
 
 from kv_transfer.handoff import ByteClass
+from kv_transfer.rows import RowSource
 from kv_transfer.sender import HandoffSender
 from kv_transfer.transport import TransportError
 from paceline.errors import HandoffFailed, PacelineError
-from paceline.kvcache.pool import KvPool
 from paceline.v1 import handoff_pb2
 
 log = logging.getLogger(__name__)
@@ -35,10 +35,10 @@ class RowFeeder:
     """
 
     def __init__(
-        self, sender: HandoffSender, kv: KvPool, device: torch.device, refused: Callable[[str, str], None]
+        self, sender: HandoffSender, source: RowSource, device: torch.device, refused: Callable[[str, str], None]
     ) -> None:
         self._sender = sender
-        self._kv = kv
+        self._source = source
         self._device = device
         self._refused = refused
         self._queue: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -53,7 +53,7 @@ class RowFeeder:
 
         def begin() -> None:
             try:
-                self._sender.begin(ticket, first_token, num_tokens)
+                self._sender.begin(ticket, first_token, num_tokens, self._source.plan.name)
             except PacelineError as error:
                 self._refused(ticket, str(error))
 
@@ -62,8 +62,7 @@ class RowFeeder:
 
     def rows(self, ticket: str, byte_class: ByteClass, layers: range, slots: torch.Tensor, first_token: int) -> None:
         """Send the rows at ``slots`` [T] of ``layers``; the first of them is token ``first_token``."""
-        layout = self._kv.layout
-        token_bytes = sum(layout.layers[layer].row_elems for layer in layers) * layout.dtype.itemsize
+        token_bytes = self._source.token_bytes(layers)
         if token_bytes == 0:
             return
         piece = max(1, PIECE_BYTES // token_bytes)
@@ -73,7 +72,7 @@ class RowFeeder:
 
     def state(self, ticket: str, state: handoff_pb2.State, hidden: torch.Tensor | None) -> None:
         """Send the seed of decoding; ends the hand-off. ``hidden``: [rows, hidden_size], copied at once."""
-        data = None if hidden is None else hidden.to(self._device, copy=True)
+        data = None if hidden is None else hidden.to(self._device, self._source.dtype, copy=True)
 
         def send() -> None:
             if ticket not in self._given_up:
@@ -107,7 +106,7 @@ class RowFeeder:
         def send() -> None:
             if ticket in self._given_up:
                 return
-            data = self._kv.gather(layers, slots).to(self._device)
+            data = self._source.gather(layers, slots).to(self._device)
             self._sender.chunk(ticket, byte_class, layers.start, len(layers), first_token, slots.shape[0], data)
 
         return send

@@ -16,8 +16,11 @@ import grpc
 import grpc.aio
 import torch
 
+from kv_transfer.compat import check_pairing, decode_layout
 from kv_transfer.handoff import ByteClass
 from kv_transfer.rendezvous import create_store
+from kv_transfer.reshard import Side, reshard
+from kv_transfer.rows import RowSource
 from kv_transfer.sender import HandoffSender
 from kv_transfer.sentinel import Sentinel
 from kv_transfer.torch_dist import open_transport
@@ -187,6 +190,9 @@ class LinkPool:
         paired = await control.stub.Pair(
             handoff_pb2.PairRequest(prefill_node_id=context.node_id, fingerprint=context.fingerprint), timeout=timeout
         )
+        check_pairing(context.fingerprint, paired.fingerprint, dtype_cast=config.handoff_dtype_cast)
+        layout = decode_layout(context.kv.layout, paired.fingerprint)
+        rows = RowSource(context.kv, reshard(Side(context.kv.layout), Side(layout)))
         store = await asyncio.to_thread(create_store, paired.store_host, paired.store_port, False, timeout)
         transport = await asyncio.to_thread(
             open_transport, config.transport, store, paired.link_id, 0, config.host, timeout, context.device
@@ -218,7 +224,7 @@ class LinkPool:
                 await asyncio.to_thread(sentinel.close, CLOSE_TIMEOUT_S)
             raise
         control.run(sender)
-        feeder = RowFeeder(sender, context.kv, context.device, context.ended)
+        feeder = RowFeeder(sender, rows, context.device, context.ended)
         return Link(paired.link_id, paired.decode_node_id, sender, feeder, sentinel)
 
     def _lost(self, address: str, link_id: str, reason: str) -> None:

@@ -225,19 +225,23 @@ class Begin(_message.Message):
 
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    RESHARD_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
     """Tokens of KV that will cross."""
     first_token: _builtins.int
     """First token that crosses (decode may hold a prefix already)."""
+    reshard: _builtins.str
+    """Name of the reshard plan: which heads cross between these two ranks. Empty when neither side is sharded."""
     def __init__(
         self,
         *,
         num_tokens: _builtins.int = ...,
         first_token: _builtins.int = ...,
+        reshard: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "num_tokens", b"num_tokens", "reshard", b"reshard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -245,7 +249,7 @@ Global___Begin: _TypeAlias = Begin  # noqa: Y015
 
 @_typing.final
 class Chunk(_message.Message):
-    """KV rows in canonical order (layer, token, head)."""
+    """KV rows in canonical order (layer, token, head), over the heads that Begin's plan names."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

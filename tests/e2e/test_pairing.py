@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import grpc
 import pytest
+import torch
 
+from decode_node.node import DecodeNode
 from paceline.config import NodeConfig
+from paceline.errors import PairingRefused
 from paceline.v1 import node_pb2
+from prefill_node.node import PrefillNode
 from support.pd import pair
 from support.tiny import tiny_request, tiny_runner
 
@@ -33,6 +37,42 @@ async def test_mismatch_is_refused(what: str) -> None:
         # The decode node still serves.
         answer = await nodes.generate(tiny_request(max_tokens=3), local_prefill=True)
         assert len(answer.token_ids) == 3
+
+
+async def test_dtype_may_differ_where_both_allow_it() -> None:
+    prefill, decode = tiny_runner("fp32", page_size=4), tiny_runner("bf16", page_size=8)
+    sent, landed = [], []
+    gather, scatter = prefill.kv.gather, decode.kv.scatter
+
+    def gathered(layers: range, slots: torch.Tensor) -> torch.Tensor:
+        sent.append(gather(layers, slots))
+        return sent[-1]
+
+    def scattered(layers: range, slots: torch.Tensor, data: torch.Tensor) -> None:
+        landed.append(data.clone())
+        scatter(layers, slots, data)
+
+    prefill.kv.gather, decode.kv.scatter = gathered, scattered  # type: ignore[method-assign]
+    async with pair(NodeConfig(model="tiny", handoff_dtype_cast=True), prefill, decode) as nodes:
+        answer = await nodes.generate(tiny_request(max_tokens=9))
+        assert len(answer.token_ids) == 9
+        assert answer.accepted_per_round
+        await nodes.all_released()
+    assert sum(rows.numel() for rows in landed) > 0
+    assert torch.equal(torch.cat(landed), torch.cat(sent).to(torch.bfloat16))
+
+
+async def test_a_prefill_node_that_may_not_cast_refuses_too() -> None:
+    prefill = PrefillNode(NodeConfig(model="tiny"), "prefill-0", tiny_runner("fp32"))
+    decode = DecodeNode(NodeConfig(model="tiny", handoff_dtype_cast=True), "decode-0", tiny_runner("bf16"))
+    await prefill.start()
+    address = await decode.start()
+    try:
+        with pytest.raises(PairingRefused, match="dtype, layout differ"):
+            await prefill.connect(address)
+    finally:
+        await prefill.stop(0.0)
+        await decode.stop(0.0)
 
 
 async def test_page_size_and_draft_length_may_differ() -> None:

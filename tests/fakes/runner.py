@@ -89,7 +89,7 @@ class FakeRunner:
             model="fake",
             weights=self._weights,
             dtype="float32",
-            layout="2 x target, 1 x draft",
+            layout=self.kv.layout.text(),
             drafter="fake",
             drafter_modules=1,
             hidden_size=HIDDEN,

@@ -11,6 +11,8 @@ import torch
 import prefill_node.feeder
 from kv_transfer.handoff import TARGET_KV
 from kv_transfer.loopback import loopback_pair
+from kv_transfer.reshard import Side, reshard
+from kv_transfer.rows import RowSource
 from kv_transfer.sender import HandoffSender
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
@@ -41,8 +43,9 @@ class Wire:
             on_failed=lambda ticket, reason: self.ended.append((ticket, reason)),
             on_link_lost=lambda reason: None,
         )
+        source = RowSource(self.kv, reshard(Side(self.kv.layout), Side(self.kv.layout)))
         self.feeder = RowFeeder(
-            self.sender, self.kv, torch.device("cpu"), lambda ticket, reason: self.refused.append((ticket, reason))
+            self.sender, source, torch.device("cpu"), lambda ticket, reason: self.refused.append((ticket, reason))
         )
 
     def _post(self, message: handoff_pb2.HandoffMessage) -> None:

@@ -1,0 +1,136 @@
+"""Between the pool of one rank and the wire: the slices of a reshard plan, gathered at the source and scattered at the
+destination.
+
+Flat canonical order: layer, token, then K heads, then V heads of the slice. Where two ranks hold the same heads, that
+is what `KvPool.gather` gives and `KvPool.scatter` takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kv_transfer.reshard import ReshardPlan, Side
+from paceline.errors import ConfigError
+from paceline.kvcache.layout import KvLayout, LayerKind
+from paceline.kvcache.pool import KvPool
+
+
+class RowSource:
+    """A pool's rows as ``plan`` sends them. ``pool`` holds what ``plan.source`` says; ConfigError naming ``layout``
+    when it does not."""
+
+    def __init__(self, pool: KvPool, plan: ReshardPlan) -> None:
+        _check_pool(pool, plan.source)
+        self.plan = plan
+        self._pool = pool
+        self._whole = plan.wire.layers == pool.layout.layers
+        self._columns = _columns(pool, {part.layer: (part.source_head, part.num_heads) for part in plan.slices})
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of everything that crosses, hidden rows too: the destination's."""
+        return self.plan.wire.dtype
+
+    def token_bytes(self, layers: range) -> int:
+        """Bytes of one token over ``layers`` on the wire."""
+        return sum(self.plan.wire.layers[layer].row_elems for layer in layers) * self.dtype.itemsize
+
+    def gather(self, layers: range, slots: Tensor) -> Tensor:
+        """Rows of ``layers`` at ``slots`` [T], which are in order of position: flat, contiguous, of ``dtype``, on the
+        pool's device. float32 rows that become bfloat16 are rounded to nearest even, as ``Tensor.to`` does."""
+        if self._whole:
+            return self._pool.gather(layers, slots).to(self.dtype)
+        rows = _Rows.of(slots, self._pool)
+        sizes = _sizes(self.plan.wire, layers, slots)
+        result = torch.empty(sum(sizes), dtype=self._pool.layout.dtype, device=self._pool.device)
+        for layer, part in zip(layers, torch.split(result, sizes), strict=True):
+            if columns := self._columns.get(layer):
+                torch.index_select(columns.view, 0, rows.of_kind(columns.kind), out=part.view(-1, columns.width))
+        return result.to(self.dtype)
+
+
+class RowTarget:
+    """Where ``plan`` puts rows that arrived. ``pool`` holds what ``plan.dest`` says; ConfigError naming ``layout``
+    when it does not."""
+
+    def __init__(self, pool: KvPool, plan: ReshardPlan) -> None:
+        _check_pool(pool, plan.dest)
+        self.plan = plan
+        self._pool = pool
+        self._whole = plan.wire.layers == pool.layout.layers
+        self._columns = _columns(pool, {part.layer: (part.dest_head, part.num_heads) for part in plan.slices})
+
+    def scatter(self, layers: range, slots: Tensor, data: Tensor) -> None:
+        """Inverse of `RowSource.gather`: store flat ``data`` of ``layers`` at ``slots`` [T]. The heads that other
+        sources send keep their content. ValueError when ``data`` has another size or dtype."""
+        if self._whole:
+            self._pool.scatter(layers, slots, data)
+            return
+        sizes = _sizes(self.plan.wire, layers, slots)
+        if data.shape != (sum(sizes),) or data.dtype is not self.plan.wire.dtype:
+            raise ValueError(
+                f"{data.dtype} {list(data.shape)} arrived for {slots.shape[0]} tokens of layers {layers}, "
+                f"expected {self.plan.wire.dtype} {[sum(sizes)]}"
+            )
+        rows = _Rows.of(slots, self._pool)
+        data = data.to(self._pool.device).contiguous()
+        for layer, part in zip(layers, torch.split(data, sizes), strict=True):
+            if columns := self._columns.get(layer):
+                columns.view.index_copy_(0, rows.of_kind(columns.kind), part.view(-1, columns.width))
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """The heads of a slice in one layer of a pool: a strided view of its memory, [rows, width]."""
+
+    kind: LayerKind
+    view: Tensor
+    width: int
+
+
+def _columns(pool: KvPool, slices: dict[int, tuple[int, int]]) -> dict[int, _Columns]:
+    """By layer, for slices given as (first head, number of heads) by layer."""
+    found = {}
+    for index, (first, count) in slices.items():
+        layer = pool.layout.layers[index]
+        heads = 1 if layer.kind is LayerKind.MLA else layer.num_kv_heads
+        flat = pool.data[index].view(-1, heads * layer.head_dim)
+        width = count * layer.head_dim
+        found[index] = _Columns(layer.kind, flat.narrow(1, first * layer.head_dim, width), width)
+    return found
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of some slots in the flat view of a layer: [T] (MLA), or [2 * T], K V K V, of a page that holds K of all
+    its tokens, then V."""
+
+    latent: Tensor
+    keys_and_values: Tensor
+
+    @classmethod
+    def of(cls, slots: Tensor, pool: KvPool) -> _Rows:
+        slots = slots.to(device=pool.device, dtype=torch.int64)
+        keys = slots + torch.div(slots, pool.page_size, rounding_mode="floor") * pool.page_size
+        return cls(slots, torch.stack((keys, keys + pool.page_size), dim=1).view(-1))
+
+    def of_kind(self, kind: LayerKind) -> Tensor:
+        return self.latent if kind is LayerKind.MLA else self.keys_and_values
+
+
+def _sizes(wire: KvLayout, layers: range, slots: Tensor) -> list[int]:
+    """Elements of each layer for all slots."""
+    if any(not 0 <= layer < len(wire.layers) for layer in layers):
+        raise ValueError(f"layers {layers} are outside a pool of {len(wire.layers)} layers")
+    return [wire.layers[layer].row_elems * slots.shape[0] for layer in layers]
+
+
+def _check_pool(pool: KvPool, side: Side) -> None:
+    if pool.layout != side.local:
+        raise ConfigError(
+            "layout",
+            f"the pool holds {pool.layout.text()}, rank {side.rank} of {side.degree} needs {side.local.text()}",
+        )
