@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from paceline.errors import HandoffFailed
+from paceline.errors import HandoffFailed, InvalidRequest
 from paceline.request import FinishReason, SequenceRequest, TokenLogprobs
 from paceline.results import (
     Chunk,
@@ -38,7 +38,7 @@ class Detokenizer(Protocol):
 
 
 class ChoiceRun:
-    """Life: open -> ``finish_reason`` set by ``take`` (stop string) or ``end`` -> ``complete``, once."""
+    """Life: open, perhaps ``resume`` -> ``finish_reason`` set by ``take`` (stop string) or ``end`` -> ``complete``."""
 
     def __init__(
         self,
@@ -64,6 +64,17 @@ class ChoiceRun:
         self._started_at = started_at
         self._lossless = lossless
         self._stats = SpecStats()
+        self._had = 0  # tokens that the client has from another router
+
+    def resume(self, next_index: int, token_ids: Sequence[int]) -> None:
+        """Before anything else: the client has the tokens before ``next_index``. Given here they are what nodes go on
+        from; else nodes make them again, and they are taken without being sent. Raises InvalidRequest.
+        """
+        self._had = next_index
+        self._push(token_ids)
+        self.end_by_tokens()
+        if len(self.token_ids) < len(token_ids):
+            raise InvalidRequest("resume.choices", f"choice {self.index} ended at token {len(self.token_ids)}")
 
     def take(
         self,
@@ -72,7 +83,7 @@ class ChoiceRun:
         logprobs: Sequence[TokenLogprobs],
         round_: Round | None,
     ) -> Chunk | None:
-        """Take tokens from index ``first_index`` on; those already taken are dropped, None when all were.
+        """Take tokens from index ``first_index`` on; those already taken, or sent, are dropped. None when all were.
 
         Raises HandoffFailed, and takes nothing, on a gap or on a token that differs from the one sent before.
         """
@@ -86,25 +97,31 @@ class ChoiceRun:
         taken = len(self.token_ids) - start
         if taken == 0:
             return None
+        counted = self._count(round_, taken)
+        first = max(start, self._had)
+        if first >= len(self.token_ids):
+            return None
         self._stamp()
         return Chunk(
             choice=self.index,
-            first_index=start,
-            token_ids=tuple(self.token_ids[start:]),
+            first_index=first,
+            token_ids=tuple(self.token_ids[first:]),
             text=text,
-            logprobs=tuple(logprobs[known : known + taken]),
-            round=self._count(round_, taken),
+            logprobs=tuple(logprobs[known + first - start : known + taken]),
+            round=counted,
         )
 
     def _push(self, token_ids: Sequence[int]) -> str:
         """Append tokens up to the one that completes a stop string, or that is a stop token (whose text is not part
-        of the answer)."""
+        of the answer). Returns the text of those that the client does not have."""
         text = ""
         for token_id in token_ids:
             self.token_ids.append(token_id)
             if token_id in self.sequence.params.stop_token_ids:
                 break
-            text += self._detokenizer.push(token_id)
+            piece = self._detokenizer.push(token_id)
+            if len(self.token_ids) > self._had:
+                text += piece
             if self._detokenizer.stopped:
                 self.finish_reason = FinishReason.STOP
                 break
@@ -151,6 +168,8 @@ class ChoiceRun:
     def complete(self) -> Chunk:
         """The last chunk: text that was held back, and how it ended."""
         assert self.finish_reason is not None
+        if len(self.token_ids) < self._had:
+            raise InvalidRequest("resume.choices", f"choice {self.index} has {len(self.token_ids)} tokens")
         text = "" if self._detokenizer.stopped else self._detokenizer.finish()
         if self._detokenizer.stopped:  # the text held back may complete a stop string
             self.finish_reason = FinishReason.STOP
@@ -184,5 +203,5 @@ class ChoiceRun:
     def _timing(self) -> Timing:
         first = self.first_token_at if self.first_token_at is not None else time.monotonic()
         spent = self.last_token_at - first
-        speed = (len(self.token_ids) - 1) / spent if spent > 0 else 0.0
+        speed = (len(self.token_ids) - self._had - 1) / spent if spent > 0 else 0.0
         return Timing(first - self._started_at, time.monotonic() - self._started_at, speed)

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from cluster.bench_cli import bench
 from cluster.options import load_config, serve_parameters
-from cluster.train_cli import train_drafter
+from cluster.train_cli import make_corpus, train_drafter
 from paceline.config import ServeConfig
 from paceline.errors import ConfigError, PacelineError
 
@@ -29,6 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench")
+app.command("make-corpus")(make_corpus)
 app.command("train-drafter")(train_drafter)
 errors = Console(stderr=True, highlight=False)
 
@@ -114,7 +115,7 @@ async def _serve(config: ServeConfig) -> None:
     exact = "bit-exact" if deployment.served.bit_exact else "not bit-exact"
     typer.echo(
         f"ready grpc={deployment.grpc_address} http={deployment.http_address} model={config.model} "
-        f"drafter={config.drafter} ({exact})"
+        f"drafter={deployment.config.drafter} ({exact})"
     )
     sys.stdout.flush()
     await stop.wait()

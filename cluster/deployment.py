@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
+from cluster.addresses import own_address
 from cluster.embedded_redis import EmbeddedRedis
 from cluster.registry import NodeDirectory
 from cluster.supervise import Slot, Supervisor
@@ -52,6 +53,7 @@ class Deployment:
     async def _start(self) -> None:
         # Late: the parts import ray, fastapi and more.
         from cluster.http import create_app, serve_http
+        from cluster.journal import open_journal
         from cluster.metrics import Metrics
         from cluster.router import Router
         from cluster.service import serve_grpc
@@ -61,6 +63,7 @@ class Deployment:
         config = self.config
         folder = await asyncio.to_thread(resolve_model, config.model)
         tokenizer = Tokenizer.from_folder(folder)
+        self._start_ray()
         registry_url = self._start_registry()
         self.supervisor = await self._start_nodes(registry_url)
         self.directory = NodeDirectory(registry_url, config.lease_ttl_s)
@@ -72,6 +75,9 @@ class Deployment:
         self.metrics = Metrics()
         self.directory.on_change(lambda nodes: self.metrics.set_nodes(*_by_role(nodes)))
         self.metrics.set_nodes(*_by_role(self.directory.nodes()))
+        journal = open_journal(config, registry_url, self.metrics.registry)
+        if journal is not None:
+            self._stops.append(("journal", journal.close))
         self.router = Router(
             self.directory,
             tokenizer,
@@ -81,6 +87,7 @@ class Deployment:
             served.vocab_size,
             metrics=self.metrics,
             bit_exact=served.bit_exact,
+            journal=journal,
         )
         self._stops.append(("router", self.router.close))
         host, port = split_address(config.http)
@@ -91,31 +98,39 @@ class Deployment:
         self.http_address = f"{host}:{http.port}"
         self.grpc_address = f"{split_address(config.grpc)[0]}:{server.port}"
 
+    def _start_ray(self) -> None:
+        from cluster.launch import start_ray, stop_ray
+
+        start_ray(self.config.ray_address)
+        self._stops.append(("ray", stop_ray))
+
     def _start_registry(self) -> str:
-        if self.config.redis:
-            return self.config.redis
-        if self.config.ray_address == "local":
+        config = self.config
+        if config.redis:
+            return config.redis
+        if config.ray_address == "local":
             server = EmbeddedRedis()
         else:  # nodes may be on other hosts
-            server = EmbeddedRedis(tcp=True, host=self.config.node_host)
+            server = EmbeddedRedis(tcp=True, host=own_address(config.host, config.node_interface))
         self._stops.append(("redis", server.close))
         return server.url
 
     async def _start_nodes(self, registry_url: str) -> Supervisor:
-        from cluster.launch import RayNodes, start_ray, stop_ray
+        from cluster.launch import RayNodes, Wanted
 
         config = self.config
-        start_ray(config.ray_address)
-        self._stops.append(("ray", stop_ray))
-        wanted = [("prefill", config.prefill_nodes), ("decode", config.decode_nodes)]
-        ids = [f"{role}-{i}" for role, count in wanted for i in range(count)]
-        threads = config.threads_per_node or max(1, (os.cpu_count() or 1) // len(ids))
-        log.info("%d nodes with %d threads each", len(ids), threads)
+        roles = [
+            ("prefill", config.prefill_nodes, config.prefill_resource),
+            ("decode", config.decode_nodes, config.decode_resource),
+        ]
+        wanted = [Wanted(f"{role}-{i}", resource) for role, count, resource in roles for i in range(count)]
+        threads = config.threads_per_node or max(1, (os.cpu_count() or 1) // len(wanted))
+        log.info("%d nodes with %d threads each", len(wanted), threads)
         node_config = config.node(threads)
-        nodes = await asyncio.to_thread(RayNodes, ids, registry_url, config.lease_ttl_s)
+        nodes = await asyncio.to_thread(RayNodes, wanted, registry_url, config.lease_ttl_s, config.node_interface)
         self._stops.append(("placement", nodes.close))
         supervisor = Supervisor(lambda role, node_id, generation: nodes.launch(role, node_id, generation, node_config))
-        for role, count in wanted:
+        for role, count, _ in roles:
             supervisor.want(role, count)
         self._stops.append(("nodes", supervisor.stop))
         await supervisor.start()

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import redis
 
+from cluster.addresses import own_address
 from cluster.registry import Fenced, LeaseKeeper
 from cluster.registry_types import NodeRecord
 from paceline.config import NodeConfig
@@ -59,12 +60,21 @@ class NodeHost:
     """Made, ``start``ed and ``stop``ped once. Methods may be called from any thread."""
 
     def __init__(
-        self, role: str, node_id: str, generation: int, config: NodeConfig, registry_url: str, lease_ttl_s: float
+        self,
+        role: str,
+        node_id: str,
+        generation: int,
+        config: NodeConfig,
+        registry_url: str,
+        lease_ttl_s: float,
+        interface: str = "",
     ) -> None:
+        """interface: the node listens at its address, whatever ``config.host`` says."""
         logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {node_id} %(levelname)s %(name)s: %(message)s")
         self._role, self._node_id, self._generation = role, node_id, generation
-        self._config, self._registry_url, self._lease_ttl_s = config, registry_url, lease_ttl_s
-        self._node = make_node(role, node_id, config)
+        self._config = config.model_copy(update={"host": own_address(config.host, interface)})
+        self._registry_url, self._lease_ttl_s = registry_url, lease_ttl_s
+        self._node = make_node(role, node_id, self._config)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="node-loop", daemon=True)
         self._address = ""

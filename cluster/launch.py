@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -82,24 +85,35 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """A node that is to run for the life of the deployment, over generations."""
+
+    node_id: str
+    resource: str = ""  # Ray resource of which it takes 1; empty: it may run on any host
+
+
 class RayNodes:
     """Launches node processes into one placement group, a bundle per node."""
 
-    def __init__(self, node_ids: list[str], registry_url: str, lease_ttl_s: float) -> None:
-        """node_ids: every node there will be; each keeps its bundle over generations."""
-        self._registry_url, self._lease_ttl_s = registry_url, lease_ttl_s
-        self._bundles = {node_id: i for i, node_id in enumerate(node_ids)}
+    def __init__(self, wanted: Sequence[Wanted], registry_url: str, lease_ttl_s: float, interface: str = "") -> None:
+        """wanted: every node there will be. interface: of the nodes' addresses; empty: as their options say."""
+        self._registry_url, self._lease_ttl_s, self._interface = registry_url, lease_ttl_s, interface
+        self._bundles = {node.node_id: i for i, node in enumerate(wanted)}
+        bundles = [{"CPU": CPU_SHARE} | ({node.resource: 1} if node.resource else {}) for node in wanted]
         # Apart where there are hosts enough, together where not. STRICT_SPREAD would refuse more nodes than hosts,
         # and would leave the nodes of a lost host unplaced for as long as no other comes.
-        self._group = placement_group([{"CPU": CPU_SHARE}] * len(node_ids), strategy="SPREAD")
+        self._group = placement_group(bundles, strategy="SPREAD")
         if not self._group.wait(PLACEMENT_TIMEOUT_S):
             self.close()
-            raise NodeUnavailable(f"Ray could not place {len(node_ids)} nodes in {PLACEMENT_TIMEOUT_S:g} s")
+            raise NodeUnavailable(_unplaced(wanted))
 
     def launch(self, role: str, node_id: str, generation: int, config: NodeConfig) -> RayNode:
         """A node process, not yet started. Its actor is never restarted by Ray: the supervisor makes the next
         generation, under a name of its own (a dead actor's name stays taken while a handle lives)."""
         environment = {"OMP_NUM_THREADS": str(config.threads), "OMP_WAIT_POLICY": "passive"}
+        if self._interface:
+            environment["NCCL_SOCKET_IFNAME"] = f"={self._interface}"  # exactly this one; without = it is a prefix
         actor = ray.remote(NodeHost).options(
             name=f"paceline-{node_id}#{generation}",
             namespace="paceline",
@@ -110,12 +124,20 @@ class RayNodes:
             runtime_env={"env_vars": environment},
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, self._bundles[node_id]),
         )
-        handle = actor.remote(role, node_id, generation, config, self._registry_url, self._lease_ttl_s)
+        handle = actor.remote(role, node_id, generation, config, self._registry_url, self._lease_ttl_s, self._interface)
         return RayNode(node_id, handle)
 
     def close(self) -> None:
         """Give the placement group back."""
         remove_placement_group(self._group)
+
+
+def _unplaced(wanted: Sequence[Wanted]) -> str:
+    """What was asked for, and what the cluster has of it."""
+    asked = Counter(node.resource for node in wanted if node.resource)
+    there = ray.cluster_resources()
+    short = [f"{count} of {name!r} asked, {there.get(name, 0):g} there" for name, count in asked.items()]
+    return f"Ray could not place {len(wanted)} nodes in {PLACEMENT_TIMEOUT_S:g} s; " + "; ".join(short or ["no CPU"])
 
 
 class RayNode:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.plan import Chat, ChatMessage, GenerationRequest, Prompt
+from cluster.plan import Chat, ChatMessage, GenerationRequest, Prompt, Received, Resume
 from paceline.errors import InvalidRequest
 from paceline.request import SpeculationParams
 from paceline.results import Chunk, Completion, Generation, ModelInfo, Tokenization
@@ -12,12 +12,14 @@ from paceline.wire import (
     logprobs_to_proto,
     round_to_proto,
     sampling_from_proto,
+    sampling_to_proto,
     speculation_from_proto,
+    speculation_to_proto,
 )
 
 
 def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequest:
-    """InvalidRequest when there is no prompt."""
+    """InvalidRequest when there is no prompt, which only a resume can do without."""
     sampling = message.sampling
     return GenerationRequest(
         prompt=_prompt(message),
@@ -29,6 +31,26 @@ def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequ
         model=message.model,
         request_id=message.request_id,
         tenant=message.tenant,
+        generation_id=message.generation_id,
+        resume=_resume(message.resume) if message.HasField("resume") else None,
+    )
+
+
+def _resume(message: inference_pb2.Resume) -> Resume:
+    choices = (Received(c.choice, c.next_index, tuple(c.token_ids), c.complete) for c in message.choices)
+    return Resume(message.plan_digest, tuple(choices))
+
+
+def admitted_request(request: GenerationRequest) -> inference_pb2.GenerateRequest:
+    """A request with every default resolved, as ``generation_request`` reads it; without id and resume."""
+    assert isinstance(request.prompt, tuple)
+    return inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=request.prompt),
+        model=request.model,
+        sampling=sampling_to_proto(request.sampling),
+        speculation=speculation_to_proto(request.speculation),
+        request_id=request.request_id,
+        tenant=request.tenant,
     )
 
 
@@ -40,6 +62,8 @@ def _prompt(message: inference_pb2.GenerateRequest) -> Prompt:
             return tuple(message.token_ids.ids)
         case "chat":
             return _chat(message.chat)
+        case _ if message.HasField("resume"):
+            return ()
         case _:
             raise InvalidRequest("prompt", "must be given: text, token_ids or chat")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import uuid
 from collections.abc import Collection, Sequence
@@ -15,6 +16,7 @@ from paceline.request import SamplingParams, SequenceRequest, SpeculationParams,
 DEFAULT_MAX_TOKENS = 1024  # when the request names none and the context leaves as much
 MAX_NAME_CHARS = 256  # of a request id, a tenant
 SEED_BITS = 53  # a drawn seed survives readers that keep numbers as doubles
+GENERATION_ID = re.compile(r"[A-Za-z0-9_-]{22,128}")  # room for 128 random bits: the id is a capability
 THREAD_ABOVE_CHARS = 20_000  # longer texts are tokenized off the event loop
 
 
@@ -50,11 +52,30 @@ Prompt = str | tuple[int, ...] | Chat
 
 
 @dataclass(frozen=True)
+class Received:
+    """What a client has of a choice: tokens before ``next_index``, given here or, when empty, to be made again."""
+
+    choice: int
+    next_index: int
+    token_ids: tuple[int, ...] = ()
+    complete: bool = False
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What a client has of a stream that broke. ``plan_digest`` is empty when it has not even that."""
+
+    plan_digest: bytes = b""
+    choices: tuple[Received, ...] = ()
+
+
+@dataclass(frozen=True)
 class GenerationRequest:
     """What a client asks.
 
     ``max_tokens`` stands for ``sampling.max_tokens``, which is not looked at; None is what the context leaves, at most
-    DEFAULT_MAX_TOKENS. An empty ``model`` is the one served, an empty ``request_id`` is made.
+    DEFAULT_MAX_TOKENS. An empty ``model`` is the one served, an empty ``request_id`` is made. ``generation_id`` names a
+    stream that other routers may go on with, which ``resume`` asks for.
     """
 
     prompt: Prompt
@@ -64,6 +85,8 @@ class GenerationRequest:
     model: str = ""
     request_id: str = ""
     tenant: str = ""
+    generation_id: str = ""
+    resume: Resume | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +94,7 @@ class Plan:
     """A request ready for the nodes."""
 
     request_id: str
+    admitted: GenerationRequest  # with every default resolved, the seed drawn: planned again it is the same plan
     stop: tuple[str, ...]  # the router's business: nodes do not see them
     sequences: tuple[SequenceRequest, ...]  # one per choice
 
@@ -109,7 +133,16 @@ async def make_plan(request: GenerationRequest, served: Served, tokenizer: Token
         )
         for i in range(params.n)
     )
-    return Plan(request_id, params.stop, sequences)
+    admitted = GenerationRequest(
+        prompt=prompt,
+        sampling=replace(params, seed=seed),
+        max_tokens=params.max_tokens,
+        speculation=request.speculation,
+        model=served.model,
+        request_id=request_id,
+        tenant=request.tenant,
+    )
+    return Plan(request_id, admitted, params.stop, sequences)
 
 
 def _check_speculation(asked: SpeculationParams, served: Served) -> None:
@@ -168,6 +201,8 @@ def _check_names(request: GenerationRequest, served: Served) -> None:
         if len(value) > MAX_NAME_CHARS:
             raise InvalidRequest(name, f"at most {MAX_NAME_CHARS} characters")
         _check_unicode(name, value)
+    if request.generation_id and not GENERATION_ID.fullmatch(request.generation_id):
+        raise InvalidRequest("generation_id", "must be 22 to 128 letters, digits, '-' and '_', of 128 random bits")
     for text in request.sampling.stop:
         _check_unicode("stop", text)
 

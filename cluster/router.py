@@ -10,17 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
 from cluster.attempt import Attempt, Surroundings
 from cluster.choice import ChoiceRun, Detokenizer
+from cluster.journal import Journal
 from cluster.metrics import Metrics
 from cluster.node_calls import NodeCalls, NodeFailure
 from cluster.pairing import Pairing, Tries
-from cluster.plan import GenerationRequest, Plan, Prompt, Served, TokenizerLike, make_plan, tokenize
+from cluster.plan import GenerationRequest, Plan, Prompt, Received, Served, TokenizerLike, make_plan, tokenize
 from cluster.registry_types import NodeRecord
+from cluster.resume import find_admitted, journaled, received_of
 from paceline.config import ServeConfig
 from paceline.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, PacelineError
 from paceline.request import MAX_N, TokenLogprobs
@@ -55,9 +57,11 @@ class Router:
         metrics: Metrics | None = None,
         bit_exact: bool = False,
         detokenizer: DetokenizerFactory | None = None,
+        journal: Journal | None = None,
     ) -> None:
         """model_name: what requests may call the model. bit_exact: what the nodes' probe said. detokenizer: makes one
-        per choice from tokenizer, prompt ids and stop strings; the default is paceline.tokenizer's."""
+        per choice from tokenizer, prompt ids and stop strings; the default is paceline.tokenizer's. journal: of streams
+        that other routers may go on with; started, and closed by its owner."""
         self.config = config
         self.tokenizer = tokenizer
         self.served = Served(model_name, max_model_len, vocab_size, config.selectable)
@@ -65,6 +69,7 @@ class Router:
         self.inflight = 0  # sequences admitted and not over
         self._registry = registry
         self._bit_exact = bit_exact
+        self._journal = journal
         self._detokenizer = detokenizer if detokenizer is not None else _incremental
         self._calls = NodeCalls()
         self._pairing = Pairing(registry.nodes, self._calls, config.page_size, config.lease_ttl_s)
@@ -73,21 +78,31 @@ class Router:
 
     # -- what is asked -----------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        """Chunks of all choices as they come; the last one of each choice has its completion.
+    async def generate(
+        self, request: GenerationRequest, on_plan: Callable[[Plan], None] = lambda plan: None
+    ) -> AsyncGenerator[Chunk, None]:
+        """Chunks of all choices as they come; the last one of each choice has its completion. on_plan: called before
+        the first chunk.
 
         Close it (``contextlib.aclosing``) to cancel. Raises PacelineError: InvalidRequest before any chunk, Overloaded
-        when there is no room, NodeUnavailable or HandoffFailed when retries did not help, DeadlineExceeded.
+        when there is no room, NodeUnavailable or HandoffFailed when retries did not help, DeadlineExceeded; of a
+        request that resumes also UnknownGeneration.
         """
         started_at = time.monotonic()
+        request = await self._found(request)
         choices = min(max(request.sampling.n, 1), MAX_N)
         self._admit(choices)
         status = "cancelled"
         try:
             plan = await make_plan(request, self.served, self.tokenizer)
-            async with aclosing(self._run(plan, request, started_at)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
+            replayable = self.config.acceptance == "sample"
+            received = received_of(plan, request, self.served.vocab_size, replayable)
+            runs = self._choices(plan, received, started_at)
+            on_plan(plan)
+            with journaled(self._journal, plan, request.generation_id):
+                async with aclosing(self._run(runs, started_at)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
             status = "ok"
         except Exception as error:
             status = type(error).__name__
@@ -148,12 +163,21 @@ class Router:
         self.inflight += choices
         self.metrics.request_started()
 
-    async def _run(self, plan: Plan, request: GenerationRequest, started_at: float) -> AsyncGenerator[Chunk, None]:
+    async def _found(self, request: GenerationRequest) -> GenerationRequest:
+        """The request to plan: of a resume, the one that was admitted."""
+        if request.resume is None:
+            return request
+        try:
+            return await find_admitted(request, self._journal)
+        except PacelineError as error:
+            self.metrics.request_refused(type(error).__name__)
+            raise
+
+    async def _run(self, runs: list[ChoiceRun], started_at: float) -> AsyncGenerator[Chunk, None]:
         queue: asyncio.Queue[Chunk | Exception] = asyncio.Queue(QUEUE_CHUNKS)
         deadline = started_at + self.config.request_timeout_s
         tasks = [
-            asyncio.create_task(self._run_choice(run, queue, deadline), name=run.sequence.request_id)
-            for run in self._choices(plan, started_at)
+            asyncio.create_task(self._run_choice(run, queue, deadline), name=run.sequence.request_id) for run in runs
         ]
         self._tasks.update(tasks)
         try:
@@ -170,12 +194,19 @@ class Router:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._tasks.difference_update(tasks)
 
-    def _choices(self, plan: Plan, started_at: float) -> list[ChoiceRun]:
+    def _choices(self, plan: Plan, received: Mapping[int, Received], started_at: float) -> list[ChoiceRun]:
+        """Those that the client does not have to the end. Raises InvalidRequest."""
         lossless = self.config.acceptance != "typical"
         runs = []
         for index, sequence in enumerate(plan.sequences):
+            had = received.get(index)
+            if had is not None and had.complete:
+                continue
             detokenizer = self._detokenizer(self.tokenizer, sequence.prompt_token_ids, plan.stop)
-            runs.append(ChoiceRun(index, plan.request_id, sequence, detokenizer, started_at, lossless))
+            run = ChoiceRun(index, plan.request_id, sequence, detokenizer, started_at, lossless)
+            if had is not None:
+                run.resume(had.next_index, had.token_ids)
+            runs.append(run)
         return runs
 
     async def _run_choice(self, run: ChoiceRun, queue: asyncio.Queue[Chunk | Exception], deadline: float) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -14,15 +16,18 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cluster import messages
+from cluster.plan import Plan
+from cluster.resume import UnknownGeneration, digest_of
 from cluster.router import Router
 from paceline.engine.rpc import MAX_MESSAGE_BYTES, answering_errors
-from paceline.errors import ConfigError, DeadlineExceeded
+from paceline.errors import ConfigError, DeadlineExceeded, InvalidRequest
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 MAX_REQUEST_BYTES = 4 * 1024 * 1024
 WRITE_TIMEOUT_S = 60.0  # for one chunk: a client that reads nothing for longer loses its request
 STOP_GRACE_S = 0.2  # for what is not a request, such as an open health watch
+GENERATION_ID_BYTES = 16
 EXTRA_RPCS = 256  # beyond the requests that the router admits: refusals, tokenizing, health
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -38,18 +43,26 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
         async with answering_errors(context):
-            return messages.generate_response(await self._router.complete(messages.generation_request(request)))
+            if request.HasField("resume"):
+                raise InvalidRequest("resume", "only a stream is resumed: use GenerateStream")
+            asked = replace(messages.generation_request(request), generation_id="")  # nothing to go on with
+            return messages.generate_response(await self._router.complete(asked))
         raise AssertionError("unreachable: the context was aborted")
 
     async def GenerateStream(  # type: ignore[override]
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> None:
-        async with (
-            answering_errors(context),
-            aclosing(self._router.generate(messages.generation_request(request))) as chunks,
-        ):
-            async for chunk in chunks:
-                await _write(context, messages.generate_chunk(chunk))
+        plans: list[Plan] = []
+        async with answering_errors(context), _answering_unknown(context):
+            asked = messages.generation_request(request)
+            if not asked.generation_id:
+                asked = replace(asked, generation_id=secrets.token_hex(GENERATION_ID_BYTES))
+            async with aclosing(self._router.generate(asked, plans.append)) as chunks:
+                async for chunk in chunks:
+                    message = messages.generate_chunk(chunk)
+                    if plans:
+                        message.resumable.CopyFrom(_resumable(asked.generation_id, plans.pop()))
+                    await _write(context, message)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
@@ -62,6 +75,20 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ModelInfoRequest, context: Context
     ) -> inference_pb2.ModelInfoResponse:
         return messages.model_info_response(self._router.model_info())
+
+
+@asynccontextmanager
+async def _answering_unknown(context: Context) -> AsyncIterator[None]:
+    try:
+        yield
+    except UnknownGeneration as error:
+        await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+
+
+def _resumable(generation_id: str, plan: Plan) -> inference_pb2.Resumable:
+    seed = plan.admitted.sampling.seed
+    assert seed is not None  # every default is resolved
+    return inference_pb2.Resumable(generation_id=generation_id, seed=seed, plan_digest=digest_of(plan.admitted))
 
 
 async def _write(context: Context, chunk: inference_pb2.GenerateChunk) -> None:

@@ -1,18 +1,24 @@
-"""``paceline train-drafter``: train draft heads on a target's own answers. Nothing heavy is imported before it runs."""
+"""``paceline make-corpus`` and ``train-drafter``: draft heads learn from a target's own answers.
+
+Nothing heavy is imported before a command runs.
+"""
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
+    from draft_training.answers import Made
     from draft_training.train import Progress as Trained
 
 messages = Console(stderr=True, highlight=False)
@@ -26,6 +32,14 @@ def train_drafter(
     minutes: Annotated[float, typer.Option(min=0.01, help="Bound of this run; a later run goes on from OUT.")] = 60.0,
     steps: Annotated[int, typer.Option(min=1, help="Bound of this run, whichever ends first.")] = 1_000_000,
     learning_rate: Annotated[float, typer.Option(min=1e-7, max=1.0, help="Peak.")] = 6e-4,
+    tokens_per_step: Annotated[int, typer.Option(min=1, help="Answer tokens of an optimiser step.")] = 512,
+    draft_steps: Annotated[
+        int, typer.Option(min=0, help="Draft steps trained in this run; 0: all. The first ones carry most.")
+    ] = 0,
+    share: Annotated[
+        list[str] | None,
+        typer.Option(help="SOURCE=PART: of each epoch, only this part of the samples whose source begins so."),
+    ] = None,
     cache: Annotated[Path | None, typer.Option(help="The target's features; default: below OUT.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option(min=0, help="0: one per core.")] = 0,
@@ -42,7 +56,9 @@ def train_drafter(
         raise ConfigError("corpus", f"{missing[0]} does not exist")
     job = Job(
         head, model, tuple(corpus), out, cache or out / "features", device, threads or os.cpu_count() or 1, held_out,
-        train=TrainConfig(minutes=minutes, steps=steps, learning_rate=learning_rate),
+        train=TrainConfig(
+            minutes, steps, tokens_per_step, draft_steps, parse_shares(share or ()), learning_rate=learning_rate
+        ),
     )  # fmt: skip
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[state]}"))
     with Progress(*columns, console=messages) as bar:
@@ -56,3 +72,60 @@ def train_drafter(
 
         found = run_job(job, report)
     typer.echo(f"{out / 'head'}: {found.length:.3f} tokens a round on held-out answers")
+
+
+def parse_shares(items: Sequence[str]) -> dict[str, float]:
+    """``SOURCE=PART`` items. Raises ConfigError."""
+    shares: dict[str, float] = {}
+    for item in items:
+        source, equals, part = item.rpartition("=")
+        try:
+            shares[source] = float(part)
+        except ValueError:
+            equals = ""
+        if not equals or not 0.0 <= shares.get(source, -1.0) <= 1.0:
+            raise ConfigError("share", f"{item!r} is not SOURCE=PART with a part between 0 and 1")
+    return shares
+
+
+def make_corpus(
+    out: Annotated[Path, typer.Option(help="JSON lines; a run goes on where the file ends.")],
+    model: Annotated[str, typer.Option(help="A known model, a folder or a hub id.")] = "smollm2-135m-instruct",
+    prompts: Annotated[
+        list[Path] | None, typer.Option(help='JSON lines {"prompt": ..., "source": ...}; .xz and .gz too.')
+    ] = None,
+    self_made: Annotated[int, typer.Option(min=0, help="Prompts that the model makes itself, after those.")] = 0,
+    max_answer_tokens: Annotated[int, typer.Option(min=1, help="Longer answers are cut there.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, max=4096, help="Sequences that run together.")] = 64,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Same options, same seed: same corpus.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int, typer.Option(min=0, help="0: one per core.")] = 0,
+) -> None:
+    """Make a corpus of the target's own answers, to train draft heads on; resumable."""
+    missing = [path for path in prompts or () if not path.is_file()]
+    if missing:
+        raise ConfigError("prompts", f"{missing[0]} does not exist")
+    from draft_training.corpus_job import CorpusJob, run_corpus_job
+
+    job = CorpusJob(
+        model, out, tuple(prompts or ()), self_made, max_answer_tokens, batch, seed, device,
+        threads or os.cpu_count() or 1,
+    )  # fmt: skip
+    columns = (
+        TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+        TextColumn("{task.fields[state]}"),
+    )  # fmt: skip
+    with Progress(*columns, console=messages) as bar:
+        task = bar.add_task("prompts", total=None, state="loading the model")
+        began: tuple[float, int] | None = None  # time and answer tokens at the first report
+
+        def report(made: Made) -> None:
+            nonlocal began
+            now = time.monotonic()
+            began = began or (now, made.answer_tokens)
+            rate = (made.answer_tokens - began[1]) / max(now - began[0], 1e-9)
+            state = f"{made.answer_tokens:,} tokens, {rate:.0f} tokens/s, {made.left_out:,} left out"
+            bar.update(task, total=made.total, completed=made.answers + made.left_out, state=state)
+
+        made = run_corpus_job(job, report)
+    typer.echo(f"{out}: {made.answers:,} answers, {made.answer_tokens:,} tokens, {made.left_out:,} prompts left out")

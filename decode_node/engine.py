@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from decode_node.scheduler import DecodeLimits, DecodeScheduler
-from decode_node.stream import Landing, Stream, StreamPhase
+from decode_node.stream import HiddenRows, Landing, Stream, StreamPhase
 from kv_transfer.handoff import Handoff, HandoffPlan, HandoffState
 from paceline.config import WEIGHTLESS_DRAFTERS
 from paceline.engine.ledger import pages_available, pool_problems
@@ -78,10 +78,11 @@ class DecodeEngine:
         """Reserve for who waits, run a chunk of local prefill and a round. False when there was nothing to do."""
         self._reserve_waiting()
         prefilled = self._prefill()
+        digested = self._digest()
         decoded = self._round()
-        if not prefilled and not decoded:
+        if not prefilled and not digested and not decoded:
             self._check_when_idle()
-        return prefilled or decoded
+        return prefilled or digested or decoded
 
     def _reserve_waiting(self) -> None:
         for stream, error in self._scheduler.reserve(self._reserve):
@@ -115,6 +116,7 @@ class DecodeEngine:
             num_tokens=seq.num_prefill - seq.cached_tokens,
             hidden_size=self._runner.hidden_size,
             draft_required=False,  # missing draft state is never an error, only slower
+            row_width=self._runner.row_width,
         )
         handoff = Handoff(
             ticket,
@@ -123,7 +125,8 @@ class DecodeEngine:
             reserve_deadline_s=self._deadlines.reserve_s,
             handoff_deadline_s=self._deadlines.handoff_s,
         )
-        return Landing(handoff, tuple(seq.table.pages), seq.table.slots[: seq.num_prefill].clone())
+        slots = seq.table.slots[: seq.num_prefill].clone()
+        return Landing(handoff, tuple(seq.table.pages), slots, HiddenRows(plan.first_token, plan.num_tokens))
 
     def _prefill(self) -> bool:
         step = self._scheduler.next_chunks()
@@ -139,6 +142,26 @@ class DecodeEngine:
                 stream.phase = StreamPhase.RUNNING
                 self._scheduler.run(stream)
                 self._emit(stream, (sampled.token_id,), (sampled.logprobs,) if sampled.logprobs else (), None)
+        return True
+
+    def _digest(self) -> bool:
+        """A chunk of one stream's draft prefill (algorithms.md H2)."""
+        if (work := self._scheduler.next_draft()) is None:
+            return False
+        stream, most = work
+        seq, landing = stream.seq, stream.landing
+        assert seq is not None
+        assert landing is not None
+        start, end = stream.digested, min(stream.digested + most, seq.num_prefill)
+        try:
+            self._runner.digest(seq, start, end, landing.hidden.read(start, end))
+        except Exception as error:
+            self._fail_step([stream], "draft prefill", error)
+            return True
+        stream.digested = end
+        if end == seq.num_prefill:
+            stream.phase = StreamPhase.RUNNING
+            self._scheduler.run(stream)
         return True
 
     def _round(self) -> bool:
@@ -200,10 +223,22 @@ class DecodeEngine:
             self._release(stream)
         elif seq.finish_reason is not None:
             self._finish(stream, seq)
+        elif self._owes_draft_prefill(stream):
+            stream.digested = seq.cached_tokens
+            stream.phase = StreamPhase.DRAFTING
+            self._scheduler.draft(stream)
         else:
             self._count_missing_draft(stream, seq)
             stream.phase = StreamPhase.RUNNING
             self._scheduler.run(stream)
+
+    def _owes_draft_prefill(self, stream: Stream) -> bool:
+        """Hidden rows came for the drafter to digest, or it needs nothing but the tokens."""
+        runner = self._runner
+        if runner.handoff != "hidden_states" or stream.landing is None or _weightless(stream):
+            return False
+        tokens_alone = runner.row_width == 0 and len(runner.drafter.kv_layers) > 0
+        return tokens_alone or stream.landing.handoff.hidden_complete
 
     def handoff_failed(self, ticket: str, reason: str) -> None:
         """The hand-off is over and nothing of it is used: pages return, the RPC ends with ABORTED."""
@@ -227,8 +262,8 @@ class DecodeEngine:
 
     def _count_missing_draft(self, stream: Stream, seq: Sequence) -> None:
         layers = len(self._runner.kv.layout.layer_range(LayerOwner.DRAFT))
-        weightless = seq.request.speculation.drafter in WEIGHTLESS_DRAFTERS  # such a request has no draft rows
-        if layers and seq.draft_rows < seq.num_prefill and not weightless:
+        wanted = layers and self._runner.handoff != "none"
+        if wanted and seq.draft_rows < seq.num_prefill and not _weightless(stream):
             self.missing_drafts += 1
             log.warning("%s came without draft state: speculation starts late", stream.request.request_id)
 
@@ -299,6 +334,11 @@ class DecodeEngine:
             self.integrity = problems[0] if problems else ""
             for problem in problems:
                 log.error("KV pool of the decode node: %s", problem)
+
+
+def _weightless(stream: Stream) -> bool:
+    """The request chose a drafter that has no rows."""
+    return stream.request.speculation.drafter in WEIGHTLESS_DRAFTERS
 
 
 def num_slots(runner: ModelRunner, stream: Stream) -> int:

@@ -3,12 +3,14 @@
 A stream's life on this node, one owner per edge (the engine thread)::
 
     WAITING --pages reserved--> RESERVED --hand-off complete--> RUNNING --finish reason--> RELEASED
-       |                           |  `--local prefill--> PREFILLING --first token--^         ^
+       |                           |  |`-its hidden rows--> DRAFTING --digested-----^         ^
+       |                           |  `--local prefill--> PREFILLING --first token--^         |
        |                           |                          |                     |         |
        +--deadline, cancel---------+--hand-off terminal-------+--cancel-------------+---------+
 
 Pages for the worst case (prompt, every token it may emit, one round of draft slots) are taken before the hand-off
-begins, so a running stream never waits for memory and never has to be preempted.
+begins, so a running stream never waits for memory and never has to be preempted. Hidden rows that came in place of
+draft KV are digested in chunks between rounds, first come, first served, so that they stall no running stream.
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ class DecodeScheduler(Generic[S]):
         self._limits = limits
         self._line: WaitingLine[S] = WaitingLine(limits.max_waiting)
         self._prefilling: list[S] = []
+        self._drafting: list[S] = []
         self._ready: list[S] = []
 
     @property
@@ -69,7 +72,7 @@ class DecodeScheduler(Generic[S]):
     @property
     def num_running(self) -> int:
         """Sequences that decode or prefill, paused and seatless ones included."""
-        return len(self._ready) + len(self._prefilling)
+        return len(self._ready) + len(self._prefilling) + len(self._drafting)
 
     def add(self, stream: S) -> None:
         """Queue a stream for pages; raises Overloaded when the line is full."""
@@ -87,11 +90,20 @@ class DecodeScheduler(Generic[S]):
         """Compute this stream's prompt here, interleaved with decode rounds."""
         self._prefilling.append(stream)
 
+    def draft(self, stream: S) -> None:
+        """Let the drafter digest this stream's hidden rows, interleaved with decode rounds."""
+        self._drafting.append(stream)
+
     def run(self, stream: S) -> None:
         """Decode this stream from the next round on."""
-        if stream in self._prefilling:
-            self._prefilling.remove(stream)
+        for members in (self._prefilling, self._drafting):
+            if stream in members:
+                members.remove(stream)
         self._ready.append(stream)
+
+    def next_draft(self) -> tuple[S, int] | None:
+        """Whose hidden rows are digested next, and how many at most."""
+        return (self._drafting[0], self._limits.chunk_tokens) if self._drafting else None
 
     def next_chunks(self) -> list[tuple[S, PrefillChunk]]:
         """The next local prefill step."""
@@ -107,6 +119,6 @@ class DecodeScheduler(Generic[S]):
         """Forget a stream, wherever it stands."""
         if self._line.discard(stream):
             return
-        for members in (self._prefilling, self._ready):
+        for members in (self._prefilling, self._drafting, self._ready):
             if stream in members:
                 members.remove(stream)

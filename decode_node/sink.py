@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from decode_node.stream import Stream
-from kv_transfer.handoff import ByteClass, Handoff
+from kv_transfer.handoff import HIDDEN, ByteClass, Handoff
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import HandoffFailed
 from paceline.spec_decode.sequence import DraftState
@@ -51,10 +51,14 @@ class ReservedPages:
         num_tokens: int,
         data: torch.Tensor,
     ) -> None:
-        """Scatter rows into the ticket's pages, which must still be in the life that was reserved."""
+        """Scatter rows into the ticket's pages, which must still be in the life that was reserved; keep hidden rows."""
         stream = self._streams.get(ticket)
         if stream is None or stream.landing is None:
             raise HandoffFailed(f"hand-off {ticket} has no pages")
+        if byte_class == HIDDEN:
+            rows = data.view(num_tokens, -1).to(self._runner.kv.device, copy=True)
+            stream.landing.hidden.write(first_token, rows)
+            return
         page_size, end = self._runner.page_size, first_token + num_tokens
         for ref in stream.landing.pages[first_token // page_size : -(-end // page_size)]:
             self._runner.allocator.check(ref)

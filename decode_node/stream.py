@@ -26,6 +26,7 @@ class StreamPhase(enum.Enum):
     WAITING = "waiting"
     RESERVED = "reserved"
     PREFILLING = "prefilling"
+    DRAFTING = "drafting"
     RUNNING = "running"
     RELEASED = "released"
 
@@ -66,6 +67,30 @@ class EventQueue:
         return event
 
 
+class HiddenRows:
+    """Hidden rows of a hand-off as they arrive, until the drafter has digested them.
+
+    Written by one receiver thread; read by the engine once the hand-off is ready.
+    """
+
+    def __init__(self, first_token: int, num_tokens: int) -> None:
+        self._first, self._count = first_token, num_tokens
+        self._rows: torch.Tensor | None = None  # [num_tokens, row_width]; made when the first rows come
+
+    def write(self, first_token: int, rows: torch.Tensor) -> None:
+        """Keep ``rows`` [n, row_width] of tokens first_token... on."""
+        if self._rows is None:
+            self._rows = torch.empty(self._count, rows.shape[1], dtype=rows.dtype, device=rows.device)
+        start = first_token - self._first
+        self._rows[start : start + rows.shape[0]] = rows
+
+    def read(self, start: int, end: int) -> torch.Tensor:
+        """Rows of tokens start..end-1, [end - start, row_width]; of width 0 where none came."""
+        if self._rows is None:
+            return torch.empty(end - start, 0)
+        return self._rows[start - self._first : end - self._first]
+
+
 @dataclass(frozen=True)
 class Landing:
     """Where the rows of a hand-off go. Fixed at the reservation, so that the receiver's thread needs no table."""
@@ -73,6 +98,7 @@ class Landing:
     handoff: Handoff
     pages: tuple[PageRef, ...]  # of the sequence, by position
     slots: torch.Tensor  # int32 [num_prefill], CPU
+    hidden: HiddenRows
 
 
 @dataclass(eq=False)
@@ -87,6 +113,7 @@ class Stream:
     phase: StreamPhase = StreamPhase.WAITING
     seq: Sequence | None = None  # the engine, when the stream reaches the head of the line
     landing: Landing | None = None  # the engine, with the pages, unless local_prefill
+    digested: int = 0  # the engine, while DRAFTING: prompt rows that the drafter has
     left: bool = False  # the engine: the RPC is gone, pages wait for the end of the hand-off
     overdue: bool = False  # the engine: a deadline was applied to the hand-off
 

@@ -63,7 +63,9 @@ class HandoffPlan:
     width 0 does not cross: nothing of it is expected. ``reshard``: the name of that plan, which Begin must carry.
     ``first_token`` and ``num_tokens``: the KV rows that it reserved and lacks (``first_token`` tokens of the prefix
     it already holds). ``draft_required`` False: the draft rows may be left out, all of them or none (decode then
-    starts without a drafter). ``hidden_size``: width of one hidden row, of the layout's dtype.
+    starts without a drafter). ``hidden_size``: width of one hidden row of the State, of the layout's dtype.
+    ``row_width``: width of the hidden row that comes with each token; 0: none may come. Unless every one comes, none is
+    used: of a request that its first token ended the last ones do not exist.
     """
 
     layout: KvLayout
@@ -72,6 +74,7 @@ class HandoffPlan:
     hidden_size: int
     draft_required: bool = True
     reshard: str = ""
+    row_width: int = 0
 
 
 class Handoff:
@@ -99,6 +102,7 @@ class Handoff:
         self._handoff_deadline_s = handoff_deadline_s
         # For each layer the rows that arrived, one bit a token (bit 0 is plan.first_token).
         self._arrived = [0] * len(plan.layout.layers)
+        self._hidden_arrived = 0
         self._complete = (1 << plan.num_tokens) - 1
 
     # -- questions ---------------------------------------------------------------------------------------------
@@ -113,6 +117,11 @@ class Handoff:
         """Every draft row arrived (False when the layout has no draft layer)."""
         layers = self.plan.layout.layer_range(LayerOwner.DRAFT)
         return len(layers) > 0 and all(self._arrived[layer] == self._complete for layer in self._crossing(layers))
+
+    @property
+    def hidden_complete(self) -> bool:
+        """A hidden row arrived for every token (False when none may come)."""
+        return self.plan.row_width > 0 and self._hidden_arrived == self._complete
 
     def expired(self, now: float) -> str | None:
         """Why the hand-off is overdue at ``now``, or None. RESERVED counts from the reservation, SENDING from Begin."""
@@ -137,21 +146,33 @@ class Handoff:
         """Why these rows cannot be accepted now, or None. Changes nothing."""
         if self.status is not HandoffState.SENDING:
             return f"chunk while {self.status}"
-        if byte_class not in _OWNER:
+        hidden = byte_class == HIDDEN and self.plan.row_width > 0
+        if byte_class not in _OWNER and not hidden:
             return f"chunk of byte class {byte_class}"
+        if hidden and (first_layer or num_layers):
+            return f"hidden rows of layers {first_layer}..{first_layer + num_layers}"
+        problem = None if hidden else self._layers_problem(byte_class, first_layer, num_layers)
+        if problem is not None:
+            return problem
+        layers = range(first_layer, first_layer + num_layers)
+        start = first_token - self.plan.first_token
+        if start < 0 or num_tokens < 0 or start + num_tokens > self.plan.num_tokens:
+            return f"tokens {first_token}..{first_token + num_tokens} outside the announced range"
+        row_bytes = self.plan.row_width * self.plan.layout.dtype.itemsize if hidden else self._token_bytes(layers)
+        expected = num_tokens * row_bytes
+        if num_bytes != expected:
+            return f"{num_bytes} bytes declared where the layout says {expected}"
+        rows = ((1 << num_tokens) - 1) << start
+        arrived = [self._hidden_arrived] if hidden else [self._arrived[layer] for layer in self._crossing(layers)]
+        if any(seen & rows for seen in arrived):
+            return f"rows of tokens {first_token}..{first_token + num_tokens} sent twice"
+        return None
+
+    def _layers_problem(self, byte_class: ByteClass, first_layer: int, num_layers: int) -> str | None:
         allowed = self.plan.layout.layer_range(_OWNER[byte_class])
         layers = range(first_layer, first_layer + num_layers)
         if num_layers < 1 or layers.start not in allowed or layers.stop - 1 not in allowed:
             return f"layers {layers.start}..{layers.stop} outside {allowed.start}..{allowed.stop}"
-        start = first_token - self.plan.first_token
-        if start < 0 or num_tokens < 0 or start + num_tokens > self.plan.num_tokens:
-            return f"tokens {first_token}..{first_token + num_tokens} outside the announced range"
-        expected = num_tokens * self._token_bytes(layers)
-        if num_bytes != expected:
-            return f"{num_bytes} bytes declared where the layout says {expected}"
-        rows = ((1 << num_tokens) - 1) << start
-        if any(self._arrived[layer] & rows for layer in self._crossing(layers)):
-            return f"rows of tokens {first_token}..{first_token + num_tokens} sent twice"
         return None
 
     def state_problem(self, num_hidden_rows: int, num_bytes: int) -> str | None:
@@ -202,6 +223,8 @@ class Handoff:
         with self._lock:
             self._refuse_if(self.chunk_problem(byte_class, first_layer, num_layers, first_token, num_tokens, num_bytes))
             rows = ((1 << num_tokens) - 1) << (first_token - self.plan.first_token)
+            if byte_class == HIDDEN:
+                self._hidden_arrived |= rows
             for layer in self._crossing(range(first_layer, first_layer + num_layers)):
                 self._arrived[layer] |= rows
             self.bytes_by_class[byte_class] += num_bytes

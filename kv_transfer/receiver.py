@@ -48,8 +48,9 @@ class HandoffSink(Protocol):
         num_tokens: int,
         data: Tensor,
     ) -> None:
-        """Scatter rows into the pages of the ticket. ``data``: flat, of the plan's layout and dtype, in canonical order
-        (layer, token, head); valid during the call only. An exception fails this ticket alone."""
+        """Scatter rows into the pages of the ticket; hidden rows are kept. ``data``: flat, of the plan's layout and
+        dtype, in canonical order (layer, token, head); valid during the call only. An exception fails this ticket
+        alone."""
 
     def ready(self, ticket: str, state: State, hidden: Tensor) -> None:
         """All rows are written. ``hidden``: [num_hidden_rows, hidden_size], the layout's dtype, the sink's to keep."""

@@ -25,6 +25,7 @@ WEIGHTLESS_DRAFTERS = ("none", "ngram", "suffix", "trie", "lookahead")  # may st
 DtypeName = Literal["bf16", "fp32"]
 TreeName = Literal["chain", "static", "dynamic"]
 DEFAULT_TREE_NODES = 16
+AUTO_HOST = "auto"
 
 
 class Frozen(BaseModel):
@@ -64,6 +65,8 @@ class EngineConfig(Frozen):
     reserve_deadline_s: float = Field(default=120.0, gt=0)  # from reservation to the first byte
     transfer_timeout_s: float = Field(default=5.0, gt=0)  # one message on the data link
     transport: Literal["gloo", "nccl"] = "gloo"
+    handoff: Literal["draft_kv", "hidden_states", "none"] = "draft_kv"  # what crosses besides target KV
+    handoff_rows: Literal["fused", "raw"] = "fused"  # hidden_states of EAGLE-3: fused on prefill, or as they are
     handoff_dtype_cast: bool = False  # let fp32 prefill nodes round their KV for bf16 decode nodes
 
     @field_validator("drafters")
@@ -121,7 +124,10 @@ class ServeConfig(EngineConfig):
     http: str = "127.0.0.1:8000"
     redis: str = ""  # URL; empty: an embedded server
     ray_address: str = "local"
-    node_host: str = "127.0.0.1"
+    node_host: str = AUTO_HOST  # address that nodes listen and are reached at; auto: each host's own in the cluster
+    node_interface: str = ""  # network interface that gives it instead, e.g. eth1, the same name on every host
+    prefill_resource: str = ""  # Ray resource of the hosts that prefill nodes may run on; each takes 1
+    decode_resource: str = ""
     request_timeout_s: float = Field(default=600.0, gt=0)
     max_inflight: int = Field(default=256, ge=1)  # requests admitted by the router at once
     lease_ttl_s: float = Field(default=2.0, gt=0)
@@ -140,4 +146,9 @@ class ServeConfig(EngineConfig):
     def node(self, threads: int) -> NodeConfig:
         """The part that one node needs."""
         shared = {name: getattr(self, name) for name in EngineConfig.model_fields}
-        return NodeConfig(**shared, threads=threads, host=self.node_host)
+        return NodeConfig(**shared, threads=threads, host=self.host)
+
+    @property
+    def host(self) -> str:
+        """``node_host``; nodes of a private Ray are all on this machine."""
+        return "127.0.0.1" if self.node_host == AUTO_HOST and self.ray_address == "local" else self.node_host

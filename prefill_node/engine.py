@@ -11,10 +11,12 @@ import logging
 import time
 
 from kv_transfer.handoff import DRAFT_KV, HIDDEN, META, TARGET_KV
+from paceline.config import WEIGHTLESS_DRAFTERS
 from paceline.engine.ledger import pages_available, pool_problems
 from paceline.engine.model_runner import ModelRunner, PrefillChunk, SampledToken
 from paceline.errors import DeadlineExceeded, HandoffFailed, InvalidRequest, Overloaded, PacelineError
 from paceline.kvcache.layout import LayerOwner
+from paceline.spec_decode.drafters.export import take_rows
 from paceline.v1 import handoff_pb2, inference_pb2, node_pb2
 from paceline.wire import finish_reason_to_proto, logprobs_to_proto
 from prefill_node.job import JobPhase, PrefillJob
@@ -73,7 +75,9 @@ class PrefillEngine:
     def _start(self, job: PrefillJob) -> bool:
         """Take pages for the whole prompt; False when the pool lacks them now."""
         if job.seq is None:
-            job.seq = self._runner.new_sequence(job.request)
+            # Cached rows have KV but no hidden rows: of those that are to cross, all are computed.
+            most = job.first_token if self._runner.row_width else None
+            job.seq = self._runner.new_sequence(job.request, most)
         try:
             job.seq.table.ensure(job.seq.num_prefill + 1)
         except Overloaded:
@@ -89,6 +93,7 @@ class PrefillEngine:
         first = chunk.start if job.begun else job.first_token
         self._begin(job)
         self._send_rows(job, LayerOwner.TARGET, max(first, job.first_token), chunk.end)
+        self._send_hidden(job)
         if sampled is not None:
             self._finish(job, sampled)
 
@@ -117,6 +122,15 @@ class PrefillEngine:
         if job.seq is not None and start < end and len(layers):
             byte_class = TARGET_KV if owner is LayerOwner.TARGET else DRAFT_KV
             job.link.rows(job.ticket, byte_class, layers, job.seq.table.slots[start:end], start)
+
+    def _send_hidden(self, job: PrefillJob) -> None:
+        """Hidden rows of the chunk, where they cross; a request that drafts without them gets none."""
+        assert job.seq is not None
+        unwanted = job.request.speculation.drafter in WEIGHTLESS_DRAFTERS
+        for start, rows in take_rows(job.seq):
+            skip = max(0, job.first_token - start)
+            if skip < rows.shape[0] and not unwanted:
+                job.link.hidden_rows(job.ticket, rows[skip:], start + skip)
 
     def _finish(self, job: PrefillJob, sampled: SampledToken) -> None:
         """Draft rows go once, whole: the last rows of chained modules change until the first token is known (E10).

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from kv_transfer.handoff import ByteClass
+from kv_transfer.handoff import HIDDEN, ByteClass
 from kv_transfer.rows import RowSource
 from kv_transfer.sender import HandoffSender
 from kv_transfer.transport import TransportError
@@ -70,6 +70,12 @@ class RowFeeder:
             part = slots[start : start + piece].clone()  # the table's own tensor is reused when the table goes
             self._put(ticket, self._sending(ticket, byte_class, layers, part, first_token + start))
 
+    def hidden_rows(self, ticket: str, rows: torch.Tensor, first_token: int) -> None:
+        """Send ``rows`` [T, row_width], which nobody writes to any more; the first of them is token ``first_token``."""
+        piece = max(1, PIECE_BYTES // (rows.shape[1] * self._source.dtype.itemsize))
+        for start in range(0, rows.shape[0], piece):
+            self._put(ticket, self._sending_hidden(ticket, rows[start : start + piece], first_token + start))
+
     def state(self, ticket: str, state: handoff_pb2.State, hidden: torch.Tensor | None) -> None:
         """Send the seed of decoding; ends the hand-off. ``hidden``: [rows, hidden_size], copied at once."""
         data = None if hidden is None else hidden.to(self._device, self._source.dtype, copy=True)
@@ -99,6 +105,14 @@ class RowFeeder:
             self._closed = True
             self._queue.put(None)
         self._thread.join(timeout_s)
+
+    def _sending_hidden(self, ticket: str, rows: torch.Tensor, first_token: int) -> Callable[[], None]:
+        def send() -> None:
+            if ticket not in self._given_up:
+                data = rows.to(self._device, self._source.dtype).reshape(-1)
+                self._sender.chunk(ticket, HIDDEN, 0, 0, first_token, rows.shape[0], data)
+
+        return send
 
     def _sending(
         self, ticket: str, byte_class: ByteClass, layers: range, slots: torch.Tensor, first_token: int

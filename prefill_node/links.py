@@ -65,6 +65,7 @@ class Link:
         self._sender = sender
         self._sentinel = sentinel
         self.begin, self.rows, self.state, self.abort = feeder.begin, feeder.rows, feeder.state, feeder.abort
+        self.hidden_rows = feeder.hidden_rows
         self.bytes_sent: Callable[[str], dict[ByteClass, int]] = sender.bytes_sent
         self._feeder = feeder
 

@@ -11,29 +11,59 @@ import grpc.aio
 from paceline.client import convert
 from paceline.client.channel import CHANNEL_OPTIONS, DEFAULT_TIMEOUT_S
 from paceline.client.convert import GenerateOptions, Messages, Prompt
+from paceline.client.failover import DEFAULT_RETRIES, Patience, Routers
+from paceline.client.resume import Received
+from paceline.errors import PacelineError, RequestCancelled
 from paceline.results import Chunk, Generation, ModelInfo, Tokenization
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 from paceline.wire import error_from_rpc
 
 
 class AsyncChunkStream(AsyncIterator[Chunk]):
-    """Chunks of one generation, once. Closing it, or dropping it, cancels the request."""
+    """Chunks of one generation, once, whichever routers bring them. Closing it, or dropping it, cancels the request."""
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, routers: Routers[grpc.aio.Channel], received: Received, patience: Patience) -> None:
         self._loop = asyncio.get_running_loop()
-        self._call = call
+        self._routers, self._received, self._patience = routers, received, patience
+        self._closed = False
+        self._open(received.request)
+
+    def _open(self, request: inference_pb2.GenerateRequest) -> None:
+        self._router, stub = self._routers.current
+        self._call = stub.GenerateStream(request, timeout=self._patience.left_s)
 
     async def __anext__(self) -> Chunk:
-        try:
-            message = await self._call.read()
-        except grpc.aio.AioRpcError as error:
+        while True:
+            try:
+                message = await self._call.read()
+            except grpc.aio.AioRpcError as error:
+                await self._go_on_after(error)
+                continue
+            if message is grpc.aio.EOF:
+                raise StopAsyncIteration
+            self._received.take(message)
+            self._patience.progressed()
+            return convert.chunk(message)
+
+    async def _go_on_after(self, error: grpc.aio.AioRpcError) -> None:
+        """Ask the next router for the rest. Raises when there is none, or no use in it."""
+        if self._closed:
             raise error_from_rpc(error) from None
-        if message is grpc.aio.EOF:
+        if self._received.complete:  # only the end of the stream was lost
             raise StopAsyncIteration
-        return convert.chunk(message)
+        try:
+            pause = self._patience.pause_s(error, started=self._received.started)
+        except PacelineError as known:
+            raise known from None
+        self._routers.failed(self._router)
+        await asyncio.sleep(pause)
+        if self._closed:
+            raise RequestCancelled("the stream was closed")
+        self._open(self._received.resuming())
 
     async def aclose(self) -> None:
         """Cancel what is left of the request. Idempotent."""
+        self._closed = True
         self._call.cancel()
 
     async def __aenter__(self) -> AsyncChunkStream:
@@ -43,37 +73,42 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
         await self.aclose()
 
     def __del__(self) -> None:
-        loop = getattr(self, "_loop", None)  # missing when made outside a running loop
-        if loop is not None and not loop.is_closed():  # the collector may run on any thread
-            loop.call_soon_threadsafe(self._call.cancel)
+        call = getattr(self, "_call", None)  # missing when made outside a running loop
+        if call is not None and not self._loop.is_closed():  # the collector may run on any thread
+            self._loop.call_soon_threadsafe(call.cancel)
 
 
 class AsyncClient:
     """A connection to a router, for the event loop it is made on. Use as an async context manager, or ``close`` it.
 
     Every method raises PacelineError (see paceline.errors). Timeouts are seconds for the whole call; a method's own
-    ``timeout`` replaces the client's.
+    ``timeout`` replaces the client's. A stream whose router dies goes on at the next one, at the next token.
     """
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         /,
         *,
         timeout: float = DEFAULT_TIMEOUT_S,
+        retries: int = DEFAULT_RETRIES,
         options: Sequence[tuple[str, Any]] = (),
     ) -> None:
-        """address: ``host:port`` of a router's gRPC. options: gRPC channel options, over the defaults."""
-        self._timeout = timeout
-        self._channel = grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, *options])
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        """address: ``host:port`` of a router's gRPC, or of several. retries: how often in a row, without a new chunk, a
+        stream that broke is asked for again. options: gRPC channel options, over the defaults."""
+        self._timeout, self._retries = timeout, retries
+        self._routers: Routers[grpc.aio.Channel] = Routers(
+            address,
+            lambda at: grpc.aio.insecure_channel(at, options=[*CHANNEL_OPTIONS, *options]),
+            inference_pb2_grpc.InferenceStub,
+        )
 
     async def generate(
         self, prompt: Prompt, /, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Generation:
         """Generate and wait for all of it. prompt: text, token ids, or chat messages; options: GenerateOptions."""
         request = convert.generate_request(prompt, options)
-        return convert.generation(await self._call(self._stub.Generate, request, timeout))
+        return convert.generation(await self._call("Generate", request, timeout))
 
     async def chat(
         self, messages: Messages, /, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
@@ -86,20 +121,21 @@ class AsyncClient:
     ) -> AsyncChunkStream:
         """Generate, as it comes. Errors are raised while iterating."""
         request = convert.generate_request(prompt, options)
-        return AsyncChunkStream(self._stub.GenerateStream(request, timeout=self._seconds(timeout)))
+        return AsyncChunkStream(self._routers, Received(request), self._patience(timeout))
 
     async def tokenize(self, prompt: str | Messages, /, *, timeout: float | None = None) -> Tokenization:
         """Token ids of a text or a chat."""
         request = convert.tokenize_request(prompt)
-        return convert.tokenization(await self._call(self._stub.Tokenize, request, timeout))
+        return convert.tokenization(await self._call("Tokenize", request, timeout))
 
     async def model_info(self, *, timeout: float | None = None) -> ModelInfo:
         """What is served and how."""
-        return convert.model_info(await self._call(self._stub.ModelInfo, inference_pb2.ModelInfoRequest(), timeout))
+        return convert.model_info(await self._call("ModelInfo", inference_pb2.ModelInfoRequest(), timeout))
 
     async def close(self) -> None:
         """Close the connection; requests in progress are cancelled. Idempotent."""
-        await self._channel.close()
+        for channel in self._routers.channels:
+            await channel.close()
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -107,11 +143,19 @@ class AsyncClient:
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
-    def _seconds(self, timeout: float | None) -> float:
-        return self._timeout if timeout is None else timeout
+    def _patience(self, timeout: float | None) -> Patience:
+        return Patience(len(self._routers), self._retries, self._timeout if timeout is None else timeout)
 
-    async def _call(self, method: Any, request: Any, timeout: float | None) -> Any:
-        try:
-            return await method(request, timeout=self._seconds(timeout))
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from None
+    async def _call(self, method: str, request: Any, timeout: float | None) -> Any:
+        """Ask each router at most once: no call changes anything, so one that broke can be made again."""
+        patience = self._patience(timeout)
+        while True:
+            router, stub = self._routers.current
+            try:
+                return await getattr(stub, method)(request, timeout=patience.left_s)
+            except grpc.aio.AioRpcError as error:
+                try:
+                    patience.pause_s(error, started=False)
+                except PacelineError as known:
+                    raise known from None
+                self._routers.failed(router)

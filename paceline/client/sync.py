@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
@@ -10,25 +11,57 @@ import grpc
 from paceline.client import convert
 from paceline.client.channel import CHANNEL_OPTIONS, DEFAULT_TIMEOUT_S
 from paceline.client.convert import GenerateOptions, Messages, Prompt
+from paceline.client.failover import DEFAULT_RETRIES, Patience, Routers
+from paceline.client.resume import Received
+from paceline.errors import PacelineError, RequestCancelled
 from paceline.results import Chunk, Generation, ModelInfo, Tokenization
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 from paceline.wire import error_from_rpc
 
 
 class ChunkStream(Iterator[Chunk]):
-    """Chunks of one generation, once. Closing it, or dropping it, cancels the request."""
+    """Chunks of one generation, once, whichever routers bring them. Closing it, or dropping it, cancels the request."""
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
+    def __init__(self, routers: Routers[grpc.Channel], received: Received, patience: Patience) -> None:
+        self._routers, self._received, self._patience = routers, received, patience
+        self._closed = threading.Event()
+        self._open(received.request)
+
+    def _open(self, request: inference_pb2.GenerateRequest) -> None:
+        self._router, stub = self._routers.current
+        self._call = stub.GenerateStream(request, timeout=self._patience.left_s)
 
     def __next__(self) -> Chunk:
-        try:
-            return convert.chunk(next(self._call))
-        except grpc.RpcError as error:
+        while True:
+            try:
+                message = next(self._call)
+            except grpc.RpcError as error:
+                self._go_on_after(error)
+                continue
+            self._received.take(message)
+            self._patience.progressed()
+            return convert.chunk(message)
+
+    def _go_on_after(self, error: grpc.RpcError) -> None:
+        """Ask the next router for the rest. Raises when there is none, or no use in it."""
+        if self._closed.is_set():
             raise error_from_rpc(error) from None
+        if self._received.complete:  # only the end of the stream was lost
+            raise StopIteration
+        try:
+            pause = self._patience.pause_s(error, started=self._received.started)
+        except PacelineError as known:
+            raise known from None
+        self._routers.failed(self._router)
+        if self._closed.wait(pause):
+            raise RequestCancelled("the stream was closed")
+        self._open(self._received.resuming())
+        if self._closed.is_set():  # by another thread, which could not see the new call
+            self._call.cancel()
 
     def close(self) -> None:
         """Cancel what is left of the request. Idempotent."""
+        self._closed.set()
         self._call.cancel()
 
     def __enter__(self) -> ChunkStream:
@@ -38,35 +71,41 @@ class ChunkStream(Iterator[Chunk]):
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        if hasattr(self, "_call"):  # missing when it could not be made
+            self.close()
 
 
 class Client:
     """A connection to a router. Thread-safe; use as a context manager, or ``close`` it.
 
     Every method raises PacelineError (see paceline.errors). Timeouts are seconds for the whole call; a method's own
-    ``timeout`` replaces the client's.
+    ``timeout`` replaces the client's. A stream whose router dies goes on at the next one, at the next token.
     """
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         /,
         *,
         timeout: float = DEFAULT_TIMEOUT_S,
+        retries: int = DEFAULT_RETRIES,
         options: Sequence[tuple[str, Any]] = (),
     ) -> None:
-        """address: ``host:port`` of a router's gRPC. options: gRPC channel options, over the defaults."""
-        self._timeout = timeout
-        self._channel = grpc.insecure_channel(address, options=[*CHANNEL_OPTIONS, *options])
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        """address: ``host:port`` of a router's gRPC, or of several. retries: how often in a row, without a new chunk, a
+        stream that broke is asked for again. options: gRPC channel options, over the defaults."""
+        self._timeout, self._retries = timeout, retries
+        self._routers: Routers[grpc.Channel] = Routers(
+            address,
+            lambda at: grpc.insecure_channel(at, options=[*CHANNEL_OPTIONS, *options]),
+            inference_pb2_grpc.InferenceStub,
+        )
 
     def generate(
         self, prompt: Prompt, /, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Generation:
         """Generate and wait for all of it. prompt: text, token ids, or chat messages; options: GenerateOptions."""
         request = convert.generate_request(prompt, options)
-        return convert.generation(self._call(self._stub.Generate, request, timeout))
+        return convert.generation(self._call("Generate", request, timeout))
 
     def chat(
         self, messages: Messages, /, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
@@ -79,20 +118,21 @@ class Client:
     ) -> ChunkStream:
         """Generate, as it comes. Errors are raised while iterating."""
         request = convert.generate_request(prompt, options)
-        return ChunkStream(self._stub.GenerateStream(request, timeout=self._seconds(timeout)))
+        return ChunkStream(self._routers, Received(request), self._patience(timeout))
 
     def tokenize(self, prompt: str | Messages, /, *, timeout: float | None = None) -> Tokenization:
         """Token ids of a text or a chat."""
         request = convert.tokenize_request(prompt)
-        return convert.tokenization(self._call(self._stub.Tokenize, request, timeout))
+        return convert.tokenization(self._call("Tokenize", request, timeout))
 
     def model_info(self, *, timeout: float | None = None) -> ModelInfo:
         """What is served and how."""
-        return convert.model_info(self._call(self._stub.ModelInfo, inference_pb2.ModelInfoRequest(), timeout))
+        return convert.model_info(self._call("ModelInfo", inference_pb2.ModelInfoRequest(), timeout))
 
     def close(self) -> None:
         """Close the connection; requests in progress are cancelled. Idempotent."""
-        self._channel.close()
+        for channel in self._routers.channels:
+            channel.close()
 
     def __enter__(self) -> Client:
         return self
@@ -100,11 +140,19 @@ class Client:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _seconds(self, timeout: float | None) -> float:
-        return self._timeout if timeout is None else timeout
+    def _patience(self, timeout: float | None) -> Patience:
+        return Patience(len(self._routers), self._retries, self._timeout if timeout is None else timeout)
 
-    def _call(self, method: Any, request: Any, timeout: float | None) -> Any:
-        try:
-            return method(request, timeout=self._seconds(timeout))
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
+    def _call(self, method: str, request: Any, timeout: float | None) -> Any:
+        """Ask each router at most once: no call changes anything, so one that broke can be made again."""
+        patience = self._patience(timeout)
+        while True:
+            router, stub = self._routers.current
+            try:
+                return getattr(stub, method)(request, timeout=patience.left_s)
+            except grpc.RpcError as error:
+                try:
+                    patience.pause_s(error, started=False)
+                except PacelineError as known:
+                    raise known from None
+                self._routers.failed(router)

@@ -9,7 +9,7 @@ import torch
 
 from paceline.attention.cpu import attention_for
 from paceline.config import NodeConfig
-from paceline.engine.drafting import budget_of, plan_drafter
+from paceline.engine.drafting import budget_of, plan_drafter, plan_export
 from paceline.engine.head_check import check_heads
 from paceline.engine.measure import measure_costs
 from paceline.engine.model_runner import ModelRunner, RunnerIdentity, RunnerLimits
@@ -48,7 +48,9 @@ def build_runner(config: NodeConfig, *, decodes: bool = True) -> ModelRunner:
         raise ConfigError("device", NCCL_NOTE)
     folder = resolve_model(config.model)
     model = load_target(folder, DTYPES[config.dtype], device)
-    runner = assemble(config, model, RunnerIdentity(Path(config.model).name, weights_digest(folder), kernel_set()))
+    runner = assemble(
+        config, model, RunnerIdentity(Path(config.model).name, weights_digest(folder), kernel_set()), decodes=decodes
+    )
     if decodes and config.head_check:
         check_heads(runner, folder)
     if decodes and (config.adaptive == "goodput" or config.drafter == AUTO):
@@ -56,10 +58,12 @@ def build_runner(config: NodeConfig, *, decodes: bool = True) -> ModelRunner:
     return runner
 
 
-def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity) -> ModelRunner:
-    """A runner around a loaded model."""
+def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity, *, decodes: bool = True) -> ModelRunner:
+    """A runner around a loaded model. decodes: False on a prefill node, which drafts nothing and has the drafter only
+    where draft KV is to cross."""
     costs = CostTable.assumed(ASSUMED_STEP_S)
-    plan = plan_drafter(config, model, costs)
+    drafts = decodes or config.handoff == "draft_kv"
+    plan = plan_drafter(config, model, costs) if drafts else plan_export(config, model)
     layout = KvLayout((*model.kv_layers, *plan.kv_layers), model.dtype)
     num_pages = -(-config.kv_cache_tokens // config.page_size)
     kv = KvPool(layout, num_pages, config.page_size, model.device)
@@ -72,7 +76,9 @@ def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity) -
         prefix = PrefixCache(allocator, config.page_size, drafter.lookahead, identity.namespace(plan.digest))
     budget = budget_of(config)
     spec_slots = max(budget.max_nodes, drafter.draft_slots(budget))
-    limits = RunnerLimits(_max_model_len(config, spec, spec_slots), budget, config.acceptance)
+    limits = RunnerLimits(
+        _max_model_len(config, spec, spec_slots), budget, config.acceptance, config.handoff, config.handoff_rows
+    )
     exact = is_bit_exact(model, kv, allocator, attention)
     log.info("kernels %s: this host is %s", identity.kernels, "bit-exact" if exact else "NOT bit-exact")
     policy = make_policy("fixed" if config.adaptive == "off" else config.adaptive, costs, drafter=drafter.name)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from paceline.attention.base import AttentionBackend
 from paceline.attention.cpu import attention_for
-from paceline.config import EngineConfig
+from paceline.config import WEIGHTLESS_DRAFTERS, EngineConfig
 from paceline.engine.shipped import resolve_drafter, shipped_heads, with_real_drafter
 from paceline.errors import ConfigError
 from paceline.kvcache.layout import KvLayer
@@ -20,6 +20,7 @@ from paceline.spec_decode.choices import EAGLE_TREE, RankPath
 from paceline.spec_decode.cost import CostTable
 from paceline.spec_decode.drafters.auto import AUTO, NONE, AutoChooser
 from paceline.spec_decode.drafters.draft_model import DraftModelDrafter
+from paceline.spec_decode.drafters.export import RowExporter
 from paceline.spec_decode.drafters.feature import FeatureDrafter
 from paceline.spec_decode.drafters.lookahead import LookaheadDrafter
 from paceline.spec_decode.drafters.medusa import MedusaDrafter, MedusaHeads
@@ -37,6 +38,7 @@ from paceline.spec_decode.heads.mtp import MtpHead, load_mtp, mtp_kv_layers
 
 log = logging.getLogger(__name__)
 
+FALLBACK = "ngram"  # drafts for sequences that were handed over without draft state
 GROWS_BY_VALUE = ("eagle", "eagle3", "mtp")  # their dynamic trees take --expand-above
 Make = Callable[[KvPool, AttentionBackend], Drafter]
 
@@ -68,7 +70,8 @@ def plan_drafter(config: EngineConfig, model: TargetModel, costs: CostTable) -> 
     others = [name for name in config.selectable if name not in (primary_name, AUTO, NONE)]
     if config.drafter == AUTO:
         others = list(dict.fromkeys([*others, *(n for n in ("ngram", "suffix") if n != primary_name)]))
-    if not others and config.drafter != AUTO and NONE not in config.selectable:
+    stateful = primary_name not in WEIGHTLESS_DRAFTERS
+    if not others and config.drafter != AUTO and NONE not in config.selectable and not stateful:
         return primary
 
     def make(kv: KvPool, attention: AttentionBackend) -> Drafter:
@@ -80,9 +83,28 @@ def plan_drafter(config: EngineConfig, model: TargetModel, costs: CostTable) -> 
             head = primary_name if primary_name not in copies else NONE
             chooser = AutoChooser(costs, head, copies=copies)
         default = AUTO if chooser is not None else primary_name
-        return SelectingDrafter(first, beside, default, chooser)
+        if stateful:
+            beside.setdefault(FALLBACK, _weightless(FALLBACK, model))
+        return SelectingDrafter(first, beside, default, chooser, FALLBACK if stateful else None)
 
     return DrafterPlan(primary.kv_layers, primary.digest, make)
+
+
+def plan_export(config: EngineConfig, model: TargetModel) -> DrafterPlan:
+    """What a prefill node has of the drafter when draft KV does not cross: nothing, or what reads out the hidden rows
+    that the decode node's drafter wants."""
+    name, spec = resolve_drafter(config), model.spec
+    rowless = (*WEIGHTLESS_DRAFTERS, "draft_model")  # a draft model's prompt rows need tokens alone
+    width = 0 if config.handoff == "none" or name in rowless else spec.hidden_size
+    exporter, digest = RowExporter(name, spec.vocab_size, width), ""
+    if width and name == "eagle3":
+        head, found = load_head(_folder(name, config), model, len(model.kv_layers))
+        layers = head.aux_layers
+        if config.handoff_rows == "fused":
+            exporter, digest = RowExporter(name, spec.vocab_size, head.hidden_size, layers, head.fuse), found
+        else:
+            exporter = RowExporter(name, spec.vocab_size, len(layers) * width, layers)
+    return DrafterPlan((), digest, lambda kv, attention: exporter)
 
 
 def _plan_primary(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:

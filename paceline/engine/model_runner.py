@@ -17,7 +17,7 @@ import torch
 
 from paceline.attention.base import AttentionBackend, ForwardBatch, Segment
 from paceline.kvcache.allocator import PageAllocator
-from paceline.kvcache.layout import LayerOwner
+from paceline.kvcache.layout import KvLayout, LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.kvcache.prefix import PrefixCache
 from paceline.kvcache.table import PageTable
@@ -80,6 +80,8 @@ class RunnerLimits:
     max_model_len: int
     budget: DraftBudget  # the largest tree
     acceptance: str = "sample"
+    handoff: str = "draft_kv"  # what crosses besides target KV: draft_kv, hidden_states or none
+    handoff_rows: str = "fused"  # or raw
 
 
 @dataclass(frozen=True)
@@ -149,31 +151,58 @@ class ModelRunner:
         """Slots past the m committed rows that a round may write: the largest tree, or what drafting it takes."""
         return max(self.limits.budget.max_nodes, self.drafter.draft_slots(self.limits.budget))
 
+    @property
+    def handoff(self) -> str:
+        """What crosses besides target KV: draft_kv, hidden_states or none."""
+        return self.limits.handoff
+
+    @property
+    def fuses(self) -> bool:
+        """Hidden rows cross fused."""
+        return self.limits.handoff_rows == "fused" and self.drafter.fused_width > 0
+
+    @property
+    def row_width(self) -> int:
+        """Elements of a hidden row that a hand-off brings for each token; 0: none cross."""
+        if self.handoff != "hidden_states":
+            return 0
+        return self.drafter.fused_width if self.fuses else self.drafter.row_width
+
     def fingerprint(self) -> Fingerprint:
-        """What a peer must match (handoff.proto). Page size and draft length may differ."""
+        """What a peer must match (handoff.proto): of the drafter, as much as what crosses depends on. Page size and
+        draft length may differ."""
+        mode, layout = self.handoff, self.kv.layout
+        if mode != "draft_kv":
+            target = layout.layer_range(LayerOwner.TARGET)
+            layout = KvLayout(layout.layers[target.start : target.stop], layout.dtype)
+        bound = mode == "draft_kv" or (mode == "hidden_states" and self.fuses)
         return Fingerprint(
             protocol=HANDOFF_PROTOCOL,
             model=self.identity.model,
             weights=self.identity.weights,
             dtype=str(self.dtype).removeprefix("torch."),
-            layout=self.kv.layout.text(),
-            drafter=self.drafter.name,
-            drafter_modules=len(self.drafter.kv_layers),
-            drafter_weights=self.drafter_digest,
-            hidden_size=self.hidden_size,
-            handoff_mode="draft_kv" if self.drafter.kv_layers else "none",
+            layout=layout.text(),
+            drafter="" if mode == "none" else self.drafter.name,
+            drafter_modules=len(self.drafter.kv_layers) if mode == "draft_kv" else 0,
+            drafter_weights=self.drafter_digest if bound else "",
+            hidden_size=self.hidden_size if mode == "draft_kv" else self.row_width,
+            handoff_mode=mode,
             kernels=self.identity.kernels,
         )
 
     # ---- sequences
 
-    def new_sequence(self, request: SequenceRequest) -> Sequence:
-        """A sequence before its prefill, with the cached part of its prompt adopted."""
+    def new_sequence(self, request: SequenceRequest, most_cached: int | None = None) -> Sequence:
+        """A sequence before its prefill, with the cached part of its prompt adopted.
+
+        most_cached: adopt no more tokens than these, because hidden rows are needed of all others.
+        """
         evict = self.prefix.evict if self.prefix is not None else None
         seq = Sequence.start(request, PageTable(self.allocator, self.page_size, evict))
         if self.prefix is not None:
             # Chained MTP modules need their last D rows computed afresh to start from (drafters/mtp.py).
             most = seq.num_prefill - max(1, self.drafter.lookahead)
+            most = most if most_cached is None else min(most, most_cached)
             pages, tokens = self.prefix.match(seq.token_ids, request.cache_salt, max(most, 0))
             seq.table.adopt(pages)
             seq.num_computed = seq.cached_tokens = seq.draft_rows = tokens
@@ -223,6 +252,13 @@ class ModelRunner:
             seq.finish_reason = FinishReason.LENGTH
         top = seq.request.params.top_logprobs
         return SampledToken(token_id, None if top is None else token_logprobs(logits, token_id, top))
+
+    def digest(self, seq: Sequence, start: int, end: int, rows: torch.Tensor) -> None:
+        """Let the drafter digest rows start..end-1 of a prompt that was computed elsewhere: its draft prefill (H2).
+
+        rows: [end - start, row_width]. After the last ones it can draft.
+        """
+        self.drafter.extend([ExtendItem(seq, start, end, rows, end == seq.num_prefill, fused=self.fuses)])
 
     # ---- decode
 

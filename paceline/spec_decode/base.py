@@ -64,6 +64,7 @@ class ExtendItem:
     end: int
     hidden: torch.Tensor  # [end - start, hidden_size], or [end - start, len(aux_layers) * hidden_size]
     final: bool
+    fused: bool = False  # ``hidden`` went through ``Drafter.fuse`` already: [end - start, fused_width]
 
 
 class Drafter(ABC):
@@ -76,6 +77,8 @@ class Drafter(ABC):
     needs_argmax: bool = False  # whether observe wants the target's best token at every node of its trees
     aux_layers: tuple[int, ...] = ()  # target layers whose input rows extend is given instead of h
     state_width: int = 0  # elements of a row of DraftState.hidden; 0: the drafter keeps no such rows
+    row_width: int = 0  # elements of a hidden row that extend reads; 0: it reads tokens alone
+    fused_width: int = 0  # of the same row after ``fuse``; 0: there is nothing to fuse
 
     @abstractmethod
     def extend(self, items: Seq[ExtendItem]) -> None:
@@ -92,6 +95,10 @@ class Drafter(ABC):
         May write draft KV rows into slots m..m+draft_slots(budget)-1 of the sequence's table, which nobody reads
         after the round. A sequence without draft state (nothing was handed over) gets the root alone.
         """
+
+    def fuse(self, rows: torch.Tensor) -> torch.Tensor:
+        """What can be computed of hidden rows before they are sent: [T, row_width] -> [T, fused_width]."""
+        return rows
 
     def draft_slots(self, budget: DraftBudget) -> int:
         """Slots past the m committed rows that propose may write under ``budget``."""

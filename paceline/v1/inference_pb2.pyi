@@ -93,6 +93,8 @@ class GenerateRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    GENERATION_ID_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     model: _builtins.str
     """Empty: the model served."""
@@ -100,6 +102,10 @@ class GenerateRequest(_message.Message):
     """Empty: the router makes one."""
     tenant: _builtins.str
     """Scope of the prefix cache."""
+    generation_id: _builtins.str
+    """Of a stream: names it, so that another router can go on with it. Whoever knows it, and the tenant, can read the
+    answer: 128 random bits or more, as 22 to 128 letters, digits, "-" and "_". Empty: the router makes one.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -108,6 +114,10 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
     def speculation(self) -> _common_pb2.Speculation: ...
+    @_builtins.property
+    def resume(self) -> Global___Resume:
+        """Go on with generation_id, which broke. The other fields are used when the journal does not have it (any more)."""
+
     def __init__(
         self,
         *,
@@ -119,16 +129,108 @@ class GenerateRequest(_message.Message):
         speculation: _common_pb2.Speculation | None = ...,
         request_id: _builtins.str = ...,
         tenant: _builtins.str = ...,
+        generation_id: _builtins.str = ...,
+        resume: Global___Resume | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "generation_id", b"generation_id", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Resume(_message.Message):
+    """What a client has of a stream that broke."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLAN_DIGEST_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    plan_digest: _builtins.bytes
+    """Of Resumable; empty when no chunk was received."""
+    @_builtins.property
+    def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Received]:
+        """Choices of which anything was received."""
+
+    def __init__(
+        self,
+        *,
+        plan_digest: _builtins.bytes = ...,
+        choices: _abc.Iterable[Global___Received] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "plan_digest", b"plan_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resume: _TypeAlias = Resume  # noqa: Y015
+
+@_typing.final
+class Received(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICE_FIELD_NUMBER: _builtins.int
+    NEXT_INDEX_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    COMPLETE_FIELD_NUMBER: _builtins.int
+    choice: _builtins.int
+    next_index: _builtins.int
+    """Tokens before this index are not sent again."""
+    complete: _builtins.bool
+    """Its completion was received: nothing more of it is sent."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Those tokens, to be computed as a prompt is; none: they are made again, silently."""
+
+    def __init__(
+        self,
+        *,
+        choice: _builtins.int = ...,
+        next_index: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        complete: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "complete", b"complete", "next_index", b"next_index", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Received: _TypeAlias = Received  # noqa: Y015
+
+@_typing.final
+class Resumable(_message.Message):
+    """What a client keeps of a stream to go on with it at another router."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_ID_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    PLAN_DIGEST_FIELD_NUMBER: _builtins.int
+    generation_id: _builtins.str
+    seed: _builtins.int
+    """Drawn by the router when the request had none; to be set in the request that resumes."""
+    plan_digest: _builtins.bytes
+    """Of the request with every default resolved: a resume that would make another text is refused."""
+    def __init__(
+        self,
+        *,
+        generation_id: _builtins.str = ...,
+        seed: _builtins.int = ...,
+        plan_digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation_id", b"generation_id", "plan_digest", b"plan_digest", "seed", b"seed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resumable: _TypeAlias = Resumable  # noqa: Y015
 
 @_typing.final
 class GenerateChunk(_message.Message):
@@ -141,6 +243,7 @@ class GenerateChunk(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
     COMPLETION_FIELD_NUMBER: _builtins.int
+    RESUMABLE_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """Which of the n choices."""
     first_index: _builtins.int
@@ -157,6 +260,10 @@ class GenerateChunk(_message.Message):
     def completion(self) -> Global___Completion:
         """Set on the last chunk of the choice."""
 
+    @_builtins.property
+    def resumable(self) -> Global___Resumable:
+        """Set on the first chunk of a stream."""
+
     def __init__(
         self,
         *,
@@ -167,10 +274,11 @@ class GenerateChunk(_message.Message):
         logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
         round: _common_pb2.Round | None = ...,
         completion: Global___Completion | None = ...,
+        resumable: Global___Resumable | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "completion", b"completion", "round", b"round"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "completion", b"completion", "resumable", b"resumable", "round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "choice", b"choice", "completion", b"completion", "first_index", b"first_index", "logprobs", b"logprobs", "round", b"round", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "choice", b"choice", "completion", b"completion", "first_index", b"first_index", "logprobs", b"logprobs", "resumable", b"resumable", "round", b"round", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__round: _TypeAlias = _typing.Literal["round"]  # noqa: Y015
     _WhichOneofArgType__round: _TypeAlias = _typing.Literal["_round", b"_round"]  # noqa: Y015
@@ -360,7 +468,9 @@ Global___ServedBy: _TypeAlias = ServedBy  # noqa: Y015
 
 @_typing.final
 class Completion(_message.Message):
-    """How one choice ended."""
+    """How one choice ended. After a resume, usage is that of the whole choice; speculation, timing and handoff are those of
+    the router that ended it, since the resume.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

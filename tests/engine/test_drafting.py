@@ -24,7 +24,7 @@ from support.exactness import run
 from support.head_files import at_layer, mtp_config, mtp_module, put
 from support.heads import write_tiny_head
 from support.scripted_nodes import fleet
-from support.tiny import tiny_request, tiny_runner
+from support.tiny import primary_of, tiny_request, tiny_runner
 
 torch.set_num_threads(1)
 
@@ -99,8 +99,9 @@ def test_expand_above_reaches_the_drafter_and_no_text(drafter: str, tmp_path: Pa
     drafted = {}
     for above in (0.0, 0.001, 1.0):
         runner = tiny_runner("bf16", drafter=drafter, expand_above=above, **options)
-        assert isinstance(runner.drafter, FeatureDrafter)
-        assert runner.drafter.expand_above == (above or None)
+        made = primary_of(runner)
+        assert isinstance(made, FeatureDrafter)
+        assert made.expand_above == (above or None)
         engine = ColocatedEngine(runner)
         drafted[above] = engine.generate([tiny_request()])[0].stats.drafted_per_position
         for got, expected in zip(run(runner, requests, batch=2), plain, strict=True):

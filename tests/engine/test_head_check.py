@@ -20,7 +20,7 @@ from paceline.models.llama import LlamaModel
 from paceline.spec_decode.drafters.feature import FeatureDrafter
 from paceline.spec_decode.heads.mtp import MtpHead
 from support.heads import write_tiny_head
-from support.tiny import tiny_request, tiny_runner
+from support.tiny import primary_of, tiny_request, tiny_runner
 
 torch.set_num_threads(1)
 PROMPTS = [list(tiny_request(index=i).prompt_token_ids) for i in range(3)]
@@ -42,9 +42,10 @@ def untrained(drafter: str, folder: Path, **options: Any) -> ModelRunner:
 def agreeing() -> ModelRunner:
     """An MTP module and a target that both go by their last token."""
     runner = tiny_runner("bf16", drafter="mtp")
-    assert isinstance(runner.drafter, FeatureDrafter)
+    drafter = primary_of(runner)
+    assert isinstance(drafter, FeatureDrafter)
     assert isinstance(runner.model, LlamaModel)
-    head = runner.drafter.head
+    head = drafter.head
     assert isinstance(head, MtpHead)
     for block in (*runner.model.layers, head.module.block):
         block.o_proj._packed.mul_(0.02)  # type: ignore[attr-defined]

@@ -68,6 +68,7 @@ class FakeRunner:
         self.hidden_size = HIDDEN
         self.dtype = torch.float32
         self.bit_exact = True
+        self.handoff, self.row_width = "draft_kv", 0
         self.spec_slots = 1 + config.num_draft_tokens
         self.step_s = step_s
         self.fail_next = False
@@ -97,7 +98,8 @@ class FakeRunner:
             kernels="none",
         )
 
-    def new_sequence(self, request: SequenceRequest) -> Sequence:
+    def new_sequence(self, request: SequenceRequest, most_cached: int | None = None) -> Sequence:
+        assert most_cached is None
         evict = self.prefix.evict if self.prefix else None
         seq = Sequence.start(request, PageTable(self.allocator, self.page_size, evict))
         if self.prefix:

@@ -14,7 +14,7 @@ from paceline.models.llama import LlamaModel
 from paceline.spec_decode.base import DraftBudget, DraftSampling, TreeKind
 from paceline.spec_decode.drafters.mtp import MtpDrafter
 from paceline.spec_decode.sequence import Sequence
-from support.tiny import tiny_request, tiny_runner
+from support.tiny import primary_of, tiny_request, tiny_runner
 
 
 def prefill(runner: ModelRunner, tokens: list[int], *, steps: int, **params: object) -> Sequence:
@@ -95,7 +95,7 @@ def test_a_drafter_that_knows_the_target_is_always_right(modules: int) -> None:
 
 def make_markov(runner: ModelRunner) -> None:
     """Cut attention and MLP out of target and drafter: what remains predicts from the last token alone."""
-    drafter = runner.drafter
+    drafter = primary_of(runner)
     assert isinstance(drafter, MtpDrafter)
     for layer in runner.model.layers:  # type: ignore[attr-defined]
         layer.o_proj._packed.zero_()
@@ -115,7 +115,7 @@ def test_dropping_the_shift_is_noticed() -> None:
     """Mutant of E1: rows built from t_{i+k-1} in place of t_{i+k}. The always-right drafter is then right no more."""
     runner = make_runner(2)
     make_markov(runner)
-    drafter = runner.drafter
+    drafter = primary_of(runner)
     assert isinstance(drafter, MtpDrafter)
     original = drafter._rows
 
@@ -150,7 +150,7 @@ def test_keeping_rows_that_rest_on_drafts_is_noticed() -> None:
 
 
 def chained(runner: ModelRunner, sampling: DraftSampling = DraftSampling.COUPLED) -> MtpDrafter:
-    drafter = runner.drafter
+    drafter = primary_of(runner)
     assert isinstance(drafter, MtpDrafter)
     return MtpDrafter(runner.model, drafter.modules, runner.kv, runner.attention, 3, sampling)
 

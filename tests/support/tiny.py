@@ -11,6 +11,8 @@ from paceline.models.config import ModelSpec
 from paceline.models.llama import LlamaModel
 from paceline.models.loader import WeightBag
 from paceline.request import SamplingParams, SequenceRequest
+from paceline.spec_decode.base import Drafter
+from paceline.spec_decode.drafters.select import SelectingDrafter
 
 VOCAB = 199
 
@@ -70,14 +72,22 @@ def tiny_weights(spec: ModelSpec, dtype: torch.dtype, seed: int = 0) -> WeightBa
     return WeightBag(tensors)
 
 
-def tiny_runner(dtype: str = "fp32", seed: int = 0, vocab_size: int = VOCAB, **options: object) -> ModelRunner:
-    """A runner over a tiny model; ``options`` are NodeConfig's."""
+def tiny_runner(
+    dtype: str = "fp32", seed: int = 0, vocab_size: int = VOCAB, *, decodes: bool = True, **options: object
+) -> ModelRunner:
+    """A runner over a tiny model; ``options`` are NodeConfig's. decodes: False for a prefill node's."""
     spec = tiny_spec(vocab_size)
     torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
     model = LlamaModel(spec, tiny_weights(spec, torch_dtype, seed), torch_dtype, torch.device("cpu"))
     defaults: dict[str, object] = {"model": "tiny", "dtype": dtype, "kv_cache_tokens": 4096, "max_model_len": 512}
     config = NodeConfig.model_validate(defaults | options)
-    return assemble(config, model, RunnerIdentity("tiny", f"seed-{seed}", "test"))
+    return assemble(config, model, RunnerIdentity("tiny", f"seed-{seed}", "test"), decodes=decodes)
+
+
+def primary_of(runner: ModelRunner) -> Drafter:
+    """The drafter that has the deployment's heads, whatever stands beside it."""
+    drafter = runner.drafter
+    return drafter.primary if isinstance(drafter, SelectingDrafter) else drafter
 
 
 def tiny_request(

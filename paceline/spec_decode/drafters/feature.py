@@ -76,20 +76,27 @@ class FeatureDrafter(Drafter):
         self.width, self.sampling, self.expand_above = width, sampling, expand_above
         self.choices = static_choices(static_tree, width)
         self.kv_layers, self.aux_layers, self.state_width = head.kv_layers, head.aux_layers, head.hidden_size
+        self.row_width = max(1, len(head.aux_layers)) * model.spec.hidden_size
+        self.fused_width = head.hidden_size if head.aux_layers else 0
         if expand_above is not None and not 0.0 < expand_above <= 1.0:
             raise ConfigError("expand_above", f"must be a probability above 0, got {expand_above}")
 
     # ---- extend: committed rows in, candidates out
 
     def extend(self, items: Seq[ExtendItem]) -> None:
-        """See Drafter. Rows start..end-1 of every item in one forward (E1, E3, E6)."""
+        """See Drafter. Rows start..end-1 of every item in one forward (E1, E3, E6).
+
+        A sequence whose earlier rows never came (handed over without them) cannot be taken up: it is left out.
+        """
+        items = [item for item in items if item.start <= item.seq.draft_rows]
         if not items:
             return
         segments = [
             Segment.linear(item.seq.token_ids[item.start + 1 : item.end + 1], item.start, item.seq.table.slots)
             for item in items
         ]
-        outputs = self._forward(segments, self.head.fuse(torch.cat([item.hidden for item in items])))
+        rows = [item.hidden if item.fused else self.fuse(item.hidden) for item in items]
+        outputs = self._forward(segments, torch.cat(rows))
         ends = torch.tensor([item.end - item.start for item in items]).cumsum(0) - 1
         for item in items:
             item.seq.draft = None  # of a prompt's chunk before the last nothing is kept but its rows
@@ -101,6 +108,10 @@ class FeatureDrafter(Drafter):
             found = self._choose(last, seqs, [items[i].end + 1 for i in final])
             for row, seq in enumerate(seqs):
                 seq.draft = DraftState(found.ids[row : row + 1], found.probs[row : row + 1], last[row : row + 1])
+
+    def fuse(self, rows: torch.Tensor) -> torch.Tensor:
+        """See Drafter."""
+        return self.head.fuse(rows)
 
     def _forward(self, segments: Seq[Segment], hidden: torch.Tensor) -> torch.Tensor:
         batch = ForwardBatch.build(segments, self.model.device)

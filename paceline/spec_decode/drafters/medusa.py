@@ -132,7 +132,7 @@ class MedusaDrafter(Drafter):
         as ``width`` reaches. Raises ConfigError for choices that are no tree or wider than ``width``, and for a
         ``width`` above 1 with SAMPLED: heads are drawn from once per depth, which is a chain."""
         self.model, self.heads, self.width, self.sampling = model, heads, width, sampling
-        self.state_width = model.spec.hidden_size
+        self.state_width = self.row_width = model.spec.hidden_size
         self.choices = checked_choices(DEFAULT_TREE if choices is None else choices)
         widest = max((max(choice) + 1 for choice in self.choices), default=1)
         if choices is not None and widest > width:

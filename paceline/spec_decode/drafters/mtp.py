@@ -67,12 +67,16 @@ class MtpDrafter(Drafter):
         self.width, self.sampling = width, sampling
         self.lookahead = len(self.modules)
         self.kv_layers = mtp_kv_layers(model.kv_layers, len(self.modules))
-        self.state_width = model.spec.hidden_size
+        self.state_width = self.row_width = model.spec.hidden_size
 
     # ---- extend: committed rows in, proposals out
 
     def extend(self, items: Seq[ExtendItem]) -> None:
-        """See Drafter. Module by module, all sequences in one forward each."""
+        """See Drafter. Module by module, all sequences in one forward each.
+
+        A sequence whose earlier rows never came (handed over without them) cannot be taken up: it is left out.
+        """
+        items = [item for item in items if item.start <= item.seq.draft_rows]
         inputs = [item.hidden for item in items]  # g^{k-1} of rows exact_rows(k, start)..end-1
         drafts: list[list[int]] = [[] for _ in items]
         proposals: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in items]

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
+import torch
+
 from paceline.errors import ConfigError
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
 from paceline.spec_decode.drafters.auto import AUTO, NONE, AutoChooser, Plan
@@ -32,8 +34,10 @@ class SelectingDrafter(Drafter):
         others: Mapping[str, Drafter],
         default: str,
         chooser: AutoChooser | None = None,
+        fallback: str | None = None,
     ) -> None:
-        """default: for requests that name none, or one that is not here. chooser: allows ``auto``.
+        """default: for requests that name none, or one that is not here. chooser: allows ``auto``. fallback: drafts
+        for a sequence whose state for the primary never came.
 
         Raises ConfigError when another than the primary has layers, rows or state, or ``default`` is not there.
         """
@@ -42,7 +46,7 @@ class SelectingDrafter(Drafter):
                 raise ConfigError("drafter", f"{name} keeps KV rows or state: only the primary drafter may")
             if name in (primary.name, AUTO):
                 raise ConfigError("drafter", f"{name} is given twice")
-        self._primary, self._chooser = primary, chooser
+        self.primary, self._chooser = primary, chooser
         self._drafters = {primary.name: primary, **others}
         self._drafters.setdefault(NONE, NoDrafter())
         self.choices = (*self._drafters, *([AUTO] if chooser is not None else []))
@@ -59,6 +63,10 @@ class SelectingDrafter(Drafter):
         self.name = primary.name
         self.kv_layers, self.aux_layers = primary.kv_layers, primary.aux_layers
         self.lookahead, self.state_width = primary.lookahead, primary.state_width
+        self.row_width, self.fused_width = primary.row_width, primary.fused_width
+        self._fallback = fallback
+        if fallback is not None and fallback not in self._drafters:
+            raise ConfigError("drafter", f"falls back to {fallback}, which this node does not have")
         self.needs_extend = any(drafter.needs_extend for drafter in self._drafters.values())
         self.needs_argmax = any(drafter.needs_argmax for drafter in self._drafters.values())
 
@@ -66,6 +74,10 @@ class SelectingDrafter(Drafter):
         """The drafter of a request, or ``auto``."""
         asked = seq.request.speculation.drafter or self.default
         return asked if asked in self.choices else self.default
+
+    def fuse(self, rows: torch.Tensor) -> torch.Tensor:
+        """See Drafter."""
+        return self.primary.fuse(rows)
 
     def draft_slots(self, budget: DraftBudget) -> int:
         """See Drafter: of the drafter that writes most."""
@@ -85,7 +97,7 @@ class SelectingDrafter(Drafter):
         trees: list[DraftTree | None] = [None] * len(seqs)
         step = 0
         waiting = list(range(len(seqs)))
-        last = self._primary.name if self._primary.needs_extend else ""
+        last = self.primary.name if self.primary.needs_extend else ""
         for_primary: list[int] = []
         while waiting:
             groups: dict[str, list[int]] = {}
@@ -127,9 +139,11 @@ class SelectingDrafter(Drafter):
             self._chooser.start_round(len(seqs))
         for seq, budget in zip(seqs, budgets, strict=True):
             choice = self.choice(seq)
-            if choice == AUTO and self._chooser is not None:
-                # A drafter without hidden rows of its own (a draft model) drafts from tokens and KV alone.
-                ready = seq.draft is not None or self._primary.state_width == 0
+            # A drafter without hidden rows of its own (a draft model) drafts from tokens and KV alone.
+            ready = seq.draft is not None or self.primary.state_width == 0
+            if choice == self.primary.name and not ready and self._fallback is not None:
+                plans.append(((self._fallback, budget),))
+            elif choice == AUTO and self._chooser is not None:
                 plans.append(self._chooser.choose(seq, budget, primary_ready=ready))
             else:
                 plans.append(((choice, budget),))

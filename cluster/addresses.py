@@ -1,0 +1,39 @@
+"""The address of this host that other hosts of the deployment reach it at."""
+
+from __future__ import annotations
+
+import socket
+
+import psutil
+
+from paceline.config import AUTO_HOST
+from paceline.errors import ConfigError
+
+
+def own_address(host: str, interface: str = "") -> str:
+    """What to listen on here, and to tell others.
+
+    host: an address of this host, or ``auto``: the one that Ray knows it by. interface: takes its IPv4 address
+    instead, else its IPv6 one. Raises ConfigError when this host has no such interface, or it no address.
+    """
+    if interface:
+        return _address_of(interface)
+    if host != AUTO_HOST:
+        return host
+    import ray  # late: a node whose address is given needs no Ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def _address_of(interface: str) -> str:
+    interfaces = psutil.net_if_addrs()
+    if interface not in interfaces:
+        raise ConfigError(
+            "node_interface", f"{socket.gethostname()} has no {interface!r}, only {', '.join(sorted(interfaces))}"
+        )
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for found in interfaces[interface]:
+            # A link-local address means nothing without its zone, which is another one on every host.
+            if found.family == family and "%" not in found.address:
+                return str(found.address)
+    raise ConfigError("node_interface", f"{interface!r} of {socket.gethostname()} has no address")

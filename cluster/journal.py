@@ -1,0 +1,285 @@
+"""The resume journal: what another router needs to go on with a stream whose router died (design section 7).
+
+The text of a generation depends on its admitted request and seed alone, so an entry is that request with every default
+resolved, and nothing more; which tokens were received is what the client itself knows best. Nothing here is awaited by
+a stream: entries are put into a bounded table in memory, and one task writes those that are due, in batches.
+
+Life of an entry: ``keep`` -> written, and again every quarter of its lifetime (so that a Redis that came back empty
+has it again) -> ``release`` -> written a last time, with a short life when the answer is complete -> forgotten when it
+has expired. Bounds, of each router: bytes of an entry, bytes of all entries (the oldest give way), seconds of life.
+
+Keys: ``{namespace}:journal:{hash of tenant and generation id}``; ids are capabilities and are not stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+import redis.asyncio
+import redis.asyncio.retry
+from prometheus_client import CollectorRegistry, Counter
+from redis.backoff import NoBackoff
+
+from paceline.config import ServeConfig
+from paceline.errors import NodeUnavailable
+
+log = logging.getLogger(__name__)
+
+OPERATION_TIMEOUT_S = 1.0
+RETRIES = 1  # at once: a pooled connection may have died with an earlier server
+RETRY_S = 0.25  # after a failed batch
+READ_TIMEOUT_S = 2.0
+CLOSE_TIMEOUT_S = 2 * OPERATION_TIMEOUT_S * (1 + RETRIES)
+COMPLETE_TTL_S = 10.0  # of a complete answer: its last chunk may still be lost with the router
+REFRESHES_PER_TTL = 4
+BATCH_ENTRIES = 64
+BATCH_BYTES = 1024 * 1024  # packing a batch holds up the event loop, so it is small
+ENTRY_OVERHEAD_BYTES = 512  # charged for each entry, which bounds their number too
+
+
+@dataclass
+class Kept:
+    """One entry. ``live``: its generation runs; ``complete``: nothing is left to resume but a lost last chunk."""
+
+    key: str
+    entry: bytes
+    size: int
+    ttl_s: float
+    live: bool = True
+    complete: bool = False
+    released_at: float = math.inf
+    written_at: float = -math.inf
+    expires_at: float = -math.inf  # in Redis
+
+
+class Journal:
+    """A router's side of the journal. ``start`` it on the event loop that uses it, ``close`` it."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        ttl_s: float,
+        entry_bytes: int,
+        total_bytes: int,
+        namespace: str = "paceline",
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        """ttl_s: life of an entry after its router's last word. registry: where the counters go."""
+        self._client: Any = redis.asyncio.Redis.from_url(
+            url,
+            socket_timeout=OPERATION_TIMEOUT_S,
+            socket_connect_timeout=OPERATION_TIMEOUT_S,
+            retry=redis.asyncio.retry.Retry(NoBackoff(), RETRIES),
+        )
+        self._ttl_s, self._entry_bytes, self._total_bytes = ttl_s, entry_bytes, total_bytes
+        self._prefix = f"{namespace}:journal:"
+        self._held: dict[str, Kept] = {}  # oldest first
+        self._bytes = 0
+        self._due: dict[str, None] = {}  # keys to write, in order
+        self._evicted: dict[str, float] = {}  # keys to delete: when they expire anyway
+        self._wake = asyncio.Event()
+        self._sweep_at = -math.inf
+        self._reachable = True
+        self._closing = False
+        self._task: asyncio.Task[None] | None = None
+        into = registry if registry is not None else CollectorRegistry()
+        self._written = Counter("paceline_journal_writes", "Entries written to the resume journal.", registry=into)
+        self._dropped = Counter(
+            "paceline_journal_dropped",
+            "Generations that another router cannot resume from the journal, by reason: full (the oldest gave way), "
+            "size (the request is too large), age (Redis was away for too long).",
+            ["reason"],
+            registry=into,
+        )
+
+    # -- used by streams: none of it waits ---------------------------------------------------------------------
+
+    def keep(self, key: str, entry: bytes) -> Kept | None:
+        """Have ``entry`` in the journal until ``release``. None when it is too large."""
+        size = len(entry) + ENTRY_OVERHEAD_BYTES
+        if len(entry) > self._entry_bytes or size > self._total_bytes:
+            self._dropped.labels("size").inc()
+            return None
+        self._forget(key)  # an earlier stream of the same generation
+        kept = self._held[key] = Kept(key, entry, size, self._ttl_s)
+        self._bytes += size
+        while self._bytes > self._total_bytes:
+            self._evict(next(iter(self._held)))
+        self._write_soon(key)
+        return kept
+
+    def release(self, kept: Kept, *, complete: bool) -> None:
+        """Its stream is over; the client may come back for what is missing, soon when the answer is complete."""
+        if self._held.get(kept.key) is not kept:  # evicted, or taken over by a later stream
+            return
+        kept.live, kept.complete, kept.released_at = False, complete, time.monotonic()
+        if complete:
+            kept.ttl_s = min(COMPLETE_TTL_S, self._ttl_s)
+        self._write_soon(kept.key)
+
+    async def read(self, key: str) -> bytes | None:
+        """The entry, None when there is none (any more). Raises NodeUnavailable when Redis does not say."""
+        task: asyncio.Task[bytes | None] = asyncio.create_task(self._client.get(self._prefix + key))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        try:  # not a timeout by cancellation alone, which redis-py was seen to swallow
+            await asyncio.wait({task}, timeout=READ_TIMEOUT_S)
+        finally:
+            task.cancel()
+        if not task.done():
+            raise NodeUnavailable(f"the journal did not answer within {READ_TIMEOUT_S:g} s")
+        try:
+            return task.result()
+        except (redis.RedisError, OSError) as error:
+            raise NodeUnavailable(f"the journal cannot be read: {error}") from None
+
+    # -- the table ---------------------------------------------------------------------------------------------
+
+    def _write_soon(self, key: str) -> None:
+        self._due[key] = None
+        self._wake.set()
+
+    def _forget(self, key: str) -> None:
+        kept = self._held.pop(key, None)
+        self._due.pop(key, None)
+        self._evicted.pop(key, None)
+        self._bytes -= kept.size if kept is not None else 0
+
+    def _evict(self, key: str) -> None:
+        kept = self._held[key]
+        self._forget(key)
+        if not kept.complete:
+            self._dropped.labels("full").inc()
+        if kept.expires_at > time.monotonic():
+            self._evicted[key] = kept.expires_at
+            self._wake.set()
+
+    def _sweep(self) -> None:
+        """Now and then: what has to be written again is due, what has expired is forgotten."""
+        now = time.monotonic()
+        if now < self._sweep_at:
+            return
+        self._sweep_at = now + self._tick_s
+        for key, kept in list(self._held.items()):
+            if kept.live and now - kept.written_at >= self._ttl_s / REFRESHES_PER_TTL:
+                self._due[key] = None
+            elif not kept.live and key in self._due and now - kept.released_at > kept.ttl_s:
+                self._dropped.labels("age").inc(not kept.complete)
+                self._forget(key)
+            elif not kept.live and key not in self._due and now >= kept.expires_at:
+                self._forget(key)
+        self._evicted = {key: expires for key, expires in self._evicted.items() if expires > now}
+
+    @property
+    def _tick_s(self) -> float:
+        return min(self._ttl_s / (4 * REFRESHES_PER_TTL), 5.0)
+
+    # -- the writer --------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._task = asyncio.create_task(self._run(), name="journal")
+
+    async def _run(self) -> None:
+        while not self._closing:
+            try:
+                self._sweep()
+                if self._due or self._evicted:
+                    await self._flush()
+                    continue
+                self._wake.clear()
+                async with asyncio.timeout(self._tick_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            except Exception:  # a fault here must not end the journal
+                log.exception("writing the journal failed")
+                await asyncio.sleep(RETRY_S)
+
+    async def _flush(self) -> None:
+        """Write one batch; on failure it is due again after a pause."""
+        batch = self._take_batch()
+        doomed = list(self._evicted)[:BATCH_ENTRIES]
+        pipe = self._client.pipeline(transaction=False)
+        for kept, ttl_s, _ in batch:
+            pipe.set(self._prefix + kept.key, kept.entry, px=max(1, int(ttl_s * 1000)))
+        for key in doomed:
+            pipe.delete(self._prefix + key)
+        started = time.monotonic()
+        try:
+            await pipe.execute()
+        except (redis.RedisError, OSError) as error:
+            self._due = {kept.key: None for kept, _, _ in batch if self._held.get(kept.key) is kept} | self._due
+            if self._reachable:
+                log.warning("the journal cannot be written, streams go on without: %s", error)
+            self._reachable = False
+            await asyncio.sleep(RETRY_S)
+            return
+        if not self._reachable:
+            log.warning("the journal is written again")
+            self._due |= {key: None for key, kept in self._held.items() if kept.live}  # Redis may have come back empty
+        self._reachable = True
+        self._written.inc(len(batch))
+        for key in doomed:
+            self._evicted.pop(key, None)
+        for kept, ttl_s, live in batch:
+            self._note_written(kept, started, ttl_s, live)
+
+    def _take_batch(self) -> list[tuple[Kept, float, bool]]:
+        """Entries with the lifetime and liveness that they are written with: both may change meanwhile."""
+        batch: list[tuple[Kept, float, bool]] = []
+        size = 0
+        for key in list(self._due)[:BATCH_ENTRIES]:
+            kept = self._held[key]
+            if batch and size + kept.size > BATCH_BYTES:
+                break
+            size += kept.size
+            del self._due[key]
+            batch.append((kept, kept.ttl_s, kept.live))
+        return batch
+
+    def _note_written(self, kept: Kept, at: float, ttl_s: float, live: bool) -> None:
+        kept.written_at, kept.expires_at = at, time.monotonic() + ttl_s
+        if self._held.get(kept.key) is not kept:
+            if kept.key not in self._held:  # evicted while it was written
+                self._evicted[kept.key] = kept.expires_at
+        elif not live:
+            kept.entry = b""  # only its size counts from here on
+
+    async def close(self) -> None:
+        """Stop writing. Idempotent, and bounded without Redis; entries stay for other routers until they expire."""
+        self._closing = True
+        if self._task is not None:
+            self._wake.set()
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=CLOSE_TIMEOUT_S)
+            self._task = None
+        await self._client.aclose()
+
+
+def open_journal(config: ServeConfig, url: str, registry: CollectorRegistry | None = None) -> Journal | None:
+    """The journal that the options ask for, started; None when it is off."""
+    if config.journal_mode == "off":
+        return None
+    journal = Journal(
+        url,
+        ttl_s=config.journal_ttl_s,
+        entry_bytes=config.journal_entry_bytes,
+        total_bytes=config.journal_total_bytes,
+        registry=registry,
+    )
+    journal.start()
+    return journal
+
+
+def journal_key(tenant: str, generation_id: str) -> str:
+    """Where a generation is kept. Another tenant's is another key, as is a wrong id."""
+    named = f"{len(tenant)}:{tenant}:{generation_id}"
+    return hashlib.sha256(named.encode()).hexdigest()

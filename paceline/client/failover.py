@@ -1,0 +1,100 @@
+"""Several routers behind one client: which is in use, and how long a stream that broke is worth another try."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+from paceline.errors import NodeUnavailable, PacelineError
+from paceline.wire import RETRY_AFTER_KEY, error_from_rpc
+
+DEFAULT_RETRIES = 8
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 2.0
+
+# What a router that dies or stops leaves behind; a client that cancels by itself does not ask.
+LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+C = TypeVar("C")
+
+
+class Routers(Generic[C]):
+    """A channel and a stub for each address. The one in use stays so, for every call, until it fails one."""
+
+    def __init__(self, addresses: str | Sequence[str], connect: Callable[[str], C], stub: Callable[[C], Any]) -> None:
+        """ValueError when there is no address."""
+        listed = (addresses,) if isinstance(addresses, str) else tuple(addresses)
+        if not listed:
+            raise ValueError("at least one address is needed")
+        self.addresses = listed
+        self.channels = [connect(address) for address in listed]
+        self._stubs = [stub(channel) for channel in self.channels]
+        self._current = 0
+
+    def __len__(self) -> int:
+        return len(self.channels)
+
+    @property
+    def current(self) -> tuple[int, Any]:
+        """Number and stub of the router in use."""
+        index = self._current
+        return index, self._stubs[index]
+
+    def failed(self, index: int) -> None:
+        """Use the next one, unless another call has moved on already."""
+        if index == self._current:
+            self._current = (index + 1) % len(self)
+
+
+class Patience:
+    """Tries in a row without a new chunk, and the time that is left. Before the first chunk each router is asked once,
+    as a call without stream would; after it ``retries`` bounds the tries, with pauses once each router was asked."""
+
+    def __init__(self, routers: int, retries: int, timeout_s: float) -> None:
+        self._routers, self._retries = routers, retries
+        self._deadline = time.monotonic() + timeout_s
+        self._failures = 0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds to the deadline of the whole call."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def progressed(self) -> None:
+        """A chunk came."""
+        self._failures = 0
+
+    def pause_s(self, error: Any, *, started: bool) -> float:
+        """How long to wait before the next try after a call's ``grpc.RpcError``. Raises PacelineError when there is no
+        use in one."""
+        code = error.code()
+        refused = code is grpc.StatusCode.RESOURCE_EXHAUSTED and (started or self._failures > 0)
+        self._failures += 1
+        allowed = self._retries if started else self._routers - 1
+        if (code not in LOST and not refused) or self._failures > allowed:
+            raise lost_error(error, resuming=started)
+        rounds = self._failures - self._routers  # 0: every router was asked
+        pause = min(FIRST_PAUSE_S * 2.0**rounds, LONGEST_PAUSE_S) if rounds >= 0 else 0.0
+        if refused:
+            pause = max(pause, min(_retry_after_s(error), LONGEST_PAUSE_S))
+        if pause >= self.left_s:
+            raise lost_error(error, resuming=started)
+        return pause
+
+
+def lost_error(error: Any, *, resuming: bool = False) -> PacelineError:
+    """What a failed call means to its user."""
+    code = error.code()
+    if code is grpc.StatusCode.CANCELLED:
+        return NodeUnavailable(f"the router ended the request: {error.details()}")
+    if resuming and code is grpc.StatusCode.NOT_FOUND:
+        return NodeUnavailable(f"the stream broke and cannot be resumed: {error.details()}")
+    return error_from_rpc(error)
+
+
+def _retry_after_s(error: Any) -> float:
+    found = dict(error.trailing_metadata() or ())
+    return int(found.get(RETRY_AFTER_KEY, "1000")) / 1000

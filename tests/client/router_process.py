@@ -1,0 +1,42 @@
+"""A router in a process of its own, to be killed: ``router_process.py REDIS_URL CHUNKS RECORD...`` (NodeRecord's JSON).
+Prints its port, and "stalled" once a stream stalled after CHUNKS chunks and the journal had time to be written."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from cluster.journal import open_journal
+from cluster.registry_types import NodeRecord
+from cluster.service import serve_grpc
+from paceline.config import ServeConfig
+from support.scripted_nodes import MAX_MODEL_LEN, VOCAB, ByteDetokenizer, ByteTokenizer, FakeRegistry
+from support.two_routers import StallingRouter
+
+
+async def main(url: str, chunks: str, *records: str) -> None:
+    registry = FakeRegistry()
+    for record in map(NodeRecord.from_json, records):
+        registry.records[record.id] = record
+    config = ServeConfig(model="tiny")
+    router = StallingRouter(
+        registry,
+        ByteTokenizer(),
+        config,
+        "tiny",
+        MAX_MODEL_LEN,
+        VOCAB,
+        detokenizer=ByteDetokenizer,
+        journal=open_journal(config, url),
+    )
+    router.stall_after = int(chunks)
+    server = await serve_grpc(router, "127.0.0.1:0")
+    print(server.port, flush=True)
+    await router.stalled.wait()
+    await asyncio.sleep(0.1)
+    print("stalled", flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,32 @@
+"""Requests to the HTTP application, and how its answers are read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+COMPLETION = {"prompt": "hi"}
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """Data of all events; the stream must end with [DONE]."""
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/event-stream"
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+async def refused(client: httpx.AsyncClient, path: str, body: dict[str, Any] | bytes, status: int = 400) -> str:
+    """Ask, be refused in OpenAI's shape; returns the field that is named."""
+    content = body if isinstance(body, bytes) else json.dumps(body)
+    response = await client.post(path, content=content)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    return str(error["param"])
