@@ -305,6 +305,8 @@ class ModelRunner:
             width = min(width, asked.tree_width)
         if asked.tree is not None and tree is not TreeKind.CHAIN:
             tree = TreeKind(asked.tree) if asked.tree != TreeKind.DYNAMIC else tree
+        if tree is TreeKind.CHAIN:
+            width = 1
         depth = max(min(depth, self._tokens_left(seq) - 1), 0)
         return replace(most, num_draft_tokens=depth, tree_width=max(width, 1), tree=tree)
 

@@ -19,7 +19,6 @@ pytestmark = [pytest.mark.real_model, pytest.mark.timeout(600)]
 CASES: list[dict[str, object]] = [
     {"dtype": "bf16", "drafter": "mtp", "num_draft_tokens": 4},
     {"dtype": "bf16", "drafter": "ngram", "num_draft_tokens": 8, "tree": "static", "tree_width": 2},
-    {"dtype": "bf16", "drafter": "mtp", "mtp_modules": 3, "num_draft_tokens": 3},
     {"dtype": "fp32", "drafter": "ngram", "num_draft_tokens": 4},
 ]
 

@@ -1,7 +1,7 @@
 """The signature on the real model: 20 prompts x 64 tokens at temperature 0 and 1, one process.
 
-bf16: logit bits and tokens. fp32: tokens (and, with our kernels, bits as well). The disaggregated half is
-tests/e2e/test_disaggregated.py.
+Batches, chunks, pages and caches; which drafter drafts is varied in test_exactness_matrix.py. bf16: logit bits and
+tokens. fp32: tokens (and, with our kernels, bits as well). Prefill and decode apart: tests/e2e/test_disaggregated_real.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from draft_training.export import write_head
-from draft_training.start import HeadOptions, Source, build_head
 from paceline.config import NodeConfig
 from paceline.engine.build import assemble, build_runner
 from paceline.engine.model_runner import ModelRunner
@@ -28,35 +26,21 @@ Options = dict[str, object]
 How = dict[str, int]
 BF16: dict[str, tuple[Options, How]] = {
     "plain, batch of 8": ({"drafter": "none"}, {"batch": 8}),
-    "ngram K=1": ({"drafter": "ngram", "num_draft_tokens": 1}, {"batch": 8}),
     "ngram K=4": ({"drafter": "ngram", "num_draft_tokens": 4}, {"batch": 8}),
     "ngram K=8, tree, pages of 64": (
         {"drafter": "ngram", "num_draft_tokens": 8, "tree": "static", "tree_width": 3, "page_size": 64},
         {"batch": 8},
     ),
-    "mtp K=1": ({"drafter": "mtp", "num_draft_tokens": 1}, {"batch": 40}),
     "mtp K=4, chunks of 7": ({"drafter": "mtp", "num_draft_tokens": 4}, {"batch": 40, "chunk_tokens": 7}),
     "mtp K=8, tree": ({"drafter": "mtp", "num_draft_tokens": 8, "tree": "static", "tree_width": 2}, {"batch": 40}),
     "mtp of 3 modules, no prefix cache, chunks of 64": (
         {"drafter": "mtp", "mtp_modules": 3, "num_draft_tokens": 3, "prefix_cache": False},
         {"batch": 40, "chunk_tokens": 64},
     ),
-    "eagle3 K=8": ({"drafter": "eagle3", "num_draft_tokens": 8}, {"batch": 40}),
-    "eagle3, dynamic tree": (
-        {"drafter": "eagle3", "num_draft_tokens": 5, "tree": "dynamic", "tree_width": 4, "tree_nodes": 24},
-        {"batch": 8, "chunk_tokens": 64},
-    ),
-    "medusa tree": ({"drafter": "medusa", "num_draft_tokens": 4, "tree": "static"}, {"batch": 40}),
-    "suffix K=8, goodput": ({"drafter": "suffix", "num_draft_tokens": 8, "adaptive": "goodput"}, {"batch": 8}),
-    "auto": ({"drafter": "auto", "num_draft_tokens": 6}, {"batch": 8}),
     "chunks of 1": ({"drafter": "none", "page_size": 64}, {"batch": 40, "chunk_tokens": 1}),
 }
-UNTRAINED = {
-    "eagle3": HeadOptions("eagle3", 1, 1024),
-    "medusa": HeadOptions("medusa", 4, medusa_blocks=1),
-}
 FP32: dict[str, tuple[Options, How]] = {
-    name: BF16[name] for name in ("ngram K=8, tree, pages of 64", "mtp K=4, chunks of 7", "ngram K=1")
+    name: BF16[name] for name in ("ngram K=8, tree, pages of 64", "mtp K=4, chunks of 7")
 }
 ALONE = 8  # requests that fp32 also runs one at a time; bf16 runs all so
 
@@ -64,8 +48,7 @@ ALONE = 8  # requests that fp32 also runs one at a time; bf16 runs all so
 class Engines:
     """Runners over one loaded target, and its plain answers: no drafts, no prefix cache."""
 
-    def __init__(self, folder: Path, dtype: str, batch: int, scratch: Path) -> None:
-        self.scratch = scratch
+    def __init__(self, folder: Path, dtype: str, batch: int) -> None:
         options = {"model": str(folder), "dtype": dtype, "drafter": "none", "threads": 2, "kv_cache_tokens": 16384}
         self.config = NodeConfig.model_validate(options)
         self.first = build_runner(self.config)
@@ -73,20 +56,9 @@ class Engines:
         self.plain = run(self.variant(prefix_cache=False), self.requests, batch=batch)
 
     def variant(self, **options: object) -> ModelRunner:
-        """A runner with other options around the same weights; heads start from the target's layers, untrained."""
-        if (name := options.get("drafter")) in UNTRAINED:
-            options = options | {"drafter_path": str(self._head(str(name)))}
+        """A runner with other options around the same weights."""
         config = NodeConfig.model_validate(self.config.model_dump() | options)
         return assemble(config, self.first.model, self.first.identity)
-
-    def _head(self, name: str) -> Path:
-        folder = self.scratch / name
-        if not folder.exists():
-            source, shape = Source.from_folder(Path(self.config.model)), UNTRAINED[name]
-            ids = tuple(range(0, source.spec.vocab_size, 8))
-            head = build_head(source, shape, ids)
-            write_head(folder, head, source, source.shape(shape.intermediate_size), ids, (2, 15, 27))
-        return folder
 
     def check(self, options: Options, how: How) -> None:
         """Tokens and logit bits of a variant equal the plain answers."""
@@ -98,17 +70,17 @@ class Engines:
 
 
 @pytest.fixture(scope="module")
-def bf16(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+def bf16(smollm2_folder: Path) -> Iterator[Engines]:
     """Plain answers one request at a time."""
-    yield Engines(smollm2_folder, "bf16", 1, tmp_path_factory.mktemp("heads"))
+    yield Engines(smollm2_folder, "bf16", 1)
     set_threads(1)
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
-def fp32(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+def fp32(smollm2_folder: Path) -> Iterator[Engines]:
     """Plain answers in batches of 8; ``test_fp32_alone`` takes the rest of the way."""
-    yield Engines(smollm2_folder, "fp32", 8, tmp_path_factory.mktemp("heads"))
+    yield Engines(smollm2_folder, "fp32", 8)
     set_threads(1)
     torch.set_num_threads(1)
 

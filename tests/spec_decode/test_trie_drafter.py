@@ -9,7 +9,7 @@ import torch
 
 from paceline.engine.colocated import Completed
 from paceline.spec_decode.base import DraftBudget, TreeKind
-from paceline.spec_decode.drafters.trie import Forest, TrieDrafter, TrieNode
+from paceline.spec_decode.drafters.trie import ROOTS_PER_ROUND, Forest, TrieDrafter, TrieNode, TrieState
 from support.drafting import BUDGETS, CHAIN, TREE, assert_same_text, new_sequence, outcomes, propose
 from support.tiny import VOCAB, tiny_runner
 
@@ -151,6 +151,18 @@ def test_bounds_hold_after_many_tokens() -> None:
     assert propose(drafter, long).num_draft_tokens == 0  # of a long prompt only the end is kept
     long.scratch.clear()
     assert propose(TrieDrafter(VOCAB), long).token_ids[1:] == tuple(PHRASE[4:10])
+
+
+def test_a_long_prompt_is_inserted_over_several_rounds() -> None:
+    """All of it in the end, each root once, and never more in one round than the bound."""
+    prompt = [*(200 + i % 40 for i in range(2 * ROOTS_PER_ROUND)), *PHRASE, 3]
+    drafter = TrieDrafter(300)
+    seq = new_sequence(prompt, PHRASE[:4])
+    drafted = [list(propose(drafter, seq).token_ids[1:]) for _ in range(4)]
+    assert drafted == [[], [], [*PHRASE[4:], 3][:6], [*PHRASE[4:], 3][:6]]
+    state = seq.scratch["trie"]
+    assert isinstance(state, TrieState)
+    assert sum(child.count for child in state.prompt._root.children.values()) == len(prompt) - 1
 
 
 def nodes(forest: Forest) -> list[TrieNode]:

@@ -1,0 +1,49 @@
+"""A checkpoint with enough KV to be seen on a cable: 8 layers, 1 KiB of bf16 KV a token, a context of 4096."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from paceline.models.config import ModelSpec
+from support.tiny import tiny_spec, tiny_weights
+from support.tiny_chat import CHAT_VOCAB, write_chat_tokenizer
+
+SPEC: ModelSpec = replace(tiny_spec(CHAT_VOCAB, num_layers=8), max_position_embeddings=4096)
+KV_BYTES_PER_TOKEN = SPEC.num_layers * 2 * SPEC.num_kv_heads * SPEC.head_dim * 2  # algorithms.md H4, bf16
+
+
+def write_model(folder: Path) -> Path:
+    """The folder, as a hub has it."""
+    write_chat_tokenizer(folder)
+    bag = tiny_weights(SPEC, torch.bfloat16, seed=3)
+    names = ["model.embed_tokens.weight", "model.norm.weight"]
+    for i in range(SPEC.num_layers):
+        layer = f"model.layers.{i}"
+        names += [f"{layer}.{n}_layernorm.weight" for n in ("input", "post_attention")]
+        names += [f"{layer}.self_attn.{n}_proj.weight" for n in "qkvo"]
+        names += [f"{layer}.mlp.{n}_proj.weight" for n in ("gate", "up", "down")]
+    save_file({name: bag.take(name) for name in names}, folder / "model.safetensors")
+    bag.finish()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": SPEC.vocab_size,
+        "hidden_size": SPEC.hidden_size,
+        "intermediate_size": SPEC.intermediate_size,
+        "num_hidden_layers": SPEC.num_layers,
+        "num_attention_heads": SPEC.num_heads,
+        "num_key_value_heads": SPEC.num_kv_heads,
+        "head_dim": SPEC.head_dim,
+        "rms_norm_eps": SPEC.rms_norm_eps,
+        "rope_theta": SPEC.rope_theta,
+        "max_position_embeddings": SPEC.max_position_embeddings,
+        "tie_word_embeddings": True,
+        "bos_token_id": SPEC.bos_token_id,
+        "eos_token_id": SPEC.eos_token_ids[0],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
