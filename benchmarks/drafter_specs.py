@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from paceline.config import NodeConfig
 from paceline.engine.build import DTYPES, assemble
+from paceline.engine.measure import measure_costs
 from paceline.engine.model_runner import ModelRunner, RunnerIdentity
 from paceline.errors import ConfigError
 from paceline.layers.build import kernel_set, set_threads
@@ -123,7 +124,7 @@ class Target:
         model = load_target(folder, DTYPES[dtype], torch.device(device))
         return cls(name, dtype, device, threads, model, RunnerIdentity(name, weights_digest(folder), kernel_set()))
 
-    def runner(self, run: DraftRun, *, batch: int, sequence_tokens: int) -> ModelRunner:
+    def runner(self, run: DraftRun, *, batch: int, sequence_tokens: int, measured: bool = True) -> ModelRunner:
         """A runner of its own pool, large enough for ``batch`` sequences of ``sequence_tokens``.
 
         No prefix cache: every prompt is prefilled, as if it were new.
@@ -133,9 +134,12 @@ class Target:
         # Twice the tree: a drafter may write slots of its own beside the target's (Drafter.draft_slots).
         each = sequence_tokens + 2 * (1 + config.nodes_budget + config.num_draft_tokens) + SPARE_SLOTS
         pool = max(MIN_POOL_TOKENS, batch * each)
-        return assemble(run.config(self.name, **shared, kv_cache_tokens=pool), self.model, self.identity)
+        runner = assemble(run.config(self.name, **shared, kv_cache_tokens=pool), self.model, self.identity)
+        if measured and (config.adaptive == "goodput" or config.drafter == "auto"):
+            measure_costs(runner, batch)  # as a node does at start
+        return runner
 
     def check(self, runs: Sequence[DraftRun]) -> None:
         """Assemble each run once, small: a missing head file is found before the first prompt, not after an hour."""
         for run in runs:
-            self.runner(run, batch=1, sequence_tokens=1)
+            self.runner(run, batch=1, sequence_tokens=1, measured=False)
