@@ -1,13 +1,16 @@
-"""The address of this host that other hosts of the deployment reach it at."""
+"""Addresses of hosts: this one's own, and whether another one answers at its."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 
 import psutil
 
 from paceline.config import AUTO_HOST
 from paceline.errors import ConfigError
+
+ANSWER_TIMEOUT_S = 1.0
 
 
 def own_address(host: str, interface: str = "") -> str:
@@ -37,3 +40,18 @@ def _address_of(interface: str) -> str:
             if found.family == family and "%" not in found.address:
                 return str(found.address)
     raise ConfigError("node_interface", f"{interface!r} of {socket.gethostname()} has no address")
+
+
+async def host_answers(address: str) -> bool:
+    """Whether the host of ``host:port`` answers: one that refuses the connection does, and one whose process is stopped
+    (the kernel accepts for it); one without power or network does not."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # no route, no answer in time (TimeoutError is one)
+        return False
+    writer.transport.abort()
+    return True

@@ -131,6 +131,7 @@ class Attempt:
         event = await self._prefill_event(prefill, decode)
         if event is None or not event.HasField("first_token"):
             raise NodeFailure(prefill.node, PacelineError("the stream did not begin with a first token"))
+        prefill.computed()
         first = event.first_token
         if self._choice.cached_tokens is None:
             self._choice.cached_tokens = first.cached_tokens

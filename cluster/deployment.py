@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from cluster.addresses import own_address
+from cluster.addresses import host_answers, own_address
 from cluster.embedded_redis import EmbeddedRedis
 from cluster.registry import NodeDirectory
 from cluster.supervise import Slot, Supervisor
@@ -70,6 +70,7 @@ class Deployment:
         await self.directory.start()
         self._stops.append(("directory", self.directory.close))
         self.supervisor.has_lease = self.directory.holds  # a node that stopped without dying is replaced too
+        self.supervisor.reachable = host_answers
         served = await self._introduce(self.supervisor.slots)
         self.served = served
         self.metrics = Metrics()

@@ -33,6 +33,7 @@ def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequ
         tenant=message.tenant,
         generation_id=message.generation_id,
         resume=_resume(message.resume) if message.HasField("resume") else None,
+        priority=message.priority,
     )
 
 
@@ -51,6 +52,7 @@ def admitted_request(request: GenerationRequest) -> inference_pb2.GenerateReques
         speculation=speculation_to_proto(request.speculation),
         request_id=request.request_id,
         tenant=request.tenant,
+        priority=request.priority,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
@@ -20,6 +22,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._before_render: list[Callable[[], None]] = []
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"paceline_{name}", text, labels, registry=self.registry)
@@ -47,7 +50,15 @@ class Metrics:
         self._e2e = histogram("request_seconds", "Arrival to the end of a choice.", _E2E_S)
         self._exposed = histogram("handoff_exposed_seconds", "End of prefill compute to the acknowledgement.", _TTFT_S)
         self._length = histogram("spec_acceptance_length", "Tokens per round of a choice, bonus counted.", _LENGTHS)
-        self._running = Gauge("paceline_requests_running", "Requests admitted and not over.", registry=self.registry)
+        self._queue_s = histogram("queue_seconds", "Wait for its turn of a request that got one.", _TTFT_S)
+        self._running = Gauge("paceline_requests_running", "Requests that run.", registry=self.registry)
+        self._queued = Gauge("paceline_requests_queued", "Requests that wait for their turn.", registry=self.registry)
+        self._breakers = Gauge(
+            "paceline_node_breaker",
+            "Circuit breaker of a node: 0 closed, 0.5 half-open, 1 open.",
+            ["node"],
+            registry=self.registry,
+        )
         self._nodes = Gauge("paceline_nodes", "Nodes under a live lease.", ["role"], registry=self.registry)
 
     def set_nodes(self, prefill: int, decode: int) -> None:
@@ -55,17 +66,32 @@ class Metrics:
         self._nodes.labels("prefill").set(prefill)
         self._nodes.labels("decode").set(decode)
 
-    def request_started(self) -> None:
-        """A request was admitted."""
+    def before_render(self, refresh: Callable[[], None]) -> None:
+        """Have gauges set by ``refresh`` whenever they are read."""
+        self._before_render.append(refresh)
+
+    def set_breakers(self, states: Mapping[str, float]) -> None:
+        """By node id: 0 closed, 0.5 half-open, 1 open; nodes that are not there are forgotten."""
+        self._breakers.clear()
+        for node_id, state in states.items():
+            self._breakers.labels(node_id).set(state)
+
+    def set_queued(self, requests: int) -> None:
+        """Requests that wait for their turn."""
+        self._queued.set(requests)
+
+    def request_started(self, queued_s: float) -> None:
+        """A request runs, after ``queued_s`` in the queue."""
         self._running.inc()
+        self._queue_s.observe(queued_s)
 
     def request_ended(self, status: str) -> None:
-        """An admitted request is over. status: ok, cancelled, or the error's class."""
+        """A request that ran is over. status: ok, cancelled, or the error's class."""
         self._running.dec()
         self._requests.labels(status).inc()
 
     def request_refused(self, status: str) -> None:
-        """A request was not admitted."""
+        """A request is over and never ran."""
         self._requests.labels(status).inc()
 
     def first_token(self, seconds: float) -> None:
@@ -114,4 +140,6 @@ class Metrics:
 
     def render(self) -> bytes:
         """The text exposition."""
+        for refresh in self._before_render:
+            refresh()
         return generate_latest(self.registry)

@@ -40,8 +40,10 @@ class _Line:
 class NodeStream(Generic[E]):
     """One streaming call. Its user closes it, which cancels what is left."""
 
-    def __init__(self, call: Any, node: NodeRecord, line: _Line, calls: NodeCalls) -> None:
+    def __init__(self, call: Any, node: NodeRecord, line: _Line, calls: NodeCalls, tokens: int = 0) -> None:
+        """tokens: of the prompt that the node is to compute."""
         self.node = node
+        self._load: int | None = tokens  # None: no longer counted
         self._call, self._line, self._owner = call, line, calls
         self._ahead: asyncio.Task[E | None] | None = None
 
@@ -76,14 +78,21 @@ class NodeStream(Generic[E]):
             raise NodeFailure(self.node, known, gone) from None
         return None if event is grpc.aio.EOF else event
 
+    def computed(self) -> None:
+        """The node's own work is done, though the stream goes on: it no longer counts as load. Idempotent."""
+        if self._load is not None:
+            self._owner.relieved(self.node, self._load)
+            self._load = None
+
     def close(self) -> None:
         """Cancel what is left. Idempotent."""
         if self._line is None:
             return
+        self.computed()
         self._call.cancel()
         if self._ahead is not None:
             self._ahead.cancel()
-        self._owner.ended(self.node, self._line)
+        self._line.calls -= 1
         self._line = None  # type: ignore[assignment]
 
 
@@ -92,6 +101,7 @@ class NodeCalls:
     """Opens streams; counts those in progress by node id, which is the router's own view of load."""
 
     own: Counter[str] = field(default_factory=Counter)
+    own_tokens: Counter[str] = field(default_factory=Counter)  # of prompts that prefill nodes have still to compute
     _lines: dict[str, _Line] = field(default_factory=dict)
 
     def decode(
@@ -108,12 +118,14 @@ class NodeCalls:
         """Start PrefillNode.Prefill."""
         line = self._line(node)
         stub = node_pb2_grpc.PrefillNodeStub(line.channel)
-        return self._started(stub.Prefill(request, timeout=timeout_s), node, line)
+        tokens = len(request.sequence.prompt_token_ids) + len(request.sequence.output_token_ids)
+        return self._started(stub.Prefill(request, timeout=timeout_s), node, line, tokens)
 
-    def _started(self, call: Any, node: NodeRecord, line: _Line) -> NodeStream[Any]:
+    def _started(self, call: Any, node: NodeRecord, line: _Line, tokens: int = 0) -> NodeStream[Any]:
         line.calls += 1
         self.own[node.id] += 1
-        return NodeStream(call, node, line, self)
+        self.own_tokens[node.id] += tokens
+        return NodeStream(call, node, line, self, tokens)
 
     def _line(self, node: NodeRecord) -> _Line:
         if node.address not in self._lines:
@@ -121,12 +133,12 @@ class NodeCalls:
             self._lines[node.address] = _Line(channel)
         return self._lines[node.address]
 
-    def ended(self, node: NodeRecord, line: _Line) -> None:
-        """A stream was closed."""
-        line.calls -= 1
+    def relieved(self, node: NodeRecord, tokens: int) -> None:
+        """A call is no load any more."""
         self.own[node.id] -= 1
+        self.own_tokens[node.id] -= tokens
         if not self.own[node.id]:
-            del self.own[node.id]
+            del self.own[node.id], self.own_tokens[node.id]
 
     async def prune(self, alive: set[str]) -> None:
         """Close the idle channels of addresses that are no longer served."""

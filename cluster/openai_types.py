@@ -24,7 +24,7 @@ _COMMON = {
     *("model", "stream", "stream_options", "n", "stop", "seed", "max_tokens", "logprobs"),
     *("temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias"),
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
-    *("speculation", "cache_salt"),
+    *("speculation", "cache_salt", "priority"),
 }
 _HARMLESS = {
     *("user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"),
@@ -125,6 +125,7 @@ def _parse(
         model=fields.text("model", ""),
         request_id=request_id,
         tenant=fields.text("cache_salt", ""),
+        priority=fields.integer("priority", 0),
     )
     return ApiRequest(generation, chat, stream, options.flag("include_usage"), names)
 

@@ -1,30 +1,32 @@
 """Choosing a pair for each attempt: what the policy says, less what this router knows to have failed.
 
 Per request (`Tries`): nodes that failed it, nodes that had no room for it. For all requests: nodes whose connection is
-gone, suspected until their lease would have run out; who is still registered then is alive.
+gone, suspected until their lease would have run out; who is still registered then is alive. Nodes that answer and
+fail have a circuit breaker.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from cluster.attempt import Pair
+from cluster.breaker import Breakers, Key, State, key_of
 from cluster.node_calls import NodeCalls, NodeFailure
 from cluster.policy import choose_decode, choose_prefill
 from cluster.registry_types import NodeRecord
-from paceline.errors import NodeUnavailable, Overloaded, PacelineError
+from paceline.errors import InvalidRequest, NodeUnavailable, Overloaded, PacelineError
 
 MAX_FAILURES = 3  # in a row, without a token between
 FIRST_BACKOFF_S = 0.05
 MAX_RETRY_AFTER_S = 2.0  # of what a full node wishes, when a stream waits to be resumed
 NODE_WAIT_S = 30.0  # longest wait for a decode node to come back
 POLL_S = 0.05
+LEVELS: dict[State, float] = {"closed": 0.0, "half_open": 0.5, "open": 1.0}
 SUSPECT_LEASES = 1.5  # leases that a node stays suspected for
-
-Key = tuple[str, int]  # id and generation
 
 
 @dataclass
@@ -69,6 +71,11 @@ class Pairing:
         self._page_size, self._lease_ttl_s = page_size, lease_ttl_s
         self._suspects: dict[Key, float] = {}  # until when, monotonic clock
         self._turn = 0
+        self.breakers = Breakers()
+
+    def breaker_levels(self) -> dict[str, float]:
+        """By node id: 0 closed, 0.5 half-open, 1 open."""
+        return {node.id: LEVELS[self.breakers.state(node)] for node in self._nodes()}
 
     def suspect(self, failure: NodeFailure) -> None:
         """Remember a node whose connection is gone."""
@@ -89,17 +96,39 @@ class Pairing:
     async def pick(self, tries: Tries, num_tokens: int) -> Pair:
         """A pair for a sequence of at most ``num_tokens``, prompt and output. Overloaded when every node is full,
         NodeUnavailable when there is no decode node, nor one coming back in time."""
-        await self._calls.prune({node.address for node in self._nodes()})
+        nodes = self._nodes()
+        await self._calls.prune({node.address for node in nodes})
+        self.breakers.retain({key_of(node) for node in nodes})
         decode = await self._pick_decode(tries, num_tokens)
         prefill = self._pick_prefill(tries)
         self._turn += 1
         return Pair(decode, prefill)
 
+    @contextmanager
+    def judged(self, pair: Pair) -> Iterator[None]:
+        """Around an attempt on the pair: tells the breakers how its nodes did. The caller's fault and want of room are
+        no fault of a node; of a pair that failed only the one to blame is judged, of one cancelled neither."""
+        nodes = [pair.decode] if pair.prefill is None else [pair.decode, pair.prefill]
+        verdict = self.breakers.left
+        for node in nodes:
+            self.breakers.began(node)
+        try:
+            yield
+            verdict = self.breakers.succeeded
+        except NodeFailure as failure:
+            if not isinstance(failure.error, (InvalidRequest, Overloaded)):
+                nodes = [node for node in nodes if key_of(node) != key_of(failure.node)]
+                self.breakers.failed(failure.node)
+            raise
+        finally:
+            for node in nodes:
+                verdict(node)
+
     async def _pick_decode(self, tries: Tries, num_tokens: int) -> NodeRecord:
         pages = -(-num_tokens // self._page_size)
         end = time.monotonic() + NODE_WAIT_S
         while True:
-            candidates = _preferred(self.alive("decode"), tries)
+            candidates = _preferred(self.breakers.usable_or_oldest(self.alive("decode")), tries)
             node = choose_decode(candidates, self._calls.own, pages, self._turn)
             if node is not None:
                 return node
@@ -109,9 +138,11 @@ class Pairing:
             await asyncio.sleep(POLL_S)
 
     def _pick_prefill(self, tries: Tries) -> NodeRecord | None:
-        """None: decode is to prefill by itself, because no prefill node is left that did not fail this request."""
-        left = [node for node in self.alive("prefill") if (node.id, node.generation) not in tries.failed]
-        return choose_prefill(_with_room(left, tries), self._calls.own, self._turn)
+        """None: decode is to prefill by itself, because no prefill node is left that did not fail this request or
+        many before it."""
+        alive = self.breakers.usable(self.alive("prefill"))
+        left = [node for node in alive if key_of(node) not in tries.failed]
+        return choose_prefill(_with_room(left, tries), self._calls.own, self._turn, self._calls.own_tokens)
 
 
 def _preferred(nodes: list[NodeRecord], tries: Tries) -> list[NodeRecord]:

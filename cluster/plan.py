@@ -14,6 +14,7 @@ from paceline.errors import InvalidRequest, PacelineError
 from paceline.request import SamplingParams, SequenceRequest, SpeculationParams, derive_seed
 
 DEFAULT_MAX_TOKENS = 1024  # when the request names none and the context leaves as much
+MAX_PRIORITY = 10  # and the least is its negative
 MAX_NAME_CHARS = 256  # of a request id, a tenant
 SEED_BITS = 53  # a drawn seed survives readers that keep numbers as doubles
 GENERATION_ID = re.compile(r"[A-Za-z0-9_-]{22,128}")  # room for 128 random bits: the id is a capability
@@ -75,7 +76,8 @@ class GenerationRequest:
 
     ``max_tokens`` stands for ``sampling.max_tokens``, which is not looked at; None is what the context leaves, at most
     DEFAULT_MAX_TOKENS. An empty ``model`` is the one served, an empty ``request_id`` is made. ``generation_id`` names a
-    stream that other routers may go on with, which ``resume`` asks for.
+    stream that other routers may go on with, which ``resume`` asks for. ``priority``: the higher one of a tenant's
+    waiting requests goes first.
     """
 
     prompt: Prompt
@@ -87,6 +89,7 @@ class GenerationRequest:
     tenant: str = ""
     generation_id: str = ""
     resume: Resume | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,11 @@ class Plan:
     admitted: GenerationRequest  # with every default resolved, the seed drawn: planned again it is the same plan
     stop: tuple[str, ...]  # the router's business: nodes do not see them
     sequences: tuple[SequenceRequest, ...]  # one per choice
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and output at most, all choices together."""
+        return sum(len(seq.prompt_token_ids) + seq.params.max_tokens for seq in self.sequences)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -141,6 +149,7 @@ async def make_plan(request: GenerationRequest, served: Served, tokenizer: Token
         model=served.model,
         request_id=request_id,
         tenant=request.tenant,
+        priority=request.priority,
     )
     return Plan(request_id, admitted, params.stop, sequences)
 
@@ -201,6 +210,8 @@ def _check_names(request: GenerationRequest, served: Served) -> None:
         if len(value) > MAX_NAME_CHARS:
             raise InvalidRequest(name, f"at most {MAX_NAME_CHARS} characters")
         _check_unicode(name, value)
+    if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
+        raise InvalidRequest("priority", f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}")
     if request.generation_id and not GENERATION_ID.fullmatch(request.generation_id):
         raise InvalidRequest("generation_id", "must be 22 to 128 letters, digits, '-' and '_', of 128 random bits")
     for text in request.sampling.stop:

@@ -52,6 +52,7 @@ def digest_of(admitted: GenerationRequest) -> bytes:
     """Names everything that the answer depends on. Requires a request with every default resolved."""
     message = messages.admitted_request(admitted)
     message.ClearField("request_id")
+    message.ClearField("priority")
     return hashlib.sha256(message.SerializeToString(deterministic=True)).digest()[:DIGEST_BYTES]
 
 

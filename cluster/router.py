@@ -1,8 +1,8 @@
 """The router: admits requests, chooses nodes, puts the answers together (design sections 4 and 7).
 
-Life of a request: admitted -> planned -> one task per choice, each of attempts on pairs of nodes -> over. Chunks of all
-choices meet in one bounded queue; a client that reads slowly holds its nodes back. Closing the generator cancels the
-tasks, and with them the calls to the nodes.
+Life of a request: admitted -> planned -> queued for its turn -> one task per choice, each of attempts on pairs of nodes
+-> over. Chunks of all choices meet in one bounded queue; a client that reads slowly holds its nodes back. Closing the
+generator cancels the tasks, and with them the calls to the nodes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
+from cluster.admission import Admission, Place
 from cluster.attempt import Attempt, Surroundings
 from cluster.choice import ChoiceRun, Detokenizer
 from cluster.journal import Journal
@@ -31,7 +32,6 @@ from paceline.results import Choice, Chunk, Completion, Generation, ModelInfo, N
 log = logging.getLogger(__name__)
 
 QUEUE_CHUNKS = 32  # of one request, all choices together
-RETRY_AFTER_S = 1.0
 
 DetokenizerFactory = Callable[[TokenizerLike, Sequence[int], Sequence[str]], Detokenizer]
 
@@ -66,13 +66,15 @@ class Router:
         self.tokenizer = tokenizer
         self.served = Served(model_name, max_model_len, vocab_size, config.selectable)
         self.metrics = metrics if metrics is not None else Metrics()
-        self.inflight = 0  # sequences admitted and not over
+        self._admission = Admission(config.max_inflight, config.max_queued, config.queue_timeout_s)
         self._registry = registry
         self._bit_exact = bit_exact
         self._journal = journal
         self._detokenizer = detokenizer if detokenizer is not None else _incremental
         self._calls = NodeCalls()
         self._pairing = Pairing(registry.nodes, self._calls, config.page_size, config.lease_ttl_s)
+        self.metrics.before_render(lambda: self.metrics.set_breakers(self._pairing.breaker_levels()))
+        self.metrics.before_render(lambda: self.metrics.set_queued(self._admission.waiting))
         self._around = Surroundings(self._calls, self.metrics, registry.nodes, config.lease_ttl_s)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -91,13 +93,15 @@ class Router:
         started_at = time.monotonic()
         request = await self._found(request)
         choices = min(max(request.sampling.n, 1), MAX_N)
-        self._admit(choices)
-        status = "cancelled"
+        place = self._admit(choices, request.tenant)
+        status, over = "cancelled", self.metrics.request_refused
         try:
             plan = await make_plan(request, self.served, self.tokenizer)
             replayable = self.config.acceptance == "sample"
             received = received_of(plan, request, self.served.vocab_size, replayable)
             runs = self._choices(plan, received, started_at)
+            await self._turn(place, plan)
+            over = self.metrics.request_ended
             on_plan(plan)
             with journaled(self._journal, plan, request.generation_id):
                 async with aclosing(self._run(runs, started_at)) as chunks:
@@ -108,8 +112,8 @@ class Router:
             status = type(error).__name__
             raise
         finally:
-            self.inflight -= choices
-            self.metrics.request_ended(status)
+            self._admission.leave(place)
+            over(status)
 
     async def complete(self, request: GenerationRequest) -> Generation:
         """All choices at once."""
@@ -140,12 +144,18 @@ class Router:
             nodes=tuple(nodes),
         )
 
+    @property
+    def inflight(self) -> int:
+        """Sequences that run or wait for their turn."""
+        return self._admission.slots
+
     def ready(self) -> bool:
         """Whether a decode node is there to serve."""
         return bool(self._pairing.alive("decode"))
 
     async def close(self) -> None:
-        """Cancel what is in progress and close the connections to the nodes. Idempotent."""
+        """Cancel what waits or is in progress and close the connections to the nodes. Idempotent."""
+        self._admission.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -153,15 +163,19 @@ class Router:
 
     # -- insides -----------------------------------------------------------------------------------------------
 
-    def _admit(self, choices: int) -> None:
-        """Each choice is a sequence on the nodes. A request alone is always admitted."""
-        if self.inflight and self.inflight + choices > self.config.max_inflight:
+    def _admit(self, choices: int, tenant: str) -> Place:
+        """Each choice is a sequence on the nodes. Raises Overloaded."""
+        try:
+            return self._admission.enter(choices, tenant)
+        except Overloaded:
             self.metrics.request_refused(Overloaded.__name__)
-            raise Overloaded(
-                f"{self.inflight} sequences are in progress, {choices} more are not admitted", RETRY_AFTER_S
-            )
-        self.inflight += choices
-        self.metrics.request_started()
+            raise
+
+    async def _turn(self, place: Place, plan: Plan) -> None:
+        """Wait until the request may run. Raises Overloaded, NodeUnavailable."""
+        since = time.monotonic()
+        await self._admission.turn(place, plan.admitted.tenant, plan.admitted.priority, plan.num_tokens)
+        self.metrics.request_started(time.monotonic() - since)
 
     async def _found(self, request: GenerationRequest) -> GenerationRequest:
         """The request to plan: of a resume, the one that was admitted."""
@@ -241,7 +255,8 @@ class Router:
             pair = await self._pairing.pick(tries, num_tokens)
             before = len(run.token_ids)
             try:
-                await Attempt(run, pair, self._around, queue.put, deadline).run()
+                with self._pairing.judged(pair):
+                    await Attempt(run, pair, self._around, queue.put, deadline).run()
             except NodeFailure as failure:
                 if len(run.token_ids) > before:
                     tries.progressed()

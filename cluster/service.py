@@ -127,7 +127,7 @@ async def serve_grpc(router: Router, address: str) -> GrpcServer:
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ("grpc.so_reuseport", 0),
         ],
-        maximum_concurrent_rpcs=router.config.max_inflight + EXTRA_RPCS,
+        maximum_concurrent_rpcs=router.config.max_inflight + router.config.max_queued + EXTRA_RPCS,
     )
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(router), server)
     checks = health.aio.HealthServicer()

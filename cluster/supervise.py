@@ -39,7 +39,7 @@ Launch = Callable[[str, str, int], NodeHandle]  # (role, node id, generation)
 class NodeEvent:
     """Something that happened to a node."""
 
-    kind: Literal["started", "died", "lease_lost", "start_failed", "stopped"]
+    kind: Literal["started", "died", "lease_lost", "cut_off", "start_failed", "stopped"]
     node_id: str
     role: str
     generation: int
@@ -68,12 +68,15 @@ class Supervisor:
     """Owns the node processes of a deployment.
 
     Life of a slot: launched (a new generation) -> started (its address known) -> died, or without its lease for
-    ``lease_grace_s`` -> killed -> after ``backoff_s`` launched again; until ``stop``.
+    ``lease_grace_s`` -> killed -> after ``backoff_s`` launched again; until ``stop``. A node without its lease on a
+    host that does not answer is cut off: nothing can be ended or started there. It is left alone until it has its
+    lease again, which costs no reload, or is known to have died, or its host answers.
     """
 
     launch: Launch
     on_event: Callable[[NodeEvent], None] = lambda event: None
     has_lease: Callable[[str, int], bool] = lambda node_id, generation: True  # NodeDirectory.holds
+    reachable: Callable[[str], Awaitable[bool]] = lambda address: _yes()  # whether the host at an address answers
     lease_grace_s: float = LEASE_GRACE_S
     # Generations go on from the time of day, so that a deployment started anew is not fenced off by the generations
     # that an earlier one left in a Redis of the operator's.
@@ -113,6 +116,10 @@ class Supervisor:
             await self.sleep(POLL_S)
             try:
                 kind = self._lost(slot)
+                if kind == "lease_lost" and not await self.reachable(slot.address):
+                    slot.leased_at = self.clock()  # asked again after another grace
+                    self._tell(NodeEvent("cut_off", slot.node_id, slot.role, slot.generation, slot.address))
+                    continue
                 if slot.handle is None or kind:
                     await self._replace(slot, kind)
             except Exception:  # a fault in here must not leave the node unwatched
@@ -186,3 +193,7 @@ class Supervisor:
             log.warning("%s did not stop, killing it: %r", slot.node_id, error)
             await self._discard(slot)
         self._tell(NodeEvent("stopped", slot.node_id, slot.role, slot.generation))
+
+
+async def _yes() -> bool:
+    return True

@@ -160,6 +160,7 @@ class DecodeEngine:
             return True
         stream.digested = end
         if end == seq.num_prefill:
+            landing.hidden.drop()
             stream.phase = StreamPhase.RUNNING
             self._scheduler.run(stream)
         return True

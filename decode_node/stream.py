@@ -90,6 +90,10 @@ class HiddenRows:
             return torch.empty(end - start, 0)
         return self._rows[start - self._first : end - self._first]
 
+    def drop(self) -> None:
+        """They are digested."""
+        self._rows = None
+
 
 @dataclass(frozen=True)
 class Landing:

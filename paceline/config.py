@@ -129,7 +129,9 @@ class ServeConfig(EngineConfig):
     prefill_resource: str = ""  # Ray resource of the hosts that prefill nodes may run on; each takes 1
     decode_resource: str = ""
     request_timeout_s: float = Field(default=600.0, gt=0)
-    max_inflight: int = Field(default=256, ge=1)  # requests admitted by the router at once
+    max_inflight: int = Field(default=256, ge=1)  # sequences that the router lets run at once
+    max_queued: int = Field(default=512, ge=0)  # requests that wait for their turn; more are refused
+    queue_timeout_s: float = Field(default=30.0, gt=0)  # longest wait for the turn
     lease_ttl_s: float = Field(default=2.0, gt=0)
     journal_mode: Literal["redis", "off"] = "redis"  # where the requests of gRPC streams are kept, for other routers
     journal_ttl_s: float = Field(default=120.0, gt=0)  # after the last word of the router that serves the stream

@@ -257,8 +257,9 @@ async def test_a_stream_that_cannot_be_resumed_says_why(redis_server: Embedded) 
 
 
 async def test_a_full_router_is_waited_for_when_a_stream_goes_on(redis_server: Embedded) -> None:
-    async with routers(redis_server.url, max_inflight=1) as (_, two), AsyncClient(two.addresses) as client:
-        two.b.router.inflight += 1
+    small = {"max_inflight": 1, "max_queued": 0}
+    async with routers(redis_server.url, **small) as (_, two), AsyncClient(two.addresses) as client:
+        place = two.b.router._admission.enter(1)
         with pytest.raises(Overloaded):
             async with AsyncClient(two.b.address) as direct:
                 await collected(direct)
@@ -266,7 +267,7 @@ async def test_a_full_router_is_waited_for_when_a_stream_goes_on(redis_server: E
         await two.a.router.stalled.wait()
         await asyncio.sleep(0.3)
         assert not reading.done()
-        two.b.router.inflight -= 1
+        two.b.router._admission.leave(place)
         assert joined(await reading)[0] == TEXT[:12]
 
 

@@ -382,7 +382,7 @@ async def test_off(redis_server: Embedded) -> None:
 
 
 async def test_admission_counts_what_is_resumed(redis_server: Embedded) -> None:
-    async with routers(redis_server.url, max_inflight=3) as (nodes, two):
+    async with routers(redis_server.url, max_inflight=3, max_queued=0) as (nodes, two):
         before = await part(two, ask(n=3), 2)
         nodes.nodes["decode-0"].script.gate = asyncio.Event()
         holding = asyncio.create_task(stream(two.b, ask(tenant="other")))

@@ -182,6 +182,8 @@ BAD: list[tuple[str, GenerationRequest]] = [
     ("seed", ask(seed=-1)),
     ("request_id", replace(ask(), request_id="x" * 257)),
     ("tenant", ask(tenant="x" * 257)),
+    ("priority", replace(ask(), priority=11)),
+    ("priority", replace(ask(), priority=-11)),
 ]
 
 

@@ -177,7 +177,7 @@ async def test_a_running_stream_outlasts_a_full_node() -> None:
 
 
 async def test_admission() -> None:
-    async with fleet(max_inflight=2) as made:
+    async with fleet(max_inflight=2, max_queued=0) as made:
         gate = made.nodes["decode-0"].script.gate = asyncio.Event()
         running = [asyncio.create_task(answer(made, ask())) for _ in range(2)]
         while made.router.inflight < 2:
@@ -252,3 +252,37 @@ async def test_closing_the_router_ends_what_runs() -> None:
         await made.router.close()
         with pytest.raises(NodeUnavailable):
             await task
+
+
+async def test_a_node_that_answers_and_fails_is_left_out() -> None:
+    async with fleet(decode=2) as made:
+        made.nodes["decode-0"].script.errors = [PacelineError("broken") for _ in range(20)]
+        made.registry.records["decode-1"] = replace(made.registry.records["decode-1"], running=5)
+        for _ in range(8):
+            assert (await answer(made, ask())).text == TEXT[:10]
+        assert len(made.nodes["decode-0"].script.errors) == 15  # five failures open the breaker
+        rendered = made.router.metrics.render().decode()
+        assert 'paceline_node_breaker{node="decode-0"} 1.0' in rendered
+        assert 'paceline_node_breaker{node="decode-1"} 0.0' in rendered
+        await made.kill("decode-1")
+        made.nodes["decode-0"].script.errors = []
+        assert (await answer(made, ask())).completion.nodes.decode == "decode-0"  # rather than refuse
+
+
+async def test_requests_at_fault_and_full_nodes_open_no_breaker() -> None:
+    async with fleet() as made:
+        for error in (InvalidRequest("max_tokens", "no"), Overloaded("full")):
+            for _ in range(6):
+                made.nodes["decode-0"].script.errors = [error]
+                with pytest.raises(type(error)):
+                    await answer(made, ask())
+        assert 'paceline_node_breaker{node="decode-0"} 0.0' in made.router.metrics.render().decode()
+
+
+async def test_without_a_prefill_node_that_works_decode_prefills() -> None:
+    async with fleet() as made:
+        made.nodes["prefill-0"].script.errors = [PacelineError("broken") for _ in range(20)]
+        for _ in range(7):
+            assert (await answer(made, ask())).text == TEXT[:10]
+        assert len(made.nodes["prefill-0"].script.errors) == 15
+        assert made.nodes["decode-0"].local[-2:] == [True, True]

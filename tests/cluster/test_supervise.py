@@ -187,6 +187,44 @@ async def test_a_node_that_lost_its_lease_is_killed_and_replaced(case: Case) -> 
     await case.supervisor.stop(0.0)
 
 
+async def test_a_node_that_is_cut_off_is_left_alone_until_its_host_answers(case: Case) -> None:
+    answers = False
+
+    async def reachable(address: str) -> bool:
+        assert address == "decode-0:1"
+        return answers
+
+    case.supervisor.reachable = reachable
+    await case.supervisor.start()
+    case.leased = False
+    await until(lambda: case.kinds.count("cut_off") == 2)
+    assert set(case.kinds) == {"started", "cut_off"}
+    case.leased = True  # it is back, as it was
+    seen, now = len(case.kinds), case.clock.now
+    await until(lambda: case.clock.now > now + 3.0)
+    assert len(case.kinds) <= seen + 1  # one grace may have ended meanwhile
+    assert not case.nodes.handles[0].killed.is_set()
+    case.leased, answers = False, True  # it is stopped, on a host that lives
+    await case.handle(1)
+    assert case.kinds[-2:] == ["lease_lost", "started"]
+    assert case.nodes.handles[0].killed.is_set()
+    await case.supervisor.stop(0.0)
+
+
+async def test_a_node_that_dies_while_cut_off_is_replaced(case: Case) -> None:
+    async def reachable(address: str) -> bool:
+        return False
+
+    case.supervisor.reachable = reachable
+    await case.supervisor.start()
+    case.leased = False
+    await until(lambda: "cut_off" in case.kinds)
+    case.nodes.handles[0].dead = True
+    await case.handle(1)
+    assert case.kinds[-2:] == ["died", "started"]
+    await case.supervisor.stop(0.0)
+
+
 async def test_a_short_absence_of_the_lease_is_nothing(case: Case) -> None:
     await case.supervisor.start()
     for _ in range(5):

@@ -1,7 +1,7 @@
 """The signature on the real model: 20 prompts x 64 tokens at temperature 0 and 1, one process.
 
 Batches, chunks, pages and caches; which drafter drafts is varied in test_exactness_matrix.py. bf16: logit bits and
-tokens. fp32: tokens (and, with our kernels, bits as well). Prefill and decode apart: tests/e2e/test_disaggregated_real.py.
+tokens. fp32: tokens (and, with our kernels, bits as well). Apart: tests/e2e/test_disaggregated_real.py.
 """
 
 from __future__ import annotations
