@@ -33,7 +33,7 @@ def test_the_longer_the_match_the_longer_the_draft() -> None:
     source = [*PHRASE, *range(60, 80), 3]
     lengths = [len(drafted([*source, *PHRASE[:matched]], LONG)) for matched in range(1, 9)]
     assert lengths == sorted(lengths)
-    assert lengths[:3] == [4, 7, 10]
+    assert lengths[:2] == [4, 8]
     assert drafted([*source, *PHRASE[:8]], LONG) == source[8:24]
     assert drafted([*source, *PHRASE[:8]]) == source[8:14]  # K is the cap
     assert drafted([*source, *PHRASE[:8]], DraftBudget(3)) == source[8:11]

@@ -38,7 +38,8 @@ from support import head_files
 from support.plain_heads import PlainHead, PlainMedusa, PlainMtp, PlainTarget, read_files, read_plain
 from support.tiny import tiny_spec, tiny_weights
 
-SHIPPED: tuple[tuple[str, str], ...] = ()  # (model, drafter) that README and docs speak of: heads/MODEL/DRAFTER
+# (model, drafter) that README and docs speak of: heads/MODEL/DRAFTER
+SHIPPED: tuple[tuple[str, str], ...] = (("smollm2-135m-instruct", "eagle3"),)
 KINDS = {"eagle": "eagle1", "eagle3": "eagle3", "mtp": "mtp", "medusa": "medusa"}  # what a drafter's folder holds
 MOST_BYTES = 16_000_000  # of a file in the repository
 CARD = (r"(?m)^- data: \S", r"(?m)^- seen: [1-9][\d,]* answer tokens")  # what a card says of its training

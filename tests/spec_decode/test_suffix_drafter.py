@@ -12,7 +12,7 @@ from paceline.engine.colocated import Completed
 from paceline.spec_decode.base import DraftBudget, TreeKind
 from paceline.spec_decode.drafters.copying import BOUNDARY, text_of
 from paceline.spec_decode.drafters.ngram import NgramDrafter
-from paceline.spec_decode.drafters.suffix import FinishedTexts, SuffixDrafter
+from paceline.spec_decode.drafters.suffix import SuffixDrafter
 from support.drafting import BUDGETS, CHAIN, TREE, assert_same_text, new_sequence, outcomes, propose
 from support.tiny import VOCAB, tiny_runner
 
@@ -73,6 +73,7 @@ def test_the_requests_own_text_wins_ties_and_the_longer_match_wins_over_it() -> 
     assert drafted(drafter, [1, 2, 60, 5, 1, 2], one) == [90]
     assert drafted(drafter, [2, 60, 9, 1, 2], one) == [80]  # 1, 2 elsewhere, only 2 here
     assert drafted(drafter, [1, 2, 60, 9, 1, 2], DraftBudget(1, 4)) == [60, 80, 90]
+    assert drafted(learnt([5, 80, 81]), [9, 5]) == [80, 81]  # even a single token is a match: 1 in 5, then 3 in 7
 
 
 def test_drafting_stops_where_the_text_is_undecided() -> None:
@@ -89,12 +90,12 @@ def test_finish_learns_once_and_without_a_proposal() -> None:
     seq = new_sequence([3, 4], PHRASE)
     for _ in range(3):
         drafter.finish(seq)
-    texts = drafter.tenants.get("")
+    texts = drafter.outputs.tenants.get("")
     assert texts.text == text_of(PHRASE) + BOUNDARY
     learnt([5], [], drafter=drafter)  # one token teaches nothing
     assert texts.text == text_of(PHRASE) + BOUNDARY
     nothing = learnt(PHRASE, drafter=SuffixDrafter(VOCAB, shared_tokens=0))
-    assert len(nothing.tenants) == 0
+    assert len(nothing.outputs.tenants) == 0
 
 
 def test_bounds_hold_after_many_tokens() -> None:
@@ -103,24 +104,9 @@ def test_bounds_hold_after_many_tokens() -> None:
     for i in range(110):
         output = [rng.randrange(VOCAB) for _ in range(1000)]
         learnt(output, salt=f"tenant-{i % 3}", drafter=drafter)
-    assert len(drafter.tenants) == 2
-    assert len(drafter.tenants.get("tenant-1").text) <= 2000
+    assert len(drafter.outputs.tenants) == 2
+    assert len(drafter.outputs.tenants.get("tenant-1").text) <= 2000
     assert drafted(drafter, [1, *output[100:110]], salt="tenant-1") == output[110:116]
-
-
-def test_texts_leave_whole_and_oldest_first() -> None:
-    texts = FinishedTexts(max_tokens=40)
-    rng = random.Random(2)
-    stored: list[list[int]] = []
-    for _ in range(300):
-        stored.append([rng.randrange(6) for _ in range(rng.randrange(2, 20))])
-        texts.add(stored[-1])
-        kept = next(
-            n for n in range(len(stored), 0, -1) if sum(len(tokens) + 1 for tokens in stored[-n:]) <= 40
-        )  # as many of the newest as fit
-        assert texts.text == "".join(text_of(tokens) + BOUNDARY for tokens in stored[-kept:])
-    texts.add(list(range(100)))
-    assert texts.text == text_of(range(61, 100)) + BOUNDARY  # of a longer text its end
 
 
 def test_a_migrated_sequence_drafts_the_same() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections import Counter
 
 import pytest
 import torch
 
 from paceline.engine.colocated import Completed
 from paceline.spec_decode.base import DraftBudget, TreeKind
-from paceline.spec_decode.drafters.trie import ROOTS_PER_ROUND, Forest, TrieDrafter, TrieNode, TrieState
+from paceline.spec_decode.drafters.copying import BOUNDARY, MAX_TOKENS, text_of
+from paceline.spec_decode.drafters.trie import TrieDrafter
 from support.drafting import BUDGETS, CHAIN, TREE, assert_same_text, new_sequence, outcomes, propose
 from support.tiny import VOCAB, tiny_runner
 
@@ -58,23 +61,44 @@ def test_a_tree_holds_both_ways_the_text_went_and_no_node_twice() -> None:
     assert tree.num_nodes <= TREE.max_nodes
 
 
-def test_outputs_are_learnt_branch_by_branch() -> None:
-    """A running sequence's output is learnt where branch_length tokens follow, the rest at finish."""
-    drafter = TrieDrafter(VOCAB, branch_length=4)
-    seq = new_sequence([3, 4])
-    for count, token in enumerate(PHRASE, start=1):
-        seq.token_ids.append(token)
-        propose(drafter, seq)
-        outputs = drafter.tenants.find("")
-        learnt = [root for root in [4, *PHRASE] if outputs is not None and outputs.find([root]) is not None]
-        assert learnt == [4, *PHRASE][: max(0, count - 3)]
-    drafter.finish(seq)
-    outputs = drafter.tenants.get("")
-    assert outputs.find(PHRASE[-2:]) is not None
-    node = outputs.find([4, *PHRASE[:4]])
-    assert node is not None
-    assert (node.count, node.children) == (1.0, {})
-    assert outputs.find([3]) is None  # the prompt is not learnt
+def slow_chain(prompt: list[int], output: list[int], others: list[list[int]], weight: float, most: int) -> list[int]:
+    """C11's single branch by counting whole texts: what follows the longest suffix, then what shorter ones add."""
+    context, chain = prompt + output, list[int]()
+    texts = [(context, len(prompt)), *((text, 0) for text in others)]  # (tokens, where its output begins)
+    for length in range(min(8, len(context)), 0, -1):
+        while len(chain) < most:
+            path = context[-length:] + chain
+            scores: Counter[int] = Counter()
+            for tokens, boundary in texts:
+                for end in range(len(path), len(tokens)):
+                    if tokens[end - len(path) : end] == path:
+                        # A place is the prompt's when the token after the suffix is.
+                        from_prompt = end - len(chain) < boundary
+                        scores[tokens[end]] += round(10_000 * (1 - weight if from_prompt else weight))
+            if not scores:
+                break
+            best = max(scores.values())
+            tied = [token for token, score in scores.items() if score == best]
+            if len(tied) > 1:
+                return chain  # which of them is a matter of order, not of counts
+            chain.append(tied[0])
+    return chain
+
+
+def test_single_branches_are_those_of_counting_every_place() -> None:
+    rng = random.Random(0)
+    compared = 0
+    for _ in range(300):
+        prompt, output, *others = ([rng.randrange(5) for _ in range(rng.randrange(2, 25))] for _ in range(4))
+        weight = rng.choice((0.1, 0.5, 0.9))
+        drafter = TrieDrafter(VOCAB, output_weight=weight)
+        for text in others:
+            drafter.finish(new_sequence([60], text))
+        expected = slow_chain(prompt, output, others, weight, 6)
+        tree = propose(drafter, new_sequence(prompt, output))
+        assert list(tree.token_ids[1 : 1 + len(expected)]) == expected
+        compared += len(expected)
+    assert compared > 500
 
 
 def test_finish_is_idempotent_and_forgets_the_prompt() -> None:
@@ -83,14 +107,10 @@ def test_finish_is_idempotent_and_forgets_the_prompt() -> None:
     propose(drafter, seq)
     for _ in range(3):
         drafter.finish(seq)
-    root = drafter.tenants.get("").find([5])
-    assert root is not None
-    assert root.count == 1.0
+    assert drafter.outputs.text(seq) == text_of([5, 6, 7]) + BOUNDARY
     assert propose(drafter, new_sequence([90, *PHRASE[:3]])).num_draft_tokens == 0
-    never_drafted = new_sequence([3, 4], [5, 6])
-    drafter.finish(never_drafted)
-    drafter.finish(never_drafted)
-    assert root.count == 2.0
+    drafter.finish(new_sequence([3, 4], [5, 6]))  # never drafted for
+    assert drafter.outputs.text(seq) == text_of([5, 6, 7]) + BOUNDARY + text_of([5, 6]) + BOUNDARY
 
 
 def test_finished_outputs_help_the_same_tenant_only() -> None:
@@ -108,7 +128,7 @@ def test_ranking_and_quotas() -> None:
     outputs = [token for i in range(8) for token in (1, 60 + i)]
 
     def drafted(**options: float) -> list[int]:
-        drafter = TrieDrafter(VOCAB, branch_length=1, **options)  # type: ignore[arg-type]
+        drafter = TrieDrafter(VOCAB, **options)  # type: ignore[arg-type]
         for _ in range(3):
             drafter.finish(new_sequence([5], outputs))
         tree = propose(drafter, new_sequence([*prompt, 1]), DraftBudget(1, 8))
@@ -121,59 +141,24 @@ def test_ranking_and_quotas() -> None:
     assert sum(token >= 60 for token in drafted(output_weight=1.0)) == 6
 
 
-def test_the_forest_halves_its_counts_when_full() -> None:
-    forest = Forest(max_nodes=10)
-    for _ in range(4):
-        forest.insert([1, 2, 3])
-    for token in range(10, 17):
-        forest.insert([token])
-    assert forest.num_nodes == 10
-    forest.insert([99])
-    assert forest.num_nodes == 3
-    node = forest.find([1, 2, 3])
-    assert node is not None
-    assert node.count == 2.0
-    assert forest.find([99]) is None
-
-
 def test_bounds_hold_after_many_tokens() -> None:
     rng = random.Random(1)
-    drafter = TrieDrafter(VOCAB, max_nodes=3000, max_tenants=2)
+    drafter = TrieDrafter(VOCAB, shared_tokens=3000, max_tenants=2)
     for i in range(34):
-        output = [rng.randrange(VOCAB) for _ in range(3000)]
+        output = [rng.randrange(VOCAB) for _ in range(2000)]
         drafter.finish(new_sequence([1], output, salt=f"tenant-{i % 3}"))
-    assert len(drafter.tenants) == 2
-    forest = drafter.tenants.get("tenant-0")
-    assert 0 < forest.num_nodes <= 3000
-    assert forest.num_nodes == len(nodes(forest))
-    assert list(propose(drafter, new_sequence(output[-200:-9], salt="tenant-0")).token_ids[1:]) == output[-9:-3]
-    long = new_sequence([*PHRASE, *(100 + i % 90 for i in range(3000))], PHRASE[:4], salt="elsewhere")
-    assert propose(drafter, long).num_draft_tokens == 0  # of a long prompt only the end is kept
-    long.scratch.clear()
-    assert propose(TrieDrafter(VOCAB), long).token_ids[1:] == tuple(PHRASE[4:10])
+    assert len(drafter.outputs.tenants) == 2
+    tail = new_sequence(output[-200:-9], salt="tenant-0")
+    assert 0 < len(drafter.outputs.text(tail)) <= 3000
+    assert list(propose(drafter, tail).token_ids[1:]) == output[-9:-3]
 
 
-def test_a_long_prompt_is_inserted_over_several_rounds() -> None:
-    """All of it in the end, each root once, and never more in one round than the bound."""
-    prompt = [*(200 + i % 40 for i in range(2 * ROOTS_PER_ROUND)), *PHRASE, 3]
-    drafter = TrieDrafter(300)
-    seq = new_sequence(prompt, PHRASE[:4])
-    drafted = [list(propose(drafter, seq).token_ids[1:]) for _ in range(4)]
-    assert drafted == [[], [], [*PHRASE[4:], 3][:6], [*PHRASE[4:], 3][:6]]
-    state = seq.scratch["trie"]
-    assert isinstance(state, TrieState)
-    assert sum(child.count for child in state.prompt._root.children.values()) == len(prompt) - 1
-
-
-def nodes(forest: Forest) -> list[TrieNode]:
-    found: list[TrieNode] = []
-    todo = [forest._root]
-    while todo:
-        node = todo.pop()
-        found.extend(node.children.values())
-        todo.extend(node.children.values())
-        assert all(child.count <= node.count or node is forest._root for child in node.children.values())
-    return found
+def test_of_a_long_context_the_end_is_searched_and_is_still_the_prompts() -> None:
+    prompt = [*PHRASE, *(100 + i % 50 for i in range(MAX_TOKENS)), 3, 60]
+    drafter = TrieDrafter(200)
+    assert propose(drafter, new_sequence([*prompt, *PHRASE[:4]])).num_draft_tokens == 0
+    twice_in_the_output = [3, 70, 9, 3, 70, 8, 3]
+    assert propose(drafter, new_sequence(prompt, twice_in_the_output), DraftBudget(1)).token_ids == (3, 60)
 
 
 def test_a_migrated_sequence_drafts_the_same() -> None:
@@ -188,6 +173,8 @@ def test_a_migrated_sequence_drafts_the_same() -> None:
 
 def test_tokens_outside_the_vocabulary_are_not_drafted() -> None:
     assert propose(TrieDrafter(10), new_sequence([3, 4, 99, 5, 3, 4]), TREE).num_draft_tokens == 0
+    with pytest.raises(ValueError, match="vocabulary"):
+        TrieDrafter(sys.maxunicode + 1)
 
 
 @pytest.mark.parametrize("name", BUDGETS)
@@ -203,7 +190,7 @@ def test_a_width_of_one_is_a_single_branch() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"branch_length": 0}, {"output_weight": 2.0}, {"min_prompt_share": 0.9}, {"min_output_share": -0.1}]
+    "bad", [{"shared_tokens": -1}, {"output_weight": 2.0}, {"min_prompt_share": 0.9}, {"min_output_share": -0.1}]
 )
 def test_nonsense_is_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"must|shares"):

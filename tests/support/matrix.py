@@ -65,7 +65,7 @@ CASES: dict[str, Case] = {
     "lookahead": Case("lookahead"),
     "medusa": Case("medusa", "medusa"),
     "eagle": Case("eagle", "eagle", right_sometimes=False),
-    "eagle3": Case("eagle3", "eagle3", right_sometimes=False),
+    "eagle3": Case("eagle3", "eagle3"),
     "eagle3, greedy drafts": Case(
         "eagle3", "eagle3", {"draft_sampling": "greedy", "expand_above": 0.05}, right_sometimes=False
     ),
