@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from typing import Any
 from multihost.hosts import Host, wait_until
 
 CLIENT = Path(__file__).with_name("client_process.py")
+
+CLOSE_TIMEOUT_S = 10.0
 
 
 class _Client:
@@ -45,7 +48,8 @@ class _Client:
         """End the client."""
         self.process.kill()
         self.process.wait()
-        self._reader.join()
+        self._reader.join(CLOSE_TIMEOUT_S)
+        assert not self._reader.is_alive()
 
     @property
     def errors(self) -> str:
@@ -87,9 +91,9 @@ class Streams(_Client):
 
     def __init__(self, host: Host, address: str, requests: Sequence[dict[str, Any]]) -> None:
         self.streams = [Stream() for _ in requests]
-        file = host.folder / "requests.json"
-        file.write_text(json.dumps(list(requests)))
-        super().__init__(host, address, str(file))
+        with tempfile.NamedTemporaryFile("w", dir=host.folder, suffix=".json", delete=False) as file:
+            json.dump(list(requests), file)
+        super().__init__(host, address, file.name)
 
     def take(self, event: dict[str, Any]) -> None:
         stream = self.streams[event["stream"]]

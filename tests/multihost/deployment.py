@@ -7,11 +7,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from multihost.clients import Streams, Watch
@@ -102,6 +103,7 @@ def _ready(process: subprocess.Popen[str], log: Path) -> tuple[str, str]:
 def _interrupt(head: Host) -> None:
     """Ctrl-C, to the process itself: it is in another pid namespace than the one that entered."""
     for process in head.processes():
-        command = process.cmdline()
-        if "serve" in command and any(part.endswith("/paceline") for part in command):
-            process.send_signal(signal.SIGINT)
+        with suppress(psutil.Error):  # it ended, or is a zombie
+            command = process.cmdline()
+            if "serve" in command and any(part.endswith("/paceline") for part in command):
+                process.send_signal(signal.SIGINT)

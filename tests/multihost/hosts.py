@@ -186,6 +186,11 @@ class Lan:
             with suppress(AssertionError):
                 self.ip("link", "del", beside)
 
+    def pids(self) -> list[int]:
+        """The processes that everything hangs on: the switch, and each host's first and what booted it."""
+        booted = [pid for host in self.hosts.values() for pid in host.pids()]
+        return [self._switch.pid, *booted]
+
     def close(self) -> None:
         """Power off every host, then the switch. Idempotent."""
         for host in self.hosts.values():
@@ -267,7 +272,8 @@ class Host:
         pairs = [f"{key}={value}" for key, value in self.environment.items()]
         path = f"PATH={Path(sys.prefix) / 'bin'}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         enter = ["nsenter", "-t", str(self._init.pid), "--net", "--mount", "--uts", "--ipc", "--pid"]
-        return [*enter, "env", "-i", path, *pairs, *command]
+        with_enter = ["setpriv", "--pdeathsig", "KILL"]  # the process itself is a child of the one that enters
+        return [*enter, *with_enter, "env", "-i", path, *pairs, *command]
 
     def run(self, *command: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
         """Run on this host; returns stdout. AssertionError with all output when it fails."""
@@ -280,6 +286,12 @@ class Host:
         assert self._init is not None
         inside = os.stat(f"/proc/{self._init.pid}/ns/pid").st_ino
         return [p for p in psutil.process_iter() if _namespace(p.pid) == inside]
+
+    def pids(self) -> list[int]:
+        """What booted it, and its process 1."""
+        assert self._boot is not None
+        assert self._init is not None
+        return [self._boot.pid, self._init.pid]
 
     def _furnish(self) -> None:
         """The files of the host: home with key and environment, sshd's settings."""

@@ -215,7 +215,8 @@ class LookaheadDrafter(Drafter):
         if self.pool_from_prompt:
             for i in range(max(0, len(tokens) - MAX_POOL_KEYS), len(tokens) - self.levels + 1):
                 self._learn(pool, tokens[i], tuple(tokens[i + 1 : i + self.levels]))
-        prompt = [t for t in seq.request.prompt_token_ids if t not in self.eos and 0 <= t < self.vocab_size]
+        end = seq.request.prompt_token_ids[-MAX_POOL_KEYS:]
+        prompt = [t for t in end if t not in self.eos and 0 <= t < self.vocab_size]
         anything = next((t for t in range(self.vocab_size) if t not in self.eos), 0)
         seed = ((seq.request.params.seed or 0) ^ WINDOW_STREAM) & UINT64_MAX
         state = LookaheadState([[]], pool, prompt or [anything], seed)

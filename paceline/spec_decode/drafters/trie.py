@@ -1,8 +1,10 @@
-"""Lookahead, trie form (Zhao et al., arXiv 2312.12728; algorithms.md C11): a forest of what followed each token.
+"""Lookahead, trie form (Zhao et al., arXiv 2312.12728; algorithms.md C11): what followed each token, with counts.
 
-Every token of a text is the root of a trie that holds the ``branch_length`` tokens after it, with counts. A request's
-prompt has a forest of its own (its counts vanish with the request); outputs of all requests of a tenant share one.
-Retrieval walks both: the longest suffix of the context that is a path in either, then its subtree, best first.
+A trie's node is the set of places where its path stands in a text, and its count their number. So no trie is built:
+the places of the context's end are searched for (copying.py) and followed, prompt and outputs apart. A token costs 4
+bytes where a trie node costs hundreds, nothing has to be inserted or halved while a round waits, and texts leave
+oldest first. Retrieval is C11's: the longest suffix of the context first, then its subtree, best first, with a quota
+for either source; shorter suffixes fill what room is left.
 """
 
 from __future__ import annotations
@@ -11,94 +13,44 @@ import heapq
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from itertools import chain, islice
 from typing import NamedTuple
 
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem, TreeKind
-from paceline.spec_decode.drafters.tenants import TenantCache
+from paceline.spec_decode.drafters.copying import (
+    BOUNDARY,
+    MAX_MATCH,
+    Occurrence,
+    OwnText,
+    check_vocab,
+    find,
+    longest_first,
+    own_occurrences,
+)
+from paceline.spec_decode.drafters.tenants import TenantOutputs
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.tree import DraftTree, build_tree
 
-MAX_FAN_OUT = 32  # next tokens looked at per node: bounds the time after tokens that anything follows
-
-
-class TrieNode:
-    """A token after its parent's; ``count`` is never above the parent's. The child counted last stands last."""
-
-    __slots__ = ("children", "count")
-
-    def __init__(self) -> None:
-        self.count = 0.0
-        self.children: dict[int, TrieNode] = {}
-
-
-class Forest:
-    """Counted paths of tokens in at most ``max_nodes`` nodes."""
-
-    def __init__(self, max_nodes: int) -> None:
-        self.max_nodes = max_nodes
-        self.num_nodes = 0
-        self._root = TrieNode()
-
-    def insert(self, token_ids: Seq[int]) -> None:
-        """Count a path from its root token on."""
-        node = self._root
-        for token_id in token_ids:
-            child = node.children.pop(token_id, None)
-            if child is None:
-                child = TrieNode()
-                self.num_nodes += 1
-            node.children[token_id] = child
-            child.count += 1.0
-            node = child
-        while self.num_nodes > self.max_nodes:
-            self.num_nodes = self._halve(self._root)
-
-    def find(self, token_ids: Seq[int]) -> TrieNode | None:
-        """The node at the end of a path, if it exists."""
-        node: TrieNode | None = self._root
-        for token_id in token_ids:
-            if node is None:
-                return None
-            node = node.children.get(token_id)
-        return node
-
-    def _halve(self, node: TrieNode) -> int:
-        """Halve all counts below ``node`` and drop what falls to 1 or less. Returns the nodes left below it."""
-        left = 0
-        for token_id, child in list(node.children.items()):
-            child.count /= 2
-            if child.count <= 1.0:
-                del node.children[token_id]
-            else:
-                left += 1 + self._halve(child)
-        return left
-
-
-Place = tuple[TrieNode | None, TrieNode | None]  # the same path in the prompt's forest and in the outputs'
-Ranking = Callable[[float, float], float]  # (count in the prompt, count in outputs) -> score; 0 is never drafted
+Place = tuple[Seq[Occurrence], Seq[Occurrence]]  # where the same path stands in the prompt and in outputs
+Ranking = Callable[[int, int], float]  # (count in the prompt, count in outputs) -> score; 0 is never drafted
 
 
 class Option(NamedTuple):
     """A next token at some place, its counts in the prompt and in outputs, and the place it leads to."""
 
     token_id: int
-    prompt: float
-    output: float
+    prompt: int
+    output: int
     place: Place
 
 
 def options(place: Place) -> list[Option]:
-    """The next tokens in either forest, the MAX_FAN_OUT latest of each: the latest one first, as it wins ties."""
-    prompt, output = place
-    below_prompt = prompt.children if prompt else {}
-    below_output = output.children if output else {}
-    latest = [islice(reversed(below), MAX_FAN_OUT) for below in (below_prompt, below_output)]
-    found = []
-    for token_id in dict.fromkeys(chain.from_iterable(latest)):
-        one, other = below_prompt.get(token_id), below_output.get(token_id)
-        found.append(Option(token_id, one.count if one else 0.0, other.count if other else 0.0, (one, other)))
-    return found
+    """The next tokens: those of the prompt first, longest match first, then newest, as the earlier one wins ties."""
+    found: dict[str, tuple[list[Occurrence], list[Occurrence]]] = {}
+    for source, occurrences in enumerate(place):
+        for length, text, index in occurrences:
+            if index < len(text) and (token := text[index]) != BOUNDARY:
+                found.setdefault(token, ([], []))[source].append((length, text, index + 1))
+    return [Option(ord(token), len(p), len(o), (p, o)) for token, (p, o) in found.items()]
 
 
 @dataclass
@@ -149,11 +101,9 @@ class Branches:
 
     def follow(self, start: Place, rank: Ranking) -> None:
         """Single branch: lengthen the chain by what ``start`` holds after the tokens that are in it already."""
-        prompt, output = start
+        place = start
         for _, token_id in self.pairs:
-            prompt = prompt.children.get(token_id) if prompt else None
-            output = output.children.get(token_id) if output else None
-        place = (prompt, output)
+            place = next((option.place for option in options(place) if option.token_id == token_id), ((), ()))
         while self.room > 0:
             best = max(options(place), key=lambda option: rank(option.prompt, option.output), default=None)
             if best is None or rank(best.prompt, best.output) <= 0.0:
@@ -162,22 +112,13 @@ class Branches:
             place = best.place
 
 
-@dataclass
-class TrieState:
-    """What one sequence has in the forests."""
-
-    prompt: Forest
-    inserted: int  # positions below it are roots in the outputs' forest
-
-
 class TrieDrafter(Drafter):
-    """Trie retrieval over each prompt and its tenant's outputs.
+    """Trie retrieval over each prompt, its output, and its tenant's finished outputs.
 
-    branch_length: tokens kept after each token. output_weight (w): rank is (1-w) * prompt count + w * output count.
-    min_prompt_share, min_output_share: of the nodes each suffix length may fill, the part that goes by one count
-    alone. max_nodes: of each forest (about 0.3 kB a node); past it counts are halved and what falls to 1 is dropped.
-    max_tenants: tenants kept, least recently used go. Draws a tree of up to the budget's nodes, or a single branch
-    when the budget's kind is CHAIN or its width 1.
+    output_weight (w): rank is (1-w) * prompt count + w * output count. min_prompt_share, min_output_share: of the
+    nodes each suffix length may fill, the part that goes by one count alone. shared_tokens: finished output tokens
+    kept per tenant (4 bytes each), 0 for none; max_tenants: tenants kept, least recently used go. Draws a tree of up
+    to the budget's nodes, or a single branch when the budget's kind is CHAIN or its width 1.
     """
 
     name = "trie"
@@ -185,26 +126,25 @@ class TrieDrafter(Drafter):
     def __init__(
         self,
         vocab_size: int,
-        branch_length: int = 8,
         output_weight: float = 1e-4,
         min_prompt_share: float = 0.25,
         min_output_share: float = 0.25,
-        max_nodes: int = 65_536,
+        shared_tokens: int = 32_768,
         max_tenants: int = 8,
     ) -> None:
-        if branch_length < 1 or not 0.0 <= output_weight <= 1.0 or max_nodes < 1:
-            raise ValueError("branch_length and max_nodes must be at least 1, output_weight between 0 and 1")
+        if not 0.0 <= output_weight <= 1.0:
+            raise ValueError(f"output_weight must be between 0 and 1, got {output_weight}")
         if min(min_prompt_share, min_output_share) < 0.0 or min_prompt_share + min_output_share > 1.0:
             raise ValueError("the shares must not be negative nor add up to more than 1")
-        self.vocab_size, self.branch_length, self.max_nodes = vocab_size, branch_length, max_nodes
+        check_vocab(vocab_size)
+        self.vocab_size, self.output_weight = vocab_size, output_weight
         self.min_prompt_share, self.min_output_share = min_prompt_share, min_output_share
-        self.output_weight = output_weight
-        self.tenants = TenantCache(lambda: Forest(max_nodes), max_tenants)
+        self.outputs = TenantOutputs(self.name, shared_tokens, max_tenants)
         self.hits = 0  # rounds with at least one draft token
         self.misses = 0
 
     def extend(self, items: Seq[ExtendItem]) -> None:
-        """Needs no hidden rows; tokens are inserted when proposing."""
+        """Needs no hidden rows; tokens are read when proposing."""
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[DraftTree]:
         """See Drafter."""
@@ -213,24 +153,18 @@ class TrieDrafter(Drafter):
     def _propose(self, seq: Sequence, budget: DraftBudget) -> DraftTree:
         branches = Branches(budget.max_nodes - 1, budget.num_draft_tokens)
         if budget.num_draft_tokens:
-            state = self._state(seq)
-            self._insert_output(seq, state, len(seq.token_ids) - self.branch_length)
-            self._retrieve(seq, state, budget, branches)
+            self._retrieve(seq, budget, branches)
             self.hits += bool(branches.pairs)
             self.misses += not branches.pairs
         root = seq.token_ids[-1]
         return build_tree(root, branches.pairs, self.vocab_size, budget.max_nodes, budget.num_draft_tokens)
 
-    def _retrieve(self, seq: Sequence, state: TrieState, budget: DraftBudget, branches: Branches) -> None:
-        """Longest suffix first; shorter ones, whose subtrees reach deeper, fill what room is left."""
-        outputs = self.tenants.find(seq.request.cache_salt)
-        context = seq.token_ids[-self.branch_length :]
+    def _retrieve(self, seq: Sequence, budget: DraftBudget, branches: Branches) -> None:
+        """Longest suffix first; shorter ones fill what room is left."""
+        prompt, output = self._places(seq)
         single = budget.tree is TreeKind.CHAIN or budget.tree_width == 1
-        for first in range(len(context)):
-            suffix = context[first:]
-            place = (state.prompt.find(suffix), outputs.find(suffix) if outputs else None)
-            if place == (None, None):
-                continue
+        for length in sorted({length for length, _, _ in (*prompt, *output)}, reverse=True):
+            place = ([one for one in prompt if one[0] >= length], [one for one in output if one[0] >= length])
             if single:
                 branches.follow(place, self._mixed)
             else:
@@ -241,36 +175,18 @@ class TrieDrafter(Drafter):
             if branches.room == 0:
                 return
 
-    def _mixed(self, prompt: float, output: float) -> float:
+    def _places(self, seq: Sequence) -> Place:
+        """Where the context's end stood before. Whether a place counts as the prompt's goes by the token after it."""
+        text, others = OwnText.of(seq), self.outputs.text(seq)
+        prompt_end = len(seq.request.prompt_token_ids) - (len(seq.token_ids) - len(text))
+        own = own_occurrences(text)
+        prompt = [one for one in own if one[2] < prompt_end]
+        shared = find(others, text[-MAX_MATCH:], len(others))
+        return prompt, longest_first([*(one for one in own if one[2] >= prompt_end), *shared])
+
+    def _mixed(self, prompt: int, output: int) -> float:
         return (1.0 - self.output_weight) * prompt + self.output_weight * output
 
-    def _state(self, seq: Sequence) -> TrieState:
-        state = seq.scratch.get(self.name)
-        if state is None:
-            prompt = Forest(self.max_nodes)
-            tokens = seq.request.prompt_token_ids
-            # Of a longer prompt only the end, as much as surely fits: bounds the first proposal's time, too.
-            for i in range(max(0, len(tokens) - self.max_nodes // (self.branch_length + 1)), len(tokens) - 1):
-                prompt.insert(tokens[i : i + 1 + self.branch_length])
-            # The last prompt token is the first root that output follows.
-            state = seq.scratch[self.name] = TrieState(prompt, max(len(tokens) - 1, 0))
-        assert isinstance(state, TrieState)
-        return state
-
-    def _insert_output(self, seq: Sequence, state: TrieState, end: int) -> None:
-        """Insert the branches of roots below ``end``; before finish only whole ones are, so that none counts twice."""
-        if state.inserted >= end:
-            return
-        outputs = self.tenants.get(seq.request.cache_salt)
-        for i in range(state.inserted, end):
-            outputs.insert(seq.token_ids[i : i + 1 + self.branch_length])
-        state.inserted = end
-
     def finish(self, seq: Sequence) -> None:
-        """Insert the output's remaining branches (a second call finds none), forget the prompt's counts."""
-        state = seq.scratch.get(self.name)
-        if state is None:  # never drafted for: there is no prompt to forget
-            state = TrieState(Forest(self.max_nodes), max(len(seq.request.prompt_token_ids) - 1, 0))
-        assert isinstance(state, TrieState)
-        self._insert_output(seq, state, len(seq.token_ids) - 1)
-        seq.scratch[self.name] = TrieState(Forest(self.max_nodes), state.inserted)
+        """Learn from the output, once."""
+        self.outputs.learn(seq)
