@@ -186,13 +186,19 @@ class Supervisor:
         handle = slot.handle
         if handle is None:
             return
+        if slot.address and not await self.reachable(slot.address):
+            await self._discard(slot)  # it cannot drain; Ray ends it when it sees the host again
+        else:
+            await self._drain_slot(slot, handle, grace_s)
+        self._tell(NodeEvent("stopped", slot.node_id, slot.role, slot.generation))
+
+    async def _drain_slot(self, slot: Slot, handle: NodeHandle, grace_s: float) -> None:
         try:
             await asyncio.wait_for(asyncio.to_thread(handle.stop, grace_s), grace_s + STOP_MARGIN_S)
             slot.handle = None
         except Exception as error:
             log.warning("%s did not stop, killing it: %r", slot.node_id, error)
             await self._discard(slot)
-        self._tell(NodeEvent("stopped", slot.node_id, slot.role, slot.generation))
 
 
 async def _yes() -> bool:

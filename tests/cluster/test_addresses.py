@@ -35,7 +35,7 @@ def test_an_interface_goes_before_the_address() -> None:
 
 
 def test_an_interface_that_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match="no 'eth99', only .*lo") as caught:
+    with pytest.raises(ConfigError, match=r"no 'eth99', only .*lo") as caught:
         own_address(AUTO_HOST, "eth99")
     assert caught.value.key == "node_interface"
 

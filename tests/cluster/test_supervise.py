@@ -188,10 +188,10 @@ async def test_a_node_that_lost_its_lease_is_killed_and_replaced(case: Case) -> 
 
 
 async def test_a_node_that_is_cut_off_is_left_alone_until_its_host_answers(case: Case) -> None:
-    answers = False
+    answers, asked = False, set[str]()
 
     async def reachable(address: str) -> bool:
-        assert address == "decode-0:1"
+        asked.add(address)
         return answers
 
     case.supervisor.reachable = reachable
@@ -199,6 +199,7 @@ async def test_a_node_that_is_cut_off_is_left_alone_until_its_host_answers(case:
     case.leased = False
     await until(lambda: case.kinds.count("cut_off") == 2)
     assert set(case.kinds) == {"started", "cut_off"}
+    assert asked == {"decode-0:1"}
     case.leased = True  # it is back, as it was
     seen, now = len(case.kinds), case.clock.now
     await until(lambda: case.clock.now > now + 3.0)
@@ -209,6 +210,17 @@ async def test_a_node_that_is_cut_off_is_left_alone_until_its_host_answers(case:
     assert case.kinds[-2:] == ["lease_lost", "started"]
     assert case.nodes.handles[0].killed.is_set()
     await case.supervisor.stop(0.0)
+
+
+async def test_a_node_that_is_cut_off_delays_no_stop(case: Case) -> None:
+    async def reachable(address: str) -> bool:
+        return False
+
+    case.supervisor.reachable = reachable
+    await case.supervisor.start()
+    await case.supervisor.stop(10.0)
+    assert case.nodes.handles[0].killed.is_set()
+    assert case.nodes.handles[0].stops == []
 
 
 async def test_a_node_that_dies_while_cut_off_is_replaced(case: Case) -> None:
