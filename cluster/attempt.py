@@ -71,17 +71,28 @@ class Attempt:
     async def run(self) -> None:
         """Until the choice has its finish reason. Raises NodeFailure."""
         pair = self._pair
+        began, outcome = time.monotonic(), "left"
         self._choice.nodes = ServedBy((pair.prefill or pair.decode).id, pair.decode.id)
         try:
             async with asyncio.timeout(None) as silence:
                 watch = asyncio.create_task(self._watch(silence))
                 try:
                     await self._serve()
+                    outcome = "ok"
                 finally:
                     watch.cancel()
         except TimeoutError:
-            lost = self._lost() or pair.decode
+            outcome, lost = "silent", self._lost() or pair.decode
             raise NodeFailure(lost, NodeUnavailable(f"{lost.id} lost its lease and is silent"), gone=True) from None
+        except NodeFailure as failure:
+            outcome = str(failure)
+            raise
+        finally:
+            nodes = self._choice.nodes
+            ended = time.monotonic()
+            self._choice.trace.record(
+                "attempt", began, ended, prefill=nodes.prefill, decode=nodes.decode, outcome=outcome
+            )
 
     async def _serve(self) -> None:
         sequence = replace(self._choice.sequence, output_token_ids=tuple(self._choice.token_ids))
@@ -100,6 +111,7 @@ class Attempt:
         event = await decode.next()
         if event is None or not event.HasField("reserved"):
             raise NodeFailure(decode.node, PacelineError("the stream did not begin with a reservation"))
+        self._choice.trace.record("reserved", ticket=event.reserved.ticket, cached_tokens=event.reserved.cached_tokens)
         return event.reserved
 
     async def _hand_over(
@@ -208,6 +220,8 @@ class Attempt:
             raise NodeFailure(node, error) from None
         if chunk is None:
             return
+        name = "first token" if before is None else "tokens"
+        choice.trace.record(name, choice.last_token_at, index=chunk.first_index, tokens=len(chunk.token_ids))
         if before is None:
             self._around.metrics.first_token(choice.last_token_at - since)
         else:
@@ -224,6 +238,7 @@ class Attempt:
         counts = event.handed_off.bytes
         handoff = HandoffBytes(counts.target_kv, counts.draft_kv, counts.hidden, counts.meta)
         self._choice.add_handoff(handoff)
+        self._choice.trace.record("handed off", exposed_s=event.handed_off.exposed_s)
         self._around.metrics.handed_off(handoff, event.handed_off.exposed_s)
 
     async def _settle(self, prefill: PrefillStream) -> None:

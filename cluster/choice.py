@@ -24,6 +24,7 @@ from paceline.results import (
     Usage,
 )
 from paceline.spec_decode.stats import SpecStats
+from paceline.tracing import NO_TRACE, Trace
 
 
 class Detokenizer(Protocol):
@@ -58,6 +59,7 @@ class ChoiceRun:
         self.cached_tokens: int | None = None  # of the first attempt that said so
         self.handoff = HandoffBytes()  # of all attempts
         self.nodes = ServedBy()
+        self.trace: Trace = NO_TRACE  # the router sets it
         self.first_token_at: float | None = None
         self.last_token_at = started_at
         self._detokenizer = detokenizer
@@ -173,6 +175,7 @@ class ChoiceRun:
         text = "" if self._detokenizer.stopped else self._detokenizer.finish()
         if self._detokenizer.stopped:  # the text held back may complete a stop string
             self.finish_reason = FinishReason.STOP
+        self.trace.record("finished", reason=self.finish_reason, tokens=len(self.token_ids))
         return Chunk(self.index, len(self.token_ids), text=text, completion=self._completion(self.finish_reason))
 
     def _completion(self, reason: FinishReason) -> Completion:

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from cluster.bench_cli import bench
 from cluster.options import load_config, serve_parameters
+from cluster.trace_cli import trace
 from cluster.train_cli import make_corpus, train_drafter
 from paceline.config import ServeConfig
 from paceline.errors import ConfigError, PacelineError
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 app.command("make-corpus")(make_corpus)
 app.command("train-drafter")(train_drafter)
+app.command("trace")(trace)
 errors = Console(stderr=True, highlight=False)
 
 

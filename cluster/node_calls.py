@@ -13,7 +13,7 @@ import grpc.aio
 from cluster.registry_types import NodeRecord
 from paceline.engine.rpc import CHANNEL_OPTIONS
 from paceline.errors import NodeUnavailable, PacelineError
-from paceline.v1 import node_pb2, node_pb2_grpc
+from paceline.v1 import node_pb2, node_pb2_grpc, trace_pb2
 from paceline.wire import error_from_rpc
 
 E = TypeVar("E", node_pb2.PrefillEvent, node_pb2.DecodeEvent)
@@ -120,6 +120,22 @@ class NodeCalls:
         stub = node_pb2_grpc.PrefillNodeStub(line.channel)
         tokens = len(request.sequence.prompt_token_ids) + len(request.sequence.output_token_ids)
         return self._started(stub.Prefill(request, timeout=timeout_s), node, line, tokens)
+
+    async def trace(self, node: NodeRecord, request_id: str, timeout_s: float) -> trace_pb2.TraceResponse:
+        """What the node keeps of a request. Raises NodeFailure."""
+        line = self._line(node)
+        line.calls += 1  # it is not load, but its channel must stay
+        decodes = node.role == "decode"
+        stub: Any = node_pb2_grpc.DecodeNodeStub if decodes else node_pb2_grpc.PrefillNodeStub
+        try:
+            answer: trace_pb2.TraceResponse = await stub(line.channel).Trace(
+                trace_pb2.TraceRequest(request_id=request_id), timeout=timeout_s
+            )
+        except grpc.aio.AioRpcError as error:
+            raise NodeFailure(node, error_from_rpc(error, node.id)) from None
+        finally:
+            line.calls -= 1
+        return answer
 
     def _started(self, call: Any, node: NodeRecord, line: _Line, tokens: int = 0) -> NodeStream[Any]:
         line.calls += 1

@@ -24,10 +24,12 @@ from cluster.pairing import Pairing, Tries
 from cluster.plan import GenerationRequest, Plan, Prompt, Received, Served, TokenizerLike, make_plan, tokenize
 from cluster.registry_types import NodeRecord
 from cluster.resume import find_admitted, journaled, received_of
+from cluster.traces import collect
 from paceline.config import ServeConfig
 from paceline.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, PacelineError
 from paceline.request import MAX_N, TokenLogprobs
-from paceline.results import Choice, Chunk, Completion, Generation, ModelInfo, NodeInfo, Tokenization
+from paceline.results import Choice, Chunk, Completion, Generation, ModelInfo, NodeInfo, RequestTrace, Tokenization
+from paceline.tracing import NO_TRACE, Recorder
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +74,7 @@ class Router:
         self._journal = journal
         self._detokenizer = detokenizer if detokenizer is not None else _incremental
         self._calls = NodeCalls()
+        self._recorder = Recorder(config.trace_requests)
         self._pairing = Pairing(registry.nodes, self._calls, config.page_size, config.lease_ttl_s)
         self.metrics.before_render(lambda: self.metrics.set_breakers(self._pairing.breaker_levels()))
         self.metrics.before_render(lambda: self.metrics.set_queued(self._admission.waiting))
@@ -94,13 +97,16 @@ class Router:
         request = await self._found(request)
         choices = min(max(request.sampling.n, 1), MAX_N)
         place = self._admit(choices, request.tenant)
-        status, over = "cancelled", self.metrics.request_refused
+        status, over, trace = "cancelled", self.metrics.request_refused, NO_TRACE
         try:
             plan = await make_plan(request, self.served, self.tokenizer)
+            trace = self._recorder.open(plan.request_id, "request")
+            trace.record("planned", started_at, time.monotonic(), prompt_tokens=plan.num_prompt_tokens)
             replayable = self.config.acceptance == "sample"
             received = received_of(plan, request, self.served.vocab_size, replayable)
             runs = self._choices(plan, received, started_at)
             await self._turn(place, plan)
+            trace.record("admitted")
             over = self.metrics.request_ended
             on_plan(plan)
             with journaled(self._journal, plan, request.generation_id):
@@ -112,6 +118,7 @@ class Router:
             status = type(error).__name__
             raise
         finally:
+            trace.record("request", started_at, time.monotonic(), status=status)
             self._admission.leave(place)
             over(status)
 
@@ -148,6 +155,10 @@ class Router:
     def inflight(self) -> int:
         """Sequences that run or wait for their turn."""
         return self._admission.slots
+
+    async def trace(self, request_id: str) -> RequestTrace:
+        """When what happened to one of the latest requests. Raises NotFound."""
+        return await collect(request_id, self._recorder, self._registry.nodes(), self._calls)
 
     def ready(self) -> bool:
         """Whether a decode node is there to serve."""
@@ -218,6 +229,7 @@ class Router:
                 continue
             detokenizer = self._detokenizer(self.tokenizer, sequence.prompt_token_ids, plan.stop)
             run = ChoiceRun(index, plan.request_id, sequence, detokenizer, started_at, lossless)
+            run.trace = self._recorder.open(sequence.request_id, "choice")
             if had is not None:
                 run.resume(had.next_index, had.token_ids)
             runs.append(run)
@@ -234,6 +246,7 @@ class Router:
             timeout_s = self.config.request_timeout_s
             await queue.put(DeadlineExceeded(f"the request did not complete within {timeout_s:g} s"))
         except PacelineError as error:
+            run.trace.record("failed", error=str(error))
             await queue.put(error)
         except asyncio.CancelledError:  # by ``close``, with a reader, or by the reader's end, without
             while queue.full():
@@ -275,6 +288,7 @@ class Router:
         tries.note(failure, resuming=bool(run.token_ids))
         self.metrics.retried(type(failure.error).__name__)
         log.warning("%s: trying again after %s", run.sequence.request_id, failure)
+        run.trace.record("retry", error=str(failure))
         await asyncio.sleep(tries.backoff_s(failure.error))
 
     def _collect(self, chunks: list[Chunk]) -> Generation:

@@ -21,7 +21,8 @@ from cluster.resume import UnknownGeneration, digest_of
 from cluster.router import Router
 from paceline.engine.rpc import MAX_MESSAGE_BYTES, answering_errors
 from paceline.errors import ConfigError, DeadlineExceeded, InvalidRequest
-from paceline.v1 import inference_pb2, inference_pb2_grpc
+from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2
+from paceline.wire import trace_to_proto
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 MAX_REQUEST_BYTES = 4 * 1024 * 1024
@@ -75,6 +76,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ModelInfoRequest, context: Context
     ) -> inference_pb2.ModelInfoResponse:
         return messages.model_info_response(self._router.model_info())
+
+    async def Trace(self, request: trace_pb2.TraceRequest, context: Context) -> trace_pb2.TraceResponse:
+        async with answering_errors(context):
+            return trace_to_proto(await self._router.trace(request.request_id))
+        raise AssertionError("unreachable: the context was aborted")
 
 
 @asynccontextmanager

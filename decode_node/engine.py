@@ -98,18 +98,19 @@ class DecodeEngine:
             seq.table.ensure(num_slots(self._runner, stream))
         except Overloaded:
             return False
+        stream.trace.record("queued", stream.queued_at, time.monotonic(), cached_tokens=seq.cached_tokens)
         self._count_pages()
         if stream.local_prefill:
             stream.phase = StreamPhase.PREFILLING
             self._scheduler.prefill(stream)
         else:
             stream.phase = StreamPhase.RESERVED
-            stream.landing = self._landing(stream.ticket, seq)
+            stream.landing = self._landing(stream, seq)
         reserved = node_pb2.Reserved(ticket=stream.ticket, cached_tokens=seq.cached_tokens)
         stream.events.push(node_pb2.DecodeEvent(reserved=reserved))
         return True
 
-    def _landing(self, ticket: str, seq: Sequence) -> Landing:
+    def _landing(self, stream: Stream, seq: Sequence) -> Landing:
         plan = HandoffPlan(
             layout=self._runner.kv.layout,
             first_token=seq.cached_tokens,
@@ -119,11 +120,12 @@ class DecodeEngine:
             row_width=self._runner.row_width,
         )
         handoff = Handoff(
-            ticket,
+            stream.ticket,
             time.monotonic,
             plan,
             reserve_deadline_s=self._deadlines.reserve_s,
             handoff_deadline_s=self._deadlines.handoff_s,
+            trace=stream.trace.on("receive"),
         )
         slots = seq.table.slots[: seq.num_prefill].clone()
         return Landing(handoff, tuple(seq.table.pages), slots, HiddenRows(plan.first_token, plan.num_tokens))
@@ -132,12 +134,15 @@ class DecodeEngine:
         step = self._scheduler.next_chunks()
         if not step:
             return False
+        began = time.monotonic()
         try:
             results = self._runner.prefill([chunk for _, chunk in step])
         except Exception as error:
             self._fail_step([stream for stream, _ in step], "prefill", error)
             return True
-        for (stream, _), sampled in zip(step, results, strict=True):
+        ended = time.monotonic()
+        for (stream, chunk), sampled in zip(step, results, strict=True):
+            stream.trace.record("chunk", began, ended, first_token=chunk.start, end_token=chunk.end, batch=len(step))
             if sampled is not None:
                 stream.phase = StreamPhase.RUNNING
                 self._scheduler.run(stream)
@@ -152,13 +157,14 @@ class DecodeEngine:
         seq, landing = stream.seq, stream.landing
         assert seq is not None
         assert landing is not None
-        start, end = stream.digested, min(stream.digested + most, seq.num_prefill)
+        began, start, end = time.monotonic(), stream.digested, min(stream.digested + most, seq.num_prefill)
         try:
             self._runner.digest(seq, start, end, landing.hidden.read(start, end))
         except Exception as error:
             self._fail_step([stream], "draft prefill", error)
             return True
         stream.digested = end
+        stream.trace.record("draft prefill", began, time.monotonic(), first_token=start, end_token=end)
         if end == seq.num_prefill:
             landing.hidden.drop()
             stream.phase = StreamPhase.RUNNING
@@ -169,12 +175,15 @@ class DecodeEngine:
         batch = self._scheduler.next_batch()
         if not batch:
             return False
+        began = time.monotonic()
         try:
             results = self._runner.decode([stream.seq for stream in batch if stream.seq is not None])
         except Exception as error:
             self._fail_step(batch, "decode", error)
             return True
+        ended = time.monotonic()
         for stream, result in zip(batch, results, strict=True):
+            _record_round(stream, result, began, ended, len(batch))
             self._emit(stream, result.token_ids, result.logprobs, result)
         return True
 
@@ -201,6 +210,7 @@ class DecodeEngine:
 
     def _finish(self, stream: Stream, seq: Sequence) -> None:
         """Pages first, then the word: who reads Finished may count on the pages."""
+        stream.trace.record("finished", num_output=seq.num_output, reason=seq.finish_reason or "")
         self._release(stream)
         finished = node_pb2.Finished(finish_reason=finish_reason_to_proto(seq.finish_reason))
         stream.events.push(node_pb2.DecodeEvent(finished=finished))
@@ -213,6 +223,8 @@ class DecodeEngine:
         if stream is None or stream.seq is None or stream.landing is None:
             return
         seq = stream.seq
+        since = stream.landing.handoff.entered_at[HandoffState.RESERVED]
+        stream.trace.record("hand-off", since, time.monotonic())
         seq.token_ids.append(state.first_token_id)
         seq.num_computed = seq.num_prefill
         seq.finish_reason = finish_reason_from_proto(state.finish_reason)
@@ -282,6 +294,7 @@ class DecodeEngine:
         if stream.phase is StreamPhase.RELEASED or stream.left or stream.ticket not in self.streams:
             return
         stream.left = True
+        stream.trace.record("client left")
         if stream.phase is StreamPhase.RESERVED:
             self._end_handoff(stream, "the client left", now=False)
         else:
@@ -312,6 +325,7 @@ class DecodeEngine:
         """End a stream that no hand-off writes to. Its rows are not to be trusted, so they enter no cache."""
         if stream.seq is not None:
             stream.seq.table.release()
+        stream.trace.record("failed", reason=str(error))
         self._release(stream)
         stream.events.push(error)
 
@@ -323,6 +337,7 @@ class DecodeEngine:
             self._runner.release(stream.seq)
         if stream.landing is not None and stream.landing.handoff.status is HandoffState.READY:
             stream.landing.handoff.release()
+        stream.trace.record("pages released")
         self._count_pages()
 
     def _count_pages(self) -> None:
@@ -335,6 +350,21 @@ class DecodeEngine:
             self.integrity = problems[0] if problems else ""
             for problem in problems:
                 log.error("KV pool of the decode node: %s", problem)
+
+
+def _record_round(stream: Stream, result: RoundResult, began: float, ended: float, batch: int) -> None:
+    done = result.round
+    stream.trace.record(
+        "round",
+        began,
+        ended,
+        drafter=done.drafter,
+        drafted=done.num_draft_tokens,
+        accepted=done.num_accepted,
+        draft_s=done.draft_s,
+        verify_s=done.verify_s,
+        batch=batch,
+    )
 
 
 def _weightless(stream: Stream) -> bool:

@@ -29,8 +29,9 @@ from paceline.engine.model_runner import ModelRunner
 from paceline.engine.rpc import start_server
 from paceline.errors import NodeUnavailable
 from paceline.spec_decode.sequence import DraftState
-from paceline.v1 import handoff_pb2, inference_pb2, node_pb2, node_pb2_grpc
-from paceline.wire import sequence_from_proto
+from paceline.tracing import Recorder
+from paceline.v1 import handoff_pb2, inference_pb2, node_pb2, node_pb2_grpc, trace_pb2
+from paceline.wire import sequence_from_proto, trace_to_proto
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class DecodeNode:
         self._address = ""
         self._draining = False
         self._active = 0  # Decode RPCs in progress
+        self._recorder = Recorder(config.trace_requests)
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -141,6 +143,10 @@ class DecodeNode:
             vocab_size=self._runner.vocab_size,
         )
 
+    def trace(self, request_id: str) -> trace_pb2.TraceResponse:
+        """When what happened here to one of the latest requests."""
+        return trace_to_proto(self._recorder.read(request_id, self._node_id))
+
     def fingerprint_digest(self) -> str:
         """Equal for two nodes exactly when they can pair."""
         return hashlib.sha256(self._fingerprint.SerializeToString(deterministic=True)).hexdigest()
@@ -158,6 +164,7 @@ class DecodeNode:
             events=EventQueue(asyncio.get_running_loop(), self._loop.wake),
         )
         check_request(self._runner, stream.request, num_slots(self._runner, stream))
+        stream.trace = self._recorder.open(stream.request.request_id, "decode")
         try:
             await self._loop.call(lambda: self._engine.submit(stream))
             while True:

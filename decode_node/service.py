@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 from paceline.engine.rpc import answer_stream, answering_errors
-from paceline.v1 import handoff_pb2, node_pb2, node_pb2_grpc
+from paceline.v1 import handoff_pb2, node_pb2, node_pb2_grpc, trace_pb2
 
 if TYPE_CHECKING:
     from decode_node.node import DecodeNode
@@ -38,3 +38,6 @@ class DecodeService(node_pb2_grpc.DecodeNodeServicer):
 
     async def Status(self, request: node_pb2.StatusRequest, context: Context) -> node_pb2.StatusResponse:
         return self._node.status()
+
+    async def Trace(self, request: trace_pb2.TraceRequest, context: Context) -> trace_pb2.TraceResponse:
+        return self._node.trace(request.request_id)

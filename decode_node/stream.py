@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,6 +16,7 @@ from paceline.errors import PacelineError
 from paceline.kvcache.allocator import PageRef
 from paceline.request import SequenceRequest
 from paceline.spec_decode.sequence import Sequence
+from paceline.tracing import NO_TRACE, Trace
 from paceline.v1 import node_pb2
 
 MAX_PENDING_EVENTS = 64  # rounds that a client may lag behind before its sequence pauses
@@ -114,6 +116,8 @@ class Stream:
     ticket: str  # unique; names the stream even when no hand-off is to come
     deadline: float  # to get pages, monotonic clock
     events: EventQueue
+    trace: Trace = NO_TRACE  # the engine thread's row; the receiver records on a row of its own
+    queued_at: float = field(default_factory=time.monotonic)
     phase: StreamPhase = StreamPhase.WAITING
     seq: Sequence | None = None  # the engine, when the stream reaches the head of the line
     landing: Landing | None = None  # the engine, with the pages, unless local_prefill

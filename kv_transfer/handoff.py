@@ -18,7 +18,8 @@
 
 It fails closed: a refused `chunk`, `state` or `release` in RESERVED or SENDING ends in FAILED. A refused `begin`
 changes nothing (another link may be writing; the receiver then tries `fail_reserved`), nor does any event that is
-refused later. Each event is atomic: of a `begin` and a `fail_reserved` that race, one wins.
+refused later. Each event is atomic: of a `begin` and a `fail_reserved` that race, one wins. Every state that is entered
+is an event of the hand-off's ``trace``.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from paceline.errors import HandoffFailed
 from paceline.kvcache.layout import KvLayout, LayerOwner
+from paceline.tracing import NO_TRACE, Trace
 from paceline.v1 import handoff_pb2
 
 if TYPE_CHECKING:
@@ -88,6 +90,7 @@ class Handoff:
         *,
         reserve_deadline_s: float,
         handoff_deadline_s: float,
+        trace: Trace = NO_TRACE,
     ) -> None:
         self.ticket = ticket
         self.plan = plan
@@ -96,6 +99,7 @@ class Handoff:
         self.link_id = ""  # of the link that began it
         self.bytes_by_class: dict[ByteClass, int] = dict.fromkeys((TARGET_KV, DRAFT_KV, HIDDEN, META), 0)
         self.entered_at: dict[HandoffState, float] = {HandoffState.RESERVED: clock()}
+        self.trace = trace
         self._lock = threading.RLock()
         self._clock = clock
         self._reserve_deadline_s = reserve_deadline_s
@@ -104,6 +108,7 @@ class Handoff:
         self._arrived = [0] * len(plan.layout.layers)
         self._hidden_arrived = 0
         self._complete = (1 << plan.num_tokens) - 1
+        trace.record("hand-off reserved", first_token=plan.first_token, num_tokens=plan.num_tokens)
 
     # -- questions ---------------------------------------------------------------------------------------------
 
@@ -268,6 +273,7 @@ class Handoff:
     def _enter(self, state: HandoffState) -> None:
         self.status = state
         self.entered_at[state] = self._clock()
+        self.trace.record(f"hand-off {state}", reason=self.failure or "")
 
     def _refuse_if(self, problem: str | None) -> None:
         if problem is None:
@@ -295,3 +301,19 @@ class Handoff:
                 missing = self.plan.num_tokens - arrived.bit_count()
                 return f"{missing} of {self.plan.num_tokens} rows of layer {layer} are missing"
         return None
+
+
+def described(message: handoff_pb2.HandoffMessage) -> dict[str, str | float]:
+    """What a trace says of a control message: byte class, tokens, and the bytes that follow it."""
+    if message.WhichOneof("body") == "state":
+        return {"num_bytes": message.state.num_bytes}
+    if message.WhichOneof("body") != "chunk":
+        return {}
+    chunk = message.chunk
+    byte_class = handoff_pb2.ByteClass.Name(chunk.byte_class).removeprefix("BYTE_CLASS_").lower()
+    return {
+        "byte_class": byte_class,
+        "first_token": chunk.first_token,
+        "num_tokens": chunk.num_tokens,
+        "num_bytes": chunk.num_bytes,
+    }

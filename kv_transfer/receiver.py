@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -20,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kv_transfer.handoff import ByteClass, Handoff
+from kv_transfer.handoff import ByteClass, Handoff, described
 from kv_transfer.staging import Staging
 from kv_transfer.transport import Transport, TransportError
 from paceline.errors import HandoffFailed, Overloaded
@@ -254,11 +255,13 @@ class HandoffReceiver:
             self._staging.drain(chunk.num_bytes)
             self._fail_ticket(message.ticket, problem)
             return
+        began = time.monotonic()
         data = self._staging.receive(chunk.num_bytes).view(handoff.plan.layout.dtype)
         try:
             handoff.chunk(*where, chunk.num_bytes)
             handoff.count_meta(message.ByteSize())
             self._sink.write_kv(message.ticket, *where, data)
+            handoff.trace.record("chunk received", began, time.monotonic(), **described(message))
         except Exception as error:
             self._fail_ticket(message.ticket, f"writing rows failed: {error}")
 
@@ -270,8 +273,9 @@ class HandoffReceiver:
             self._staging.drain(state.num_bytes)
             self._fail_or_disown(ticket, problem or "")
             return
-        plan = handoff.plan
+        began, plan = time.monotonic(), handoff.plan
         hidden = self._staging.receive_new(state.num_hidden_rows, plan.hidden_size, plan.layout.dtype)
+        handoff.trace.record("state received", began, time.monotonic(), **described(message))
         with self._cond:  # `cancel` comes before this, or finds the ticket ready
             cancelled = ticket in self._cancelled
             if not cancelled:

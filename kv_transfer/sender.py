@@ -59,6 +59,7 @@ class HandoffSender:
     ``on_terminal(ticket, ack)``: Ready or Failed arrived, the source pages may go.
     ``on_failed(ticket, reason)``: the link died or was closed first; the source pages may go.
     ``on_link_lost(reason)``: once, when the link dies (not on ``close``).
+    ``on_sent(message, began)``: a message and its bytes are off; posting began at ``began``, monotonic.
     Callbacks run on the sender thread or on the thread that called ``acknowledge`` or ``link_lost``, with no lock held.
     """
 
@@ -70,6 +71,7 @@ class HandoffSender:
         on_terminal: Callable[[str, HandoffAck], None],
         on_failed: Callable[[str, str], None],
         on_link_lost: Callable[[str], None],
+        on_sent: Callable[[HandoffMessage, float], None] | None = None,
         max_queued_bytes: int = 64 * 1024 * 1024,
         enqueue_timeout_s: float = 10.0,
     ) -> None:
@@ -78,6 +80,7 @@ class HandoffSender:
         self._on_terminal = on_terminal
         self._on_failed = on_failed
         self._on_link_lost = on_link_lost
+        self._on_sent = on_sent
         self._enqueue_timeout_s = enqueue_timeout_s
         self._cond = threading.Condition()
         self._outbox = Outbox(max_queued_bytes)
@@ -250,6 +253,7 @@ class HandoffSender:
 
     def _run(self) -> None:
         while (item := self._next_item()) is not None:
+            began = time.monotonic()
             try:
                 self._post(item.message)
                 if item.data is not None:
@@ -260,6 +264,8 @@ class HandoffSender:
                 self._off_wire(item, sent=False)
                 self._die(str(error) or repr(error), tell_owner=True)
             else:
+                if self._on_sent is not None:
+                    self._call(self._on_sent, item.message, began)
                 self._off_wire(item, sent=True)
             self._tell(item.message.ticket)
 

@@ -64,6 +64,7 @@ class EngineConfig(Frozen):
     handoff_deadline_s: float = Field(default=120.0, gt=0)  # from the first byte to the last
     reserve_deadline_s: float = Field(default=120.0, gt=0)  # from reservation to the first byte
     transfer_timeout_s: float = Field(default=5.0, gt=0)  # one message on the data link
+    trace_requests: int = Field(default=256, ge=0, le=65536)  # kept for `paceline trace`, in each process; 0: none
     transport: Literal["gloo", "nccl"] = "gloo"
     handoff: Literal["draft_kv", "hidden_states", "none"] = "draft_kv"  # what crosses besides target KV
     handoff_rows: Literal["fused", "raw"] = "fused"  # hidden_states of EAGLE-3: fused on prefill, or as they are

@@ -6,6 +6,7 @@ PacelineError
 ├── Overloaded          no room now; says when to come back                RESOURCE_EXHAUSTED / HTTP 429
 ├── NodeUnavailable     a node is gone or draining                         UNAVAILABLE / HTTP 503
 ├── PairingRefused      two nodes do not fit; carries both fingerprints    FAILED_PRECONDITION
+├── NotFound            what is asked for is not known (any more)          NOT_FOUND
 ├── HandoffFailed       a transfer did not finish; nothing of it is used   ABORTED
 ├── RequestCancelled    the client went away                               CANCELLED
 └── DeadlineExceeded    a bounded wait ran out                             DEADLINE_EXCEEDED / HTTP 504
@@ -74,6 +75,10 @@ class PairingRefused(PacelineError):
         Exception.__init__(error, text)
         error.differing = []
         return error
+
+
+class NotFound(PacelineError):
+    """What is asked for is not known, or not any more."""
 
 
 class HandoffFailed(PacelineError):

@@ -172,3 +172,27 @@ class ModelInfo:
     drafters: tuple[str, ...] = ()  # what a request may name as its drafter
     tree: str = "chain"
     acceptance: str = "sample"  # every rule but typical is lossless
+
+
+@dataclass(frozen=True)
+class TraceEvent:
+    """Something that happened to a sequence on a node: a span, or a moment when it has no end. Times are Unix time."""
+
+    node: str
+    track: str  # what of the node: request, choice, prefill, send, decode, receive
+    sequence: str  # request id; of several choices, ``#`` and the choice's number follow
+    attempt: int  # 1 for the first time that this node served the sequence
+    name: str
+    start_s: float
+    end_s: float | None = None
+    attributes: Mapping[str, str | float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RequestTrace:
+    """Everything that is known of when what happened to a request."""
+
+    request_id: str
+    events: tuple[TraceEvent, ...] = ()  # by start
+    silent: tuple[str, ...] = ()  # nodes that did not answer in time
+    dropped: int = 0  # events beyond what a node keeps of one sequence

@@ -13,14 +13,15 @@ from paceline.errors import (
     HandoffFailed,
     InvalidRequest,
     NodeUnavailable,
+    NotFound,
     Overloaded,
     PacelineError,
     PairingRefused,
     RequestCancelled,
 )
 from paceline.request import TREES, FinishReason, SamplingParams, SequenceRequest, SpeculationParams, TokenLogprobs
-from paceline.results import Round
-from paceline.v1 import common_pb2, node_pb2
+from paceline.results import RequestTrace, Round, TraceEvent
+from paceline.v1 import common_pb2, node_pb2, trace_pb2
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -41,6 +42,7 @@ _STATUS: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
     (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (NodeUnavailable, grpc.StatusCode.UNAVAILABLE),
     (PairingRefused, grpc.StatusCode.FAILED_PRECONDITION),
+    (NotFound, grpc.StatusCode.NOT_FOUND),
     (HandoffFailed, grpc.StatusCode.ABORTED),
     (RequestCancelled, grpc.StatusCode.CANCELLED),
     (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
@@ -174,6 +176,46 @@ def sequence_to_proto(request: SequenceRequest) -> node_pb2.SequenceRequest:
     )
 
 
+def trace_to_proto(trace: RequestTrace) -> trace_pb2.TraceResponse:
+    """What is kept of one request."""
+    return trace_pb2.TraceResponse(
+        events=[_trace_event_to_proto(event) for event in trace.events], silent=trace.silent, dropped=trace.dropped
+    )
+
+
+def _trace_event_to_proto(event: TraceEvent) -> trace_pb2.TraceEvent:
+    given = event.attributes
+    return trace_pb2.TraceEvent(
+        node=event.node,
+        track=event.track,
+        sequence=event.sequence,
+        attempt=event.attempt,
+        name=event.name,
+        start_s=event.start_s,
+        end_s=event.end_s,
+        numbers={name: value for name, value in given.items() if not isinstance(value, str)},
+        texts={name: value for name, value in given.items() if isinstance(value, str)},
+    )
+
+
+def trace_from_proto(request_id: str, message: trace_pb2.TraceResponse) -> RequestTrace:
+    """What is kept of one request."""
+    events = tuple(
+        TraceEvent(
+            node=event.node,
+            track=event.track,
+            sequence=event.sequence,
+            attempt=event.attempt,
+            name=event.name,
+            start_s=event.start_s,
+            end_s=event.end_s if event.HasField("end_s") else None,
+            attributes={**event.numbers, **event.texts},
+        )
+        for event in message.events
+    )
+    return RequestTrace(request_id, events, tuple(message.silent), message.dropped)
+
+
 def status_for(error: PacelineError) -> tuple[grpc.StatusCode, str]:
     """Status and details that stand for ``error`` on the wire."""
     for kind, code in _STATUS:
@@ -203,6 +245,7 @@ def error_from_status(code: grpc.StatusCode, details: str, metadata: Iterable[An
         return PairingRefused.from_text(details)
     simple: dict[grpc.StatusCode, type[PacelineError]] = {
         grpc.StatusCode.UNAVAILABLE: NodeUnavailable,
+        grpc.StatusCode.NOT_FOUND: NotFound,
         grpc.StatusCode.ABORTED: HandoffFailed,
         grpc.StatusCode.CANCELLED: RequestCancelled,
         grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,

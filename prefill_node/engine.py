@@ -17,6 +17,7 @@ from paceline.engine.model_runner import ModelRunner, PrefillChunk, SampledToken
 from paceline.errors import DeadlineExceeded, HandoffFailed, InvalidRequest, Overloaded, PacelineError
 from paceline.kvcache.layout import LayerOwner
 from paceline.spec_decode.drafters.export import take_rows
+from paceline.tracing import NO_TRACE, Trace
 from paceline.v1 import handoff_pb2, inference_pb2, node_pb2
 from paceline.wire import finish_reason_to_proto, logprobs_to_proto
 from prefill_node.job import JobPhase, PrefillJob
@@ -47,6 +48,11 @@ class PrefillEngine:
         """Jobs in line."""
         return self._scheduler.num_waiting
 
+    def trace_of(self, ticket: str) -> Trace:
+        """Where a job that holds pages is recorded. From any thread."""
+        job = self._jobs.get(ticket)
+        return NO_TRACE if job is None else job.trace
+
     # -- one step ----------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
@@ -56,6 +62,7 @@ class PrefillEngine:
         if not step:
             self._check_when_idle()
             return False
+        began = time.monotonic()
         try:
             results = self._runner.prefill([chunk for _, chunk in step])
         except Exception as error:
@@ -63,7 +70,9 @@ class PrefillEngine:
             for job, _ in step:
                 self.give_up(job, _internal(error))
         else:
+            ended = time.monotonic()
             for (job, chunk), result in zip(step, results, strict=True):
+                job.trace.record("chunk", began, ended, first_token=chunk.start, end_token=chunk.end, batch=len(step))
                 self._postprocess(job, chunk, result)
         return True
 
@@ -84,6 +93,7 @@ class PrefillEngine:
             return False
         self._count_pages()
         job.phase = JobPhase.COMPUTING
+        job.trace.record("queued", job.queued_at, time.monotonic(), cached_tokens=job.seq.cached_tokens)
         return True
 
     def _postprocess(self, job: PrefillJob, chunk: PrefillChunk, sampled: SampledToken | None) -> None:
@@ -101,6 +111,7 @@ class PrefillEngine:
         """Before any byte of the hand-off's end: time to first token does not wait for it."""
         assert job.seq is not None
         job.computed_at = time.monotonic()
+        job.trace.record("first token", job.computed_at)
         token = node_pb2.FirstToken(
             token_id=sampled.token_id,
             logprobs=logprobs_to_proto(sampled.logprobs) if sampled.logprobs else None,
@@ -115,6 +126,7 @@ class PrefillEngine:
         if not job.begun:
             assert job.seq is not None
             job.begun = True
+            job.trace.record("hand-off begin", first_token=job.first_token, end_token=job.seq.num_prefill)
             job.link.begin(job.ticket, job.first_token, job.seq.num_prefill - job.first_token)
 
     def _send_rows(self, job: PrefillJob, owner: LayerOwner, start: int, end: int) -> None:
@@ -164,7 +176,11 @@ class PrefillEngine:
         if job is None:
             return
         sent = job.link.bytes_sent(ticket)
-        exposed = time.monotonic() - job.computed_at
+        now = time.monotonic()
+        exposed = now - job.computed_at
+        if job.computed_at:
+            job.trace.record("exposed transfer", job.computed_at, now)
+        job.trace.record("hand-off acknowledged" if failure is None else "hand-off failed", now, reason=failure or "")
         self._release(job)
         if job.given_up:
             return
@@ -197,6 +213,7 @@ class PrefillEngine:
             return
         self._scheduler.discard(job)
         job.given_up = True
+        job.trace.record("given up", reason=str(error))
         job.emit(error)
         if not job.begun:
             self._release(job)
@@ -223,6 +240,7 @@ class PrefillEngine:
         if job.seq is not None:
             self._runner.release(job.seq)
             job.seq = None
+        job.trace.record("pages released")
         self._count_pages()
 
     def _count_pages(self) -> None:

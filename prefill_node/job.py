@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -13,6 +14,7 @@ from kv_transfer.handoff import ByteClass
 from paceline.errors import PacelineError
 from paceline.request import SequenceRequest
 from paceline.spec_decode.sequence import Sequence
+from paceline.tracing import NO_TRACE, Trace
 from paceline.v1 import handoff_pb2, node_pb2
 
 
@@ -50,6 +52,8 @@ class PrefillJob:
     link: Carrier
     deadline: float  # to leave the line, monotonic clock
     emit: Callable[[node_pb2.PrefillEvent | PacelineError], None]  # thread-safe; an error or HandedOff is the last
+    trace: Trace = NO_TRACE  # the engine thread's row; others record on rows of their own
+    queued_at: float = field(default_factory=time.monotonic)
     phase: JobPhase = JobPhase.WAITING
     seq: Sequence | None = None  # the engine, when the job reaches the head of the line
     begun: bool = False  # the engine, with the first rows: pages wait for the hand-off's end from then on

@@ -40,13 +40,15 @@ CLOSE_TIMEOUT_S = 2.0  # each, for the threads of a link that ends
 
 @dataclass(frozen=True)
 class LinkContext:
-    """What all links of a node share. ``ended(ticket, failure)`` is called on any thread."""
+    """What all links of a node share. ``ended(ticket, failure)`` is called on any thread, ``sent`` as HandoffSender's
+    ``on_sent``."""
 
     node_id: str
     fingerprint: handoff_pb2.Fingerprint
     config: NodeConfig
     kv: KvPool
     ended: Callable[[str, str | None], None]
+    sent: Callable[[handoff_pb2.HandoffMessage, float], None] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -205,6 +207,7 @@ class LinkPool:
             on_terminal=lambda ticket, ack: context.ended(ticket, _failure(ack)),
             on_failed=context.ended,
             on_link_lost=lambda reason: notify(loop, self._lost, address, paired.link_id, reason),
+            on_sent=context.sent,
         )
         sentinel: Sentinel | None = None
         try:

@@ -15,14 +15,16 @@ from contextlib import aclosing
 
 import grpc.aio
 
+from kv_transfer.handoff import described
 from paceline.config import NodeConfig
 from paceline.engine.admission import check_request
 from paceline.engine.loop import EngineLoop, every, notify
 from paceline.engine.model_runner import ModelRunner
 from paceline.engine.rpc import start_server
 from paceline.errors import InvalidRequest, NodeUnavailable, PacelineError, RequestCancelled
-from paceline.v1 import inference_pb2, node_pb2, node_pb2_grpc
-from paceline.wire import sequence_from_proto
+from paceline.tracing import Recorder
+from paceline.v1 import handoff_pb2, inference_pb2, node_pb2, node_pb2_grpc, trace_pb2
+from paceline.wire import sequence_from_proto, trace_to_proto
 from prefill_node.engine import PrefillEngine
 from prefill_node.job import PrefillJob
 from prefill_node.links import LinkContext, LinkPool
@@ -45,6 +47,7 @@ class PrefillNode:
         self._address = ""
         self._draining = False
         self._active = 0  # Prefill RPCs in progress
+        self._recorder = Recorder(config.trace_requests)
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -62,7 +65,8 @@ class PrefillNode:
         self._engine = PrefillEngine(runner, limits, answer_timeout_s)
         self._loop = EngineLoop(f"engine-{self._node_id}", self._engine.step)
         self._loop.start()
-        self._links = LinkPool(LinkContext(self._node_id, self._fingerprint, config, runner.kv, self._ended))
+        sent = self._sent if config.trace_requests else None
+        self._links = LinkPool(LinkContext(self._node_id, self._fingerprint, config, runner.kv, self._ended, sent))
         self._timer = asyncio.create_task(every(TICK_S, lambda: self._loop.post(self._engine.expire)))
         max_rpcs = 4 * (config.max_waiting + config.max_running) + 64
         self._server, self._address = await start_server(self._register, config.host, max_rpcs)
@@ -127,6 +131,10 @@ class PrefillNode:
             vocab_size=self._runner.vocab_size,
         )
 
+    def trace(self, request_id: str) -> trace_pb2.TraceResponse:
+        """When what happened here to one of the latest requests."""
+        return trace_to_proto(self._recorder.read(request_id, self._node_id))
+
     def fingerprint_digest(self) -> str:
         """Equal for two nodes exactly when they can pair."""
         return hashlib.sha256(self._fingerprint.SerializeToString(deterministic=True)).hexdigest()
@@ -170,11 +178,18 @@ class PrefillNode:
             link=link,
             deadline=time.monotonic() + self._config.reserve_deadline_s,
             emit=lambda event: notify(loop, events.put_nowait, event),
+            trace=self._recorder.open(sequence.request_id, "prefill"),
         )
         return job, events
 
     def _ended(self, ticket: str, failure: str | None) -> None:
         self._loop.post(lambda: self._engine.handoff_ended(ticket, failure))
+
+    def _sent(self, message: handoff_pb2.HandoffMessage, began: float) -> None:
+        """A sender's thread has sent a message and its bytes."""
+        name = f"{message.WhichOneof('body')} sent"
+        trace = self._engine.trace_of(message.ticket).on("send")
+        trace.record(name, began, time.monotonic(), **described(message))
 
     def _register(self, server: grpc.aio.Server) -> None:
         node_pb2_grpc.add_PrefillNodeServicer_to_server(PrefillService(self), server)

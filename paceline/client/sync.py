@@ -14,9 +14,9 @@ from paceline.client.convert import GenerateOptions, Messages, Prompt
 from paceline.client.failover import DEFAULT_RETRIES, Patience, Routers
 from paceline.client.resume import Received
 from paceline.errors import PacelineError, RequestCancelled
-from paceline.results import Chunk, Generation, ModelInfo, Tokenization
-from paceline.v1 import inference_pb2, inference_pb2_grpc
-from paceline.wire import error_from_rpc
+from paceline.results import Chunk, Generation, ModelInfo, RequestTrace, Tokenization
+from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2
+from paceline.wire import error_from_rpc, trace_from_proto
 
 
 class ChunkStream(Iterator[Chunk]):
@@ -128,6 +128,11 @@ class Client:
     def model_info(self, *, timeout: float | None = None) -> ModelInfo:
         """What is served and how."""
         return convert.model_info(self._call("ModelInfo", inference_pb2.ModelInfoRequest(), timeout))
+
+    def trace(self, request_id: str, /, *, timeout: float | None = None) -> RequestTrace:
+        """When what happened to one of the latest requests, on the router and all nodes. Raises NotFound."""
+        request = trace_pb2.TraceRequest(request_id=request_id)
+        return trace_from_proto(request_id, self._call("Trace", request, timeout))
 
     def close(self) -> None:
         """Close the connection; requests in progress are cancelled. Idempotent."""

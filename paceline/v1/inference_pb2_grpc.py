@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from paceline.v1 import inference_pb2 as paceline_dot_v1_dot_inference__pb2
+from paceline.v1 import trace_pb2 as paceline_dot_v1_dot_trace__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -55,6 +56,11 @@ class InferenceStub:
                 request_serializer=paceline_dot_v1_dot_inference__pb2.ModelInfoRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_inference__pb2.ModelInfoResponse.FromString,
                 _registered_method=True)
+        self.Trace = channel.unary_unary(
+                '/paceline.v1.Inference/Trace',
+                request_serializer=paceline_dot_v1_dot_trace__pb2.TraceRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_trace__pb2.TraceResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -90,6 +96,14 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Trace(self, request, context):
+        """When what happened to one of the latest requests, on the router and all nodes; NOT_FOUND when none of them knows it
+        (any more).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +126,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.ModelInfo,
                     request_deserializer=paceline_dot_v1_dot_inference__pb2.ModelInfoRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_inference__pb2.ModelInfoResponse.SerializeToString,
+            ),
+            'Trace': grpc.unary_unary_rpc_method_handler(
+                    servicer.Trace,
+                    request_deserializer=paceline_dot_v1_dot_trace__pb2.TraceRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_trace__pb2.TraceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -223,6 +242,33 @@ class Inference:
             '/paceline.v1.Inference/ModelInfo',
             paceline_dot_v1_dot_inference__pb2.ModelInfoRequest.SerializeToString,
             paceline_dot_v1_dot_inference__pb2.ModelInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Trace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.Inference/Trace',
+            paceline_dot_v1_dot_trace__pb2.TraceRequest.SerializeToString,
+            paceline_dot_v1_dot_trace__pb2.TraceResponse.FromString,
             options,
             channel_credentials,
             insecure,

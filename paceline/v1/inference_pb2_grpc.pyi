@@ -6,6 +6,7 @@ isort:skip_file
 from collections import abc as _abc
 from grpc import aio as _aio
 from paceline.v1 import inference_pb2 as _inference_pb2
+from paceline.v1 import trace_pb2 as _trace_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -43,6 +44,10 @@ class InferenceStub:
     """Turn text or a chat into token ids."""
     ModelInfo: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ModelInfoRequest, _inference_pb2.ModelInfoResponse]
     """Say what is served and how."""
+    Trace: _grpc.UnaryUnaryMultiCallable[_trace_pb2.TraceRequest, _trace_pb2.TraceResponse]
+    """When what happened to one of the latest requests, on the router and all nodes; NOT_FOUND when none of them knows it
+    (any more).
+    """
 
 @_typing.type_check_only
 class InferenceAsyncStub(InferenceStub):
@@ -59,6 +64,10 @@ class InferenceAsyncStub(InferenceStub):
     """Turn text or a chat into token ids."""
     ModelInfo: _aio.UnaryUnaryMultiCallable[_inference_pb2.ModelInfoRequest, _inference_pb2.ModelInfoResponse]  # type: ignore[assignment]
     """Say what is served and how."""
+    Trace: _aio.UnaryUnaryMultiCallable[_trace_pb2.TraceRequest, _trace_pb2.TraceResponse]  # type: ignore[assignment]
+    """When what happened to one of the latest requests, on the router and all nodes; NOT_FOUND when none of them knows it
+    (any more).
+    """
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     """What clients call. Served by the router."""
@@ -96,5 +105,15 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.ModelInfoResponse, _abc.Awaitable[_inference_pb2.ModelInfoResponse]]:
         """Say what is served and how."""
+
+    @_abc_1.abstractmethod
+    def Trace(
+        self,
+        request: _trace_pb2.TraceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trace_pb2.TraceResponse, _abc.Awaitable[_trace_pb2.TraceResponse]]:
+        """When what happened to one of the latest requests, on the router and all nodes; NOT_FOUND when none of them knows it
+        (any more).
+        """
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -5,6 +5,7 @@ import warnings
 
 from paceline.v1 import handoff_pb2 as paceline_dot_v1_dot_handoff__pb2
 from paceline.v1 import node_pb2 as paceline_dot_v1_dot_node__pb2
+from paceline.v1 import trace_pb2 as paceline_dot_v1_dot_trace__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -50,6 +51,11 @@ class PrefillNodeStub:
                 request_serializer=paceline_dot_v1_dot_node__pb2.StatusRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_node__pb2.StatusResponse.FromString,
                 _registered_method=True)
+        self.Trace = channel.unary_unary(
+                '/paceline.v1.PrefillNode/Trace',
+                request_serializer=paceline_dot_v1_dot_trace__pb2.TraceRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_trace__pb2.TraceResponse.FromString,
+                _registered_method=True)
 
 
 class PrefillNodeServicer:
@@ -76,6 +82,13 @@ class PrefillNodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Trace(self, request, context):
+        """When what happened here to one of the latest requests; no event when nothing is kept of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillNodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +106,11 @@ def add_PrefillNodeServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=paceline_dot_v1_dot_node__pb2.StatusRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_node__pb2.StatusResponse.SerializeToString,
+            ),
+            'Trace': grpc.unary_unary_rpc_method_handler(
+                    servicer.Trace,
+                    request_deserializer=paceline_dot_v1_dot_trace__pb2.TraceRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_trace__pb2.TraceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -186,6 +204,33 @@ class PrefillNode:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def Trace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.PrefillNode/Trace',
+            paceline_dot_v1_dot_trace__pb2.TraceRequest.SerializeToString,
+            paceline_dot_v1_dot_trace__pb2.TraceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class DecodeNodeStub:
     """Missing associated documentation comment in .proto file."""
@@ -215,6 +260,11 @@ class DecodeNodeStub:
                 '/paceline.v1.DecodeNode/Status',
                 request_serializer=paceline_dot_v1_dot_node__pb2.StatusRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_node__pb2.StatusResponse.FromString,
+                _registered_method=True)
+        self.Trace = channel.unary_unary(
+                '/paceline.v1.DecodeNode/Trace',
+                request_serializer=paceline_dot_v1_dot_trace__pb2.TraceRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_trace__pb2.TraceResponse.FromString,
                 _registered_method=True)
 
 
@@ -249,6 +299,13 @@ class DecodeNodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Trace(self, request, context):
+        """When what happened here to one of the latest requests; no event when nothing is kept of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeNodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -271,6 +328,11 @@ def add_DecodeNodeServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=paceline_dot_v1_dot_node__pb2.StatusRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_node__pb2.StatusResponse.SerializeToString,
+            ),
+            'Trace': grpc.unary_unary_rpc_method_handler(
+                    servicer.Trace,
+                    request_deserializer=paceline_dot_v1_dot_trace__pb2.TraceRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_trace__pb2.TraceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -381,6 +443,33 @@ class DecodeNode:
             '/paceline.v1.DecodeNode/Status',
             paceline_dot_v1_dot_node__pb2.StatusRequest.SerializeToString,
             paceline_dot_v1_dot_node__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Trace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.DecodeNode/Trace',
+            paceline_dot_v1_dot_trace__pb2.TraceRequest.SerializeToString,
+            paceline_dot_v1_dot_trace__pb2.TraceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from grpc import aio as _aio
 from paceline.v1 import handoff_pb2 as _handoff_pb2
 from paceline.v1 import node_pb2 as _node_pb2
+from paceline.v1 import trace_pb2 as _trace_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -38,6 +39,8 @@ class PrefillNodeStub:
     """Pair with a decode node ahead of the first request; fails with both fingerprints when they do not fit."""
     Status: _grpc.UnaryUnaryMultiCallable[_node_pb2.StatusRequest, _node_pb2.StatusResponse]
     """Load and identity."""
+    Trace: _grpc.UnaryUnaryMultiCallable[_trace_pb2.TraceRequest, _trace_pb2.TraceResponse]
+    """When what happened here to one of the latest requests; no event when nothing is kept of it."""
 
 @_typing.type_check_only
 class PrefillNodeAsyncStub(PrefillNodeStub):
@@ -48,6 +51,8 @@ class PrefillNodeAsyncStub(PrefillNodeStub):
     """Pair with a decode node ahead of the first request; fails with both fingerprints when they do not fit."""
     Status: _aio.UnaryUnaryMultiCallable[_node_pb2.StatusRequest, _node_pb2.StatusResponse]  # type: ignore[assignment]
     """Load and identity."""
+    Trace: _aio.UnaryUnaryMultiCallable[_trace_pb2.TraceRequest, _trace_pb2.TraceResponse]  # type: ignore[assignment]
+    """When what happened here to one of the latest requests; no event when nothing is kept of it."""
 
 class PrefillNodeServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -74,6 +79,14 @@ class PrefillNodeServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_node_pb2.StatusResponse, _abc.Awaitable[_node_pb2.StatusResponse]]:
         """Load and identity."""
 
+    @_abc_1.abstractmethod
+    def Trace(
+        self,
+        request: _trace_pb2.TraceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trace_pb2.TraceResponse, _abc.Awaitable[_trace_pb2.TraceResponse]]:
+        """When what happened here to one of the latest requests; no event when nothing is kept of it."""
+
 def add_PrefillNodeServicer_to_server(servicer: PrefillNodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class DecodeNodeStub:
@@ -89,6 +102,8 @@ class DecodeNodeStub:
     """Control of one link: descriptors in the order of the bytes, acknowledgements back."""
     Status: _grpc.UnaryUnaryMultiCallable[_node_pb2.StatusRequest, _node_pb2.StatusResponse]
     """Load and identity."""
+    Trace: _grpc.UnaryUnaryMultiCallable[_trace_pb2.TraceRequest, _trace_pb2.TraceResponse]
+    """When what happened here to one of the latest requests; no event when nothing is kept of it."""
 
 @_typing.type_check_only
 class DecodeNodeAsyncStub(DecodeNodeStub):
@@ -101,6 +116,8 @@ class DecodeNodeAsyncStub(DecodeNodeStub):
     """Control of one link: descriptors in the order of the bytes, acknowledgements back."""
     Status: _aio.UnaryUnaryMultiCallable[_node_pb2.StatusRequest, _node_pb2.StatusResponse]  # type: ignore[assignment]
     """Load and identity."""
+    Trace: _aio.UnaryUnaryMultiCallable[_trace_pb2.TraceRequest, _trace_pb2.TraceResponse]  # type: ignore[assignment]
+    """When what happened here to one of the latest requests; no event when nothing is kept of it."""
 
 class DecodeNodeServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -134,5 +151,13 @@ class DecodeNodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_node_pb2.StatusResponse, _abc.Awaitable[_node_pb2.StatusResponse]]:
         """Load and identity."""
+
+    @_abc_1.abstractmethod
+    def Trace(
+        self,
+        request: _trace_pb2.TraceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trace_pb2.TraceResponse, _abc.Awaitable[_trace_pb2.TraceResponse]]:
+        """When what happened here to one of the latest requests; no event when nothing is kept of it."""
 
 def add_DecodeNodeServicer_to_server(servicer: DecodeNodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

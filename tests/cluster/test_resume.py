@@ -190,6 +190,7 @@ async def test_a_stop_string_across_the_cut(redis_server: Embedded, upto: int, t
 
 @pytest.mark.parametrize("upto", [0, 1, 4, 9, 17])
 async def test_several_choices_some_complete(redis_server: Embedded, upto: int) -> None:
+    """dynamo #7930, dynamo #7634: replay of tokens with ``n > 1``."""
     texts = [letters(derive_seed(5, i), 5, 6) for i in range(3)]
     async with routers(redis_server.url) as (_, two):
         before = await broken(two, ask(n=3, max_tokens=6), upto)

@@ -71,7 +71,7 @@ async def test_client_leaves_while_the_prompt_is_computed() -> None:
 
 
 async def test_only_the_decode_side_leaves_while_rows_cross() -> None:
-    """The decode node tells the sender, whose Abort releases both sides."""
+    """dynamo #7489: the decode node tells the sender, whose Abort releases both sides."""
     async with cluster() as nodes:
         nodes.prefill_runner.step_s = 0.05
         request = sequence_request(num_prompt=200)
@@ -87,7 +87,7 @@ async def test_only_the_decode_side_leaves_while_rows_cross() -> None:
 
 
 async def test_pages_stay_held_while_a_transfer_may_write_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both RPCs are gone, but a send is under way: the pages of both nodes come back only after it."""
+    """sglang #24527, sglang #35049: both RPCs are gone, but a send is under way: no page comes back before its end."""
     under_way, go_on = threading.Event(), threading.Event()
     send = GlooTransport._send_message
 
@@ -182,6 +182,7 @@ async def test_wait_for_pages_ends_at_its_deadline() -> None:
 
 
 async def test_reservation_expires_without_new_traffic() -> None:
+    """TensorRT-LLM #12313: clean-up does not wait for new work."""
     async with cluster(decode_config=node_config(reserve_deadline_s=0.3)) as nodes:
         started = time.monotonic()
         assert await status_of(nodes.open_decode(sequence_request())) is grpc.StatusCode.ABORTED
@@ -203,6 +204,7 @@ async def test_stalled_transfer_fails_at_its_deadline() -> None:
 
 
 async def test_broken_link_fails_its_handoffs_and_nothing_else() -> None:
+    """sglang #25287: a failed link blacklists nobody; the next hand-off opens a new one."""
     async with cluster() as nodes:
         nodes.decode_runner.step_s = 0.02
         running = sequence_request(max_tokens=60)
@@ -226,6 +228,7 @@ async def test_broken_link_fails_its_handoffs_and_nothing_else() -> None:
 
 
 async def test_receive_that_fails_mid_transfer_fails_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm #52234: a failed receive is never taken for a whole one. sglang #35890: the injection did fire."""
     async with cluster() as nodes:
         request = sequence_request(num_prompt=100)
         fired = []

@@ -235,7 +235,7 @@ def test_reflection_and_health(server: Server) -> None:
 async def test_a_killed_decode_node_is_replaced_and_its_streams_go_on(
     server: Server, smollm2_folder: Path, references: dict[tuple[str, float], tuple[int, ...]]
 ) -> None:
-    """kill -9 of a decode node under streams: each stream ends with the same tokens as undisturbed."""
+    """smg #2382. kill -9 of a decode node under streams: each stream ends with the same tokens as undisturbed."""
     ids = prompt_ids(smollm2_folder)
     async with AsyncClient(server.grpc) as client:
         started = asyncio.Event()

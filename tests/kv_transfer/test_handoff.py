@@ -203,6 +203,7 @@ def test_ready_and_terminal_states_refuse_what_comes_late() -> None:
 
 
 def test_deadlines_count_from_reservation_and_from_the_first_byte() -> None:
+    """TensorRT-LLM #13824: each deadline starts at the moment that it is about."""
     clock = Clock()
     handoff = make(clock=clock)
     assert handoff.expired(110.0) is None

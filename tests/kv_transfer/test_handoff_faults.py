@@ -154,6 +154,7 @@ def test_the_owner_fails_an_overdue_ticket() -> None:
 
 
 def test_a_failure_is_told_only_after_the_write_in_progress() -> None:
+    """TensorRT-LLM #13713: nothing is released before the transfer is terminal."""
     with open_link() as link:
         link.sink.reserve("t")
         link.sink.write_gate.clear()

@@ -127,6 +127,7 @@ def test_chunks_after_a_cancel_are_dropped_and_an_abort_takes_their_place() -> N
 
 
 def test_cancel_that_crosses_the_state() -> None:
+    """sglang #33507: an aborted transfer is not told as a success."""
     with open_link() as link:
         handoff = link.sink.reserve("t")
         link.sink.write_gate.clear()

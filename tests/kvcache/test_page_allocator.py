@@ -33,6 +33,7 @@ def test_a_page_is_free_when_its_last_owner_leaves() -> None:
 
 
 def test_a_stale_generation_is_refused() -> None:
+    """vllm #52232: a reference from an earlier life of a page answers nobody's request."""
     allocator = PageAllocator(1)
     (old,) = allocator.allocate(1)
     allocator.release([old])

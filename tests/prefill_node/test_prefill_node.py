@@ -77,7 +77,7 @@ async def test_an_absent_decode_node_is_unavailable() -> None:
 
 
 async def test_a_decode_node_that_left_is_paired_anew() -> None:
-    """The sentinel and the control stream tell; the next request opens a link under a new id."""
+    """vllm #49238. The sentinel and the control stream tell; the next request opens a link under a new id."""
     async with cluster() as nodes:
         await nodes.generate(sequence_request())
         (old,) = nodes.decode._links._links.values()

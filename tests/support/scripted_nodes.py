@@ -19,7 +19,7 @@ from paceline.config import ServeConfig
 from paceline.engine.rpc import answering_errors
 from paceline.errors import PacelineError
 from paceline.request import FinishReason, SequenceRequest, TokenLogprobs
-from paceline.v1 import common_pb2, handoff_pb2, inference_pb2, node_pb2, node_pb2_grpc
+from paceline.v1 import common_pb2, handoff_pb2, inference_pb2, node_pb2, node_pb2_grpc, trace_pb2
 from paceline.wire import finish_reason_to_proto, logprobs_to_proto, sequence_from_proto
 
 VOCAB = 300
@@ -117,6 +117,17 @@ class FakeNode:
     active: int = 0
     cancelled: int = 0
     server: grpc.aio.Server | None = None
+    trace_pause_s: float = 0.0
+
+    async def trace(self, request: trace_pb2.TraceRequest) -> trace_pb2.TraceResponse:
+        """One event of every sequence of the request."""
+        await asyncio.sleep(self.trace_pause_s)
+        asked = request.request_id
+        seen = [s.request_id for s in self.sequences if s.request_id.partition("#")[0] == asked]
+        made = [
+            trace_pb2.TraceEvent(node=self.record.id, track=self.record.role, sequence=s, name="seen") for s in seen
+        ]
+        return trace_pb2.TraceResponse(events=made, dropped=len(seen))
 
     def tokens(self, request: SequenceRequest, first: int) -> list[int]:
         """Output tokens from index ``first`` on, until a stop token or max_tokens."""
@@ -246,6 +257,9 @@ class FakeDecode(node_pb2_grpc.DecodeNodeServicer):
     async def Status(self, request: node_pb2.StatusRequest, context: Any) -> node_pb2.StatusResponse:
         raise NotImplementedError
 
+    async def Trace(self, request: trace_pb2.TraceRequest, context: Any) -> trace_pb2.TraceResponse:
+        return await self.node.trace(request)
+
 
 class FakePrefill(node_pb2_grpc.PrefillNodeServicer):
     """First token, hand-off."""
@@ -281,6 +295,9 @@ class FakePrefill(node_pb2_grpc.PrefillNodeServicer):
 
     async def Status(self, request: node_pb2.StatusRequest, context: Any) -> node_pb2.StatusResponse:
         raise NotImplementedError
+
+    async def Trace(self, request: trace_pb2.TraceRequest, context: Any) -> trace_pb2.TraceResponse:
+        return await self.node.trace(request)
 
 
 class FakeRegistry:
