@@ -10,10 +10,10 @@ COMPUTE := tests/attention tests/benchmarks tests/draft_training tests/kvcache t
   tests/engine/test_exactness_tiny.py tests/test_chat_template.py \
   tests/test_detokenizer.py tests/test_tokenizer.py
 
-.PHONY: setup demo serve test check proto bench clean help
+.PHONY: setup demo serve test check fuzz proto bench clean help
 
 help:
-	@echo "make setup | demo | serve | test | check | proto | bench | clean   (ARGS='...' is passed on)"
+	@echo "make setup | demo | serve | test | check | fuzz | proto | bench | clean   (ARGS='...' is passed on)"
 
 $(VENV)/.node: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Paceline needs Python 3.11 or newer")'
@@ -50,6 +50,9 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tests/support/proto_drift.py
+
+fuzz: $(VENV)/.dev
+	PACELINE_FUZZ=10000 $(BIN)/python -m pytest tests/kv_transfer/test_handoff_fuzz.py -s -o timeout=3300 $(ARGS)
 
 proto: $(VENV)/.dev
 	$(BIN)/python tests/support/proto_drift.py --write

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from multihost.hosts import Host, wait_until
 
@@ -44,8 +44,14 @@ class _Client:
         """One line of the client's."""
         raise NotImplementedError
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
     def close(self) -> None:
-        """End the client."""
+        """End the client. Idempotent."""
         self.process.kill()
         self.process.wait()
         self._reader.join(CLOSE_TIMEOUT_S)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ pytestmark = [pytest.mark.multihost, pytest.mark.timeout(420)]
 
 ALL = {"prefill-0", "decode-0", "decode-1"}
 NUM_STREAMS = 6
-LONG = 400  # tokens of a stream that outlives a failure
+LONG = 600  # tokens of a stream that outlives a failure
+BEGUN = 10  # tokens of every stream when it happens
 LEASE_TTL_S = 2.0
 SAMPLING = ("max_tokens", "temperature", "seed", "ignore_eos")
 
@@ -45,8 +47,11 @@ def make_requests(salt: int, prompt_tokens: int, max_tokens: int) -> list[dict[s
     ]
 
 
+Answers = Callable[[list[dict[str, Any]]], list[list[int]]]
+
+
 @pytest.fixture(scope="session")
-def expected(model_folder: Path) -> Any:
+def expected(model_folder: Path) -> Answers:
     """The one-process engine's tokens of requests."""
     config = NodeConfig(model=str(model_folder), dtype="bf16", drafter="none", threads=1, kv_cache_tokens=32768)
     runner = build_runner(config)
@@ -75,7 +80,7 @@ def decode_hosts(lan: Lan) -> list[Host]:
 
 
 def test_kv_crosses_the_cable_and_tokens_are_those_of_one_process(
-    deployment: Deployment, lan: Lan, expected: Any
+    deployment: Deployment, lan: Lan, expected: Answers
 ) -> None:
     requests = make_requests(1, prompt_tokens=1500, max_tokens=40)
     hosts = [lan.hosts["prefill-1"], *decode_hosts(lan)]
@@ -102,7 +107,7 @@ def test_kv_crosses_the_cable_and_tokens_are_those_of_one_process(
     ids=["slow", "lossy"],
 )
 def test_a_bad_link_changes_no_token_and_fails_nothing(
-    deployment: Deployment, lan: Lan, expected: Any, shaped: str, options: dict[str, float]
+    deployment: Deployment, lan: Lan, expected: Answers, shaped: str, options: dict[str, float]
 ) -> None:
     requests = make_requests(2 if shaped == "prefill-1" else 3, prompt_tokens=1000, max_tokens=60)
     retries = deployment.retries()
@@ -117,19 +122,23 @@ def test_a_bad_link_changes_no_token_and_fails_nothing(
     assert set(deployment.watch.nodes) == ALL
 
 
-def lose(deployment: Deployment, lan: Lan, requests: list[dict[str, Any]], what: Any) -> tuple[list[Stream], float]:
-    """Do ``what()`` to a host while all streams run; the streams, and the longest silence after it."""
-    running = deployment.stream(requests)
-    running.wait_for(30)
-    assert running.under_way == NUM_STREAMS
-    lost_at = time.monotonic()
-    what()
-    streams = running.results()
+def lose(
+    deployment: Deployment, requests: list[dict[str, Any]], what: Callable[[], None]
+) -> tuple[list[Stream], float]:
+    """Do ``what`` to a host while all streams run; the streams, and the longest silence of those that it hit."""
+    with deployment.stream(requests) as running:
+        running.wait_for(BEGUN)
+        assert running.under_way == NUM_STREAMS
+        lost_at = time.monotonic()
+        what()
+        streams = running.results()
+    silence_s = max(stream.silence_s(lost_at) for stream in streams)
+    assert silence_s > LEASE_TTL_S, "no stream was hit"
     print(f"\n{NUM_STREAMS} streams of {LONG} tokens ended {time.monotonic() - lost_at:.1f} s after the loss")
-    return streams, max(stream.silence_s(lost_at) for stream in streams)
+    return streams, silence_s
 
 
-def check_both_decode(deployment: Deployment, expected: Any, requests: list[dict[str, Any]]) -> None:
+def check_both_decode(deployment: Deployment, expected: Answers, requests: list[dict[str, Any]]) -> None:
     """Both decode nodes serve."""
     streams = deployment.stream(requests).results()
     assert tokens_of(streams) == expected(requests)
@@ -138,7 +147,7 @@ def check_both_decode(deployment: Deployment, expected: Any, requests: list[dict
 
 @pytest.mark.parametrize("hold_s", [0.0, 15.0], ids=["short", "long"])
 def test_a_partition_moves_streams_and_its_end_brings_the_node_back(
-    deployment: Deployment, lan: Lan, expected: Any, hold_s: float
+    deployment: Deployment, lan: Lan, expected: Answers, hold_s: float
 ) -> None:
     """Short: until the streams have moved. Long: past the supervisor's grace, which must leave the node alone."""
     deployment.wait_for(ALL, 60.0)
@@ -147,7 +156,7 @@ def test_a_partition_moves_streams_and_its_end_brings_the_node_back(
     requests = make_requests(4 + bool(hold_s), prompt_tokens=200, max_tokens=LONG)
     try:
         unplugged_at = time.monotonic()
-        streams, silence_s = lose(deployment, lan, requests, host.unplug)
+        streams, silence_s = lose(deployment, requests, host.unplug)
         deployment.wait_for(ALL - {lost}, LEASE_TTL_S)
         time.sleep(max(0.0, unplugged_at + hold_s - time.monotonic()))
     finally:
@@ -160,13 +169,13 @@ def test_a_partition_moves_streams_and_its_end_brings_the_node_back(
     check_both_decode(deployment, expected, make_requests(6 + bool(hold_s), prompt_tokens=200, max_tokens=40))
 
 
-def test_power_loss_of_a_decode_host_and_its_return(deployment: Deployment, lan: Lan, expected: Any) -> None:
+def test_power_loss_of_a_decode_host_and_its_return(deployment: Deployment, lan: Lan, expected: Answers) -> None:
     """Nobody hears a connection close. Once it is on again, Ray's launcher starts Ray there, and Paceline the node."""
     deployment.wait_for(ALL, 60.0)
     host = lan.hosts["decode-2"]
     lost = deployment.watch.on(host)
     requests = make_requests(8, prompt_tokens=200, max_tokens=LONG)
-    streams, silence_s = lose(deployment, lan, requests, host.power_off)
+    streams, silence_s = lose(deployment, requests, host.power_off)
     assert tokens_of(streams) == expected(requests)
     assert served_by(streams, "decode") == ALL - {lost, "prefill-0"}
     assert silence_s < 3 * LEASE_TTL_S
@@ -176,18 +185,18 @@ def test_power_loss_of_a_decode_host_and_its_return(deployment: Deployment, lan:
     check_both_decode(deployment, expected, make_requests(9, prompt_tokens=200, max_tokens=40))
 
 
-def test_power_loss_of_the_prefill_host(deployment: Deployment, lan: Lan, expected: Any) -> None:
+def test_power_loss_of_the_prefill_host(deployment: Deployment, lan: Lan, expected: Answers) -> None:
     """Streams with their prompt computed go on. One that comes while its lease runs is sent there, in vain; decode
     computes its prompt, and those of all that come later."""
     deployment.wait_for(ALL, 60.0)
     old = make_requests(10, prompt_tokens=200, max_tokens=LONG)
     new = make_requests(11, prompt_tokens=500, max_tokens=40)
-    running = deployment.stream(old)
-    running.wait_for(30)
-    lost_at = time.monotonic()
-    lan.hosts["prefill-1"].power_off()
-    coming = deployment.stream(new)
-    streams, came = running.results(), coming.results()
+    with deployment.stream(old) as running:
+        running.wait_for(BEGUN)
+        lost_at = time.monotonic()
+        lan.hosts["prefill-1"].power_off()
+        came = deployment.stream(new).results()
+        streams = running.results()
     first_s = max(stream.arrivals[0] for stream in came) - lost_at
     silence_s = max(stream.silence_s(lost_at) for stream in streams)
     deployment.wait_for(ALL - {"prefill-0"}, LEASE_TTL_S)

@@ -1,0 +1,74 @@
+"""The fake runner for hand-offs in which draft state may be missing, or crosses as hidden rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+
+from paceline.config import NodeConfig
+from paceline.engine.model_runner import PrefillChunk, RoundResult, SampledToken
+from paceline.spec_decode.drafters.export import KEPT
+from paceline.spec_decode.sequence import Sequence
+from tests.fakes.runner import HIDDEN, FakeRunner
+
+
+class FuzzRunner(FakeRunner):
+    """``mode``: "draft_kv" or "hidden_states". A wrong row is told to ``faults`` too: an engine that lives through
+    the error would hide it."""
+
+    def __init__(self, config: NodeConfig, mode: str, faults: list[str]) -> None:
+        super().__init__(config)
+        self.handoff = mode
+        self.row_width = HIDDEN if mode == "hidden_states" else 0
+        self._faults = faults
+
+    def new_sequence(self, request: object, most_cached: int | None = None) -> Sequence:
+        """Where hidden rows cross there is no prefix cache at the source, so nothing is to be left out."""
+        assert most_cached is None or self.prefix is None
+        return super().new_sequence(request)  # type: ignore[arg-type]
+
+    def prefill(self, chunks: Seq[PrefillChunk]) -> list[SampledToken | None]:
+        results = super().prefill(chunks)
+        for chunk in chunks if self.row_width else ():
+            kept = chunk.seq.scratch.setdefault(KEPT, [])
+            assert isinstance(kept, list)
+            kept.append((chunk.start, self._hidden(chunk.seq, chunk.start, chunk.end)))
+        return results
+
+    def digest(self, seq: Sequence, start: int, end: int, rows: torch.Tensor) -> None:
+        """The draft prefill of hidden rows, which must be those of this sequence's tokens."""
+        if not torch.equal(rows, self._hidden(seq, start, end)):
+            self._faults.append(f"{seq.request.request_id}: wrong hidden rows")
+        if end == seq.num_prefill:
+            self._catch_up(seq)
+
+    def decode(self, seqs: Seq[Sequence]) -> list[RoundResult]:
+        for seq in seqs:
+            if seq.draft is None or seq.draft_rows < seq.num_computed:
+                self._catch_up(seq)
+        try:
+            return super().decode(seqs)
+        except AssertionError as error:
+            self._faults.append(f"{[seq.request.request_id for seq in seqs]}: {error}")
+            raise
+
+    def release(self, seq: Sequence) -> None:
+        """Only rows whose draft rows are exact enter the cache."""
+        if self.prefix and seq.table.pages:
+            rows = min(seq.num_computed, seq.draft_rows)
+            self.prefix.insert(seq.token_ids, seq.table.pages, rows, seq.request.cache_salt)
+        seq.table.release()
+
+    def _catch_up(self, seq: Sequence) -> None:
+        """Compute the draft rows that did not come. Target rows must be there."""
+        layers = range(2, 3)
+        whole = self._rows(seq, 0, seq.num_computed)
+        slots = seq.table.slots[: seq.num_computed]
+        self.kv.scatter(layers, slots, whole[-self.kv.layout.layers[2].row_elems * seq.num_computed :])
+        self._draft(seq)
+
+    @staticmethod
+    def _hidden(seq: Sequence, start: int, end: int) -> torch.Tensor:
+        tokens = torch.tensor(seq.token_ids[start:end])
+        return (tokens * 13 + torch.arange(start, end)).float()[:, None].expand(-1, HIDDEN).clone()

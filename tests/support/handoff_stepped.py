@@ -1,0 +1,185 @@
+"""The threads of a link, taken turn by turn on the caller's thread: the same code in any order that a test chooses.
+
+A turn of the sender posts one message and sends its bytes, a turn of the receiver takes one message and its bytes; in
+the midst of both (where the real threads hold no lock) ``between`` runs, so that anything else may happen there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from kv_transfer.handoff import DRAFT_KV, TARGET_KV, ByteClass
+from kv_transfer.outbox import Outgoing
+from kv_transfer.receiver import HandoffReceiver
+from kv_transfer.sender import HandoffSender
+from kv_transfer.transport import Transport
+from paceline.v1.handoff_pb2 import HandoffMessage
+from prefill_node.feeder import RowFeeder
+
+
+class _NoThread:
+    """Stands for a thread that the test runs by hand."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+    def join(self, timeout: float | None = None) -> None:
+        pass
+
+    def is_alive(self) -> bool:
+        return False
+
+
+@contextmanager
+def no_threads() -> Iterator[None]:
+    """Threads made inside do not run."""
+    with patch("threading.Thread", _NoThread):
+        yield
+
+
+class Interrupted(Transport):
+    """A transport on which something else happens before every message."""
+
+    def __init__(self, inner: Transport, between: Callable[[], None]) -> None:
+        self._inner = inner
+        self._between = between
+
+    def _send_message(self, data: torch.Tensor) -> None:
+        self._between()
+        self._inner._send_message(data)
+
+    def _recv_message(self, data: torch.Tensor) -> None:
+        self._between()
+        self._inner._recv_message(data)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+
+class SteppedSender(HandoffSender):
+    """One message a turn."""
+
+    _turns = 0
+    busy = False
+
+    def _next_item(self) -> Outgoing | None:
+        if self._turns == 0 or (not self._outbox and self._dead is None):
+            return None
+        self._turns -= 1
+        return super()._next_item()
+
+    def turn(self) -> bool:
+        """False when there is nothing to send, or the thread is in the midst of a send."""
+        if self.busy or not self._outbox:
+            return False
+        self.busy, self._turns = True, 1
+        try:
+            self._run()
+        finally:
+            self.busy = False
+        return True
+
+
+class SteppedReceiver(HandoffReceiver):
+    """One message, or one ticket to fail, a turn; after the link's end the rest of the thread's life in one."""
+
+    _turns = 0
+    _over = False
+    busy = False
+
+    def _next(self) -> HandoffMessage | tuple[str, str] | None:
+        if self._dead is None and (self._turns == 0 or not (self._queue or self._to_fail)):
+            return None
+        self._turns -= 1
+        return super()._next()
+
+    def _end(self) -> None:
+        if self._dead is not None:
+            self._over = True
+            super()._end()
+
+    def turn(self) -> bool:
+        """False when there is nothing to do, or the thread is in the midst of a receive."""
+        if self.busy or self._over or (self._dead is None and not (self._queue or self._to_fail)):
+            return False
+        self.busy, self._turns = True, 1
+        try:
+            self._run()
+        finally:
+            self.busy = False
+        return True
+
+    def in_flight(self, ticket: str) -> bool:
+        """Begun here and not over."""
+        return ticket in self._in_flight
+
+
+class _TurnQueue:
+    """A queue whose reader finds its end when its turns are used up."""
+
+    def __init__(self) -> None:
+        self.items: deque[tuple[str, Callable[[], None]] | None] = deque()
+        self.turns = 0
+
+    def put(self, item: tuple[str, Callable[[], None]] | None) -> None:
+        self.items.append(item)
+
+    def get(self) -> tuple[str, Callable[[], None]] | None:
+        if self.turns == 0 or not self.items:
+            return None
+        self.turns -= 1
+        return self.items.popleft()
+
+
+class SteppedFeeder(RowFeeder):
+    """One descriptor a turn. ``leave_out`` by ticket makes it a faulty prefill node: "target" loses the first rows,
+    "draft" all draft rows, "draft row" the last of them, "hidden" the first hidden rows."""
+
+    busy = False
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._turns = _TurnQueue()
+        self._queue = self._turns  # type: ignore[assignment]
+        self.leave_out: dict[str, str] = {}
+        self.lost_target: set[str] = set()  # tickets that cannot become ready any more
+
+    def rows(self, ticket: str, byte_class: ByteClass, layers: range, slots: torch.Tensor, first_token: int) -> None:
+        fault = self.leave_out.get(ticket)
+        if fault == "target" and byte_class == TARGET_KV and ticket not in self.lost_target:
+            self.lost_target.add(ticket)
+            return
+        if byte_class == DRAFT_KV and fault == "draft":
+            return
+        if byte_class == DRAFT_KV and fault == "draft row":
+            slots = slots[:-1]
+        super().rows(ticket, byte_class, layers, slots, first_token)
+
+    def hidden_rows(self, ticket: str, rows: torch.Tensor, first_token: int) -> None:
+        if self.leave_out.get(ticket) == "hidden":
+            self.leave_out[ticket] = ""
+            return
+        super().hidden_rows(ticket, rows, first_token)
+
+    def turn(self) -> bool:
+        """False when nothing waits, or the thread is in the midst of its work."""
+        if self.busy or not self._turns.items:
+            return False
+        self.busy, self._turns.turns = True, 1
+        try:
+            self._run()
+        finally:
+            self.busy = False
+        return True
