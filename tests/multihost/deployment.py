@@ -53,6 +53,10 @@ class Deployment:
         """Until the router has exactly these nodes; the seconds it took."""
         return wait_until(f"{nodes}, but {self.watch.nodes}", lambda: set(self.watch.nodes) == nodes, timeout_s)
 
+    def events_since(self, offset: int, node: str) -> set[str]:
+        """What the supervisor's log says of a node, from a byte of the log on."""
+        return set(re.findall(rf"{node} generation \d+ (\w+)", self.log.read_bytes()[offset:].decode()))
+
     def retries(self) -> int:
         """Attempts that failed so far."""
         fetch = "import sys, urllib.request as web; print(web.urlopen(sys.argv[1], timeout=10).read().decode())"

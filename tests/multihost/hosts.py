@@ -25,6 +25,7 @@ from pathlib import Path
 import psutil
 
 START_DEADLINE_S = 10.0
+KILL_DEADLINE_S = 10.0
 COMMAND_TIMEOUT_S = 20.0
 BRIDGE = "lan"
 REPOSITORY = Path(__file__).parents[2]
@@ -228,6 +229,7 @@ class Host:
         lan = self._lan
         script = _BOOT.format(name=self.name, folder=self.folder, lan=lan.folder, sshd=sshd, shared=lan.shared)
         spaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        self._init = None
         self._boot = _spawn("unshare", *spaces, "sh", "-c", script, log=self.folder / "boot.log")
         try:
             wait_until(f"{self.name} is up", self._is_up, START_DEADLINE_S)
@@ -245,11 +247,16 @@ class Host:
             return
         with suppress(AssertionError):
             self._lan.ip("link", "set", self.port, "down")
-        if self._init is not None:
+        if self._init is None:
+            boot.kill()
+        else:
             with suppress(psutil.NoSuchProcess):
                 self._init.send_signal(signal.SIGKILL)
-        boot.kill()
-        boot.wait()
+        try:
+            boot.wait(KILL_DEADLINE_S)  # it waits for process 1, which waits for all others
+        finally:
+            boot.kill()
+            boot.wait()
         with suppress(AssertionError):  # gone with the namespace, sooner or later
             self._lan.ip("link", "del", self.port)
 

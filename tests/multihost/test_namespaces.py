@@ -71,7 +71,7 @@ def test_a_slow_link_is_slow_and_a_host_comes_back(pair: Lan) -> None:
         assert all(map(psutil.pid_exists, pids))
     finally:
         pair.close()
-    assert not any(map(psutil.pid_exists, pids))
+    wait_until("all are gone", lambda: not any(map(psutil.pid_exists, pids)), 5.0)
 
 
 def test_a_test_run_that_is_killed_leaves_no_process(tmp_path: Path, pair: Lan) -> None:
