@@ -116,7 +116,8 @@ class Pairing:
             yield
             verdict = self.breakers.succeeded
         except NodeFailure as failure:
-            if not isinstance(failure.error, (InvalidRequest, Overloaded)):
+            # One whose connection is gone is suspected for as long as its lease lasts: who is there after that is well.
+            if not failure.gone and not isinstance(failure.error, (InvalidRequest, Overloaded)):
                 nodes = [node for node in nodes if key_of(node) != key_of(failure.node)]
                 self.breakers.failed(failure.node)
             raise
