@@ -32,7 +32,7 @@ def train_drafter(
     minutes: Annotated[float, typer.Option(min=0.01, help="Bound of this run; a later run goes on from OUT.")] = 60.0,
     steps: Annotated[int, typer.Option(min=1, help="Bound of this run, whichever ends first.")] = 1_000_000,
     learning_rate: Annotated[float, typer.Option(min=1e-7, max=1.0, help="Peak.")] = 6e-4,
-    tokens_per_step: Annotated[int, typer.Option(min=1, help="Answer tokens of an optimiser step.")] = 512,
+    tokens_per_step: Annotated[int, typer.Option(min=1, help="Tokens of an optimiser step.")] = 512,
     draft_steps: Annotated[
         int, typer.Option(min=0, help="Draft steps trained in this run; 0: all. The first ones carry most.")
     ] = 0,
@@ -40,6 +40,9 @@ def train_drafter(
         list[str] | None,
         typer.Option(help="SOURCE=PART: of each epoch, only this part of the samples whose source begins so."),
     ] = None,
+    prompts: Annotated[
+        bool, typer.Option("--prompts", help="Train on the prompts' tokens too, not answers only.")
+    ] = False,
     cache: Annotated[Path | None, typer.Option(help="The target's features; default: below OUT.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option(min=0, help="0: one per core.")] = 0,
@@ -57,7 +60,7 @@ def train_drafter(
     job = Job(
         head, model, tuple(corpus), out, cache or out / "features", device, threads or os.cpu_count() or 1, held_out,
         train=TrainConfig(
-            minutes, steps, tokens_per_step, draft_steps, parse_shares(share or ()), learning_rate=learning_rate
+            minutes, steps, tokens_per_step, draft_steps, prompts, parse_shares(share or ()), learning_rate
         ),
     )  # fmt: skip
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[state]}"))

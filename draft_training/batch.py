@@ -1,7 +1,8 @@
 """Batches of samples without padding, and which rows of them a draft head is trained on.
 
-A head's row i is (token t_{i+1}, hidden row h_i) and predicts t_{i+2} (algorithms.md E1). Only rows whose prediction
-falls in the answer are trained: the *columns*, rows prompt_len - 1 and on. Draft step s of the column at row i
+A head's row i is (token t_{i+1}, hidden row h_i) and predicts t_{i+2} (algorithms.md E1). Only some rows are trained,
+the *columns*: rows prompt_len - 1 and on, whose prediction falls in the answer, or also those before, down to where
+the prompt is more than its template. Draft step s of the column at row i
 (training-time test, C7) is fed token t_{i+1+s} and predicts t_{i+2+s}, which the target predicts from h_{i+1+s}.
 All rows of all samples lie one after another, R in all, and so do all columns, C in all.
 """
@@ -41,14 +42,19 @@ class Batch:
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
-def collate(samples: Sequence[SampleRows], hidden_size: int) -> Batch:
-    """One batch of ``samples``; the last row of a sample has no label and is no column."""
+def first_column(sample: SampleRows, framing: int | None) -> int:
+    """The first row trained on: of the answer, or of all that follows ``framing`` tokens of chat template."""
+    return max(0, (sample.prompt_len if framing is None else min(framing, sample.prompt_len)) - 1)
+
+
+def collate(samples: Sequence[SampleRows], hidden_size: int, framing: int | None = None) -> Batch:
+    """One batch of ``samples``; the last row of a sample has no label and is no column. framing: see first_column."""
     features = torch.cat([s.features for s in samples])
     columns, last, following = [], [], []
     at = 0
     for sample in samples:
         n = len(sample.token_ids)
-        columns.append(torch.arange(at + sample.prompt_len - 1, at + n - 2 + 1))
+        columns.append(torch.arange(at + first_column(sample, framing), at + n - 2 + 1))
         last.append(torch.full((len(columns[-1]),), at + n - 1))
         following += [sample.token_ids[1:], torch.zeros(1, dtype=torch.int64)]
         at += n

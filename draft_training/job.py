@@ -77,6 +77,7 @@ def run_job(job: Job, report: Callable[[Progress, float], None] = lambda progres
     about = {
         "corpus": {path.name: len(corpus.train) for path, corpus in zip(job.corpus, corpora, strict=True)},
         "shares": dict(job.train.shares),
+        "trained on": "prompts and answers" if job.train.prompts else "answers",
         "held_out": job.held_out * len(corpora),
     }
     write_card(job.out / "head", job.head, Path(job.model).name, about, trainer.progress)

@@ -20,11 +20,11 @@ def draw_history(history: Sequence[Mapping[str, Any]], path: Path) -> bool:
     with_loss = [entry for entry in history if entry["loss"]]
     for step in range(len(with_loss[0]["loss"]) if with_loss else 0):
         left.plot([e["tokens"] for e in with_loss], [e["loss"][step] for e in with_loss], label=f"step {step + 1}")
-    left.set(xlabel="answer tokens seen", ylabel="cross-entropy", title="loss per draft step")
+    left.set(xlabel="tokens seen", ylabel="cross-entropy", title="loss per draft step")
     if with_loss:
         left.legend()
     right.plot([e["tokens"] for e in history], [e["acceptance_length"] for e in history], marker=".")
-    right.set(xlabel="answer tokens seen", ylabel="tokens per round", title="held-out acceptance length")
+    right.set(xlabel="tokens seen", ylabel="tokens per round", title="held-out acceptance length")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -11,13 +11,14 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 
-from draft_training.batch import Batch, collate
+from draft_training.batch import Batch, collate, first_column
 from draft_training.corpus import Corpus, share_of
 from draft_training.features import FeatureMaker, FeatureStore, SampleRows
 from draft_training.heads import TargetParts, TrainableHead
@@ -33,8 +34,9 @@ class TrainConfig:
 
     minutes: float = 30.0  # of this run
     steps: int = 1_000_000  # of this run; whichever ends first
-    answer_tokens_per_step: int = 512
+    tokens_per_step: int = 512
     draft_steps: int = 0  # trained in this run; 0: all of the head's. The first ones carry most, and cost least
+    prompts: bool = False  # train on the prompts' tokens too: more text, of another kind, with the target's own view
     shares: Mapping[str, float] = field(default_factory=dict)  # of a source's samples, by prefix of its name
     learning_rate: float = 6e-4
     warmup_steps: int = 50
@@ -51,7 +53,7 @@ class Progress:
     """Where training stands; part of the checkpoint."""
 
     step: int = 0
-    tokens: int = 0  # answer tokens seen
+    tokens: int = 0  # seen and trained on
     epoch: int = 0
     seconds: float = 0.0
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -105,6 +107,13 @@ class Data:
     held_out: FeatureStore
 
 
+def shared_beginning(corpora: Sequence[Corpus]) -> int:
+    """Tokens that all prompts begin with: the chat template's, worth no training."""
+    prompts = [sample.prompt_ids for corpus in corpora for sample in corpus.train]
+    pairs = zip(min(prompts), max(prompts), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
 class Trainer:
     """One head on some corpora."""
 
@@ -130,6 +139,7 @@ class Trainer:
         if self._state_path.exists():
             self._resume()
         self._held_out: list[Batch] | None = None
+        self._framing = shared_beginning([one.corpus for one in data]) if config.prompts else None
 
     @property
     def _state_path(self) -> Path:
@@ -181,9 +191,9 @@ class Trainer:
         size = 0
         for sample in samples:
             group.append(sample)
-            size += len(sample.token_ids) - sample.prompt_len
-            if size >= self.config.answer_tokens_per_step:
-                yield collate(group, self.hidden_size).to(self.device)
+            size += len(sample.token_ids) - 1 - first_column(sample, self._framing)
+            if size >= self.config.tokens_per_step:
+                yield collate(group, self.hidden_size, self._framing).to(self.device)
                 group, size = [], 0
 
     # ---- judging

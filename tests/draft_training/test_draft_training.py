@@ -18,7 +18,7 @@ from draft_training.heads import TrainableHead
 from draft_training.objective import acceptance_of, labels_of, loss_of
 from draft_training.plot import draw_history
 from draft_training.start import HeadOptions, Source, build_head
-from draft_training.train import Data, TrainConfig, Trainer
+from draft_training.train import Data, TrainConfig, Trainer, shared_beginning
 from paceline.attention.base import ForwardBatch, Segment
 from paceline.attention.cpu import TorchAttention
 from paceline.errors import ConfigError
@@ -82,6 +82,16 @@ def test_columns_are_the_rows_that_predict_the_answer() -> None:
     assert batch.columns.tolist() == [3, 4, 5, 6, 7, 8, 13, 14, 15, 16, 17, 18]
     assert batch.following[3] == 4
     assert batch.following[9] == 0
+    # two tokens of template: row 1 = (t_2, h_1) is the first to predict past them; never later than the answer's first
+    assert collate([rows], 4, framing=2).columns.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert collate([rows], 4, framing=9).columns.tolist() == [3, 4, 5, 6, 7, 8]
+
+
+def test_the_template_before_all_prompts_is_not_trained_on() -> None:
+    answer = tuple(range(50, 60))
+    some = Corpus(tuple(Sample((1, 2, 3, at, 4), answer) for at in (30, 7, 9)), ())
+    assert shared_beginning([some]) == 3
+    assert shared_beginning([some, Corpus((Sample((1, 2, 5, 6), answer),), ())]) == 2
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle1", "mtp"])
@@ -179,7 +189,7 @@ def test_a_head_learns_resumes_and_is_read_back(kind: str, tmp_path: Path) -> No
     stores = (FeatureStore(tmp_path / "features", part, "tiny") for part in (corpus.train, corpus.held_out))
     data = [Data(corpus, *stores)]
     config = TrainConfig(
-        steps=6, minutes=5, answer_tokens_per_step=60, learning_rate=3e-3, eval_every=3, warmup_steps=2
+        steps=6, minutes=5, tokens_per_step=60, prompts=kind == "mtp", learning_rate=3e-3, eval_every=3, warmup_steps=2
     )
 
     def trainer(folder: str) -> Trainer:
@@ -205,7 +215,7 @@ def test_a_head_learns_resumes_and_is_read_back(kind: str, tmp_path: Path) -> No
     shape = source().shape(KINDS[kind].intermediate_size)
     write_head(tmp_path / "head", again.head, source(), shape, tuple(range(199)), AUX)
     write_card(tmp_path / "head", kind, "tiny", {"samples": 12}, again.progress)
-    assert "answer tokens" in (tmp_path / "head" / "README.md").read_text()
+    assert "tokens in 12 steps" in (tmp_path / "head" / "README.md").read_text()
     assert read_head(tmp_path / "head", torch.bfloat16, first_layer=2).kind == {"mtp3": "mtp"}.get(kind, kind)
 
 
