@@ -70,6 +70,12 @@ class EngineConfig(Frozen):
     handoff_rows: Literal["fused", "raw"] = "fused"  # hidden_states of EAGLE-3: fused on prefill, or as they are
     handoff_dtype_cast: bool = False  # let fp32 prefill nodes round their KV for bf16 decode nodes
 
+    @field_validator("adaptive", "journal_mode", mode="before", check_fields=False)
+    @classmethod
+    def _yaml_off(cls, value: object) -> object:
+        """YAML reads a bare ``off`` as false."""
+        return "off" if value is False else value
+
     @field_validator("drafters")
     @classmethod
     def _known(cls, value: str) -> str:
@@ -139,12 +145,6 @@ class ServeConfig(EngineConfig):
     journal_entry_bytes: int = Field(default=256 * 1024, ge=1)  # a larger request is not kept
     journal_total_bytes: int = Field(default=16 * 1024 * 1024, ge=1)  # of one router; the oldest give way
     drain_timeout_s: float = Field(default=10.0, ge=0)
-
-    @field_validator("journal_mode", mode="before")
-    @classmethod
-    def _yaml_off(cls, value: object) -> object:
-        """YAML reads a bare ``off`` as false."""
-        return "off" if value is False else value
 
     def node(self, threads: int) -> NodeConfig:
         """The part that one node needs."""

@@ -15,6 +15,8 @@ from paceline.errors import ConfigError
 from paceline.kvcache.layout import KvLayer
 from paceline.kvcache.pool import KvPool
 from paceline.models.base import TargetModel
+from paceline.models.hub import resolve_model
+from paceline.models.registry import holds_mtp
 from paceline.spec_decode.base import DraftBudget, Drafter, DraftSampling, TreeKind
 from paceline.spec_decode.choices import EAGLE_TREE, RankPath
 from paceline.spec_decode.cost import CostTable
@@ -160,9 +162,7 @@ def _folder(name: str, config: EngineConfig) -> Path:
 
 
 def _mtp(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:
-    path = config.drafter_path or str(shipped_heads(config.model, name) or "")
-    if config.mtp_modules > 1 and not config.drafter_path:
-        path = ""  # the heads that ship are of one module
+    path = str(_mtp_folder(config, model) or "")
     if not path:
         log.warning("no --drafter-path: MTP heads are untrained; the text is right, but almost no draft is accepted")
     modules, digest = load_mtp(path, model, config.mtp_modules, model.rope_table())
@@ -178,6 +178,15 @@ def _mtp(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:
         return MtpDrafter(model, modules, kv, attention, width, sampling)
 
     return DrafterPlan(layers, digest, make)
+
+
+def _mtp_folder(config: EngineConfig, model: TargetModel) -> Path | None:
+    """Modules that were given, that ship in this number, or that lie in the target's own checkpoint."""
+    if config.drafter_path:
+        return Path(config.drafter_path)
+    name = "mtp" if config.mtp_modules == 1 else f"mtp{config.mtp_modules}"
+    own = resolve_model(config.model) if model.spec.num_mtp_modules else None
+    return shipped_heads(config.model, name) or (own if own and holds_mtp(own, model.spec) else None)
 
 
 def _feature(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:

@@ -21,7 +21,6 @@ BUILDERS: dict[str, Builder] = {
 }
 KEPT_FLOAT32 = "e_score_correction_bias"  # bf16 would round away what it corrects, and choose other experts
 FP8_SCALE = "weight_scale_inv"
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class CheckpointTensors(LazyTensors):
@@ -61,7 +60,7 @@ def open_checkpoint(folder: Path, dtype: torch.dtype) -> CheckpointTensors:
 
 
 def load_target(folder: Path, dtype: torch.dtype, device: torch.device) -> TargetModel:
-    """The target model of a Hugging Face folder; MTP modules in its checkpoint are left for ``mtp_weights``.
+    """The target model of a Hugging Face folder; MTP modules in its checkpoint are left for the drafter.
 
     Raises ConfigError naming whatever is missing, left over or unsupported.
     """
@@ -74,24 +73,7 @@ def load_target(folder: Path, dtype: torch.dtype, device: torch.device) -> Targe
     return model
 
 
-def mtp_weights(folder: Path, dtype: torch.dtype) -> tuple[WeightBag, int]:
-    """The MTP modules in a target's own checkpoint (algorithms.md F5), and how many there are; 0 is no error.
-
-    Module k's tensors are ``model.layers.{num_layers + k}.*``. Their copies of embedding and LM head are checked and
-    left out: raises ConfigError when one differs from the target's, since modules share the target's own.
-    """
-    spec = ModelSpec.from_folder(folder)
-    tensors = open_checkpoint(folder, dtype)
-    head = EMBEDDING if spec.tie_word_embeddings else HEAD
-    names: set[str] = set()
-    count = 0
-    while count < spec.num_mtp_modules and f"model.layers.{spec.num_layers + count}.enorm.weight" in tensors:
-        prefix = f"model.layers.{spec.num_layers + count}."
-        names.update(name for name in tensors if name.startswith(prefix))
-        for copy, original in ((f"{prefix}embed_tokens.weight", EMBEDDING), (f"{prefix}shared_head.head.weight", head)):
-            if copy in names:
-                names.remove(copy)
-                if not torch.equal(tensors[copy], tensors[original]):
-                    raise ConfigError("model", f"{copy} is not a copy of {original}: an own one is not supported")
-        count += 1
-    return WeightBag(Part(tensors, frozenset(names))), count
+def holds_mtp(folder: Path, spec: ModelSpec) -> bool:
+    """Whether a target's own checkpoint has MTP modules (algorithms.md F5): layers after its last."""
+    tensors = CheckpointTensors(weight_files(folder), torch.bfloat16)
+    return spec.num_mtp_modules > 0 and f"model.layers.{spec.num_layers}.enorm.weight" in tensors

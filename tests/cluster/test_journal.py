@@ -219,8 +219,8 @@ async def test_closing_is_quick_without_redis() -> None:
 
 
 async def test_options() -> None:
-    off = ServeConfig.model_validate({"journal_mode": False})  # what YAML makes of a bare off
-    assert off.journal_mode == "off"
+    off = ServeConfig.model_validate({"journal_mode": False, "adaptive": False})  # what YAML makes of a bare off
+    assert (off.journal_mode, off.adaptive) == ("off", "off")
     assert open_journal(off, "redis://127.0.0.1:1/0") is None
     made = open_journal(ServeConfig(journal_entry_bytes=7), "redis://127.0.0.1:1/0")
     assert made is not None

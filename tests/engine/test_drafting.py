@@ -14,9 +14,13 @@ from cluster.deployment import Deployment
 from paceline.config import EngineConfig, NodeConfig, ServeConfig
 from paceline.engine import shipped
 from paceline.engine.colocated import ColocatedEngine
+from paceline.engine.drafting import DrafterPlan, plan_drafter
 from paceline.engine.shipped import resolve_drafter, with_real_drafter
 from paceline.errors import ConfigError
+from paceline.models.base import TargetModel
+from paceline.models.registry import load_target
 from paceline.request import SequenceRequest, SpeculationParams
+from paceline.spec_decode.cost import CostTable
 from paceline.spec_decode.drafters.feature import FeatureDrafter
 from paceline.spec_decode.heads import formats
 from paceline.spec_decode.heads.formats_files import HeadFiles, open_head
@@ -25,6 +29,7 @@ from support.head_files import at_layer, mtp_config, mtp_module, put
 from support.heads import write_tiny_head
 from support.scripted_nodes import fleet
 from support.tiny import primary_of, tiny_request, tiny_runner
+from support.tiny_deepseek import write_folder
 
 torch.set_num_threads(1)
 
@@ -159,3 +164,37 @@ def test_heads_of_another_kind_are_refused(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "eagle")
     with pytest.raises(ConfigError, match="is not a folder"):
         tiny_runner(drafter="eagle", drafter_path=str(tmp_path / "eagle"))
+
+
+# ---- where MTP modules come from
+
+
+def _mtp_plan(target: TargetModel, model: str, **options: Any) -> DrafterPlan:
+    config = EngineConfig(model=model, drafter="mtp", **options)
+    return plan_drafter(config, target, CostTable.assumed(0.02))
+
+
+def test_mtp_modules_of_the_targets_own_checkpoint(tmp_path: Path) -> None:
+    """Nobody who serves DeepSeek-V3 should have to name its folder twice."""
+    folder = write_folder(tmp_path)
+    target = load_target(folder, torch.bfloat16, torch.device("cpu"))
+    own = _mtp_plan(target, str(folder))
+    given = _mtp_plan(target, str(folder), drafter_path=str(folder))
+    assert own.digest == given.digest
+    assert len(own.kv_layers) == 2
+
+
+def test_as_many_mtp_modules_as_asked_for_ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipped, "SHIPPED", tmp_path)
+    put(tmp_path / "tiny" / "mtp", at_layer(2, mtp_module()), mtp_config(2))
+    target = tiny_runner(drafter="none").model
+    assert not _mtp_plan(target, "tiny").digest.startswith("untrained")
+    three = _mtp_plan(target, "tiny", mtp_modules=3)
+    assert three.digest.startswith("untrained")  # one module is not a third of three
+    assert len(three.kv_layers) == 3
+    put(
+        tmp_path / "tiny" / "mtp3",
+        at_layer(2, mtp_module()) | at_layer(3, mtp_module()),
+        mtp_config(2, num_nextn_predict_layers=2),
+    )
+    assert not _mtp_plan(target, "tiny", mtp_modules=3).digest.startswith("untrained")
