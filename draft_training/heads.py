@@ -42,6 +42,7 @@ class TrainableHead(nn.Module):
 
     kind: str
     num_steps: int  # draft positions trained
+    feature_weight = 0.0  # in the loss, of the distance between outputs and the target's hidden rows
 
     @abstractmethod
     def steps(self, batch: Batch, target: TargetParts, count: int) -> list[torch.Tensor]:
@@ -137,6 +138,7 @@ class Eagle1(ChainHead):
     """EAGLE-1 (C4): embedding and feature joined, a layer without input norm, the target's own head."""
 
     kind = "eagle1"
+    feature_weight = 1.0
 
     def __init__(self, shape: HeadShape, num_steps: int) -> None:
         super().__init__()

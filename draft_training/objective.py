@@ -1,4 +1,5 @@
 """What a head is trained towards, and how good it is: cross-entropy to the target's distribution, per draft step.
+A head whose output stands for a hidden row of the target (EAGLE-1) is held to that row too (C4, arXiv 2401.15077).
 
 Labels come from the target's LM head on its own hidden rows, over the tokens trained on (``TargetParts.token_ids``);
 columns whose actual token lies outside them are left out. Step weights decay (C7).
@@ -51,6 +52,8 @@ def loss_of(
         here = (exists & (rows < batch.last) & labels.trained[rows]).nonzero().squeeze(1)
         scores = head.logits(step, output[here], target)
         loss = soft_cross_entropy(scores, labels.probs[labels.slot[rows[here]]])
+        if head.feature_weight:
+            loss = loss + head.feature_weight * F.smooth_l1_loss(output[here].float(), batch.final[rows[here]].float())
         total = total + decay**step * loss
         weights += decay**step
         parts.append(float(loss.detach()))

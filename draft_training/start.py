@@ -91,13 +91,22 @@ class HeadOptions:
     medusa_blocks: int = 1
 
 
-def _block(source: Source, width: int, prefix: str = "") -> dict[str, torch.Tensor]:
-    tensors = {
-        "attention.o_proj.weight": source.layer["self_attn.o_proj.weight"],
+# Where the draft layer adds to a normed row, which is far smaller than the target's own stream, it begins with this
+# share of what the target's layer adds; and its scores begin flatter than the target's, since they are of the token
+# before the one to predict: sure of the wrong token is a bad start.
+NORMED_SHARE = 0.1
+FLAT_NORM, FLAT_JOIN = 0.5, 0.3
+
+
+def _block(source: Source, width: int, share: float = 1.0) -> dict[str, torch.Tensor]:
+    """The last layer but for its inputs; ``share``: of what attention and MLP add to the stream."""
+    mlp = source.mlp(width)
+    return {
+        "attention.o_proj.weight": share * source.layer["self_attn.o_proj.weight"],
         "post_attention_layernorm.weight": source.layer["post_attention_layernorm.weight"],
-        **source.mlp(width),
+        **mlp,
+        "mlp.down_proj.weight": share * mlp["mlp.down_proj.weight"],
     }
-    return {f"{prefix}{name}": value for name, value in tensors.items()}
 
 
 def _qkv(source: Source, pad: int, prefix: str = "") -> dict[str, torch.Tensor]:
@@ -119,7 +128,8 @@ def _pass_last(hidden: int, inputs: int) -> torch.Tensor:
 
 def _mtp_start(source: Source, module: MtpModule, width: int) -> None:
     hidden = source.spec.hidden_size
-    tensors = _block(source, width) | _qkv(source, 0)
+    tensors = _block(source, width, NORMED_SHARE) | _qkv(source, 0)
+    tensors["shared_head_norm.weight"] = torch.full((hidden,), FLAT_NORM)
     tensors["input_layernorm.weight"] = source.layer["input_layernorm.weight"]
     tensors["eh_proj.weight"] = _pass_last(hidden, 2)
     copy_into(module, tensors)
@@ -140,8 +150,8 @@ def _eagle3(source: Source, shape: HeadShape, options: HeadOptions, token_ids: S
 
 def _eagle1(source: Source, shape: HeadShape, options: HeadOptions, token_ids: Sequence[int]) -> TrainableHead:
     head = Eagle1(shape, options.num_steps)
-    copy_into(head, _block(source, shape.intermediate_size) | _qkv(source, 0))
-    copy_into(head, {"fc.weight": _pass_last(shape.hidden_size, 2)})
+    copy_into(head, _block(source, shape.intermediate_size, NORMED_SHARE) | _qkv(source, 0))
+    copy_into(head, {"fc.weight": FLAT_JOIN * _pass_last(shape.hidden_size, 2)})
     return head
 
 
