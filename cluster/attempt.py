@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
+from cluster.bypass import Bypass
 from cluster.choice import ChoiceRun
 from cluster.metrics import Metrics
 from cluster.node_calls import NodeCalls, NodeFailure, NodeStream
@@ -38,6 +39,8 @@ class Pair:
 
     decode: NodeRecord
     prefill: NodeRecord | None
+    decode_hint: int = 0  # tokens of the prompt that it is thought to have cached
+    prefill_hint: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Surroundings:
     metrics: Metrics
     nodes: Callable[[], list[NodeRecord]]  # the registry's view
     lease_ttl_s: float
+    bypass: Bypass
 
 
 class Attempt:
@@ -61,16 +65,21 @@ class Attempt:
         emit: Callable[[Chunk], Awaitable[None]],
         deadline: float,
     ) -> None:
-        """emit: takes chunks, waits when the client is slow. deadline: monotonic clock."""
-        self._choice, self._pair, self._around, self._emit = choice, pair, around, emit
+        """emit: takes chunks, waits when the client is slow. deadline: monotonic clock.
+
+        ``pair`` becomes the decode node alone where that computes the prompt itself.
+        """
+        self._choice, self.pair, self._around, self._emit = choice, pair, around, emit
         self._timeout_s = max(0.0, deadline - time.monotonic()) + NODE_MARGIN_S
         self._handed_off = False
         self._counted = False  # the hand-off's numbers
         self._heard_at = time.monotonic()
+        self._reserved_at: float | None = None  # until the first token, where the way to it is measured
+        self._uncached = 0  # tokens to compute before the first token
 
     async def run(self) -> None:
         """Until the choice has its finish reason. Raises NodeFailure."""
-        pair = self._pair
+        pair = self.pair
         began, outcome = time.monotonic(), "left"
         self._choice.nodes = ServedBy((pair.prefill or pair.decode).id, pair.decode.id)
         try:
@@ -91,27 +100,52 @@ class Attempt:
             nodes = self._choice.nodes
             ended = time.monotonic()
             self._choice.trace.record(
-                "attempt", began, ended, prefill=nodes.prefill, decode=nodes.decode, outcome=outcome
+                "attempt",
+                began,
+                ended,
+                prefill=nodes.prefill,
+                decode=nodes.decode,
+                outcome=outcome,
+                prefill_hint_tokens=pair.prefill_hint,
+                decode_hint_tokens=pair.decode_hint,
             )
 
     async def _serve(self) -> None:
         sequence = replace(self._choice.sequence, output_token_ids=tuple(self._choice.token_ids))
-        request = node_pb2.DecodeRequest(sequence=sequence_to_proto(sequence), local_prefill=self._pair.prefill is None)
-        decode = self._around.calls.decode(self._pair.decode, request, self._timeout_s)
+        num_tokens = len(sequence.prompt_token_ids) + len(sequence.output_token_ids)
+        decode_node = self.pair.decode
+        limit = self._around.bypass.limit(num_tokens - self.pair.decode_hint, decode_node.running)
+        request = node_pb2.DecodeRequest(
+            sequence=sequence_to_proto(sequence),
+            local_prefill=self.pair.prefill is None,
+            local_prefill_up_to=limit,
+        )
+        decode = self._around.calls.decode(decode_node, request, self._timeout_s)
         try:
             reserved = await self._reservation(decode)
-            if self._pair.prefill is None:
+            if self.pair.prefill is not None:
+                self._reserved_at, self._uncached = time.monotonic(), num_tokens - reserved.cached_tokens
+                if reserved.local_prefill:
+                    self._bypass()
+            if self.pair.prefill is None:
                 await self._relay(decode, None)
             else:
-                await self._hand_over(self._pair.prefill, decode, reserved, sequence)
+                await self._hand_over(self.pair.prefill, decode, reserved, sequence)
         finally:
             decode.close()
+
+    def _bypass(self) -> None:
+        """Decode computes the prompt itself: the prefill node has no part in this attempt."""
+        self.pair = replace(self.pair, prefill=None)
+        self._choice.nodes = ServedBy(self.pair.decode.id, self.pair.decode.id)
+        self._around.metrics.bypassed()
 
     async def _reservation(self, decode: DecodeStream) -> node_pb2.Reserved:
         event = await decode.next()
         if event is None or not event.HasField("reserved"):
             raise NodeFailure(decode.node, PacelineError("the stream did not begin with a reservation"))
         self._choice.trace.record("reserved", ticket=event.reserved.ticket, cached_tokens=event.reserved.cached_tokens)
+        self._around.metrics.prefix_hit("decode", self.pair.decode_hint, event.reserved.cached_tokens)
         return event.reserved
 
     async def _hand_over(
@@ -120,10 +154,10 @@ class Attempt:
         request = node_pb2.PrefillRequest(
             sequence=sequence_to_proto(sequence),
             ticket=reserved.ticket,
-            decode_address=self._pair.decode.address,
+            decode_address=self.pair.decode.address,
             decode_cached_tokens=reserved.cached_tokens,
         )
-        prefill = self._around.calls.prefill(node, request, self._timeout_s)
+        prefill = self._around.calls.prefill(node, request, self._timeout_s, self.pair.prefill_hint)
         try:
             await self._first_token(prefill, decode)
             if self._choice.finish_reason is None:
@@ -145,6 +179,7 @@ class Attempt:
             raise NodeFailure(prefill.node, PacelineError("the stream did not begin with a first token"))
         prefill.computed()
         first = event.first_token
+        self._around.metrics.prefix_hit("prefill", self.pair.prefill_hint, first.cached_tokens)
         if self._choice.cached_tokens is None:
             self._choice.cached_tokens = first.cached_tokens
         tokens = node_pb2.Tokens(first_index=len(self._choice.token_ids), token_ids=[first.token_id])
@@ -171,8 +206,8 @@ class Attempt:
         peer = await other.failure_within(CULPRIT_S)
         if peer is not None and peer.gone:
             return peer
-        if self._pair.prefill is not None and isinstance(failure.error, HandoffFailed):
-            return NodeFailure(self._pair.prefill, failure.error)
+        if self.pair.prefill is not None and isinstance(failure.error, HandoffFailed):
+            return NodeFailure(self.pair.prefill, failure.error)
         return failure
 
     # -- the rest ----------------------------------------------------------------------------------------------
@@ -220,6 +255,9 @@ class Attempt:
             raise NodeFailure(node, error) from None
         if chunk is None:
             return
+        if self._reserved_at is not None:
+            seconds, self._reserved_at = time.monotonic() - self._reserved_at, None
+            self._around.bypass.observe(self._uncached, self.pair.prefill is None, seconds)
         name = "first token" if before is None else "tokens"
         choice.trace.record(name, choice.last_token_at, index=chunk.first_index, tokens=len(chunk.token_ids))
         if before is None:
@@ -255,7 +293,7 @@ class Attempt:
     def _lost(self) -> NodeRecord | None:
         """A node of the pair that the registry no longer has in this generation."""
         alive = {(node.id, node.generation) for node in self._around.nodes()}
-        pair = (self._pair.decode, self._pair.prefill)
+        pair = (self.pair.decode, self.pair.prefill)
         return next((node for node in pair if node is not None and (node.id, node.generation) not in alive), None)
 
     async def _watch(self, silence: asyncio.Timeout) -> None:

@@ -52,6 +52,7 @@ class Deployment:
 
     async def _start(self) -> None:
         # Late: the parts import ray, fastapi and more.
+        from cluster.cache_events import CacheWatcher
         from cluster.http import create_app, serve_http
         from cluster.journal import open_journal
         from cluster.metrics import Metrics
@@ -69,6 +70,9 @@ class Deployment:
         self.directory = NodeDirectory(registry_url, config.lease_ttl_s)
         await self.directory.start()
         self._stops.append(("directory", self.directory.close))
+        watcher = CacheWatcher(registry_url, self.directory.nodes, config.lease_ttl_s)
+        await watcher.start()
+        self._stops.append(("cached prefixes", watcher.close))
         self.supervisor.has_lease = self.directory.holds  # a node that stopped without dying is replaced too
         self.supervisor.reachable = host_answers
         served = await self._introduce(self.supervisor.slots)
@@ -89,6 +93,7 @@ class Deployment:
             metrics=self.metrics,
             bit_exact=served.bit_exact,
             journal=journal,
+            prefixes=watcher.index,
         )
         self._stops.append(("router", self.router.close))
         host, port = split_address(config.http)
@@ -124,7 +129,12 @@ class Deployment:
             ("prefill", config.prefill_nodes, config.prefill_resource),
             ("decode", config.decode_nodes, config.decode_resource),
         ]
-        wanted = [Wanted(f"{role}-{i}", resource) for role, count, resource in roles for i in range(count)]
+        wanted = [
+            # Of several, another goes on with its streams; without prefill nodes, decode computes prompts.
+            Wanted(f"{role}-{i}", resource, standby=config.standby and role == "decode" and count == 1)
+            for role, count, resource in roles
+            for i in range(count)
+        ]
         threads = config.threads_per_node or max(1, (os.cpu_count() or 1) // len(wanted))
         log.info("%d nodes with %d threads each", len(wanted), threads)
         node_config = config.node(threads)

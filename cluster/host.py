@@ -10,11 +10,13 @@ import socket
 import threading
 import time
 from collections.abc import Coroutine
+from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
 import redis
 
 from cluster.addresses import own_address
+from cluster.cache_events import CachePublisher, KeySource
 from cluster.registry import Fenced, LeaseKeeper
 from cluster.registry_types import NodeRecord
 from paceline.config import NodeConfig
@@ -40,11 +42,14 @@ class Node(Protocol):
 
     def load(self) -> NodeInfo: ...
 
+    def prefix_cache(self) -> KeySource | None: ...
+
     def fingerprint_digest(self) -> str: ...
 
 
 def make_node(role: str, node_id: str, config: NodeConfig) -> Node:
-    """The node of a role; imports torch."""
+    """The node of a role; imports torch, and what it will load its model with: a standby is to have it all."""
+    import_module("paceline.engine.build")
     if role == "prefill":
         from prefill_node.node import PrefillNode
 
@@ -79,6 +84,7 @@ class NodeHost:
         self._thread = threading.Thread(target=self._loop.run_forever, name="node-loop", daemon=True)
         self._address = ""
         self._keeper: LeaseKeeper | None = None
+        self._publisher: CachePublisher | None = None
         self._stopping = threading.Lock()
         self._stopped = threading.Event()
 
@@ -96,6 +102,11 @@ class NodeHost:
             keeper.close()
             raise NodeUnavailable(f"{self._node_id} cannot be registered: {error}") from None
         self._keeper = keeper
+        cache = self._node.prefix_cache()
+        if cache is not None:
+            node = self._node_id, self._generation
+            self._publisher = CachePublisher(self._registry_url, node, cache, self._lease_ttl_s)
+            self._publisher.start()
         # Modules, model and tables live as long as the process: full collections need not walk them again and again.
         gc.collect()
         gc.freeze()
@@ -120,6 +131,8 @@ class NodeHost:
             if self._address:
                 self._run(self._node.stop(grace_s), grace_s + STOP_MARGIN_S)
         finally:
+            if self._publisher is not None:
+                self._publisher.close()
             if keeper is not None:
                 keeper.close()
             if self._thread.is_alive():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -91,6 +91,7 @@ class Wanted:
 
     node_id: str
     resource: str = ""  # Ray resource of which it takes 1; empty: it may run on any host
+    standby: bool = False  # beside it a process waits that has all but the model, to be its next generation
 
 
 class RayNodes:
@@ -100,6 +101,8 @@ class RayNodes:
         """wanted: every node there will be. interface: of the nodes' addresses; empty: as their options say."""
         self._registry_url, self._lease_ttl_s, self._interface = registry_url, lease_ttl_s, interface
         self._bundles = {node.node_id: i for i, node in enumerate(wanted)}
+        self._with_standby = {node.node_id for node in wanted if node.standby}
+        self._standbys: dict[tuple[str, int], RayNode] = {}  # by node and the generation that each is to be
         bundles = [{"CPU": CPU_SHARE} | ({node.resource: 1} if node.resource else {}) for node in wanted]
         # Apart where there are hosts enough, together where not. STRICT_SPREAD would refuse more nodes than hosts,
         # and would leave the nodes of a lost host unplaced for as long as no other comes.
@@ -109,8 +112,23 @@ class RayNodes:
             raise NodeUnavailable(_unplaced(wanted))
 
     def launch(self, role: str, node_id: str, generation: int, config: NodeConfig) -> RayNode:
-        """A node process, not yet started. Its actor is never restarted by Ray: the supervisor makes the next
-        generation, under a name of its own (a dead actor's name stays taken while a handle lives)."""
+        """A node process, not yet started: the standby, where there is one that lives."""
+        node = self._standbys.pop((node_id, generation), None)
+        if node is None or node.died():
+            node = self._process(role, node_id, generation, config)
+        if node_id in self._with_standby:  # once the node runs, so that it starts no later for it
+            node.on_started = lambda: self._stand_by(role, node_id, generation + 1, config)
+        return node
+
+    def _stand_by(self, role: str, node_id: str, generation: int, config: NodeConfig) -> None:
+        try:
+            self._standbys[node_id, generation] = self._process(role, node_id, generation, config)
+        except ray.exceptions.RayError as error:  # the node itself runs
+            log.warning("%s has no standby: %s", node_id, error)
+
+    def _process(self, role: str, node_id: str, generation: int, config: NodeConfig) -> RayNode:
+        """Its actor is never restarted by Ray: the supervisor makes the next generation, under a name of its own (a
+        dead actor's name stays taken while a handle lives)."""
         environment = {"OMP_NUM_THREADS": str(config.threads), "OMP_WAIT_POLICY": "passive"}
         if self._interface:
             environment["NCCL_SOCKET_IFNAME"] = f"={self._interface}"  # exactly this one; without = it is a prefix
@@ -128,7 +146,9 @@ class RayNodes:
         return RayNode(node_id, handle)
 
     def close(self) -> None:
-        """Give the placement group back."""
+        """End the standbys and give the placement group back."""
+        while self._standbys:
+            self._standbys.popitem()[1].kill()
         remove_placement_group(self._group)
 
 
@@ -145,6 +165,7 @@ class RayNode:
 
     def __init__(self, node_id: str, actor: Any) -> None:
         self.node_id = node_id
+        self.on_started: Callable[[], None] = lambda: None
         self._actor = actor
         self._watch = actor.wait_stopped.remote()
 
@@ -160,6 +181,7 @@ class RayNode:
             raise NodeUnavailable(f"{self.node_id} did not start: {type(cause).__name__}: {cause}") from None
         except ray.exceptions.RayError as error:
             raise NodeUnavailable(f"{self.node_id} did not start: {error}") from error
+        self.on_started()
         return address
 
     def status(self) -> dict[str, Any]:

@@ -33,6 +33,9 @@ class Metrics:
         self._requests = counter("requests", "Requests by how they ended.", "status")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished choices.")
         self._cached_tokens = counter("cached_prompt_tokens", "Of them, found in a prefix cache.")
+        self._hint_tokens = counter("prefix_hint_tokens", "Tokens that a node was chosen for having cached.", "role")
+        self._hit_tokens = counter("prefix_hit_tokens", "Tokens that it did have cached.", "role")
+        self._bypassed = counter("bypassed", "Prompts so short that their decode node computed them.")
         self._output_tokens = counter("completion_tokens", "Tokens sent to clients.")
         self._retries = counter("retries", "Attempts that failed and were made again, by error.", "error")
         self._rounds = counter("spec_rounds", "Draft-verify rounds.")
@@ -104,6 +107,15 @@ class Metrics:
         self._output_tokens.inc(count)
         for _ in range(count):
             self._gap.observe(seconds / count)
+
+    def prefix_hit(self, role: str, hinted_tokens: int, cached_tokens: int) -> None:
+        """A node was chosen for what the index says of its prefix cache, and has said what it has."""
+        self._hint_tokens.labels(role).inc(hinted_tokens)
+        self._hit_tokens.labels(role).inc(cached_tokens)
+
+    def bypassed(self) -> None:
+        """A decode node computed a short prompt itself though there was a prefill node."""
+        self._bypassed.inc()
 
     def retried(self, error: str) -> None:
         """An attempt failed with this class of error."""

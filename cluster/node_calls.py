@@ -113,13 +113,13 @@ class NodeCalls:
         return self._started(stub.Decode(request, timeout=timeout_s), node, line)
 
     def prefill(
-        self, node: NodeRecord, request: node_pb2.PrefillRequest, timeout_s: float
+        self, node: NodeRecord, request: node_pb2.PrefillRequest, timeout_s: float, cached_tokens: int = 0
     ) -> NodeStream[node_pb2.PrefillEvent]:
-        """Start PrefillNode.Prefill."""
+        """Start PrefillNode.Prefill. cached_tokens: what the node is thought not to have to compute."""
         line = self._line(node)
         stub = node_pb2_grpc.PrefillNodeStub(line.channel)
         tokens = len(request.sequence.prompt_token_ids) + len(request.sequence.output_token_ids)
-        return self._started(stub.Prefill(request, timeout=timeout_s), node, line, tokens)
+        return self._started(stub.Prefill(request, timeout=timeout_s), node, line, max(tokens - cached_tokens, 0))
 
     async def trace(self, node: NodeRecord, request_id: str, timeout_s: float) -> trace_pb2.TraceResponse:
         """What the node keeps of a request. Raises NodeFailure."""
@@ -148,6 +148,11 @@ class NodeCalls:
             channel = grpc.aio.insecure_channel(node.address, options=CHANNEL_OPTIONS)
             self._lines[node.address] = _Line(channel)
         return self._lines[node.address]
+
+    def connected(self, node: NodeRecord) -> bool:
+        """Whether there is a connection to the node, over which it has spoken. Where there is none, one is tried for
+        from now on, again and again."""
+        return self._line(node).channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
 
     def relieved(self, node: NodeRecord, tokens: int) -> None:
         """A call is no load any more."""

@@ -1,22 +1,23 @@
 """Choosing a pair for each attempt: what the policy says, less what this router knows to have failed.
 
 Per request (`Tries`): nodes that failed it, nodes that had no room for it. For all requests: nodes whose connection is
-gone, suspected until their lease would have run out; who is still registered then is alive. Nodes that answer and
-fail have a circuit breaker.
+gone, suspected until there is one again or their lease runs out. Nodes that answer and fail have a circuit breaker.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from cluster.attempt import Pair
+from cluster.attempt import Attempt, Pair
 from cluster.breaker import Breakers, Key, State, key_of
+from cluster.cost import PROMPT_WEIGHT, TRANSFER_WEIGHT
 from cluster.node_calls import NodeCalls, NodeFailure
-from cluster.policy import choose_decode, choose_prefill
+from cluster.policy import NO_HINT, PromptHint, choose_decode, choose_prefill
+from cluster.prefix_index import PrefixIndex
 from cluster.registry_types import NodeRecord
 from paceline.errors import InvalidRequest, NodeUnavailable, Overloaded, PacelineError
 
@@ -26,7 +27,6 @@ MAX_RETRY_AFTER_S = 2.0  # of what a full node wishes, when a stream waits to be
 NODE_WAIT_S = 30.0  # longest wait for a decode node to come back
 POLL_S = 0.05
 LEVELS: dict[State, float] = {"closed": 0.0, "half_open": 0.5, "open": 1.0}
-SUSPECT_LEASES = 1.5  # leases that a node stays suspected for
 
 
 @dataclass
@@ -65,11 +65,16 @@ class Pairing:
     """Picks pairs from the registry's view."""
 
     def __init__(
-        self, nodes: Callable[[], list[NodeRecord]], calls: NodeCalls, page_size: int, lease_ttl_s: float
+        self,
+        nodes: Callable[[], list[NodeRecord]],
+        calls: NodeCalls,
+        page_size: int,
+        prefixes: PrefixIndex | None = None,
     ) -> None:
-        self._nodes, self._calls = nodes, calls
-        self._page_size, self._lease_ttl_s = page_size, lease_ttl_s
-        self._suspects: dict[Key, float] = {}  # until when, monotonic clock
+        """prefixes: what the nodes have cached; None: they are chosen by load alone."""
+        self._nodes, self._calls, self._prefixes = nodes, calls, prefixes
+        self._page_size = page_size
+        self._suspects: dict[Key, NodeRecord] = {}
         self._turn = 0
         self.breakers = Breakers()
 
@@ -80,35 +85,42 @@ class Pairing:
     def suspect(self, failure: NodeFailure) -> None:
         """Remember a node whose connection is gone."""
         if failure.gone:
-            until = time.monotonic() + SUSPECT_LEASES * self._lease_ttl_s
-            self._suspects[failure.node.id, failure.node.generation] = until
+            self._suspects[key_of(failure.node)] = failure.node
+            self._calls.connected(failure.node)  # tried for from now on, whether or not anybody asks for a node
 
     def alive(self, role: str) -> list[NodeRecord]:
         """Ready nodes of a role that are not suspected."""
-        now = time.monotonic()
-        self._suspects = {key: until for key, until in self._suspects.items() if until > now}
+        nodes = self._nodes()
+        there = {key_of(node) for node in nodes}
+        self._suspects = {
+            key: node for key, node in self._suspects.items() if key in there and not self._calls.connected(node)
+        }
         return [
-            node
-            for node in self._nodes()
-            if node.role == role and node.state == "ready" and (node.id, node.generation) not in self._suspects
+            node for node in nodes if node.role == role and node.state == "ready" and key_of(node) not in self._suspects
         ]
 
-    async def pick(self, tries: Tries, num_tokens: int) -> Pair:
-        """A pair for a sequence of at most ``num_tokens``, prompt and output. Overloaded when every node is full,
-        NodeUnavailable when there is no decode node, nor one coming back in time."""
+    async def pick(self, tries: Tries, num_tokens: int, token_ids: Sequence[int] = (), salt: str = "") -> Pair:
+        """A pair for a sequence of at most ``num_tokens``, prompt and output. token_ids, salt: what is to be in its KV
+        before it decodes, and whose cache it may use. Overloaded when every node is full, NodeUnavailable when there
+        is no decode node, nor one coming back in time."""
         nodes = self._nodes()
         await self._calls.prune({node.address for node in nodes})
         self.breakers.retain({key_of(node) for node in nodes})
-        decode = await self._pick_decode(tries, num_tokens)
-        prefill = self._pick_prefill(tries)
+        prompt = NO_HINT
+        if self._prefixes is not None:
+            cached = self._prefixes.cached_tokens(nodes, token_ids, salt)
+            prompt = PromptHint(len(token_ids), self._page_size, cached)
+        decode = await self._pick_decode(tries, num_tokens, prompt)
+        prefill = self._pick_prefill(tries, prompt)
         self._turn += 1
-        return Pair(decode, prefill)
+        return Pair(decode, prefill, prompt.cached_tokens(decode), prompt.cached_tokens(prefill) if prefill else 0)
 
     @contextmanager
-    def judged(self, pair: Pair) -> Iterator[None]:
-        """Around an attempt on the pair: tells the breakers how its nodes did. The caller's fault and want of room are
-        no fault of a node; of a pair that failed only the one to blame is judged, of one cancelled neither."""
-        nodes = [pair.decode] if pair.prefill is None else [pair.decode, pair.prefill]
+    def judged(self, attempt: Attempt) -> Iterator[None]:
+        """Around an attempt: tells the breakers how the nodes of its pair did. The caller's fault and want of room are
+        no fault of a node; of a pair that failed only the one to blame is judged, of one cancelled neither, and never
+        one that the attempt came to do without."""
+        nodes = _members(attempt.pair)
         verdict = self.breakers.left
         for node in nodes:
             self.breakers.began(node)
@@ -116,21 +128,23 @@ class Pairing:
             yield
             verdict = self.breakers.succeeded
         except NodeFailure as failure:
-            # One whose connection is gone is suspected for as long as its lease lasts: who is there after that is well.
+            # One whose connection is gone is suspected for as long as it is: who has one again is well.
             if not failure.gone and not isinstance(failure.error, (InvalidRequest, Overloaded)):
                 nodes = [node for node in nodes if key_of(node) != key_of(failure.node)]
                 self.breakers.failed(failure.node)
             raise
         finally:
+            used = {key_of(node) for node in _members(attempt.pair)}
             for node in nodes:
-                verdict(node)
+                (verdict if key_of(node) in used else self.breakers.left)(node)
 
-    async def _pick_decode(self, tries: Tries, num_tokens: int) -> NodeRecord:
+    async def _pick_decode(self, tries: Tries, num_tokens: int, prompt: PromptHint) -> NodeRecord:
         pages = -(-num_tokens // self._page_size)
         end = time.monotonic() + NODE_WAIT_S
         while True:
             candidates = _preferred(self.breakers.usable_or_oldest(self.alive("decode")), tries)
-            node = choose_decode(candidates, self._calls.own, pages, self._turn)
+            weight = TRANSFER_WEIGHT if self.alive("prefill") else PROMPT_WEIGHT
+            node = choose_decode(candidates, self._calls.own, pages, self._turn, prompt, weight)
             if node is not None:
                 return node
             coming_back = tries.failures > 0 or bool(self._suspects)
@@ -138,12 +152,17 @@ class Pairing:
                 raise NodeUnavailable("no decode node is alive")
             await asyncio.sleep(POLL_S)
 
-    def _pick_prefill(self, tries: Tries) -> NodeRecord | None:
+    def _pick_prefill(self, tries: Tries, prompt: PromptHint) -> NodeRecord | None:
         """None: decode is to prefill by itself, because no prefill node is left that did not fail this request or
         many before it."""
         alive = self.breakers.usable(self.alive("prefill"))
         left = [node for node in alive if key_of(node) not in tries.failed]
-        return choose_prefill(_with_room(left, tries), self._calls.own, self._turn, self._calls.own_tokens)
+        room = _with_room(left, tries)
+        return choose_prefill(room, self._calls.own, self._turn, self._calls.own_tokens, prompt)
+
+
+def _members(pair: Pair) -> list[NodeRecord]:
+    return [pair.decode] if pair.prefill is None else [pair.decode, pair.prefill]
 
 
 def _preferred(nodes: list[NodeRecord], tries: Tries) -> list[NodeRecord]:

@@ -16,12 +16,14 @@ from typing import Any, Protocol
 
 from cluster.admission import Admission, Place
 from cluster.attempt import Attempt, Surroundings
+from cluster.bypass import Bypass
 from cluster.choice import ChoiceRun, Detokenizer
 from cluster.journal import Journal
 from cluster.metrics import Metrics
 from cluster.node_calls import NodeCalls, NodeFailure
 from cluster.pairing import Pairing, Tries
 from cluster.plan import GenerationRequest, Plan, Prompt, Received, Served, TokenizerLike, make_plan, tokenize
+from cluster.prefix_index import PrefixIndex
 from cluster.registry_types import NodeRecord
 from cluster.resume import find_admitted, journaled, received_of
 from cluster.traces import collect
@@ -60,10 +62,12 @@ class Router:
         bit_exact: bool = False,
         detokenizer: DetokenizerFactory | None = None,
         journal: Journal | None = None,
+        prefixes: PrefixIndex | None = None,
     ) -> None:
         """model_name: what requests may call the model. bit_exact: what the nodes' probe said. detokenizer: makes one
         per choice from tokenizer, prompt ids and stop strings; the default is paceline.tokenizer's. journal: of streams
-        that other routers may go on with; started, and closed by its owner."""
+        that other routers may go on with; started, and closed by its owner. prefixes: what nodes are thought to have
+        cached; None: they are chosen by load alone."""
         self.config = config
         self.tokenizer = tokenizer
         self.served = Served(model_name, max_model_len, vocab_size, config.selectable)
@@ -75,10 +79,12 @@ class Router:
         self._detokenizer = detokenizer if detokenizer is not None else _incremental
         self._calls = NodeCalls()
         self._recorder = Recorder(config.trace_requests)
-        self._pairing = Pairing(registry.nodes, self._calls, config.page_size, config.lease_ttl_s)
+        self._pairing = Pairing(registry.nodes, self._calls, config.page_size, prefixes)
         self.metrics.before_render(lambda: self.metrics.set_breakers(self._pairing.breaker_levels()))
         self.metrics.before_render(lambda: self.metrics.set_queued(self._admission.waiting))
-        self._around = Surroundings(self._calls, self.metrics, registry.nodes, config.lease_ttl_s)
+        self._around = Surroundings(
+            self._calls, self.metrics, registry.nodes, config.lease_ttl_s, Bypass(config.bypass_tokens)
+        )
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- what is asked -----------------------------------------------------------------------------------------
@@ -263,13 +269,15 @@ class Router:
     async def _attempts(self, run: ChoiceRun, queue: asyncio.Queue[Chunk | Exception], deadline: float) -> None:
         """Attempts on pair after pair, each from where the last one ended, until the choice has its finish reason."""
         tries = Tries()
-        num_tokens = len(run.sequence.prompt_token_ids) + run.sequence.params.max_tokens
+        prompt, salt = run.sequence.prompt_token_ids, run.sequence.cache_salt
+        num_tokens = len(prompt) + run.sequence.params.max_tokens
         while run.finish_reason is None:
-            pair = await self._pairing.pick(tries, num_tokens)
+            pair = await self._pairing.pick(tries, num_tokens, (*prompt, *run.token_ids), salt)
             before = len(run.token_ids)
             try:
-                with self._pairing.judged(pair):
-                    await Attempt(run, pair, self._around, queue.put, deadline).run()
+                attempt = Attempt(run, pair, self._around, queue.put, deadline)
+                with self._pairing.judged(attempt):
+                    await attempt.run()
             except NodeFailure as failure:
                 if len(run.token_ids) > before:
                     tries.progressed()

@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 POLL_S = 0.05
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 10.0
-HEALTHY_AFTER_S = 60.0  # a life this long resets the backoff
-LEASE_GRACE_S = 5.0  # a node without its lease for so long is replaced; the router has long stopped using it
+HEALTHY_AFTER_S = 10.0  # a life this long, as long as the longest backoff, resets it
+LEASE_GRACE_S = 2.0  # a node without its lease for so long is replaced; the router has stopped using it
 KILL_TIMEOUT_S = 10.0
 STOP_MARGIN_S = 45.0  # past the grace; handles have closer deadlines of their own
 

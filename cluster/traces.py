@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from cluster.node_calls import NodeCalls, NodeFailure
+from cluster.plan import check_name
 from cluster.registry_types import NodeRecord
 from paceline.errors import InvalidRequest, NotFound
 from paceline.results import RequestTrace
@@ -29,6 +30,7 @@ async def collect(
     nobody who answered knows the request."""
     if not request_id:
         raise InvalidRequest("request_id", "must not be empty")
+    check_name("request_id", request_id)
     limit = asyncio.Semaphore(MAX_ASKING)
 
     async def ask(node: NodeRecord) -> trace_pb2.TraceResponse | None:

@@ -100,13 +100,17 @@ class DecodeEngine:
             return False
         stream.trace.record("queued", stream.queued_at, time.monotonic(), cached_tokens=seq.cached_tokens)
         self._count_pages()
+        if seq.num_prefill - seq.cached_tokens <= stream.local_prefill_up_to:
+            stream.local_prefill = True
         if stream.local_prefill:
             stream.phase = StreamPhase.PREFILLING
             self._scheduler.prefill(stream)
         else:
             stream.phase = StreamPhase.RESERVED
             stream.landing = self._landing(stream, seq)
-        reserved = node_pb2.Reserved(ticket=stream.ticket, cached_tokens=seq.cached_tokens)
+        reserved = node_pb2.Reserved(
+            ticket=stream.ticket, cached_tokens=seq.cached_tokens, local_prefill=stream.local_prefill
+        )
         stream.events.push(node_pb2.DecodeEvent(reserved=reserved))
         return True
 

@@ -28,6 +28,7 @@ from paceline.engine.loop import EngineLoop, every
 from paceline.engine.model_runner import ModelRunner
 from paceline.engine.rpc import start_server
 from paceline.errors import NodeUnavailable
+from paceline.kvcache.prefix import PrefixCache
 from paceline.spec_decode.sequence import DraftState
 from paceline.tracing import Recorder
 from paceline.v1 import handoff_pb2, inference_pb2, node_pb2, node_pb2_grpc, trace_pb2
@@ -147,6 +148,10 @@ class DecodeNode:
         """When what happened here to one of the latest requests."""
         return trace_to_proto(self._recorder.read(request_id, self._node_id))
 
+    def prefix_cache(self) -> PrefixCache | None:
+        """What routers are told of, once started; None: nothing is cached."""
+        return self._runner.prefix
+
     def fingerprint_digest(self) -> str:
         """Equal for two nodes exactly when they can pair."""
         return hashlib.sha256(self._fingerprint.SerializeToString(deterministic=True)).hexdigest()
@@ -162,6 +167,7 @@ class DecodeNode:
             ticket=f"{self._node_id}-{uuid.uuid4().hex}",
             deadline=time.monotonic() + self._config.reserve_deadline_s,
             events=EventQueue(asyncio.get_running_loop(), self._loop.wake),
+            local_prefill_up_to=request.local_prefill_up_to,
         )
         check_request(self._runner, stream.request, num_slots(self._runner, stream))
         stream.trace = self._recorder.open(stream.request.request_id, "decode")

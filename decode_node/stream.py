@@ -112,10 +112,11 @@ class Stream:
     """Made by the RPC; from then on the engine thread alone changes it."""
 
     request: SequenceRequest
-    local_prefill: bool
+    local_prefill: bool  # as asked, or found at the reservation: see local_prefill_up_to
     ticket: str  # unique; names the stream even when no hand-off is to come
     deadline: float  # to get pages, monotonic clock
     events: EventQueue
+    local_prefill_up_to: int = 0  # prompt tokens to compute, cached ones apart, that are not worth a hand-off
     trace: Trace = NO_TRACE  # the engine thread's row; the receiver records on a row of its own
     queued_at: float = field(default_factory=time.monotonic)
     phase: StreamPhase = StreamPhase.WAITING

@@ -40,6 +40,9 @@ class EngineConfig(Frozen):
     model: str = "smollm2-135m-instruct"  # a name `paceline pull` knows, a folder, or a hub id
     dtype: DtypeName = "bf16"
     device: str = "cpu"
+    attention: Literal["auto", "flashinfer", "torch"] = "auto"  # auto: FlashInfer on GPUs that have it
+    cuda_graphs: bool = True  # capture decode rounds on GPUs
+    graph_memory_mib: int = Field(default=4096, ge=0)  # what captures may take; the rest runs eagerly
     drafter: DrafterName = "default"  # default: EAGLE-3 where heads for the model ship with Paceline, else ngram
     drafters: str = ""  # further weightless drafters that a request may choose, separated by commas
     drafter_path: str = ""  # folder of draft heads or of the draft model; empty: the heads that ship for the model
@@ -138,8 +141,10 @@ class ServeConfig(EngineConfig):
     request_timeout_s: float = Field(default=600.0, gt=0)
     max_inflight: int = Field(default=256, ge=1)  # sequences that the router lets run at once
     max_queued: int = Field(default=512, ge=0)  # requests that wait for their turn; more are refused
+    bypass_tokens: int = Field(default=0, ge=-1)  # prompts that decode computes itself; -1: where measured to be faster
     queue_timeout_s: float = Field(default=30.0, gt=0)  # longest wait for the turn
     lease_ttl_s: float = Field(default=2.0, gt=0)
+    standby: bool = True  # a process that has imported everything waits to take the place of the only decode node
     journal_mode: Literal["redis", "off"] = "redis"  # where the requests of gRPC streams are kept, for other routers
     journal_ttl_s: float = Field(default=120.0, gt=0)  # after the last word of the router that serves the stream
     journal_entry_bytes: int = Field(default=256 * 1024, ge=1)  # a larger request is not kept

@@ -22,6 +22,7 @@ from paceline.engine.loop import EngineLoop, every, notify
 from paceline.engine.model_runner import ModelRunner
 from paceline.engine.rpc import start_server
 from paceline.errors import InvalidRequest, NodeUnavailable, PacelineError, RequestCancelled
+from paceline.kvcache.prefix import PrefixCache
 from paceline.tracing import Recorder
 from paceline.v1 import handoff_pb2, inference_pb2, node_pb2, node_pb2_grpc, trace_pb2
 from paceline.wire import sequence_from_proto, trace_to_proto
@@ -134,6 +135,10 @@ class PrefillNode:
     def trace(self, request_id: str) -> trace_pb2.TraceResponse:
         """When what happened here to one of the latest requests."""
         return trace_to_proto(self._recorder.read(request_id, self._node_id))
+
+    def prefix_cache(self) -> PrefixCache | None:
+        """What routers are told of, once started; None: nothing is cached."""
+        return self._runner.prefix
 
     def fingerprint_digest(self) -> str:
         """Equal for two nodes exactly when they can pair."""

@@ -2,31 +2,20 @@
 
 A target row at position i depends on tokens 0..i; a draft row also on the ``lookahead`` tokens after i
 (algorithms.md E7). So two hashes are kept apart: the *chain* hash of all tokens up to a page's end, which links a
-page to its parent, and the page's own *key*, the chain hash and the lookahead tokens that follow the page.
+page to its parent, and the page's own *key*, the chain hash and the lookahead tokens that follow the page (keys.py).
 A page's tokens and lookahead determine its ancestors' keys, so the cached pages form a forest.
 """
 
 from __future__ import annotations
 
 import threading
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
 from paceline.kvcache.allocator import PageAllocator, PageRef, StalePage
-
-_TOKEN_BYTES = array("i").itemsize  # int32
-
-
-def _hash(*parts: bytes) -> bytes:
-    """16 bytes that determine the parts; each is preceded by its length, so that their borders count too."""
-    state = blake2b(digest_size=16)
-    for part in parts:
-        state.update(len(part).to_bytes(8, "little"))
-        state.update(part)
-    return state.digest()
+from paceline.kvcache.changes import CacheChanges, ChangeLog
+from paceline.kvcache.keys import KeyScheme
 
 
 @dataclass
@@ -54,14 +43,15 @@ class PrefixCache:
         max_pages = allocator.num_pages // 2 if max_pages is None else max_pages
         if page_size < 1 or lookahead < 0 or max_pages < 0:
             raise ValueError(f"bad page_size {page_size}, lookahead {lookahead} or max_pages {max_pages}")
+        self.scheme = KeyScheme(page_size, lookahead, namespace)
         self.page_size = page_size
         self.lookahead = lookahead
         self.max_pages = max_pages
         self.hit_tokens = 0  # tokens that ``match`` found
         self.queried_tokens = 0  # tokens that ``match`` was asked for
-        self._namespace = namespace
         self._allocator = allocator
         self._lock = threading.Lock()
+        self._changes = ChangeLog()
         # Least recently used first, and every page before its parent: one pass from the front finds victims.
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
 
@@ -83,9 +73,9 @@ class PrefixCache:
         needs at least one token. A page whose lookahead runs past ``token_ids`` cannot be looked up.
         """
         max_tokens = max(0, min(max_tokens, len(token_ids)))
-        num_pages = self._whole_pages(min(max_tokens, len(token_ids) - self.lookahead))
+        num_pages = self.scheme.num_pages(len(token_ids), max_tokens)
         with self._lock:
-            found = self._cached_run(self._keys(token_ids, salt, num_pages))
+            found = self._cached_run(self.scheme.keys(token_ids, salt, num_pages))
             self._touch(found)
             pages = [self._entries[key].page for key in found]
             self._allocator.share(pages)
@@ -102,11 +92,10 @@ class PrefixCache:
         then exact on rows up to num_computed - k (algorithms.md E9), which bounds what may enter.
         The cache takes its own reference to each new page. Where a key is cached already the first page stays.
         """
-        exact = min(num_computed, num_computed + 1 - self.lookahead, len(token_ids) - self.lookahead)
-        num_pages = self._whole_pages(exact)
+        num_pages = self.scheme.num_pages(len(token_ids), min(num_computed, num_computed + 1 - self.lookahead))
         if num_pages > len(pages):
             raise ValueError(f"{num_pages} whole pages are computed but {len(pages)} were given")
-        keys = list(self._keys(token_ids, salt, num_pages))
+        keys = list(self.scheme.keys(token_ids, salt, num_pages))
         with self._lock:
             present = self._cached_run(iter(keys))
             self._touch(present)
@@ -118,6 +107,7 @@ class PrefixCache:
                 self._entries[keys[i]] = _Entry(pages[i], parent)
                 if parent is not None:
                     self._entries[parent].num_children += 1
+            self._changes.stored(keys[start:end])
             self._touch(keys[:end])
         return num_new
 
@@ -132,6 +122,17 @@ class PrefixCache:
         with self._lock:
             self._allocator.release([entry.page for entry in self._entries.values()])
             self._entries.clear()
+            self._changes.cleared()
+
+    def take_changes(self, whole: bool, max_keys: int) -> CacheChanges:
+        """What came and went since the last call, for one listener; with ``whole`` also all keys, at most
+        ``max_keys``: those used last, none without the pages before it. From any thread."""
+
+        def held() -> tuple[bytes, ...]:
+            return tuple(self._entries)[max(0, len(self._entries) - max_keys) :]
+
+        with self._lock:
+            return self._changes.take(held, whole)
 
     def check_integrity(self) -> list[str]:
         """What is wrong with the cache; empty when it is whole."""
@@ -163,18 +164,6 @@ class PrefixCache:
                 seen_children[entry.parent] = seen_children.get(entry.parent, 0) + 1
             seen.add(key)
         return problems
-
-    def _whole_pages(self, num_tokens: int) -> int:
-        return max(0, num_tokens) // self.page_size
-
-    def _keys(self, token_ids: Sequence[int], salt: str, num_pages: int) -> Iterator[bytes]:
-        """Keys of the first ``num_pages`` pages, hashed as they are asked for."""
-        size, ahead = self.page_size * _TOKEN_BYTES, self.lookahead * _TOKEN_BYTES
-        tokens = array("i", token_ids[: num_pages * self.page_size + self.lookahead]).tobytes()
-        chain = _hash(self._namespace.encode(), salt.encode())
-        for end in range(size, num_pages * size + 1, size):
-            chain = _hash(chain, tokens[end - size : end])
-            yield _hash(chain, tokens[end : end + ahead])
 
     def _cached_run(self, keys: Iterator[bytes]) -> list[bytes]:
         run: list[bytes] = []
@@ -208,5 +197,6 @@ class PrefixCache:
                 self._entries[entry.parent].num_children -= 1
         for key, _ in victims:
             del self._entries[key]
+        self._changes.removed(key for key, _ in victims)
         self._allocator.release([entry.page for _, entry in victims])
         return len(victims)

@@ -223,8 +223,11 @@ class DecodeRequest(_message.Message):
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_FIELD_NUMBER: _builtins.int
+    LOCAL_PREFILL_UP_TO_FIELD_NUMBER: _builtins.int
     local_prefill: _builtins.bool
     """No prefill node is to be used: this node computes the prompt itself."""
+    local_prefill_up_to: _builtins.int
+    """It is to do so as well when it has to compute no more prompt tokens than these."""
     @_builtins.property
     def sequence(self) -> Global___SequenceRequest: ...
     def __init__(
@@ -232,10 +235,11 @@ class DecodeRequest(_message.Message):
         *,
         sequence: Global___SequenceRequest | None = ...,
         local_prefill: _builtins.bool = ...,
+        local_prefill_up_to: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["local_prefill", b"local_prefill", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["local_prefill", b"local_prefill", "local_prefill_up_to", b"local_prefill_up_to", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -277,17 +281,21 @@ class Reserved(_message.Message):
 
     TICKET_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    LOCAL_PREFILL_FIELD_NUMBER: _builtins.int
     ticket: _builtins.str
     cached_tokens: _builtins.int
+    local_prefill: _builtins.bool
+    """This node computes the prompt itself: no hand-off is to come."""
     def __init__(
         self,
         *,
         ticket: _builtins.str = ...,
         cached_tokens: _builtins.int = ...,
+        local_prefill: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "local_prefill", b"local_prefill", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

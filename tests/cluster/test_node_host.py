@@ -51,6 +51,9 @@ class PretendedNode:
     def load(self) -> NodeInfo:
         return NodeInfo(running=1, waiting=2, free_pages=3, total_pages=4)
 
+    def prefix_cache(self) -> None:
+        return None
+
     def fingerprint_digest(self) -> str:
         return "digest"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -33,8 +34,8 @@ class Registry:
         ]
 
 
-def router_for(nodes: Cluster) -> Router:
-    config = ServeConfig(model="fake", request_timeout_s=20)
+def router_for(nodes: Cluster, **options: Any) -> Router:
+    config = ServeConfig(model="fake", request_timeout_s=20, **options)
     return Router(Registry(nodes), ByteTokenizer(), config, "fake", 512, VOCAB)
 
 
@@ -107,4 +108,34 @@ async def test_prefill_gone_mid_way() -> None:
         done = await router.complete(GenerationRequest(PROMPT, params, 10))
         assert done.token_ids == expected(9, 10)
         assert done.completion.nodes.prefill == "decode-0"
+        await router.close()
+
+
+async def test_short_prompts_bypass_prefill() -> None:
+    """TensorRT-LLM #10342: a hand-off of a few tokens costs more than computing them where they are needed."""
+    params = SamplingParams(seed=5, ignore_eos=True)
+    async with cluster() as nodes:
+        router = router_for(nodes, bypass_tokens=len(PROMPT))
+        (choice,) = (await router.complete(GenerationRequest(PROMPT, params, 9))).choices
+        assert choice.token_ids == expected(derive_seed(5, 0), 9)
+        assert (choice.completion.nodes.prefill, choice.completion.nodes.decode) == ("decode-0", "decode-0")
+        assert choice.completion.handoff.target_kv == 0
+        longer = (await router.complete(GenerationRequest((7, *PROMPT), params, 9))).choices[0].completion
+        assert (longer.nodes.prefill, longer.handoff.target_kv > 0) == ("prefill-0", True)
+        assert "paceline_bypassed_total 1.0" in router.metrics.render().decode()
+        await nodes.wait_for_release()
+        await router.close()
+
+
+async def test_both_ways_are_measured() -> None:
+    params = SamplingParams(seed=5, ignore_eos=True)
+    async with cluster() as nodes:
+        router = router_for(nodes, bypass_tokens=-1)
+        ways = set()
+        for _ in range(8):
+            (choice,) = (await router.complete(GenerationRequest(PROMPT, params, 5))).choices
+            assert choice.token_ids == expected(derive_seed(5, 0), 5)
+            ways.add(choice.completion.nodes.prefill)
+        assert ways == {"prefill-0", "decode-0"}
+        await nodes.wait_for_release()
         await router.close()

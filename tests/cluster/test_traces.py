@@ -42,7 +42,8 @@ async def test_the_routers_own_events() -> None:
         choice = ["attempt", "reserved", "first token", "tokens", "tokens", "tokens", "handed off", "finished"]
         assert sorted(of_router(trace, "choice")) == sorted(choice)
         attempt = next(event for event in trace.events if event.name == "attempt")
-        assert attempt.attributes == {"prefill": "prefill-0", "decode": "decode-0", "outcome": "ok"}
+        served = {"prefill": "prefill-0", "decode": "decode-0", "outcome": "ok"}
+        assert attempt.attributes == served | {"prefill_hint_tokens": 0, "decode_hint_tokens": 0}
         assert {event.node for event in trace.events} == {"router", "prefill-0", "decode-0"}
         assert (trace.silent, trace.dropped) == ((), 2)
         check_timeline(chrome_trace(trace))

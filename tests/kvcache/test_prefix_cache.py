@@ -120,7 +120,7 @@ def test_salt_and_namespace_isolate() -> None:
     assert matched(allocator, cache, A) == 0
     assert matched(allocator, cache, A, salt="tenant a") == 8
     keys = {
-        next(PrefixCache(allocator, PAGE, 0, namespace)._keys(A, salt, 1))
+        next(PrefixCache(allocator, PAGE, 0, namespace).scheme.keys(A, salt, 1))
         for namespace, salt in (("model", "x"), ("other", "x"), ("model", "y"), ("modelx", ""), ("", "modelx"))
     }
     assert len(keys) == 5  # also where namespace and salt join to the same text

@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 
 from cluster.plan import TokenizerLike
+from cluster.prefix_index import PrefixIndex
 from cluster.registry_types import NodeRecord
 from cluster.router import Router
 from paceline.config import ServeConfig
@@ -353,13 +354,23 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet(prefill: int = 1, decode: int = 1, **options: Any) -> AsyncIterator[Fleet]:
+async def fleet(
+    prefill: int = 1, decode: int = 1, prefixes: PrefixIndex | None = None, **options: Any
+) -> AsyncIterator[Fleet]:
     """Nodes, started, and a router in front."""
     config = ServeConfig.model_validate({"model": "tiny", "lease_ttl_s": 0.4, "num_draft_tokens": 4} | options)
     registry = FakeRegistry()
     tokenizer = ByteTokenizer()
     router = Router(
-        registry, tokenizer, config, "tiny", MAX_MODEL_LEN, VOCAB, detokenizer=ByteDetokenizer, bit_exact=True
+        registry,
+        tokenizer,
+        config,
+        "tiny",
+        MAX_MODEL_LEN,
+        VOCAB,
+        detokenizer=ByteDetokenizer,
+        bit_exact=True,
+        prefixes=prefixes,
     )
     made = Fleet(router, registry, {}, World())
     for role, count in (("prefill", prefill), ("decode", decode)):
