@@ -10,10 +10,10 @@ COMPUTE := tests/attention tests/benchmarks tests/draft_training tests/kvcache t
   tests/engine/test_exactness_tiny.py tests/test_chat_template.py \
   tests/test_detokenizer.py tests/test_tokenizer.py
 
-.PHONY: setup demo serve test check fuzz proto bench clean help
+.PHONY: setup demo serve test check fuzz chaos proto bench clean help
 
 help:
-	@echo "make setup | demo | serve | test | check | fuzz | proto | bench | clean   (ARGS='...' is passed on)"
+	@echo "make setup | demo | serve | test | check | fuzz | chaos | proto | bench | clean   (ARGS='...' is passed on)"
 
 $(VENV)/.node: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Paceline needs Python 3.11 or newer")'
@@ -38,8 +38,8 @@ serve: $(VENV)/.node
 test: $(VENV)/.dev check
 	$(BIN)/paceline pull smollm2-135m-instruct
 ifeq ($(ARGS),)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(COMPUTE)
-	$(BIN)/python -m pytest $(COMPUTE:%=--ignore=%)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=20 --durations-min=5 -n 2 $(COMPUTE)
+	$(BIN)/python -m pytest --durations=30 --durations-min=5 $(COMPUTE:%=--ignore=%)
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
@@ -53,6 +53,12 @@ check: $(VENV)/.dev
 
 fuzz: $(VENV)/.dev
 	PACELINE_FUZZ=10000 $(BIN)/python -m pytest tests/kv_transfer/test_handoff_fuzz.py -s -o timeout=3300 $(ARGS)
+
+chaos: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/chaos -s --minutes 3 --streams 16 $(ARGS)
+
+fuzz-surface: $(VENV)/.dev
+	PACELINE_FUZZ_SURFACE=10000 $(BIN)/python -m pytest tests/fuzz -s -o timeout=7200 $(ARGS)
 
 proto: $(VENV)/.dev
 	$(BIN)/python tests/support/proto_drift.py --write

@@ -13,14 +13,20 @@ INDEX = (ROOT / "docs" / "failures.md").read_text()
 TESTS, NOT_APPLICABLE = INDEX.split("## Does not apply")
 
 THREADS = {
-    "sglang": "12151 7147 29110 25388 9224 40297 24527 35049 26399 23020 25287 33507 32527 35890",
+    "sglang": "12151 7147 29110 25388 9224 40297 24527 35049 26399 23020 25287 33507 32527 35890 24568",
     "vllm": "38900 50792 52234 52232 29906 46283 49238",
     "TensorRT-LLM": "16691 12313 13824 13713",
-    "dynamo": "13442 7489 7930 7634",
-    "smg": "2382",
+    "dynamo": "13442 7489 7930 7634 7072",
+    "smg": "2382 2225",
+    "vllm-router": "294",
+    "llm-d-router": "2853 1736",
+    "llm-d-kv-cache": "372",
+    "aibrix": "2287",
+    "tokenspeed": "166",
+    "production-stack": "1035",
 }
 CITED = [f"{project} #{number}" for project, numbers in THREADS.items() for number in numbers.split()]
-SITUATIONS = 10  # rows of the failure table, and all of them together
+SITUATIONS = 15  # rows of the failure table, of ways in between, and all of them together
 
 
 @cache

@@ -9,23 +9,34 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from paceline.engine.malformed import RefuseMalformed
 from paceline.errors import NodeUnavailable, PacelineError
 from paceline.wire import error_from_status, metadata_for, status_for
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+# A peer that is stopped, or behind a cut cable, closes nothing: the connection is given up when it answers no ping.
+# gRPC's own threads answer, so that a busy engine or event loop is not taken for a dead one.
+PING_AFTER_MS = 500  # without anything heard; gRPC lets a second pass between two pings all the same
+PING_TIMEOUT_MS = 1_000
+_BOTH_ENDS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_time_ms", PING_AFTER_MS),
+    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.http2.max_pings_without_data", 0),  # a stream may be silent for as long as a prompt is computed
+]
+CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    *_BOTH_ENDS,
     # A node that came back on the same port must not wait for the back-off of its predecessor's death.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.min_reconnect_backoff_ms", 1_000),  # how long one attempt to connect may take
 ]
 SERVER_OPTIONS: list[tuple[str, Any]] = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    *_BOTH_ENDS,
+    ("grpc.http2.min_ping_interval_without_data_ms", PING_AFTER_MS // 2),
+    ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),
 ]
 
@@ -34,7 +45,9 @@ async def start_server(
     register: Callable[[grpc.aio.Server], None], host: str, max_concurrent_rpcs: int
 ) -> tuple[grpc.aio.Server, str]:
     """Serve on a free port of ``host``; returns the server and its "host:port"."""
-    server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=max_concurrent_rpcs)
+    server = grpc.aio.server(
+        interceptors=[RefuseMalformed()], options=SERVER_OPTIONS, maximum_concurrent_rpcs=max_concurrent_rpcs
+    )
     register(server)
     at = f"[{host}]" if ":" in host else host
     port = server.add_insecure_port(f"{at}:0")

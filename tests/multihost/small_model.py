@@ -17,12 +17,12 @@ SPEC: ModelSpec = replace(tiny_spec(CHAT_VOCAB, num_layers=8), max_position_embe
 KV_BYTES_PER_TOKEN = SPEC.num_layers * 2 * SPEC.num_kv_heads * SPEC.head_dim * 2  # algorithms.md H4, bf16
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, spec: ModelSpec = SPEC) -> Path:
     """The folder, as a hub has it."""
     write_chat_tokenizer(folder)
-    bag = tiny_weights(SPEC, torch.bfloat16, seed=3)
+    bag = tiny_weights(spec, torch.bfloat16, seed=3)
     names = ["model.embed_tokens.weight", "model.norm.weight"]
-    for i in range(SPEC.num_layers):
+    for i in range(spec.num_layers):
         layer = f"model.layers.{i}"
         names += [f"{layer}.{n}_layernorm.weight" for n in ("input", "post_attention")]
         names += [f"{layer}.self_attn.{n}_proj.weight" for n in "qkvo"]
@@ -31,19 +31,19 @@ def write_model(folder: Path) -> Path:
     bag.finish()
     config = {
         "architectures": ["LlamaForCausalLM"],
-        "vocab_size": SPEC.vocab_size,
-        "hidden_size": SPEC.hidden_size,
-        "intermediate_size": SPEC.intermediate_size,
-        "num_hidden_layers": SPEC.num_layers,
-        "num_attention_heads": SPEC.num_heads,
-        "num_key_value_heads": SPEC.num_kv_heads,
-        "head_dim": SPEC.head_dim,
-        "rms_norm_eps": SPEC.rms_norm_eps,
-        "rope_theta": SPEC.rope_theta,
-        "max_position_embeddings": SPEC.max_position_embeddings,
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "rms_norm_eps": spec.rms_norm_eps,
+        "rope_theta": spec.rope_theta,
+        "max_position_embeddings": spec.max_position_embeddings,
         "tie_word_embeddings": True,
-        "bos_token_id": SPEC.bos_token_id,
-        "eos_token_id": SPEC.eos_token_ids[0],
+        "bos_token_id": spec.bos_token_id,
+        "eos_token_id": spec.eos_token_ids[0],
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder

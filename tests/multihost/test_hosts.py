@@ -20,6 +20,7 @@ from multihost.small_model import KV_BYTES_PER_TOKEN, SPEC
 from paceline.config import NodeConfig
 from paceline.engine.build import build_runner
 from paceline.engine.colocated import ColocatedEngine
+from paceline.engine.rpc import PING_TIMEOUT_MS
 from paceline.request import SamplingParams, SequenceRequest
 
 pytestmark = [pytest.mark.multihost, pytest.mark.timeout(420)]
@@ -29,6 +30,8 @@ NUM_STREAMS = 6
 LONG = 700  # tokens of a stream that outlives a failure
 BEGUN = 3  # tokens of every stream when it happens
 LEASE_TTL_S = 2.0
+RECONNECT_S = 2.5  # gRPC's: one attempt that runs into its timeout of 1 s, a pause of about 1 s, one that works
+NOTICED_S = PING_TIMEOUT_MS / 1000  # at the soonest: nobody hears a connection close
 SAMPLING = ("max_tokens", "temperature", "seed", "ignore_eos")
 
 
@@ -135,7 +138,7 @@ def lose(
         what()
         streams = running.results()
     silence_s = max(stream.silence_s(lost_at) for stream in streams)
-    assert silence_s > LEASE_TTL_S, "no stream was hit"
+    assert silence_s > NOTICED_S, "no stream was hit"
     print(f"\n{NUM_STREAMS} streams of {LONG} tokens ended {time.monotonic() - lost_at:.1f} s after the loss")
     return streams, silence_s
 
@@ -169,6 +172,7 @@ def test_a_partition_moves_streams_and_its_end_brings_the_node_back(
     assert tokens_of(streams) == expected(requests)
     assert served_by(streams, "decode") == ALL - {lost, "prefill-0"}
     assert silence_s < 3 * LEASE_TTL_S
+    time.sleep(RECONNECT_S)
     check_both_decode(deployment, expected, make_requests(6 + bool(hold_s), prompt_tokens=200, max_tokens=40))
     assert deployment.watch.nodes.get(lost) == address, "it was started anew"
     assert deployment.events_since(already, lost) <= {"cut_off"}, "the supervisor gave it up"

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from paceline.models.config import ModelSpec
 from paceline.spec_decode.heads.formats_config import Eagle1Config, Eagle3Config, MedusaConfig
 from paceline.spec_decode.heads.formats_eagle import vocabulary_tensors
 from paceline.spec_decode.heads.formats_layer import LayerShape, Shapes
@@ -17,9 +18,9 @@ from support.tiny import tiny_spec, tiny_weights
 DRAFT_VOCAB = 120
 
 
-def write_tiny_head(folder: Path, name: str) -> None:
-    """``name``: a drafter with weights: eagle, eagle3, medusa or draft_model."""
-    spec = tiny_spec()
+def write_tiny_head(folder: Path, name: str, spec: ModelSpec | None = None) -> None:
+    """``name``: a drafter with weights: eagle, eagle3, medusa or draft_model. spec: of the target; a tiny one's."""
+    spec = spec or tiny_spec()
     shape = LayerShape.of_target(spec, 48)
     if name == "eagle":
         one = Eagle1Config(shape, spec.vocab_size)

@@ -1,0 +1,265 @@
+"""Faults on the nodes of a running deployment, each shown to have happened.
+
+| kind      | what is done                                                       | shown by                     |
+|-----------|--------------------------------------------------------------------|------------------------------|
+| `kill`    | kill -9 of a node                                                  | its process is gone          |
+| `pause`   | SIGSTOP of a node, SIGCONT before its lease is lost                | state T                      |
+| `stop`    | SIGSTOP of a node, SIGCONT when it was replaced, or late           | state T                      |
+| `reset`   | every connection of a prefill and a decode node is shut down       | none is established any more |
+| `silence` | nothing crosses between a prefill and a decode node; none is told  | packets that were refused    |
+| `cut off` | nothing crosses between the router and a node; none is told           | the same                     |
+
+While a pair is silent nobody new can connect to either of the two; their other connections work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import psutil
+
+from chaos.sockets import Held, Taken, between, listeners
+
+PROCESS_KINDS, LINK_KINDS = ("kill", "pause", "stop"), ("reset", "silence", "cut off")
+PAUSE_S = (0.3, 1.2)  # within a lease of 2 s
+STOP_S = 12.0  # at most, for one that is not replaced
+SILENCE_S = (2.5, 4.0)  # longer than it takes to be noticed
+RESCAN_S = 0.05
+DEATH_TIMEOUT_S = 5.0
+CONNECTION_TIMEOUT_S = 3.0
+
+Key = tuple[int, tuple[str, int], tuple[str, int] | None]  # of a socket: process, own address, the peer's
+
+
+@dataclass(frozen=True)
+class Planned:
+    """When what is to happen. ``draw``: 0 to 1, picks the victim among the nodes that are there."""
+
+    at_s: float
+    kind: str
+    draw: float
+    hold: float  # 0 to 1, of the kind's range
+
+
+def kinds() -> tuple[str, ...]:
+    """Those that can be done here: some containers let nobody touch another process's sockets."""
+    try:
+        with socket.socket() as own:
+            Taken(os.getpid(), own.fileno()).close()
+    except OSError as error:
+        print(f"  links cannot be cut here: {error}")
+        return PROCESS_KINDS
+    return PROCESS_KINDS + LINK_KINDS
+
+
+def plan(kinds: Sequence[str], seed: int, seconds: float, gap_s: tuple[float, float]) -> list[Planned]:
+    """Every kind in turn, in an order that changes from turn to turn."""
+    rng = random.Random(seed)
+    planned: list[Planned] = []
+    at, turn = gap_s[0], list[str]()
+    while at < seconds:
+        turn = turn or rng.sample(kinds, len(kinds))
+        planned.append(Planned(at, turn.pop(), rng.random(), rng.random()))
+        at += rng.uniform(*gap_s)
+    return planned
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node that the router has."""
+
+    id: str
+    role: str
+    pid: int
+
+
+@dataclass
+class Fault:
+    """One that was done. Times are Unix time."""
+
+    kind: str
+    victims: tuple[str, ...]
+    spare: bool  # another node of each role was there and whole
+    at: float
+    until: float = 0.0
+    proof: str = ""
+    problem: str = ""
+
+    def __str__(self) -> str:
+        spare = "with a spare" if self.spare else "no spare"
+        at = time.strftime("%H:%M:%S", time.localtime(self.at))
+        return f"{at} {self.kind} of {' - '.join(self.victims)}, {spare}, {self.until - self.at:.1f} s: {self.proof}"
+
+
+@dataclass
+class Injector:
+    """Does what was planned. ``view``: the nodes that the router has; blocks."""
+
+    router_pid: int
+    view: Callable[[], list[Node]]
+    faults: list[Fault] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+    _hurt: Counter[str] = field(default_factory=Counter)  # node ids under a fault now
+
+    async def run(self, planned: Iterable[Planned], origin: float) -> None:
+        """Each fault at its time after ``origin`` (monotonic clock), whether or not the last one is over."""
+        async with asyncio.TaskGroup() as group:
+            for one in planned:
+                await asyncio.sleep(max(0.0, origin + one.at_s - time.monotonic()))
+                group.create_task(self._inject(one))
+
+    async def _inject(self, planned: Planned) -> None:
+        there = [node for node in await asyncio.to_thread(self.view) if not is_gone(node.pid)]
+        nodes = [node for node in there if not self._hurt[node.id]]
+        chosen = _choose(planned, nodes)
+        if not chosen or not await connected(chosen):
+            self.skipped[planned.kind] += 1
+            return
+        roles, victims = Counter(node.role for node in nodes), tuple(node.id for node in chosen)
+        fault = Fault(planned.kind, victims, all(roles[node.role] > 1 for node in chosen), time.time())
+        self.faults.append(fault)
+        self._hurt.update(victims)
+        try:
+            fault.proof = await self._do(planned, chosen)
+        except AssertionError as error:
+            fault.problem = str(error)
+        finally:
+            fault.until = time.time()
+            self._hurt.subtract(victims)
+        print(f"  {fault} {fault.problem}", flush=True)
+
+    async def _do(self, planned: Planned, nodes: list[Node]) -> str:
+        match planned.kind:
+            case "kill":
+                return await kill(nodes[0].pid)
+            case "pause":
+                return await stop(nodes[0].pid, _within(PAUSE_S, planned.hold))
+            case "stop":
+                return await stop(nodes[0].pid, STOP_S)
+            case "reset":
+                return await reset(nodes[0].pid, nodes[1].pid)
+            case "silence":
+                return await silence(nodes[0].pid, nodes[1].pid, _within(SILENCE_S, planned.hold), both_listen=True)
+            case "cut off":
+                held_s = _within(SILENCE_S, planned.hold)
+                return await silence(nodes[0].pid, self.router_pid, held_s, both_listen=False)
+        raise ValueError(planned.kind)
+
+
+def _choose(planned: Planned, nodes: list[Node]) -> list[Node]:
+    """The victims: a node, or a prefill and a decode node; none when they are not there."""
+    if planned.kind not in ("reset", "silence"):
+        return [nodes[int(planned.draw * len(nodes))]] if nodes else []
+    pairs = [[p, d] for p in nodes if p.role == "prefill" for d in nodes if d.role == "decode"]
+    return pairs[int(planned.draw * len(pairs))] if pairs else []
+
+
+def _within(bounds: tuple[float, float], share: float) -> float:
+    return bounds[0] + share * (bounds[1] - bounds[0])
+
+
+def is_gone(pid: int) -> bool:
+    """It ended; whoever started it may not have looked yet."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+async def kill(pid: int) -> str:
+    """kill -9."""
+    psutil.Process(pid).kill()
+    end = time.monotonic() + DEATH_TIMEOUT_S
+    while not is_gone(pid):
+        assert time.monotonic() < end, f"process {pid} outlived kill -9"
+        await asyncio.sleep(0.01)
+    return f"process {pid} is gone"
+
+
+async def stop(pid: int, most_s: float) -> str:
+    """SIGSTOP; SIGCONT after ``most_s``, or when the process is gone."""
+    process = psutil.Process(pid)
+    process.send_signal(signal.SIGSTOP)
+    end = time.monotonic() + most_s
+    try:
+        await asyncio.sleep(0.05)
+        state = process.status()
+        assert state == psutil.STATUS_STOPPED, f"process {pid} is {state} after SIGSTOP"
+        while time.monotonic() < end and not is_gone(pid):
+            await asyncio.sleep(0.02)
+        replaced = is_gone(pid)
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGCONT)
+    return f"process {pid} was in state T until it was {'killed' if replaced else 'let go on'}"
+
+
+async def connected(nodes: list[Node]) -> bool:
+    """Whether two nodes have a connection, now or soon: links are opened when they are needed. One node always is."""
+    end = time.monotonic() + CONNECTION_TIMEOUT_S
+    while len(nodes) == 2 and not await asyncio.to_thread(between, nodes[0].pid, nodes[1].pid):
+        if time.monotonic() > end:
+            return False
+        await asyncio.sleep(RESCAN_S)
+    return True
+
+
+async def reset(one: int, two: int) -> str:
+    """Shut down every connection between two processes."""
+    ends = await asyncio.to_thread(lambda: _taken(between(one, two)))
+    try:
+        before = sum(end.established() for _, end in ends)
+        assert before, f"processes {one} and {two} have no connection any more"
+        for _, end in ends:
+            end.cut()
+        left = sum(end.established() for _, end in ends)
+        assert not left, f"{left} of {before} connections are still established"
+    finally:
+        for _, end in ends:
+            end.close()
+    return f"{before} ends of connections shut down"
+
+
+async def silence(one: int, two: int, held_s: float, both_listen: bool) -> str:
+    """Let nothing cross between two processes for a while. both_listen: the second one's listeners are closed too."""
+    taken: dict[Key, Taken] = {}
+    closed = (one, two) if both_listen else (one,)
+    before, end = 0, time.monotonic() + held_s
+    try:
+        while time.monotonic() < end:
+            found = await asyncio.to_thread(lambda: between(one, two) + listeners(closed))
+            fresh = [held for held in found if _key(held) not in taken]
+            for held, one_end in await asyncio.to_thread(_taken, fresh):
+                before += one_end.refused()
+                one_end.silence()
+                taken[_key(held)] = one_end
+            await asyncio.sleep(RESCAN_S)
+        refused = sum(one_end.refused() for one_end in taken.values()) - before
+    finally:
+        for one_end in taken.values():
+            one_end.unsilence()
+            one_end.close()
+    assert refused, f"no packet came in on {len(taken)} sockets"
+    return f"{refused} packets refused on {len(taken)} sockets"
+
+
+def _key(held: Held) -> Key:
+    return held.pid, held.local, held.remote
+
+
+def _taken(sockets: Iterable[Held]) -> list[tuple[Held, Taken]]:
+    """Those that are still there."""
+    found = []
+    for held in sockets:
+        with suppress(OSError):
+            found.append((held, Taken(held.pid, held.fd)))
+    return found
