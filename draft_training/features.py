@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from draft_training.corpus import Sample
 from paceline.attention.base import ForwardBatch, Segment
-from paceline.attention.cpu import attention_for
+from paceline.attention.select import attention_for
 from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.pool import KvPool
 from paceline.models.base import AuxCapture, ForwardContext, TargetModel

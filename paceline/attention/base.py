@@ -11,10 +11,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
+import numpy as np
 import torch
 
 from paceline.kvcache.pool import KvPool
+from paceline.layers.staging import staged
 
 
 @dataclass(frozen=True)
@@ -65,13 +68,9 @@ class ForwardBatch:
 
     @classmethod
     def build(cls, segments: Sequence[Segment], device: torch.device | str = "cpu") -> ForwardBatch:
-        """Concatenate segments."""
-
-        def cat(name: str) -> torch.Tensor:
-            rows = [x for segment in segments for x in getattr(segment, name)]
-            return torch.tensor(rows, dtype=torch.int64, device=device)
-
-        return cls(cat("token_ids"), cat("positions"), cat("write_slots"), tuple(segments))
+        """Concatenate segments; one copy to the device."""
+        rows = staged(packed_rows(segments), torch.device(device))
+        return cls(rows[0], rows[1], rows[2], tuple(segments))
 
     @property
     def num_rows(self) -> int:
@@ -87,8 +86,38 @@ class ForwardBatch:
         return ranges
 
 
+def packed_rows(segments: Sequence[Segment]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+    """Token ids, positions and write slots of all rows, int64 [3, T] on the host."""
+    names = ("token_ids", "positions", "write_slots")
+    rows = [list(chain.from_iterable(getattr(segment, name) for segment in segments)) for name in names]
+    return np.array(rows, dtype=np.int64).reshape(3, -1)
+
+
+@dataclass(frozen=True)
+class StaticShape:
+    """The fixed shape of the batches that one CUDA graph serves (``padding.pad_segments`` makes them)."""
+
+    requests: int  # segments, fillers included
+    rows: int  # of each segment
+    tree: bool  # rows may have tails; without, every segment is linear
+    max_len: int  # positions that a row may see at most
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return self.requests * self.rows
+
+
 class AttentionPlan(ABC):  # noqa: B024  (each backend's own; opaque to models)
     """What a backend derives from a batch once per forward, for all layers."""
+
+
+class StaticPlan(AttentionPlan):
+    """A plan whose device memory stays where it is: kernels captured over it read the batch that was put in last."""
+
+    @abstractmethod
+    def fill(self, segments: Sequence[Segment]) -> None:
+        """Put in a batch of the plan's shape, outside of any capture. The host does not wait for the device."""
 
 
 class AttentionBackend(ABC):
@@ -104,6 +133,10 @@ class AttentionBackend(ABC):
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> AttentionPlan:
         """Derive index structures for ``batch``."""
+
+    def static_plan(self, shape: StaticShape, kv: KvPool) -> StaticPlan | None:
+        """A plan for CUDA graphs of ``shape`` over ``kv``; None where the backend cannot be captured."""
+        return None
 
     @abstractmethod
     def attend(self, query: torch.Tensor, kv: KvPool, layer: int, plan: AttentionPlan, scale: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Row-invariant attention on CPU (``layers/kernels.cpp``), and the plain torch backend that is its reference."""
+"""Row-invariant attention on CPU (``layers/kernels.cpp``)."""
 
 from __future__ import annotations
 
@@ -107,55 +107,3 @@ class CpuAttention(AttentionBackend):
             plan.tails.data_ptr(), plan.tail_offsets.data_ptr(), scale, out.data_ptr(),
         )  # fmt: skip
         return out
-
-
-class TorchAttention(AttentionBackend):
-    """The reference: gather each row's keys and values, softmax in float32. Any device, any geometry."""
-
-    name = "torch"
-    row_invariant = False
-
-    def plan(self, batch: ForwardBatch) -> RowPlan:
-        """See plan_rows."""
-        return plan_rows(batch)
-
-    def attend(self, query: torch.Tensor, kv: KvPool, layer: int, plan: AttentionPlan, scale: float) -> torch.Tensor:
-        """See AttentionBackend."""
-        assert isinstance(plan, RowPlan)
-        return torch.stack([self._row(query[r], kv, layer, plan, r, scale) for r in range(query.shape[0])])
-
-    def attend_latent(
-        self, query: torch.Tensor, kv: KvPool, layer: int, plan: AttentionPlan, scale: float, value_dim: int
-    ) -> torch.Tensor:
-        """See AttentionBackend."""
-        assert isinstance(plan, RowPlan)
-        rows = []
-        for r in range(query.shape[0]):
-            latent = kv.read_latent(layer, self._slots(plan, r, query.device)).float()  # [n, dim]
-            scores = torch.einsum("hd,nd->hn", query[r].float(), latent) * scale
-            rows.append(scores.softmax(-1) @ latent[:, :value_dim])
-        return torch.stack(rows).to(query.dtype)
-
-    @classmethod
-    def _row(cls, query: torch.Tensor, kv: KvPool, layer: int, plan: RowPlan, row: int, scale: float) -> torch.Tensor:
-        key, value = kv.read(layer, cls._slots(plan, row, query.device))
-        group = query.shape[0] // key.shape[1]
-        keys = key.float().repeat_interleave(group, dim=1)  # [n, heads, dim]
-        values = value.float().repeat_interleave(group, dim=1)
-        scores = torch.einsum("hd,nhd->hn", query.float(), keys) * scale
-        return torch.einsum("hn,nhd->hd", scores.softmax(-1), values).to(query.dtype)
-
-    @staticmethod
-    def _slots(plan: RowPlan, row: int, device: torch.device) -> torch.Tensor:
-        """Slots of the positions that a row sees, int64 [n]."""
-        start = int(plan.slot_offsets[row])
-        prefix = plan.slots[start : start + int(plan.prefix_lens[row])]
-        tail = plan.tails[int(plan.tail_offsets[row]) : int(plan.tail_offsets[row + 1])]
-        return torch.cat((prefix, tail)).to(device=device, dtype=torch.int64)
-
-
-def attention_for(device: torch.device, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBackend:
-    """The backend of a device and geometry."""
-    if device.type == "cpu" and CpuAttention.supports(num_heads, num_kv_heads, head_dim):
-        return CpuAttention()
-    return TorchAttention()

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
-from paceline.attention.cpu import attention_for
+from paceline.attention.select import attention_for
 from paceline.config import NodeConfig
 from paceline.engine.drafting import budget_of, plan_drafter, plan_export
+from paceline.engine.graph_build import SCRATCH_PAGES, add_graphs, wants_graphs
 from paceline.engine.head_check import check_heads
 from paceline.engine.measure import measure_costs
 from paceline.engine.model_runner import ModelRunner, RunnerIdentity, RunnerLimits
@@ -66,10 +67,11 @@ def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity, *
     plan = plan_drafter(config, model, costs) if drafts else plan_export(config, model)
     layout = KvLayout((*model.kv_layers, *plan.kv_layers), model.dtype)
     num_pages = -(-config.kv_cache_tokens // config.page_size)
-    kv = KvPool(layout, num_pages, config.page_size, model.device)
+    graphs = decodes and wants_graphs(config)
+    kv = KvPool(layout, num_pages + (SCRATCH_PAGES if graphs else 0), config.page_size, model.device)
     allocator = PageAllocator(num_pages)
     spec = model.spec
-    attention = attention_for(model.device, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    attention = attention_for(model.device, spec.num_heads, spec.num_kv_heads, spec.head_dim, config.attention)
     drafter = plan.make(kv, attention)
     prefix = None
     if config.prefix_cache:
@@ -82,7 +84,10 @@ def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity, *
     exact = is_bit_exact(model, kv, allocator, attention)
     log.info("kernels %s: this host is %s", identity.kernels, "bit-exact" if exact else "NOT bit-exact")
     policy = make_policy("fixed" if config.adaptive == "off" else config.adaptive, costs, drafter=drafter.name)
-    return ModelRunner(model, drafter, kv, allocator, prefix, attention, limits, identity, plan.digest, exact, policy)
+    runner = ModelRunner(model, drafter, kv, allocator, prefix, attention, limits, identity, plan.digest, exact, policy)
+    if graphs:
+        add_graphs(runner, config)
+    return runner
 
 
 def _max_model_len(config: NodeConfig, spec: ModelSpec, spec_slots: int) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.attention.base import AttentionBackend
-from paceline.attention.cpu import attention_for
+from paceline.attention.select import attention_for
 from paceline.config import WEIGHTLESS_DRAFTERS, EngineConfig
 from paceline.engine.shipped import resolve_drafter, shipped_heads, with_real_drafter
 from paceline.errors import ConfigError
@@ -198,7 +198,7 @@ def _feature(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan
     num_heads, layer = head.layer.shape.num_heads, head.kv_layers[0]
 
     def make(kv: KvPool, attention: AttentionBackend) -> Drafter:
-        own = attention_for(model.device, num_heads, layer.num_kv_heads, layer.head_dim)
+        own = attention_for(model.device, num_heads, layer.num_kv_heads, layer.head_dim, config.attention)
         width, tree, above = _width(config), _static_tree(config), _threshold(config)
         return FeatureDrafter(name, model, head, kv, own, width, _sampling(config), tree, above)
 
@@ -225,7 +225,7 @@ def _draft_model(name: str, config: EngineConfig, model: TargetModel) -> Drafter
 
     def make(kv: KvPool, attention: AttentionBackend) -> Drafter:
         spec = draft.spec
-        own = attention_for(model.device, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        own = attention_for(model.device, spec.num_heads, spec.num_kv_heads, spec.head_dim, config.attention)
         first = len(model.kv_layers)
         return DraftModelDrafter(model, draft, kv, own, first, _width(config), _sampling(config))
 

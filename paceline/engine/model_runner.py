@@ -16,12 +16,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from paceline.attention.base import AttentionBackend, ForwardBatch, Segment
+from paceline.engine.device_round import accepted_rows, first_tokens, judge
+from paceline.engine.graphs import TargetGraphs
 from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.layout import KvLayout, LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.kvcache.prefix import PrefixCache
 from paceline.kvcache.table import PageTable
-from paceline.models.base import AuxCapture, ForwardContext, TargetModel
+from paceline.models.base import AfterLayer, AuxCapture, ForwardContext, TargetModel
 from paceline.request import FinishReason, SequenceRequest, TokenLogprobs
 from paceline.results import Round
 from paceline.sampling.logprobs import token_logprobs
@@ -119,6 +121,8 @@ class ModelRunner:
         self.prefix, self.attention, self.limits = prefix, attention, limits
         self.rule = RULES[limits.acceptance]
         self.policy = policy or FixedLength()
+        self.samples_on_device = model.device.type == "cuda"  # else on the host, row by row as a rule asks
+        self.graphs: TargetGraphs | None = None  # whoever assembles a node on a GPU captures them
         self.observe_logits: Callable[[Sequence, int, torch.Tensor], None] | None = None  # (seq, position, float32 [V])
 
     @property
@@ -220,18 +224,26 @@ class ModelRunner:
 
     # ---- prefill
 
-    def prefill(self, chunks: Seq[PrefillChunk]) -> list[SampledToken | None]:
-        """One forward over all chunks; the first token of each that is final. Pages must reach ``end``."""
+    def prefill(
+        self, chunks: Seq[PrefillChunk], after_layer: AfterLayer | None = None
+    ) -> list[SampledToken | None]:
+        """One forward over all chunks; the first token of each that is final. Pages must reach ``end``.
+
+        after_layer: called with each target layer's index as soon as its rows of all chunks are in the pool.
+        """
         segments = [Segment.linear(c.seq.token_ids[c.start : c.end], c.start, c.seq.table.slots) for c in chunks]
-        final_rows, draft_rows = self.forward(segments)
+        final_rows, draft_rows = self.forward(segments, after_layer)
         sizes = [c.end - c.start for c in chunks]
         hidden = torch.split_with_sizes(final_rows, sizes)
         final = [i for i, c in enumerate(chunks) if c.final]
         sampled: list[SampledToken | None] = [None] * len(chunks)
         if final:
             logits = self.model.logits(torch.stack([hidden[i][-1] for i in final]))
-            for i, row in zip(final, logits, strict=True):
-                sampled[i] = self._first_token(chunks[i].seq, row)
+            tokens: Seq[int | None] = [None] * len(final)
+            if self.samples_on_device and self.observe_logits is None:
+                tokens = first_tokens([chunks[i].seq for i in final], logits)
+            for i, row, token in zip(final, logits, tokens, strict=True):
+                sampled[i] = self._first_token(chunks[i].seq, row, token)
         items = []
         for chunk, rows in zip(chunks, torch.split_with_sizes(draft_rows, sizes), strict=True):
             chunk.seq.num_computed = chunk.end
@@ -241,10 +253,12 @@ class ModelRunner:
             self.drafter.extend(items)
         return sampled
 
-    def _first_token(self, seq: Sequence, logits: torch.Tensor) -> SampledToken:
+    def _first_token(self, seq: Sequence, logits: torch.Tensor, token_id: int | None) -> SampledToken:
+        """token_id: where the device sampled it already."""
         if self.observe_logits is not None:
             self.observe_logits(seq, seq.num_prefill, logits)
-        token_id = sample_rows(logits[None], [self.context(seq, (), seq.num_prefill)])[0]
+        if token_id is None:
+            token_id = sample_rows(logits[None], [self.context(seq, (), seq.num_prefill)])[0]
         seq.token_ids.append(token_id)
         if token_id in seq.request.params.stop_token_ids:
             seq.finish_reason = FinishReason.STOP
@@ -272,17 +286,21 @@ class ModelRunner:
         sizes = [tree.num_nodes for tree in trees]
         hidden, rows = self.forward(segments)
         logits = self.model.logits(hidden)
+        judged = None
+        if self._judges_on_device(seqs):
+            left = [self._tokens_left(seq) for seq in seqs]
+            judged = judge(self.kv, seqs, trees, logits, left, want_argmax=self.drafter.needs_argmax)
         verdicts, items = [], []
-        for seq, tree, mine, scores in zip(
-            seqs, trees, torch.split_with_sizes(rows, sizes), torch.split_with_sizes(logits, sizes), strict=True
-        ):
-            verdict = self._verify(seq, tree, scores)
+        parts = zip(torch.split_with_sizes(rows, sizes), torch.split_with_sizes(logits, sizes), strict=True)
+        for i, (seq, tree, (mine, scores)) in enumerate(zip(seqs, trees, parts, strict=True)):
+            verdict = self._verify(seq, tree, scores) if judged is None else judged.verdicts[i]
             if self.drafter.needs_argmax:
-                self.drafter.observe(seq, tree, argmax_lowest(scores).tolist())
+                self.drafter.observe(seq, tree, argmax_lowest(scores).tolist() if judged is None else judged.argmax[i])
             start = seq.num_computed
-            verdicts.append((verdict, self._commit(seq, tree, verdict, scores)))
+            verdicts.append((verdict, self._commit(seq, tree, verdict, scores, compacted=judged is not None)))
             if seq.finish_reason is None:
-                items.append(ExtendItem(seq, start, seq.num_computed, mine[[0, *verdict.path]], final=True))
+                kept = mine[[0, *verdict.path]] if judged is None else accepted_rows(mine, verdict.path)
+                items.append(ExtendItem(seq, start, seq.num_computed, kept, final=True))
         verified = clock()
         if items and self.drafter.needs_extend:
             self.drafter.extend(items)
@@ -294,6 +312,12 @@ class ModelRunner:
             self._result(seq, tree, verdict, logprobs, draft_s, verify_s)
             for seq, tree, (verdict, logprobs) in zip(seqs, trees, verdicts, strict=True)
         ]
+
+    def _judges_on_device(self, seqs: Seq[Sequence]) -> bool:
+        """Where the default rule decides, and nobody wants to see logits."""
+        if not self.samples_on_device or self.observe_logits is not None:
+            return False
+        return self.rule is RULES["sample"] or all(seq.request.params.temperature == 0.0 for seq in seqs)
 
     def _budget(self, seq: Sequence) -> DraftBudget:
         """Caps of algorithms.md A4; decided before the round's randomness. A request may only ask for less."""
@@ -329,11 +353,11 @@ class ModelRunner:
         return rule.function(tree, target, Coins(params.seed or 0), seq.num_computed, stops.__contains__, left)
 
     def _commit(
-        self, seq: Sequence, tree: DraftTree, verdict: Verdict, logits: torch.Tensor
+        self, seq: Sequence, tree: DraftTree, verdict: Verdict, logits: torch.Tensor, *, compacted: bool
     ) -> tuple[TokenLogprobs, ...]:
         """Compact the target's rows onto the accepted path (D6), append the tokens; their log-probabilities."""
         start, nodes = seq.num_computed, [0, *verdict.path]
-        if nodes != list(range(len(nodes))):
+        if not compacted and nodes != list(range(len(nodes))):
             slots = seq.table.slots[start : start + tree.num_nodes].to(torch.int64)
             self.kv.copy_slots(self.kv.layout.layer_range(LayerOwner.TARGET), slots[nodes], slots[: len(nodes)])
         tokens = (*(tree.token_ids[node] for node in verdict.path), verdict.new_token)
@@ -368,9 +392,14 @@ class ModelRunner:
 
     # ---- shared
 
-    def forward(self, segments: Seq[Segment]) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, segments: Seq[Segment], after_layer: AfterLayer | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(hidden rows after the final norm, the rows that the drafter is given)."""
-        context = ForwardContext.build(ForwardBatch.build(segments, self.model.device), self.kv, self.attention)
+        if self.graphs is not None and after_layer is None and (rows := self.graphs.forward(segments)) is not None:
+            return rows
+        batch = ForwardBatch.build(segments, self.model.device)
+        context = ForwardContext.build(batch, self.kv, self.attention, after_layer)
         if not self.drafter.aux_layers:
             hidden = self.model.forward(context)
             return hidden, hidden

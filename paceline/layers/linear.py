@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -56,8 +57,23 @@ def linear_reference(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """The same in torch; its bits depend on the number of rows."""
+    if out_dtype is torch.float32 and weight.dtype is not torch.float32 and _keeps_sums(x.device):
+        y = torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return y if bias is None else y + bias
     y = F.linear(x, weight)
     return (y if bias is None else y + bias.to(y.dtype)).to(out_dtype)
+
+
+@cache
+def _keeps_sums(device: torch.device) -> bool:
+    """Whether a product of bf16 matrices can be had in float32, the sums as they were: torch has it on CUDA alone."""
+    if device.type != "cuda":
+        return False
+    probe = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    try:
+        return torch.mm(probe, probe, out_dtype=torch.float32).dtype is torch.float32
+    except (TypeError, RuntimeError, NotImplementedError):
+        return False
 
 
 def fuse(weights: Sequence[torch.Tensor]) -> torch.Tensor:

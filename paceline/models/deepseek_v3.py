@@ -124,6 +124,7 @@ class DeepseekV3Model(TargetModel):
     def __init__(self, spec: ModelSpec, weights: WeightBag, dtype: torch.dtype, device: torch.device) -> None:
         """Takes every tensor it needs from ``weights``; the caller checks that none is left."""
         self.spec, self.dtype, self.device = spec, dtype, device
+        weights = weights.onto(device)
         vocab = (spec.vocab_size, spec.hidden_size)
         self.embedding = weights.take("model.embed_tokens.weight", vocab)
         self.layers = [DeepseekDecoderLayer(spec, weights, f"model.layers.{i}", i, i) for i in range(spec.num_layers)]
@@ -147,6 +148,7 @@ class DeepseekV3Model(TargetModel):
             if aux is not None:
                 aux.see(i, x, residual)
             x = layer(x, residual, self.table, context)
+            context.layer_done(i)
         if aux is not None:
             aux.see(len(self.layers), x, residual)
         return add_rms_norm(x, residual, self.norm, self.spec.rms_norm_eps)

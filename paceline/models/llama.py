@@ -95,6 +95,7 @@ class LlamaModel(TargetModel):
         first_kv_layer: the pool's layer that holds its layer 0; kv_owner: DRAFT for a model that drafts for another.
         """
         self.spec, self.dtype, self.device = spec, dtype, device
+        weights = weights.onto(device)
         vocab = (spec.vocab_size, spec.hidden_size)
         self.embedding = weights.take("model.embed_tokens.weight", vocab)
         self.layers = [
@@ -120,6 +121,7 @@ class LlamaModel(TargetModel):
             if aux is not None:
                 aux.see(i, x, residual)
             x = layer(x, residual, self.table, context)
+            context.layer_done(i)
         if aux is not None:
             aux.see(len(self.layers), x, residual)
         return add_rms_norm(x, residual, self.norm, self.spec.rms_norm_eps)

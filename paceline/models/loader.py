@@ -28,6 +28,12 @@ class WeightBag:
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
         self._left = set(tensors)
+        self._device: torch.device | None = None
+
+    def onto(self, device: torch.device) -> WeightBag:
+        """From now on tensors are taken onto ``device``, whatever they were read on. Returns itself."""
+        self._device = device
+        return self
 
     def take(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         """The tensor called ``name``, of ``shape``. Raises ConfigError when it is missing or shaped otherwise."""
@@ -37,7 +43,7 @@ class WeightBag:
         tensor = self._tensors[name]
         if shape is not None and tuple(tensor.shape) != tuple(shape):
             raise ConfigError("model", f"tensor {name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
-        return tensor
+        return tensor if self._device is None else tensor.to(self._device)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor that is still there. Raises ConfigError when it is missing."""

@@ -1,11 +1,16 @@
 """Mixture of experts with shared experts (DeepSeek-V3, arXiv 2412.19437, section 2.1.2), row by row the same however
-rows are batched: every product goes through ``Linear``, and a row's experts are summed best first, in float32."""
+rows are batched: every product goes through ``Linear``, and a row's experts are summed best first, in float32.
+
+On a GPU the experts' weights lie together and the host is never told how many rows an expert got: there the products
+are grouped, and their bits depend on the batch as all do on a GPU.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
 from paceline.layers.linear import Linear, fuse
 from paceline.layers.ops import silu_mul
@@ -27,36 +32,79 @@ class SwiGlu:
         return self.down_proj(silu_mul(self.gate_up_proj(x)))
 
 
+class SeparateExperts:
+    """Each expert a module of its own, run once over all its rows. Exact, and for the CPU: it reads the counts."""
+
+    def __init__(self, take: Take, prefix: str, num_experts: int) -> None:
+        self._experts = [SwiGlu(take, f"{prefix}.experts.{i}", out_float32=True) for i in range(num_experts)]
+
+    def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+        """x: [T, hidden]; expert_ids: int64 [T, top_k] -> float32 [T, top_k, hidden]."""
+        rows, top_k = expert_ids.shape
+        flat = expert_ids.view(-1)
+        order = flat.argsort(stable=True)
+        counts: list[int] = torch.bincount(flat, minlength=len(self._experts)).tolist()
+        gathered = torch.split_with_sizes(x[order // top_k], counts)
+        outputs = torch.empty(rows * top_k, x.shape[1], dtype=torch.float32, device=x.device)
+        parts = [expert(part) for expert, part in zip(self._experts, gathered, strict=True) if part.shape[0]]
+        outputs[order] = torch.cat(parts)
+        return outputs.view(rows, top_k, -1)
+
+
+class GroupedExperts:
+    """All experts as two stacked weights, multiplied group by group; shapes do not depend on who got which rows."""
+
+    def __init__(self, take: Take, prefix: str, num_experts: int) -> None:
+        def stack(*names: str) -> torch.Tensor:
+            each = [fuse([take(f"{prefix}.experts.{i}.{n}.weight") for n in names]) for i in range(num_experts)]
+            return torch.stack(each)
+
+        self._gate_up = stack("gate_proj", "up_proj")  # [experts, 2 * intermediate, hidden]
+        self._down = stack("down_proj")  # [experts, hidden, intermediate]
+        self._ids = torch.arange(num_experts, device=self._down.device)
+
+    def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+        """See SeparateExperts; sums are rounded to x's dtype."""
+        rows, top_k = expert_ids.shape
+        flat = expert_ids.view(-1)
+        order = flat.argsort(stable=True)
+        ends = torch.searchsorted(flat[order], self._ids, right=True)
+        hidden = silu_mul(_grouped(x[order // top_k], self._gate_up, ends))
+        outputs = torch.empty(rows * top_k, x.shape[1], dtype=torch.float32, device=x.device)
+        outputs[order] = _grouped(hidden, self._down, ends).float()
+        return outputs.view(rows, top_k, -1)
+
+
+def _grouped(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """x: [R, in], rows of one expert together; weights: [experts, out, in]; ends: int64 [experts], past each expert's
+    last row -> [R, out]. Float32 has no grouped product in torch: there every expert is run over every row."""
+    if x.dtype is torch.bfloat16:
+        return F.grouped_mm(x, weights.transpose(1, 2), offs=ends.int())
+    expert = torch.searchsorted(ends, torch.arange(x.shape[0], device=x.device), right=True)
+    every = torch.matmul(x, weights.transpose(1, 2))  # [experts, R, out]
+    return every.gather(0, expert.view(1, -1, 1).expand(1, -1, every.shape[2]))[0]
+
+
 class MoeMlp:
     """Routed experts and shared experts of one layer."""
 
     def __init__(self, spec: MoeSpec, take: Take, prefix: str = "mlp") -> None:
         self.spec = spec
         self.rule = RoutingRule(spec.num_groups, spec.top_groups, spec.top_k, spec.normalise, spec.factor)
-        self.router = Linear(take(f"{prefix}.gate.weight").float())  # scores that nearly tie need every bit
+        gate = take(f"{prefix}.gate.weight")
+        self.router = Linear(gate.float())  # scores that nearly tie need every bit
         self.bias = take(f"{prefix}.gate.e_score_correction_bias").float().contiguous()
-        self.experts = [SwiGlu(take, f"{prefix}.experts.{i}", out_float32=True) for i in range(spec.num_experts)]
+        kind = SeparateExperts if gate.device.type == "cpu" else GroupedExperts
+        self.experts = kind(take, prefix, spec.num_experts)
         self.shared = SwiGlu(take, f"{prefix}.shared_experts", out_float32=True) if spec.num_shared_experts else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
         expert_ids, weights = route(self.router(x.float()), self.bias, self.rule)
-        outputs = self._routed(x, expert_ids) * weights.unsqueeze(-1)
+        outputs = self.experts(x, expert_ids) * weights.unsqueeze(-1)
         total = outputs[:, 0]
         for i in range(1, self.spec.top_k):  # not sum(): the order of additions is part of the result
             total = total + outputs[:, i]
         if self.shared is not None:
             total = total + self.shared(x)
         return total.to(x.dtype)
-
-    def _routed(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-        """expert_ids: int64 [T, top_k] -> float32 [T, top_k, hidden], each expert run once over all its rows."""
-        rows, top_k = expert_ids.shape
-        flat = expert_ids.view(-1)
-        order = flat.argsort(stable=True)
-        counts: list[int] = torch.bincount(flat, minlength=self.spec.num_experts).tolist()
-        gathered = torch.split_with_sizes(x[order // top_k], counts)
-        outputs = torch.empty(rows * top_k, x.shape[1], dtype=torch.float32, device=x.device)
-        parts = [expert(part) for expert, part in zip(self.experts, gathered, strict=True) if part.shape[0]]
-        outputs[order] = torch.cat(parts)
-        return outputs.view(rows, top_k, -1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from paceline.request import UINT64_MAX, SamplingParams
+from paceline.sampling.device import draft_topk
 from paceline.sampling.sampler import perturbed_topk
 from paceline.spec_decode.base import DraftSampling
 
@@ -16,7 +17,8 @@ DRAFT_STREAM = 0xD1B54A32D192ED03  # keys the noise of SAMPLED drafts: independe
 
 @dataclass(frozen=True)
 class Candidates:
-    """The best tokens after R nodes, best (or first drawn) first; ids of the target's vocabulary."""
+    """The best tokens after R nodes, best (or first drawn) first; ids of the target's vocabulary. They are on the
+    logits' device, and on a GPU perhaps not computed yet."""
 
     ids: torch.Tensor  # int64 [R, width]
     probs: torch.Tensor  # float32 [R, width], q of each
@@ -43,7 +45,8 @@ def choose(
     if how is DraftSampling.SAMPLED:
         params = [replace(p, seed=((p.seed or 0) ^ DRAFT_STREAM) & UINT64_MAX) for p in params]
     coupled = how is not DraftSampling.GREEDY
-    ids, probs = perturbed_topk(draft_logits, params, positions, width, coupled=coupled, token_map=token_map)
+    best = perturbed_topk if draft_logits.device.type == "cpu" else draft_topk
+    ids, probs = best(draft_logits, params, positions, width, coupled=coupled, token_map=token_map)
     full = None
     if how is DraftSampling.SAMPLED:
         full = _full(draft_logits, params, vocab_size, token_map)

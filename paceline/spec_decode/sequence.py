@@ -24,8 +24,8 @@ class DraftState:
     or the window g^{k-1}_{m-k+1}, k=2..D (chained).
     """
 
-    proposal_ids: torch.Tensor  # int64 [depth, width], CPU
-    proposal_probs: torch.Tensor  # float32 [depth, width], CPU
+    proposal_ids: torch.Tensor  # int64 [depth, width], CPU or the model's device
+    proposal_probs: torch.Tensor  # float32 [depth, width], likewise
     hidden: torch.Tensor  # [rows, hidden_size], the model's dtype and device
 
 

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from paceline.attention.base import ForwardBatch, Segment
-from paceline.attention.cpu import CpuAttention, TorchAttention
+from paceline.attention.cpu import CpuAttention
+from paceline.attention.torch_paged import TorchAttention
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.layers.build import load_kernels

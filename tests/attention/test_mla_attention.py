@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from paceline.attention.base import AttentionBackend, AttentionPlan, ForwardBatch, Segment
-from paceline.attention.cpu import CpuAttention, TorchAttention
+from paceline.attention.cpu import CpuAttention, RowPlan
+from paceline.attention.torch_paged import TorchAttention
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.layers.build import load_kernels, set_threads
@@ -154,9 +155,11 @@ class ShiftedTiles(CpuAttention):
     def attend_latent(
         self, query: torch.Tensor, kv: KvPool, layer: int, plan: AttentionPlan, scale: float, value_dim: int
     ) -> torch.Tensor:
+        assert isinstance(plan, RowPlan)
         rows = []
         for r in range(query.shape[0]):
-            slots = TorchAttention._slots(plan, r, query.device)  # type: ignore[arg-type]
+            start = int(plan.slot_offsets[r])
+            slots = plan.slots[start : start + int(plan.prefix_lens[r])].long()
             latent, border = kv.read_latent(layer, slots).float(), len(slots) - r
             scores = torch.einsum("hd,nd->hn", query[r].float(), latent) * scale
             total = torch.zeros(query.shape[1], value_dim)

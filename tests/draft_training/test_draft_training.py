@@ -20,7 +20,7 @@ from draft_training.plot import draw_history
 from draft_training.start import HeadOptions, Source, build_head
 from draft_training.train import Data, TrainConfig, Trainer, shared_beginning
 from paceline.attention.base import ForwardBatch, Segment
-from paceline.attention.cpu import TorchAttention
+from paceline.attention.torch_paged import TorchAttention
 from paceline.errors import ConfigError
 from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.pool import KvPool

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.attention.cpu import attention_for
+from paceline.attention.select import attention_for
 from paceline.config import NodeConfig
 from paceline.engine.build import build_runner
 from paceline.engine.colocated import ColocatedEngine

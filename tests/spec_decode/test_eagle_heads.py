@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.attention.base import ForwardBatch, Segment
-from paceline.attention.cpu import attention_for
+from paceline.attention.select import attention_for
 from paceline.errors import ConfigError
 from paceline.kvcache.layout import KvLayout, LayerOwner
 from paceline.kvcache.pool import KvPool

@@ -20,7 +20,7 @@ from torch import Tensor
 from draft_training.corpus import Sample
 from draft_training.features import FeatureMaker
 from paceline.attention.base import ForwardBatch, Segment
-from paceline.attention.cpu import attention_for
+from paceline.attention.select import attention_for
 from paceline.engine.shipped import SHIPPED as ROOT
 from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.pool import KvPool

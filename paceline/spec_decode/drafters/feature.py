@@ -13,17 +13,21 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from paceline.attention.base import AttentionBackend, ForwardBatch, Segment
 from paceline.errors import ConfigError
 from paceline.kvcache.pool import KvPool
+from paceline.layers.staging import staged
 from paceline.models.base import ForwardContext, TargetModel
 from paceline.spec_decode.base import DraftBudget, Drafter, DraftSampling, ExtendItem, TreeKind
 from paceline.spec_decode.candidates import Candidates, choose
 from paceline.spec_decode.choices import RankPath, fitted_counts
 from paceline.spec_decode.confidence import log_values
+from paceline.spec_decode.drafters.chain_drafts import chain_trees, draft_chains
 from paceline.spec_decode.drafters.growing import GrowingDraft, grown_tree, hang, next_levels, static_choices
+from paceline.spec_decode.drafters.head_graphs import HeadGraphs
 from paceline.spec_decode.expand import ROOT, DynamicGrowth, Growth, StaticGrowth
 from paceline.spec_decode.heads.base import DraftHead
 from paceline.spec_decode.sequence import DraftState, Sequence
@@ -74,6 +78,7 @@ class FeatureDrafter(Drafter):
         the budget's width a level. Raises ConfigError."""
         self.name, self.model, self.head, self.kv, self.attention = name, model, head, kv, attention
         self.width, self.sampling, self.expand_above = width, sampling, expand_above
+        self.graphs: HeadGraphs | None = None  # whoever assembles a node on a GPU captures them
         self.choices = static_choices(static_tree, width)
         self.kv_layers, self.aux_layers, self.state_width = head.kv_layers, head.aux_layers, head.hidden_size
         self.row_width = max(1, len(head.aux_layers)) * model.spec.hidden_size
@@ -96,14 +101,13 @@ class FeatureDrafter(Drafter):
             for item in items
         ]
         rows = [item.hidden if item.fused else self.fuse(item.hidden) for item in items]
-        outputs = self._forward(segments, torch.cat(rows))
-        ends = torch.tensor([item.end - item.start for item in items]).cumsum(0) - 1
+        ends = self._last_outputs(segments, torch.cat(rows))
         for item in items:
             item.seq.draft = None  # of a prompt's chunk before the last nothing is kept but its rows
             item.seq.draft_rows = item.end
         final = [i for i, item in enumerate(items) if item.final]
         if final:
-            last = outputs[ends[final].to(outputs.device)]
+            last = ends if len(final) == len(items) else ends[staged(np.array(final), ends.device)]
             seqs = [items[i].seq for i in final]
             found = self._choose(last, seqs, [items[i].end + 1 for i in final])
             for row, seq in enumerate(seqs):
@@ -113,16 +117,22 @@ class FeatureDrafter(Drafter):
         """See Drafter."""
         return self.head.fuse(rows)
 
+    def _last_outputs(self, segments: Seq[Segment], hidden: torch.Tensor) -> torch.Tensor:
+        """What the head says after each sequence's last row, [len(segments), hidden_size]."""
+        if self.graphs is not None and (ends := self.graphs.extend(segments, hidden)) is not None:
+            return ends
+        last = np.cumsum([len(segment.token_ids) for segment in segments]) - 1
+        return self._forward(segments, hidden)[staged(last, hidden.device)]
+
     def _forward(self, segments: Seq[Segment], hidden: torch.Tensor) -> torch.Tensor:
         batch = ForwardBatch.build(segments, self.model.device)
         return self.head.forward(batch.token_ids, hidden, ForwardContext.build(batch, self.kv, self.attention))
 
     def _choose(self, outputs: torch.Tensor, seqs: Seq[Sequence], positions: Seq[int]) -> Candidates:
-        """Candidates after rows of the head. outputs: [R, hidden_size]; ids and probs come back on the CPU."""
+        """Candidates after rows of the head. outputs: [R, hidden_size]."""
         params = [seq.request.params for seq in seqs]
         vocab, head = self.model.spec.vocab_size, self.head
-        found = choose(head.logits(outputs), params, positions, self.width, self.sampling, vocab, head.token_map)
-        return Candidates(found.ids.cpu(), found.probs.cpu(), found.full)
+        return choose(head.logits(outputs), params, positions, self.width, self.sampling, vocab, head.token_map)
 
     # ---- propose: a tree, level by level
 
@@ -139,11 +149,30 @@ class FeatureDrafter(Drafter):
     def propose(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[DraftTree]:
         """See Drafter. Raises ConfigError for a dynamic tree of sampled candidates: dropping the worst of what was
         drawn leaves children that are no draw from q any more (algorithms.md B6)."""
+        if (chains := self._chains(seqs, budgets)) is not None:
+            return chains
         drafts = [self._start(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
         self._add_first([draft for draft in drafts if draft.outputs])
         while self._add_level(drafts):
             pass
         return [grown_tree(draft, self.model.spec.vocab_size, self.name) for draft in drafts]
+
+    def _chains(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[DraftTree] | None:
+        """All trees by one captured loop, where all of them are chains that never stop early; else None."""
+        if self.graphs is None or self.sampling is DraftSampling.SAMPLED:
+            return None
+        depths = [depth for budget in budgets if (depth := self._chain_depth(budget)) is not None]
+        if len(depths) < len(budgets):
+            return None
+        rows = draft_chains(self.graphs, seqs, depths)
+        return None if rows is None else chain_trees(seqs, budgets, rows, self.model.spec.vocab_size, self.name)
+
+    def _chain_depth(self, budget: DraftBudget) -> int | None:
+        """Candidates of a chain; None where the tree has branches, or may end before its depth."""
+        if self._is_dynamic(budget) or budget.min_confidence > 0.0:
+            return None
+        counts = self._counts(budget) if budget.num_draft_tokens else {}
+        return len(counts) if all(count == 1 for count in counts.values()) else None
 
     def _is_dynamic(self, budget: DraftBudget) -> bool:
         return budget.tree is TreeKind.DYNAMIC and budget.tree_width > 1
@@ -198,7 +227,8 @@ class FeatureDrafter(Drafter):
         return True
 
     def _add(self, where: Seq[tuple[Draft, int]], found: Candidates) -> None:
-        """Hang row r of ``found`` under the r-th node."""
+        """Hang row r of ``found`` under the r-th node. The tree grows on the host, which waits here for the device."""
+        found = Candidates(found.ids.cpu(), found.probs.cpu(), found.full)
         params = [draft.seq.request.params for draft, _ in where]
         positions = [draft.child_position(node) for draft, node in where]
         # Chains and static trees that never stop early need no values: q tells which candidates are possible at all.

@@ -1,0 +1,181 @@
+"""Attention by FlashInfer (arXiv 2501.01005) on CUDA: paged prefill, decode, chain and tree verification, and MLA.
+
+A forward is planned once for all of its layers, at the first of them: only there are heads, dtype and scale known. What
+FlashInfer has no kernel for (float32, odd head widths, trees over MLA) goes to the torch reference, forward by forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import torch
+
+from paceline.attention.base import (
+    AttentionBackend,
+    AttentionPlan,
+    ForwardBatch,
+    Segment,
+    StaticPlan,
+    StaticShape,
+)
+from paceline.attention.flashinfer_kernels import (
+    DecodeKernel,
+    Geometry,
+    Kernel,
+    LatentKernel,
+    PrefillKernel,
+    StaticBuffers,
+    load_flashinfer,
+)
+from paceline.attention.paged import PagedBatch, PagedKind, paged_batch
+from paceline.attention.torch_paged import DensePlan, TorchAttention, dense_plan
+from paceline.kvcache.layout import LayerKind
+from paceline.kvcache.pool import KvPool
+
+WORKSPACE_BYTES = 128 << 20  # FlashInfer's own advice
+DTYPES = (torch.bfloat16, torch.float16)
+HEAD_DIMS = (64, 128, 256)
+KERNELS_PER_KIND = 3  # planned in turn, so that one forward can be planned while the one before still runs
+MakeKernel = Callable[[ModuleType, torch.Tensor, StaticBuffers | None], Kernel]
+
+
+def geometry_of(query: torch.Tensor, kv: KvPool, layer: int, scale: float, value_dim: int) -> Geometry:
+    """Of one call of ``attend`` (value_dim 0) or ``attend_latent``."""
+    spec = kv.layout.layers[layer]
+    return Geometry(query.shape[1], spec.num_kv_heads, query.shape[2], value_dim, kv.page_size, scale, query.dtype)
+
+
+def has_kernel(geometry: Geometry, kind: PagedKind) -> bool:
+    """Whether FlashInfer serves it. MLA: whole tiles of heads (its causal bound is wrong otherwise), and no masks."""
+    if geometry.dtype not in DTYPES:
+        return False
+    if geometry.value_dim == 0:
+        return geometry.head_dim in HEAD_DIMS
+    rope_dim = geometry.head_dim - geometry.value_dim
+    fits = geometry.value_dim % 128 == 0 and rope_dim % 64 == 0 and 128 % geometry.num_heads == 0
+    return fits and kind is not PagedKind.MASKED
+
+
+def kernel_for(geometry: Geometry, kind: PagedKind) -> MakeKernel:
+    """The wrapper for a batch of ``kind``."""
+    if geometry.value_dim:
+        return LatentKernel
+    return DecodeKernel if kind is PagedKind.DECODE else PrefillKernel
+
+
+class FlashInferPlan(AttentionPlan):
+    """A batch, and the kernel that was planned for it once its first layer asked."""
+
+    def __init__(self, backend: FlashInferAttention, segments: Sequence[Segment]) -> None:
+        self._backend, self._segments = backend, segments
+        self._geometry: Geometry | None = None
+        self._kernel: Kernel | None = None
+        self._dense: DensePlan | None = None
+
+    def kernel(self, geometry: Geometry) -> Kernel | None:
+        """The planned kernel; None: FlashInfer has none, take ``dense``."""
+        if self._geometry is None:
+            self._geometry = geometry
+            self._bind(geometry)
+        elif geometry != self._geometry:
+            raise ValueError(f"one plan serves layers of one geometry: {self._geometry}, then {geometry}")
+        return self._kernel
+
+    def dense(self) -> DensePlan:
+        """The plan for the torch reference."""
+        if self._dense is None:
+            self._dense = dense_plan(self._segments, self._backend.device)
+        return self._dense
+
+    def _bind(self, geometry: Geometry) -> None:
+        batch = paged_batch(self._segments, geometry.page_size)
+        if has_kernel(geometry, batch.kind):
+            self._kernel = self._backend.next_kernel(kernel_for(geometry, batch.kind))
+            self._kernel.plan(batch, geometry)
+
+
+class StaticFlashInferPlan(FlashInferPlan, StaticPlan):
+    """The same for a captured forward: its own wrapper over its own memory, planned again at every ``fill``."""
+
+    def __init__(self, backend: FlashInferAttention, shape: StaticShape, kv: KvPool) -> None:
+        super().__init__(backend, ())
+        self._page_size, self._masked = kv.page_size, shape.tree
+        self._buffers = StaticBuffers(shape, kv.page_size, kv.device)
+        self._wanted = PagedKind.MASKED if shape.tree else PagedKind.CAUSAL if shape.rows > 1 else PagedKind.DECODE
+        self._batch: PagedBatch | None = None
+
+    def fill(self, segments: Sequence[Segment]) -> None:
+        """See StaticPlan."""
+        batch = paged_batch(segments, self._page_size, self._masked)
+        if batch.kind is not self._wanted:
+            raise ValueError(f"this graph is for {self._wanted} batches, not {batch.kind}")
+        self._batch = batch
+        if self._kernel is not None:
+            assert self._geometry is not None
+            self._kernel.plan(batch, self._geometry)
+
+    def _bind(self, geometry: Geometry) -> None:
+        assert self._batch is not None
+        if not has_kernel(geometry, self._wanted):
+            raise ValueError(f"FlashInfer has no kernel for {geometry}")
+        backend = self._backend
+        self._kernel = kernel_for(geometry, self._wanted)(backend.library, backend.workspace, self._buffers)
+        self._kernel.plan(self._batch, geometry)
+
+
+class FlashInferAttention(AttentionBackend):
+    """See the module. Raises ConfigError where FlashInfer is not installed."""
+
+    name = "flashinfer"
+    row_invariant = False
+
+    def __init__(self, device: torch.device, head_dim: int, library: ModuleType | None = None) -> None:
+        """head_dim: of the model's heads. library: FlashInfer, if the caller has it already."""
+        self.device, self.head_dim = device, head_dim
+        self.library = library or load_flashinfer()
+        self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._reference = TorchAttention()
+        self._kernels: dict[MakeKernel, list[Kernel]] = {}
+
+    def next_kernel(self, make: MakeKernel) -> Kernel:
+        """The kernel of a kind that was planned longest ago."""
+        kernels = self._kernels.setdefault(make, [])
+        if len(kernels) < KERNELS_PER_KIND:
+            kernels.append(make(self.library, self.workspace, None))
+        else:
+            kernels.append(kernels.pop(0))
+        return kernels[-1]
+
+    def plan(self, batch: ForwardBatch) -> FlashInferPlan:
+        """See AttentionBackend."""
+        return FlashInferPlan(self, batch.segments)
+
+    def static_plan(self, shape: StaticShape, kv: KvPool) -> StaticPlan | None:
+        """See AttentionBackend. float32 and odd widths are captured over the reference; trees over MLA are not."""
+        latent = any(layer.kind is LayerKind.MLA for layer in kv.layout.layers)
+        if latent and shape.tree:
+            return None
+        if kv.layout.dtype not in DTYPES or (not latent and self.head_dim not in HEAD_DIMS):
+            return self._reference.static_plan(shape, kv)
+        return StaticFlashInferPlan(self, shape, kv)
+
+    def attend(self, query: torch.Tensor, kv: KvPool, layer: int, plan: AttentionPlan, scale: float) -> torch.Tensor:
+        """See AttentionBackend."""
+        if isinstance(plan, FlashInferPlan):
+            kernel = plan.kernel(geometry_of(query, kv, layer, scale, 0))
+            if kernel is not None:
+                return kernel.run(query, kv.data[layer])
+            plan = plan.dense()
+        return self._reference.attend(query, kv, layer, plan, scale)
+
+    def attend_latent(
+        self, query: torch.Tensor, kv: KvPool, layer: int, plan: AttentionPlan, scale: float, value_dim: int
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        if isinstance(plan, FlashInferPlan):
+            kernel = plan.kernel(geometry_of(query, kv, layer, scale, value_dim))
+            if kernel is not None:
+                return kernel.run(query, kv.data[layer])
+            plan = plan.dense()
+        return self._reference.attend_latent(query, kv, layer, plan, scale, value_dim)

@@ -1,0 +1,43 @@
+"""Which attention backend a node runs."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from paceline.attention.base import AttentionBackend
+from paceline.attention.cpu import CpuAttention
+from paceline.attention.torch_paged import TorchAttention
+from paceline.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+FLASHINFER, TORCH = "flashinfer", "torch"
+
+
+def attention_for(
+    device: torch.device, num_heads: int, num_kv_heads: int, head_dim: int, wanted: str = "auto"
+) -> AttentionBackend:
+    """The backend of a device and geometry.
+
+    wanted: ``auto`` (on CUDA FlashInfer, where it is installed), ``flashinfer`` or ``torch``. Raises ConfigError for
+    FlashInfer without a GPU or where it is not installed.
+    """
+    if device.type != "cuda":
+        if wanted == FLASHINFER:
+            raise ConfigError("attention", "flashinfer runs on a GPU: set device to cuda, or attention to auto")
+        if wanted == "auto" and device.type == "cpu" and CpuAttention.supports(num_heads, num_kv_heads, head_dim):
+            return CpuAttention()
+        return TorchAttention()
+    if wanted == TORCH:
+        return TorchAttention()
+    from paceline.attention.flashinfer import FlashInferAttention  # it is nowhere but on GPUs
+
+    try:
+        return FlashInferAttention(device, head_dim)
+    except ConfigError as missing:
+        if wanted == FLASHINFER:
+            raise
+        log.warning("%s; the torch backend runs instead, which is slow", missing)
+        return TorchAttention()

