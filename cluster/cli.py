@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from cluster.bench_cli import bench
 from cluster.options import load_config, serve_parameters
+from cluster.role_cli import role
 from cluster.trace_cli import trace
 from cluster.train_cli import make_corpus, train_drafter
 from paceline.config import ServeConfig
@@ -33,6 +34,7 @@ app.add_typer(bench, name="bench")
 app.command("make-corpus")(make_corpus)
 app.command("train-drafter")(train_drafter)
 app.command("trace")(trace)
+app.command("role")(role)
 errors = Console(stderr=True, highlight=False)
 
 
@@ -118,6 +120,7 @@ async def _serve(config: ServeConfig) -> None:
     typer.echo(
         f"ready grpc={deployment.grpc_address} http={deployment.http_address} model={config.model} "
         f"drafter={deployment.config.drafter} ({exact})"
+        + (f" admin={deployment.admin_address}" if deployment.admin_address else "")
     )
     sys.stdout.flush()
     await stop.wait()

@@ -40,6 +40,7 @@ class Deployment:
         self.config = with_real_drafter(config)  # once, for nodes, requests, ModelInfo and metrics alike
         self.grpc_address = ""
         self.http_address = ""
+        self.admin_address = ""
         self._stops: list[tuple[str, object]] = []
 
     async def start(self) -> None:
@@ -52,6 +53,7 @@ class Deployment:
 
     async def _start(self) -> None:
         # Late: the parts import ray, fastapi and more.
+        from cluster.admin import serve_admin
         from cluster.cache_events import CacheWatcher
         from cluster.http import create_app, serve_http
         from cluster.journal import open_journal
@@ -101,6 +103,10 @@ class Deployment:
         self._stops.append(("http", http.stop))
         server = await serve_grpc(self.router, config.grpc)
         self._stops.append(("grpc", server.stop))
+        if config.admin:
+            admin = await serve_admin(self.supervisor, config.admin, config.drain_timeout_s)
+            self._stops.append(("admin", admin.stop))
+            self.admin_address = f"{split_address(config.admin)[0]}:{admin.port}"
         self.http_address = f"{host}:{http.port}"
         self.grpc_address = f"{split_address(config.grpc)[0]}:{server.port}"
 

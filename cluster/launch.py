@@ -114,6 +114,9 @@ class RayNodes:
     def launch(self, role: str, node_id: str, generation: int, config: NodeConfig) -> RayNode:
         """A node process, not yet started: the standby, where there is one that lives."""
         node = self._standbys.pop((node_id, generation), None)
+        if node is not None and node.role != role:
+            node.kill()
+            node = None
         if node is None or node.died():
             node = self._process(role, node_id, generation, config)
         if node_id in self._with_standby:  # once the node runs, so that it starts no later for it
@@ -143,7 +146,7 @@ class RayNodes:
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, self._bundles[node_id]),
         )
         handle = actor.remote(role, node_id, generation, config, self._registry_url, self._lease_ttl_s, self._interface)
-        return RayNode(node_id, handle)
+        return RayNode(node_id, role, handle)
 
     def close(self) -> None:
         """End the standbys and give the placement group back."""
@@ -163,8 +166,8 @@ def _unplaced(wanted: Sequence[Wanted]) -> str:
 class RayNode:
     """One node process. Calls block, each with a deadline: run them in threads."""
 
-    def __init__(self, node_id: str, actor: Any) -> None:
-        self.node_id = node_id
+    def __init__(self, node_id: str, role: str, actor: Any) -> None:
+        self.node_id, self.role = node_id, role
         self.on_started: Callable[[], None] = lambda: None
         self._actor = actor
         self._watch = actor.wait_stopped.remote()

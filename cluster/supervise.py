@@ -9,8 +9,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from paceline.errors import InvalidRequest
+
 log = logging.getLogger(__name__)
 
+ROLES = ("prefill", "decode")
 POLL_S = 0.05
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 10.0
@@ -61,6 +64,7 @@ class Slot:
     backoff_s: float = FIRST_BACKOFF_S
     restarts: int = 0
     last_error: str = ""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # whoever ends or starts its process
 
 
 @dataclass
@@ -85,6 +89,7 @@ class Supervisor:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     slots: list[Slot] = field(default_factory=list)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    _switching: asyncio.Lock = field(default_factory=asyncio.Lock)
     _stopping: bool = False
 
     def want(self, role: str, count: int) -> None:
@@ -115,15 +120,18 @@ class Supervisor:
         while True:
             await self.sleep(POLL_S)
             try:
-                kind = self._lost(slot)
-                if kind == "lease_lost" and not await self.reachable(slot.address):
-                    slot.leased_at = self.clock()  # asked again after another grace
-                    self._tell(NodeEvent("cut_off", slot.node_id, slot.role, slot.generation, slot.address))
-                    continue
-                if slot.handle is None or kind:
-                    await self._replace(slot, kind)
+                async with slot.lock:
+                    await self._look_after(slot)
             except Exception:  # a fault in here must not leave the node unwatched
                 log.exception("watching %s failed", slot.node_id)
+
+    async def _look_after(self, slot: Slot) -> None:
+        kind = self._lost(slot)
+        if kind == "lease_lost" and not await self.reachable(slot.address):
+            slot.leased_at = self.clock()  # asked again after another grace
+            self._tell(NodeEvent("cut_off", slot.node_id, slot.role, slot.generation, slot.address))
+        elif slot.handle is None or kind:
+            await self._replace(slot, kind)
 
     def _lost(self, slot: Slot) -> Literal["died", "lease_lost"] | None:
         if slot.handle is None:
@@ -171,6 +179,34 @@ class Supervisor:
             self.on_event(event)
         except Exception:
             log.exception("the listener of node events failed")
+
+    async def switch(self, node_id: str, role: str, grace_s: float) -> Slot:
+        """Drain a node and start it again in another role, at its place and under its name; one node at a time.
+
+        What still runs there after ``grace_s`` goes on elsewhere. Raises InvalidRequest for a node or a role that is
+        not there, and where no decode node would be left; what its start raises, after which it is started again and
+        again in the new role, as after a death.
+        """
+        slot = next((slot for slot in self.slots if slot.node_id == node_id), None)
+        if slot is None:
+            raise InvalidRequest("node_id", f"{node_id!r} is none of {', '.join(s.node_id for s in self.slots)}")
+        if role not in ROLES:
+            raise InvalidRequest("role", f"{role!r} is neither {' nor '.join(ROLES)}")
+        async with self._switching, slot.lock:
+            if role == slot.role:
+                return slot
+            if not any(other.role == "decode" for other in self.slots if other is not slot):
+                raise InvalidRequest("role", f"{node_id} is the only decode node")
+            if slot.handle is not None:
+                await self._drain_slot(slot, slot.handle, grace_s)
+                self._tell(NodeEvent("stopped", slot.node_id, slot.role, slot.generation))
+            slot.role = role
+            try:
+                await self._start_slot(slot)
+            except Exception:
+                await self._discard(slot)
+                raise
+            return slot
 
     async def stop(self, grace_s: float) -> None:
         """Stop watching, then drain and end all nodes side by side, in bounded time. Idempotent."""

@@ -149,6 +149,7 @@ class ServeConfig(EngineConfig):
     journal_ttl_s: float = Field(default=120.0, gt=0)  # after the last word of the router that serves the stream
     journal_entry_bytes: int = Field(default=256 * 1024, ge=1)  # a larger request is not kept
     journal_total_bytes: int = Field(default=16 * 1024 * 1024, ge=1)  # of one router; the oldest give way
+    admin: str = ""  # HOST:PORT of the operator's gRPC; empty: there is none
     drain_timeout_s: float = Field(default=10.0, ge=0)
 
     def node(self, threads: int) -> NodeConfig:

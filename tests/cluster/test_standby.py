@@ -27,6 +27,7 @@ class Process:
 
     node_id: str
     generation: int
+    role: str = "decode"
     dead: bool = False
     killed: bool = False
     on_started: Any = None
@@ -49,8 +50,8 @@ class Case:
     nodes: RayNodes
     made: list[Process] = field(default_factory=list)
 
-    def launch(self, node_id: str, generation: int) -> Any:
-        return self.nodes.launch("decode", node_id, generation, CONFIG)
+    def launch(self, node_id: str, generation: int, role: str = "decode") -> Any:
+        return self.nodes.launch(role, node_id, generation, CONFIG)
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def case(monkeypatch: pytest.MonkeyPatch) -> Case:
     made = Case(RayNodes(wanted, "redis://nowhere", 2.0))
 
     def process(role: str, node_id: str, generation: int, config: NodeConfig) -> Process:
-        made.made.append(Process(node_id, generation, on_started=lambda: None))
+        made.made.append(Process(node_id, generation, role, on_started=lambda: None))
         return made.made[-1]
 
     monkeypatch.setattr(made.nodes, "_process", process)
@@ -89,6 +90,13 @@ def test_one_that_died_is_not_used(case: Case) -> None:
     assert second.generation == 6
 
 
+def test_one_of_another_role_is_not_used(case: Case) -> None:
+    case.launch("decode-0", 5).start()
+    second = case.launch("decode-0", 6, "prefill")
+    assert case.made[1].killed
+    assert (second.role, second.generation) == ("prefill", 6)
+
+
 def test_a_node_without_one_and_the_end(case: Case) -> None:
     case.launch("decode-1", 5).start()
     assert len(case.made) == 1
@@ -107,7 +115,7 @@ def test_a_real_node_tells_that_it_started(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(launch.ray, "get", lambda reference, timeout: "127.0.0.1:1")
     told: list[bool] = []
-    node = RayNode("decode-0", Actor())
+    node = RayNode("decode-0", "decode", Actor())
     node.on_started = lambda: told.append(True)
     assert node.start() == "127.0.0.1:1"
     assert told == [True]

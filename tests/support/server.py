@@ -27,6 +27,7 @@ class Server:
     grpc: str
     http: str
     log: Path
+    admin: str = ""
 
     def processes(self) -> list[psutil.Process]:
         """It and everything below it."""
@@ -49,7 +50,7 @@ def serve(*options: str) -> Iterator[Server]:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         server = Server(process, "", "", log)
         try:
-            server.grpc, server.http = _ready(server)
+            server.grpc, server.http, server.admin = _ready(server)
             yield server
         except BaseException:
             print(log.read_text()[-6000:])
@@ -60,16 +61,16 @@ def serve(*options: str) -> Iterator[Server]:
         assert left == [], left
 
 
-def _ready(server: Server) -> tuple[str, str]:
+def _ready(server: Server) -> tuple[str, str, str]:
     assert server.process.stdout is not None
     deadline = time.monotonic() + READY_DEADLINE_S
     while time.monotonic() < deadline:
         line = server.process.stdout.readline()
         if not line:
             break
-        found = re.match(r"ready grpc=(\S+) http=(\S+)", line)
+        found = re.match(r"ready grpc=(\S+) http=(\S+)(?:.* admin=(\S+))?", line)
         if found:
-            return found[1], found[2]
+            return found[1], found[2], found[3] or ""
     raise AssertionError(f"not ready: {server.log.read_text()[-3000:]}")
 
 

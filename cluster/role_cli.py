@@ -1,0 +1,29 @@
+"""``paceline role``: a node of a running deployment changes sides."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+START_TIMEOUT_S = 600.0  # it drains, then loads the model
+
+
+def role(
+    node_id: Annotated[str, typer.Argument(help="E.g. prefill-1; ModelInfo and the log of serve list them.")],
+    to: Annotated[str, typer.Argument(help="prefill or decode.")],
+    admin: Annotated[str, typer.Option(help="HOST:PORT that the deployment was given as --admin.")] = "127.0.0.1:50052",
+) -> None:
+    """Drain a node and start it again in another role; requests go on meanwhile."""
+    import grpc
+
+    from paceline.errors import NodeUnavailable
+    from paceline.v1 import admin_pb2, admin_pb2_grpc
+
+    with grpc.insecure_channel(admin) as channel:
+        try:
+            request = admin_pb2.SetRoleRequest(node_id=node_id, role=to)
+            done = admin_pb2_grpc.AdminStub(channel).SetRole(request, timeout=START_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise NodeUnavailable(f"{admin}: {error.details()}") from None
+    typer.echo(f"{done.node_id} serves {done.role} at {done.address}, generation {done.generation}")

@@ -1,0 +1,65 @@
+"""Nodes change sides under load: ``paceline role`` against a real deployment, and no stream notices but by a pause."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from multihost.small_model import write_model
+from paceline.client import AsyncClient
+from support.server import Server, paceline, serve
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+OPTIONS = ("--prefill-nodes", "2", "--decode-nodes", "1", "--drafter", "ngram", "--kv-cache-tokens", "32768")
+STREAMS, TOKENS = 4, 400
+
+
+async def texts(client: AsyncClient, started: asyncio.Event) -> list[tuple[int, ...]]:
+    """Token ids of some long streams, run together."""
+
+    async def one(number: int) -> tuple[int, ...]:
+        got: list[int] = []
+        prompt = tuple(range(40 + number, 100 + number))
+        params = {"max_tokens": TOKENS, "temperature": 1.0, "seed": number, "ignore_eos": True}
+        async with client.stream(prompt, **params) as chunks:
+            async for chunk in chunks:
+                assert chunk.first_index == len(got)
+                got += chunk.token_ids
+                if len(got) > TOKENS // 8:
+                    started.set()
+        return tuple(got)
+
+    return list(await asyncio.gather(*(one(number) for number in range(STREAMS))))
+
+
+async def switch(server: Server, node_id: str, role: str) -> subprocess.CompletedProcess[str]:
+    command = [paceline(), "role", node_id, role, "--admin", server.admin]
+    return await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=120)
+
+
+async def roles(client: AsyncClient) -> dict[str, str]:
+    return {node.id: node.role for node in (await client.model_info()).nodes}
+
+
+async def test_nodes_change_sides_under_load(tmp_path: Path) -> None:
+    options = ("--model", str(write_model(tmp_path / "model")), *OPTIONS, "--admin", "127.0.0.1:0")
+    with serve(*options) as server:
+        async with AsyncClient(server.grpc) as client:
+            undisturbed = await texts(client, asyncio.Event())
+            started = asyncio.Event()
+            running = asyncio.create_task(texts(client, started))
+            await started.wait()
+            refused = await switch(server, "decode-0", "prefill")
+            assert refused.returncode != 0
+            assert "only decode node" in refused.stderr
+            for node_id, role in (("prefill-1", "decode"), ("decode-0", "prefill")):
+                done = await switch(server, node_id, role)
+                assert done.returncode == 0, done.stderr
+                assert f"{node_id} serves {role}" in done.stdout
+            assert await running == undisturbed
+            assert await roles(client) == {"prefill-0": "prefill", "prefill-1": "decode", "decode-0": "prefill"}
+            assert await texts(client, asyncio.Event()) == undisturbed
