@@ -10,10 +10,10 @@ COMPUTE := tests/attention tests/benchmarks tests/draft_training tests/kvcache t
   tests/engine/test_exactness_tiny.py tests/test_chat_template.py \
   tests/test_detokenizer.py tests/test_tokenizer.py
 
-.PHONY: setup demo serve test check fuzz chaos proto bench clean help
+.PHONY: setup demo serve test check fuzz fuzz-surface chaos proto bench clean help
 
 help:
-	@echo "make setup | demo | serve | test | check | fuzz | chaos | proto | bench | clean   (ARGS='...' is passed on)"
+	@echo "make setup | demo | serve | test | check | fuzz | fuzz-surface | chaos | proto | bench | clean   (ARGS='...' is passed on)"
 
 $(VENV)/.node: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Paceline needs Python 3.11 or newer")'

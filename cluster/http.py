@@ -8,7 +8,6 @@ the generation at once.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -21,14 +20,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster.http_errors import HttpProblem, model_not_found, problem_for
+from cluster import openapi
+from cluster.http_errors import HttpProblem, dumps, model_not_found, problem_for
 from cluster.http_server import HttpServer, serve_http
 from cluster.json_body import parse_object
 from cluster.metrics import CONTENT_TYPE, Metrics
 from cluster.openai_stream import Answer, Decoder
 from cluster.openai_types import ApiRequest, parse_chat, parse_completion
 from cluster.plan import GenerationRequest
-from paceline.errors import InvalidRequest, PacelineError
+from paceline.errors import InvalidRequest, PacelineError, quoted
 from paceline.results import Chunk, ModelInfo
 
 __all__ = ["HttpServer", "create_app", "serve_http"]
@@ -39,6 +39,8 @@ MAX_BODY_BYTES = 8 * 2**20
 MAX_DISCARDED_BYTES = 4 * MAX_BODY_BYTES  # of a body that is too large; a client that still sends sees no answer
 BODY_TIMEOUT_S = 60.0
 SEND_TIMEOUT_S = 60.0
+
+JSON = "application/json"
 
 Parser = Callable[[dict[str, Any], str], ApiRequest]
 
@@ -58,7 +60,7 @@ class Serving(Protocol):
 
 def create_app(router: Serving, metrics: Metrics) -> FastAPI:
     """The application. metrics: what ``/metrics`` shows; requests that do not reach the router are counted in it."""
-    app = FastAPI(title="Paceline", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title=openapi.TITLE, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     _add_generation(app, router, metrics)
     _add_models(app, router)
     _add_operations(app, router, metrics)
@@ -74,6 +76,7 @@ def create_app(router: Serving, metrics: Metrics) -> FastAPI:
     app.add_exception_handler(HttpProblem, on_error)
     app.add_exception_handler(PacelineError, on_error)
     app.add_exception_handler(Exception, on_error)
+    _add_document(app)
     return app
 
 
@@ -91,11 +94,11 @@ def _add_generation(app: FastAPI, router: Serving, metrics: Metrics) -> None:
             raise
         return _Reply(router, parsed, served)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", **openapi.COMPLETIONS)
     async def completions(request: Request) -> Response:
         return await answer(request, parse_completion, "cmpl")
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", **openapi.CHAT_COMPLETIONS)
     async def chat_completions(request: Request) -> Response:
         return await answer(request, parse_chat, "chatcmpl")
 
@@ -111,11 +114,11 @@ def _add_models(app: FastAPI, router: Serving) -> None:
             "max_model_len": info.max_model_len,
         }
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", **openapi.MODELS)
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [model()]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", **openapi.MODEL)
     async def one_model(name: str) -> Response:
         served = model()
         if name != served["id"]:
@@ -124,20 +127,31 @@ def _add_models(app: FastAPI, router: Serving) -> None:
 
 
 def _add_operations(app: FastAPI, router: Serving, metrics: Metrics) -> None:
-    @app.get("/health")
+    @app.get("/health", **openapi.HEALTH)
     async def health() -> Response:
         ready, info = router.ready(), router.model_info()
         nodes = {role: sum(node.role == role for node in info.nodes) for role in ("prefill", "decode")}
         body = {"status": "ok" if ready else "no decode node is ready", "model": info.model, "nodes": nodes}
         return JSONResponse(body, 200 if ready else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", **openapi.METRICS)
     async def metrics_text() -> Response:
         return Response(metrics.render(), headers={"content-type": CONTENT_TYPE})
 
 
+def _add_document(app: FastAPI) -> None:
+    described = openapi.document(app)
+
+    @app.get(openapi.PATH, include_in_schema=False)
+    async def document() -> Response:
+        return JSONResponse(described)
+
+
 async def _read_body(request: Request) -> bytes:
-    """The body; never more than MAX_BODY_BYTES of it are held. Raises HttpProblem 413 and 408, ClientDisconnect."""
+    """The body; never more than MAX_BODY_BYTES of it are held. Raises HttpProblem (408, 413, 415), ClientDisconnect."""
+    kind = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+    if kind != JSON:  # a web page may make a browser send text or forms anywhere, but JSON only where it is let
+        raise HttpProblem(415, f"content-type: must be {JSON}, got {quoted(kind)}", param="content-type")
     length = request.headers.get("content-length", "")
     too_large = HttpProblem(
         413,
@@ -202,7 +216,7 @@ class _Reply(Response):
             if not self._started:
                 await self._start(200, {"content-type": "text/event-stream", "cache-control": "no-cache"})
             for event in self._answer.events(chunk):
-                await self._write(f"data: {_dumps(event)}\n\n")
+                await self._write(f"data: {dumps(event)}\n\n")
         await self._write("data: [DONE]\n\n")
         await self._write("", last=True)
 
@@ -210,7 +224,7 @@ class _Reply(Response):
         problem = problem_for(error)
         try:
             if self._started:
-                await self._write(f"event: error\ndata: {_dumps(problem.body())}\n\n", last=True)
+                await self._write(f"event: error\ndata: {problem.dumps()}\n\n", last=True)
             else:
                 await self._send_all(problem.status, problem.body(), problem.headers)
         except _ClientGone:
@@ -219,8 +233,8 @@ class _Reply(Response):
     # -- sending -----------------------------------------------------------------------------------------------
 
     async def _send_all(self, status: int, body: dict[str, Any], headers: dict[str, str]) -> None:
-        data = _dumps(body)
-        await self._start(status, {"content-type": "application/json", "content-length": str(len(data)), **headers})
+        data = dumps(body)
+        await self._start(status, {"content-type": JSON, "content-length": str(len(data)), **headers})
         await self._write(data, last=True)
 
     async def _start(self, status: int, headers: dict[str, str]) -> None:
@@ -258,10 +272,5 @@ async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) ->
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _dumps(value: dict[str, Any]) -> str:
-    """In ASCII: some clients take U+2028 for the end of a line, and half a surrogate pair has no bytes in UTF-8."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
-
-
 def _refusal(problem: HttpProblem) -> Response:
-    return Response(_dumps(problem.body()), problem.status, problem.headers, "application/json")
+    return Response(problem.dumps(), problem.status, problem.headers, JSON)

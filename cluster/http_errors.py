@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from dataclasses import dataclass, field
@@ -20,6 +21,11 @@ from paceline.errors import (
 log = logging.getLogger(__name__)
 
 
+def dumps(value: dict[str, Any]) -> str:
+    """In ASCII: some clients take U+2028 for the end of a line, and half a surrogate pair has no bytes in UTF-8."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
 @dataclass
 class HttpProblem(Exception):
     """An error with its place in HTTP."""
@@ -34,6 +40,10 @@ class HttpProblem(Exception):
     def body(self) -> dict[str, Any]:
         """OpenAI's shape."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def dumps(self) -> str:
+        """The body in ASCII."""
+        return dumps(self.body())
 
 
 _KINDS: tuple[tuple[type[PacelineError], int, str, str], ...] = (

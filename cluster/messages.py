@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from cluster.plan import Chat, ChatMessage, GenerationRequest, Prompt, Received, Resume
+from cluster.plan import (
+    MAX_MESSAGES,
+    Chat,
+    ChatMessage,
+    GenerationRequest,
+    Prompt,
+    Received,
+    Resume,
+    check_count,
+)
 from paceline.errors import InvalidRequest
-from paceline.request import SpeculationParams
+from paceline.request import MAX_LOGIT_BIAS, MAX_N, MAX_STOP_STRINGS, SpeculationParams
 from paceline.results import Chunk, Completion, Generation, ModelInfo, Tokenization
 from paceline.v1 import inference_pb2
 from paceline.wire import (
@@ -19,8 +28,10 @@ from paceline.wire import (
 
 
 def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequest:
-    """InvalidRequest when there is no prompt, which only a resume can do without."""
+    """InvalidRequest when there is no prompt, which only a resume can do without, and for lists that are too long."""
     sampling = message.sampling
+    check_count("stop", len(sampling.stop), MAX_STOP_STRINGS)
+    check_count("logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIAS)
     return GenerationRequest(
         prompt=_prompt(message),
         sampling=sampling_from_proto(sampling),
@@ -38,6 +49,7 @@ def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequ
 
 
 def _resume(message: inference_pb2.Resume) -> Resume:
+    check_count("resume.choices", len(message.choices), MAX_N)
     choices = (Received(c.choice, c.next_index, tuple(c.token_ids), c.complete) for c in message.choices)
     return Resume(message.plan_digest, tuple(choices))
 
@@ -71,6 +83,7 @@ def _prompt(message: inference_pb2.GenerateRequest) -> Prompt:
 
 
 def _chat(message: inference_pb2.Chat) -> Chat:
+    check_count("messages", len(message.messages), MAX_MESSAGES)
     return Chat(tuple(ChatMessage(turn.role, turn.content) for turn in message.messages))
 
 

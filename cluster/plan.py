@@ -10,15 +10,18 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from paceline.errors import InvalidRequest, PacelineError
+from paceline.errors import InvalidRequest, PacelineError, quoted
 from paceline.request import SamplingParams, SequenceRequest, SpeculationParams, derive_seed
 
 DEFAULT_MAX_TOKENS = 1024  # when the request names none and the context leaves as much
 MAX_PRIORITY = 10  # and the least is its negative
 MAX_NAME_CHARS = 256  # of a request id, a tenant
+MAX_STOP_TOKEN_IDS = 1024
+MAX_MESSAGES = 8192  # of a chat, and text parts of a message: each costs some time of the event loop
 SEED_BITS = 53  # a drawn seed survives readers that keep numbers as doubles
 GENERATION_ID = re.compile(r"[A-Za-z0-9_-]{22,128}")  # room for 128 random bits: the id is a capability
 THREAD_ABOVE_CHARS = 20_000  # longer texts are tokenized off the event loop
+CHARS_PER_TURN = 40  # what a template adds to each message, about
 
 
 class TokenizerLike(Protocol):
@@ -156,9 +159,8 @@ async def make_plan(request: GenerationRequest, served: Served, tokenizer: Token
 
 def _check_speculation(asked: SpeculationParams, served: Served) -> None:
     if asked.drafter is not None and asked.drafter not in served.drafters:
-        raise InvalidRequest(
-            "speculation.drafter", f"{asked.drafter!r} is none of this deployment's: {', '.join(served.drafters)}"
-        )
+        known = ", ".join(served.drafters)
+        raise InvalidRequest("speculation.drafter", f"{quoted(asked.drafter)} is none of this deployment's: {known}")
 
 
 async def tokenize(prompt: Prompt, tokenizer: TokenizerLike) -> tuple[int, ...]:
@@ -185,7 +187,7 @@ async def _tokenize_chat(chat: Chat, tokenizer: TokenizerLike) -> tuple[int, ...
             raise InvalidRequest(f"messages[{i}].role", "must not be empty")
     messages = [{"role": message.role, "content": message.content} for message in chat.messages]
     try:
-        if sum(len(message.content) for message in chat.messages) > THREAD_ABOVE_CHARS:
+        if sum(len(message.content) + CHARS_PER_TURN for message in chat.messages) > THREAD_ABOVE_CHARS:
             return tuple(await asyncio.to_thread(tokenizer.apply_chat_template, messages))
         return tuple(tokenizer.apply_chat_template(messages))
     except PacelineError:
@@ -202,20 +204,33 @@ def _check_unicode(where: str, text: str) -> None:
         raise InvalidRequest(where, "is not valid Unicode: a lone surrogate") from None
 
 
+def check_count(where: str, count: int, most: int) -> None:
+    """Raise InvalidRequest when a list has more items than are looked at."""
+    if count > most:
+        raise InvalidRequest(where, f"at most {most} items, got {count}")
+
+
+def check_name(where: str, name: str) -> None:
+    """Raise InvalidRequest unless ``name`` is one that a request, or a tenant, may have."""
+    if len(name) > MAX_NAME_CHARS:
+        raise InvalidRequest(where, f"at most {MAX_NAME_CHARS} characters")
+    _check_unicode(where, name)
+
+
+def check_generation_id(generation_id: str) -> None:
+    """Raise InvalidRequest unless it is empty or one that nobody guesses."""
+    if generation_id and not GENERATION_ID.fullmatch(generation_id):
+        raise InvalidRequest("generation_id", "must be 22 to 128 letters, digits, '-' and '_', of 128 random bits")
+
+
 def _check_names(request: GenerationRequest, served: Served) -> None:
     if request.model and request.model != served.model:
-        raise InvalidRequest("model", f"{request.model!r} is not served here, {served.model!r} is")
-    for name in ("request_id", "tenant"):
-        value: str = getattr(request, name)
-        if len(value) > MAX_NAME_CHARS:
-            raise InvalidRequest(name, f"at most {MAX_NAME_CHARS} characters")
-        _check_unicode(name, value)
+        raise InvalidRequest("model", f"{quoted(request.model)} is not served here, {served.model!r} is")
+    check_name("request_id", request.request_id)
+    check_name("tenant", request.tenant)
     if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
         raise InvalidRequest("priority", f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}")
-    if request.generation_id and not GENERATION_ID.fullmatch(request.generation_id):
-        raise InvalidRequest("generation_id", "must be 22 to 128 letters, digits, '-' and '_', of 128 random bits")
-    for text in request.sampling.stop:
-        _check_unicode("stop", text)
+    check_generation_id(request.generation_id)
 
 
 def _check_prompt(prompt: tuple[int, ...], given: Prompt, served: Served) -> None:
@@ -240,11 +255,19 @@ def _resolve(
         max_tokens = min(room, max(DEFAULT_MAX_TOKENS, asked.min_tokens))
     else:
         max_tokens = request.max_tokens
+    distinct = tuple(dict.fromkeys(asked.stop_token_ids))
+    # The model's own do not count: a request that is planned again has them too.
+    check_count("stop_token_ids", sum(i not in eos_token_ids for i in distinct), MAX_STOP_TOKEN_IDS)
+    asked = replace(asked, stop_token_ids=distinct)
     replace(asked, max_tokens=max_tokens).validate(served.vocab_size)
+    for text in asked.stop:
+        _check_unicode("stop", text)
     stop_ids = asked.stop_token_ids if asked.ignore_eos else (*asked.stop_token_ids, *eos_token_ids)
-    return replace(
+    resolved = replace(
         asked,
         max_tokens=min(max_tokens, room),
         min_tokens=min(asked.min_tokens, max_tokens, room),
         stop_token_ids=tuple(dict.fromkeys(stop_ids)),
     )
+    resolved.validate(served.vocab_size)  # what the model itself adds may leave no token that does not stop
+    return resolved

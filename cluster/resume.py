@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from cluster import messages
 from cluster.journal import Journal, journal_key
-from cluster.plan import Chat, GenerationRequest, Plan, Received, Resume
+from cluster.plan import Chat, GenerationRequest, Plan, Received, Resume, check_generation_id
 from paceline.errors import InvalidRequest, NodeUnavailable, PacelineError
 from paceline.request import MAX_N
 from paceline.v1 import inference_pb2
@@ -60,10 +60,11 @@ async def find_admitted(request: GenerationRequest, journal: Journal | None) -> 
     """The request that ``request.resume`` goes on with, still to be planned.
 
     Raises UnknownGeneration when neither the journal has it nor the client sent it, NodeUnavailable when the journal
-    does not say and the client did not send it.
+    does not say and the client did not send it, InvalidRequest for an id that is none.
     """
     resume = request.resume
     assert resume is not None
+    check_generation_id(request.generation_id)
     own_copy = bool(request.prompt.messages if isinstance(request.prompt, Chat) else request.prompt)
     try:
         stored = await _read(request, journal)

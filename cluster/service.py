@@ -19,12 +19,14 @@ from cluster import messages
 from cluster.plan import Plan
 from cluster.resume import UnknownGeneration, digest_of
 from cluster.router import Router
+from paceline.engine.malformed import RefuseMalformed
 from paceline.engine.rpc import MAX_MESSAGE_BYTES, answering_errors
 from paceline.errors import ConfigError, DeadlineExceeded, InvalidRequest
 from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2
 from paceline.wire import trace_to_proto
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+HEALTHY = ("", SERVICE)  # what health is told of; empty: of the server
 MAX_REQUEST_BYTES = 4 * 1024 * 1024
 WRITE_TIMEOUT_S = 60.0  # for one chunk: a client that reads nothing for longer loses its request
 STOP_GRACE_S = 0.2  # for what is not a request, such as an open health watch
@@ -83,6 +85,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         raise AssertionError("unreachable: the context was aborted")
 
 
+class _Health(health.aio.HealthServicer):  # type: ignore[misc, unused-ignore]
+    """gRPC's own leaves ``List`` out, and writes a traceback for whoever calls it."""
+
+    async def List(self, request: health_pb2.HealthListRequest, context: Context) -> health_pb2.HealthListResponse:
+        asked = {name: health_pb2.HealthCheckRequest(service=name) for name in HEALTHY}
+        statuses = {name: await self.Check(check, context) for name, check in asked.items()}
+        return health_pb2.HealthListResponse(statuses=statuses)
+
+
 @asynccontextmanager
 async def _answering_unknown(context: Context) -> AsyncIterator[None]:
     try:
@@ -127,6 +138,7 @@ class GrpcServer:
 async def serve_grpc(router: Router, address: str) -> GrpcServer:
     """Serve at ``host:port``; port 0 takes a free one. Raises ConfigError when the address cannot be had."""
     server = grpc.aio.server(
+        interceptors=[RefuseMalformed()],
         options=[
             ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -136,9 +148,9 @@ async def serve_grpc(router: Router, address: str) -> GrpcServer:
         maximum_concurrent_rpcs=router.config.max_inflight + router.config.max_queued + EXTRA_RPCS,
     )
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(router), server)
-    checks = health.aio.HealthServicer()
+    checks = _Health()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-    for name in ("", SERVICE):
+    for name in HEALTHY:
         await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     try:

@@ -14,6 +14,13 @@ PacelineError
 
 from __future__ import annotations
 
+MAX_QUOTED_CHARS = 100
+
+
+def quoted(text: str) -> str:
+    """What a client sent, as an error repeats it: in quotes, and no more than shows which it was."""
+    return repr(text if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]}...")
+
 
 class PacelineError(Exception):
     """Base of every error that Paceline raises on purpose."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,7 +13,23 @@ MAX_STOP_LENGTH = 1024  # characters
 MAX_LOGIT_BIAS = 1024  # entries
 MAX_TOP_LOGPROBS = 20
 MAX_N = 16
+MAX_BIAS = 100.0
+INT32_MAX = 2**31 - 1
 UINT64_MAX = 2**64 - 1
+
+# Least and greatest value of a field. A repetition penalty near 0 would make logits infinite, and no token the best.
+RANGES: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),
+    "top_k": (0, INT32_MAX),
+    "max_tokens": (1, INT32_MAX),
+    "n": (1, MAX_N),
+    "top_logprobs": (0, MAX_TOP_LOGPROBS),
+    "seed": (0, UINT64_MAX),
+}
 
 
 class FinishReason(StrEnum):
@@ -55,8 +70,6 @@ class SamplingParams:
         self._validate_numbers()
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise InvalidRequest("min_tokens", f"must be between 0 and max_tokens ({self.max_tokens})")
-        if self.seed is not None and not 0 <= self.seed <= UINT64_MAX:
-            raise InvalidRequest("seed", "must be an unsigned 64-bit integer")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequest("stop", f"at most {MAX_STOP_STRINGS} stop strings")
         if any(not s or len(s) > MAX_STOP_LENGTH for s in self.stop):
@@ -66,32 +79,21 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             if not 0 <= token_id < vocab_size:
                 raise InvalidRequest("logit_bias", f"token id {token_id} is outside the vocabulary of {vocab_size}")
-            if not -100.0 <= bias <= 100.0:  # also refuses NaN
-                raise InvalidRequest("logit_bias", f"bias {bias} must be between -100 and 100")
+            if not -MAX_BIAS <= bias <= MAX_BIAS:  # also refuses NaN
+                raise InvalidRequest("logit_bias", f"bias {bias} must be between {-MAX_BIAS:g} and {MAX_BIAS:g}")
         for token_id in self.stop_token_ids:
             if not 0 <= token_id < vocab_size:
                 raise InvalidRequest("stop_token_ids", f"token id {token_id} is outside the vocabulary of {vocab_size}")
+        if self.min_tokens and len(set(self.stop_token_ids)) >= vocab_size:
+            raise InvalidRequest("stop_token_ids", "with min_tokens at least one token must not be among them")
 
     def _validate_numbers(self) -> None:
-        bounds: tuple[tuple[str, float, float, float], ...] = (
-            ("temperature", self.temperature, 0.0, 100.0),
-            ("min_p", self.min_p, 0.0, 1.0),
-            ("presence_penalty", self.presence_penalty, -2.0, 2.0),
-            ("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
-            ("top_k", self.top_k, 0, 2**31 - 1),
-            ("max_tokens", self.max_tokens, 1, 2**31 - 1),
-            ("n", self.n, 1, MAX_N),
-            ("top_logprobs", self.top_logprobs or 0, 0, MAX_TOP_LOGPROBS),
-        )
-        for name, value, low, high in bounds:
-            if not (math.isfinite(value) and low <= value <= high):
-                raise InvalidRequest(name, f"must be between {low:g} and {high:g}, got {value}")
-        if not (math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0):
+        for name, (low, high) in RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:  # also refuses NaN
+                raise InvalidRequest(name, f"must be between {low} and {high}, got {value}")
+        if not 0.0 < self.top_p <= 1.0:
             raise InvalidRequest("top_p", f"must be above 0 and at most 1, got {self.top_p}")
-        if not (math.isfinite(self.repetition_penalty) and 0.0 < self.repetition_penalty <= 100.0):
-            raise InvalidRequest(
-                "repetition_penalty", f"must be above 0 and at most 100, got {self.repetition_penalty}"
-            )
 
 
 TREES = ("chain", "static", "dynamic")

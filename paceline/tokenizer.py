@@ -73,13 +73,17 @@ class Tokenizer:
         if self._bos_id is not None and ids[:1] == [self._bos_id]:
             return ids
         if self._adds_bos is None:
-            whole: list[int] = self._inner.encode(text, add_special_tokens=True).ids
-            return whole
+            return self._ids(text, add_special_tokens=True)
         return [self._bos_id, *ids] if self._adds_bos and self._bos_id is not None else ids
 
     def _encode(self, text: str, field: str) -> list[int]:
         _check_unicode(text, field)
-        ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        """A batch of one: the library's ``encode`` keeps the interpreter to itself, for seconds on a long text."""
+        (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -18,6 +18,7 @@ from paceline.errors import (
     PacelineError,
     PairingRefused,
     RequestCancelled,
+    quoted,
 )
 from paceline.request import TREES, FinishReason, SamplingParams, SequenceRequest, SpeculationParams, TokenLogprobs
 from paceline.results import RequestTrace, Round, TraceEvent
@@ -27,6 +28,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 FIELD_KEY = "paceline-field"
 RETRY_AFTER_KEY = "retry-after-ms"
+MAX_DETAILS_BYTES = 6 * 1024  # as they travel; gRPC drops a call whose trailing metadata is above 8 to 16 KiB
 
 _FINISH: dict[FinishReason | None, common_pb2.FinishReason.ValueType] = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
@@ -121,7 +123,7 @@ def speculation_from_proto(message: common_pb2.Speculation) -> SpeculationParams
     if width is not None and width < 1:
         raise InvalidRequest("speculation.tree_width", f"must be at least 1, got {width}")
     if tree is not None and tree not in TREES:
-        raise InvalidRequest("speculation.tree", f"must be one of {', '.join(TREES)}, got {tree!r}")
+        raise InvalidRequest("speculation.tree", f"must be one of {', '.join(TREES)}, got {quoted(tree)}")
     return SpeculationParams(depth, width, drafter, tree)
 
 
@@ -220,8 +222,18 @@ def status_for(error: PacelineError) -> tuple[grpc.StatusCode, str]:
     """Status and details that stand for ``error`` on the wire."""
     for kind, code in _STATUS:
         if isinstance(error, kind):
-            return code, str(error)
-    return grpc.StatusCode.INTERNAL, str(error)
+            return code, _clipped(str(error))
+    return grpc.StatusCode.INTERNAL, _clipped(str(error))
+
+
+def _clipped(details: str) -> str:
+    """``details`` as far as they fit: every byte but printable ASCII travels as three (``%E2``)."""
+    room = MAX_DETAILS_BYTES
+    for i, character in enumerate(details):
+        room -= 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode("utf-8", "replace"))
+        if room < 0:
+            return f"{details[:i]}..."
+    return details
 
 
 def metadata_for(error: PacelineError) -> Metadata:

@@ -18,10 +18,12 @@ from paceline.errors import (
     PacelineError,
     PairingRefused,
     RequestCancelled,
+    quoted,
 )
 from paceline.request import FinishReason, SamplingParams, SequenceRequest, SpeculationParams, TokenLogprobs
 from paceline.v1 import common_pb2, node_pb2
 from paceline.wire import (
+    MAX_DETAILS_BYTES,
     error_from_rpc,
     error_from_status,
     finish_reason_from_proto,
@@ -151,3 +153,18 @@ def test_a_message_too_large_is_the_callers_mistake() -> None:
     error = error_from_rpc(rpc_error(grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max (9 vs. 4)"))
     assert isinstance(error, InvalidRequest)
     assert error.field == "request"
+
+
+@pytest.mark.parametrize("text", ["x" * 50_000, "é" * 50_000, "%" * 50_000, "\n" * 50_000, "\U0001f600" * 50_000])
+def test_details_fit_what_grpc_lets_through(text: str) -> None:
+    _, details = status_for(NodeUnavailable(text))
+    assert details.endswith("...")
+    assert text.startswith(details.removesuffix("..."))
+    travels = sum(1 if " " <= c <= "~" and c != "%" else 3 * len(c.encode()) for c in details)
+    assert MAX_DETAILS_BYTES - 20 <= travels <= MAX_DETAILS_BYTES + 3
+    assert status_for(NodeUnavailable("a fingerprint\n" * 100))[1] == "a fingerprint\n" * 100
+
+
+def test_quoted_shows_which_it_was() -> None:
+    assert quoted("it's\n") == repr("it's\n")
+    assert quoted("x" * 10**6) == repr("x" * 100 + "...")

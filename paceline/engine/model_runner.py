@@ -224,9 +224,7 @@ class ModelRunner:
 
     # ---- prefill
 
-    def prefill(
-        self, chunks: Seq[PrefillChunk], after_layer: AfterLayer | None = None
-    ) -> list[SampledToken | None]:
+    def prefill(self, chunks: Seq[PrefillChunk], after_layer: AfterLayer | None = None) -> list[SampledToken | None]:
         """One forward over all chunks; the first token of each that is final. Pages must reach ``end``.
 
         after_layer: called with each target layer's index as soon as its rows of all chunks are in the pool.

@@ -12,6 +12,7 @@ import math
 import numpy as np
 import torch
 
+from paceline.kvcache.device_pages import make_device_pages
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind
 
 _ALIGNMENT = 64  # bytes, torch's own; attention kernels may load whole cache lines
@@ -55,6 +56,7 @@ class KvPool:
             data.view(-1, layer.head_dim if layer.kind is LayerKind.MLA else layer.num_kv_heads * layer.head_dim)
             for data, layer in zip(self.data, layout.layers, strict=True)
         ]
+        self._kernels = make_device_pages(self._flat, layout, page_size)
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store tokens of a GQA layer. slots: [T]; key, value: [T, num_kv_heads, head_dim] of the layout's dtype."""
@@ -94,6 +96,8 @@ class KvPool:
         slots: [T], in order of position. The result is contiguous, of the layout's dtype, on the pool's device.
         """
         slots = self._slots(slots)
+        if self._kernels is not None and self._elems(layers):
+            return self._kernels.gather(layers, slots)
         result = torch.empty(self._elems(layers) * slots.shape[0], dtype=self.layout.dtype, device=self.device)
         rows = {kind: self._rows(kind, slots) for kind in LayerKind}
         for layer, part in zip(layers, self._split(layers, result, slots.shape[0]), strict=True):
@@ -105,6 +109,8 @@ class KvPool:
         slots = self._slots(slots)
         self._check(f"data for {slots.shape[0]} tokens of layers {layers}", data, (self._elems(layers) * len(slots),))
         data = data.to(self.device).contiguous()
+        if self._kernels is not None:
+            return self._kernels.scatter(layers, slots, data)
         rows = {kind: self._rows(kind, slots) for kind in LayerKind}
         for layer, part in zip(layers, self._split(layers, data, slots.shape[0]), strict=True):
             self._flat[layer].index_copy_(0, rows[self.layout.layers[layer].kind], part)
@@ -118,10 +124,31 @@ class KvPool:
         if source.shape != dest.shape:
             raise ValueError(f"{source.shape[0]} source slots but {dest.shape[0]} dest slots")
         self._elems(layers)  # checks the range
+        if self._kernels is not None:
+            return self._kernels.scatter(layers, dest, self._kernels.gather(layers, source))
         pairs = {kind: (self._rows(kind, source), self._rows(kind, dest)) for kind in LayerKind}
         for layer in layers:
             from_rows, to_rows = pairs[self.layout.layers[layer].kind]
             self._flat[layer].index_copy_(0, to_rows, self._flat[layer].index_select(0, from_rows))
+
+    def keep_paths(
+        self, layers: range, slots: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, paths: torch.Tensor
+    ) -> None:
+        """Compact many trees at once (algorithms.md D6) without waiting for the device: ``copy_slots`` of paths that
+        the host need not know.
+
+        Tree s has the nodes ``slots[starts[s]:starts[s + 1]]`` (slots int32 [N], starts int32 [S + 1]). Its node
+        ``paths[s, i]`` goes to the slot of its node i + 1, for i < lengths[s] (int32 [S], paths int32 [S, P], each
+        path ascending; what lies past its length is not read as a node). All on the pool's device.
+        """
+        if self._kernels is not None:
+            return self._kernels.compact(layers, slots, starts, lengths, paths)
+        steps = torch.arange(paths.shape[1], device=paths.device)
+        kept = steps < lengths.unsqueeze(1)
+        # What is not kept copies the root onto itself.
+        from_nodes = starts[:-1].unsqueeze(1) + torch.where(kept, paths, 0)
+        to_nodes = starts[:-1].unsqueeze(1) + torch.where(kept, steps + 1, 0)
+        self.copy_slots(layers, slots[from_nodes.view(-1)], slots[to_nodes.view(-1)])
 
     def _shape(self, layer: KvLayer) -> tuple[int, ...]:
         if layer.kind is LayerKind.MLA:
@@ -139,7 +166,10 @@ class KvPool:
     def _slots(self, slots: torch.Tensor) -> torch.Tensor:
         if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"slots must be int32 or int64 [T], got {slots.dtype} {list(slots.shape)}")
-        return slots.to(device=self.device, dtype=torch.int64)
+        slots = slots.to(torch.int64)
+        if self.device.type == "cuda" and slots.device.type == "cpu":
+            return slots.pin_memory().to(self.device, non_blocking=True)  # the host does not wait for the device
+        return slots.to(self.device)
 
     def _check(self, what: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
         if tensor.shape != shape:

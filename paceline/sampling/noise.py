@@ -58,6 +58,22 @@ def row_key(seed: int, position: int) -> tuple[int, int]:
     return lane0, lane1
 
 
+def row_keys(seeds: Sequence[int], positions: Sequence[int]) -> UInt32Array:
+    """``row_key`` of R rows at once, without its checks of range: uint32 [R, 2]."""
+    seed_words = np.array(seeds, dtype=np.uint64)
+    words = (seed_words.astype(np.uint32), (seed_words >> np.uint64(32)).astype(np.uint32), np.array(positions))
+    lane0 = np.full(len(seed_words), _LANE0, dtype=np.uint32)
+    lane1 = np.full(len(seed_words), _LANE1, dtype=np.uint32)
+    scratch = np.empty_like(lane0)
+    for word in words:
+        lane0 += word.astype(np.uint32)
+        lane1 += word.astype(np.uint32)
+        _mix_in_place(lane0, scratch, _LOWBIAS)
+        _mix_in_place(lane1, scratch, _FMIX)
+        lane1 ^= lane0
+    return np.stack((lane0, lane1), axis=1)
+
+
 def noise_bits_reference(seed: int, position: int, token_id: int) -> int:
     """The definition, in Python integers: 32 bits for one token."""
     lane0, lane1 = row_key(seed, position)
@@ -89,6 +105,13 @@ def noise_bits_tensor(seeds: Sequence[int], positions: Sequence[int], token_ids:
     """``noise_bits_rows`` on any device. token_ids: int64 [V] or [R, V]. Returns int64 [R, V] of 32-bit values."""
     pairs = [row_key(s, p) for s, p in zip(seeds, positions, strict=True)]
     keys = torch.tensor(pairs, dtype=torch.int64, device=token_ids.device).view(-1, 2)
+    return noise_bits_keyed(keys, token_ids)
+
+
+def noise_bits_keyed(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """``noise_bits_tensor`` for rows whose keys are known. keys: int64 [R, 2], the words of ``row_key``, of which the
+    low 32 bits count; same device as token_ids."""
+    keys = keys & _MASK
     return _mix(_mix((token_ids + keys[:, :1]) & _MASK, _LOWBIAS) ^ keys[:, 1:], _FMIX)
 
 

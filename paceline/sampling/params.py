@@ -23,7 +23,7 @@ _FIRST_THRESHOLD = 1e-3
 _THRESHOLD_STEP = 16.0
 _LAST_THRESHOLD = 1e-9
 # A mass or ratio this close to its threshold has reached it, so that summation order never decides.
-_TOLERANCE = 1e-9
+TOLERANCE = 1e-9
 
 
 def has_penalty(params: SamplingParams) -> bool:
@@ -103,7 +103,7 @@ def truncate(
     keep = torch.ones_like(scaled, dtype=torch.bool)
     if top_p < 1.0:
         probs = scaled.exp() / mass
-        keep = probs.cumsum(dim=1) - probs < top_p - _TOLERANCE
+        keep = probs.cumsum(dim=1) - probs < top_p - TOLERANCE
         keep[:, 0] = True
     if min_p > 0.0:
         keep = keep & _reaches(scaled, min_p)
@@ -139,7 +139,7 @@ def _gather_sorted(scaled: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tens
 def _reaches(scaled: torch.Tensor, min_p: float) -> torch.Tensor:
     """Where p_i >= min_p * p_max, of scaled logits whose maximum is 0."""
     threshold = math.log(min_p) if min_p > 0.0 else -math.inf
-    return scaled >= threshold - _TOLERANCE
+    return scaled >= threshold - TOLERANCE
 
 
 def process(

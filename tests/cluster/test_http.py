@@ -228,7 +228,9 @@ async def test_metrics_count_what_is_refused_here(client: httpx.AsyncClient) -> 
     assert 'paceline_requests_total{status="InvalidRequest"} 1.0' in response.text
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nowhere", 404), ("GET", COMPLETIONS, 405)])
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/nowhere", 404), ("GET", "/health/", 404), ("GET", COMPLETIONS, 405)]
+)
 async def test_wrong_paths(client: httpx.AsyncClient, method: str, path: str, status: int) -> None:
     response = await client.request(method, path)
     assert response.status_code == status

@@ -11,6 +11,8 @@ import httpx
 import pytest
 
 from cluster import http as http_module
+from cluster.json_body import MAX_CONTAINERS
+from cluster.plan import MAX_MESSAGES
 from paceline.errors import (
     DeadlineExceeded,
     HandoffFailed,
@@ -61,6 +63,12 @@ WRONG_COMPLETIONS = [
     ({**COMPLETION, "stream": "yes"}, "stream"),
     ({**COMPLETION, "stream_options": {"include_usage": True}}, "stream_options"),
     ({**COMPLETION, "stream": True, "temperature": -1}, "temperature"),
+    ({**COMPLETION, "": 1}, "''"),
+    ({**COMPLETION, "cache_salt": "x" * 257}, "cache_salt"),
+    ({**COMPLETION, "cache_salt": "\ud800"}, "cache_salt"),
+    ({**COMPLETION, "repetition_penalty": 1e-300}, "repetition_penalty"),
+    ({"prompt": [1] * 1000 + [-1]}, "prompt[1000]"),
+    ({"prompt": []}, "prompt"),
 ]
 WRONG_CHATS = [
     ({}, "messages"),
@@ -84,6 +92,12 @@ WRONG_CHATS = [
     ({**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({**CHAT, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
     ({**CHAT, "max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"messages": [{"role": "user", "content": ""}] * (MAX_MESSAGES + 1)}, "messages"),
+    ({"messages": [{"role": "user", "content": [{}] * (MAX_MESSAGES + 1)}]}, "messages[0].content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0].type",
+    ),
 ]
 
 
@@ -104,17 +118,39 @@ async def test_wrong_chats(client: httpx.AsyncClient, body: dict[str, Any], para
         (b'{"prompt": "hi", "temperature": 1e999}', "temperature"),
         (b'{"prompt": "hi", "logit_bias": {"5": -Infinity}}', "logit_bias.5"),
         (b'{"prompt": [1, NaN]}', "prompt[1]"),
+        (b'{"": NaN}', "''"),
+        (b'{"' + b"k" * 10_000 + b'": {"a": [NaN]}}', "k" * 100 + ".a[0]"),
         (b'{"prompt": "hi", "seed": ' + b"9" * 5000 + b"}", "body"),
         (b'{"prompt": "hi"', "body"),
         (b'{"prompt": "\xff"}', "body"),
         (b"[]", "body"),
         (b"", "body"),
         (b"[" * 100_000, "body"),
+        (b'{"prompt": "hi", "metadata": [' + b"[]," * MAX_CONTAINERS + b"[]]}", "body"),
+        (b'{"prompt": "hi", "metadata": "' + b"\\" * MAX_CONTAINERS + b"[" * MAX_CONTAINERS, "body"),
     ],
 )
 async def test_wrong_json(client: httpx.AsyncClient, router: FakeRouter, content: bytes, param: str) -> None:
     assert await refused(client, COMPLETIONS, content) == param
     assert router.asked == []
+
+
+async def test_brackets_within_a_text_are_no_lists(client: httpx.AsyncClient, router: FakeRouter) -> None:
+    text = '[{"\\' * MAX_CONTAINERS
+    assert (await client.post(COMPLETIONS, json={"prompt": text})).status_code == 200
+    assert router.asked[0].prompt == text
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "", "\xff"])
+async def test_another_content_type(client: httpx.AsyncClient, router: FakeRouter, kind: str) -> None:
+    """A web page can make a browser send these anywhere."""
+    headers = {"content-type": kind.encode("latin-1")}
+    response = await client.post(COMPLETIONS, content=json.dumps(COMPLETION), headers=headers)
+    assert response.status_code == 415
+    assert response.json()["error"]["param"] == "content-type"
+    assert router.asked == []
+    headers = {"content-type": b"Application/JSON; charset=utf-8"}
+    assert (await client.post(COMPLETIONS, content=json.dumps(COMPLETION), headers=headers)).status_code == 200
 
 
 async def test_another_model(client: httpx.AsyncClient, router: FakeRouter) -> None:

@@ -1,0 +1,83 @@
+"""One process of the deployment under test: ``process.py router|prefill|decode FOLDER REDIS_URL``. Prints its addresses
+on one line and ends when its input does. The router waits for a line of input: the nodes are there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+import torch
+
+from cluster.host import NodeHost
+from cluster.http import create_app, serve_http
+from cluster.journal import open_journal
+from cluster.metrics import Metrics
+from cluster.registry import NodeDirectory
+from cluster.router import Router
+from cluster.service import serve_grpc
+from paceline.config import ServeConfig
+from paceline.tokenizer import Tokenizer
+from support.tiny_chat import CHAT_VOCAB
+
+CONTEXT = 96  # tokens of prompt and output: bounds the work of every message that happens to be valid
+GRACE_S = 2.0
+MODEL = "tiny"
+LEASE_TTL_S = 20.0  # this machine may be busy: no node is to be given up for being slow
+
+
+def options(folder: str) -> ServeConfig:
+    """Of router and nodes alike."""
+    return ServeConfig(
+        model=folder,
+        drafter="ngram",
+        drafters="none,suffix",
+        num_draft_tokens=3,
+        tree="dynamic",
+        page_size=8,
+        max_model_len=CONTEXT,
+        kv_cache_tokens=16384,
+        max_waiting=512,
+        lease_ttl_s=LEASE_TTL_S,
+        request_timeout_s=60.0,
+        reserve_deadline_s=10.0,
+        handoff_deadline_s=10.0,
+    )
+
+
+def run_node(role: str, folder: str, redis_url: str) -> None:
+    host = NodeHost(role, f"{role}-0", 1, options(folder).node(threads=1), redis_url, LEASE_TTL_S)
+    print(host.start(), flush=True)
+    sys.stdin.read()
+    host.stop(GRACE_S)
+
+
+async def run_router(folder: str, redis_url: str) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s router %(levelname)s %(name)s: %(message)s")
+    config = options(folder)
+    sys.stdin.readline()
+    directory = NodeDirectory(redis_url, LEASE_TTL_S)
+    await directory.start()
+    metrics = Metrics()
+    journal = open_journal(config, redis_url, metrics.registry)
+    assert journal is not None
+    tokenizer = Tokenizer.from_folder(Path(folder))
+    router = Router(directory, tokenizer, config, MODEL, CONTEXT, CHAT_VOCAB, metrics=metrics, journal=journal)
+    http = await serve_http(create_app(router, metrics), "127.0.0.1", 0)
+    grpc = await serve_grpc(router, "127.0.0.1:0")
+    print(f"127.0.0.1:{grpc.port} 127.0.0.1:{http.port}", flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await grpc.stop(GRACE_S)
+    await http.stop(GRACE_S)
+    await router.close()
+    await journal.close()
+    await directory.close()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if sys.argv[1] == "router":
+        asyncio.run(run_router(*sys.argv[2:]))
+    else:
+        run_node(*sys.argv[1:])

@@ -1,0 +1,55 @@
+"""Serialized messages that are wrong in every way, sent to every public RPC of a running deployment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from fuzz.campaign import ANSWER_S, FULL, SEED, campaign, reached, seeded
+from fuzz.deployment import Deployment
+from fuzz.grpc_calls import RPCS, wrong
+from fuzz.grpc_sending import CHANNEL, Sender
+from fuzz.proto_mutations import noise
+
+MESSAGES = FULL or 700
+
+
+async def test_messages_that_are_wrong(served: Deployment) -> None:
+    async with grpc.aio.insecure_channel(served.grpc, options=CHANNEL) as channel:
+        seen = await campaign("grpc", served, MESSAGES, seeded("grpc", wrong), Sender(channel).send)
+    reached(seen, 0.1, "OK", "INVALID_ARGUMENT")
+    reached(seen, 0, "NOT_FOUND")
+
+
+async def test_bytes_that_are_no_http2(served: Deployment) -> None:
+    """Written to the port itself. What comes back is gRPC's own business."""
+    host, _, port = served.grpc.rpartition(":")
+    for number in range(max(FULL // 100, 20)):
+        rng = random.Random(f"{SEED}/socket/{number}")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        preface = rng.choice((b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"POST / HTTP/1.1\r\nhost: x\r\n\r\n"))
+        writer.write(preface + noise(rng, b""))
+        writer.write_eof()
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(ANSWER_S):
+                await reader.read()
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+    await asyncio.to_thread(served.check)
+
+
+async def test_every_public_rpc_is_sent_to(served: Deployment) -> None:
+    """What the server itself lists, and nothing else."""
+    with grpc.insecure_channel(served.grpc) as channel:
+        database = ProtoReflectionDescriptorDatabase(channel)
+        pool = DescriptorPool(database)
+        services = [pool.FindServiceByName(name) for name in database.get_services()]
+    listed = {f"/{service.full_name}/{method.name}" for service in services for method in service.methods}
+    assert {rpc.path for rpc in RPCS} == listed

@@ -1,0 +1,20 @@
+"""Requests that are wrong in every way, sent to every HTTP operation of a running deployment."""
+
+from __future__ import annotations
+
+import httpx
+
+from fuzz.campaign import FULL, campaign, reached, seeded
+from fuzz.deployment import Deployment
+from fuzz.http_cases import Cases
+from fuzz.http_sending import HttpSender
+
+REQUESTS = FULL or 700
+
+
+async def test_requests_that_are_wrong(served: Deployment) -> None:
+    document = httpx.get(f"http://{served.http}/openapi.json", timeout=10).json()
+    make, sender = seeded("http", Cases(document)), HttpSender(served.http, document)
+    seen = await campaign("http", served, REQUESTS, make, sender.send)
+    reached(seen, 0.1, "200", "400")
+    reached(seen, 0, "404", "405", "413", "415", "closed")
