@@ -9,6 +9,8 @@ from importlib.util import find_spec
 
 import torch
 
+EXACT = {"enable_fp_fusion": False}  # a launch's option: a product rounds before it is added, as on the host
+
 
 @lru_cache(maxsize=1)
 def has_triton() -> bool:

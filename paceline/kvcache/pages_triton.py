@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.triton_support import next_power_of_2, on_device_of
+from paceline.triton_support import EXACT, next_power_of_2, on_device_of
 
 if TYPE_CHECKING:
     from paceline.kvcache.device_pages import DevicePages
@@ -90,7 +90,7 @@ def move(pool: DevicePages, layers: range, slots: torch.Tensor, flat: torch.Tens
     with on_device_of(flat):
         _move_kernel[(triton.cdiv(slots.shape[0], tokens), len(layers))](
             pool.table, layers.start, pool.first, slots, flat, slots.shape[0], pool.page_size, pool.num_slots,
-            WORDS=pool.table.shape[1], TO_FLAT=to_flat, TOKENS=tokens, UNITS=units, EVEN=pool.even,
+            WORDS=pool.table.shape[1], TO_FLAT=to_flat, TOKENS=tokens, UNITS=units, EVEN=pool.even, **EXACT,
         )  # fmt: skip
 
 
@@ -111,5 +111,5 @@ def compact(
     with on_device_of(slots):
         _compact_kernel[(num_seqs, len(layers), triton.cdiv(widest, units))](
             pool.table, layers.start, pool.first, slots, starts, lengths, lengths.stride(0), paths, paths.stride(0),
-            pool.page_size, WORDS=pool.table.shape[1], UNITS=units,
+            pool.page_size, WORDS=pool.table.shape[1], UNITS=units, **EXACT,
         )  # fmt: skip

@@ -32,7 +32,7 @@ from paceline.sampling.packing import (
 )
 from paceline.sampling.triton_cut import cut
 from paceline.sampling.triton_parts import NO_COLUMN, exponential, noise_bits, row_top, softmax_temperature, sort_key
-from paceline.triton_support import next_power_of_2
+from paceline.triton_support import EXACT, next_power_of_2
 
 BLOCK = 2048  # columns of a chunk
 EDIT_BLOCK = 256
@@ -203,7 +203,7 @@ def _topk_kernel(
 def noise(ids: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """The noise of one row. ids: int32 [V]; keys: int32 [2]. Returns int64 [V] of 32-bit values."""
     out = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
-    _noise_kernel[(triton.cdiv(len(ids), BLOCK),)](ids, keys, out, len(ids), BLOCK=BLOCK)
+    _noise_kernel[(triton.cdiv(len(ids), BLOCK),)](ids, keys, out, len(ids), BLOCK=BLOCK, **EXACT)
     return out
 
 
@@ -214,7 +214,7 @@ def adjust(logits: torch.Tensor, rows: DeviceRows) -> torch.Tensor:
     for which in (PROMPT, OUTPUT, OWN):  # a later list's edits overwrite
         _edit_kernel[(len(logits),)](
             logits, edited, logits.stride(0), rows.words, rows.edits, LIST=which, WORDS=NUM_WORDS, BLOCK=EDIT_BLOCK,
-            enable_fp_fusion=False,
+            **EXACT,
         )  # fmt: skip
     return edited
 
@@ -228,7 +228,9 @@ def sample(logits: torch.Tensor, rows: DeviceRows) -> torch.Tensor:
     cut(logits, rows, split.tops)
     split.race(words[:, KEY:], numbers[:, TEMPERATURE], numbers[:, FLOOR], words[:, CUT_KEY:], cut=True)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    _token_kernel[(num_rows,)](split.tops, split.scores, split.columns, tokens, split.chunks, CHUNKS=split.padded)
+    _token_kernel[(num_rows,)](
+        split.tops, split.scores, split.columns, tokens, split.chunks, CHUNKS=split.padded, **EXACT
+    )
     return tokens
 
 
@@ -251,6 +253,7 @@ def topk(
         logits, logits.stride(0), token_map, temperatures, temperatures.stride(0), split.tops, split.sums, split.scores,
         split.columns, ids, probs, split.chunks,
         HAS_MAP=token_map is not None, WIDTH=width, CHUNKS=split.padded, ENTRIES=next_power_of_2(split.chunks * width),
+        **EXACT,
     )  # fmt: skip
     return ids, probs
 
@@ -275,7 +278,7 @@ class _Split:
         """Fill tops, top_ids and, if asked, sums."""
         _best_kernel[(self.logits.shape[0], self.chunks)](
             self.logits, self.logits.stride(0), temperatures, temperatures.stride(0), self.tops, self.top_ids,
-            self.sums, self.vocab_size, self.chunks, WITH_SUM=with_sum, BLOCK=self.block, num_warps=8,
+            self.sums, self.vocab_size, self.chunks, WITH_SUM=with_sum, BLOCK=self.block, num_warps=8, **EXACT,
         )  # fmt: skip
 
     def race(
@@ -293,5 +296,5 @@ class _Split:
             self.logits, self.logits.stride(0), token_map, keys, keys.stride(0), temperatures, temperatures.stride(0),
             floors, cuts, 0 if cuts is None else cuts.stride(0), self.tops, self.top_ids, self.scores, self.columns,
             self.vocab_size, self.chunks, HAS_MAP=token_map is not None, RACED=int(raced), CUT=cut, WIDTH=self.width,
-            CHUNKS=self.padded, MARGIN=MARGIN, BLOCK=self.block, num_warps=8,
+            CHUNKS=self.padded, MARGIN=MARGIN, BLOCK=self.block, num_warps=8, **EXACT,
         )  # fmt: skip

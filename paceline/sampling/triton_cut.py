@@ -23,7 +23,7 @@ from paceline.sampling.packing import (
     DeviceRows,
 )
 from paceline.sampling.triton_parts import NO_COLUMN, key_value, row_top, sort_key
-from paceline.triton_support import next_power_of_2
+from paceline.triton_support import EXACT, next_power_of_2
 
 BLOCK = 4096  # columns that the one program of a row reads at once
 
@@ -37,7 +37,7 @@ def cut(logits: torch.Tensor, rows: DeviceRows, tops: torch.Tensor) -> None:
         logits, logits.stride(0), rows.cut_rows, rows.numbers, rows.words, tops, logits.shape[1], chunks,
         NUMBERS=NUM_NUMBERS, TEMPERATURE=TEMPERATURE, MASS_LIMIT=MASS_LIMIT, WORDS=NUM_WORDS, TOP_K=TOP_K,
         CUT_KEY=CUT_KEY, CUT_ID=CUT_ID, CHUNKS=next_power_of_2(chunks),
-        BLOCK=min(BLOCK, next_power_of_2(logits.shape[1])), num_warps=16,
+        BLOCK=min(BLOCK, next_power_of_2(logits.shape[1])), num_warps=16, **EXACT,
     )  # fmt: skip
 
 
@@ -66,14 +66,12 @@ def _cut_kernel(
         )
         need = top_k - above.to(tl.int32)
     if limit < float("inf"):
-        bottom = cut_key
-        goal = limit * _mass(logits, bottom, need, top, temperature, vocab_size, BLOCK)
-        cut_key, above = _search(logits, bottom, highest, goal, top, temperature, vocab_size, True, BLOCK)
+        goal = limit * _mass(logits, cut_key, need, top, temperature, vocab_size, BLOCK)
+        cut_key, above = _search(logits, cut_key, highest, goal, top, temperature, vocab_size, True, BLOCK)
         weight = tl.exp((key_value(cut_key).to(tl.float64) - top) / temperature)
+        # No more than top-k left, since the limit is below 1.
         enough = tl.maximum(tl.ceil((goal - above) / weight), 1.0)
-        enough = tl.where((weight > 0.0) & (enough < 2147483647.0), enough, 2147483647.0).to(tl.int64)
-        most = tl.where(cut_key == bottom, need, 2147483647).to(tl.int64)
-        need = tl.minimum(enough, most).to(tl.int32)
+        need = tl.where((weight > 0.0) & (enough < 2147483520.0), enough, 2147483520.0).to(tl.int32)
     tl.store(words + row * WORDS + CUT_KEY, cut_key)
     tl.store(words + row * WORDS + CUT_ID, _last_id(logits, cut_key, need, vocab_size, BLOCK))
 

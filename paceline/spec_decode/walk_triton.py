@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.triton_support import next_power_of_2, on_device_of
+from paceline.triton_support import EXACT, next_power_of_2, on_device_of
 
 if TYPE_CHECKING:
     from paceline.spec_decode.device_walk import DeviceTrees
@@ -68,6 +68,6 @@ def walk(trees: DeviceTrees, sampled: torch.Tensor) -> torch.Tensor:
             trees.token_ids, trees.parents, trees.starts, trees.max_new_tokens, trees.stop_starts, trees.stop_ids,
             sampled, result, result.stride(0), PATH=PATH, STOP=STOP, TOO_LONG=TOO_LONG,
             NODES=next_power_of_2(max(trees.max_nodes, MIN_BLOCK)),
-            STOPS=next_power_of_2(max(trees.max_stops, MIN_BLOCK)), num_warps=1,
+            STOPS=next_power_of_2(max(trees.max_stops, MIN_BLOCK)), num_warps=1, **EXACT,
         )  # fmt: skip
     return result

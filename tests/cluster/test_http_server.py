@@ -32,7 +32,7 @@ async def connecting(router: FakeRouter) -> AsyncIterator[Any]:
         return opened[-1]
 
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             yield connect
     finally:
         for _, writer in opened:
@@ -63,7 +63,7 @@ async def test_bytes_that_are_no_http(router: FakeRouter, data: bytes) -> None:
 
 async def test_a_head_that_does_not_arrive(router: FakeRouter, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a connection that says nothing, and on one that goes on a byte at a time, also after a request."""
-    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 1.0)
     async with connecting(router) as connect:
         silent, _ = await connect()
         slow, writer = await connect(HEALTH)
@@ -72,7 +72,7 @@ async def test_a_head_that_does_not_arrive(router: FakeRouter, monkeypatch: pyte
         for byte in HEALTH[:-1]:
             if not late[1].done():
                 writer.write(bytes([byte]))
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.06)
         for told in await asyncio.gather(*late):
             status, headers, body = told
             assert (status, headers["connection"], body["error"]["code"]) == (408, "close", "timeout")
@@ -82,14 +82,14 @@ async def test_a_head_that_does_not_arrive(router: FakeRouter, monkeypatch: pyte
 async def test_the_time_for_a_head_is_not_that_of_the_request(
     router: FakeRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.7)
     router.stall_after = 1
     async with connecting(router) as connect:
         ask = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 15\r\n\r\n"
         reader, writer = await connect(ask)
         writer.write(b'{"prompt":"hi"}')
         await router.started.wait()
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1.2)
         router.release.set()
         assert (await answer(reader))[0] == 200
 
@@ -104,8 +104,8 @@ async def test_a_connection_too_many(router: FakeRouter, monkeypatch: pytest.Mon
         assert (status, headers["retry-after"], body["error"]["code"]) == (503, "1", "overloaded")
         writer.close()
         await writer.wait_closed()
-        await asyncio.sleep(0.05)
-        assert (await answer((await connect(HEALTH))[0]))[0] == 200
+        while (await answer((await connect(HEALTH))[0]))[0] != 200:  # until the server has noticed
+            await asyncio.sleep(0.02)
 
 
 async def test_garbage_while_a_stream_is_answered(router: FakeRouter, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ from paceline.sampling import device_torch
 from paceline.sampling.device import draft_topk, sample_rows_device
 from support.device_sampling import (
     check_broken_rows,
+    check_cuts,
     check_masses_at_their_limit,
     check_noise,
     check_ties,
@@ -40,6 +41,12 @@ def test_noise_is_the_reference_bit_for_bit() -> None:
 @pytest.mark.parametrize(("vocab_size", "count"), [(5, 2000), (1000, 2000), (49152, 200), (128256, 60)])
 def test_tokens_are_the_cpus(vocab_size: int, count: int) -> None:
     check_tokens(CUDA, vocab_size, count, seed=vocab_size + 1)
+
+
+@pytest.mark.parametrize(("vocab_size", "count"), [(31, 200), (1000, 200), (128256, 60)])
+def test_cuts_leave_the_cpus_sets(vocab_size: int, count: int) -> None:
+    pytest.importorskip("triton")
+    check_cuts(CUDA, vocab_size, count)
 
 
 def test_ties() -> None:

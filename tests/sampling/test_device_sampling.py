@@ -13,6 +13,7 @@ from paceline.sampling.packing import EDIT_WORDS, pack_rows
 from paceline.sampling.sampler import RowContext
 from support.device_sampling import (
     check_broken_rows,
+    check_cuts,
     check_masses_at_their_limit,
     check_noise,
     check_ties,
@@ -44,6 +45,12 @@ def test_noise_is_the_reference_bit_for_bit() -> None:
 @pytest.mark.parametrize(("vocab_size", "count"), [(5, 60), (1000, 60), (49152, 4)])
 def test_tokens_are_the_cpus(vocab_size: int, count: int) -> None:
     check_tokens(CPU, vocab_size, count * SCALE, seed=vocab_size)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="of the kernels alone")
+@pytest.mark.parametrize(("vocab_size", "count"), [(31, 30), (1000, 30), (9000, 4)])
+def test_cuts_leave_the_cpus_sets(vocab_size: int, count: int) -> None:
+    check_cuts(CPU, vocab_size, count)
 
 
 def test_ties() -> None:

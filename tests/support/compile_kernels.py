@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.triton_support import EXACT
+
 CAPABILITY = 90
 
 
@@ -42,7 +44,7 @@ def compile_call(call: KernelCall) -> str:
     compiled = triton.compile(
         ASTSource(fn=kernel, signature=ordered, constexprs=constants),
         target=GPUTarget("cuda", CAPABILITY, 32),
-        options={"num_warps": call.num_warps},
+        options={"num_warps": call.num_warps, **EXACT},
     )
     return str(compiled.asm["ptx"])
 

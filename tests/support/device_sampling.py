@@ -12,6 +12,8 @@ import torch
 from paceline.request import SamplingParams
 from paceline.sampling.device import BROKEN, draft_topk, operations, race_topk, sample_rows_device, upload_keys
 from paceline.sampling.noise import noise_bits_reference
+from paceline.sampling.packing import CUT_ID, CUT_KEY, upload_rows
+from paceline.sampling.params import process
 from paceline.sampling.sampler import RowContext, perturbed_topk, sample_rows
 
 
@@ -105,6 +107,30 @@ def _one(params: dict[str, Any], position: int = 0) -> RowContext:
     return RowContext(SamplingParams(**{"seed": 5, **params}), position, (), [], ())
 
 
+def check_cuts(device: torch.device, vocab_size: int, count: int) -> None:
+    """The very sets that ``params.process`` leaves, not only the tokens drawn from them."""
+    from paceline.sampling.triton_cut import cut
+
+    rng = random.Random(vocab_size)
+    rows = []
+    for _ in range(count):
+        top_k = rng.choice([0, 1, 2, 7, 30, vocab_size - 1])
+        top_p = rng.choice([1.0, 1e-10, 0.2, 0.6, 0.9, 0.99] if top_k else [1e-10, 0.2, 0.6, 0.9, 0.99])
+        rows.append(_one({"temperature": rng.choice([0.3, 1.0, 3.0]), "top_k": top_k, "top_p": top_p}))
+    logits = random_logits(rng, count, vocab_size)
+    packed = upload_rows(rows, vocab_size, device)
+    assert packed.cut_rows.tolist() == list(range(count))
+    cut(logits.to(device), packed, logits.amax(dim=1, keepdim=True).to(device))
+    words = packed.words.cpu()
+    key, last = words[:, CUT_KEY : CUT_KEY + 1], words[:, CUT_ID : CUT_ID + 1]
+    bits = torch.where(logits == 0.0, 0.0, logits).view(torch.int32)
+    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    kept = (keys > key) | ((keys == key) & (torch.arange(vocab_size) <= last))
+    for row, values, found in zip(rows, logits, kept, strict=True):
+        expected = process(values, row.params).exp() > 0.0
+        assert torch.equal(found & (values > -math.inf), expected & (values > -math.inf)), row.params
+
+
 def check_ties(device: torch.device, count: int = 40) -> None:
     """Among equal logits the lowest ids stay, whatever cuts, in whichever chunk they lie; in particular top-k 1 and a
     tiny top-p leave one."""
@@ -112,16 +138,20 @@ def check_ties(device: torch.device, count: int = 40) -> None:
     logits = torch.zeros(5, vocab_size)
     logits[2:, [17, 2100, 2199]] = 1.0
     logits[3] *= -1
+    zeros = torch.zeros(vocab_size)
+    zeros[0::2] = -0.0  # both zeros are one value
+    zeros[6:] = -9.0
     greedy = [_one({"temperature": 0.0})] * 5
     assert sample_rows_device(logits.to(device), greedy).tolist() == [0, 0, 17, 0, 17]
     for cut in ({"top_k": 1}, {"top_p": 1e-12}, {"top_p": 1e-4}):
         assert sample_rows_device(logits.to(device), [_one(cut)] * 5).tolist() == [0, 0, 17, 0, 17]
     for cut in ({"top_k": 2}, {"top_k": 4}, {"top_p": 0.5}, {"top_k": 4, "top_p": 0.3}, {"min_p": 1.0}):
         rows = [_one(cut, position) for position in range(count)]
-        same = logits[2:3].expand(count, -1).contiguous()
-        tokens = sample_rows_device(same.to(device), rows).tolist()
-        assert tokens == sample_rows(same, rows)
-        assert len(set(tokens)) > 1
+        for pattern in (logits[2], zeros):
+            same = pattern.expand(count, -1).contiguous()
+            tokens = sample_rows_device(same.to(device), rows).tolist()
+            assert tokens == sample_rows(same, rows)
+            assert len(set(tokens)) > 1
 
 
 def check_masses_at_their_limit(device: torch.device) -> None:
