@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
-# Tests of one thread each, without nodes, sockets or clocks: they run side by side. The rest runs alone.
+# Tests of one thread each, without clocks: they run side by side. The rest runs alone.
 COMPUTE := tests/attention tests/benchmarks tests/draft_training tests/kvcache tests/layers tests/models tests/sampling \
   tests/spec_decode tests/engine/test_exactness_deepseek.py tests/engine/test_exactness_matrix.py \
-  tests/engine/test_exactness_tiny.py tests/test_chat_template.py \
+  tests/engine/test_exactness_tiny.py tests/e2e/test_disaggregated_matrix.py tests/test_chat_template.py \
   tests/test_detokenizer.py tests/test_tokenizer.py
 
 .PHONY: setup demo serve test check fuzz fuzz-surface chaos proto bench clean help
