@@ -36,6 +36,7 @@ SILENCE_S = (2.5, 4.0)  # longer than it takes to be noticed
 RESCAN_S = 0.05
 DEATH_TIMEOUT_S = 5.0
 CONNECTION_TIMEOUT_S = 3.0
+VICTIM_TIMEOUT_S = 20.0  # for nodes to be there again that no other fault has
 
 Key = tuple[int, tuple[str, int], tuple[str, int] | None]  # of a socket: process, own address, the peer's
 
@@ -118,12 +119,17 @@ class Injector:
                 group.create_task(self._inject(one))
 
     async def _inject(self, planned: Planned) -> None:
-        there = [node for node in await asyncio.to_thread(self.view) if not is_gone(node.pid)]
-        nodes = [node for node in there if not self._hurt[node.id]]
-        chosen = _choose(planned, nodes)
-        if not chosen or not await connected(chosen):
-            self.skipped[planned.kind] += 1
-            return
+        end = time.monotonic() + VICTIM_TIMEOUT_S
+        while True:
+            there = [node for node in await asyncio.to_thread(self.view) if not is_gone(node.pid)]
+            nodes = [node for node in there if not self._hurt[node.id]]
+            chosen = _choose(planned, nodes)
+            if chosen and await connected(chosen) and not any(self._hurt[node.id] for node in chosen):
+                break
+            if time.monotonic() > end:
+                self.skipped[planned.kind] += 1
+                return
+            await asyncio.sleep(0.2)
         roles, victims = Counter(node.role for node in nodes), tuple(node.id for node in chosen)
         fault = Fault(planned.kind, victims, all(roles[node.role] > 1 for node in chosen), time.time())
         self.faults.append(fault)

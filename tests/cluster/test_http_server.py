@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -76,7 +76,9 @@ async def test_a_head_that_does_not_arrive(router: FakeRouter, monkeypatch: pyte
         for told in await asyncio.gather(*late):
             status, headers, body = told
             assert (status, headers["connection"], body["error"]["code"]) == (408, "close", "timeout")
-        assert [await reader.read() for reader in (silent, slow)] == [b"", b""]
+        assert await silent.read() == b""
+        with suppress(ConnectionResetError):  # what it wrote last may have come after the connection was closed
+            assert await slow.read() == b""
 
 
 async def test_the_time_for_a_head_is_not_that_of_the_request(
