@@ -276,8 +276,9 @@ class Attempt:
         counts = event.handed_off.bytes
         handoff = HandoffBytes(counts.target_kv, counts.draft_kv, counts.hidden, counts.meta)
         self._choice.add_handoff(handoff)
-        self._choice.trace.record("handed off", exposed_s=event.handed_off.exposed_s)
-        self._around.metrics.handed_off(handoff, event.handed_off.exposed_s)
+        exposed_s, transfer_s = event.handed_off.exposed_s, event.handed_off.transfer_s
+        self._choice.trace.record("handed off", exposed_s=exposed_s, transfer_s=transfer_s)
+        self._around.metrics.handed_off(handoff, exposed_s, transfer_s)
 
     async def _settle(self, prefill: PrefillStream) -> None:
         """The text is complete; wait a little for the hand-off's numbers when they are still to come."""

@@ -136,6 +136,38 @@ def sweep(
         sys.exit(1)
 
 
+@bench.command()
+def handoff(
+    model: ModelOption = "smollm2-135m-instruct",
+    prompt_tokens: Annotated[int, typer.Option(min=32, help="Of the prompt that is handed over.")] = 2000,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Of one prefill step.")] = 256,
+    drafter: Annotated[str, typer.Option(help="Of the deployment.")] = "default",
+    dtype: DtypeOption = "bf16",
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions; medians are shown.")] = 7,
+    json: JsonOption = None,
+    markdown: MarkdownOption = None,
+) -> None:
+    """A hand-off beside its prefill, against a raw gloo copy. Exit code 1 when a bound is missed."""
+    from benchmarks import handoff as bench_handoff
+    from benchmarks import jobs, tables
+    from benchmarks.handoff_report import HandoffSettings, handoff_grid
+    from cluster.cli import fetch_model
+
+    jobs.Outputs(json, None, markdown).check()
+    fetch_model(model)
+    settings = HandoffSettings(model, prompt_tokens, chunk_tokens, repeats, drafter, dtype)
+    with _bar("hand-off") as show:
+        report = bench_handoff.run(settings, show)
+    grid = handoff_grid(report)
+    tables_on.print(tables.rich_table(grid))
+    if json is not None:
+        json.write_text(report.to_json() + "\n", encoding="utf-8")
+    if markdown is not None:
+        markdown.write_text(tables.markdown(grid), encoding="utf-8")
+    if not report.holds:
+        sys.exit(1)
+
+
 def _inputs(
     model: str,
     prompts: Path,

@@ -13,6 +13,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 _TTFT_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 _GAP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+_HANDOFF_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _E2E_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
 _LENGTHS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16)
 
@@ -51,7 +52,12 @@ class Metrics:
         self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token, per choice.", _TTFT_S)
         self._gap = histogram("inter_token_seconds", "Time per token after the first.", _GAP_S)
         self._e2e = histogram("request_seconds", "Arrival to the end of a choice.", _E2E_S)
-        self._exposed = histogram("handoff_exposed_seconds", "End of prefill compute to the acknowledgement.", _TTFT_S)
+        self._exposed = histogram(
+            "handoff_exposed_seconds", "End of prefill compute to the acknowledgement.", _HANDOFF_S
+        )
+        self._transfer = histogram(
+            "handoff_transfer_seconds", "Time in which bytes of a hand-off were being sent.", _HANDOFF_S
+        )
         self._length = histogram("spec_acceptance_length", "Tokens per round of a choice, bonus counted.", _LENGTHS)
         self._queue_s = histogram("queue_seconds", "Wait for its turn of a request that got one.", _TTFT_S)
         self._running = Gauge("paceline_requests_running", "Requests that run.", registry=self.registry)
@@ -121,11 +127,12 @@ class Metrics:
         """An attempt failed with this class of error."""
         self._retries.labels(error).inc()
 
-    def handed_off(self, handoff: HandoffBytes, exposed_s: float) -> None:
+    def handed_off(self, handoff: HandoffBytes, exposed_s: float, transfer_s: float) -> None:
         """A hand-off is complete."""
         for name in ("target_kv", "draft_kv", "hidden", "meta"):
             self._handoff_bytes.labels(name).inc(getattr(handoff, name))
         self._exposed.observe(exposed_s)
+        self._transfer.observe(transfer_s)
 
     def choice_ended(self, completion: Completion) -> None:
         """A choice is complete."""

@@ -12,6 +12,8 @@ import torch
 
 from decode_node.stream import Stream
 from kv_transfer.handoff import HIDDEN, ByteClass, Handoff
+from kv_transfer.reshard import Side, reshard
+from kv_transfer.rows import RowTarget
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import HandoffFailed
 from paceline.spec_decode.sequence import DraftState
@@ -32,6 +34,8 @@ class ReservedPages:
         on_failed: Callable[[str, str], None],
     ) -> None:
         self._runner = runner
+        side = Side(runner.kv.layout)
+        self._target = RowTarget(runner.kv, reshard(side, side))
         self._streams = streams
         self._on_ready = on_ready
         self._on_failed = on_failed
@@ -63,7 +67,7 @@ class ReservedPages:
         for ref in stream.landing.pages[first_token // page_size : -(-end // page_size)]:
             self._runner.allocator.check(ref)
         slots = stream.landing.slots[first_token:end]
-        self._runner.kv.scatter(range(first_layer, first_layer + num_layers), slots, data)
+        self._target.scatter(range(first_layer, first_layer + num_layers), slots, data)
 
     def ready(self, ticket: str, state: handoff_pb2.State, hidden: torch.Tensor) -> None:
         """All rows are there. HandoffFailed when the state makes no sense; then nothing of it is used."""

@@ -64,10 +64,10 @@ class HandoffPlan:
     ``layout``: of the rows on the wire; the pool's own, or ``ReshardPlan.wire`` where a side is sharded. A layer of
     width 0 does not cross: nothing of it is expected. ``reshard``: the name of that plan, which Begin must carry.
     ``first_token`` and ``num_tokens``: the KV rows that it reserved and lacks (``first_token`` tokens of the prefix
-    it already holds). ``draft_required`` False: the draft rows may be left out, all of them or none (decode then
-    starts without a drafter). ``hidden_size``: width of one hidden row of the State, of the layout's dtype.
-    ``row_width``: width of the hidden row that comes with each token; 0: none may come. Unless every one comes, none is
-    used: of a request that its first token ended the last ones do not exist.
+    it already holds). ``draft_required`` False: the draft rows may be left out, all or none of them, or any of them
+    where State brings no draft (decode then starts without a drafter). ``hidden_size``: width of one hidden row of the
+    State, of the layout's dtype. ``row_width``: width of the hidden row that comes with each token; 0: none may come.
+    Unless every one comes, none is used: of a request that its first token ended the last ones do not exist.
     """
 
     layout: KvLayout
@@ -180,8 +180,9 @@ class Handoff:
             return f"layers {layers.start}..{layers.stop} outside {allowed.start}..{allowed.stop}"
         return None
 
-    def state_problem(self, num_hidden_rows: int, num_bytes: int) -> str | None:
-        """Why the hand-off cannot become READY with such a State, or None. Changes nothing."""
+    def state_problem(self, num_hidden_rows: int, num_bytes: int, *, drafts: bool = True) -> str | None:
+        """Why the hand-off cannot become READY with such a State, or None. ``drafts``: it brings a draft. Changes
+        nothing."""
         if self.status is not HandoffState.SENDING:
             return f"state while {self.status}"
         plan = self.plan
@@ -190,7 +191,7 @@ class Handoff:
         expected = num_hidden_rows * plan.hidden_size * plan.layout.dtype.itemsize
         if num_bytes != expected:
             return f"{num_bytes} bytes of hidden rows declared where {expected} are due"
-        return self._missing()
+        return self._missing(drafts)
 
     # -- events ------------------------------------------------------------------------------------------------
 
@@ -234,10 +235,10 @@ class Handoff:
                 self._arrived[layer] |= rows
             self.bytes_by_class[byte_class] += num_bytes
 
-    def state(self, num_hidden_rows: int, num_bytes: int) -> None:
+    def state(self, num_hidden_rows: int, num_bytes: int, *, drafts: bool = True) -> None:
         """SENDING -> READY. HandoffFailed if a row is missing or the hidden rows have a wrong size."""
         with self._lock:
-            self._refuse_if(self.state_problem(num_hidden_rows, num_bytes))
+            self._refuse_if(self.state_problem(num_hidden_rows, num_bytes, drafts=drafts))
             self.bytes_by_class[HIDDEN] += num_bytes
             self._enter(HandoffState.READY)
 
@@ -291,10 +292,12 @@ class Handoff:
         """Those of ``layers`` that have a width: rows of the others neither arrive nor miss."""
         return [layer for layer in layers if self.plan.layout.layers[layer].row_elems]
 
-    def _missing(self) -> str | None:
+    def _missing(self, drafts: bool) -> str | None:
         """The first layer with a missing row, in words."""
         draft = self.plan.layout.layer_range(LayerOwner.DRAFT)
-        draft_absent = not self.plan.draft_required and not any(self._arrived[layer] for layer in draft)
+        # Draft rows leave before it is known whether the first token ends the request.
+        unused = not drafts or not any(self._arrived[layer] for layer in draft)
+        draft_absent = unused and not self.plan.draft_required
         for layer in self._crossing(range(len(self._arrived))):
             arrived = self._arrived[layer]
             if arrived != self._complete and not (layer in draft and draft_absent):
@@ -304,7 +307,7 @@ class Handoff:
 
 
 def described(message: handoff_pb2.HandoffMessage) -> dict[str, str | float]:
-    """What a trace says of a control message: byte class, tokens, and the bytes that follow it."""
+    """What a trace says of a control message: byte class, layers, tokens, and the bytes that follow it."""
     if message.WhichOneof("body") == "state":
         return {"num_bytes": message.state.num_bytes}
     if message.WhichOneof("body") != "chunk":
@@ -313,6 +316,8 @@ def described(message: handoff_pb2.HandoffMessage) -> dict[str, str | float]:
     byte_class = handoff_pb2.ByteClass.Name(chunk.byte_class).removeprefix("BYTE_CLASS_").lower()
     return {
         "byte_class": byte_class,
+        "first_layer": chunk.first_layer,
+        "num_layers": chunk.num_layers,
         "first_token": chunk.first_token,
         "num_tokens": chunk.num_tokens,
         "num_bytes": chunk.num_bytes,

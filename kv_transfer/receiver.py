@@ -2,7 +2,8 @@
 
 Queue: produced by the control stream (`feed`), consumed in order by the receiver thread. Bytes are received into a
 staging buffer, then given to the sink; bytes of a ticket that is unknown, failed or cancelled are received too and
-thrown away, so that the stream stays in step. Requests about a ticket (`cancel`, `fail`) go to the same thread, so
+thrown away, so that the stream stays in step. As bytes leave the staging buffer, whatever became of them, the sender
+gets credit for as many more. Requests about a ticket (`cancel`, `fail`) go to the same thread, so
 `HandoffSink.ready` and `failed` are told only when no write of that ticket can happen any more.
 
 When the link dies, the tickets in flight fail only after the blocked receive has returned; until then they are listed
@@ -25,7 +26,7 @@ from kv_transfer.handoff import ByteClass, Handoff, described
 from kv_transfer.staging import Staging
 from kv_transfer.transport import Transport, TransportError
 from paceline.errors import HandoffFailed, Overloaded
-from paceline.v1.handoff_pb2 import Cancelled, Chunk, Failed, HandoffAck, HandoffMessage, Ready, State
+from paceline.v1.handoff_pb2 import Cancelled, Chunk, Credit, Failed, HandoffAck, HandoffMessage, Ready, State
 
 log = logging.getLogger(__name__)
 
@@ -220,6 +221,8 @@ class HandoffReceiver:
                 self._fail_or_disown(message.ticket, message.abort.reason or "aborted by the sender")
             case other:
                 raise TransportError(f"control message without a known body ({other})")
+        if (num_bytes := self._staging.credit()) > 0:
+            self._answer(HandoffAck(credit=Credit(num_bytes=num_bytes)))
 
     def _on_begin(self, message: HandoffMessage) -> None:
         ticket = message.ticket
@@ -257,6 +260,7 @@ class HandoffReceiver:
             return
         began = time.monotonic()
         data = self._staging.receive(chunk.num_bytes).view(handoff.plan.layout.dtype)
+        self._staging.expect(self._next_bytes())
         try:
             handoff.chunk(*where, chunk.num_bytes)
             handoff.count_meta(message.ByteSize())
@@ -265,10 +269,18 @@ class HandoffReceiver:
         except Exception as error:
             self._fail_ticket(message.ticket, f"writing rows failed: {error}")
 
+    def _next_bytes(self) -> int:
+        """Bytes of the message that comes next: they follow, whatever becomes of its ticket."""
+        with self._cond:
+            return self._queue[0].chunk.num_bytes or self._queue[0].state.num_bytes if self._queue else 0
+
     def _on_state(self, message: HandoffMessage, state: State) -> None:
         ticket = message.ticket
         handoff = self._in_flight.get(ticket)
-        problem = "not in flight" if handoff is None else handoff.state_problem(state.num_hidden_rows, state.num_bytes)
+        problem: str | None = "not in flight"
+        drafts = state.proposal_depth > 0
+        if handoff is not None:
+            problem = handoff.state_problem(state.num_hidden_rows, state.num_bytes, drafts=drafts)
         if handoff is None or problem is not None:
             self._staging.drain(state.num_bytes)
             self._fail_or_disown(ticket, problem or "")
@@ -279,7 +291,7 @@ class HandoffReceiver:
         with self._cond:  # `cancel` comes before this, or finds the ticket ready
             cancelled = ticket in self._cancelled
             if not cancelled:
-                handoff.state(state.num_hidden_rows, state.num_bytes)
+                handoff.state(state.num_hidden_rows, state.num_bytes, drafts=drafts)
                 handoff.count_meta(message.ByteSize())
                 del self._in_flight[ticket]
         if cancelled:

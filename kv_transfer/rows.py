@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kv_transfer.host_rows import Columns, make_host_rows
 from kv_transfer.reshard import ReshardPlan, Side
 from paceline.errors import ConfigError
 from paceline.kvcache.layout import KvLayout, LayerKind
@@ -26,8 +27,10 @@ class RowSource:
         _check_pool(pool, plan.source)
         self.plan = plan
         self._pool = pool
-        self._whole = plan.wire.layers == pool.layout.layers
+        # A GPU's pool moves whole rows of all layers in one launch.
+        self._at_once = pool.device.type != "cpu" and plan.wire.layers == pool.layout.layers
         self._columns = _columns(pool, {part.layer: (part.source_head, part.num_heads) for part in plan.slices})
+        self._host = make_host_rows(pool, self._columns)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -38,18 +41,43 @@ class RowSource:
         """Bytes of one token over ``layers`` on the wire."""
         return sum(self.plan.wire.layers[layer].row_elems for layer in layers) * self.dtype.itemsize
 
-    def gather(self, layers: range, slots: Tensor) -> Tensor:
+    @property
+    def device(self) -> torch.device:
+        """Of the pool."""
+        return self._pool.device
+
+    def gather(self, layers: range, slots: Tensor, out: Tensor | None = None) -> Tensor:
         """Rows of ``layers`` at ``slots`` [T], which are in order of position: flat, contiguous, of ``dtype``, on the
-        pool's device. float32 rows that become bfloat16 are rounded to nearest even, as ``Tensor.to`` does."""
-        if self._whole:
-            return self._pool.gather(layers, slots).to(self.dtype)
-        rows = _Rows.of(slots, self._pool)
+        pool's device. float32 rows that become bfloat16 are rounded to nearest even, as ``Tensor.to`` does.
+
+        out: filled and returned instead; of that size and dtype, on any device. ValueError when it is not.
+        """
         sizes = _sizes(self.plan.wire, layers, slots)
+        if out is not None and (out.shape != (sum(sizes),) or out.dtype is not self.dtype):
+            raise ValueError(f"{out.dtype} {list(out.shape)} is no room for {self.dtype} {[sum(sizes)]}")
+        as_it_is = self.dtype is self._pool.layout.dtype and not self._at_once
+        if out is not None and as_it_is and out.device == self._pool.device:
+            self._fill(out, layers, slots, sizes)
+            return out
+        rows = self._gather_new(layers, slots, sizes)
+        return rows.to(self.dtype) if out is None else out.copy_(rows)
+
+    def _gather_new(self, layers: range, slots: Tensor, sizes: list[int]) -> Tensor:
+        """Of the pool's dtype."""
+        if self._at_once:
+            return self._pool.gather(layers, slots)
         result = torch.empty(sum(sizes), dtype=self._pool.layout.dtype, device=self._pool.device)
+        self._fill(result, layers, slots, sizes)
+        return result
+
+    def _fill(self, result: Tensor, layers: range, slots: Tensor, sizes: list[int]) -> None:
+        if self._host is not None:
+            self._host.gather(layers, slots, result)
+            return
+        rows = _Rows.of(slots, self._pool)
         for layer, part in zip(layers, torch.split(result, sizes), strict=True):
             if columns := self._columns.get(layer):
                 torch.index_select(columns.view, 0, rows.of_kind(columns.kind), out=part.view(-1, columns.width))
-        return result.to(self.dtype)
 
 
 class RowTarget:
@@ -60,13 +88,14 @@ class RowTarget:
         _check_pool(pool, plan.dest)
         self.plan = plan
         self._pool = pool
-        self._whole = plan.wire.layers == pool.layout.layers
+        self._at_once = pool.device.type != "cpu" and plan.wire.layers == pool.layout.layers
         self._columns = _columns(pool, {part.layer: (part.dest_head, part.num_heads) for part in plan.slices})
+        self._host = make_host_rows(pool, self._columns)
 
     def scatter(self, layers: range, slots: Tensor, data: Tensor) -> None:
         """Inverse of `RowSource.gather`: store flat ``data`` of ``layers`` at ``slots`` [T]. The heads that other
         sources send keep their content. ValueError when ``data`` has another size or dtype."""
-        if self._whole:
+        if self._at_once:
             self._pool.scatter(layers, slots, data)
             return
         sizes = _sizes(self.plan.wire, layers, slots)
@@ -75,23 +104,17 @@ class RowTarget:
                 f"{data.dtype} {list(data.shape)} arrived for {slots.shape[0]} tokens of layers {layers}, "
                 f"expected {self.plan.wire.dtype} {[sum(sizes)]}"
             )
-        rows = _Rows.of(slots, self._pool)
         data = data.to(self._pool.device).contiguous()
+        if self._host is not None:
+            self._host.scatter(layers, slots, data)
+            return
+        rows = _Rows.of(slots, self._pool)
         for layer, part in zip(layers, torch.split(data, sizes), strict=True):
             if columns := self._columns.get(layer):
                 columns.view.index_copy_(0, rows.of_kind(columns.kind), part.view(-1, columns.width))
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """The heads of a slice in one layer of a pool: a strided view of its memory, [rows, width]."""
-
-    kind: LayerKind
-    view: Tensor
-    width: int
-
-
-def _columns(pool: KvPool, slices: dict[int, tuple[int, int]]) -> dict[int, _Columns]:
+def _columns(pool: KvPool, slices: dict[int, tuple[int, int]]) -> dict[int, Columns]:
     """By layer, for slices given as (first head, number of heads) by layer."""
     found = {}
     for index, (first, count) in slices.items():
@@ -99,7 +122,7 @@ def _columns(pool: KvPool, slices: dict[int, tuple[int, int]]) -> dict[int, _Col
         heads = 1 if layer.kind is LayerKind.MLA else layer.num_kv_heads
         flat = pool.data[index].view(-1, heads * layer.head_dim)
         width = count * layer.head_dim
-        found[index] = _Columns(layer.kind, flat.narrow(1, first * layer.head_dim, width), width)
+        found[index] = Columns(layer.kind, flat.narrow(1, first * layer.head_dim, width), width)
     return found
 
 

@@ -1,18 +1,19 @@
-"""The prefill side of a link: one thread that posts a descriptor, then sends the bytes it announces.
+"""The prefill side of a link: what is queued is announced and started at once, one thread sees it through.
 
 Queue: produced by the owner (`begin`, `chunk`, `state`, `abort`) and by acknowledgements (an Abort in answer to
-Cancelled); consumed in order by the sender thread. Bounded in bytes and in messages.
+Cancelled); consumed in order by the sender thread. Bounded in bytes and in messages. Bytes are announced only while
+the receiver's credit lasts: one that is behind finds no sockets full, and lets no message run into its timeout.
 
 Life of a ticket here, one event per edge:
 
     (none) --begin--> OPEN --state--> ENDED --Ready--> (terminal)
                        |               |
-                       +--abort / Cancelled--> ABORTING     (what is queued is dropped, an Abort takes its place)
+                       +--abort / Cancelled--> ABORTING     (what is not announced is dropped, an Abort follows)
       OPEN, ENDED, ABORTING --Failed ack--> (terminal)
       OPEN, ENDED, ABORTING --link lost, close--> (failed)
 
-Terminal and failed are told once, by `on_terminal` or `on_failed`, and only when no bytes of the ticket are on the
-wire any more: the source rows may then be overwritten.
+Terminal and failed are told once, by `on_terminal` or `on_failed`, and only when no announced bytes of the ticket are
+left to send and nobody is `reading` its rows any more: these may then be overwritten.
 """
 
 from __future__ import annotations
@@ -20,47 +21,34 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from kv_transfer.handoff import HIDDEN, META, ByteClass
 from kv_transfer.outbox import Outbox, Outgoing
+from kv_transfer.tickets import Phase, Ticket, Tickets
 from kv_transfer.transport import Transport, TransportError
+from kv_transfer.wire import Started, Wire
 from paceline.errors import DeadlineExceeded, HandoffFailed
 from paceline.v1.handoff_pb2 import Abort, Begin, Chunk, HandoffAck, HandoffMessage, State
 
 log = logging.getLogger(__name__)
 
-MAX_REMEMBERED_TICKETS = 1024
-
-
-class _Phase(Enum):
-    OPEN = auto()  # Begin is queued or sent
-    ENDED = auto()  # State is queued or sent
-    ABORTING = auto()  # Abort is queued or sent; waits for the receiver's Failed
-
-
-@dataclass
-class _Ticket:
-    phase: _Phase = _Phase.OPEN
-    bytes_sent: dict[ByteClass, int] = field(default_factory=dict)
-    final: HandoffAck | str | None = None  # the ack that ended it, or the reason of its failure; told when off the wire
-
 
 class HandoffSender:
     """One link's sender.
 
-    ``post``: puts a message on the control stream; thread-safe, never blocks, keeps the order.
+    ``post``: puts a message on the control stream; thread-safe, never blocks, keeps the order. Called under a lock.
     ``on_terminal(ticket, ack)``: Ready or Failed arrived, the source pages may go.
     ``on_failed(ticket, reason)``: the link died or was closed first; the source pages may go.
     ``on_link_lost(reason)``: once, when the link dies (not on ``close``).
-    ``on_sent(message, began)``: a message and its bytes are off; posting began at ``began``, monotonic.
-    Callbacks run on the sender thread or on the thread that called ``acknowledge`` or ``link_lost``, with no lock held.
+    ``on_sent(message, began)``: a message's bytes are off; sending them began at ``began``, monotonic.
+    ``enqueue_timeout_s``: longest wait of the owner for room, and of the thread for credit.
+    Callbacks run on the sender thread, or on the one that called ``acknowledge``, ``link_lost`` or ``reading``, with no
+    lock held.
     """
 
     def __init__(
@@ -76,6 +64,7 @@ class HandoffSender:
         enqueue_timeout_s: float = 10.0,
     ) -> None:
         self._transport = transport
+        self._wire = Wire(transport)
         self._post = post
         self._on_terminal = on_terminal
         self._on_failed = on_failed
@@ -84,8 +73,10 @@ class HandoffSender:
         self._enqueue_timeout_s = enqueue_timeout_s
         self._cond = threading.Condition()
         self._outbox = Outbox(max_queued_bytes)
-        self._tickets: dict[str, _Ticket] = {}
-        self._ended: OrderedDict[str, dict[ByteClass, int]] = OrderedDict()  # byte counts of the latest tickets
+        self._tickets = Tickets()
+        self._started: deque[Started] = deque()  # what the outbox has announced
+        self._last_end = 0.0  # of the latest message
+        self._broken: str | None = None  # why the thread is to end the link
         self._dead: str | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="handoff-sender", daemon=True)
@@ -100,7 +91,7 @@ class HandoffSender:
             self._check_alive()
             if ticket in self._tickets:
                 raise HandoffFailed(f"hand-off {ticket} was begun already")
-            self._tickets[ticket] = _Ticket()
+            self._tickets[ticket] = Ticket()
         try:
             self._enqueue(ticket, Begin(num_tokens=num_tokens, first_token=first_token, reshard=reshard))
         except DeadlineExceeded:
@@ -117,8 +108,10 @@ class HandoffSender:
         first_token: int,
         num_tokens: int,
         data: Tensor,
+        done: Callable[[], None] = lambda: None,
     ) -> None:
-        """Queue rows in canonical order; ``data``: flat, contiguous, not written to until it was sent.
+        """Queue rows in canonical order; ``data``: flat, contiguous, not written to until ``done`` is called, which
+        happens once, whether it was sent, dropped or refused. ``done`` must not block.
 
         Blocks while ``max_queued_bytes`` wait (DeadlineExceeded after ``enqueue_timeout_s``). Dropped without an error
         when the receiver cancelled; HandoffFailed when the ticket is not open (any more), TransportError when the
@@ -134,7 +127,29 @@ class HandoffSender:
             num_tokens=num_tokens,
             num_bytes=data.nbytes,
         )
-        self._enqueue(ticket, body, byte_class, data)
+        queued = False
+        try:
+            queued = self._enqueue(ticket, body, byte_class, data, done)
+        finally:
+            if not queued:
+                done()
+
+    @contextmanager
+    def reading(self, ticket: str) -> Iterator[bool]:
+        """Hold back the end of an open ticket, inside, while its source rows are read. False when it is not open (any
+        more): the rows may be somebody else's then and are not to be read."""
+        with self._cond:
+            record = self._tickets.get(ticket)
+            wanted = record is not None and record.takes_rows
+            if record is not None:
+                record.readers += 1
+        try:
+            yield wanted
+        finally:
+            if record is not None:
+                with self._cond:
+                    record.readers -= 1
+                self._tell(ticket)
 
     def state(self, ticket: str, state: State, hidden: Tensor | None = None) -> None:
         """Queue the seed of decoding; ends the hand-off. ``hidden``: [num_hidden_rows, hidden_size], or None.
@@ -162,12 +177,16 @@ class HandoffSender:
             ticket = self._tickets.get(ack.ticket)
             if self._dead is not None:
                 return
+            if kind == "credit":
+                self._outbox.credit(ack.credit.num_bytes)
+                self._announce_locked()
+                return
             if kind == "cancelled":
                 self._abort_locked(ack.ticket, "cancelled by the receiver")
                 return
             if kind not in ("ready", "failed") or ticket is None:
                 return
-            if kind == "ready" and ticket.phase is _Phase.OPEN:
+            if kind == "ready" and ticket.phase is Phase.OPEN:
                 return  # no State was queued: not an answer to this hand-off
             self._outbox.drop(ack.ticket)
             ticket.final = ticket.final or ack
@@ -179,8 +198,12 @@ class HandoffSender:
     def bytes_sent(self, ticket: str) -> dict[ByteClass, int]:
         """Bytes sent of an open ticket, or of one of the latest ended ones, by class; META counts control messages."""
         with self._cond:
-            record = self._tickets.get(ticket)
-            return dict(record.bytes_sent if record is not None else self._ended.get(ticket, {}))
+            return dict(self._tickets.known(ticket).bytes_sent)
+
+    def sending_s(self, ticket: str) -> float:
+        """Seconds in which bytes of a ticket were being sent, of the same tickets."""
+        with self._cond:
+            return self._tickets.known(ticket).sending_s
 
     @property
     def open_tickets(self) -> tuple[str, ...]:
@@ -217,19 +240,24 @@ class HandoffSender:
             raise TransportError(f"link is dead: {self._dead}")
 
     def _enqueue(
-        self, ticket: str, body: Begin | Chunk | State, byte_class: ByteClass = META, data: Tensor | None = None
-    ) -> None:
-        """Wait for room, then append; refuses or drops as `chunk` says."""
-        item = Outgoing(_message(ticket, body), byte_class, data, _record_event(data))
+        self,
+        ticket: str,
+        body: Begin | Chunk | State,
+        byte_class: ByteClass = META,
+        data: Tensor | None = None,
+        done: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Wait for room, then append: True. Refuses or drops as `chunk` says."""
+        item = Outgoing.of(ticket, body, byte_class, data, done)
         deadline = time.monotonic() + self._enqueue_timeout_s
         with self._cond:
             while True:
                 self._check_alive()
                 record = self._tickets.get(ticket)
-                if record is None or record.final is not None or record.phase is _Phase.ENDED:
+                if record is None or record.final is not None or record.phase is Phase.ENDED:
                     raise HandoffFailed(f"hand-off {ticket} is not open")
-                if record.phase is _Phase.ABORTING:
-                    return
+                if record.phase is Phase.ABORTING:
+                    return False
                 if self._outbox.has_room(item.num_bytes):
                     break
                 remaining = deadline - time.monotonic()
@@ -237,61 +265,91 @@ class HandoffSender:
                     raise DeadlineExceeded(f"hand-off {ticket}: no room to send within {self._enqueue_timeout_s:g} s")
                 self._cond.wait(remaining)
             if isinstance(body, State):
-                record.phase = _Phase.ENDED
+                record.phase = Phase.ENDED
             self._outbox.append(item)
-            self._cond.notify_all()
+            self._announce_locked()
+            return True
 
     def _abort_locked(self, ticket: str, reason: str) -> None:
         record = self._tickets.get(ticket)
         if record is not None:
-            if record.phase is _Phase.ABORTING or record.final is not None:
+            if record.phase is Phase.ABORTING or record.final is not None:
                 return
-            record.phase = _Phase.ABORTING
+            record.phase = Phase.ABORTING
             self._outbox.drop(ticket)
-        self._outbox.append(Outgoing(_message(ticket, Abort(reason=reason)), META))
+        self._outbox.append(Outgoing.of(ticket, Abort(reason=reason)))
+        self._announce_locked()
+
+    def _announce_locked(self) -> None:
+        """Bytes are under way as soon as they are announced: neither waits for the thread to be done with others."""
+        try:
+            for item in self._outbox.announce():
+                self._post(item.message)
+                self._started.append(self._wire.start(item))
+        except Exception as error:
+            self._broken = self._broken or str(error) or repr(error)
         self._cond.notify_all()
 
     def _run(self) -> None:
-        while (item := self._next_item()) is not None:
-            began = time.monotonic()
+        while (started := self._next()) is not None:
+            began = max(started.began, self._last_end)
             try:
-                self._post(item.message)
-                if item.data is not None:
-                    if item.produced is not None:
-                        item.produced.synchronize()
-                    self._transport.send(item.data)
+                started.wait()
             except Exception as error:
-                self._off_wire(item, sent=False)
-                self._die(str(error) or repr(error), tell_owner=True)
-            else:
-                if self._on_sent is not None:
-                    self._call(self._on_sent, item.message, began)
-                self._off_wire(item, sent=True)
-            self._tell(item.message.ticket)
+                self._fail_wire(str(error) or repr(error))
+                return
+            took_s = time.monotonic() - began
+            if self._on_sent is not None:
+                self._call(self._on_sent, started.item.message, began)
+            self._last_end = time.monotonic()
+            self._off_wire(started.item, took_s)
+            self._tell(started.item.message.ticket)
 
-    def _next_item(self) -> Outgoing | None:
+    def _next(self) -> Started | None:
+        """The next message on the wire; waits for one. None: the link is dead."""
         with self._cond:
-            while not self._outbox and self._dead is None:
-                self._cond.wait()
-            return self._outbox.take() if self._dead is None else None
+            while self._dead is None and self._broken is None:
+                if self._outbox.ready:
+                    self._outbox.take()
+                    return self._started.popleft()
+                if not self._outbox:
+                    self._cond.wait()
+                elif not self._cond.wait_for(self._unstuck, self._enqueue_timeout_s):
+                    self._broken = f"no credit from the receiver within {self._enqueue_timeout_s:g} s"
+            broken = self._broken
+        if broken is not None:
+            self._die(broken, tell_owner=True)
+        return None
 
-    def _off_wire(self, item: Outgoing, *, sent: bool) -> None:
+    def _unstuck(self) -> bool:
+        """The thread does not wait for credit (any more)."""
+        return self._dead is not None or self._broken is not None or not self._outbox or self._outbox.ready
+
+    def _off_wire(self, item: Outgoing, took_s: float) -> None:
         with self._cond:
             self._outbox.done()
             record = self._tickets.get(item.message.ticket)
-            if sent and record is not None:
-                counts = record.bytes_sent
-                counts[META] = counts.get(META, 0) + item.message.ByteSize()
-                if item.data is not None:
-                    counts[item.byte_class] = counts.get(item.byte_class, 0) + item.num_bytes
+            if record is not None:
+                record.count(item, took_s)
             self._cond.notify_all()
+
+    def _fail_wire(self, reason: str) -> None:
+        """The link broke in the midst of a message."""
+        with self._cond:
+            tickets = [item.message.ticket for item in self._outbox.wire]
+            while self._outbox.wire:
+                self._outbox.done()
+        self._die(reason, tell_owner=True)
+        for ticket in tickets:
+            self._tell(ticket)
 
     def _die(self, reason: str, *, tell_owner: bool) -> None:
         with self._cond:
             first = self._dead is None
             if first:
                 self._dead = reason
-                self._outbox.drop()
+                self._outbox.drop_all()
+                self._started.clear()
                 for record in self._tickets.values():
                     record.final = record.final or reason
             tickets = tuple(self._tickets)
@@ -305,17 +363,13 @@ class HandoffSender:
             self._call(self._on_link_lost, reason)
 
     def _tell(self, ticket: str) -> None:
-        """Tell the end of a ticket, once, when it has one and none of its bytes are on the wire."""
+        """Tell the end of a ticket, once, when it has one, nothing of it is to be sent and no row of it is read."""
         with self._cond:
             record = self._tickets.get(ticket)
-            wire = self._outbox.wire
-            if record is None or record.final is None or (wire is not None and wire.message.ticket == ticket):
+            if record is None or record.final is None or record.readers or self._outbox.must_send(ticket):
                 return
             final = record.final
-            del self._tickets[ticket]
-            self._ended[ticket] = record.bytes_sent
-            while len(self._ended) > MAX_REMEMBERED_TICKETS:
-                self._ended.popitem(last=False)
+            self._tickets.end(ticket)
         if isinstance(final, str):
             self._call(self._on_failed, ticket, final)
         else:
@@ -327,23 +381,3 @@ class HandoffSender:
             callback(*args)
         except Exception:
             log.exception("hand-off callback failed")
-
-
-def _message(ticket: str, body: Begin | Chunk | State | Abort) -> HandoffMessage:
-    match body:
-        case Begin():
-            return HandoffMessage(ticket=ticket, begin=body)
-        case Chunk():
-            return HandoffMessage(ticket=ticket, chunk=body)
-        case State():
-            return HandoffMessage(ticket=ticket, state=body)
-        case Abort():
-            return HandoffMessage(ticket=ticket, abort=body)
-
-
-def _record_event(data: Tensor | None) -> torch.cuda.Event | None:
-    if data is None or not data.is_cuda:
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event

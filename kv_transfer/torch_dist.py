@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from kv_transfer.gloo import TAG, Rank, forget_keys, gloo_group, poison
 from kv_transfer.rendezvous import Store, create_store, torch_dist
 from kv_transfer.sentinel import Sentinel
-from kv_transfer.transport import Transport, TransportError
+from kv_transfer.transport import Pending, Transport, TransportError, byte_view, message_slices
 from paceline.errors import ConfigError
 
 __all__ = ["Sentinel", "TorchDistTransport", "create_store", "open_transport"]
@@ -61,13 +62,17 @@ class TorchDistTransport(Transport):
             self._abort_group(group)
 
     def _message(self, verb: str, data: Tensor) -> None:
+        self._guard(f"{verb} of {data.numel()} bytes", lambda group: self._exchange(group, verb, data))
+
+    def _guard(self, what: str, work: Callable[[Any], None]) -> None:
+        """Do ``work`` with the group; the pipe is dead when that fails."""
         group = self._group
         if group is None:
             raise TransportError(f"link {self._prefix}: {self._dead}")
         try:
-            self._exchange(group, verb, data)
+            work(group)
         except RuntimeError as error:
-            reason = self._dead or f"{verb} of {data.numel()} bytes failed: {error}"
+            reason = self._dead or f"{what} failed: {error}"
             self._dead = reason
             self.abort()
             raise TransportError(f"link {self._prefix}: {reason}") from error
@@ -86,7 +91,29 @@ class TorchDistTransport(Transport):
 
 
 class GlooTransport(TorchDistTransport):
-    """CPU tensors; the group's timeout is the message timeout."""
+    """CPU tensors; the group's timeout is the message timeout, from the start of each wait."""
+
+    def start_send(self, tensor: Tensor) -> Pending:
+        """See Transport. Posted at once: gloo asks the receiver whether it is there before a byte leaves."""
+        return self._start("send", tensor)
+
+    def start_recv(self, tensor: Tensor) -> Pending:
+        """See Transport."""
+        return self._start("recv", tensor)
+
+    def _start(self, verb: str, tensor: Tensor) -> Pending:
+        data = byte_view(tensor)
+        works: list[Any] = []
+
+        def post(group: Any) -> None:
+            works.extend(getattr(group, verb)([data[p]], 1 - self._rank, TAG) for p in message_slices(data.numel()))
+
+        def wait(_: Any) -> None:
+            for work in works:
+                work.wait()
+
+        self._guard(f"{verb} of {data.numel()} bytes", post)
+        return lambda: self._guard(f"{verb} of {data.numel()} bytes", wait)
 
     def _exchange(self, group: Any, verb: str, data: Tensor) -> None:
         getattr(group, verb)([data], 1 - self._rank, TAG).wait()
@@ -111,12 +138,14 @@ class NcclTransport(TorchDistTransport):
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def _exchange(self, group: Any, verb: str, data: Tensor) -> None:
-        """The wait is a poll: a kernel that waits for a dead peer ends only by an abort."""
+        """In order with the caller's current stream. The wait is a poll: a kernel that waits for a dead peer ends only
+        by an abort."""
         if not data.is_cuda:
             raise ValueError("the nccl transport moves CUDA tensors only")
         deadline = time.monotonic() + self._timeout_s
+        caller = torch.cuda.current_stream(self._device)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._stream.wait_stream(torch.cuda.default_stream(self._device))
+            self._stream.wait_stream(caller)
             getattr(group, verb)([data], 1 - self._rank, TAG).wait()  # orders streams; does not block this thread
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,6 +11,10 @@ from torch import Tensor
 from paceline.errors import PacelineError
 
 MESSAGE_BYTES = 4 * 1024 * 1024
+WINDOW_BYTES = 4 * MESSAGE_BYTES  # a message leaves while less than this waits for the receiver's credit
+
+
+Pending = Callable[[], None]  # waits until a started send or receive is done; TransportError as those raise it
 
 
 class TransportError(PacelineError):
@@ -54,6 +59,15 @@ class Transport(ABC):
         data = byte_view(tensor)
         for piece in message_slices(data.numel()):
             self._recv_message(data[piece])
+
+    def start_send(self, tensor: Tensor) -> Pending:
+        """`send` in two steps: the bytes may leave from now on, and have left when what is returned has been called.
+        Started sends are awaited in order, each once; ``tensor`` is not written to until then."""
+        return lambda: self.send(tensor)
+
+    def start_recv(self, tensor: Tensor) -> Pending:
+        """`recv` in two steps, likewise: ``tensor`` may be written to from now on, also when the pipe dies."""
+        return lambda: self.recv(tensor)
 
     @abstractmethod
     def _send_message(self, data: Tensor) -> None:

@@ -1,5 +1,8 @@
-"""The prefill engine: chunked prefill, rows handed over while the next chunk computes. Everything here runs on the
-engine thread; the RPCs and the links post to it.
+"""The prefill engine: chunked prefill, rows handed over while later layers and chunks compute. Everything here runs on
+the engine thread; the RPCs and the links post to it.
+
+Rows leave at the layer that completes a group (groups.py), in the midst of a step; whatever ends a job or its hand-off
+is posted, and so takes effect between two steps: a job that a step computes holds its pages until that step's end.
 
 Pages of a begun hand-off come back only when it is terminal (acknowledged, or the link is gone and no send reads
 them any more): the one edge to that is ``handoff_ended``.
@@ -9,17 +12,22 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from functools import partial
 
-from kv_transfer.handoff import DRAFT_KV, HIDDEN, META, TARGET_KV
+from kv_transfer.handoff import DRAFT_KV, HIDDEN, META, TARGET_KV, ByteClass
 from paceline.config import WEIGHTLESS_DRAFTERS
 from paceline.engine.ledger import pages_available, pool_problems
 from paceline.engine.model_runner import ModelRunner, PrefillChunk, SampledToken
 from paceline.errors import DeadlineExceeded, HandoffFailed, InvalidRequest, Overloaded, PacelineError
 from paceline.kvcache.layout import LayerOwner
+from paceline.models.base import AfterLayer
 from paceline.spec_decode.drafters.export import take_rows
 from paceline.tracing import NO_TRACE, Trace
 from paceline.v1 import handoff_pb2, inference_pb2, node_pb2
 from paceline.wire import finish_reason_to_proto, logprobs_to_proto
+from prefill_node.groups import MIN_BYTES
 from prefill_node.job import JobPhase, PrefillJob
 from prefill_node.scheduler import PrefillLimits, PrefillScheduler
 
@@ -33,6 +41,7 @@ class PrefillEngine:
         self._runner = runner
         self._scheduler: PrefillScheduler[PrefillJob] = PrefillScheduler(limits)
         self._answer_timeout_s = answer_timeout_s
+        self._target_layers = runner.kv.layout.layer_range(LayerOwner.TARGET)
         self._jobs: dict[str, PrefillJob] = {}  # by ticket, until RELEASED
         self._unchecked = True
         self.free_pages = runner.allocator.num_pages  # that new requests can get
@@ -62,9 +71,10 @@ class PrefillEngine:
         if not step:
             self._check_when_idle()
             return False
+        self._send_cached_rows(step)
         began = time.monotonic()
         try:
-            results = self._runner.prefill([chunk for _, chunk in step])
+            results = self._runner.prefill([chunk for _, chunk in step], self._sends_of(step))
         except Exception as error:
             log.exception("prefill step of %s failed", [job.request.request_id for job, _ in step])
             for job, _ in step:
@@ -99,13 +109,12 @@ class PrefillEngine:
     def _postprocess(self, job: PrefillJob, chunk: PrefillChunk, sampled: SampledToken | None) -> None:
         if sampled is not None:
             self._emit_first_token(job, sampled)
-        # The first chunk brings along the rows that the prefix cache had.
-        first = chunk.start if job.begun else job.first_token
         self._begin(job)
-        self._send_rows(job, LayerOwner.TARGET, max(first, job.first_token), chunk.end)
         self._send_hidden(job)
         if sampled is not None:
             self._finish(job, sampled)
+        else:
+            self._send_draft(job, last=False)
 
     def _emit_first_token(self, job: PrefillJob, sampled: SampledToken) -> None:
         """Before any byte of the hand-off's end: time to first token does not wait for it."""
@@ -122,6 +131,34 @@ class PrefillEngine:
 
     # -- the hand-off ------------------------------------------------------------------------------------------
 
+    def _send_cached_rows(self, step: Seq[tuple[PrefillJob, PrefillChunk]]) -> None:
+        """Before a job's first chunk: the rows that the prefix cache had and decode lacks."""
+        for job, chunk in step:
+            if not job.begun and job.first_token < chunk.start:
+                self._begin(job)
+                self._send_rows(job, TARGET_KV, self._target_layers, job.first_token, chunk.start)
+                self._send_draft(job, last=False)
+
+    def _sends_of(self, step: Seq[tuple[PrefillJob, PrefillChunk]]) -> AfterLayer:
+        """What a step does after each layer: send the rows of the groups that are complete with it."""
+        due: dict[int, list[Callable[[], None]]] = {}
+        for job, chunk in step:
+            first = max(chunk.start, job.first_token)
+            groups = job.link.groups(self._target_layers, chunk.end - first) if first < chunk.end else ()
+            for layers in groups:
+                send = partial(self._send_group, job, layers, first, chunk.end)
+                due.setdefault(layers[-1], []).append(send)
+
+        def after_layer(layer: int) -> None:
+            for send in due.get(layer, ()):
+                send()
+
+        return after_layer
+
+    def _send_group(self, job: PrefillJob, layers: range, start: int, end: int) -> None:
+        self._begin(job)
+        self._send_rows(job, TARGET_KV, layers, start, end)
+
     def _begin(self, job: PrefillJob) -> None:
         if not job.begun:
             assert job.seq is not None
@@ -129,11 +166,22 @@ class PrefillEngine:
             job.trace.record("hand-off begin", first_token=job.first_token, end_token=job.seq.num_prefill)
             job.link.begin(job.ticket, job.first_token, job.seq.num_prefill - job.first_token)
 
-    def _send_rows(self, job: PrefillJob, owner: LayerOwner, start: int, end: int) -> None:
-        layers = self._runner.kv.layout.layer_range(owner)
+    @staticmethod
+    def _send_rows(job: PrefillJob, byte_class: ByteClass, layers: range, start: int, end: int) -> None:
         if job.seq is not None and start < end and len(layers):
-            byte_class = TARGET_KV if owner is LayerOwner.TARGET else DRAFT_KV
             job.link.rows(job.ticket, byte_class, layers, job.seq.table.slots[start:end], start)
+
+    def _send_draft(self, job: PrefillJob, *, last: bool) -> None:
+        """Draft rows that are settled; before the last ones only as many as are worth a message."""
+        seq = job.seq
+        if seq is None or job.request.speculation.drafter in WEIGHTLESS_DRAFTERS:
+            return
+        layers = self._runner.kv.layout.layer_range(LayerOwner.DRAFT)
+        start, end = max(job.first_token, job.draft_sent), self._runner.settled_draft_rows(seq)
+        worth = (end - start) * self._runner.kv.layout.token_bytes(LayerOwner.DRAFT) >= MIN_BYTES
+        if last or worth:
+            self._send_rows(job, DRAFT_KV, layers, start, end)
+            job.draft_sent = end
 
     def _send_hidden(self, job: PrefillJob) -> None:
         """Hidden rows of the chunk, where they cross; a request that drafts without them gets none."""
@@ -145,17 +193,15 @@ class PrefillEngine:
                 job.link.hidden_rows(job.ticket, rows[skip:], start + skip)
 
     def _finish(self, job: PrefillJob, sampled: SampledToken) -> None:
-        """Draft rows go once, whole: the last rows of chained modules change until the first token is known (E10).
-
-        A request that its first token ended has no draft state and needs none.
-        """
+        """The rest of the draft rows, then the seed of decoding. A request that its first token ended has no draft
+        state and needs none."""
         seq = job.seq
         assert seq is not None
         self._scheduler.discard(job)
         job.phase = JobPhase.HANDING_OVER
         job.waits_until = time.monotonic() + self._answer_timeout_s
         if seq.finish_reason is None and seq.draft_rows == seq.num_prefill:
-            self._send_rows(job, LayerOwner.DRAFT, job.first_token, seq.num_prefill)
+            self._send_draft(job, last=True)
         state = handoff_pb2.State(
             first_token_id=sampled.token_id,
             logprobs=logprobs_to_proto(sampled.logprobs) if sampled.logprobs else None,
@@ -170,17 +216,17 @@ class PrefillEngine:
             hidden = seq.draft.hidden
         job.link.state(job.ticket, state, hidden)
 
-    def handoff_ended(self, ticket: str, failure: str | None) -> None:
-        """The hand-off is terminal: pages return. ``failure`` None: decode has everything."""
+    def handoff_ended(self, ticket: str, failure: str | None, ended: float | None = None) -> None:
+        """The hand-off is terminal, since ``ended`` (monotonic clock; None: now): pages return. ``failure``
+        None: decode has everything."""
         job = self._jobs.get(ticket)
         if job is None:
             return
-        sent = job.link.bytes_sent(ticket)
-        now = time.monotonic()
-        exposed = now - job.computed_at
+        sent, sending_s = job.link.bytes_sent(ticket), job.link.sending_s(ticket)
+        exposed = max(0.0, (time.monotonic() if ended is None else ended) - job.computed_at)
         if job.computed_at:
-            job.trace.record("exposed transfer", job.computed_at, now)
-        job.trace.record("hand-off acknowledged" if failure is None else "hand-off failed", now, reason=failure or "")
+            job.trace.record("exposed transfer", job.computed_at, job.computed_at + exposed, transfer_s=sending_s)
+        job.trace.record("hand-off acknowledged" if failure is None else "hand-off failed", reason=failure or "")
         self._release(job)
         if job.given_up:
             return
@@ -193,7 +239,8 @@ class PrefillEngine:
             hidden=sent.get(HIDDEN, 0),
             meta=sent.get(META, 0),
         )
-        job.emit(node_pb2.PrefillEvent(handed_off=node_pb2.HandedOff(bytes=counts, exposed_s=exposed)))
+        handed_off = node_pb2.HandedOff(bytes=counts, exposed_s=exposed, transfer_s=sending_s)
+        job.emit(node_pb2.PrefillEvent(handed_off=handed_off))
 
     # -- what the RPCs and timers post -------------------------------------------------------------------------
 

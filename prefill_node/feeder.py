@@ -1,9 +1,13 @@
 """Takes rows off the pool and gives them to a link's sender, on one thread per link.
 
 Queue: produced by the engine thread (descriptors: which slots of which layers), consumed in order by the feeder
-thread. Rows are gathered only when their turn comes and the sender has room, so however slow a link is, no more than
-the sender's own queue is ever copied; until then the rows wait in the pages that the sequence holds. The number of
-descriptors is bounded by the chunks of the prompts that hold pages.
+thread. Rows are gathered only when their turn comes and a staging buffer is free, so however slow a link is, no more
+than these buffers is ever copied; until then the rows wait in the pages that the sequence holds. A ticket does not end
+while its rows are gathered, and once it has ended they are not. The number of descriptors is bounded by the chunks of
+the prompts that hold pages.
+
+On a GPU a descriptor carries a mark of the computation that it follows; its rows are gathered behind that mark on a
+stream beside the computation.
 """
 
 from __future__ import annotations
@@ -12,19 +16,21 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from kv_transfer.handoff import HIDDEN, ByteClass
 from kv_transfer.rows import RowSource
 from kv_transfer.sender import HandoffSender
+from kv_transfer.side_stream import SideStream
+from kv_transfer.staging import StagingRing
 from kv_transfer.transport import TransportError
 from paceline.errors import HandoffFailed, PacelineError
 from paceline.v1 import handoff_pb2
+from prefill_node.groups import layer_groups, token_pieces
 
 log = logging.getLogger(__name__)
-
-PIECE_BYTES = 16 * 1024 * 1024  # of one Chunk: large enough for line rate, small enough to stage
 
 
 class RowFeeder:
@@ -41,12 +47,19 @@ class RowFeeder:
         self._source = source
         self._device = device
         self._refused = refused
+        self._staging = StagingRing(device, pinned=source.device.type == "cuda" and device.type == "cpu")
+        self._side = SideStream(source.device)
         self._queue: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = queue.SimpleQueue()
         self._given_up: set[str] = set()  # tickets whose descriptors are skipped
         self._lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="handoff-feeder", daemon=True)
         self._thread.start()
+
+    def groups(self, layers: range, num_tokens: int) -> tuple[range, ...]:
+        """The layers whose rows of a chunk are to be given to `rows` together, as each group is computed."""
+        sizes = [num_tokens * self._source.token_bytes(range(layer, layer + 1)) for layer in layers]
+        return layer_groups(sizes, layers.start)
 
     def begin(self, ticket: str, first_token: int, num_tokens: int) -> None:
         """Open the hand-off of rows ``first_token`` to ``first_token + num_tokens - 1``."""
@@ -61,28 +74,35 @@ class RowFeeder:
             self._refused(ticket, "the link is closed")
 
     def rows(self, ticket: str, byte_class: ByteClass, layers: range, slots: torch.Tensor, first_token: int) -> None:
-        """Send the rows at ``slots`` [T] of ``layers``; the first of them is token ``first_token``."""
+        """Send the rows at ``slots`` [T] of ``layers``; the first of them is token ``first_token``. They are computed,
+        or on a GPU will be once what the caller's stream holds is done."""
         token_bytes = self._source.token_bytes(layers)
         if token_bytes == 0:
             return
-        piece = max(1, PIECE_BYTES // token_bytes)
-        for start in range(0, slots.shape[0], piece):
-            part = slots[start : start + piece].clone()  # the table's own tensor is reused when the table goes
-            self._put(ticket, self._sending(ticket, byte_class, layers, part, first_token + start))
+        mark = self._side.mark()
+        slots = slots.clone()  # the table's own tensor is reused when the table goes
+        for piece in token_pieces(slots.shape[0], token_bytes):
+            part = slots[piece.start : piece.stop]
+            self._put(
+                ticket, partial(self._send_rows, ticket, byte_class, layers, part, first_token + piece.start, mark)
+            )
 
     def hidden_rows(self, ticket: str, rows: torch.Tensor, first_token: int) -> None:
         """Send ``rows`` [T, row_width], which nobody writes to any more; the first of them is token ``first_token``."""
-        piece = max(1, PIECE_BYTES // (rows.shape[1] * self._source.dtype.itemsize))
-        for start in range(0, rows.shape[0], piece):
-            self._put(ticket, self._sending_hidden(ticket, rows[start : start + piece], first_token + start))
+        mark = self._side.mark()
+        for piece in token_pieces(rows.shape[0], rows.shape[1] * self._source.dtype.itemsize):
+            part = rows[piece.start : piece.stop]
+            self._put(ticket, partial(self._send_hidden, ticket, part, first_token + piece.start, mark))
 
     def state(self, ticket: str, state: handoff_pb2.State, hidden: torch.Tensor | None) -> None:
         """Send the seed of decoding; ends the hand-off. ``hidden``: [rows, hidden_size], copied at once."""
         data = None if hidden is None else hidden.to(self._device, self._source.dtype, copy=True)
+        mark = self._side.mark()
 
         def send() -> None:
             if ticket not in self._given_up:
-                self._sender.state(ticket, state, data)
+                with self._side.after(mark):
+                    self._sender.state(ticket, state, data)
 
         self._put(ticket, send)
 
@@ -106,24 +126,44 @@ class RowFeeder:
             self._queue.put(None)
         self._thread.join(timeout_s)
 
-    def _sending_hidden(self, ticket: str, rows: torch.Tensor, first_token: int) -> Callable[[], None]:
-        def send() -> None:
-            if ticket not in self._given_up:
+    def _send_hidden(self, ticket: str, rows: torch.Tensor, first_token: int, mark: torch.cuda.Event | None) -> None:
+        if ticket not in self._given_up:
+            with self._side.after(mark):
                 data = rows.to(self._device, self._source.dtype).reshape(-1)
                 self._sender.chunk(ticket, HIDDEN, 0, 0, first_token, rows.shape[0], data)
 
-        return send
+    def _send_rows(
+        self,
+        ticket: str,
+        byte_class: ByteClass,
+        layers: range,
+        slots: torch.Tensor,
+        first_token: int,
+        mark: torch.cuda.Event | None,
+    ) -> None:
+        if ticket in self._given_up:
+            return
+        buffer = self._staging.take(slots.shape[0] * self._source.token_bytes(layers))
+        done = partial(self._staging.give_back, buffer)
+        with self._side.after(mark):
+            try:
+                data = self._gather(ticket, layers, slots, buffer)
+            except BaseException:
+                done()
+                raise
+            if data is None:
+                done()
+            else:
+                where = (layers.start, len(layers), first_token, slots.shape[0])
+                self._sender.chunk(ticket, byte_class, *where, data, done)
 
-    def _sending(
-        self, ticket: str, byte_class: ByteClass, layers: range, slots: torch.Tensor, first_token: int
-    ) -> Callable[[], None]:
-        def send() -> None:
-            if ticket in self._given_up:
-                return
-            data = self._source.gather(layers, slots).to(self._device)
-            self._sender.chunk(ticket, byte_class, layers.start, len(layers), first_token, slots.shape[0], data)
-
-        return send
+    def _gather(self, ticket: str, layers: range, slots: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor | None:
+        """The rows in ``buffer``; None when the ticket has ended: they may be somebody else's by now."""
+        with self._sender.reading(ticket) as wanted:
+            if not wanted:
+                return None
+            num_bytes = slots.shape[0] * self._source.token_bytes(layers)
+            return self._source.gather(layers, slots, buffer[:num_bytes].view(self._source.dtype))
 
     def _put(self, ticket: str, work: Callable[[], None]) -> bool:
         with self._lock:

@@ -67,8 +67,9 @@ class Link:
         self._sender = sender
         self._sentinel = sentinel
         self.begin, self.rows, self.state, self.abort = feeder.begin, feeder.rows, feeder.state, feeder.abort
-        self.hidden_rows = feeder.hidden_rows
+        self.hidden_rows, self.groups = feeder.hidden_rows, feeder.groups
         self.bytes_sent: Callable[[str], dict[ByteClass, int]] = sender.bytes_sent
+        self.sending_s: Callable[[str], float] = sender.sending_s
         self._feeder = feeder
 
     @property

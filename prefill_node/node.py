@@ -188,7 +188,8 @@ class PrefillNode:
         return job, events
 
     def _ended(self, ticket: str, failure: str | None) -> None:
-        self._loop.post(lambda: self._engine.handoff_ended(ticket, failure))
+        ended = time.monotonic()  # the engine may be in the midst of a step
+        self._loop.post(lambda: self._engine.handoff_ended(ticket, failure, ended))
 
     def _sent(self, message: handoff_pb2.HandoffMessage, began: float) -> None:
         """A sender's thread has sent a message and its bytes."""

@@ -41,7 +41,7 @@ from paceline.v1.handoff_pb2 import Fingerprint
 
 log = logging.getLogger(__name__)
 
-HANDOFF_PROTOCOL = 1  # version of handoff.proto's meaning
+HANDOFF_PROTOCOL = 2  # version of handoff.proto's meaning
 
 
 @dataclass(frozen=True)
@@ -250,6 +250,13 @@ class ModelRunner:
         if items and self.drafter.needs_extend:
             self.drafter.extend(items)
         return sampled
+
+    def settled_draft_rows(self, seq: Sequence) -> int:
+        """Draft rows of a prompt that no later chunk writes again: of chained modules the last few rest on tokens that
+        come with the next one (algorithms.md E9)."""
+        if seq.num_computed >= seq.num_prefill:
+            return seq.draft_rows
+        return max(seq.cached_tokens, seq.draft_rows - max(0, self.drafter.lookahead - 1))
 
     def _first_token(self, seq: Sequence, logits: torch.Tensor, token_id: int | None) -> SampledToken:
         """token_id: where the device sampled it already."""

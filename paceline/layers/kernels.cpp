@@ -291,6 +291,27 @@ float pl_read(const float* x, int64_t n) {
   return total;
 }
 
+// Tokens of a paged pool, layer after layer, into flat memory or back. layers: [num_layers, 4] of address, bytes of a
+// part, bytes from row to row, parts (K and V, or one latent). A page holds page_size rows of K, then as many of V; flat
+// memory holds each token's parts together. Neighbouring slots of a page are copied part by part, so that the pool's
+// side of the copy runs straight on. The caller has checked the slots.
+void pl_move_rows(const int64_t* layers, int64_t num_layers, const int64_t* slots, int64_t num_slots,
+                  int64_t page_size, uint8_t* flat, int to_pool) {
+  for (const int64_t* layer = layers; layer < layers + 4 * num_layers; layer += 4) {
+    uint8_t* base = reinterpret_cast<uint8_t*>(layer[0]);
+    int64_t size = layer[1], stride = layer[2], parts = layer[3];
+    for (int64_t first = 0, end; first < num_slots; flat += size * parts * (end - first), first = end) {
+      for (end = first + 1; end < num_slots && slots[end] == slots[end - 1] + 1 && slots[end] % page_size; end++) {}
+      int64_t row = parts == 1 ? slots[first] : slots[first] + slots[first] / page_size * page_size;
+      for (int64_t part = 0; part < parts; part++) {
+        uint8_t *pool = base + (row + part * page_size) * stride, *other = flat + part * size;
+        for (int64_t i = first; i < end; i++, pool += stride, other += size * parts)
+          to_pool ? memcpy(pool, other, size) : memcpy(other, pool, size);
+      }
+    }
+  }
+}
+
 int pl_init() {
 #ifdef USE_AMX
   return amx_ready() ? 0 : 1;

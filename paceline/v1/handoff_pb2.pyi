@@ -365,6 +365,7 @@ class HandoffAck(_message.Message):
     READY_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     CANCELLED_FIELD_NUMBER: _builtins.int
+    CREDIT_FIELD_NUMBER: _builtins.int
     ticket: _builtins.str
     @_builtins.property
     def hello(self) -> Global___Ready:
@@ -382,6 +383,10 @@ class HandoffAck(_message.Message):
     def cancelled(self) -> Global___Cancelled:
         """The client left: send Abort, then forget it."""
 
+    @_builtins.property
+    def credit(self) -> Global___Credit:
+        """Of the link, without a ticket: so many more bytes may be sent."""
+
     def __init__(
         self,
         *,
@@ -390,12 +395,13 @@ class HandoffAck(_message.Message):
         ready: Global___Ready | None = ...,
         failed: Global___Failed | None = ...,
         cancelled: Global___Cancelled | None = ...,
+        credit: Global___Credit | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancelled", b"cancelled", "failed", b"failed", "hello", b"hello", "ready", b"ready"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancelled", b"cancelled", "credit", b"credit", "failed", b"failed", "hello", b"hello", "ready", b"ready"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancelled", b"cancelled", "failed", b"failed", "hello", b"hello", "ready", b"ready", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancelled", b"cancelled", "credit", b"credit", "failed", b"failed", "hello", b"hello", "ready", b"ready", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "ready", "failed", "cancelled"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "ready", "failed", "cancelled", "credit"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -449,3 +455,24 @@ class Cancelled(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Cancelled: _TypeAlias = Cancelled  # noqa: Y015
+
+@_typing.final
+class Credit(_message.Message):
+    """Bytes that the receiver has taken out of its staging buffer since the last Credit."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    num_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Credit: _TypeAlias = Credit  # noqa: Y015

@@ -158,8 +158,11 @@ class HandedOff(_message.Message):
 
     BYTES_FIELD_NUMBER: _builtins.int
     EXPOSED_S_FIELD_NUMBER: _builtins.int
+    TRANSFER_S_FIELD_NUMBER: _builtins.int
     exposed_s: _builtins.float
     """Seconds from the end of the prefill's compute to the acknowledgement."""
+    transfer_s: _builtins.float
+    """Seconds in which bytes of this hand-off were being sent."""
     @_builtins.property
     def bytes(self) -> _inference_pb2.HandoffBytes: ...
     def __init__(
@@ -167,10 +170,11 @@ class HandedOff(_message.Message):
         *,
         bytes: _inference_pb2.HandoffBytes | None = ...,
         exposed_s: _builtins.float = ...,
+        transfer_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "exposed_s", b"exposed_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "exposed_s", b"exposed_s", "transfer_s", b"transfer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -214,6 +214,8 @@ async def test_metrics() -> None:
             "paceline_spec_accepted_tokens_total 6.0",
             'paceline_spec_accepted_per_position_total{position="2"} 3.0',
             'paceline_handoff_bytes_total{byte_class="target_kv"} 1000.0',
+            "paceline_handoff_exposed_seconds_sum 0.001",
+            "paceline_handoff_transfer_seconds_sum 0.01",
             "paceline_inter_token_seconds_count 9.0",
             "paceline_time_to_first_token_seconds_count 1.0",
             "paceline_requests_running 0.0",

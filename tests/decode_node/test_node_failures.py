@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -89,14 +90,16 @@ async def test_only_the_decode_side_leaves_while_rows_cross() -> None:
 async def test_pages_stay_held_while_a_transfer_may_write_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """sglang #24527, sglang #35049: both RPCs are gone, but a send is under way: no page comes back before its end."""
     under_way, go_on = threading.Event(), threading.Event()
-    send = GlooTransport._send_message
 
-    def blocked(self: GlooTransport, data: Any) -> None:
-        under_way.set()
-        go_on.wait(5.0)
-        send(self, data)
+    def blocked(self: GlooTransport, data: Any) -> Callable[[], None]:
+        def wait() -> None:
+            under_way.set()
+            go_on.wait(5.0)
+            self.send(data)
 
-    monkeypatch.setattr(GlooTransport, "_send_message", blocked)
+        return wait
+
+    monkeypatch.setattr(GlooTransport, "start_send", blocked)
     async with cluster() as nodes:
         request = sequence_request(num_prompt=40)
         decode, reserved = await reserve(nodes, request)
@@ -231,24 +234,24 @@ async def test_receive_that_fails_mid_transfer_fails_closed(monkeypatch: pytest.
     """vllm #52234: a failed receive is never taken for a whole one. sglang #35890: the injection did fire."""
     async with cluster() as nodes:
         request = sequence_request(num_prompt=100)
-        fired = []
-        receive = GlooTransport._recv_message
+        fired: list[str] = []
+        guard = GlooTransport._guard
 
-        def broken(self: GlooTransport, data: Any) -> None:
-            if len(fired) < 3:
-                fired.append(data.numel())
-                return receive(self, data)
-            monkeypatch.setattr(GlooTransport, "_recv_message", receive)
-            fired.append(0)
-            self.abort()
-            return receive(self, data)
+        def broken(self: GlooTransport, what: str, work: Any) -> None:
+            if what.startswith("recv") and len(fired) < 3:
+                fired.append(what)
+            elif what.startswith("recv"):
+                monkeypatch.setattr(GlooTransport, "_guard", guard)
+                fired.append("abort")
+                self.abort()
+            guard(self, what, work)
 
-        monkeypatch.setattr(GlooTransport, "_recv_message", broken)
+        monkeypatch.setattr(GlooTransport, "_guard", broken)
         decode, reserved = await reserve(nodes, request)
         prefill = asyncio.create_task(status_of(nodes.open_prefill(request, reserved)))
         assert await status_of(decode) is grpc.StatusCode.ABORTED
         assert await prefill is grpc.StatusCode.ABORTED
-        assert fired[-1] == 0
+        assert fired[-1] == "abort"
         await nodes.wait_for_release()
         await assert_serves(nodes)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from decode_node.node import DecodeNode
+from kv_transfer.rows import RowSource, RowTarget
 from paceline.config import NodeConfig
 from paceline.errors import PairingRefused
 from paceline.v1 import node_pb2
@@ -39,20 +40,21 @@ async def test_mismatch_is_refused(what: str) -> None:
         assert len(answer.token_ids) == 3
 
 
-async def test_dtype_may_differ_where_both_allow_it() -> None:
+async def test_dtype_may_differ_where_both_allow_it(monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = tiny_runner("fp32", page_size=4), tiny_runner("bf16", page_size=8)
     sent, landed = [], []
-    gather, scatter = prefill.kv.gather, decode.kv.scatter
+    gather, scatter = RowSource.gather, RowTarget.scatter
 
-    def gathered(layers: range, slots: torch.Tensor) -> torch.Tensor:
-        sent.append(gather(layers, slots))
-        return sent[-1]
+    def gathered(self: RowSource, layers: range, slots: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        sent.append(prefill.kv.gather(layers, slots))
+        return gather(self, layers, slots, out)
 
-    def scattered(layers: range, slots: torch.Tensor, data: torch.Tensor) -> None:
+    def scattered(self: RowTarget, layers: range, slots: torch.Tensor, data: torch.Tensor) -> None:
         landed.append(data.clone())
-        scatter(layers, slots, data)
+        scatter(self, layers, slots, data)
 
-    prefill.kv.gather, decode.kv.scatter = gathered, scattered  # type: ignore[method-assign]
+    monkeypatch.setattr(RowSource, "gather", gathered)
+    monkeypatch.setattr(RowTarget, "scatter", scattered)
     async with pair(NodeConfig(model="tiny", handoff_dtype_cast=True), prefill, decode) as nodes:
         answer = await nodes.generate(tiny_request(max_tokens=9))
         assert len(answer.token_ids) == 9

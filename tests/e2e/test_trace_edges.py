@@ -80,6 +80,7 @@ async def test_a_normal_request() -> None:
         exposed = next(event for event in tracks["prefill"] if event.name == "exposed transfer")
         assert exposed.end_s is not None
         assert abs(exposed.end_s - exposed.start_s - outcome.handed_off.exposed_s) < 1e-5
+        assert exposed.attributes["transfer_s"] == outcome.handed_off.transfer_s > 0.0
 
 
 async def test_the_client_leaves_before_the_transfer() -> None:

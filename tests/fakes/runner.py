@@ -20,6 +20,7 @@ from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.kvcache.prefix import PrefixCache
 from paceline.kvcache.table import PageTable
+from paceline.models.base import AfterLayer
 from paceline.request import FinishReason, SequenceRequest, TokenLogprobs
 from paceline.results import Round
 from paceline.spec_decode.sequence import DraftState, Sequence
@@ -29,6 +30,8 @@ VOCAB = 1000
 HIDDEN = 8
 ACCEPTED = (2, 0, 1)  # drafts accepted in rounds 0, 1, 2, 0, ...
 DEPTH, WIDTH = 2, 2  # of the draft proposals
+TARGET_LAYERS, DRAFT_LAYERS, ALL_LAYERS = range(0, 2), range(2, 3), range(0, 3)
+NOBODYS = -1.0  # in rows that are not computed yet
 
 
 def next_token(seed: int, position: int) -> int:
@@ -108,23 +111,29 @@ class FakeRunner:
             seq.num_computed = seq.draft_rows = seq.cached_tokens
         return seq
 
-    def prefill(self, chunks: Seq[PrefillChunk]) -> list[SampledToken | None]:
+    def prefill(self, chunks: Seq[PrefillChunk], after_layer: AfterLayer | None = None) -> list[SampledToken | None]:
         self._forward()
         self.prefill_sizes.append(len(chunks))
+        self._target_rows(chunks, after_layer)
         results: list[SampledToken | None] = []
         for chunk in chunks:
             seq = chunk.seq
             assert chunk.start == seq.num_computed < chunk.end
             seq.num_computed = chunk.end
             if chunk.end < seq.num_prefill:
-                self._write(seq, chunk.start, chunk.end)
+                self._write(seq, chunk.start, chunk.end, DRAFT_LAYERS)
+                seq.draft_rows = chunk.end
                 results.append(None)
                 continue
             token_id = self._commit(seq)
-            self._write(seq, chunk.start, chunk.end)
+            self._write(seq, chunk.start, chunk.end, DRAFT_LAYERS)
             self._draft(seq)
             results.append(SampledToken(token_id, TokenLogprobs(-0.5, (token_id,), (-0.5,))))
         return results
+
+    def settled_draft_rows(self, seq: Sequence) -> int:
+        """A draft row rests on the token after it, which a prompt has."""
+        return seq.draft_rows
 
     def decode(self, seqs: Seq[Sequence]) -> list[RoundResult]:
         self._forward()
@@ -158,7 +167,7 @@ class FakeRunner:
     def check_rows(self, seq: Sequence) -> None:
         """Every target and draft row, and the draft state, are those of this sequence's tokens."""
         slots = seq.table.slots[: seq.num_computed]
-        assert torch.equal(self.kv.gather(range(3), slots), self._rows(seq, 0, seq.num_computed)), "wrong KV rows"
+        assert torch.equal(self.kv.gather(ALL_LAYERS, slots), self._rows(seq, 0, seq.num_computed)), "wrong KV rows"
         assert seq.draft is not None
         assert seq.draft_rows == seq.num_computed
         assert torch.equal(seq.draft.hidden, self._draft_state(seq).hidden), "wrong hidden row"
@@ -169,6 +178,17 @@ class FakeRunner:
         """What is wrong with the pool's books, once no sequence is left."""
         owned = self.prefix.pages if self.prefix else []
         return self.allocator.check_integrity(owned) + (self.prefix.check_integrity() if self.prefix else [])
+
+    def _target_rows(self, chunks: Seq[PrefillChunk], after_layer: AfterLayer | None) -> None:
+        """Layer by layer; until its turn comes a layer holds rows that are nobody's."""
+        for chunk in chunks:
+            slots = chunk.seq.table.slots[chunk.start : chunk.end]
+            self.kv.scatter(TARGET_LAYERS, slots, torch.full((2 * 16 * len(slots),), NOBODYS))
+        for layer in TARGET_LAYERS:
+            for chunk in chunks:
+                self._write(chunk.seq, chunk.start, chunk.end, range(layer, layer + 1))
+            if after_layer is not None:
+                after_layer(layer)
 
     def _forward(self) -> None:
         self.gate.wait(10.0)
@@ -188,19 +208,20 @@ class FakeRunner:
             seq.finish_reason = FinishReason.LENGTH
         return token_id
 
-    def _rows(self, seq: Sequence, start: int, end: int) -> torch.Tensor:
+    def _rows(self, seq: Sequence, start: int, end: int, layers: range = ALL_LAYERS) -> torch.Tensor:
         """Canonical rows start..end-1; a draft row depends on the token after it."""
         position = torch.arange(start, end)
         tokens = torch.tensor(seq.token_ids[start : end + 1])
         parts = []
-        for layer, spec in enumerate(self.kv.layout.layers):
+        for layer in layers:
+            spec = self.kv.layout.layers[layer]
             of = tokens[1:] if spec.owner is LayerOwner.DRAFT else tokens[: end - start]
             values = (of * 31 + position * 7 + layer * 1009) % 8191
             parts.append(values[:, None].expand(-1, spec.row_elems).reshape(-1))
         return torch.cat(parts).float()
 
-    def _write(self, seq: Sequence, start: int, end: int) -> None:
-        self.kv.scatter(range(3), seq.table.slots[start:end], self._rows(seq, start, end))
+    def _write(self, seq: Sequence, start: int, end: int, layers: range = ALL_LAYERS) -> None:
+        self.kv.scatter(layers, seq.table.slots[start:end], self._rows(seq, start, end, layers))
 
     def _draft(self, seq: Sequence) -> None:
         seq.draft, seq.draft_rows = self._draft_state(seq), seq.num_computed

@@ -135,6 +135,17 @@ def test_a_gap_fails_closed() -> None:
     assert handoff.status is HandoffState.FAILED
 
 
+def test_draft_rows_that_no_draft_came_with_may_be_some() -> None:
+    for required, tokens, ready in ((True, 3, False), (True, 4, True), (False, 0, True), (False, 3, True)):
+        handoff = make(draft_required=required)
+        handoff.begin(2, 4)
+        put(handoff, TARGET_KV, range(0, 2), range(2, 6))
+        if tokens:
+            put(handoff, DRAFT_KV, range(2, 3), range(2, 2 + tokens))
+        assert (handoff.state_problem(0, 0, drafts=False) is None) is ready
+        assert handoff.draft_complete is (tokens == 4)
+
+
 def test_draft_rows_may_be_left_out_only_whole_and_only_when_allowed() -> None:
     for required, tokens, ready in ((True, 0, False), (False, 0, True), (False, 3, False), (False, 4, True)):
         handoff = make(draft_required=required)

@@ -36,7 +36,7 @@ EVENTS = (
     "ack",
     "stale",
 )
-FAULTS = st.sampled_from(("", "", "", "target", "draft", "draft", "draft row", "hidden"))
+FAULTS = st.sampled_from(("", "", "draft", "draft", "draft", "draft row", "hidden", "target"))
 seen: Counter[str] = Counter()  # what the sequences reached
 
 
@@ -57,7 +57,7 @@ class Handoffs(RuleBasedStateMachine):
             self.world.ask(num_prompt, max_tokens, local and num_prompt % 3 == 0, same)
             self.world.d_step()
 
-    @rule(num_prompt=st.integers(1, 20), fault=FAULTS, rounds=st.integers(0, 6))
+    @rule(num_prompt=st.integers(1, 20), fault=FAULTS, rounds=st.integers(0, 10))
     def serve(self, num_prompt: int, fault: str, rounds: int) -> None:
         """A request and its prefill, some way along."""
         if len(self.world.asked) < 6:
@@ -71,7 +71,7 @@ class Handoffs(RuleBasedStateMachine):
         self.world.attempt(number, fault, new)
         self.world.p_step()
 
-    @rule(rounds=st.integers(1, 8))
+    @rule(rounds=st.integers(1, 12))
     def everybody(self, rounds: int) -> None:
         self.world.pump(rounds)
 
@@ -79,10 +79,23 @@ class Handoffs(RuleBasedStateMachine):
     def turn(self, what: str, number: int) -> None:
         self.world.turn(what, number)
 
-    @rule(what=st.sampled_from(("send", "receive")), number=LITTLE, event=st.sampled_from(EVENTS), other=LITTLE)
+    @rule(what=st.sampled_from(("feed", "send", "receive")), number=LITTLE, event=st.sampled_from(EVENTS), other=LITTLE)
     def turn_with_an_event_in_its_midst(self, what: str, number: int, event: str, other: int) -> None:
         self.world.during = lambda: self._event(event, other)
         self.world.turn(what, number)
+        self.world.during = None
+
+    @rule(turns=st.lists(st.tuples(TURNS, LITTLE), max_size=6), event=st.sampled_from(EVENTS), number=LITTLE)
+    def forward_with_turns_in_its_midst(self, turns: list[tuple[str, int]], event: str, number: int) -> None:
+        """After some layer of a forward: groups leave, and anything may become of their hand-off."""
+
+        def during() -> None:
+            for what, link in turns:
+                self.world.turn(what, link)
+            self._event(event, number)
+
+        self.world.during = during
+        self.world.p_step()
         self.world.during = None
 
     @rule(event=st.sampled_from(EVENTS), number=LITTLE)

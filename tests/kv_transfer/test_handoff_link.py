@@ -18,6 +18,7 @@ from support.handoff_link import (
     TARGET,
     Prompt,
     jam,
+    narrow_window,
     open_link,
     raw,
     raw_chunk,
@@ -85,7 +86,7 @@ def test_abort_midway() -> None:
 
 
 def test_abort_before_anything_was_sent() -> None:
-    with open_link() as link:
+    with narrow_window(), open_link() as link:
         jam(link)
         handoff = link.sink.reserve("t")
         link.sender.begin("t", FIRST, NUM)
@@ -114,7 +115,7 @@ def test_cancel_midway() -> None:
 
 
 def test_chunks_after_a_cancel_are_dropped_and_an_abort_takes_their_place() -> None:
-    with open_link() as link:
+    with narrow_window(), open_link() as link:
         jam(link)
         link.sender.begin("t", FIRST, NUM)
         link.put("t", Prompt(0), TARGET, range(16, 40))

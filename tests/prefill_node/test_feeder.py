@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-import prefill_node.feeder
+import kv_transfer.outbox
+import prefill_node.groups
 from kv_transfer.handoff import TARGET_KV
 from kv_transfer.loopback import loopback_pair
 from kv_transfer.reshard import Side, reshard
 from kv_transfer.rows import RowSource
 from kv_transfer.sender import HandoffSender
+from kv_transfer.staging import NUM_BUFFERS
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.v1 import handoff_pb2
@@ -66,7 +69,7 @@ def wire() -> Iterator[Wire]:
 
 
 def test_rows_leave_in_pieces_and_in_order(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_node.feeder, "PIECE_BYTES", 3 * 2 * 8 * 4)  # three tokens of both layers
+    monkeypatch.setattr(prefill_node.groups, "MESSAGE_BYTES", 3 * 2 * 8 * 4)  # three tokens of both layers
     slots = torch.tensor([9, 2, 30, 31, 4, 17, 0], dtype=torch.int32)
     wire.feeder.begin("t", 5, 7)
     wire.feeder.rows("t", TARGET_KV, range(2), slots, 5)
@@ -78,22 +81,100 @@ def test_rows_leave_in_pieces_and_in_order(wire: Wire, monkeypatch: pytest.Monke
         data = torch.empty(message.chunk.num_bytes // 4)
         wire.far_end.recv(data)
         got.append((message.chunk.first_token, message.chunk.num_tokens, data))
-    assert [(first, count) for first, count, _ in got] == [(5, 3), (8, 3), (11, 1)]
-    for (_, count, data), start in zip(got, (0, 3, 6), strict=True):
+    assert [(first, count) for first, count, _ in got] == [(5, 2), (7, 2), (9, 3)]
+    for (_, count, data), start in zip(got, (0, 2, 4), strict=True):
         assert torch.equal(data, wire.kv.gather(range(2), slots[start : start + count]))
 
 
-def test_giving_up_behind_a_busy_link_skips_the_rows_but_tells_the_receiver(wire: Wire) -> None:
-    wire.gate.clear()
-    wire.feeder.begin("busy", 0, 1)
-    wire.feeder.begin("t", 0, 8)
-    wire.feeder.rows("t", TARGET_KV, range(2), torch.arange(8, dtype=torch.int32), 0)
+def test_giving_up_behind_a_busy_link_skips_the_rows_but_tells_the_receiver(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_transfer.outbox, "WINDOW_BYTES", 0)  # no credit: what has bytes stands in line
+    for ticket in ("busy", "t"):
+        wire.feeder.begin(ticket, 0, 8)
+        wire.feeder.rows(ticket, TARGET_KV, range(2), torch.arange(8, dtype=torch.int32), 0)
     wire.feeder.abort("t", "the caller went away")
-    wire.gate.set()
+    monkeypatch.setattr(kv_transfer.outbox, "WINDOW_BYTES", 1024)
+    wire.sender.acknowledge(handoff_pb2.HandoffAck(credit=handoff_pb2.Credit(num_bytes=1)))
     wait_for(lambda: "abort" in wire.kinds())
     assert [m.WhichOneof("body") for m in wire.messages if m.ticket == "t"] in (["abort"], ["begin", "abort"])
     wire.sender.acknowledge(handoff_pb2.HandoffAck(ticket="t", failed=handoff_pb2.Failed(reason="aborted")))
-    assert wire.ended == [("t", "failed")]
+    wait_for(lambda: wire.ended == [("t", "failed")])
+
+
+def test_rows_of_a_ticket_that_has_ended_are_not_read(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pages may be somebody else's by then."""
+    read: list[str] = []
+    gather = RowSource.gather
+
+    def counted(*args: Any) -> torch.Tensor:
+        read.append("rows")
+        return gather(*args)
+
+    monkeypatch.setattr(RowSource, "gather", counted)
+    slots = torch.arange(8, dtype=torch.int32)
+    wire.feeder.begin("t", 0, 8)
+    wait_for(lambda: "begin" in wire.kinds())
+    wire.sender.acknowledge(handoff_pb2.HandoffAck(ticket="t", failed=handoff_pb2.Failed(reason="no pages")))
+    wait_for(lambda: bool(wire.ended))
+    wire.feeder.rows("t", TARGET_KV, range(2), slots, 0)
+    wire.feeder.begin("u", 0, 8)
+    wire.feeder.rows("u", TARGET_KV, range(2), slots, 0)
+    wait_for(lambda: "chunk" in wire.kinds())
+    assert read == ["rows"]
+    assert [m.ticket for m in wire.messages if m.HasField("chunk")] == ["u"]
+
+
+def test_a_ticket_does_not_end_while_its_rows_are_read(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, go_on = threading.Event(), threading.Event()
+    gather = RowSource.gather
+
+    def slow(*args: Any) -> torch.Tensor:
+        reading.set()
+        assert go_on.wait(5.0)
+        return gather(*args)
+
+    monkeypatch.setattr(RowSource, "gather", slow)
+    wire.feeder.begin("t", 0, 8)
+    wire.feeder.rows("t", TARGET_KV, range(2), torch.arange(8, dtype=torch.int32), 0)
+    assert reading.wait(5.0)
+    wire.sender.acknowledge(handoff_pb2.HandoffAck(ticket="t", failed=handoff_pb2.Failed(reason="too late")))
+    assert wire.ended == []
+    go_on.set()
+    wait_for(lambda: wire.ended == [("t", "failed")])
+    assert "chunk" not in wire.kinds()
+
+
+def test_a_link_that_is_lost_while_rows_are_read_tells_afterwards(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, go_on = threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> torch.Tensor:
+        reading.set()
+        assert go_on.wait(5.0)
+        raise RuntimeError("and then it broke")
+
+    monkeypatch.setattr(RowSource, "gather", slow)
+    wire.feeder.begin("t", 0, 8)
+    wire.feeder.rows("t", TARGET_KV, range(2), torch.arange(8, dtype=torch.int32), 0)
+    assert reading.wait(5.0)
+    wire.sender.link_lost("pulled")
+    assert wire.ended == []
+    go_on.set()
+    wait_for(lambda: wire.ended == [("t", "pulled")])
+
+
+def test_buffers_come_back_whatever_becomes_of_the_rows(wire: Wire) -> None:
+    slots = torch.arange(8, dtype=torch.int32)
+    for number in range(3 * NUM_BUFFERS):
+        ticket = f"t{number}"
+        wire.feeder.begin(ticket, 0, 8)
+        wire.feeder.rows(ticket, TARGET_KV, range(2), slots if number % 3 else slots + 1000, 0)
+        wire.feeder.rows("nobody's", TARGET_KV, range(2), slots, 0)
+        wire.feeder.state(ticket, handoff_pb2.State(), None)
+    wait_for(lambda: wire.kinds().count("state") == 2 * NUM_BUFFERS)
+    wait_for(lambda: not wire.sender._outbox)
+    staging = wire.feeder._staging
+    assert len(staging._free) + staging._unmade == NUM_BUFFERS
 
 
 def test_a_dead_link_refuses_to_begin(wire: Wire) -> None:

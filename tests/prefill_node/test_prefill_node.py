@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -35,13 +36,14 @@ async def reserve(nodes: Cluster, **changes: Any) -> tuple[Any, Any, Any]:
 
 
 async def test_the_first_token_does_not_wait_for_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    send = GlooTransport._send_message
+    def slow(self: GlooTransport, data: Any) -> Callable[[], None]:
+        def wait() -> None:
+            time.sleep(0.1)
+            self.send(data)
 
-    def slow(self: GlooTransport, data: Any) -> None:
-        time.sleep(0.1)
-        send(self, data)
+        return wait
 
-    monkeypatch.setattr(GlooTransport, "_send_message", slow)
+    monkeypatch.setattr(GlooTransport, "start_send", slow)
     async with cluster() as nodes:
         request, decode, reserved = await reserve(nodes, num_prompt=60)
         started = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,10 +12,11 @@ from decode_node.sink import ReservedPages
 from decode_node.stream import EventQueue
 from kv_transfer.handoff import ByteClass, HandoffState
 from kv_transfer.loopback import loopback_pair
-from kv_transfer.reshard import Side, reshard
+from kv_transfer.reshard import ReshardPlan, Side, reshard
 from kv_transfer.rows import RowSource
 from kv_transfer.transport import TransportError
 from paceline.kvcache.allocator import PageRef, StalePage
+from paceline.kvcache.pool import KvPool
 from paceline.v1.handoff_pb2 import HandoffAck, HandoffMessage, State
 from support.handoff_stepped import Interrupted, SteppedFeeder, SteppedReceiver, SteppedSender, no_threads
 
@@ -61,6 +63,18 @@ class WatchedSink(ReservedPages):
         super().failed(ticket, reason)
 
 
+class WatchedSource(RowSource):
+    """The real source; something else happens just before the rows are read."""
+
+    def __init__(self, pool: KvPool, plan: ReshardPlan, before: Callable[[], None]) -> None:
+        super().__init__(pool, plan)
+        self._before = before
+
+    def gather(self, layers: range, slots: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        self._before()
+        return super().gather(layers, slots, out)
+
+
 class FuzzLink:
     """Both ends of a link; the jobs' `Carrier`."""
 
@@ -72,6 +86,7 @@ class FuzzLink:
         self.served: set[str] = set()  # tickets ever begun here
         self.gone = False  # for the decode node
         send_end, recv_end = loopback_pair(max_messages=1 << 16)
+        self._pipe = recv_end._pipe
         layout = world.prefill.kv.layout
         with no_threads():
             self.receiver = SteppedReceiver(
@@ -88,11 +103,12 @@ class FuzzLink:
                 on_failed=lambda ticket, reason: world.ended(self, ticket, reason),
                 on_link_lost=lambda reason: None,
             )
-            source = RowSource(world.prefill.kv, reshard(Side(layout), Side(layout)))
+            source = WatchedSource(world.prefill.kv, reshard(Side(layout), Side(layout)), self._gathers)
             refused = lambda ticket, reason: world.ended(self, ticket, reason)  # noqa: E731
             self.feeder = SteppedFeeder(self.sender, source, torch.device("cpu"), refused)
         self.rows, self.hidden_rows, self.state = self.feeder.rows, self.feeder.hidden_rows, self.feeder.state
         self.abort, self.bytes_sent, self.lost = self.feeder.abort, self.sender.bytes_sent, self.sender.link_lost
+        self.sending_s, self.groups = self.sender.sending_s, self.feeder.groups
 
     def begin(self, ticket: str, first_token: int, num_tokens: int) -> None:
         seq = self.world.p_engine._jobs[ticket].seq
@@ -102,6 +118,14 @@ class FuzzLink:
         self.feeder.lost_target.discard(ticket)
         self.world.begun[ticket] += 1
         self.feeder.begin(ticket, first_token, num_tokens)
+
+    def _gathers(self) -> None:
+        """The midst of a gather: whatever happens there, the pages stay until it is over."""
+        self.world.between()
+        ticket = self.feeder.gathering
+        refs = self.refs.get(ticket)
+        if refs is None or not all(self.world.prefill.allocator._current(ref) for ref in refs):
+            self.world.faults.append(f"{ticket}: its rows are gathered after its end")
 
     def _gone(self, reason: str) -> None:
         self.gone = True
@@ -115,10 +139,16 @@ class FuzzLink:
             self.world.faults.append(f"{ticket}: told ready where it is {handoff and handoff.status}")
         self.world.ended(self, ticket, None if ready else ack.failed.reason or "refused")
 
+    def bytes_are_there(self) -> bool:
+        """The receiver would not wait for those of its next message."""
+        message = self.receiver.next_message
+        if message is None or not (message.chunk.num_bytes or message.state.num_bytes) or not self.receiver.alive:
+            return True
+        return not self.sender.busy and bool(self._pipe.messages)
+
     def deliver(self) -> bool:
-        """One control message reaches the decode node. Not while its bytes are still being sent, for the receiver
-        would wait for them."""
-        if self.sender.busy or not self.to_decode:
+        """One control message reaches the decode node."""
+        if not self.to_decode:
             return False
         message = self.to_decode.popleft()
         try:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -203,14 +204,23 @@ def open_link(
         assert len(ends) == len(set(ends)), "a ticket ended twice at the sender"
 
 
+@contextmanager
+def narrow_window() -> Iterator[None]:
+    """Links have credit for four rows of the target's layers."""
+    row_bytes = LAYOUT.token_bytes(LayerOwner.TARGET)
+    with patch("kv_transfer.outbox.WINDOW_BYTES", 3 * row_bytes + 1), patch("kv_transfer.staging.CREDIT_BYTES", 1):
+        yield
+
+
 def jam(link: Link) -> None:
-    """Hold the receiver in a write and fill the pipe, so that the sender thread blocks; released by write_gate."""
+    """Hold the receiver in a write and fill a `narrow_window`, so that nothing more is announced; released by
+    write_gate."""
     link.sink.write_gate.clear()
     link.sink.reserve("busy")
     link.sender.begin("busy", FIRST, NUM)
     for token in range(FIRST, FIRST + 6):
         link.put("busy", Prompt(0), TARGET, range(token, token + 1))
-    wait_for(lambda: sum(m.WhichOneof("body") == "chunk" for m in link.posted) == 4, "a full pipe")
+    wait_for(lambda: sum(m.WhichOneof("body") == "chunk" for m in link.posted) == 4, "a full window")
 
 
 def raw(link: Link, message: HandoffMessage, data: Tensor | None = None) -> None:

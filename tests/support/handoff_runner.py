@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
 
 from paceline.config import NodeConfig
 from paceline.engine.model_runner import PrefillChunk, RoundResult, SampledToken
+from paceline.models.base import AfterLayer
 from paceline.spec_decode.drafters.export import KEPT
 from paceline.spec_decode.sequence import Sequence
 from tests.fakes.runner import HIDDEN, FakeRunner
@@ -22,14 +24,15 @@ class FuzzRunner(FakeRunner):
         self.handoff = mode
         self.row_width = HIDDEN if mode == "hidden_states" else 0
         self._faults = faults
+        self.between: Callable[[], None] = lambda: None  # the midst of a forward, after each layer
 
     def new_sequence(self, request: object, most_cached: int | None = None) -> Sequence:
         """Where hidden rows cross there is no prefix cache at the source, so nothing is to be left out."""
         assert most_cached is None or self.prefix is None
         return super().new_sequence(request)  # type: ignore[arg-type]
 
-    def prefill(self, chunks: Seq[PrefillChunk]) -> list[SampledToken | None]:
-        results = super().prefill(chunks)
+    def prefill(self, chunks: Seq[PrefillChunk], after_layer: AfterLayer | None = None) -> list[SampledToken | None]:
+        results = super().prefill(chunks, self._interrupted(after_layer))
         for chunk in chunks if self.row_width else ():
             kept = chunk.seq.scratch.setdefault(KEPT, [])
             assert isinstance(kept, list)
@@ -59,6 +62,14 @@ class FuzzRunner(FakeRunner):
             rows = min(seq.num_computed, seq.draft_rows)
             self.prefix.insert(seq.token_ids, seq.table.pages, rows, seq.request.cache_salt)
         seq.table.release()
+
+    def _interrupted(self, after_layer: AfterLayer | None) -> AfterLayer:
+        def after(layer: int) -> None:
+            if after_layer is not None:
+                after_layer(layer)
+            self.between()
+
+        return after
 
     def _catch_up(self, seq: Sequence) -> None:
         """Compute the draft rows that did not come. Target rows must be there."""

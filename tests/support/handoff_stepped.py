@@ -15,10 +15,10 @@ from unittest.mock import patch
 import torch
 
 from kv_transfer.handoff import DRAFT_KV, TARGET_KV, ByteClass
-from kv_transfer.outbox import Outgoing
 from kv_transfer.receiver import HandoffReceiver
 from kv_transfer.sender import HandoffSender
 from kv_transfer.transport import Transport
+from kv_transfer.wire import Started
 from paceline.v1.handoff_pb2 import HandoffMessage
 from prefill_node.feeder import RowFeeder
 
@@ -74,15 +74,15 @@ class SteppedSender(HandoffSender):
     _turns = 0
     busy = False
 
-    def _next_item(self) -> Outgoing | None:
-        if self._turns == 0 or (not self._outbox and self._dead is None):
+    def _next(self) -> Started | None:
+        if self._turns == 0 or (not self._outbox.ready and self._dead is None):
             return None
         self._turns -= 1
-        return super()._next_item()
+        return super()._next()
 
     def turn(self) -> bool:
-        """False when there is nothing to send, or the thread is in the midst of a send."""
-        if self.busy or not self._outbox:
+        """False when there is nothing to send or no credit, or the thread is in the midst of a send."""
+        if self.busy or not self._outbox.ready:
             return False
         self.busy, self._turns = True, 1
         try:
@@ -121,6 +121,11 @@ class SteppedReceiver(HandoffReceiver):
             self.busy = False
         return True
 
+    @property
+    def next_message(self) -> HandoffMessage | None:
+        """What a turn would take; None: nothing, or a ticket to fail."""
+        return self._queue[0] if self._queue and not self._to_fail else None
+
     def in_flight(self, ticket: str) -> bool:
         """Begun here and not over."""
         return ticket in self._in_flight
@@ -155,6 +160,11 @@ class SteppedFeeder(RowFeeder):
         self._queue = self._turns  # type: ignore[assignment]
         self.leave_out: dict[str, str] = {}
         self.lost_target: set[str] = set()  # tickets that cannot become ready any more
+        self.gathering = ""  # the ticket
+
+    def _gather(self, ticket: str, layers: range, slots: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor | None:
+        self.gathering = ticket
+        return super()._gather(ticket, layers, slots, buffer)
 
     def rows(self, ticket: str, byte_class: ByteClass, layers: range, slots: torch.Tensor, first_token: int) -> None:
         fault = self.leave_out.get(ticket)
@@ -174,8 +184,8 @@ class SteppedFeeder(RowFeeder):
         super().hidden_rows(ticket, rows, first_token)
 
     def turn(self) -> bool:
-        """False when nothing waits, or the thread is in the midst of its work."""
-        if self.busy or not self._turns.items:
+        """False when nothing waits, no buffer is free, or the thread is in the midst of its work."""
+        if self.busy or not self._turns.items or not self._staging.has_room:
             return False
         self.busy, self._turns.turns = True, 1
         try:

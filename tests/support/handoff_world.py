@@ -31,6 +31,13 @@ from support.handoff_runner import FuzzRunner
 
 RESERVE_S, HANDOFF_S, ANSWER_S = 5.0, 5.0, 9.0
 MAX_LINKS = 6
+SMALL = {  # bytes, so that a chunk of 6 tokens leaves layer by layer and credit runs out
+    "prefill_node.groups.MIN_BYTES": 1,
+    "prefill_node.groups.MESSAGE_BYTES": 512,
+    "prefill_node.engine.MIN_BYTES": 1,
+    "kv_transfer.outbox.WINDOW_BYTES": 1024,
+    "kv_transfer.staging.CREDIT_BYTES": 256,
+}
 
 
 @dataclass
@@ -51,6 +58,8 @@ class World:
         clock = SimpleNamespace(monotonic=lambda: self.now)
         for module in ("prefill_node.engine", "decode_node.engine"):
             self._stack.enter_context(patch(f"{module}.time", clock))
+        for name, value in SMALL.items():
+            self._stack.enter_context(patch(name, value))
         logging.disable(logging.CRITICAL)
         self._stack.callback(logging.disable, logging.NOTSET)
         shared: dict[str, Any] = {"model": "fake", "num_draft_tokens": 2, "prefill_chunk_tokens": 6}
@@ -78,10 +87,12 @@ class World:
         self.told_decode: Counter[str] = Counter()  # ready or failed, by the links
         self.begun: Counter[str] = Counter()
         self.told_prefill: Counter[str] = Counter()
-        self.during: Callable[[], object] | None = None  # what happens in the midst of the next send or receive
+        self._in_p_step = False
+        self.prefill.between = self.between
+        self.during: Callable[[], object] | None = None  # what happens in the midst of what comes next
 
     def between(self) -> None:
-        """The midst of a send, a receive or a write."""
+        """The midst of a send, a receive, a write, a gather or a forward."""
         during, self.during = self.during, None
         if during is not None:
             during()
@@ -147,10 +158,17 @@ class World:
     # -- the threads ---------------------------------------------------------------------------------------------
 
     def p_step(self) -> bool:
+        """False when there was nothing to do, or the engine is in the midst of a step."""
+        if self._in_p_step:
+            return False
         worked = bool(self.p_inbox)
         while self.p_inbox:
             self.p_inbox.popleft()()
-        return self.p_engine.step() or worked
+        self._in_p_step = True
+        try:
+            return self.p_engine.step() or worked
+        finally:
+            self._in_p_step = False
 
     def d_step(self) -> bool:
         worked = bool(self.d_inbox)
@@ -167,8 +185,8 @@ class World:
         if not self.links:
             return False
         link = self.links[number % len(self.links)]
-        if what == "receive":  # its bytes may not be there yet
-            return not link.sender.busy and link.receiver.turn()
+        if what == "receive":
+            return link.bytes_are_there() and link.receiver.turn()
         turns = {"feed": link.feeder.turn, "send": link.sender.turn, "deliver": link.deliver, "ack": link.ack}
         return turns[what]()
 
@@ -235,9 +253,8 @@ class World:
 
     def ended(self, link: FuzzLink, ticket: str, failure: str | None) -> None:
         """The sender's last word on a ticket, which comes only when none of its bytes are on the wire."""
-        wire = link.sender._outbox.wire
-        if wire is not None and wire.message.ticket == ticket:
-            self.faults.append(f"{ticket}: ended while its bytes are on the wire")
+        if link.sender._outbox.must_send(ticket):
+            self.faults.append(f"{ticket}: ended while its bytes are still to be sent")
         self.told_prefill[ticket] += 1
         link.refs.pop(ticket, None)
         self.p_inbox.append(lambda: self.p_engine.handoff_ended(ticket, failure))

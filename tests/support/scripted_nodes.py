@@ -289,7 +289,8 @@ class FakePrefill(node_pb2_grpc.PrefillNodeServicer):
             await self.node.maybe_die(1, context)
             self.world.ready[request.ticket].set()
             counts = inference_pb2.HandoffBytes(target_kv=1000, draft_kv=100, hidden=10, meta=1)
-            await context.write(node_pb2.PrefillEvent(handed_off=node_pb2.HandedOff(bytes=counts, exposed_s=0.001)))
+            handed_off = node_pb2.HandedOff(bytes=counts, exposed_s=0.001, transfer_s=0.01)
+            await context.write(node_pb2.PrefillEvent(handed_off=handed_off))
 
     async def Connect(self, request: node_pb2.ConnectRequest, context: Any) -> node_pb2.ConnectResponse:
         raise NotImplementedError

@@ -152,7 +152,7 @@ class Prefill:
         source = RowSource(runner.kv, reshard(Side(layout), Side(layout)))
         self._feeder = RowFeeder(self.sender, source, device, self._ended)
         self.begin, self.rows, self.hidden_rows = self._feeder.begin, self._feeder.rows, self._feeder.hidden_rows
-        self.abort = self._feeder.abort
+        self.abort, self.groups, self.sending_s = self._feeder.abort, self._feeder.groups, self.sender.sending_s
         self._jobs: dict[str, PrefillJob] = {}
         self._loop = EngineLoop("prefill", self.engine.step)
         self._loop.start()

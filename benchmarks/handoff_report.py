@@ -1,0 +1,197 @@
+"""Results of the hand-off benchmark, and their table."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from benchmarks.tables import Grid
+from paceline.errors import ConfigError, PacelineError
+from paceline.results import TraceEvent
+
+EXPOSED_SHARE = 0.2  # of the time that the transfer itself took, at most
+RATE_SHARE = 0.8  # of the raw copy's bytes per second, at least
+
+
+@dataclass(frozen=True)
+class HandoffSettings:
+    """What is measured."""
+
+    model: str
+    prompt_tokens: int = 2000
+    chunk_tokens: int = 256
+    repeats: int = 7
+    drafter: str = "default"
+    dtype: str = "bf16"
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Messages of one hand-off, from the traces of both nodes. A message is under way from the start of its send until
+    its rows are written."""
+
+    prefill_s: float  # first forward's start to last forward's end
+    exposed_s: float  # first token to acknowledgement
+    sending_s: float  # in which the sender had a message on the wire
+    under_way_s: float  # in which a message was under way
+    whole_s: float  # first send's start to the last rows written
+    sizes: tuple[int, ...]  # bytes of each message
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all messages."""
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """One turn. The raw copies are of the same messages as the crossing that they stand beside."""
+
+    overlapped: Crossing
+    overlapped_raw_s: float
+    stored: Crossing
+    stored_raw_s: float
+
+    @property
+    def exposed_share(self) -> float:
+        """Exposed time over the time in which the sender had bytes on the wire."""
+        return self.overlapped.exposed_s / self.overlapped.sending_s
+
+    @property
+    def exposed_to_floor(self) -> float:
+        """Exposed time over a raw copy of everything that crossed, with the machine to itself."""
+        return self.overlapped.exposed_s / self.overlapped_raw_s
+
+    @property
+    def rate_share(self) -> float:
+        """Bytes per second of a stored prompt over those of the raw copy."""
+        return self.stored_raw_s / self.stored.whole_s
+
+
+@dataclass(frozen=True)
+class HandoffReport:
+    """The results. Written as JSON and read back."""
+
+    settings: HandoffSettings
+    repetitions: tuple[Repetition, ...]
+
+    def to_json(self) -> str:
+        """See HandoffReport."""
+        return TypeAdapter(HandoffReport).dump_json(self, indent=1).decode()
+
+    @classmethod
+    def read(cls, path: Path) -> HandoffReport:
+        """Raises ConfigError when ``path`` is not such a file."""
+        try:
+            return TypeAdapter(cls).validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise ConfigError("json", f"{path} is no result of this benchmark: {error.errors()[0]['msg']}") from None
+
+    def median(self, of: Callable[[Repetition], float]) -> float:
+        """Over the repetitions."""
+        return statistics.median(of(r) for r in self.repetitions)
+
+    @property
+    def exposed_share(self) -> float:
+        """See Repetition."""
+        return self.median(lambda r: r.exposed_share)
+
+    @property
+    def rate_share(self) -> float:
+        """See Repetition."""
+        return self.median(lambda r: r.rate_share)
+
+    @property
+    def holds(self) -> bool:
+        """Whether both bounds hold."""
+        return self.exposed_share <= EXPOSED_SHARE and self.rate_share >= RATE_SHARE
+
+
+def crossing(events: Sequence[TraceEvent], exposed_s: float, tokens_below: int | None = None) -> Crossing:
+    """What the traces of both nodes say of one hand-off; ``tokens_below``: of its messages with KV rows of tokens below
+    it alone. The n-th message received is the n-th sent. Raises PacelineError when the traces do not fit together."""
+    chunks = [event for event in events if event.track == "prefill" and event.name == "chunk"]
+    sent, received = _messages(events, "send", " sent"), _messages(events, "receive", " received")
+    if not chunks or not sent or len(sent) != len(received):
+        raise PacelineError(f"traces of {len(chunks)} chunks, {len(sent)} messages sent, {len(received)} received")
+    pairs = [(s, r) for s, r in zip(sent, received, strict=True) if _is_below(s, tokens_below)]
+    spans = [(s.start_s, _end(r)) for s, r in pairs]
+    return Crossing(
+        prefill_s=max(_end(event) for event in chunks) - min(event.start_s for event in chunks),
+        exposed_s=exposed_s,
+        sending_s=sum(_end(s) - s.start_s for s, _ in pairs),
+        under_way_s=union_s(spans),
+        whole_s=max(end for _, end in spans) - min(start for start, _ in spans),
+        sizes=tuple(_num_bytes(s) for s, _ in pairs),
+    )
+
+
+def union_s(spans: Sequence[tuple[float, float]]) -> float:
+    """Seconds in which at least one span is open."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def _messages(events: Sequence[TraceEvent], track: str, suffix: str) -> list[TraceEvent]:
+    """Those with bytes, in order."""
+    names = (f"chunk{suffix}", f"state{suffix}")
+    found = [event for event in events if event.track == track and event.name in names and _num_bytes(event)]
+    return sorted(found, key=lambda event: event.start_s)
+
+
+def _is_below(event: TraceEvent, tokens: int | None) -> bool:
+    if tokens is None:
+        return True
+    last = float(event.attributes.get("first_token", tokens)) + float(event.attributes.get("num_tokens", 1))
+    return last <= tokens
+
+
+def _num_bytes(event: TraceEvent) -> int:
+    return int(event.attributes.get("num_bytes", 0))
+
+
+def _end(event: TraceEvent) -> float:
+    return event.start_s if event.end_s is None else event.end_s
+
+
+def handoff_grid(report: HandoffReport) -> Grid:
+    """The table."""
+    s, median = report.settings, report.median
+    overlapped, stored = report.repetitions[0].overlapped, report.repetitions[0].stored
+    rows: list[tuple[str, str, str]] = []
+
+    def row(name: str, value: str, bound: str = "", holds: bool | None = None) -> None:
+        rows.append((name, value, bound if holds is None else f"{bound}: {'holds' if holds else 'MISSED'}"))
+
+    def timed(name: str, num_bytes: int, of: Callable[[Repetition], float]) -> None:
+        row(name, f"{median(of) * 1e3:.2f} ms = {num_bytes / median(of) / 1e9:.2f} GB/s")
+
+    row("prefill", f"{median(lambda r: r.overlapped.prefill_s) * 1e3:.0f} ms")
+    row("handed over beside it", _described(overlapped.sizes))
+    timed("raw gloo copy of the same: the floor", overlapped.num_bytes, lambda r: r.overlapped_raw_s)
+    timed("sender busy, beside the prefill", overlapped.num_bytes, lambda r: r.overlapped.sending_s)
+    row("exposed: first token to acknowledgement", f"{median(lambda r: r.overlapped.exposed_s) * 1e3:.2f} ms")
+    share = report.exposed_share
+    row("exposed / sender busy", f"{share:.1%}", f"<= {EXPOSED_SHARE:.0%}", share <= EXPOSED_SHARE)
+    row("exposed / floor", f"{median(lambda r: r.exposed_to_floor):.1%}")
+    row("handed over from the prefix cache", _described(stored.sizes))
+    timed("raw gloo copy of the same", stored.num_bytes, lambda r: r.stored_raw_s)
+    timed("first send to last row written", stored.num_bytes, lambda r: r.stored.whole_s)
+    share = report.rate_share
+    row("its bytes/s / raw", f"{share:.2f}", f">= {RATE_SHARE}", share >= RATE_SHARE)
+    size = f"{s.prompt_tokens} tokens in chunks of {s.chunk_tokens}"
+    title = f"hand-off: {s.model}, {s.dtype}, {size}, drafter {s.drafter}"
+    notes = (f"Medians of {len(report.repetitions)} repetitions; ratios are of one repetition. One thread a node.",)
+    return Grid(title, ("what", "measured", "reach"), tuple(rows), (False,) * len(rows), notes)
+
+
+def _described(sizes: Sequence[int]) -> str:
+    smallest, largest = min(sizes) / 1024, max(sizes) / 1024
+    return f"{sum(sizes) / 1e6:.2f} MB, {len(sizes)} messages of {smallest:.0f} to {largest:.0f} KiB"

@@ -1,0 +1,94 @@
+"""The buffers of both ends of a link."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from kv_transfer import staging
+from kv_transfer.loopback import loopback_pair
+from kv_transfer.staging import Staging, StagingRing
+from kv_transfer.transport import MESSAGE_BYTES, TransportError
+from paceline.errors import DeadlineExceeded
+
+
+def test_buffers_are_made_once_and_bound_what_is_in_flight() -> None:
+    ring = StagingRing(num_buffers=2, num_bytes=64, timeout_s=0.05)
+    first, second = ring.take(10), ring.take(64)
+    assert not ring.has_room
+    with pytest.raises(DeadlineExceeded, match=r"no staging buffer came free within 0\.05 s"):
+        ring.take(1)
+    ring.give_back(first)
+    assert ring.has_room
+    assert ring.take(20) is first
+    ring.give_back(second)
+    ring.give_back(first)
+    assert ring.take(1) is first  # the one that was used last
+
+
+def test_a_taker_waits_for_a_buffer() -> None:
+    ring = StagingRing(num_buffers=1, num_bytes=64, timeout_s=5.0)
+    buffer = ring.take(1)
+    timer = threading.Timer(0.05, ring.give_back, (buffer,))
+    timer.start()
+    assert ring.take(1) is buffer
+    timer.join()
+
+
+def test_a_row_of_more_than_a_buffer_gets_a_larger_one() -> None:
+    ring = StagingRing(num_buffers=1, num_bytes=64, timeout_s=0.05)
+    large = ring.take(100)
+    assert large.numel() == 128
+    assert not ring.has_room
+    ring.give_back(large)
+    assert ring.take(100) is large
+
+
+def test_bytes_that_are_expected_arrive_beside_those_in_use() -> None:
+    send_end, recv_end = loopback_pair()
+    buffers = Staging(recv_end, "cpu")
+    for value in (1, 2, 3):
+        send_end.send(torch.full((8,), value, dtype=torch.uint8))
+    first = buffers.receive(8)
+    buffers.expect(8)
+    second = buffers.receive(8)
+    assert first.tolist() == [1] * 8
+    assert second.tolist() == [2] * 8
+    buffers.expect(8)
+    buffers.drain(8)  # its ticket failed meanwhile
+    assert second.tolist() == [2] * 8
+    send_end.send(torch.full((6,), 4.0, dtype=torch.float32))
+    buffers.expect(24)
+    rows = buffers.receive_new(2, 3, torch.float32)
+    send_end.send(torch.full((6,), 5.0, dtype=torch.float32))
+    buffers.receive(24)
+    assert rows.tolist() == [[4.0] * 3] * 2
+
+
+def test_only_what_was_expected_may_be_taken() -> None:
+    _, recv_end = loopback_pair()
+    buffers = Staging(recv_end, "cpu")
+    buffers.expect(0)
+    buffers.expect(MESSAGE_BYTES + 1)  # of several messages: neither begins anything
+    buffers.expect(8)
+    with pytest.raises(TransportError, match="9 bytes are taken where 8 were expected"):
+        buffers.receive(9)
+
+
+def test_credit_counts_every_byte_once_and_waits_until_it_is_worth_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "CREDIT_BYTES", 20)
+    send_end, recv_end = loopback_pair()
+    buffers = Staging(recv_end, "cpu")
+    for size in (8, 8, 8, 4):
+        send_end.send(torch.zeros(size, dtype=torch.uint8))
+    buffers.receive(8)
+    buffers.expect(8)
+    assert buffers.credit() == 0
+    buffers.drain(8)
+    assert buffers.credit() == 0
+    buffers.receive_new(2, 2, torch.bfloat16)
+    assert buffers.credit() == 24
+    buffers.drain(4)
+    assert buffers.credit() == 0
