@@ -182,6 +182,7 @@ class LinkHost:
             link_id=link.link_id,
             on_link_lost=lambda reason: self._lost(link, reason),
             device=device,
+            checksums=config.handoff_checksum,
         )
         try:
             link.sentinel = Sentinel(

@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kv_transfer.checksum import checksum_problem
 from kv_transfer.handoff import ByteClass, Handoff, described
 from kv_transfer.staging import Staging
 from kv_transfer.transport import Transport, TransportError
@@ -72,6 +73,7 @@ class HandoffReceiver:
     ``on_link_lost(reason)``: once, when the link dies and its tickets have failed (not on ``close``).
     ``max_chunk_bytes``: a larger chunk fails its ticket; bounds the staging buffer.
     ``device``: where bytes are received (a CUDA device for NCCL).
+    ``checksums``: bytes whose sum is missing or wrong fail their ticket before any of them is used; host memory only.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class HandoffReceiver:
         on_link_lost: Callable[[str], None] = lambda reason: None,
         max_chunk_bytes: int = 256 * 1024 * 1024,
         device: torch.device | str = "cpu",
+        checksums: bool = False,
     ) -> None:
         self.link_id = link_id
         self._transport = transport
@@ -91,6 +94,7 @@ class HandoffReceiver:
         self._ack = ack
         self._on_link_lost = on_link_lost
         self._max_chunk_bytes = max_chunk_bytes
+        self._checksums = checksums
         self._staging = Staging(transport, device)
         self._cond = threading.Condition()
         self._queue: deque[HandoffMessage] = deque()
@@ -261,6 +265,8 @@ class HandoffReceiver:
         began = time.monotonic()
         data = self._staging.receive(chunk.num_bytes).view(handoff.plan.layout.dtype)
         self._staging.expect(self._next_bytes())
+        if self._is_corrupt(message, data):
+            return
         try:
             handoff.chunk(*where, chunk.num_bytes)
             handoff.count_meta(message.ByteSize())
@@ -268,6 +274,14 @@ class HandoffReceiver:
             handoff.trace.record("chunk received", began, time.monotonic(), **described(message))
         except Exception as error:
             self._fail_ticket(message.ticket, f"writing rows failed: {error}")
+
+    def _is_corrupt(self, message: HandoffMessage, data: Tensor) -> bool:
+        """Fail the ticket of bytes whose checksum is asked for and does not hold."""
+        problem = checksum_problem(message, data) if self._checksums else None
+        if problem is not None:
+            log.error("link %s, hand-off %s: %s", self.link_id, message.ticket, problem)
+            self._fail_ticket(message.ticket, problem)
+        return problem is not None
 
     def _next_bytes(self) -> int:
         """Bytes of the message that comes next: they follow, whatever becomes of its ticket."""
@@ -287,6 +301,8 @@ class HandoffReceiver:
             return
         began, plan = time.monotonic(), handoff.plan
         hidden = self._staging.receive_new(state.num_hidden_rows, plan.hidden_size, plan.layout.dtype)
+        if self._is_corrupt(message, hidden):
+            return
         handoff.trace.record("state received", began, time.monotonic(), **described(message))
         with self._cond:  # `cancel` comes before this, or finds the ticket ready
             cancelled = ticket in self._cancelled

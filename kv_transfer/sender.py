@@ -27,6 +27,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from kv_transfer.checksum import crc32
 from kv_transfer.handoff import HIDDEN, META, ByteClass
 from kv_transfer.outbox import Outbox, Outgoing
 from kv_transfer.tickets import Phase, Ticket, Tickets
@@ -47,6 +48,7 @@ class HandoffSender:
     ``on_link_lost(reason)``: once, when the link dies (not on ``close``).
     ``on_sent(message, began)``: a message's bytes are off; sending them began at ``began``, monotonic.
     ``enqueue_timeout_s``: longest wait of the owner for room, and of the thread for credit.
+    ``checksums``: each message carries a sum of its bytes, taken on the thread that queues it; host memory only.
     Callbacks run on the sender thread, or on the one that called ``acknowledge``, ``link_lost`` or ``reading``, with no
     lock held.
     """
@@ -62,6 +64,7 @@ class HandoffSender:
         on_sent: Callable[[HandoffMessage, float], None] | None = None,
         max_queued_bytes: int = 64 * 1024 * 1024,
         enqueue_timeout_s: float = 10.0,
+        checksums: bool = False,
     ) -> None:
         self._transport = transport
         self._wire = Wire(transport)
@@ -71,6 +74,7 @@ class HandoffSender:
         self._on_link_lost = on_link_lost
         self._on_sent = on_sent
         self._enqueue_timeout_s = enqueue_timeout_s
+        self._checksums = checksums
         self._cond = threading.Condition()
         self._outbox = Outbox(max_queued_bytes)
         self._tickets = Tickets()
@@ -126,6 +130,7 @@ class HandoffSender:
             first_token=first_token,
             num_tokens=num_tokens,
             num_bytes=data.nbytes,
+            checksum=crc32(data) if self._checksums else None,
         )
         queued = False
         try:
@@ -154,13 +159,16 @@ class HandoffSender:
     def state(self, ticket: str, state: State, hidden: Tensor | None = None) -> None:
         """Queue the seed of decoding; ends the hand-off. ``hidden``: [num_hidden_rows, hidden_size], or None.
 
-        Sets num_hidden_rows and num_bytes of a copy of ``state``. Errors as `chunk`.
+        Sets num_hidden_rows, num_bytes and checksum of a copy of ``state``. Errors as `chunk`.
         """
         body = State()
         body.CopyFrom(state)
         body.num_hidden_rows = 0 if hidden is None else hidden.shape[0]
-        body.num_bytes = 0 if hidden is None else hidden.nbytes
-        self._enqueue(ticket, body, HIDDEN, None if hidden is None else hidden.contiguous().reshape(-1))
+        data = None if hidden is None else hidden.contiguous().reshape(-1)
+        body.num_bytes = 0 if data is None else data.nbytes
+        if self._checksums:
+            body.checksum = 0 if data is None else crc32(data)
+        self._enqueue(ticket, body, HIDDEN, data)
 
     def abort(self, ticket: str, reason: str) -> None:
         """Give a hand-off up: what is queued is dropped, an Abort follows; the receiver's Failed makes it terminal.

@@ -72,6 +72,11 @@ class EngineConfig(Frozen):
     handoff: Literal["draft_kv", "hidden_states", "none"] = "draft_kv"  # what crosses besides target KV
     handoff_rows: Literal["fused", "raw"] = "fused"  # hidden_states of EAGLE-3: fused on prefill, or as they are
     handoff_dtype_cast: bool = False  # let fp32 prefill nodes round their KV for bf16 decode nodes
+    handoff_checksum: bool = Field(
+        default=False,
+        description="Send a CRC-32 with the bytes of a hand-off; decode nodes check it before they use any of them. "
+        "Made on the host: needs transport gloo.",
+    )
 
     @field_validator("adaptive", "journal_mode", mode="before", check_fields=False)
     @classmethod
@@ -97,6 +102,11 @@ class EngineConfig(Frozen):
             raise ValueError("expand_above says which nodes of dynamic trees grow: set tree to dynamic")
         if self.draft_sampling == "sampled" and self.acceptance == "typical":
             raise ValueError("draft_sampling 'sampled' needs acceptance sample, rejection or recursive")
+        if self.handoff_checksum and self.transport == "nccl":
+            raise ValueError(
+                "handoff_checksum sums bytes in host memory, where transport 'nccl' never has them: set transport to "
+                "gloo, or handoff_checksum to false"
+            )
         return self
 
     @property

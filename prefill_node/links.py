@@ -209,6 +209,7 @@ class LinkPool:
             on_failed=context.ended,
             on_link_lost=lambda reason: notify(loop, self._lost, address, paired.link_id, reason),
             on_sent=context.sent,
+            checksums=config.handoff_checksum,
         )
         sentinel: Sentinel | None = None
         try:

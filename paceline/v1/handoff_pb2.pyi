@@ -259,12 +259,15 @@ class Chunk(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
     byte_class: Global___ByteClass.ValueType
     first_layer: _builtins.int
     num_layers: _builtins.int
     first_token: _builtins.int
     num_tokens: _builtins.int
     num_bytes: _builtins.int
+    checksum: _builtins.int
+    """CRC-32 of the bytes that follow, where the deployment asks for it."""
     def __init__(
         self,
         *,
@@ -274,12 +277,15 @@ class Chunk(_message.Message):
         first_token: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
+        checksum: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_checksum", b"_checksum", "checksum", b"checksum"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_class", b"byte_class", "first_layer", b"first_layer", "first_token", b"first_token", "num_bytes", b"num_bytes", "num_layers", b"num_layers", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checksum", b"_checksum", "byte_class", b"byte_class", "checksum", b"checksum", "first_layer", b"first_layer", "first_token", b"first_token", "num_bytes", b"num_bytes", "num_layers", b"num_layers", "num_tokens", b"num_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__checksum: _TypeAlias = _typing.Literal["checksum"]  # noqa: Y015
+    _WhichOneofArgType__checksum: _TypeAlias = _typing.Literal["_checksum", b"_checksum"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__checksum) -> _WhichOneofReturnType__checksum | None: ...
 
 Global___Chunk: _TypeAlias = Chunk  # noqa: Y015
 
@@ -298,6 +304,7 @@ class State(_message.Message):
     PROPOSAL_WIDTH_FIELD_NUMBER: _builtins.int
     PROPOSAL_IDS_FIELD_NUMBER: _builtins.int
     PROPOSAL_PROBS_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
     first_token_id: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """The first token already ended the request: release, do not decode."""
@@ -306,6 +313,8 @@ class State(_message.Message):
     proposal_depth: _builtins.int
     """Draft proposals, row-major [proposal_depth, proposal_width]."""
     proposal_width: _builtins.int
+    checksum: _builtins.int
+    """As Chunk's."""
     @_builtins.property
     def logprobs(self) -> _common_pb2.TokenLogprobs: ...
     @_builtins.property
@@ -324,13 +333,19 @@ class State(_message.Message):
         proposal_width: _builtins.int = ...,
         proposal_ids: _abc.Iterable[_builtins.int] | None = ...,
         proposal_probs: _abc.Iterable[_builtins.float] | None = ...,
+        checksum: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_checksum", b"_checksum", "_logprobs", b"_logprobs", "checksum", b"checksum", "logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "finish_reason", b"finish_reason", "first_token_id", b"first_token_id", "logprobs", b"logprobs", "num_bytes", b"num_bytes", "num_hidden_rows", b"num_hidden_rows", "proposal_depth", b"proposal_depth", "proposal_ids", b"proposal_ids", "proposal_probs", b"proposal_probs", "proposal_width", b"proposal_width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checksum", b"_checksum", "_logprobs", b"_logprobs", "checksum", b"checksum", "finish_reason", b"finish_reason", "first_token_id", b"first_token_id", "logprobs", b"logprobs", "num_bytes", b"num_bytes", "num_hidden_rows", b"num_hidden_rows", "proposal_depth", b"proposal_depth", "proposal_ids", b"proposal_ids", "proposal_probs", b"proposal_probs", "proposal_width", b"proposal_width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__checksum: _TypeAlias = _typing.Literal["checksum"]  # noqa: Y015
+    _WhichOneofArgType__checksum: _TypeAlias = _typing.Literal["_checksum", b"_checksum"]  # noqa: Y015
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__checksum) -> _WhichOneofReturnType__checksum | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
 
 Global___State: _TypeAlias = State  # noqa: Y015

@@ -120,6 +120,8 @@ class Link:
         max_queued_bytes: int = 1 << 26,
         enqueue_timeout_s: float = 5.0,
         transports: tuple[Transport, Transport] | None = None,
+        send_sums: bool = False,
+        check_sums: bool = False,
     ) -> None:
         self.sink = DictSink()
         self.terminal: list[tuple[str, str]] = []  # ticket, kind of the last ack
@@ -130,7 +132,12 @@ class Link:
         self.posted: list[HandoffMessage] = []
         self.send_end, self.recv_end = transports or loopback_pair(max_messages=2)
         self.receiver = HandoffReceiver(
-            self.recv_end, self.sink, self.on_ack, link_id="link", on_link_lost=self.receiver_lost.append
+            self.recv_end,
+            self.sink,
+            self.on_ack,
+            link_id="link",
+            on_link_lost=self.receiver_lost.append,
+            checksums=check_sums,
         )
         self.sender = HandoffSender(
             self.send_end,
@@ -140,6 +147,7 @@ class Link:
             on_link_lost=self.lost.append,
             max_queued_bytes=max_queued_bytes,
             enqueue_timeout_s=enqueue_timeout_s,
+            checksums=send_sums,
         )
 
     def post(self, message: HandoffMessage) -> None:
@@ -190,8 +198,10 @@ def open_link(
     max_queued_bytes: int = 1 << 26,
     enqueue_timeout_s: float = 5.0,
     transports: tuple[Transport, Transport] | None = None,
+    send_sums: bool = False,
+    check_sums: bool = False,
 ) -> Iterator[Link]:
-    link = Link(max_queued_bytes, enqueue_timeout_s, transports)
+    link = Link(max_queued_bytes, enqueue_timeout_s, transports, send_sums, check_sums)
     try:
         yield link
     finally:
