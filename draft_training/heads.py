@@ -51,9 +51,17 @@ class TrainableHead(nn.Module):
         count: num_steps at most.
         """
 
-    @abstractmethod
+    def normed(self, output: torch.Tensor) -> torch.Tensor:
+        """What the scoring matrix is applied to. output: [R, hidden_size] -> [R, hidden_size]."""
+        return output
+
+    def scorer(self, target: TargetParts) -> torch.Tensor:
+        """The scoring matrix, [V', hidden_size]: the target's own rows where the head trains none."""
+        return target.head
+
     def logits(self, step: int, output: torch.Tensor, target: TargetParts) -> torch.Tensor:
         """output: [R, hidden_size] -> [R, V']."""
+        return F.linear(self.normed(output), self.scorer(target))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The trained weights under their public names."""
@@ -81,7 +89,7 @@ class ChainHead(TrainableHead):
         """See TrainableHead."""
         inputs, residual = self.true_rows(F.embedding(batch.following, target.embedding), batch)
         counts = (batch.column_counts, batch.row_counts)
-        geometry = Geometry.build(batch.positions[batch.columns], batch.positions, *counts)
+        geometry = Geometry.build(batch.positions[batch.columns], batch.positions, *counts, batch.final.dtype)
         memory = self.attention.remember(inputs, geometry, target.rope)
         x, stream = inputs[batch.columns], residual[batch.columns]
         outputs: list[torch.Tensor] = []
@@ -122,10 +130,14 @@ class Eagle3(ChainHead):
         out: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
 
-    def logits(self, step: int, output: torch.Tensor, target: TargetParts) -> torch.Tensor:
+    def normed(self, output: torch.Tensor) -> torch.Tensor:
         """See TrainableHead."""
-        scores: torch.Tensor = self.lm_head(self.norm(output))
-        return scores
+        out: torch.Tensor = self.norm(output)
+        return out
+
+    def scorer(self, target: TargetParts) -> torch.Tensor:
+        """See TrainableHead."""
+        return self.lm_head.weight
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Names of the original EAGLE-3 checkpoints (F2), the vocabulary map apart."""
@@ -161,10 +173,6 @@ class Eagle1(ChainHead):
         """See ChainHead."""
         out: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
-
-    def logits(self, step: int, output: torch.Tensor, target: TargetParts) -> torch.Tensor:
-        """See TrainableHead."""
-        return F.linear(output, target.head)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Names of the EAGLE-1 checkpoints (F1)."""
@@ -227,10 +235,6 @@ class Mtp1(ChainHead):
         """See ChainHead."""
         return self.module.finish(hidden)
 
-    def logits(self, step: int, output: torch.Tensor, target: TargetParts) -> torch.Tensor:
-        """See TrainableHead."""
-        return F.linear(output, target.head)
-
     def tensors(self) -> dict[str, torch.Tensor]:
         """See MtpModule.named."""
         return self.module.named(f"model.layers.{self.first_layer}")
@@ -249,9 +253,9 @@ class Mtp3(TrainableHead):
     def steps(self, batch: Batch, target: TargetParts, count: int) -> list[torch.Tensor]:
         """See TrainableHead. Every row of a module is needed: the next one attends to it."""
         hidden, table = batch.final, target.rope
-        every = Geometry.build(batch.positions, batch.positions, batch.row_counts, batch.row_counts)
+        every = Geometry.build(batch.positions, batch.positions, batch.row_counts, batch.row_counts, hidden.dtype)
         counts = (batch.column_counts, batch.row_counts)
-        some = Geometry.build(batch.positions[batch.columns], batch.positions, *counts)
+        some = Geometry.build(batch.positions[batch.columns], batch.positions, *counts, batch.final.dtype)
         following, outputs = batch.following, []
         for k, module in enumerate(self.modules_[:count], start=1):
             assert isinstance(module, MtpModule)
@@ -265,10 +269,6 @@ class Mtp3(TrainableHead):
             hidden = module.finish(stream + attended)
             outputs.append(hidden if last else hidden[batch.columns])
         return outputs
-
-    def logits(self, step: int, output: torch.Tensor, target: TargetParts) -> torch.Tensor:
-        """See TrainableHead."""
-        return F.linear(output, target.head)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """See MtpModule.named."""
@@ -305,10 +305,6 @@ class Medusa(TrainableHead):
                 y = y + F.silu(block(y))
             outputs.append(y)
         return outputs
-
-    def logits(self, step: int, output: torch.Tensor, target: TargetParts) -> torch.Tensor:
-        """See TrainableHead."""
-        return F.linear(output, target.head)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """``{head}.{block}.linear.weight`` (F4), without vocabulary matrices."""

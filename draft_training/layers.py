@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,29 @@ class HeadShape:
     rms_norm_eps: float
 
 
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+        scale = torch.rsqrt(length.square() / x.shape[-1] + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        x, weight, scale = ctx.saved_tensors
+        normed, grad = x * scale, grads[0].to(scale.dtype)
+        product = normed * grad
+        grad_weight = product.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:
+            return None, grad_weight, None
+        wide = weight.to(scale.dtype)
+        along = (product @ wide).unsqueeze(-1) / x.shape[-1]  # of the gradient on the normed row
+        grad_x = (grad * wide).sub_(normed.mul_(along)).mul_(scale)
+        return grad_x.to(x.dtype), grad_weight, None
+
+
 class RmsNorm(nn.Module):
     """RMSNorm in float32, returned in the dtype it came in."""
 
@@ -31,8 +55,8 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., size]."""
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
+        out: torch.Tensor = _RmsNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        return out
 
 
 class Mlp(nn.Module):
@@ -50,11 +74,23 @@ class Mlp(nn.Module):
         return out
 
 
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos, sin = ctx.saved_tensors  # the inverse of a rotation is its transpose
+        return (grads[0] * cos).addcmul_(grads[0].roll(cos.shape[-1] // 2, -1), sin, value=-1), None, None
+
+
 def rotate(x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Rotary embedding, rotate-half. x: [n, heads, D]; table: float32 [max, D] (cos | sin); positions: int64 [n]."""
     cos, sin = table[positions].unsqueeze(1).to(x.dtype).chunk(2, dim=-1)
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    turned: torch.Tensor = _Rotate.apply(x, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))  # type: ignore[no-untyped-call]
+    return turned
 
 
 @dataclass(frozen=True)
@@ -74,8 +110,9 @@ class Geometry:
         row_positions: torch.Tensor,
         query_counts: tuple[int, ...],
         row_counts: tuple[int, ...],
+        dtype: torch.dtype,
     ) -> Geometry:
-        """A query sees the rows of its sample up to its own position."""
+        """A query sees the rows of its sample up to its own position. dtype: of the heads' rows."""
         masks = []
         for at, rows in zip(
             torch.split_with_sizes(positions, query_counts),
@@ -83,7 +120,7 @@ class Geometry:
             strict=True,
         ):
             seen = rows[None] <= at[:, None]
-            masks.append(torch.zeros(seen.shape, device=seen.device).masked_fill(~seen, float("-inf")))
+            masks.append(torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, float("-inf")))
         return cls(positions, row_positions, query_counts, row_counts, tuple(masks))
 
 
@@ -136,8 +173,8 @@ class Attention(nn.Module):
             key = rotate(self._heads(self.k_proj(x)), table, positions)
             memory.own.append((key, self._heads(self.v_proj(x))))
         query = query.view(-1, shape.num_kv_heads, group, shape.head_dim)
-        own = [(query * key.unsqueeze(2)).sum(-1).float() for key, _ in memory.own]  # [Q, kv_heads, group] each
-        extra = torch.stack(own, dim=-1) if own else query.new_empty(*query.shape[:3], 0, dtype=torch.float32)
+        own = [(query * key.unsqueeze(2)).sum(-1) for key, _ in memory.own]  # [Q, kv_heads, group] each
+        extra = torch.stack(own, dim=-1) if own else query.new_empty(*query.shape[:3], 0)
         outputs, own_weights = [], []
         for b, (q, e) in enumerate(
             zip(
@@ -162,9 +199,9 @@ class Attention(nn.Module):
         """query: [q, kv, group, D]; extra: [q, kv, group, own] -> (out over true rows [q, kv, group, D], weights)."""
         count, kv, group, dim = query.shape
         scores = query.permute(1, 2, 0, 3).reshape(kv, group * count, dim) @ keys  # [kv, group * q, rows]
-        scores = scores.view(kv, group, count, -1).float() + mask
-        both = torch.cat((scores, extra.permute(1, 2, 0, 3)), dim=-1)
-        weights = torch.softmax(both, dim=-1).to(query.dtype)
+        scores = scores.view(kv, group, count, -1).add_(mask)
+        both = torch.cat((scores, extra.permute(1, 2, 0, 3)), dim=-1) if extra.shape[-1] else scores
+        weights = torch.softmax(both, dim=-1)  # in float32 within, rounded once
         true = weights[..., : mask.shape[1]].reshape(kv, group * count, -1) @ values
         out = true.view(kv, group, count, dim).permute(2, 0, 1, 3)
         return out, weights[..., mask.shape[1] :].permute(2, 0, 1, 3)

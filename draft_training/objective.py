@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from draft_training.batch import Batch
-from draft_training.cross_entropy import ROWS_AT_ONCE, soft_cross_entropy
+from draft_training.cross_entropy import ROWS_AT_ONCE, linear_cross_entropy
 from draft_training.heads import TargetParts, TrainableHead
 
 
@@ -31,13 +31,13 @@ class Labels:
 def labels_of(batch: Batch, target: TargetParts) -> Labels:
     """Labels of ``batch``. Step s of the column at row i is judged by row i + 1 + s."""
     label_rows = batch.columns + 1  # the rows past these are label rows of other columns, or past the end
-    scores = F.linear(batch.final[label_rows], target.head)
     slot = torch.full_like(batch.token_ids, -1)
     slot[label_rows] = torch.arange(len(label_rows), device=slot.device)
-    probs = torch.empty_like(scores)
-    for start in range(0, len(label_rows), ROWS_AT_ONCE):
+    rows = batch.final[label_rows]
+    probs = rows.new_empty(len(rows), len(target.head))
+    for start in range(0, len(rows), ROWS_AT_ONCE):
         part = slice(start, start + ROWS_AT_ONCE)
-        probs[part] = torch.softmax(scores[part].float(), dim=-1).to(scores.dtype)
+        torch.softmax(F.linear(rows[part], target.head), dim=-1, out=probs[part])
     return Labels(probs, slot, batch.following, target.columns[batch.following] >= 0)
 
 
@@ -45,19 +45,21 @@ def loss_of(
     head: TrainableHead, batch: Batch, target: TargetParts, labels: Labels, decay: float, count: int
 ) -> tuple[torch.Tensor, list[float]]:
     """(weighted loss, per-step loss) of the first ``count`` draft steps. Mean over the trained columns of each."""
-    total = torch.zeros((), device=batch.token_ids.device)
-    weights, parts = 0.0, []
+    outputs, actual = [], []
     for step, output in enumerate(head.steps(batch, target, count)):
         rows, exists = batch.rows(step + 1)
         here = (exists & (rows < batch.last) & labels.trained[rows]).nonzero().squeeze(1)
-        scores = head.logits(step, output[here], target)
-        loss = soft_cross_entropy(scores, labels.probs[labels.slot[rows[here]]])
-        if head.feature_weight:
-            loss = loss + head.feature_weight * F.smooth_l1_loss(output[here].float(), batch.final[rows[here]].float())
-        total = total + decay**step * loss
-        weights += decay**step
-        parts.append(float(loss.detach()))
-    return total / weights, parts
+        outputs.append(output[here])
+        actual.append(rows[here])
+    counts = tuple(len(rows) for rows in actual)
+    hidden, label = head.normed(torch.cat(outputs)), labels.slot[torch.cat(actual)]
+    losses = linear_cross_entropy(hidden, head.scorer(target), labels.probs, label, counts)
+    if head.feature_weight:
+        pairs = zip(outputs, actual, strict=True)
+        apart = [F.smooth_l1_loss(output.float(), batch.final[rows].float()) for output, rows in pairs]
+        losses = losses + head.feature_weight * torch.stack(apart)
+    weights = torch.tensor([decay**step for step in range(count)], dtype=losses.dtype, device=losses.device)
+    return (losses * weights).sum() / weights.sum(), losses.detach().tolist()
 
 
 @dataclass

@@ -11,7 +11,6 @@ import torch
 
 from draft_training.batch import Batch, collate
 from draft_training.corpus import Corpus, Sample, load_corpus
-from draft_training.cross_entropy import soft_cross_entropy
 from draft_training.export import write_card, write_head
 from draft_training.features import FeatureMaker, FeatureStore, SampleRows
 from draft_training.heads import TrainableHead
@@ -155,17 +154,6 @@ def test_later_tokens_do_not_reach_earlier_columns(kind: str) -> None:
     for one, other in zip(before, after, strict=True):
         torch.testing.assert_close(one[column], other[column])
     assert not torch.equal(before[0][column + 1], after[0][column + 1])
-
-
-def test_cross_entropy_and_its_gradient() -> None:
-    scores = torch.randn(300, 17, requires_grad=True)
-    probs = torch.softmax(torch.randn(300, 17), -1)
-    mine = soft_cross_entropy(scores, probs)
-    (gradient,) = torch.autograd.grad(mine * 3.0, scores)
-    theirs = torch.nn.functional.cross_entropy(scores, probs)
-    (expected,) = torch.autograd.grad(theirs * 3.0, scores)
-    torch.testing.assert_close(mine, theirs)
-    torch.testing.assert_close(gradient, expected)
 
 
 def test_acceptance_counts_chains_that_are_right_so_far() -> None:
