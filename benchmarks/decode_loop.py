@@ -16,7 +16,7 @@ from paceline.spec_decode import sequence
 from paceline.spec_decode.stats import SpecStats
 
 CHUNK_TOKENS = 256
-DRAFTER_METHODS = ("propose", "extend", "observe")
+DRAFTER_METHODS = ("propose", "propose_unread", "extend", "observe")
 
 
 class TimedRunner:

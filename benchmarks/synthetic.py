@@ -15,10 +15,14 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 
+import numpy as np
+
+from paceline.layers.staging import staged
 from paceline.request import UINT64_MAX
 from paceline.spec_decode.base import DraftBudget, Drafter
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.tree import DraftTree
+from paceline.spec_decode.unread import UnreadChains
 
 LABEL = "SYNTHETIC ACCEPTANCE: draft tokens are drawn from a table of rates, heads run at full cost"
 
@@ -63,7 +67,7 @@ def _draw(state: int) -> tuple[int, float]:
 class SyntheticDrafts:
     """Exchanges the tokens that a drafter proposes.
 
-    ``propose`` is replaced on that one drafter, not wrapped in another, so that whoever asks what kind of drafter it
+    Its methods are replaced on that one drafter, not wrapped in another, so that whoever asks what kind of drafter it
     is still gets the true answer. Chains only.
     """
 
@@ -73,16 +77,26 @@ class SyntheticDrafts:
         """plain: output tokens of the plain run, by request id; beyond their end every draft is wrong."""
         self.plain, self.rates, self.seed, self.vocab_size = plain, rates, seed, vocab_size
         self.exchanged = 0  # trees; a measurement that exchanged none was none
-        self._drafter, self._propose = drafter, drafter.propose
+        self._drafter, self._propose, self._propose_unread = drafter, drafter.propose, drafter.propose_unread
         setattr(drafter, "propose", self.propose)  # noqa: B010  (a method is no attribute to mypy)
+        setattr(drafter, "propose_unread", self.propose_unread)  # noqa: B010
 
     def restore(self) -> None:
         """Take the exchange off the drafter."""
-        del self._drafter.__dict__["propose"]
+        del self._drafter.__dict__["propose"], self._drafter.__dict__["propose_unread"]
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[DraftTree]:
         """See Drafter."""
         return [self._exchange(seq, tree) for seq, tree in zip(seqs, self._propose(seqs, budgets), strict=True)]
+
+    def propose_unread(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> UnreadChains | None:
+        """See Drafter. The drafted tokens are left unread, as they would be without the exchange."""
+        chains = self._propose_unread(seqs, budgets)
+        if chains is None:
+            return None
+        trees = [self._exchange(seq, tree) for seq, tree in zip(seqs, chains.blank_trees(seqs), strict=True)]
+        tokens = np.array([token for tree in trees for token in tree.token_ids[1:]], dtype=np.int64)
+        return replace(chains, tokens=staged(tokens, chains.tokens.device))
 
     def _exchange(self, seq: Sequence, tree: DraftTree) -> DraftTree:
         depth = tree.num_draft_tokens

@@ -14,7 +14,7 @@ from cluster.registry_types import NodeRecord
 from paceline.engine.rpc import CHANNEL_OPTIONS
 from paceline.errors import NodeUnavailable, PacelineError
 from paceline.v1 import node_pb2, node_pb2_grpc, trace_pb2
-from paceline.wire import error_from_rpc
+from paceline.wire_errors import error_from_rpc
 
 E = TypeVar("E", node_pb2.PrefillEvent, node_pb2.DecodeEvent)
 

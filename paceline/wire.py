@@ -1,34 +1,11 @@
-"""Messages to data and back, errors to gRPC status and back. No torch here: clients import it."""
+"""Messages to data and back. No torch here, since clients import it; no gRPC, since engines do (``wire_errors``)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
-import grpc
-
-from paceline.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    HandoffFailed,
-    InvalidRequest,
-    NodeUnavailable,
-    NotFound,
-    Overloaded,
-    PacelineError,
-    PairingRefused,
-    RequestCancelled,
-    quoted,
-)
+from paceline.errors import InvalidRequest, quoted
 from paceline.request import TREES, FinishReason, SamplingParams, SequenceRequest, SpeculationParams, TokenLogprobs
 from paceline.results import RequestTrace, Round, TraceEvent
 from paceline.v1 import common_pb2, node_pb2, trace_pb2
-
-Metadata = tuple[tuple[str, str], ...]
-
-FIELD_KEY = "paceline-field"
-RETRY_AFTER_KEY = "retry-after-ms"
-MAX_DETAILS_BYTES = 6 * 1024  # as they travel; gRPC drops a call whose trailing metadata is above 8 to 16 KiB
 
 _FINISH: dict[FinishReason | None, common_pb2.FinishReason.ValueType] = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
@@ -37,18 +14,6 @@ _FINISH: dict[FinishReason | None, common_pb2.FinishReason.ValueType] = {
     FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
 }
 _FINISH_BACK = {value: reason for reason, value in _FINISH.items()}
-
-_STATUS: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
-    (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
-    (ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
-    (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (NodeUnavailable, grpc.StatusCode.UNAVAILABLE),
-    (PairingRefused, grpc.StatusCode.FAILED_PRECONDITION),
-    (NotFound, grpc.StatusCode.NOT_FOUND),
-    (HandoffFailed, grpc.StatusCode.ABORTED),
-    (RequestCancelled, grpc.StatusCode.CANCELLED),
-    (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
-)
 
 _OPTIONAL = (
     "temperature",
@@ -216,64 +181,3 @@ def trace_from_proto(request_id: str, message: trace_pb2.TraceResponse) -> Reque
         for event in message.events
     )
     return RequestTrace(request_id, events, tuple(message.silent), message.dropped)
-
-
-def status_for(error: PacelineError) -> tuple[grpc.StatusCode, str]:
-    """Status and details that stand for ``error`` on the wire."""
-    for kind, code in _STATUS:
-        if isinstance(error, kind):
-            return code, _clipped(str(error))
-    return grpc.StatusCode.INTERNAL, _clipped(str(error))
-
-
-def _clipped(details: str) -> str:
-    """``details`` as far as they fit: every byte but printable ASCII travels as three (``%E2``)."""
-    room = MAX_DETAILS_BYTES
-    for i, character in enumerate(details):
-        room -= 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode("utf-8", "replace"))
-        if room < 0:
-            return f"{details[:i]}..."
-    return details
-
-
-def metadata_for(error: PacelineError) -> Metadata:
-    """Trailing metadata: the wrong field's name, or when to come back."""
-    if isinstance(error, InvalidRequest):
-        return ((FIELD_KEY, error.field),)
-    if isinstance(error, Overloaded):
-        return ((RETRY_AFTER_KEY, str(int(error.retry_after_s * 1000))),)
-    return ()
-
-
-def error_from_status(code: grpc.StatusCode, details: str, metadata: Iterable[Any] = ()) -> PacelineError | None:
-    """The error that a status stands for; None when it is none of Paceline's (the connection's own, a bug)."""
-    found = {key: value for key, value in metadata if isinstance(value, str)}
-    if code is grpc.StatusCode.INVALID_ARGUMENT:
-        field = found.get(FIELD_KEY) or details.partition(":")[0]
-        return InvalidRequest(field, details.removeprefix(f"{field}: "))
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return Overloaded(details, int(found.get(RETRY_AFTER_KEY, "1000")) / 1000)
-    if code is grpc.StatusCode.FAILED_PRECONDITION:
-        return PairingRefused.from_text(details)
-    simple: dict[grpc.StatusCode, type[PacelineError]] = {
-        grpc.StatusCode.UNAVAILABLE: NodeUnavailable,
-        grpc.StatusCode.NOT_FOUND: NotFound,
-        grpc.StatusCode.ABORTED: HandoffFailed,
-        grpc.StatusCode.CANCELLED: RequestCancelled,
-        grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-    }
-    return simple[code](details) if code in simple else None
-
-
-def error_from_rpc(error: grpc.RpcError, peer: str = "") -> PacelineError:
-    """The error that a failed call stands for; ``peer`` is put in front of what a reader could not place otherwise."""
-    details = error.details() or error.code().name
-    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:  # gRPC's own words
-        return InvalidRequest("request", f"the message is too large ({details})")
-    known = error_from_status(error.code(), details, error.trailing_metadata() or ())
-    if isinstance(known, InvalidRequest) or (known is not None and not peer):
-        return known
-    prefix = f"{peer}: " if peer else ""
-    if known is None:
-        return PacelineError(f"{prefix}{error.code().name}: {details}")
-    return error_from_status(error.code(), prefix + details, error.trailing_metadata() or ()) or known

@@ -23,21 +23,17 @@ from paceline.errors import (
 from paceline.request import FinishReason, SamplingParams, SequenceRequest, SpeculationParams, TokenLogprobs
 from paceline.v1 import common_pb2, node_pb2
 from paceline.wire import (
-    MAX_DETAILS_BYTES,
-    error_from_rpc,
-    error_from_status,
     finish_reason_from_proto,
     finish_reason_to_proto,
     logprobs_from_proto,
     logprobs_to_proto,
-    metadata_for,
     sampling_from_proto,
     sampling_to_proto,
     sequence_from_proto,
     sequence_to_proto,
     speculation_from_proto,
-    status_for,
 )
+from paceline.wire_errors import MAX_DETAILS_BYTES, error_from_rpc, error_from_status, metadata_for, status_for
 
 INT32 = st.integers(0, 2**31 - 1)
 FINITE = st.floats(allow_nan=False)

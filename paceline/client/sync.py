@@ -16,7 +16,8 @@ from paceline.client.resume import Received
 from paceline.errors import PacelineError, RequestCancelled
 from paceline.results import Chunk, Generation, ModelInfo, RequestTrace, Tokenization
 from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2
-from paceline.wire import error_from_rpc, trace_from_proto
+from paceline.wire import trace_from_proto
+from paceline.wire_errors import error_from_rpc
 
 
 class ChunkStream(Iterator[Chunk]):

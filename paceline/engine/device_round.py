@@ -19,6 +19,7 @@ from paceline.sampling.sampler import RowContext
 from paceline.spec_decode.device_walk import LENGTH, PATH, read_verdicts, upload_trees, walk_device
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.tree import DraftTree
+from paceline.spec_decode.unread import UnreadChains
 from paceline.spec_decode.verify import Verdict
 
 
@@ -28,6 +29,7 @@ class Judged:
 
     verdicts: list[Verdict]
     argmax: list[list[int]]  # its best token at each node of each tree; empty where nobody asked
+    trees: list[DraftTree]  # with the tokens that only the device knew
 
 
 def judge(
@@ -38,8 +40,10 @@ def judge(
     tokens_left: Seq[int],
     *,
     want_argmax: bool,
+    unread: UnreadChains | None = None,
 ) -> Judged:
-    """logits: float32 [nodes of all trees, V]. tokens_left: how many tokens each sequence may still get, >= 1.
+    """logits: float32 [nodes of all trees, V]. tokens_left: how many tokens each sequence may still get, >= 1. unread:
+    where ``trees`` are its blank ones; no sequence has penalties then, which depend on a node's path.
 
     Raises FloatingPointError when a walk reaches a row whose best logit is not finite.
     """
@@ -54,18 +58,25 @@ def judge(
         device,
         _slots(seqs, trees) if branches else None,
     )
+    if unread is not None:
+        unread.put_into_walk(there.token_ids)
     walked = walk_device(there, sampled)
     if branches:
         layers = kv.layout.layer_range(LayerOwner.TARGET)
         kv.keep_paths(layers, there.slots, there.starts, walked[:, LENGTH], walked[:, PATH:])
     best = logits.argmax(dim=1).to(torch.int32) if want_argmax else walked.new_empty(0)
-    words = torch.cat((walked.view(-1), best)).cpu()  # the one wait
-    verdicts = read_verdicts(words[: walked.numel()].view(walked.shape))
+    drafted = walked.new_empty(0) if unread is None else unread.for_walk
+    words = torch.cat((walked.view(-1), best, drafted)).cpu()  # the one wait
+    told, best, drafted = words.split_with_sizes([walked.numel(), best.numel(), drafted.numel()])
+    verdicts = read_verdicts(told.view(walked.shape))
     for seq, verdict in zip(seqs, verdicts, strict=True):
         check_token(verdict.new_token, seq.num_computed + len(verdict.path) + 1)
     sizes = [tree.num_nodes for tree in trees]
-    argmax = torch.split_with_sizes(words[walked.numel() :], sizes) if want_argmax else ()
-    return Judged(verdicts, [tokens.tolist() for tokens in argmax])
+    argmax = torch.split_with_sizes(best, sizes) if want_argmax else ()
+    read = list(trees) if unread is None else unread.read_trees(seqs, drafted.tolist())
+    # A chain that ends before a token outside the vocabulary has fewer nodes than were verified.
+    kept = [tokens[: tree.num_nodes].tolist() for tree, tokens in zip(read, argmax, strict=False)]
+    return Judged(verdicts, kept, read)
 
 
 def first_tokens(seqs: Seq[Sequence], logits: torch.Tensor) -> list[int]:

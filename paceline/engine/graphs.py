@@ -20,6 +20,7 @@ from paceline.kvcache.pool import KvPool
 from paceline.layers.graph_capture import Capture, Captured
 from paceline.layers.staging import staged
 from paceline.models.base import AuxCapture, TargetModel
+from paceline.models.late_tokens import LateTokens
 from paceline.models.static_forward import StaticForward
 
 log = logging.getLogger(__name__)
@@ -93,13 +94,15 @@ class TargetGraphs:
 
         self._graphs[bucket] = _Graph(inputs, self._capture(work))
 
-    def forward(self, segments: Sequence[Segment]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def forward(
+        self, segments: Sequence[Segment], late: LateTokens | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """As ``ModelRunner.forward``; None where no graph holds the batch. The results are the caller's."""
         bucket = choose(self.buckets, [len(segment.token_ids) for segment in segments])
         graph = None if bucket is None else self._graphs[bucket]
         if graph is None or not graph.inputs.fits(segments):
             return None
-        graph.inputs.fill(segments)
+        graph.inputs.fill(segments, late)
         graph.captured.replay()
         outputs = take_rows(graph.captured.outputs, segments, graph.inputs.shape)
         return outputs[0], outputs[-1]

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from paceline.errors import InvalidRequest
-from paceline.wire import metadata_for, status_for
+from paceline.wire_errors import metadata_for, status_for
 
 LENGTH_DELIMITED = 2
 

@@ -24,9 +24,11 @@ from paceline.kvcache.pool import KvPool
 from paceline.kvcache.prefix import PrefixCache
 from paceline.kvcache.table import PageTable
 from paceline.models.base import AfterLayer, AuxCapture, ForwardContext, TargetModel
+from paceline.models.late_tokens import LateTokens
 from paceline.request import FinishReason, SequenceRequest, TokenLogprobs
 from paceline.results import Round
 from paceline.sampling.logprobs import token_logprobs
+from paceline.sampling.params import has_penalty
 from paceline.sampling.probs import target_probs
 from paceline.sampling.sampler import RowContext, sample_rows
 from paceline.sampling.topk import argmax_lowest
@@ -36,6 +38,7 @@ from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem, TreeKind
 from paceline.spec_decode.coins import Coins
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.tree import DraftTree
+from paceline.spec_decode.unread import UnreadChains
 from paceline.spec_decode.verify import Verdict
 from paceline.v1.handoff_pb2 import Fingerprint
 
@@ -285,16 +288,17 @@ class ModelRunner:
         """One draft-verify round. Each table must reach ``num_computed + spec_slots`` or the budget's own need."""
         clock = time.perf_counter
         began = clock()
-        trees = self.drafter.propose(seqs, self.policy.decide(seqs, [self._budget(seq) for seq in seqs]))
+        trees, unread = self._propose(seqs)
         drafted = clock()
         segments = [self._segment(seq, tree) for seq, tree in zip(seqs, trees, strict=True)]
         sizes = [tree.num_nodes for tree in trees]
-        hidden, rows = self.forward(segments)
+        hidden, rows = self.forward(segments, late=None if unread is None else unread.for_target())
         logits = self.model.logits(hidden)
         judged = None
         if self._judges_on_device(seqs):
-            left = [self._tokens_left(seq) for seq in seqs]
-            judged = judge(self.kv, seqs, trees, logits, left, want_argmax=self.drafter.needs_argmax)
+            left, want_argmax = [self._tokens_left(seq) for seq in seqs], self.drafter.needs_argmax
+            judged = judge(self.kv, seqs, trees, logits, left, want_argmax=want_argmax, unread=unread)
+            trees = judged.trees
         verdicts, items = [], []
         parts = zip(torch.split_with_sizes(rows, sizes), torch.split_with_sizes(logits, sizes), strict=True)
         for i, (seq, tree, (mine, scores)) in enumerate(zip(seqs, trees, parts, strict=True)):
@@ -317,6 +321,17 @@ class ModelRunner:
             self._result(seq, tree, verdict, logprobs, draft_s, verify_s)
             for seq, tree, (verdict, logprobs) in zip(seqs, trees, verdicts, strict=True)
         ]
+
+    def _propose(self, seqs: Seq[Sequence]) -> tuple[list[DraftTree], UnreadChains | None]:
+        """The round's trees; blank ones, and their tokens on the device, where the host can do without them until the
+        verdict. It cannot where a penalty depends on a node's path, or drafting is timed."""
+        budgets = self.policy.decide(seqs, [self._budget(seq) for seq in seqs])
+        if self._judges_on_device(seqs) and not self.policy.needs_draft_time:
+            blind = not any(has_penalty(seq.request.params) for seq in seqs)
+            unread = self.drafter.propose_unread(seqs, budgets) if blind else None
+            if unread is not None:
+                return unread.blank_trees(seqs), unread
+        return self.drafter.propose(seqs, budgets), None
 
     def _judges_on_device(self, seqs: Seq[Sequence]) -> bool:
         """Where the default rule decides, and nobody wants to see logits."""
@@ -398,12 +413,16 @@ class ModelRunner:
     # ---- shared
 
     def forward(
-        self, segments: Seq[Segment], after_layer: AfterLayer | None = None
+        self, segments: Seq[Segment], after_layer: AfterLayer | None = None, late: LateTokens | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(hidden rows after the final norm, the rows that the drafter is given)."""
-        if self.graphs is not None and after_layer is None and (rows := self.graphs.forward(segments)) is not None:
-            return rows
+        if self.graphs is not None and after_layer is None:
+            rows = self.graphs.forward(segments, late)
+            if rows is not None:
+                return rows
         batch = ForwardBatch.build(segments, self.model.device)
+        if late is not None:
+            late.put(batch.token_ids)
         context = ForwardContext.build(batch, self.kv, self.attention, after_layer)
         if not self.drafter.aux_layers:
             hidden = self.model.forward(context)

@@ -11,7 +11,7 @@ import grpc.aio
 
 from paceline.engine.malformed import RefuseMalformed
 from paceline.errors import NodeUnavailable, PacelineError
-from paceline.wire import error_from_status, metadata_for, status_for
+from paceline.wire_errors import error_from_status, metadata_for, status_for
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 # A peer that is stopped, or behind a cut cable, closes nothing: the connection is given up when it answers no ping.

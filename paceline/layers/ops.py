@@ -1,7 +1,7 @@
 """The operations of a decoder layer, each with the torch reference beside its kernel.
 
-On CPU the kernels of ``kernels.cpp`` run; elsewhere (CUDA), or where they could not be built, the ``*_reference``
-functions do. Both have the same signature, so that models never branch.
+On CPU the kernels of ``kernels.cpp`` run, on CUDA those of ``ops_triton``; where the first could not be built or Triton
+is not installed, the ``*_reference`` functions do. All have the same signature, so that models never branch.
 """
 
 from __future__ import annotations
@@ -10,12 +10,18 @@ import torch
 import torch.nn.functional as F
 
 from paceline.layers.build import load_kernels
+from paceline.triton_support import runs_triton
 
 _SUFFIX = {torch.bfloat16: "bf16", torch.float32: "f32"}
+_TRITON_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
 def _usable(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in _SUFFIX and load_kernels() is not None
+
+
+def _fused(x: torch.Tensor) -> bool:
+    return x.dtype in _TRITON_DTYPES and runs_triton(x.device)
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -28,6 +34,10 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm over the last dimension. x: [..., n] -> [..., n]."""
     if not _usable(x):
+        if _fused(x):
+            from paceline.layers import ops_triton
+
+            return ops_triton.rms_norm(x, weight, eps)
         return rms_norm_reference(x, weight, eps)
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -36,11 +46,20 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
+def add_rms_norm_reference(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The same as ``add_rms_norm`` in torch."""
+    residual += x
+    return rms_norm_reference(residual, weight, eps)
+
+
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """``residual += x`` in place, then RMSNorm of residual. x, residual: [T, n], contiguous."""
     if not _usable(x):
-        residual += x
-        return rms_norm_reference(residual, weight, eps)
+        if _fused(x):
+            from paceline.layers import ops_triton
+
+            return ops_triton.add_rms_norm(x, residual, weight, eps)
+        return add_rms_norm_reference(x, residual, weight, eps)
     out = torch.empty_like(x)
     rows, n = x.shape
     _call("pl_rms_norm", x.dtype)(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), rows, n, eps, out.data_ptr())
@@ -56,6 +75,10 @@ def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up. gate_up: [T, 2n], contiguous -> [T, n]."""
     if not _usable(gate_up):
+        if _fused(gate_up):
+            from paceline.layers import ops_triton
+
+            return ops_triton.silu_mul(gate_up)
         return silu_mul_reference(gate_up)
     rows, n = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, n)
@@ -103,6 +126,10 @@ def rope_write(
     Returns the rotated query, [T, Hq, D] contiguous.
     """
     if not _usable(query):
+        if _fused(query):
+            from paceline.layers import ops_triton
+
+            return ops_triton.rope_write(query, key, value, table, positions, slots, pages)
         return rope_write_reference(query, key, value, table, positions, slots, pages)
     rows, heads, dim = query.shape
     out = query.new_empty(rows, heads, dim)
@@ -151,7 +178,12 @@ def latent_write(
     pages: [num_pages, page_size, R + P]; out: [T, H, R + P], contiguous, of which [..., R:] is filled.
     """
     if not _usable(query):
-        latent_write_reference(query, latent, norm, eps, table, positions, slots, pages, out)
+        if _fused(query):
+            from paceline.layers import ops_triton
+
+            ops_triton.latent_write(query, latent, norm, eps, table, positions, slots, pages, out)
+        else:
+            latent_write_reference(query, latent, norm, eps, table, positions, slots, pages, out)
         return
     rows, heads, rope_dim = query.shape
     _call("pl_latent_write", query.dtype)(

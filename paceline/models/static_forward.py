@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from paceline.attention.base import AttentionBackend, ForwardBatch, Segment, StaticPlan, StaticShape, packed_rows
-from paceline.attention.padding import Scratch, filler, pad_segments
+from paceline.attention.padding import Scratch, filler, pad_segments, real_rows
 from paceline.kvcache.pool import KvPool
 from paceline.layers.staging import pinned
 from paceline.models.base import ForwardContext
+from paceline.models.late_tokens import LateTokens
 
 
 class StaticForward:
@@ -42,8 +43,10 @@ class StaticForward:
             for s in segments
         )
 
-    def fill(self, segments: Sequence[Segment]) -> None:
-        """Put in a batch that ``fits``. The host does not wait for the device."""
+    def fill(self, segments: Sequence[Segment], late: LateTokens | None = None) -> None:
+        """Put in a batch that ``fits``, with some of its tokens from the device. The host does not wait for it."""
         padded = pad_segments(segments, self.shape, self._scratch)
         self._plan.fill(padded)
         self._rows.copy_(pinned(packed_rows(padded), self._rows.device), non_blocking=True)
+        if late is not None:
+            late.put(self.context.batch.token_ids, real_rows(segments, self.shape.rows))

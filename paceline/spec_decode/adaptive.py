@@ -36,6 +36,8 @@ PolicyName = Literal["fixed", "window", "goodput"]
 class LengthPolicy(ABC):
     """Decides budgets; called from the engine thread only."""
 
+    needs_draft_time = True  # ``observe`` must be told what drafting alone took: the host waits for the drafts
+
     def __init__(self, costs: CostTable | None = None, min_confidence: float = 0.0) -> None:
         """costs: refined by every observed round. min_confidence: see DraftBudget; the stricter of both counts."""
         self.costs, self.min_confidence = costs, min_confidence
@@ -71,6 +73,8 @@ class LengthPolicy(ABC):
 class FixedLength(LengthPolicy):
     """The caps themselves."""
 
+    needs_draft_time = False
+
     def _decide(self, seqs: Seq[Sequence], caps: Seq[DraftBudget]) -> list[DraftBudget]:
         return list(caps)
 
@@ -85,6 +89,8 @@ class WindowState:
 
 class WindowLength(LengthPolicy):
     """I3a: K+1 when the last rounds accepted more than ``high`` of their depth, K-1 when less than ``low``."""
+
+    needs_draft_time = False
 
     def __init__(
         self,

@@ -6,12 +6,16 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.kvcache.layout import KvLayer
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.tree import DraftTree
+
+if TYPE_CHECKING:
+    from paceline.spec_decode.unread import UnreadChains
 
 
 class TreeKind(enum.StrEnum):
@@ -95,6 +99,11 @@ class Drafter(ABC):
         May write draft KV rows into slots m..m+draft_slots(budget)-1 of the sequence's table, which nobody reads
         after the round. A sequence without draft state (nothing was handed over) gets the root alone.
         """
+
+    def propose_unread(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> UnreadChains | None:
+        """What ``propose`` would give where all of it are chains of lengths known beforehand and their tokens are made
+        on the device: left there, so that the host need not wait. None where that is not so; ``propose`` then."""
+        return None
 
     def fuse(self, rows: torch.Tensor) -> torch.Tensor:
         """What can be computed of hidden rows before they are sent: [T, row_width] -> [T, fused_width]."""

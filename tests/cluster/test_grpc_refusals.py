@@ -17,7 +17,7 @@ from cluster.plan import MAX_MESSAGES, MAX_STOP_TOKEN_IDS
 from cluster.service import SERVICE, serve_grpc
 from paceline.request import MAX_N, MAX_STOP_STRINGS
 from paceline.v1 import common_pb2, inference_pb2, trace_pb2
-from paceline.wire import FIELD_KEY
+from paceline.wire_errors import FIELD_KEY
 from support.scripted_nodes import VOCAB, fleet
 
 GENERATE, TOKENIZE, TRACE = (f"/paceline.v1.Inference/{name}" for name in ("Generate", "Tokenize", "Trace"))

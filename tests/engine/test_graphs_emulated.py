@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from benchmarks.synthetic import Rates, SyntheticDrafts
 from paceline.attention.base import Segment
 from paceline.engine import graph_build
-from paceline.engine.model_runner import ModelRunner
+from paceline.engine.colocated import ColocatedEngine
+from paceline.engine.model_runner import ModelRunner, PrefillChunk
 from paceline.models import moe
 from paceline.request import SequenceRequest
+from paceline.spec_decode import candidates
+from paceline.spec_decode.drafters import feature
 from paceline.spec_decode.drafters.feature import FeatureDrafter
+from paceline.spec_decode.sequence import Sequence
 from support.exactness import run
 from support.heads import write_tiny_head
+from support.host_reads import host_reads, marked
 from support.recording import HostWaits, RecordedCapture, plain_torch
 from support.tiny import primary_of, tiny_request, tiny_runner
 from support.tiny_deepseek import tiny_deepseek_runner, write_mtp_folder
@@ -165,3 +173,138 @@ def test_outputs_are_the_callers() -> None:
     kept = first[0].clone()
     runner.graphs.forward([Segment.linear([9], 0, slots[1])])
     assert torch.equal(first[0], kept)
+
+
+ON_DEVICE: dict[str, dict[str, object]] = {
+    "chain": {},
+    "one draft": {"num_draft_tokens": 1},
+    "greedy drafts": {"draft_sampling": "greedy"},
+    "moving length": {"adaptive": "window"},
+    "another drafter beside": {"drafters": "ngram,lookahead"},
+}
+
+
+def sampled_requests() -> list[SequenceRequest]:
+    """All that a request may ask of a round without its tokens; they end in different rounds, by length and by stop."""
+    extras: list[dict[str, object]] = [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.8, "logit_bias": {5: 4.0, 9: -100.0}},
+        {"temperature": 1.0, "top_k": 9, "top_logprobs": 2},
+        {"temperature": 1.0, "min_tokens": 6, "stop_token_ids": (5, 9, 11, 21, 33, 40, 41, 42)},
+        {"temperature": 1.2, "min_p": 0.02},
+    ]
+    return [tiny_request(index=i, max_tokens=8 + 3 * i, **extra) for i, extra in enumerate(extras)]
+
+
+def eagle(folder: Path, **options: object) -> dict[str, object]:
+    write_tiny_head(folder, "eagle3")
+    return {"drafter": "eagle3", "drafter_path": str(folder)} | options
+
+
+def answers(runner: ModelRunner, asked: list[SequenceRequest]) -> list[tuple[Any, ...]]:
+    """Without anybody looking at logits, which would keep rounds on the host."""
+    done = ColocatedEngine(runner, chunk_tokens=50, max_running=4).generate(asked)
+    assert runner.allocator.check_integrity() == []
+    return [(d.token_ids, d.logprobs, d.finish_reason, d.stats.accepted_per_round) for d in done]
+
+
+def nothing_to_read(graphs: object, seqs: list[Sequence], depths: list[int]) -> list[list[int]]:
+    """In place of ``draft_chains``: only asked where every sequence is at its last token."""
+    assert not any(depths)
+    return [[] for _ in seqs]
+
+
+@pytest.mark.parametrize("name", ON_DEVICE)
+def test_rounds_that_never_read_their_drafts(name: str, tmp_path: Path) -> None:
+    """Tokens, log-probabilities and accepted lengths are those of rounds on the host, where every draft is read."""
+    options = eagle(tmp_path, **ON_DEVICE[name])
+    outcomes = []
+    for runner in (with_graphs(RecordedCapture(), **options), without(**options)):
+        runner.samples_on_device = runner.graphs is not None
+        read = mock.patch.object(feature, "draft_chains", side_effect=nothing_to_read)
+        with read if runner.graphs is not None else nullcontext():
+            outcomes.append(answers(runner, sampled_requests()))
+    assert outcomes[0] == outcomes[1]
+    assert max(max(rounds) for *_, rounds in outcomes[0]) >= 1
+
+
+def test_a_penalty_reads_the_drafts(tmp_path: Path) -> None:
+    """The rounds of the batch it is in: what it subtracts depends on a node's path."""
+    options = eagle(tmp_path)
+    asked = [*sampled_requests()[:3], tiny_request(index=9, temperature=0.8, presence_penalty=0.7, max_tokens=9)]
+    runner = with_graphs(RecordedCapture(), **options)
+    runner.samples_on_device = True
+    drafter = drafter_of(runner)
+    with mock.patch.object(drafter, "propose", side_effect=drafter.propose) as proposed:
+        found = answers(runner, asked)
+    assert 0 < proposed.call_count < max(len(rounds) for *_, rounds in found)
+    assert found == answers(without(**options), asked)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_chain_round_reads_the_device_once(depth: int, tmp_path: Path) -> None:
+    """And twice where the drafts are read first, so that the count is seen to count."""
+    runner = with_graphs(RecordedCapture(), **eagle(tmp_path, num_draft_tokens=depth))
+    runner.samples_on_device = True
+    drafter, decode, counts = drafter_of(runner), runner.decode, list[int]()
+
+    def counted(seqs):  # type: ignore[no-untyped-def]
+        for seq in seqs:
+            for tensor in (seq.draft.proposal_ids, seq.draft.proposal_probs, seq.draft.hidden):
+                marked(tensor)
+        with host_reads() as reads, mock.patch.object(candidates, "perturbed_topk", candidates.draft_topk):
+            results = decode(seqs)  # with the drafter's candidates chosen as on a GPU
+        counts.append(reads.count)
+        return results
+
+    assert runner.graphs is not None
+    assert drafter.graphs is not None
+    captured = [graph.captured for graph in runner.graphs._graphs.values()]
+    captured += [graph._captured for graph in drafter.graphs._extends.values()]
+    captured += [loop for _, loop in drafter.graphs._chains.values()]
+    for graph in captured:
+        for output in graph.outputs:
+            marked(output)
+    with mock.patch.object(runner, "decode", counted):
+        answers(runner, requests(3))
+        assert len(counts) > 5
+        assert set(counts) == {1}
+        counts.clear()
+        with mock.patch.object(drafter, "propose_unread", return_value=None):
+            answers(runner, requests(3))
+        assert max(counts) == 2
+
+
+def test_a_draft_outside_the_vocabulary_is_dropped(tmp_path: Path) -> None:
+    """It came with a hand-off, say: the round is the one without it, on the device as on the host."""
+    options = eagle(tmp_path, num_draft_tokens=1)
+    rounds = []
+    for runner in (with_graphs(RecordedCapture(), **options), without(**options)):
+        runner.samples_on_device = runner.graphs is not None
+        seqs = [runner.new_sequence(request) for request in requests(3)]
+        for seq in seqs:
+            seq.table.ensure(seq.num_prefill + 16)
+        runner.prefill([PrefillChunk(seq, 0, seq.num_prefill) for seq in seqs])
+        for seq, token in zip(seqs, (-1, runner.vocab_size, 2**31 + 7), strict=True):
+            assert seq.draft is not None
+            seq.draft.proposal_ids[0, 0] = token
+        rounds.append([(r.token_ids, r.round.num_draft_tokens, r.round.num_accepted) for r in runner.decode(seqs)])
+    assert rounds[0] == rounds[1]
+    assert [drafted for _, drafted, _ in rounds[0]] == [0, 0, 0]
+
+
+def test_exchanged_drafts_are_not_read_either(tmp_path: Path) -> None:
+    """A benchmark's synthetic acceptance meets the rounds that it measures."""
+    options, asked = eagle(tmp_path), requests(3)
+    plain = answers(without(drafter="none"), asked)
+    runner = with_graphs(RecordedCapture(), **options)
+    runner.samples_on_device = True
+    known = {request.request_id: tuple(tokens) for request, (tokens, *_) in zip(asked, plain, strict=True)}
+    drafts = SyntheticDrafts(runner.drafter, known, Rates((1.0, 1.0, 0.0)), 0, runner.vocab_size)
+    with mock.patch.object(feature, "draft_chains", side_effect=nothing_to_read):
+        found = answers(runner, asked)
+    drafts.restore()
+    assert drafts.exchanged > 3
+    assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in plain]
+    assert {accepted for *_, rounds in found for accepted in rounds[:-1]} == {2}

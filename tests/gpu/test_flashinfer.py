@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,10 @@ pytestmark = [
 ]
 PAGES = 400
 HEADS = [(9, 3, 64), (32, 8, 128), (4, 4, 64), (14, 2, 64), (8, 1, 256)]  # query heads, KV heads, width
-CLOSE = {torch.bfloat16: {"rtol": 2e-2, "atol": 1e-2}, torch.float16: {"rtol": 5e-3, "atol": 2e-3}}
+CLOSE: dict[torch.dtype, dict[str, Any]] = {
+    torch.bfloat16: {"rtol": 2e-2, "atol": 1e-2},
+    torch.float16: {"rtol": 5e-3, "atol": 2e-3},
+}
 KINDS = {"decode": "d", "chains": "cd", "prefill": "l", "trees": "t", "everything": "lcdtv"}
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from paceline.attention.base import Segment
 from paceline.config import NodeConfig
 from paceline.engine.build import assemble
 from paceline.engine.colocated import ColocatedEngine
-from paceline.engine.model_runner import ModelRunner, RunnerIdentity
+from paceline.engine.model_runner import ModelRunner, PrefillChunk, RunnerIdentity
 from paceline.models.deepseek_v3 import DeepseekV3Model
 from paceline.models.llama import LlamaModel
 from paceline.models.loader import WeightBag
@@ -60,7 +63,7 @@ def tokens_of(runner: ModelRunner, count: int = 6) -> list[tuple[int, ...]]:
     return [tuple(d.token_ids) for d in done]
 
 
-def drafting(name: str, dtype: str, folder: Path) -> dict[str, str]:
+def drafting(name: str, dtype: str, folder: Path) -> dict[str, Any]:
     """Options of a drafter; heads are written where it has any."""
     if name in ("eagle", "eagle3"):
         write_tiny_head(folder, name, spec_of(dtype))
@@ -101,10 +104,36 @@ def test_draft_loop(name: str, tmp_path: Path) -> None:
     assert rounds[True] == rounds[False]
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_chain_round_waits_once(depth: int, tmp_path: Path) -> None:
+    """The host reads the device for the verdict alone, and twice where it reads the drafts first."""
+    runner = runner_of(**drafting("eagle3", "fp32", tmp_path), num_draft_tokens=depth)
+    drafter, waits = primary_of(runner), list[int]()
+    for unread in (True, False):
+        seqs = [runner.new_sequence(tiny_request(index=i, max_tokens=40, temperature=0.8 * (i % 2))) for i in range(3)]
+        for seq in seqs:
+            seq.table.ensure(seq.num_prefill + 48)
+        runner.prefill([PrefillChunk(seq, 0, seq.num_prefill) for seq in seqs])
+        with nullcontext() if unread else mock.patch.object(drafter, "propose_unread", return_value=None):
+            runner.decode(seqs)
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                with warnings.catch_warnings(record=True) as seen:
+                    warnings.simplefilter("always")
+                    runner.decode(seqs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        waits.append(sum("synchronizing CUDA operation" in str(w.message) for w in seen))
+        for seq in seqs:
+            runner.release(seq)
+    assert waits == [1, 2]
+
+
 def test_deepseek(tmp_path: Path) -> None:
     """MLA, experts and their MTP module; the experts are grouped, so that nothing is read back."""
     folder = write_mtp_folder(tmp_path / "heads", 1, torch.float32)
-    options = {"deepseek": True, "drafter": "mtp", "drafter_path": str(folder)}
+    options: dict[str, Any] = {"deepseek": True, "drafter": "mtp", "drafter_path": str(folder)}
     graphed = runner_of(**options)
     assert graphed.graphs is not None
     assert graphed.graphs.buckets

@@ -57,7 +57,27 @@ WIDE = {"CHUNKS": 64, "MARGIN": 1.001, "BLOCK": BLOCK}
 PAGES = "paceline.kvcache.pages_triton"
 TILE = {"WORDS": 4, "TOKENS": 8, "UNITS": 256, "EVEN": 2}
 
+LAYERS = "paceline.layers.ops_triton"
+ROPE = "{0} {0} {0} *fp32 *i64 *i64 {0} {0} i32 i32 i32 i32 i32 i32 i32 i64 i64 i32 i32 i64"
+GQA_SHAPE = {"HEADS": 32, "KV_HEADS": 8, "DIM": 96, "PAIRS": 64, "GROUP": 8}
+LATENT = "{0} {0} {0} *fp32 *i64 *i64 {0} {0} i32 i32 i32 i32 i64 i32 i32 i64 fp32"
+MLA_SHAPE = {"HEADS": 128, "RANK": 512, "ROPE": 64, "EVEN": 8, "BLOCK": 512, "PAIRS": 32, "GROUP": 16}
+HIDDEN = {"HEADS": 1, "WIDTH": 4096, "EVEN": 8, "BLOCK": 4096}
+
 CALLS = [
+    KernelCall(LAYERS, "_rms_norm_kernel", "*bf16 *bf16 *bf16 *bf16 i32 i32 fp32", {"ADD": True, **HIDDEN}, 8),
+    KernelCall(
+        LAYERS,
+        "_rms_norm_kernel",
+        "*fp32 - *fp32 *fp32 i32 i32 fp32",
+        {"ADD": False, "HEADS": 5, "WIDTH": 100, "EVEN": 4, "BLOCK": 128},
+    ),
+    KernelCall(LAYERS, "_silu_mul_kernel", "*bf16 i32 *bf16", {"WIDTH": 14336, "BLOCK": 1024}),
+    KernelCall(LAYERS, "_silu_mul_kernel", "*fp16 i32 *fp16", {"WIDTH": 20, "BLOCK": 32}),
+    KernelCall(LAYERS, "_rope_write_kernel", ROPE.format("*bf16"), GQA_SHAPE),
+    KernelCall(LAYERS, "_rope_write_kernel", ROPE.format("*fp32"), GQA_SHAPE),
+    KernelCall(LAYERS, "_latent_write_kernel", LATENT.format("*bf16"), MLA_SHAPE),
+    KernelCall(LAYERS, "_latent_write_kernel", LATENT.format("*fp16"), MLA_SHAPE),
     KernelCall(SAMPLING, "_noise_kernel", "*i32 *i32 *i64 i32", {"BLOCK": BLOCK}),
     KernelCall(SAMPLING, "_edit_kernel", "*fp32 *fp32 i32 *i32 *i32", {"LIST": 5, "WORDS": 11, "BLOCK": 256}),
     KernelCall(

@@ -25,13 +25,14 @@ from paceline.spec_decode.base import DraftBudget, Drafter, DraftSampling, Exten
 from paceline.spec_decode.candidates import Candidates, choose
 from paceline.spec_decode.choices import RankPath, fitted_counts
 from paceline.spec_decode.confidence import log_values
-from paceline.spec_decode.drafters.chain_drafts import chain_trees, draft_chains
+from paceline.spec_decode.drafters.chain_drafts import chain_trees, draft_chains, unread_chains
 from paceline.spec_decode.drafters.growing import GrowingDraft, grown_tree, hang, next_levels, static_choices
 from paceline.spec_decode.drafters.head_graphs import HeadGraphs
 from paceline.spec_decode.expand import ROOT, DynamicGrowth, Growth, StaticGrowth
 from paceline.spec_decode.heads.base import DraftHead
 from paceline.spec_decode.sequence import DraftState, Sequence
 from paceline.spec_decode.tree import DraftTree
+from paceline.spec_decode.unread import UnreadChains
 
 
 @dataclass
@@ -157,15 +158,27 @@ class FeatureDrafter(Drafter):
             pass
         return [grown_tree(draft, self.model.spec.vocab_size, self.name) for draft in drafts]
 
+    def propose_unread(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> UnreadChains | None:
+        """See Drafter."""
+        depths = self._fixed_depths(budgets)
+        if self.graphs is None or depths is None:
+            return None
+        return unread_chains(self.graphs, seqs, depths, self.model.spec.vocab_size, self.name)
+
     def _chains(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[DraftTree] | None:
         """All trees by one captured loop, where all of them are chains that never stop early; else None."""
-        if self.graphs is None or self.sampling is DraftSampling.SAMPLED:
-            return None
-        depths = [depth for budget in budgets if (depth := self._chain_depth(budget)) is not None]
-        if len(depths) < len(budgets):
+        depths = self._fixed_depths(budgets)
+        if self.graphs is None or depths is None:
             return None
         rows = draft_chains(self.graphs, seqs, depths)
         return None if rows is None else chain_trees(seqs, budgets, rows, self.model.spec.vocab_size, self.name)
+
+    def _fixed_depths(self, budgets: Seq[DraftBudget]) -> list[int] | None:
+        """Candidates of every chain, as the captured loop can draft them; None where one is no such chain."""
+        if self.sampling is DraftSampling.SAMPLED:
+            return None
+        depths = [depth for budget in budgets if (depth := self._chain_depth(budget)) is not None]
+        return depths if len(depths) == len(budgets) else None
 
     def _chain_depth(self, budget: DraftBudget) -> int | None:
         """Candidates of a chain; None where the tree has branches, or may end before its depth."""

@@ -193,6 +193,8 @@ class HeadGraphs:
         See ``ChainSteps.fill``.
         """
         depth = max(request.depth for request in requests)
+        if depth == 1:  # the last extend's own candidates: there is no step to run
+            return first.unsqueeze(1)
         longest = max(request.committed + request.depth for request in requests)
         fitting = [key for key in self._chains if key[0] >= len(requests) and key[1] >= depth]
         if not fitting or longest > self._at.max_len:

@@ -20,6 +20,7 @@ from paceline.spec_decode.drafters.auto import AUTO, NONE, AutoChooser, Plan
 from paceline.spec_decode.drafters.none import NoDrafter
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.tree import DraftTree
+from paceline.spec_decode.unread import UnreadChains
 
 
 class SelectingDrafter(Drafter):
@@ -116,6 +117,14 @@ class SelectingDrafter(Drafter):
             if self._chooser is not None and self.choice(seq) == AUTO:
                 self._chooser.drafted(seq, tree)
         return done
+
+    def propose_unread(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> UnreadChains | None:
+        """See Drafter: where all sequences are the primary's, by their own choice."""
+        if self._chooser is not None or any(self.choice(seq) != self.primary.name for seq in seqs):
+            return None
+        if self._fallback is not None and self.primary.state_width and any(seq.draft is None for seq in seqs):
+            return None
+        return self.primary.propose_unread(seqs, budgets)
 
     def observe(self, seq: Sequence, tree: DraftTree, argmax: Seq[int]) -> None:
         """See Drafter: to the one that made the tree."""

@@ -1,0 +1,76 @@
+"""Chains that were drafted on the device and that the host has not read: a round then waits for one copy alone.
+
+Nothing that the host does before the verdict depends on their tokens: how many there are, where their rows stand and
+which slots they write follow from lengths. The tokens go from the draft loop into the target's batch and into the walk
+on the device, and come back with the verdict. Until then a tree holds the root and BLANK in their places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from paceline.layers.staging import Int64, staged
+from paceline.models.late_tokens import LateTokens
+from paceline.spec_decode.sequence import Sequence
+from paceline.spec_decode.tree import DraftTree, build_tree
+
+BLANK = 0
+NEVER = -3  # in place of a draft outside the vocabulary: no sampled token equals it, not even one that is BROKEN
+
+
+@dataclass(frozen=True)
+class UnreadChains:
+    """One chain for every sequence of a batch, sequence by sequence."""
+
+    tokens: torch.Tensor  # int64 [sum of depths], on the device, perhaps not computed yet
+    depths: tuple[int, ...]  # drafted tokens of each; 0: the root alone
+    drafter: str  # who made them
+    vocab_size: int
+
+    @cached_property
+    def rows(self) -> Int64:
+        """Where the drafted tokens stand among all nodes, roots included: int64 [sum of depths]."""
+        starts = np.cumsum([0, *(depth + 1 for depth in self.depths)])
+        parts = [np.arange(start + 1, start + 1 + d) for start, d in zip(starts, self.depths, strict=False)]
+        return np.concatenate(parts).astype(np.int64)
+
+    def blank_trees(self, seqs: Seq[Sequence]) -> list[DraftTree]:
+        """Chains of the right shape."""
+        return [
+            DraftTree(
+                (seq.token_ids[-1], *(BLANK,) * depth), tuple(range(-1, depth)), tuple(range(depth + 1)), None,
+                self.drafter,
+            )
+            for seq, depth in zip(seqs, self.depths, strict=True)
+        ]  # fmt: skip
+
+    def for_target(self) -> LateTokens:
+        """What the target verifies. A token outside the vocabulary is no row of its embedding: another stands in, and
+        the walk never reaches it."""
+        return LateTokens(self.tokens.clamp(0, self.vocab_size - 1), self.rows)
+
+    @cached_property
+    def for_walk(self) -> torch.Tensor:
+        """Tokens as the walk compares them, int32; NEVER where one is outside the vocabulary."""
+        known = self.tokens.clamp(0, self.vocab_size - 1)
+        return torch.where(known == self.tokens, known, NEVER).to(torch.int32)
+
+    def put_into_walk(self, token_ids: torch.Tensor) -> None:
+        """token_ids: int32 [all nodes], of the blank trees, on the device."""
+        token_ids.index_copy_(0, staged(self.rows, token_ids.device), self.for_walk)
+
+    def read_trees(self, seqs: Seq[Sequence], tokens: Seq[int]) -> list[DraftTree]:
+        """The trees as ``propose`` would have made them. tokens: ``for_walk``, read. A chain ends before a token
+        outside the vocabulary."""
+        trees, at = [], 0
+        for seq, depth in zip(seqs, self.depths, strict=True):
+            pairs = [(i - 1, token) for i, token in enumerate(tokens[at : at + depth])]
+            tree = build_tree(seq.token_ids[-1], pairs, self.vocab_size, depth + 1, depth)
+            trees.append(replace(tree, drafter=self.drafter))
+            at += depth
+        return trees
