@@ -7,13 +7,13 @@ ARGS ?=
 # Tests of one thread each, without clocks: they run side by side. The rest runs alone.
 COMPUTE := tests/attention tests/benchmarks tests/draft_training tests/kvcache tests/layers tests/models tests/sampling \
   tests/spec_decode tests/engine/test_exactness_deepseek.py tests/engine/test_exactness_matrix.py \
-  tests/engine/test_exactness_tiny.py tests/e2e/test_disaggregated_matrix.py tests/test_chat_template.py \
+  tests/engine/test_exactness_tiny.py tests/e2e/test_disaggregated_matrix.py tests/e2e/test_acceptance_parity.py tests/test_chat_template.py \
   tests/test_detokenizer.py tests/test_tokenizer.py
 
-.PHONY: setup demo serve test check fuzz fuzz-surface chaos proto bench clean help
+.PHONY: setup demo serve test check fuzz fuzz-surface chaos soak proto bench clean help
 
 help:
-	@echo "make setup | demo | serve | test | check | fuzz | fuzz-surface | chaos | proto | bench | clean   (ARGS='...' is passed on)"
+	@echo "make setup | demo | serve | test | check | fuzz | fuzz-surface | chaos | soak | proto | bench | clean   (ARGS='...' is passed on)"
 
 $(VENV)/.node: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Paceline needs Python 3.11 or newer")'
@@ -56,6 +56,9 @@ fuzz: $(VENV)/.dev
 
 chaos: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/chaos -s --minutes 3 --streams 16 $(ARGS)
+
+soak: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/soak -s --requests 5000 $(ARGS)
 
 fuzz-surface: $(VENV)/.dev
 	PACELINE_FUZZ_SURFACE=10000 $(BIN)/python -m pytest tests/fuzz -s -o timeout=7200 $(ARGS)

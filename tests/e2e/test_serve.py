@@ -1,10 +1,9 @@
-"""The whole deployment on Ray with the real model: two nodes of each kind, every client, bad input, soak, a kill."""
+"""The whole deployment on Ray with the real model: two nodes of each kind, every client, bad input, a kill."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import random
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,46 +89,6 @@ async def test_text_equals_one_process(
 
         answers = await asyncio.gather(*(ask(*key) for key in references))
     assert dict(zip(references, answers, strict=True)) == references
-
-
-async def test_soak_with_cancellations(
-    server: Server, smollm2_folder: Path, references: dict[tuple[str, float], tuple[int, ...]]
-) -> None:
-    """200 requests of mixed length, a third cancelled at random moments: all end, pages return, text stays right."""
-    rng, ids = random.Random(11), prompt_ids(smollm2_folder)
-    keys = [rng.choice(list(references)) for _ in range(200)]
-    limit = asyncio.Semaphore(24)
-    outcomes: list[str] = []
-    async with AsyncClient(server.grpc) as client:
-
-        async def ask(key: tuple[str, float], cancel_after: int | None, long: bool) -> None:
-            question, temperature = key
-            prompt = (ids[question] * 20)[:600] if long else ids[question]
-            seed, tokens = 100 + QUESTIONS.index(question), []
-            async with limit, asyncio.timeout(120):
-                if cancel_after == 0:
-                    task = asyncio.create_task(client.generate(prompt, max_tokens=24, seed=seed))
-                    await asyncio.sleep(rng.random() * 0.3)
-                    task.cancel()
-                    await asyncio.gather(task, return_exceptions=True)
-                    outcomes.append("cancelled")
-                    return
-                stream = client.stream(prompt, max_tokens=24, temperature=temperature, seed=seed)
-                async for chunk in stream:
-                    tokens += chunk.token_ids
-                    if cancel_after is not None and len(tokens) >= cancel_after:
-                        await stream.aclose()
-                        outcomes.append("cancelled")
-                        return
-            if not long:
-                assert tuple(tokens) == references[key]
-            outcomes.append("done")
-
-        plans = [rng.choice([0, 1, 9]) if i % 3 == 0 else None for i in range(200)]
-        await asyncio.gather(*(ask(k, c, i % 10 == 5) for i, (k, c) in enumerate(zip(keys, plans, strict=True))))
-        assert len(outcomes) == 200
-        assert outcomes.count("cancelled") >= 50
-        await all_pages_back(client)
 
 
 async def all_pages_back(client: AsyncClient) -> None:

@@ -39,10 +39,12 @@ from support.plain_heads import PlainHead, PlainMedusa, PlainMtp, PlainTarget, r
 from support.tiny import tiny_spec, tiny_weights
 
 # (model, drafter) that README and docs speak of: heads/MODEL/DRAFTER
-SHIPPED: tuple[tuple[str, str], ...] = (("smollm2-135m-instruct", "eagle3"),)
-KINDS = {"eagle": "eagle1", "eagle3": "eagle3", "mtp": "mtp", "medusa": "medusa"}  # what a drafter's folder holds
+SHIPPED = tuple(("smollm2-135m-instruct", name) for name in ("eagle3", "eagle", "mtp", "mtp3", "medusa"))
+# What a folder of heads holds.
+KINDS = {"eagle": "eagle1", "eagle3": "eagle3", "mtp": "mtp", "mtp3": "mtp", "medusa": "medusa"}
+MTP_MODULES = {"mtp": 1, "mtp3": 3}
 MOST_BYTES = 16_000_000  # of a file in the repository
-CARD = (r"(?m)^- data: \S", r"(?m)^- seen: [1-9][\d,]* answer tokens")  # what a card says of its training
+CARD = (r"(?m)^- data: \S", r"(?m)^- seen: [1-9][\d,]* (answer )?tokens")  # what a card says of its training
 PROMPT = "What is the capital of France, and what is it famous for?"
 
 
@@ -95,7 +97,8 @@ def disagreement(served: Path, read: Path, target: Target) -> float:
         return difference(heads.logits(rows), PlainMedusa(*read_files(read), target.plain).logits(rows))
     pairs: list[tuple[DraftHead, PlainHead]] = []
     if kind == "mtp":
-        modules, _ = load_mtp(str(served), target.model, 1, target.model.rope_table())
+        count = MTP_MODULES.get(served.name, 1)
+        modules, _ = load_mtp(str(served), target.model, count, target.model.rope_table())
         for k, module in enumerate(modules):
             pairs.append((MtpHead(target.model, module), PlainMtp(*read_files(read), target.plain, module=k)))
     else:
@@ -169,8 +172,10 @@ def tiny_head(folder: Path, drafter: str) -> Path:
     """Heads in a folder such as those that ship, card included."""
     if drafter == "medusa":
         head_files.put(folder, head_files.medusa(), {"medusa_num_heads": 3, "medusa_num_layers": 2})
-    elif drafter == "mtp":
-        head_files.put(folder, head_files.at_layer(6, head_files.mtp_module()), head_files.mtp_config(6))
+    elif drafter in MTP_MODULES:
+        modules = [head_files.at_layer(6 + k, head_files.mtp_module()) for k in range(MTP_MODULES[drafter])]
+        config = head_files.mtp_config(6) | {"num_nextn_predict_layers": len(modules)}
+        head_files.put(folder, {name: tensor for module in modules for name, tensor in module.items()}, config)
     else:
         head_files.put(folder, *(head_files.eagle1() if drafter == "eagle" else head_files.eagle3()))
     card = f"# {drafter} heads for {folder.parent.name}\n\n- data: 3 answers\n- seen: 1,200 answer tokens in 7 steps\n"
@@ -185,7 +190,7 @@ def test_a_difference_of_the_readers_is_noticed(drafter: str, tmp_path: Path) ->
     for name in load_file(folder / "model.safetensors"):
         if name in ("t2d", "d2t"):
             continue
-        other = tmp_path / "other"
+        other = tmp_path / "other" / drafter
         shutil.copytree(folder, other, dirs_exist_ok=True)
         tensors = load_file(folder / "model.safetensors")
         tensors[name] = tensors[name] * 1.01
