@@ -19,6 +19,8 @@ from paceline.errors import NodeUnavailable, PacelineError
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # Ray would otherwise hide GPUs from actors that ask for none; Paceline assigns devices itself.
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+# Ray would run nodes at niceness 15, so that whatever else the host does comes before a token.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group

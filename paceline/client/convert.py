@@ -53,10 +53,11 @@ class GenerateOptions(TypedDict, total=False):
     model: str | None
     request_id: str | None
     tenant: str | None  # scope of the prefix cache
+    priority: int | None  # -10 to 10: among the tenant's requests that wait, the higher one goes first
 
 
 _SPECULATION = ("num_draft_tokens", "tree_width", "drafter", "tree")
-_REQUEST = ("model", "request_id", "tenant")
+_REQUEST = ("model", "request_id", "tenant", "priority")
 
 
 def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 
 
@@ -9,7 +11,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("chaos")
     group.addoption("--minutes", type=float, default=None, help="of faults, of each layout; else a short run of one")
     group.addoption("--streams", type=int, default=None, help="streams at once")
-    group.addoption("--seed", type=int, default=None, help="of requests, fault times and victims")
+    with suppress(ValueError):  # soak runs have it too, and both may be collected
+        group.addoption("--seed", type=int, default=None, help="of requests, fault times and victims")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import paceline.client
 from cluster.service import SERVICE, GrpcServer, serve_grpc
 from paceline.client import AsyncClient, Client, Overloaded, PacelineError
+from paceline.client.convert import generate_request
 from paceline.errors import NodeUnavailable as RootNodeUnavailable
 from support.scripted_nodes import Fleet, fleet, letters
 
@@ -75,6 +76,11 @@ async def test_every_option_arrives() -> None:
         for name, value in options.items():
             got = getattr(sequence.params, name)
             assert got == (tuple(value) if isinstance(value, list) else value), name
+
+
+def test_a_priority_goes_with_the_request() -> None:
+    assert generate_request("hi", {"priority": -3, "tenant": "t"}).priority == -3
+    assert generate_request("hi", {"priority": None}).priority == 0
 
 
 async def test_zero_temperature_is_not_unset_and_unset_is_one() -> None:

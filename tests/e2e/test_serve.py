@@ -49,6 +49,13 @@ def prompt_ids(folder: Path) -> dict[str, tuple[int, ...]]:
     return {q: requests[2 * i].prompt_token_ids for i, q in enumerate(QUESTIONS)}
 
 
+def test_nodes_come_before_nobody_and_behind_nobody(server: Server) -> None:
+    """Ray's workers run at niceness 15 unless told otherwise: whatever else a host does would come before a token."""
+    nodes = [process for process in server.processes() if "".join(process.cmdline()).startswith("ray::NodeHost")]
+    assert len(nodes) >= 4
+    assert {process.nice() for process in nodes} == {psutil.Process(server.process.pid).nice()}
+
+
 def test_generate_prints_json(server: Server) -> None:
     command = [paceline(), "generate", QUESTIONS[0], "--server", server.grpc, "--chat", "--json"]
     options = ["--max-tokens", "24", "--temperature", "0", "--seed", "3"]

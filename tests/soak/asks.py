@@ -69,7 +69,7 @@ class Leave:
 
 @dataclass(frozen=True)
 class Turn:
-    """One request of the soak. ``priority`` goes with HTTP alone."""
+    """One request of the soak."""
 
     number: int
     which: int  # of the asks

@@ -8,10 +8,10 @@ from contextlib import aclosing
 from typing import Any
 
 import httpx
-from soak.answers import Heard
-from soak.asks import Ask, Turn
 
 from paceline.client import AsyncClient, Generation
+from soak.answers import Heard
+from soak.asks import Ask, Turn
 
 Enough = Callable[[Heard], bool]
 
@@ -98,7 +98,7 @@ def _grpc_prompt(ask: Ask) -> Any:
 
 
 def _grpc_options(turn: Turn, ask: Ask) -> dict[str, Any]:
-    return {**ask.options, "tenant": turn.tenant, "request_id": f"soak-{turn.number}"}
+    return {**ask.options, "tenant": turn.tenant, "priority": turn.priority, "request_id": f"soak-{turn.number}"}
 
 
 def _path(ask: Ask) -> str:

@@ -10,7 +10,7 @@ import pytest
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("soak").addoption("--requests", type=int, default=None, help="to serve; else a short run")
     with suppress(ValueError):  # chaos runs have it too, and both may be collected
-        parser.getgroup("chaos").addoption("--seed", type=int, default=None, help="of requests and of who leaves when")
+        parser.getgroup("soak").addoption("--seed", type=int, default=None, help="of requests and of who leaves when")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

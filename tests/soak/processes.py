@@ -17,7 +17,7 @@ import psutil
 MIB = 2**20
 EVERY_S = 2.0
 FEWEST_SAMPLES = 8  # for a slope
-# Over 5,000 requests no process was measured above 0.3 MiB by 1,000 (Ray's own, by time); 1 MiB is 1 KiB a request.
+# Over 5,000 requests no process was measured above 0.4 MiB by 1,000. 1 MiB is 1 KiB that each request leaves behind.
 MOST_PER_1000 = 1.0
 # What comes once, whenever that is: an arena of the allocator, a connection, a thread of a pool. In the middle of the
 # second half it lifts the fitted line by one and a half times its size, which weighs the more the shorter the run.

@@ -21,14 +21,14 @@ import httpx
 import psutil
 import pytest
 import torch
-from soak.asks import make_asks
-from soak.calls import Calls
-from soak.load import Load
-from soak.processes import Slope, Watch, grown, table, trends
 
 from multihost.small_model import write_model
 from paceline.client import AsyncClient
 from paceline.v1 import node_pb2, node_pb2_grpc
+from soak.asks import make_asks
+from soak.calls import Calls
+from soak.load import Load
+from soak.processes import Slope, Watch, grown, table, trends
 from support.heads import write_tiny_head
 from support.server import serve as serving
 from support.tiny import tiny_spec

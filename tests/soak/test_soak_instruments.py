@@ -10,6 +10,7 @@ from copy import deepcopy
 
 import psutil
 import pytest
+
 from soak.answers import Answer, Heard, wrong_when_complete, wrong_when_cut
 from soak.asks import KINDS, MOMENTS, WAYS, make_asks, make_turn
 from soak.processes import Sample, Watch, grown, slope_per_1000, table, trends
