@@ -35,8 +35,7 @@ STOP_S = 12.0  # at most, for one that is not replaced
 SILENCE_S = (2.5, 4.0)  # longer than it takes to be noticed
 RESCAN_S = 0.05
 DEATH_TIMEOUT_S = 5.0
-CONNECTION_TIMEOUT_S = 3.0
-VICTIM_TIMEOUT_S = 20.0  # for nodes to be there again that no other fault has
+VICTIM_TIMEOUT_S = 20.0  # until nodes are there that no other fault has, with a link where one is to be cut
 
 Key = tuple[int, tuple[str, int], tuple[str, int] | None]  # of a socket: process, own address, the peer's
 
@@ -119,17 +118,11 @@ class Injector:
                 group.create_task(self._inject(one))
 
     async def _inject(self, planned: Planned) -> None:
-        end = time.monotonic() + VICTIM_TIMEOUT_S
-        while True:
-            there = [node for node in await asyncio.to_thread(self.view) if not is_gone(node.pid)]
-            nodes = [node for node in there if not self._hurt[node.id]]
-            chosen = _choose(planned, nodes)
-            if chosen and await connected(chosen) and not any(self._hurt[node.id] for node in chosen):
-                break
-            if time.monotonic() > end:
-                self.skipped[planned.kind] += 1
-                return
-            await asyncio.sleep(0.2)
+        found = await self._victims(planned)
+        if found is None:
+            self.skipped[planned.kind] += 1
+            return
+        nodes, chosen = found
         roles, victims = Counter(node.role for node in nodes), tuple(node.id for node in chosen)
         fault = Fault(planned.kind, victims, all(roles[node.role] > 1 for node in chosen), time.time())
         self.faults.append(fault)
@@ -142,6 +135,19 @@ class Injector:
             fault.until = time.time()
             self._hurt.subtract(victims)
         print(f"  {fault} {fault.problem}", flush=True)
+
+    async def _victims(self, planned: Planned) -> tuple[list[Node], list[Node]] | None:
+        """(nodes that are there and whole, those of them to hurt); None where nobody is to be found for long."""
+        end = time.monotonic() + VICTIM_TIMEOUT_S
+        while time.monotonic() < end:
+            there = [node for node in await asyncio.to_thread(self.view) if not is_gone(node.pid)]
+            for chosen in _candidates(planned, [node for node in there if not self._hurt[node.id]]):
+                if await asyncio.to_thread(connected, chosen):
+                    whole = [node for node in there if not self._hurt[node.id]]
+                    if all(node in whole for node in chosen):
+                        return whole, chosen
+            await asyncio.sleep(RESCAN_S)
+        return None
 
     async def _do(self, planned: Planned, nodes: list[Node]) -> str:
         match planned.kind:
@@ -161,12 +167,13 @@ class Injector:
         raise ValueError(planned.kind)
 
 
-def _choose(planned: Planned, nodes: list[Node]) -> list[Node]:
-    """The victims: a node, or a prefill and a decode node; none when they are not there."""
-    if planned.kind not in ("reset", "silence"):
-        return [nodes[int(planned.draw * len(nodes))]] if nodes else []
+def _candidates(planned: Planned, nodes: list[Node]) -> list[list[Node]]:
+    """Who may be the victim, the drawn one first: a node, or a prefill and a decode node."""
+    of_one = planned.kind not in ("reset", "silence")
     pairs = [[p, d] for p in nodes if p.role == "prefill" for d in nodes if d.role == "decode"]
-    return pairs[int(planned.draw * len(pairs))] if pairs else []
+    all_of_them = [[node] for node in nodes] if of_one else pairs
+    first = int(planned.draw * len(all_of_them))
+    return all_of_them[first:] + all_of_them[:first]
 
 
 def _within(bounds: tuple[float, float], share: float) -> float:
@@ -209,14 +216,9 @@ async def stop(pid: int, most_s: float) -> str:
     return f"process {pid} was in state T until it was {'killed' if replaced else 'let go on'}"
 
 
-async def connected(nodes: list[Node]) -> bool:
-    """Whether two nodes have a connection, now or soon: links are opened when they are needed. One node always is."""
-    end = time.monotonic() + CONNECTION_TIMEOUT_S
-    while len(nodes) == 2 and not await asyncio.to_thread(between, nodes[0].pid, nodes[1].pid):
-        if time.monotonic() > end:
-            return False
-        await asyncio.sleep(RESCAN_S)
-    return True
+def connected(nodes: list[Node]) -> bool:
+    """Whether two nodes have a connection: links are opened when they are needed. One node always is."""
+    return len(nodes) == 1 or bool(between(nodes[0].pid, nodes[1].pid))
 
 
 async def reset(one: int, two: int) -> str:
