@@ -249,9 +249,9 @@ async def test_a_stream_that_cannot_be_resumed_says_why(redis_server: Embedded) 
         for _ in range(3):
             await anext(stream)
         stream._received.request.text = "jello"  # as when its chat template has the time of day in it
+        await two.a.die()  # first: it may be about to write to the journal
         with redis.Redis.from_url(redis_server.url) as server:
             server.flushall()
-        await two.a.die()
         with pytest.raises(NodeUnavailable, match="cannot be resumed"):
             await anext(stream)
 
