@@ -113,8 +113,8 @@ async def test_closing_a_stream_cancels_both_nodes_calls() -> None:
             await stream.aclose()
             await made.idle()
             assert made.nodes["decode-0"].cancelled == seen + 1
+            assert made.nodes["prefill-0"].cancelled >= 1  # in the second round it may be done before
             made.nodes[stage].script.gate = None
-        assert made.nodes["prefill-0"].cancelled == 1  # in the second round it was done
         assert (await client.generate("hello", max_tokens=10, seed=5)).text == TEXT[:10]
 
 
