@@ -13,7 +13,7 @@ from benchmarks.tables import Grid
 from paceline.errors import ConfigError, PacelineError
 from paceline.results import TraceEvent
 
-EXPOSED_SHARE = 0.2  # of the time that the transfer itself took, at most
+EXPOSED_SHARE = 0.2  # of a raw copy's time, at most
 RATE_SHARE = 0.8  # of the raw copy's bytes per second, at least
 
 
@@ -58,13 +58,13 @@ class Repetition:
 
     @property
     def exposed_share(self) -> float:
-        """Exposed time over the time in which the sender had bytes on the wire."""
-        return self.overlapped.exposed_s / self.overlapped.sending_s
-
-    @property
-    def exposed_to_floor(self) -> float:
         """Exposed time over a raw copy of everything that crossed, with the machine to itself."""
         return self.overlapped.exposed_s / self.overlapped_raw_s
+
+    @property
+    def exposed_of_sending(self) -> float:
+        """Exposed time over the time in which the sender had bytes on the wire, beside the prefill."""
+        return self.overlapped.exposed_s / self.overlapped.sending_s
 
     @property
     def rate_share(self) -> float:
@@ -179,8 +179,8 @@ def handoff_grid(report: HandoffReport) -> Grid:
     timed("sender busy, beside the prefill", overlapped.num_bytes, lambda r: r.overlapped.sending_s)
     row("exposed: first token to acknowledgement", f"{median(lambda r: r.overlapped.exposed_s) * 1e3:.2f} ms")
     share = report.exposed_share
-    row("exposed / sender busy", f"{share:.1%}", f"<= {EXPOSED_SHARE:.0%}", share <= EXPOSED_SHARE)
-    row("exposed / floor", f"{median(lambda r: r.exposed_to_floor):.1%}")
+    row("exposed / floor", f"{share:.1%}", f"<= {EXPOSED_SHARE:.0%}", share <= EXPOSED_SHARE)
+    row("exposed / sender busy", f"{median(lambda r: r.exposed_of_sending):.1%}")
     row("handed over from the prefix cache", _described(stored.sizes))
     timed("raw gloo copy of the same", stored.num_bytes, lambda r: r.stored_raw_s)
     timed("first send to last row written", stored.num_bytes, lambda r: r.stored.whole_s)

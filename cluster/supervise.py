@@ -19,6 +19,7 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 10.0
 HEALTHY_AFTER_S = 10.0  # a life this long, as long as the longest backoff, resets it
 LEASE_GRACE_S = 2.0  # a node without its lease for so long is replaced; the router has stopped using it
+ASK_AFTER_S = 0.25  # between two questions whether the host of a node without its lease answers
 KILL_TIMEOUT_S = 10.0
 STOP_MARGIN_S = 45.0  # past the grace; handles have closer deadlines of their own
 
@@ -60,7 +61,9 @@ class Slot:
     handle: NodeHandle | None = None
     address: str = ""
     started_at: float = 0.0
-    leased_at: float = 0.0  # when its lease was last seen
+    leased_at: float = 0.0  # when its lease was last seen, or its host found silent: its grace runs from here
+    asked_at: float = 0.0
+    cut_off: bool = False
     backoff_s: float = FIRST_BACKOFF_S
     restarts: int = 0
     last_error: str = ""
@@ -74,7 +77,8 @@ class Supervisor:
     Life of a slot: launched (a new generation) -> started (its address known) -> died, or without its lease for
     ``lease_grace_s`` -> killed -> after ``backoff_s`` launched again; until ``stop``. A node without its lease on a
     host that does not answer is cut off: nothing can be ended or started there. It is left alone until it has its
-    lease again, which costs no reload, or is known to have died, or its host answers.
+    lease again, which costs no reload, or is known to have died, or its host has answered for a whole grace, in which
+    it could have had its lease back.
     """
 
     launch: Launch
@@ -106,6 +110,7 @@ class Supervisor:
         slot.generation += 1
         slot.address = await asyncio.to_thread(self._launch_and_start, slot)
         slot.started_at = slot.leased_at = self.clock()
+        slot.cut_off = False
         self._tell(NodeEvent("started", slot.node_id, slot.role, slot.generation, slot.address))
 
     def _launch_and_start(self, slot: Slot) -> str:
@@ -127,10 +132,9 @@ class Supervisor:
 
     async def _look_after(self, slot: Slot) -> None:
         kind = self._lost(slot)
-        if kind == "lease_lost" and not await self.reachable(slot.address):
-            slot.leased_at = self.clock()  # asked again after another grace
-            self._tell(NodeEvent("cut_off", slot.node_id, slot.role, slot.generation, slot.address))
-        elif slot.handle is None or kind:
+        if kind == "lease_lost" and not await self._grace_is_over(slot):
+            return
+        if slot.handle is None or kind:
             await self._replace(slot, kind)
 
     def _lost(self, slot: Slot) -> Literal["died", "lease_lost"] | None:
@@ -139,8 +143,23 @@ class Supervisor:
         if slot.handle.died():
             return "died"
         if self.has_lease(slot.node_id, slot.generation):
-            slot.leased_at = self.clock()
-        return "lease_lost" if self.clock() - slot.leased_at >= self.lease_grace_s else None
+            slot.leased_at, slot.cut_off = self.clock(), False
+            return None
+        return "lease_lost"
+
+    async def _grace_is_over(self, slot: Slot) -> bool:
+        """Whether a node without its lease has had ``lease_grace_s`` to renew it, on a host that answers."""
+        if self.clock() - slot.asked_at < ASK_AFTER_S:
+            return False
+        slot.asked_at = self.clock()
+        if await self.reachable(slot.address):
+            slot.cut_off = False
+            return self.clock() - slot.leased_at >= self.lease_grace_s
+        slot.leased_at = self.clock()
+        if not slot.cut_off:
+            self._tell(NodeEvent("cut_off", slot.node_id, slot.role, slot.generation, slot.address))
+        slot.cut_off = True
+        return False
 
     async def _replace(self, slot: Slot, kind: Literal["died", "lease_lost"] | None) -> None:
         if slot.handle is not None and kind is not None:

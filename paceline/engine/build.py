@@ -79,7 +79,12 @@ def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity, *
     budget = budget_of(config)
     spec_slots = max(budget.max_nodes, drafter.draft_slots(budget))
     limits = RunnerLimits(
-        _max_model_len(config, spec, spec_slots), budget, config.acceptance, config.handoff, config.handoff_rows
+        _max_model_len(config, spec, spec_slots),
+        budget,
+        config.acceptance,
+        config.handoff,
+        config.handoff_rows,
+        config.handoff_checksum,
     )
     exact = is_bit_exact(model, kv, allocator, attention)
     log.info("kernels %s: this host is %s", identity.kernels, "bit-exact" if exact else "NOT bit-exact")

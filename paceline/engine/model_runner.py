@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -18,6 +17,7 @@ import torch
 from paceline.attention.base import AttentionBackend, ForwardBatch, Segment
 from paceline.engine.device_round import accepted_rows, first_tokens, judge
 from paceline.engine.graphs import TargetGraphs
+from paceline.engine.tree_rows import ObserveLogits, TreeRows, row_context
 from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.layout import KvLayout, LayerOwner
 from paceline.kvcache.pool import KvPool
@@ -29,8 +29,7 @@ from paceline.request import FinishReason, SequenceRequest, TokenLogprobs
 from paceline.results import Round
 from paceline.sampling.logprobs import token_logprobs
 from paceline.sampling.params import has_penalty
-from paceline.sampling.probs import target_probs
-from paceline.sampling.sampler import RowContext, sample_rows
+from paceline.sampling.sampler import sample_rows
 from paceline.sampling.topk import argmax_lowest
 from paceline.spec_decode.acceptance import RULES
 from paceline.spec_decode.adaptive import FixedLength, LengthPolicy
@@ -87,6 +86,7 @@ class RunnerLimits:
     acceptance: str = "sample"
     handoff: str = "draft_kv"  # what crosses besides target KV: draft_kv, hidden_states or none
     handoff_rows: str = "fused"  # or raw
+    handoff_checksum: bool = False  # bytes that cross carry a sum
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class ModelRunner:
         self.policy = policy or FixedLength()
         self.samples_on_device = model.device.type == "cuda"  # else on the host, row by row as a rule asks
         self.graphs: TargetGraphs | None = None  # whoever assembles a node on a GPU captures them
-        self.observe_logits: Callable[[Sequence, int, torch.Tensor], None] | None = None  # (seq, position, float32 [V])
+        self.observe_logits: ObserveLogits | None = None
 
     @property
     def page_size(self) -> int:
@@ -194,6 +194,7 @@ class ModelRunner:
             drafter_weights=self.drafter_digest if bound else "",
             hidden_size=self.hidden_size if mode == "draft_kv" else self.row_width,
             handoff_mode=mode,
+            checksum="crc32" if self.limits.handoff_checksum else "",
             kernels=self.identity.kernels,
         )
 
@@ -266,7 +267,7 @@ class ModelRunner:
         if self.observe_logits is not None:
             self.observe_logits(seq, seq.num_prefill, logits)
         if token_id is None:
-            token_id = sample_rows(logits[None], [self.context(seq, (), seq.num_prefill)])[0]
+            token_id = sample_rows(logits[None], [row_context(seq, (), seq.num_prefill)])[0]
         seq.token_ids.append(token_id)
         if token_id in seq.request.params.stop_token_ids:
             seq.finish_reason = FinishReason.STOP
@@ -369,7 +370,7 @@ class ModelRunner:
         params = seq.request.params
         rule = self.rule if params.temperature > 0.0 else RULES["sample"]
         stops, left = params.stop_token_ids, self._tokens_left(seq)
-        target = TreeRows(self, seq, tree, logits)
+        target = TreeRows(seq, tree, logits, self.observe_logits)
         return rule.function(tree, target, Coins(params.seed or 0), seq.num_computed, stops.__contains__, left)
 
     def _commit(
@@ -429,33 +430,3 @@ class ModelRunner:
             return hidden, hidden
         aux = AuxCapture(self.drafter.aux_layers)
         return self.model.forward(context, aux), aux.rows()
-
-    @staticmethod
-    def context(seq: Sequence, path: tuple[int, ...], position: int) -> RowContext:
-        request = seq.request
-        return RowContext(request.params, position, request.prompt_token_ids, seq.output_token_ids, path)
-
-
-@dataclass(frozen=True)
-class TreeRows:
-    """The target at the nodes of one sequence's tree, for the acceptance rules: asked only where the walk comes by."""
-
-    runner: ModelRunner
-    seq: Sequence
-    tree: DraftTree
-    logits: torch.Tensor  # float32 [num_nodes, V]
-
-    def sample(self, node: int) -> int:
-        """The token plain decoding would sample after ``node``."""
-        return sample_rows(self.logits[node : node + 1], [self._seen(node)])[0]
-
-    def probs(self, node: int) -> torch.Tensor:
-        """Its law, float64 [V]."""
-        return target_probs(self.logits[node], self._seen(node))
-
-    def _seen(self, node: int) -> RowContext:
-        path = tuple(self.tree.token_ids[i] for i in self.tree.path(node)[1:])
-        position = self.seq.num_computed + self.tree.depths[node] + 1
-        if self.runner.observe_logits is not None:
-            self.runner.observe_logits(self.seq, position, self.logits[node])
-        return self.runner.context(self.seq, path, position)

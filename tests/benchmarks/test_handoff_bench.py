@@ -80,18 +80,18 @@ def report(exposed_s: float, stored_s: float) -> HandoffReport:
 
 
 def test_bounds() -> None:
-    good = report(0.0199, 0.0499)
+    good = report(0.00995, 0.0499)
     assert good.exposed_share == pytest.approx(0.199)
     assert good.rate_share == pytest.approx(0.8016, abs=1e-4)
     assert good.holds
-    assert not report(0.0201, 0.0499).holds
-    assert not report(0.0199, 0.0501).holds
+    assert not report(0.01005, 0.0499).holds
+    assert not report(0.00995, 0.0501).holds
     cells = {row[0]: row[1:] for row in handoff_grid(good).rows}
-    assert cells["exposed / sender busy"] == ("19.9%", "<= 20%: holds")
-    assert cells["exposed / floor"] == ("39.8%", "")
+    assert cells["exposed / floor"] == ("19.9%", "<= 20%: holds")
+    assert cells["exposed / sender busy"] == ("10.0%", "")
     assert cells["raw gloo copy of the same: the floor"] == ("50.00 ms = 0.04 GB/s", "")
     missed = {row[0]: row[2] for row in handoff_grid(report(0.03, 0.05)).rows}
-    assert missed["exposed / sender busy"] == "<= 20%: MISSED"
+    assert missed["exposed / floor"] == "<= 20%: MISSED"
 
 
 def test_results_are_read_back(tmp_path: Path) -> None:

@@ -137,6 +137,7 @@ async def test_client_leaves_during_local_prefill() -> None:
         await first_event(call)
         call.cancel()
         await nodes.wait_for_release()
+        await assert_serves(nodes)
 
 
 async def test_client_leaves_while_waiting_for_pages() -> None:
@@ -150,6 +151,7 @@ async def test_client_leaves_while_waiting_for_pages() -> None:
         await wait_until(lambda: nodes.decode.load().waiting == 0, 5.0, "the line to empty")
         first.cancel()
         await nodes.wait_for_release()
+        await assert_serves(nodes)
 
 
 async def test_waiting_request_gets_the_pages_that_come_back() -> None:

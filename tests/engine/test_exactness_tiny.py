@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.engine import tree_rows
 from paceline.engine.model_runner import ModelRunner
+from paceline.engine.tree_rows import row_context
 from paceline.models.llama import LlamaModel
 from paceline.request import SequenceRequest
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
@@ -229,10 +231,8 @@ def test_penalties_that_ignore_the_path_are_noticed(monkeypatch: pytest.MonkeyPa
     expected = run(repeating_runner(None), penalised)
     assert run(repeating_runner(Adversary("same")), penalised)[0].accepted_per_round != expected[0].accepted_per_round
     assert differing(run(repeating_runner(Adversary("same")), penalised), expected) == []
-    runner = repeating_runner(Adversary("same"))
-    context = runner.context
-    monkeypatch.setattr(runner, "context", lambda seq, path, position: context(seq, (), position))
-    assert differing(run(runner, penalised), expected) != []
+    monkeypatch.setattr(tree_rows, "row_context", lambda seq, path, position: row_context(seq, (), position))
+    assert differing(run(repeating_runner(Adversary("same")), penalised), expected) != []
 
 
 def make_useful(runner: ModelRunner) -> None:

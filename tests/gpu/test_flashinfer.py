@@ -150,11 +150,13 @@ def test_eager_plans_do_not_wait(cuda: torch.device) -> None:
     backend, rng = FlashInferAttention(cuda, dim), random.Random(1)
     batches = [random_batch(rng, 16, PAGES, kinds) for kinds in ("d", "cd", "lcdtv")]
     query = torch.randn(2000, heads, dim).to(cuda, torch.bfloat16)
+    outputs = []
     for mode in ("default", "error"):  # kernels are compiled in the first pass
-        torch.cuda.set_sync_debug_mode(mode)
+        torch.cuda.set_sync_debug_mode(mode)  # "error": whatever waits raises
         try:
             for segments in batches:
                 plan = backend.plan(ForwardBatch.build(segments, cuda))
-                backend.attend(query[: num_rows(segments)], kv, 0, plan, 0.125)
+                outputs.append(backend.attend(query[: num_rows(segments)], kv, 0, plan, 0.125))
         finally:
             torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(outputs, outputs[len(batches) :], strict=False))

@@ -2,7 +2,7 @@
 
 ``client_process.py HOST:PORT REQUESTS.json``: streams all requests (generation options with their "prompt"): for each
 chunk {"stream", "at", "first_index", "token_ids"}, at a stream's end {"stream", "end": {...}}.
-``client_process.py HOST:PORT``: until killed, {"at", "nodes": {id: address}} whenever they change.
+``client_process.py HOST:PORT``: until killed, {"at", "nodes": {id: address}, "running": {id: streams}} at each change.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ async def stream(client: AsyncClient, number: int, request: dict[str, Any]) -> N
 
 
 async def watch(client: AsyncClient) -> None:
-    seen: dict[str, str] | None = None
+    seen = None
     while True:
-        nodes = {node.id: node.address for node in (await client.model_info()).nodes}
-        if nodes != seen:
-            tell(at=time.monotonic(), nodes=nodes)
-        seen = nodes
+        nodes = (await client.model_info()).nodes
+        now = {"nodes": {node.id: node.address for node in nodes}, "running": {node.id: node.running for node in nodes}}
+        if now != seen:
+            tell(at=time.monotonic(), **now)
+        seen = now
         await asyncio.sleep(POLL_S)
 
 

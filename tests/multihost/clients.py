@@ -67,10 +67,11 @@ class Watch(_Client):
 
     def __init__(self, host: Host, address: str) -> None:
         self.nodes: dict[str, str] = {}  # id -> host:port
+        self.running: dict[str, int] = {}  # id -> streams, as of its last heartbeat
         super().__init__(host, address)
 
     def take(self, event: dict[str, Any]) -> None:
-        self.nodes = event["nodes"]
+        self.nodes, self.running = event["nodes"], event["running"]
 
     def on(self, host: Host) -> str:
         """The node that serves on a host; empty without one."""
