@@ -4,11 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
-# Tests of one thread each, without clocks: they run side by side. The rest runs alone.
-COMPUTE := tests/attention tests/benchmarks tests/draft_training tests/kvcache tests/layers tests/models tests/sampling \
-  tests/spec_decode tests/engine/test_exactness_deepseek.py tests/engine/test_exactness_matrix.py \
-  tests/engine/test_exactness_tiny.py tests/e2e/test_disaggregated_matrix.py tests/e2e/test_acceptance_parity.py tests/test_chat_template.py \
-  tests/test_detokenizer.py tests/test_tokenizer.py
+# Whole deployments, hosts, and what uses both cores: these run alone, all others side by side.
+ALONE := tests/chaos tests/multihost tests/soak tests/e2e/test_handoff_benchmark.py tests/e2e/test_prefix_routing.py \
+  tests/e2e/test_role_switch.py tests/e2e/test_serve.py tests/e2e/test_serve_mtp.py
 
 .PHONY: setup demo serve test check fuzz fuzz-surface chaos soak proto bench clean help
 
@@ -38,8 +36,8 @@ serve: $(VENV)/.node
 test: $(VENV)/.dev check
 	$(BIN)/paceline pull smollm2-135m-instruct
 ifeq ($(ARGS),)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=20 --durations-min=5 -n 2 $(COMPUTE)
-	$(BIN)/python -m pytest --durations=30 --durations-min=5 $(COMPUTE:%=--ignore=%)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=20 --durations-min=5 -n 2 --dist loadfile $(ALONE:%=--ignore=%)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=30 --durations-min=5 $(ALONE)
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif

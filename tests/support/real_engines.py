@@ -1,0 +1,53 @@
+"""Runners over the real model, and its plain answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.config import NodeConfig
+from paceline.engine.build import assemble, build_runner
+from paceline.engine.model_runner import ModelRunner
+from paceline.layers.build import set_threads
+from support.exactness import run
+from support.prompts import prompt_requests
+
+NUM_TOKENS = 64
+Options = dict[str, object]
+How = dict[str, int]
+VARIANTS: dict[str, tuple[Options, How]] = {
+    "plain, batch of 8, two threads": ({"drafter": "none", "threads": 2}, {"batch": 8}),
+    "ngram K=8, tree, pages of 64": (
+        {"drafter": "ngram", "num_draft_tokens": 8, "tree": "static", "tree_width": 3, "page_size": 64},
+        {"batch": 8},
+    ),
+    "mtp K=4, chunks of 7": ({"drafter": "mtp", "num_draft_tokens": 4}, {"batch": 40, "chunk_tokens": 7}),
+    "chunks of 1": ({"drafter": "none", "page_size": 64}, {"batch": 40, "chunk_tokens": 1}),
+}
+
+
+class Engines:
+    """Runners over one loaded target, and its plain answers: no drafts, no prefix cache."""
+
+    def __init__(self, folder: Path, dtype: str, batch: int) -> None:
+        options = {"model": str(folder), "dtype": dtype, "drafter": "none", "threads": 1, "kv_cache_tokens": 16384}
+        self.config = NodeConfig.model_validate(options)
+        self.first = build_runner(self.config)
+        self.requests = prompt_requests(folder, NUM_TOKENS)
+        self.plain = run(self.variant(prefix_cache=False), self.requests, batch=batch)
+
+    def variant(self, **options: object) -> ModelRunner:
+        """A runner with other options around the same weights."""
+        config = NodeConfig.model_validate(self.config.model_dump() | options)
+        set_threads(config.threads)
+        return assemble(config, self.first.model, self.first.identity)
+
+    def answers(self, options: Options, how: How) -> list[tuple[object, object]]:
+        """Tokens and logit bits of a variant."""
+        runner = self.variant(**options)
+        assert runner.bit_exact
+        return [(got.token_ids, got.logit_bits) for got in run(runner, self.requests, **how)]
+
+    @property
+    def right(self) -> list[tuple[object, object]]:
+        """The same of the plain answers."""
+        return [(plain.token_ids, plain.logit_bits) for plain in self.plain]
