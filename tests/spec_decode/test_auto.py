@@ -23,12 +23,15 @@ K = 4
 
 
 class Scripted(Drafter):
-    """A head that knows the text: each token right with ``rate``; a tree's second candidate with ``second`` more."""
+    """A head that knows the text: each token right with ``rate``, times ``fade`` a depth; a tree's second candidate
+    with ``second`` more."""
 
     name = "head"
 
-    def __init__(self, text: Seq[int], rate: Callable[[int], float], second: float = 0.0, seed: int = 5) -> None:
-        self.text, self.rate, self.second, self.rng = text, rate, second, random.Random(seed)
+    def __init__(
+        self, text: Seq[int], rate: Callable[[int], float], second: float = 0.0, fade: float = 1.0, seed: int = 5
+    ) -> None:
+        self.text, self.rate, self.second, self.fade, self.rng = text, rate, second, fade, random.Random(seed)
 
     def extend(self, items: Seq[ExtendItem]) -> None:
         """Keeps nothing."""
@@ -43,7 +46,8 @@ class Scripted(Drafter):
         for d in range(budget.num_draft_tokens):
             luck, right = self.rng.random(), self.text[at + d]
             first = len(pairs)
-            hit = 0 if luck < self.rate(at) else 1 if luck < self.rate(at) + self.second else -1
+            rate = self.rate(at) * self.fade**d
+            hit = 0 if luck < rate else 1 if luck < rate + self.second else -1
             pairs += [(spine, right if rank == hit else VOCAB - 1 - rank) for rank in range(budget.tree_width)]
             spine = first + (hit if 0 <= hit < budget.tree_width else 0)
         return build_tree(seq.token_ids[-1], pairs, VOCAB, budget.max_nodes, budget.num_draft_tokens)
@@ -84,22 +88,23 @@ class World:
     costs: Costs
     width: int = 1
     second: float = 0.0
+    fade: float = 1.0
 
     def selecting(self) -> SelectingDrafter:
-        head = Scripted(self.text, self.rate, self.second)
+        head = Scripted(self.text, self.rate, self.second, self.fade)
         chooser = AutoChooser(self.costs.table(), "head", ["ngram"])
         return SelectingDrafter(head, {"ngram": NgramDrafter(VOCAB)}, "auto", chooser)
 
-    def run(self, choice: str, batch: int = 1, warm_up: int = 1500, width: int | None = None) -> float:
+    def run(self, choice: str, batch: int = 1, warm_up: int = 1500, width: int | None = None, depth: int = K) -> float:
         """Tokens per second after ``warm_up`` tokens, all sequences on the same text under ``choice``."""
         drafter = self.selecting()
         seqs = [bare_sequence(i, self.text[:40], drafter=choice) for i in range(batch)]
         for seq in seqs:
             seq.token_ids[-1:] = [self.text[40]]
         tokens, seconds = 0, 0.0
-        while min(len(seq.token_ids) for seq in seqs) < len(self.text) - 2 * K:
-            seqs = [seq for seq in seqs if len(seq.token_ids) < len(self.text) - 2 * K]
-            trees = drafter.propose(seqs, [DraftBudget(K, width or self.width)] * len(seqs))
+        while min(len(seq.token_ids) for seq in seqs) < len(self.text) - 2 * depth:
+            seqs = [seq for seq in seqs if len(seq.token_ids) < len(self.text) - 2 * depth]
+            trees = drafter.propose(seqs, [DraftBudget(depth, width or self.width)] * len(seqs))
             for seq, tree in zip(seqs, trees, strict=True):
                 commit_true(seq, tree, self.text)
             if len(seqs[0].token_ids) > warm_up:
@@ -145,6 +150,21 @@ def test_auto_is_near_the_best_arm_and_never_far_under_none(name: str) -> None:
     arms["chain"] = world.run("head", width=1)
     assert auto >= 0.95 * max(arms.values()), (auto, arms)
     assert auto >= 0.97 * arms["none"], (auto, arms)
+
+
+@pytest.mark.parametrize(("fade", "cost"), [(1.0, 0.02), (0.7, 0.05), (0.3, 0.2), (0.05, 0.3)])
+def test_a_chain_is_as_deep_as_it_pays(fade: float, cost: float) -> None:
+    """With room for 12, as fast as the best fixed length."""
+    world = World(novel(6000), lambda at: 0.9, Costs(sloped, {"head": cost, "ngram": 0.001}), fade=fade)
+    fixed = {depth: world.run("head", depth=depth) for depth in (1, 2, 3, 4, 6, 8, 12)}
+    assert world.run("auto", depth=12) >= 0.97 * max(fixed.values()), fixed
+
+
+def test_a_chain_of_fixed_depth_would_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant of the test above."""
+    monkeypatch.setattr(AutoChooser, "_fitted", lambda self, state, budget: budget)
+    world = World(novel(6000), lambda at: 0.9, Costs(sloped, {"head": 0.2, "ngram": 0.001}), fade=0.3)
+    assert world.run("auto", depth=12) < 0.9 * world.run("head", depth=1)
 
 
 def test_a_copy_first_else_the_head_beats_both() -> None:
@@ -246,12 +266,12 @@ def test_an_aborted_round_teaches_nothing() -> None:
     plan_names(auto, seq, DraftBudget(4))
     auto.drafted(seq, chain_tree(seq, 4, "head"))
     plan_names(auto, seq, DraftBudget(4))  # the round in between was never committed
-    assert auto._pool == {}
+    assert auto._depths.by_width == {}
     auto.drafted(seq, chain_tree(seq, 4, "head"))
     commit(seq, chain_tree(seq, 4, "head"), 2)
     plan_names(auto, seq, DraftBudget(4))
-    ((_, outcome),) = auto._pool.items()
-    assert (outcome.rounds, outcome.tokens, outcome.rows, outcome.depth) == (1, 3, 5, 4)
+    counts = auto._depths.by_width[1]
+    assert (counts.hits, counts.trials) == ([1, 1, 0], [1, 1, 1])  # the fourth was never reached
 
 
 def test_match_length() -> None:

@@ -17,8 +17,8 @@ from paceline.spec_decode.cost import CostTable
 from paceline.spec_decode.drafters.auto import AutoChooser
 from paceline.spec_decode.drafters.ngram import NgramDrafter
 from paceline.spec_decode.drafters.none import NoDrafter
-from paceline.spec_decode.drafters.select import SelectingDrafter
-from paceline.spec_decode.sequence import Sequence
+from paceline.spec_decode.drafters.select import MAX_HELD_ROWS, Held, SelectingDrafter
+from paceline.spec_decode.sequence import DraftState, Sequence
 from paceline.spec_decode.tree import DraftTree
 from support.exactness import Outcome, run
 from support.rounds import bare_sequence, chain_tree
@@ -93,6 +93,84 @@ def test_extend_skips_those_that_never_use_it() -> None:
         [ExtendItem(seq, 0, 3, torch.zeros(3, 4), True) for seq in seqs[:2]]
     )
     assert copying.calls == [("extend", ["r0", "r1"])]  # r1 asked for one that is not here: the default
+
+
+def decoded(seq: Sequence, num_rows: int) -> ExtendItem:
+    """The next rows of a sequence that decodes, each with its number in it."""
+    seq.token_ids += range(3, 3 + num_rows)
+    start = max([seq.num_prefill, *(item.end for item in Held.of(seq).items), seq.draft_rows])
+    rows = torch.arange(start, start + num_rows, dtype=torch.float32)[:, None].expand(-1, 4)
+    return ExtendItem(seq, start, start + num_rows, rows, final=True)
+
+
+class Digesting(Recording):
+    """Notes the rows that it is given."""
+
+    def extend(self, items: Seq[ExtendItem]) -> None:
+        for item in items:
+            assert item.hidden[:, 0].tolist() == list(range(item.start, item.end))
+            assert item.start < item.seq.num_prefill or item.start == max(item.seq.draft_rows, item.seq.num_prefill)
+        super().extend(items)
+
+
+def held_back(silent: Seq[int] = ()) -> tuple[Digesting, SelectingDrafter, Sequence]:
+    """A sequence whose tokens repeat, handed over with its draft state: a copy is the best arm."""
+    head = Digesting("head", needs_extend=True, state_width=64)
+    both = SelectingDrafter(head, {"copy": Recording("copy", silent)}, "head", chooser())
+    seq = bare_sequence(prompt=[*range(10, 30), *range(10, 24)], drafter="auto")
+    seq.draft = DraftState(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 64))
+    return head, both, seq
+
+
+def test_rows_wait_until_the_primary_is_to_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AutoChooser, "_trial", lambda *_: None)
+    head, both, seq = held_back()
+    for rows in (1, 3, 2):
+        both.extend([decoded(seq, rows)])
+    assert head.calls == []
+    plan = (("copy", DraftBudget(2)), ("head", DraftBudget(3)))
+    monkeypatch.setattr(both, "_plans", lambda seqs, budgets: [plan])
+    both.propose([seq], [DraftBudget(4)])
+    assert head.calls == []
+    monkeypatch.setattr(both, "_plans", lambda seqs, budgets: [plan[1:]])
+    both.propose([seq], [DraftBudget(4)])
+    assert head.calls == [("extend", ["r0"]), ("propose", ["r0"])]
+    assert seq.draft_rows == seq.num_prefill + 6
+    both.propose([seq], [DraftBudget(4)])
+    assert head.calls[2:] == [("propose", ["r0"])]  # nothing is digested twice
+
+
+def test_a_copy_that_finds_nothing_lets_the_primary_digest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    head, both, seq = held_back(silent=[0])
+    both.extend([decoded(seq, 2)])
+    plan = (("copy", DraftBudget(2)), ("head", DraftBudget(3)))
+    monkeypatch.setattr(both, "_plans", lambda seqs, budgets: [plan])
+    both.propose([seq], [DraftBudget(4)])
+    assert head.calls == [("extend", ["r0"]), ("propose", ["r0"])]
+
+
+def test_held_rows_are_bounded_and_settled_at_the_end() -> None:
+    head, both, seq = held_back()
+    for _ in range(MAX_HELD_ROWS):
+        both.extend([decoded(seq, 1)])
+    assert head.calls == []
+    both.extend([decoded(seq, 1)])
+    assert head.calls == [("extend", ["r0"])]
+    assert seq.draft_rows == seq.num_prefill + MAX_HELD_ROWS + 1
+    both.extend([decoded(seq, 1)])
+    both.finish(seq)  # its pages go to the prefix cache: all of their rows are exact
+    assert seq.draft_rows == seq.num_prefill + MAX_HELD_ROWS + 2
+    assert Held.of(seq).items == []
+
+
+def test_prompts_and_those_that_name_the_primary_are_digested_at_once() -> None:
+    head, both, seq = held_back()
+    both.extend([ExtendItem(seq, 0, 2, torch.arange(2.0)[:, None].expand(-1, 4), final=False)])
+    named = bare_sequence(1, drafter="head")
+    named.draft = seq.draft
+    named.draft_rows = named.num_prefill
+    both.extend([decoded(named, 1)])
+    assert [seqs for _, seqs in head.calls] == [["r0"], ["r1"]]
 
 
 def test_observe_and_finish_go_where_they_belong() -> None:

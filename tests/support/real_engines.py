@@ -7,7 +7,6 @@ from pathlib import Path
 from paceline.config import NodeConfig
 from paceline.engine.build import assemble, build_runner
 from paceline.engine.model_runner import ModelRunner
-from paceline.layers.build import set_threads
 from support.exactness import run
 from support.prompts import prompt_requests
 
@@ -15,7 +14,7 @@ NUM_TOKENS = 64
 Options = dict[str, object]
 How = dict[str, int]
 VARIANTS: dict[str, tuple[Options, How]] = {
-    "plain, batch of 8, two threads": ({"drafter": "none", "threads": 2}, {"batch": 8}),
+    "plain, batch of 8": ({"drafter": "none"}, {"batch": 8}),
     "ngram K=8, tree, pages of 64": (
         {"drafter": "ngram", "num_draft_tokens": 8, "tree": "static", "tree_width": 3, "page_size": 64},
         {"batch": 8},
@@ -38,7 +37,6 @@ class Engines:
     def variant(self, **options: object) -> ModelRunner:
         """A runner with other options around the same weights."""
         config = NodeConfig.model_validate(self.config.model_dump() | options)
-        set_threads(config.threads)
         return assemble(config, self.first.model, self.first.identity)
 
     def answers(self, options: Options, how: How) -> list[tuple[object, object]]:

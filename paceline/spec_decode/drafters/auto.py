@@ -9,8 +9,9 @@ drafter has one arm per class of it. An arm is worth
 
 with the tokens, rows and draft depths that its rounds showed (per request, shrunk to all requests, shrunk to a guess
 that puts the arms in the order of L1), and seconds from the cost table at the present batch, as if all sequences did
-the same. Not drafting has speed-up 1 by definition, so a loaded node stops drafting by itself. The best arm draws; a
-copy that finds nothing hands over to the best of the others in the same round.
+the same. A chain is as deep as is worth most by what each depth showed (algorithms.md I3c); copies end by themselves.
+Not drafting has speed-up 1 by definition, so a loaded node stops drafting by itself. The best arm draws; a copy that
+finds nothing hands over to the best of the others in the same round.
 
 An arm that is not used is never measured: now and then the one that waited longest is tried. Rounds earn an allowance
 of ``probe_share`` of their time, a trial spends what it lost against the best arm, and none starts in debt. So looking
@@ -22,11 +23,13 @@ acceptance rule no text. What a round came to is read from the sequence's own co
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 from paceline.spec_decode.base import DraftBudget, TreeKind
 from paceline.spec_decode.cost import COPY_SHARE, CostTable
+from paceline.spec_decode.rates import POOL_DECAY, REQUEST_DECAY, WidthCounts, pool_rates, reach, request_rates
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.tree import DraftTree
 
@@ -35,9 +38,9 @@ SCRATCH = "auto"
 CHAIN, TREE = "chain", "tree"
 MATCH_CLASSES = ((8, "match 8+"), (4, "match 4-7"), (2, "match 2-3"), (1, "match 1"))  # least length, longest first
 LONGEST_MATCH = 8  # longer ones count as this
-ASSUMED_RATES = {CHAIN: 0.65, TREE: 0.72, "match 8+": 0.85, "match 4-7": 0.7, "match 2-3": 0.4, "match 1": 0.2}
-REQUEST_DECAY, REQUEST_PRIOR = 0.95, 6.0  # a request's own rounds: some 20 remembered; the others' count as 6
-POOL_DECAY, POOL_PRIOR = 0.995, 3.0
+ASSUMED_RATES = {TREE: 0.72, "match 8+": 0.85, "match 4-7": 0.7, "match 2-3": 0.4, "match 1": 0.2}
+REQUEST_PRIOR = 6.0  # rounds of its own that the others' count as, for a request
+POOL_PRIOR = 3.0  # the same for the guess and all requests
 PROBE_GAP = 8  # rounds of a sequence between two of its trials of one arm
 MOST_ALLOWANCE = 8.0  # plain steps saved up at most
 
@@ -129,6 +132,7 @@ class AutoState:
 
     index: CopyIndex = field(default_factory=CopyIndex)
     outcomes: dict[Arm, Outcome] = field(default_factory=dict)
+    depths: WidthCounts = field(default_factory=lambda: WidthCounts(REQUEST_DECAY))  # of the primary's chains
     tried: dict[Arm, int] = field(default_factory=dict)  # arm -> round
     pending: Pending | None = None
 
@@ -156,6 +160,7 @@ class AutoChooser:
             costs.assume_draft(name, COPY_SHARE)
         self._batch, self._plain_s = 1, costs.estimate(1, 1)
         self._pool: dict[Arm, Outcome] = {}
+        self._depths = WidthCounts(POOL_DECAY)
         self._allowance, self._trial_given = 0.0, False
 
     def start_round(self, batch: int) -> None:
@@ -171,6 +176,9 @@ class AutoChooser:
             return ((NONE, budget),)
         self._allowance = min(self._allowance + self.probe_share, MOST_ALLOWANCE)
         arms = self._arms(seq, state, budget, primary_ready)
+        chain = Arm(self.primary, CHAIN)
+        if chain in arms:
+            arms[chain] = self._fitted(state, arms[chain])
         worth = {arm: self._speedup(state, arm, b) for arm, b in arms.items()}
         ranked = sorted((arm for arm in arms if worth[arm] > 1.0), key=lambda arm: -worth[arm])
         trial = self._trial(seq, state, [arm for arm in arms if arm not in ranked[:1]])
@@ -208,16 +216,32 @@ class AutoChooser:
             arms |= {Arm(name, kind): budget if wide else chain for name in self.copies}
         return arms
 
+    def _fitted(self, state: AutoState, budget: DraftBudget) -> DraftBudget:
+        """The primary's chain at the depth that is worth most."""
+        deepest = budget.num_draft_tokens
+        tokens = itertools.accumulate(self._reach(state, deepest), initial=1.0)
+        _, depth = max((self._worth(self.primary, n, 1 + d, d), d) for d, n in enumerate(tokens) if d)
+        return budget if depth == deepest else replace(budget, num_draft_tokens=depth)
+
+    def _reach(self, state: AutoState, depth: int) -> tuple[float, ...]:
+        return reach(request_rates(state.depths, pool_rates(self._depths, 1, depth), 1))
+
+    def _worth(self, drafter: str, tokens: float, rows: float, depth: float) -> float:
+        """Speed-up of a round that yields ``tokens``."""
+        step = self.costs.estimate(self._batch, self._batch * rows)
+        return tokens * self._plain_s / (step + self.costs.draft_seconds(drafter, self._batch, depth))
+
     def _speedup(self, state: AutoState, arm: Arm, budget: DraftBudget) -> float:
-        depth, rate = budget.num_draft_tokens, ASSUMED_RATES[arm.kind]
+        depth = budget.num_draft_tokens
+        if arm.kind == CHAIN:
+            return self._worth(arm.drafter, 1 + sum(self._reach(state, depth)), 1 + depth, depth)
+        rate = ASSUMED_RATES[arm.kind]
         tokens = (1 - rate ** (depth + 1)) / (1 - rate)  # algorithms.md B9
         expected = Expected(tokens, budget.max_nodes, depth)
         for outcomes, weight in ((self._pool, POOL_PRIOR), (state.outcomes, REQUEST_PRIOR)):
             if arm in outcomes:
                 expected = outcomes[arm].mean(expected, weight)
-        step = self.costs.estimate(self._batch, self._batch * expected.rows)
-        draft = self.costs.draft_seconds(arm.drafter, self._batch, expected.depth)
-        return expected.tokens * self._plain_s / (step + draft)
+        return self._worth(arm.drafter, expected.tokens, expected.rows, expected.depth)
 
     def _trial(self, seq: Sequence, state: AutoState, others: Seq[Arm]) -> Arm | None:
         """The arm that waited longest, if there is something to spend on it. One sequence per round."""
@@ -239,10 +263,14 @@ class AutoChooser:
         arm = next((arm for arm in pending.arms if arm.drafter == tree.drafter), None)
         if arm is None or tree.num_draft_tokens == 0:
             return
-        tokens = 1 + seq.stats.accepted_per_round[pending.round]
+        tokens, depth = 1 + seq.stats.accepted_per_round[pending.round], max(tree.depths)
         state.tried[arm] = pending.round
-        for outcomes, decay in ((state.outcomes, REQUEST_DECAY), (self._pool, POOL_DECAY)):
-            outcomes.setdefault(arm, Outcome(decay)).add(tokens, tree.num_nodes, max(tree.depths))
+        if arm.kind == CHAIN:
+            for counts in (state.depths, self._depths):
+                counts.add(1, depth, tokens - 1)
+        else:
+            for outcomes, decay in ((state.outcomes, REQUEST_DECAY), (self._pool, POOL_DECAY)):
+                outcomes.setdefault(arm, Outcome(decay)).add(tokens, tree.num_nodes, depth)
         if arm == pending.trial:
             self._allowance -= max(0.0, self._trial_cost(pending.batch, tree) - tokens / pending.best)
 

@@ -3,14 +3,15 @@
 One drafter, the primary, may own KV layers and per-sequence state; the others live on the tokens alone. A sequence
 that named another drafter never reaches the primary: its draft rows stay where they are (``seq.draft_rows``), and
 ``seq.draft`` stays None. For ``auto`` the primary digests every committed row, used or not, because a drafter whose
-rows fell behind could not be taken up again.
+rows fell behind could not be taken up again; but rows of rounds that others drafted for are held back until it is to
+draft, so that copying does not pay for its steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -21,6 +22,33 @@ from paceline.spec_decode.drafters.none import NoDrafter
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.tree import DraftTree
 from paceline.spec_decode.unread import UnreadChains
+
+SCRATCH = "held"
+MAX_HELD_ROWS = 64  # of one sequence: bounds their memory, and how long the step that takes them all may be
+
+
+@dataclass
+class Held:
+    """Rows of one sequence that the primary has yet to digest, in order."""
+
+    items: list[ExtendItem] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, seq: Sequence) -> Held:
+        """The sequence's."""
+        held = seq.scratch.setdefault(SCRATCH, cls())
+        assert isinstance(held, cls)
+        return held
+
+    @property
+    def num_rows(self) -> int:
+        """Rows held."""
+        return sum(item.end - item.start for item in self.items)
+
+    def take(self) -> ExtendItem:
+        """All of them as one item; none are left."""
+        items, self.items = self.items, []
+        return replace(items[0], end=items[-1].end, hidden=torch.cat([item.hidden for item in items]), final=True)
 
 
 class SelectingDrafter(Drafter):
@@ -88,8 +116,24 @@ class SelectingDrafter(Drafter):
         """See Drafter."""
         for name, drafter in self._drafters.items():
             mine = [item for item in items if drafter.needs_extend and self._may_use(name, item.seq)]
-            if mine:
-                drafter.extend(mine)
+            now = [item for item in mine if drafter is not self.primary or not self._held(item)]
+            if now:
+                drafter.extend(now)
+        self._digest([item.seq for item in items if Held.of(item.seq).num_rows > MAX_HELD_ROWS])
+
+    def _held(self, item: ExtendItem) -> bool:
+        """Hold back a decoded row of a sequence that says ``auto``, if the primary could draft for it already."""
+        seq = item.seq
+        if self.choice(seq) != AUTO or seq.draft is None or item.start < seq.num_prefill:
+            return False
+        Held.of(seq).items.append(replace(item, hidden=item.hidden.clone()))  # its memory may be the next round's
+        return True
+
+    def _digest(self, seqs: Seq[Sequence]) -> None:
+        """Give the primary what was held back of ``seqs``."""
+        items = [held.take() for seq in seqs if (held := Held.of(seq)).items]
+        if items:
+            self.primary.extend(items)
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[DraftTree]:
         """See Drafter. A plan's later drafters are asked where the earlier found nothing; a primary that steps comes
@@ -111,6 +155,7 @@ class SelectingDrafter(Drafter):
             waiting = [i for group in groups.values() for i in group if self._goes_on(trees[i], plans[i], step)]
         for_primary.sort()
         chosen = [next(budget for name, budget in plans[i] if name == last) for i in for_primary]
+        self._digest([seqs[i] for i in for_primary])
         self._fill(last, for_primary, chosen, seqs, trees)
         done = [tree for tree in trees if tree is not None]
         for seq, tree in zip(seqs, done, strict=True):
@@ -133,7 +178,8 @@ class SelectingDrafter(Drafter):
             drafter.observe(seq, tree, argmax)
 
     def finish(self, seq: Sequence) -> None:
-        """See Drafter: to all that the sequence may have met."""
+        """See Drafter: to all that the sequence may have met. Its pages may serve another: they get their rows."""
+        self._digest([seq])
         for name, drafter in self._drafters.items():
             if self._may_use(name, seq):
                 drafter.finish(seq)
