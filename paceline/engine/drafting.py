@@ -87,7 +87,8 @@ def plan_drafter(config: EngineConfig, model: TargetModel, costs: CostTable) -> 
         default = AUTO if chooser is not None else primary_name
         if stateful:
             beside.setdefault(FALLBACK, _weightless(FALLBACK, model))
-        return SelectingDrafter(first, beside, default, chooser, FALLBACK if stateful else None)
+        fallback, patient = FALLBACK if stateful else None, config.adaptive != "off"
+        return SelectingDrafter(first, beside, default, chooser, fallback, patient=patient)
 
     return DrafterPlan(primary.kv_layers, primary.digest, make)
 

@@ -10,17 +10,21 @@ import logging
 import time
 from dataclasses import replace
 
+import torch
+
 from paceline.attention.base import Segment
 from paceline.config import WEIGHTLESS_DRAFTERS
 from paceline.engine.model_runner import ModelRunner
 from paceline.engine.scratch import ScratchSequences
 from paceline.request import SpeculationParams
 from paceline.sampling.topk import argmax_lowest
+from paceline.spec_decode.base import ExtendItem
 from paceline.spec_decode.cost import CostTable, MeasureGrid
 from paceline.spec_decode.sequence import Sequence
 
 log = logging.getLogger(__name__)
 
+DIGESTED = 2  # rows that a round leaves to the drafter, about
 PROMPT_TOKENS = 16  # before the rows measured; longer contexts move the table's scale when they come
 MAX_TOKENS = 4096  # of a request that never runs: no bound of its length reaches the measurement
 
@@ -77,11 +81,16 @@ class Bench:
         return time.perf_counter() - began
 
     def draft_s(self, batch: int, depth: int) -> float:
-        """Seconds of drafting the deployment's trees, cut to ``depth``, for ``batch`` sequences."""
-        budget = replace(self.runner.limits.budget, num_draft_tokens=depth, min_confidence=0.0)
-        seqs = self._first(batch)
+        """Seconds of drafting the deployment's trees, cut to ``depth``, for ``batch`` sequences: the rows of the round
+        before are digested, which waits until there is to be a draft, and trees grown."""
+        runner, seqs = self.runner, self._first(batch)
+        budget = replace(runner.limits.budget, num_draft_tokens=depth, min_confidence=0.0)
+        rows = torch.zeros(DIGESTED, runner.drafter.row_width, dtype=runner.model.dtype, device=runner.model.device)
+        items = [ExtendItem(seq, seq.num_prefill - DIGESTED, seq.num_prefill, rows, final=True) for seq in seqs]
         began = time.perf_counter()
-        self.runner.drafter.propose(seqs, [budget] * batch)
+        if runner.drafter.needs_extend:
+            runner.drafter.extend(items)
+        runner.drafter.propose(seqs, [budget] * batch)
         return time.perf_counter() - began
 
     def _first(self, batch: int) -> list[Sequence]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ import torch
 from paceline.config import NodeConfig
 from paceline.engine import build
 from paceline.engine.build import ASSUMED_STEP_S, build_runner
-from paceline.engine.measure import measure_costs
+from paceline.engine.measure import DIGESTED, PROMPT_TOKENS, measure_costs
 from paceline.engine.model_runner import ModelRunner
+from paceline.spec_decode.base import ExtendItem
 from paceline.spec_decode.cost import CostTable, Grid, MeasureGrid
 from support.exactness import run
 from support.heads import write_tiny_head
@@ -59,6 +62,23 @@ def test_the_table_is_measured_and_every_page_comes_back(drafter: str, options: 
     assert runner.allocator.num_free == runner.allocator.num_pages
     assert runner.prefix is not None
     assert runner.prefix.num_pages == 0
+
+
+def test_drafting_is_timed_with_the_rows_that_it_digests_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    runner = make("mtp", tmp_path, adaptive="goodput")
+    digested: list[tuple[int, int]] = []
+    extend = runner.drafter.extend
+
+    def slow(items: Seq[ExtendItem]) -> None:
+        if all(item.end - item.start == DIGESTED for item in items):  # not the prompts
+            digested.extend((item.start, item.end) for item in items)
+            time.sleep(0.05)
+        extend(items)
+
+    monkeypatch.setattr(runner.drafter, "extend", slow)
+    measure_costs(runner, 1, QUICK)
+    assert set(digested) == {(PROMPT_TOKENS - DIGESTED, PROMPT_TOKENS)}
+    assert costs_of(runner).draft_seconds("mtp", 1, 1) > 0.05
 
 
 def test_the_choosers_look_at_the_measured_table() -> None:

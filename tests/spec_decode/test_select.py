@@ -99,7 +99,7 @@ def decoded(seq: Sequence, num_rows: int) -> ExtendItem:
     """The next rows of a sequence that decodes, each with its number in it."""
     seq.token_ids += range(3, 3 + num_rows)
     start = max([seq.num_prefill, *(item.end for item in Held.of(seq).items), seq.draft_rows])
-    rows = torch.arange(start, start + num_rows, dtype=torch.float32)[:, None].expand(-1, 4)
+    rows = torch.arange(start, start + num_rows, dtype=torch.float32)[:, None].repeat(1, 4)
     return ExtendItem(seq, start, start + num_rows, rows, final=True)
 
 
@@ -126,7 +126,9 @@ def test_rows_wait_until_the_primary_is_to_draft(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(AutoChooser, "_trial", lambda *_: None)
     head, both, seq = held_back()
     for rows in (1, 3, 2):
-        both.extend([decoded(seq, rows)])
+        item = decoded(seq, rows)
+        both.extend([item])
+        item.hidden.zero_()  # its memory is the next round's
     assert head.calls == []
     plan = (("copy", DraftBudget(2)), ("head", DraftBudget(3)))
     monkeypatch.setattr(both, "_plans", lambda seqs, budgets: [plan])
@@ -161,6 +163,23 @@ def test_held_rows_are_bounded_and_settled_at_the_end() -> None:
     both.finish(seq)  # its pages go to the prefix cache: all of their rows are exact
     assert seq.draft_rows == seq.num_prefill + MAX_HELD_ROWS + 2
     assert Held.of(seq).items == []
+
+
+def test_where_lengths_go_down_to_0_plain_steps_do_not_pay_for_the_primary() -> None:
+    head = Digesting("head", needs_extend=True, state_width=64)
+    both = SelectingDrafter(head, {}, "head", patient=True)
+    seqs = [bare_sequence(i) for i in range(2)]
+    for seq in seqs:
+        seq.draft = DraftState(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 64))
+    for _ in range(3):
+        both.extend([decoded(seq, 1) for seq in seqs])
+        both.propose(seqs, [DraftBudget(0), DraftBudget(0)])
+    assert [what for what, _ in head.calls] == ["propose"] * 3
+    both.propose(seqs, [DraftBudget(0), DraftBudget(2)])
+    assert head.calls[3:] == [("extend", ["r1"]), ("propose", ["r0", "r1"])]
+    assert seqs[1].draft_rows == seqs[1].num_prefill + 3
+    both.propose_unread(seqs, [DraftBudget(1), DraftBudget(1)])
+    assert head.calls[5] == ("extend", ["r0"])
 
 
 def test_prompts_and_those_that_name_the_primary_are_digested_at_once() -> None:

@@ -2,9 +2,9 @@
 
 One drafter, the primary, may own KV layers and per-sequence state; the others live on the tokens alone. A sequence
 that named another drafter never reaches the primary: its draft rows stay where they are (``seq.draft_rows``), and
-``seq.draft`` stays None. For ``auto`` the primary digests every committed row, used or not, because a drafter whose
-rows fell behind could not be taken up again; but rows of rounds that others drafted for are held back until it is to
-draft, so that copying does not pay for its steps.
+``seq.draft`` stays None. Otherwise the primary digests every committed row, used or not, because a drafter whose rows
+fell behind could not be taken up again. Where rounds may do without it, under ``auto`` and under draft lengths that go
+down to 0, rows are held back until it is to draft: copying and plain steps do not pay for its steps.
 """
 
 from __future__ import annotations
@@ -64,9 +64,11 @@ class SelectingDrafter(Drafter):
         default: str,
         chooser: AutoChooser | None = None,
         fallback: str | None = None,
+        *,
+        patient: bool = False,
     ) -> None:
         """default: for requests that name none, or one that is not here. chooser: allows ``auto``. fallback: drafts
-        for a sequence whose state for the primary never came.
+        for a sequence whose state for the primary never came. patient: draft lengths may go down to 0, hold rows back.
 
         Raises ConfigError when another than the primary has layers, rows or state, or ``default`` is not there.
         """
@@ -93,7 +95,7 @@ class SelectingDrafter(Drafter):
         self.kv_layers, self.aux_layers = primary.kv_layers, primary.aux_layers
         self.lookahead, self.state_width = primary.lookahead, primary.state_width
         self.row_width, self.fused_width = primary.row_width, primary.fused_width
-        self._fallback = fallback
+        self._fallback, self._patient = fallback, patient
         if fallback is not None and fallback not in self._drafters:
             raise ConfigError("drafter", f"falls back to {fallback}, which this node does not have")
         self.needs_extend = any(drafter.needs_extend for drafter in self._drafters.values())
@@ -122,9 +124,9 @@ class SelectingDrafter(Drafter):
         self._digest([item.seq for item in items if Held.of(item.seq).num_rows > MAX_HELD_ROWS])
 
     def _held(self, item: ExtendItem) -> bool:
-        """Hold back a decoded row of a sequence that says ``auto``, if the primary could draft for it already."""
+        """Hold back a decoded row, if the primary may not be asked next and could draft already."""
         seq = item.seq
-        if self.choice(seq) != AUTO or seq.draft is None or item.start < seq.num_prefill:
+        if not (self._patient or self.choice(seq) == AUTO) or seq.draft is None or item.start < seq.num_prefill:
             return False
         Held.of(seq).items.append(replace(item, hidden=item.hidden.clone()))  # its memory may be the next round's
         return True
@@ -155,7 +157,7 @@ class SelectingDrafter(Drafter):
             waiting = [i for group in groups.values() for i in group if self._goes_on(trees[i], plans[i], step)]
         for_primary.sort()
         chosen = [next(budget for name, budget in plans[i] if name == last) for i in for_primary]
-        self._digest([seqs[i] for i in for_primary])
+        self._digest([seqs[i] for i, budget in zip(for_primary, chosen, strict=True) if budget.num_draft_tokens])
         self._fill(last, for_primary, chosen, seqs, trees)
         done = [tree for tree in trees if tree is not None]
         for seq, tree in zip(seqs, done, strict=True):
@@ -169,6 +171,7 @@ class SelectingDrafter(Drafter):
             return None
         if self._fallback is not None and self.primary.state_width and any(seq.draft is None for seq in seqs):
             return None
+        self._digest([seq for seq, budget in zip(seqs, budgets, strict=True) if budget.num_draft_tokens])
         return self.primary.propose_unread(seqs, budgets)
 
     def observe(self, seq: Sequence, tree: DraftTree, argmax: Seq[int]) -> None:
