@@ -12,6 +12,8 @@ from benchmarks.sweep import SweepReport
 from paceline.errors import ConfigError
 
 GROUP_WIDTH = 0.8  # of the unit between two categories
+NUM_COLOURS = 10  # of matplotlib's cycle; bars past them are hatched
+HATCHES = ("", "//", "xx")
 
 
 def load_matplotlib() -> Any:
@@ -37,10 +39,11 @@ def plot_speculation(report: Report, path: Path) -> None:
     for i, drafter in enumerate(drafters):
         rows = [s for s in report.summaries if s.drafter == drafter]
         places = [x - GROUP_WIDTH / 2 + (i + 0.5) * width for x in range(len(rows))]
-        lengths.bar(places, [s.acceptance_length for s in rows], width, label=drafter)
+        look = {"color": f"C{i % NUM_COLOURS}", "hatch": HATCHES[i // NUM_COLOURS % len(HATCHES)]}
+        lengths.bar(places, [s.acceptance_length for s in rows], width, label=drafter, **look)
         below = [max(0.0, s.speedup - s.speedup_low) for s in rows]
         above = [max(0.0, s.speedup_high - s.speedup) for s in rows]
-        gains.bar(places, [s.speedup for s in rows], width, yerr=[below, above], capsize=2)
+        gains.bar(places, [s.speedup for s in rows], width, yerr=[below, above], capsize=2, **look)
     lengths.set_ylabel("acceptance length\n(tokens per round, bonus counted)")
     gains.set_ylabel("speed-up over none (95 %)")
     for axes in (lengths, gains):
@@ -48,7 +51,7 @@ def plot_speculation(report: Report, path: Path) -> None:
         axes.grid(axis="y", alpha=0.3)
     gains.set_xticks(range(len(categories)), categories)
     if drafters:
-        lengths.legend(ncols=min(4, len(drafters)), fontsize="small")
+        figure.legend(loc="outside lower center", ncols=min(4, len(drafters)), fontsize="small")
     s = report.settings
     figure.suptitle(f"{s.model}, {s.dtype}, {s.device}, {s.threads} threads, T={s.temperature:g}, batch 1")
     _save(figure, path)
