@@ -67,10 +67,13 @@ class DecodeLoop:
     """Runs requests, ``batch`` of them together, in file order; a place that falls free is filled at once.
 
     Seconds count decode rounds; prefill stands apart. ``decode_tokens`` leaves out the tokens that prefill sampled.
+    only_full: rounds are counted while all places are taken; how requests run out is not what a batch costs.
     """
 
-    def __init__(self, timed: TimedRunner, requests: Sequence[SequenceRequest], batch: int = 1) -> None:
-        self.timed, self.runner, self.batch = timed, timed.runner, batch
+    def __init__(
+        self, timed: TimedRunner, requests: Sequence[SequenceRequest], batch: int = 1, *, only_full: bool = False
+    ) -> None:
+        self.timed, self.runner, self.batch, self._only_full = timed, timed.runner, batch, only_full
         self.prefill_s = self.decode_s = self.draft_s = 0.0
         self.rounds = 0  # batched rounds
         self.sequence_rounds = 0  # rounds times the sequences in them
@@ -100,11 +103,12 @@ class DecodeLoop:
             return
         drafted, began = self.timed.draft_s, self.timed.now()
         results = self.runner.decode(list(self._running.values()))
-        self.decode_s += self.timed.now() - began
-        self.draft_s += self.timed.draft_s - drafted
-        self.rounds += 1
-        self.sequence_rounds += len(results)
-        self.decode_tokens += sum(len(result.token_ids) for result in results)
+        if len(results) == self.batch or not self._only_full:
+            self.decode_s += self.timed.now() - began
+            self.draft_s += self.timed.draft_s - drafted
+            self.rounds += 1
+            self.sequence_rounds += len(results)
+            self.decode_tokens += sum(len(result.token_ids) for result in results)
         self._drop_finished()
 
     def _prefill(self, request: SequenceRequest) -> sequence.Sequence:

@@ -2,6 +2,8 @@
 
 At each batch size every drafter runs the same requests with runners of its own and empty memories. The drafters
 advance in small slices, always the one that is behind in tokens, so that they see the same machine at the same time.
+Rounds count while every place is taken: plain requests of one length end together, drafted ones one by one, and what
+is left of them then runs at smaller batches.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ Factory = Callable[[DraftRun, int], ModelRunner]  # (run, batch)
 
 @dataclass(frozen=True)
 class Point:
-    """One drafter at one batch size."""
+    """One drafter at one batch size, while every place is taken."""
 
     drafter: str
     batch: int
@@ -42,7 +44,6 @@ class Point:
     decode_s: float
     draft_s: float
     tokens_per_s: float
-    mean_batch: float  # sequences in a round; below ``batch`` while the last requests run out
     acceptance_length: float
     speedup: float  # over none at this batch size
     unequal: int  # requests whose tokens are not none's
@@ -106,7 +107,9 @@ def sweep(
         kernels, bit_exact = timed[0].runner.identity.kernels, timed[0].runner.bit_exact
         for each in timed:
             warm_up(each, requests[0].params)
-        points += measure(runs, batch, [DecodeLoop(each, filled(requests, batch), batch) for each in timed])
+        points += measure(
+            runs, batch, [DecodeLoop(each, filled(requests, batch), batch, only_full=True) for each in timed]
+        )
     progress(len(set(batches)), len(set(batches)), "done")
     return SweepReport(
         settings=settings,
@@ -155,7 +158,6 @@ def _point(
         decode_s=loop.decode_s,
         draft_s=loop.draft_s,
         tokens_per_s=rate,
-        mean_batch=ratio(loop.sequence_rounds, loop.rounds),
         acceptance_length=ratio(loop.decode_tokens, loop.sequence_rounds),
         speedup=ratio(rate, rates[BASELINE]),
         unequal=unequal,

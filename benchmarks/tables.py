@@ -74,7 +74,6 @@ def sweep_grid(report: SweepReport) -> Grid:
         "tokens/s",
         "speed-up",
         "acceptance length",
-        "mean batch",
         "equal",
         "adaptive / best fixed",
     )
@@ -82,7 +81,7 @@ def sweep_grid(report: SweepReport) -> Grid:
     ends = tuple(a[0] != b[0] for a, b in zip(rows, (*rows[1:], ("", "")), strict=True))
     notes = (
         *(f"{name}: {_crossover_text(at)}" for name, at in report.crossovers.items()),
-        "Mean batch: sequences in a round; the last requests of a point leave places empty.",
+        "Counted while every place is taken.",
         "Equal: requests whose tokens are none's.",
         *(["Prompts repeat: drafters that learn across requests gain by it."] if report.prompts_repeat else []),
         *_dropped(report.dropped, report.settings),
@@ -101,7 +100,6 @@ def _point_row(p: Point) -> tuple[str, ...]:
         f"{p.tokens_per_s:.1f}",
         f"{p.speedup:.2f}",
         f"{p.acceptance_length:.2f}",
-        f"{p.mean_batch:.1f}",
         f"{p.requests - p.unequal}/{p.requests}",
         verdict,
     )

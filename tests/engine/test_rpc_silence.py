@@ -62,6 +62,8 @@ async def test_a_stopped_server_ends_old_calls_and_new_ones_within_seconds(serve
         with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
             await read
         assert time.monotonic() - stopped_at < NOTICED_S
+        # The call may hear of it a moment before the channel does. TimeoutError when it does not.
+        await asyncio.wait_for(channel.wait_for_state_change(grpc.ChannelConnectivity.READY), 1.0)
         assert channel.get_state() is not grpc.ChannelConnectivity.READY
         asked_at = time.monotonic()
         with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
