@@ -356,8 +356,10 @@ async def test_a_process_that_comes_after_the_stop_is_killed() -> None:
     starting.cancel()
     await asyncio.gather(starting, return_exceptions=True)
     await supervisor.stop(0.0)
+    assert nodes.handles == []  # it comes after everybody has left
     go.set()
     await until(lambda: bool(nodes.handles) and nodes.handles[0].killed.is_set())
+    assert [handle.killed.is_set() for handle in nodes.handles] == [True]
 
 
 async def test_generations_outrank_those_of_an_earlier_deployment() -> None:

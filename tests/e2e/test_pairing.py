@@ -20,6 +20,7 @@ MISMATCHES: dict[str, tuple[dict[str, object], dict[str, object], str]] = {
     "modules": ({"drafter": "mtp"}, {"drafter": "mtp", "mtp_modules": 3}, "layout"),
     "dtype": ({"dtype": "bf16"}, {"dtype": "fp32"}, "dtype"),
     "weights": ({"seed": 1}, {"seed": 2}, "weights"),
+    "checksum": ({"handoff_checksum": True}, {}, "checksum"),
 }
 
 

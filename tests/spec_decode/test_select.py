@@ -12,6 +12,7 @@ from paceline.engine.model_runner import ModelRunner, PrefillChunk
 from paceline.errors import ConfigError
 from paceline.kvcache.layout import LayerOwner
 from paceline.request import SequenceRequest, SpeculationParams
+from paceline.spec_decode.adaptive import LengthPolicy
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
 from paceline.spec_decode.cost import CostTable
 from paceline.spec_decode.drafters.auto import AutoChooser
@@ -113,9 +114,9 @@ class Digesting(Recording):
         super().extend(items)
 
 
-def held_back(silent: Seq[int] = ()) -> tuple[Digesting, SelectingDrafter, Sequence]:
+def held_back(silent: Seq[int] = (), **attributes: object) -> tuple[Digesting, SelectingDrafter, Sequence]:
     """A sequence whose tokens repeat, handed over with its draft state: a copy is the best arm."""
-    head = Digesting("head", needs_extend=True, state_width=64)
+    head = Digesting("head", needs_extend=True, state_width=64, **attributes)
     both = SelectingDrafter(head, {"copy": Recording("copy", silent)}, "head", chooser())
     seq = bare_sequence(prompt=[*range(10, 30), *range(10, 24)], drafter="auto")
     seq.draft = DraftState(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 64))
@@ -152,7 +153,7 @@ def test_a_copy_that_finds_nothing_lets_the_primary_digest_first(monkeypatch: py
 
 
 def test_held_rows_are_bounded_and_settled_at_the_end() -> None:
-    head, both, seq = held_back()
+    head, both, seq = held_back(kv_layers=("rows",))
     for _ in range(MAX_HELD_ROWS):
         both.extend([decoded(seq, 1)])
     assert head.calls == []
@@ -163,6 +164,13 @@ def test_held_rows_are_bounded_and_settled_at_the_end() -> None:
     both.finish(seq)  # its pages go to the prefix cache: all of their rows are exact
     assert seq.draft_rows == seq.num_prefill + MAX_HELD_ROWS + 2
     assert Held.of(seq).items == []
+
+
+def test_a_primary_without_kv_digests_nothing_for_a_sequence_that_ends() -> None:
+    head, both, seq = held_back()
+    both.extend([decoded(seq, 1)])
+    both.finish(seq)
+    assert [what for what, _ in head.calls] == ["finish"]
 
 
 def test_where_lengths_go_down_to_0_plain_steps_do_not_pay_for_the_primary() -> None:
@@ -344,3 +352,36 @@ def test_draft_rows_of_a_skipped_sequence_stay_behind() -> None:
     assert rows["none"][0] > 0
     assert rows["none"][1]
     assert runner.allocator.check_integrity() == []
+
+
+class Scheduled(LengthPolicy):
+    """Plain steps, and every fourth round a draft."""
+
+    def _decide(self, seqs: Seq[Sequence], caps: Seq[DraftBudget]) -> list[DraftBudget]:
+        drafts = [seq.stats.rounds % 4 == 3 for seq in seqs]
+        return [cap if d else replace(cap, num_draft_tokens=0) for cap, d in zip(caps, drafts, strict=True)]
+
+
+@pytest.mark.parametrize("modules", [1, 2])
+def test_rows_digested_late_and_together_are_those_digested_round_by_round(modules: int) -> None:
+    """The same rounds, the same draft KV bit for bit, and as much of it for the prefix cache."""
+    found = []
+    for adaptive in ("off", "goodput"):
+        runner = tiny_runner("bf16", drafter="mtp", mtp_modules=modules, num_draft_tokens=3, adaptive=adaptive)
+        runner.policy = Scheduled()
+        seq = runner.new_sequence(tiny_request(max_tokens=60))
+        seq.table.ensure(seq.num_prefill + 128)
+        runner.prefill([PrefillChunk(seq, 0, seq.num_prefill)])
+        behind = 0
+        for _ in range(14):
+            runner.decode([seq])
+            behind = max(behind, seq.num_computed - seq.draft_rows)
+        runner.drafter.finish(seq)
+        assert seq.draft_rows == seq.num_computed
+        layers = runner.kv.layout.layer_range(LayerOwner.DRAFT)
+        rows = runner.kv.gather(layers, torch.tensor(list(seq.table.slots[: seq.draft_rows])))
+        runner.release(seq)
+        assert runner.prefix is not None
+        found.append((seq.stats.accepted_per_round, rows.view(torch.uint8).tolist(), runner.prefix.num_pages))
+        assert (behind > 0) == (adaptive == "goodput")
+    assert found[0] == found[1]

@@ -182,7 +182,8 @@ class SelectingDrafter(Drafter):
 
     def finish(self, seq: Sequence) -> None:
         """See Drafter: to all that the sequence may have met. Its pages may serve another: they get their rows."""
-        self._digest([seq])
+        if self.kv_layers:
+            self._digest([seq])
         for name, drafter in self._drafters.items():
             if self._may_use(name, seq):
                 drafter.finish(seq)
