@@ -4,8 +4,8 @@ Each repetition does these in turn, so that they share the machine's moods:
 
 1. overlapped: a prompt that no cache knows is prefilled and handed over, layer group by layer group.
 2. raw copy of its messages: one after the other over a gloo pipe between the same two processes, and nothing else.
-3. stored: the prompt crosses at once from the cache of a prefill node to a decode node that does not know it. Two
-   further processes do this, whose model has the same KV and next to nothing to compute.
+3. moved: all rows of such a prompt go from one pool to the other at once, over a link like any other, and nothing is
+   computed beside them. Two further processes do this.
 4. raw copy of those messages, between those processes.
 """
 
@@ -21,17 +21,26 @@ from dataclasses import dataclass
 import grpc.aio
 
 from benchmarks.engine import prompt
-from benchmarks.handoff_nodes import NodeProcesses
-from benchmarks.handoff_report import Crossing, HandoffReport, HandoffSettings, Repetition, crossing
+from benchmarks.handoff_nodes import HandedOver, NodeProcesses, Order
+from benchmarks.handoff_report import (
+    Crossing,
+    HandoffReport,
+    HandoffSettings,
+    Move,
+    Repetition,
+    crossing,
+    last_received_s,
+)
 from paceline.config import NodeConfig
 from paceline.errors import PacelineError
 from paceline.request import SamplingParams, SequenceRequest
+from paceline.results import TraceEvent
 from paceline.v1 import node_pb2, node_pb2_grpc, trace_pb2
 from paceline.wire import sequence_to_proto, trace_from_proto
 
 POOL_PROMPTS = 4  # that a pool holds
 WARM_UPS = 3  # repetitions that open the link and touch every page of both pools for the first time
-COPIES = 3  # raw copies of each kind in a repetition, of which the median counts
+COPIES = 3  # moves, and raw copies of each kind, in a repetition; of each three the median counts
 
 Progress = Callable[[int, int, str], None]
 
@@ -52,19 +61,20 @@ def run(settings: HandoffSettings, progress: Progress) -> HandoffReport:
         }
     )
     headless = config.model_copy(update={"drafter": "none"})
-    with Bench.open(config, thin=False) as real, Bench.open(headless, thin=True) as thin:
-        return HandoffReport(settings, tuple(asyncio.run(_measure(real, thin, settings, progress))))
+    with Bench.open(config, computes=True) as real, Bench.open(headless, computes=False) as idle:
+        return HandoffReport(settings, tuple(asyncio.run(_measure(real, idle, settings, progress))))
 
 
-async def _measure(real: Bench, thin: Bench, settings: HandoffSettings, progress: Progress) -> list[Repetition]:
+async def _measure(real: Bench, idle: Bench, settings: HandoffSettings, progress: Progress) -> list[Repetition]:
     found: list[Repetition] = []
-    async with real.connected() as real_pair, thin.connected() as thin_pair:
+    async with real.connected() as real_pair, idle.connected() as idle_pair:
         for i in range(WARM_UPS + settings.repeats):
             progress(i, WARM_UPS + settings.repeats, "repetitions")
             overlapped = await real_pair.cross(Asked.fresh(settings.prompt_tokens))
             overlapped_raw_s = await real.raw_copy_s(overlapped.sizes)
-            stored = await thin_pair.cross_stored(settings.prompt_tokens, thin.page_size)
-            found.append(Repetition(overlapped, overlapped_raw_s, stored, await thin.raw_copy_s(stored.sizes)))
+            moves = [await idle_pair.move(Asked.fresh(settings.prompt_tokens)) for _ in range(COPIES)]
+            moved = sorted(moves, key=lambda move: move.whole_s)[COPIES // 2]
+            found.append(Repetition(overlapped, overlapped_raw_s, moved, await idle.raw_copy_s(moved.sizes)))
     return found[WARM_UPS:]
 
 
@@ -73,15 +83,14 @@ class Bench:
     """A pair of node processes."""
 
     processes: NodeProcesses
-    page_size: int
 
     @classmethod
     @contextmanager
-    def open(cls, config: NodeConfig, *, thin: bool) -> Iterator[Bench]:
-        """Started, and ended."""
-        processes = NodeProcesses(config, thin=thin)
+    def open(cls, config: NodeConfig, *, computes: bool) -> Iterator[Bench]:
+        """Started, and ended. ``computes``: see NodeProcesses."""
+        processes = NodeProcesses(config, computes=computes)
         try:
-            yield cls(processes, config.page_size)
+            yield cls(processes)
         finally:
             processes.close()
 
@@ -94,7 +103,10 @@ class Bench:
             grpc.aio.insecure_channel(addresses["decode"]) as decode,
         ):
             yield Pair(
-                node_pb2_grpc.PrefillNodeStub(prefill), node_pb2_grpc.DecodeNodeStub(decode), addresses["decode"]
+                self.processes,
+                node_pb2_grpc.PrefillNodeStub(prefill),
+                node_pb2_grpc.DecodeNodeStub(decode),
+                addresses["decode"],
             )
 
     async def raw_copy_s(self, sizes: Sequence[int]) -> float:
@@ -105,11 +117,10 @@ class Bench:
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt, and by what salt the decode node's prefix cache is to look for it."""
+    """A prompt."""
 
     number: int
     token_ids: tuple[int, ...]
-    decode_salt: str = ""
 
     @classmethod
     def fresh(cls, num_tokens: int) -> Asked:
@@ -117,51 +128,61 @@ class Asked:
         number = next(_numbers)
         return cls(number, (2000 + number, *prompt(num_tokens - 1)))
 
-    def again(self, num_tokens: int, decode_salt: str) -> Asked:
-        """Its first tokens, which the prefill node knows and the decode node does not."""
-        number = next(_numbers)
-        return Asked(number, self.token_ids[:num_tokens], f"{decode_salt} {number}")
+    @property
+    def request_id(self) -> str:
+        """Names it in traces."""
+        return f"bench-{self.number}"
 
-    def request(self, salt: str) -> node_pb2.SequenceRequest:
+    def request(self) -> node_pb2.SequenceRequest:
         """Two greedy tokens, so that draft state crosses too."""
         params = SamplingParams(temperature=0.0, seed=1, max_tokens=2, ignore_eos=True)
-        return sequence_to_proto(SequenceRequest(f"bench-{self.number}", self.token_ids, params, cache_salt=salt))
+        return sequence_to_proto(SequenceRequest(self.request_id, self.token_ids, params))
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Stubs of both nodes."""
+    """Stubs of both nodes, and the processes they run in."""
 
+    processes: NodeProcesses
     prefill: node_pb2_grpc.PrefillNodeAsyncStub
     decode: node_pb2_grpc.DecodeNodeAsyncStub
     decode_address: str
 
-    async def cross(self, asked: Asked, tokens_below: int | None = None) -> Crossing:
+    async def cross(self, asked: Asked) -> Crossing:
         """Serve one request as the router does; what its traces say, see `crossing`."""
-        call = self.decode.Decode(node_pb2.DecodeRequest(sequence=asked.request(asked.decode_salt)))
+        call = self.decode.Decode(node_pb2.DecodeRequest(sequence=asked.request()))
         handed_off: node_pb2.HandedOff | None = None
         async for event in call:
             if event.HasField("reserved"):
                 handed_off = await self._prefill(asked, event.reserved)
         if handed_off is None:
             raise PacelineError("the hand-off did not end")
-        request_id = f"bench-{asked.number}"
-        message = trace_pb2.TraceRequest(request_id=request_id)
-        traces = [await stub.Trace(message) for stub in (self.prefill, self.decode)]
-        events = [event for trace in traces for event in trace_from_proto(request_id, trace).events]
-        return crossing(events, handed_off.exposed_s, tokens_below)
+        traces = [await self._trace(asked, stub) for stub in (self.prefill, self.decode)]
+        return crossing([event for trace in traces for event in trace], handed_off.exposed_s)
 
-    async def cross_stored(self, num_tokens: int, page_size: int) -> Crossing:
-        """The rows that lie in the prefill node's cache when a prompt comes again, with one token left to compute."""
-        cached = (num_tokens - 1) // page_size * page_size
-        asked = Asked.fresh(num_tokens)
-        await self.cross(asked)
-        return await self.cross(asked.again(cached + 1, "unknown"), tokens_below=cached)
+    async def move(self, asked: Asked) -> Move:
+        """The rows of a prompt, from the pool of a process without an engine."""
+        call = self.decode.Decode(node_pb2.DecodeRequest(sequence=asked.request()))
+        handed: HandedOver | None = None
+        async for event in call:
+            if event.HasField("reserved"):
+                order = Order(event.reserved.ticket, self.decode_address, len(asked.token_ids))
+                handed = await asyncio.to_thread(self.processes.hand_over, order)
+        if handed is None:
+            raise PacelineError("the hand-off did not end")
+        return Move(last_received_s(await self._trace(asked, self.decode)) - handed.began_s, handed.sizes)
+
+    async def _trace(
+        self, asked: Asked, stub: node_pb2_grpc.PrefillNodeAsyncStub | node_pb2_grpc.DecodeNodeAsyncStub
+    ) -> tuple[TraceEvent, ...]:
+        """What a node recorded of a request."""
+        trace = await stub.Trace(trace_pb2.TraceRequest(request_id=asked.request_id))
+        return trace_from_proto(asked.request_id, trace).events
 
     async def _prefill(self, asked: Asked, reserved: node_pb2.Reserved) -> node_pb2.HandedOff | None:
         call = self.prefill.Prefill(
             node_pb2.PrefillRequest(
-                sequence=asked.request(""),
+                sequence=asked.request(),
                 ticket=reserved.ticket,
                 decode_address=self.decode_address,
                 decode_cached_tokens=reserved.cached_tokens,

@@ -31,14 +31,25 @@ class HandoffSettings:
 
 @dataclass(frozen=True)
 class Crossing:
-    """Messages of one hand-off, from the traces of both nodes. A message is under way from the start of its send until
-    its rows are written."""
+    """Messages of one hand-off, from the traces of both nodes."""
 
     prefill_s: float  # first forward's start to last forward's end
-    exposed_s: float  # first token to acknowledgement
+    exposed_s: float  # first token to the decode node having everything
+    acknowledged_s: float  # first token to the prefill node knowing it
     sending_s: float  # in which the sender had a message on the wire
-    under_way_s: float  # in which a message was under way
-    whole_s: float  # first send's start to the last rows written
+    sizes: tuple[int, ...]  # bytes of each message
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all messages."""
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True)
+class Move:
+    """Rows that went from one pool to the other with nothing computed beside them."""
+
+    whole_s: float  # first byte sent to the last row written
     sizes: tuple[int, ...]  # bytes of each message
 
     @property
@@ -49,12 +60,12 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Repetition:
-    """One turn. The raw copies are of the same messages as the crossing that they stand beside."""
+    """One turn. The raw copies are of the same messages as what they stand beside."""
 
     overlapped: Crossing
     overlapped_raw_s: float
-    stored: Crossing
-    stored_raw_s: float
+    moved: Move
+    moved_raw_s: float
 
     @property
     def exposed_share(self) -> float:
@@ -68,8 +79,8 @@ class Repetition:
 
     @property
     def rate_share(self) -> float:
-        """Bytes per second of a stored prompt over those of the raw copy."""
-        return self.stored_raw_s / self.stored.whole_s
+        """Bytes per second from pool to pool over those of the raw copy."""
+        return self.moved_raw_s / self.moved.whole_s
 
 
 @dataclass(frozen=True)
@@ -111,32 +122,31 @@ class HandoffReport:
         return self.exposed_share <= EXPOSED_SHARE and self.rate_share >= RATE_SHARE
 
 
-def crossing(events: Sequence[TraceEvent], exposed_s: float, tokens_below: int | None = None) -> Crossing:
-    """What the traces of both nodes say of one hand-off; ``tokens_below``: of its messages with KV rows of tokens below
-    it alone. The n-th message received is the n-th sent. Raises PacelineError when the traces do not fit together."""
+def crossing(events: Sequence[TraceEvent], acknowledged_s: float) -> Crossing:
+    """What the traces of both nodes, whose clock is one, say of one hand-off. Raises PacelineError when they do not fit
+    together."""
     chunks = [event for event in events if event.track == "prefill" and event.name == "chunk"]
     sent, received = _messages(events, "send", " sent"), _messages(events, "receive", " received")
-    if not chunks or not sent or len(sent) != len(received):
-        raise PacelineError(f"traces of {len(chunks)} chunks, {len(sent)} messages sent, {len(received)} received")
-    pairs = [(s, r) for s, r in zip(sent, received, strict=True) if _is_below(s, tokens_below)]
-    spans = [(s.start_s, _end(r)) for s, r in pairs]
+    first = [event.start_s for event in events if event.name == "first token"]
+    ready = [event.start_s for event in events if event.name == "hand-off ready"]
+    if not chunks or not sent or len(sent) != len(received) or not len(first) == len(ready) == 1:
+        counts = f"{len(chunks)} chunks, {len(sent)} messages sent, {len(received)} received"
+        raise PacelineError(f"traces of {counts}, {len(first)} first tokens, {len(ready)} hand-offs ready")
     return Crossing(
         prefill_s=max(_end(event) for event in chunks) - min(event.start_s for event in chunks),
-        exposed_s=exposed_s,
-        sending_s=sum(_end(s) - s.start_s for s, _ in pairs),
-        under_way_s=union_s(spans),
-        whole_s=max(end for _, end in spans) - min(start for start, _ in spans),
-        sizes=tuple(_num_bytes(s) for s, _ in pairs),
+        exposed_s=ready[0] - first[0],
+        acknowledged_s=acknowledged_s,
+        sending_s=sum(_end(event) - event.start_s for event in sent),
+        sizes=tuple(_num_bytes(event) for event in sent),
     )
 
 
-def union_s(spans: Sequence[tuple[float, float]]) -> float:
-    """Seconds in which at least one span is open."""
-    total, until = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total
+def last_received_s(events: Sequence[TraceEvent]) -> float:
+    """When the last row was written, Unix time. Raises PacelineError when none was."""
+    received = _messages(events, "receive", " received")
+    if not received:
+        raise PacelineError("a trace of no messages")
+    return max(_end(event) for event in received)
 
 
 def _messages(events: Sequence[TraceEvent], track: str, suffix: str) -> list[TraceEvent]:
@@ -144,13 +154,6 @@ def _messages(events: Sequence[TraceEvent], track: str, suffix: str) -> list[Tra
     names = (f"chunk{suffix}", f"state{suffix}")
     found = [event for event in events if event.track == track and event.name in names and _num_bytes(event)]
     return sorted(found, key=lambda event: event.start_s)
-
-
-def _is_below(event: TraceEvent, tokens: int | None) -> bool:
-    if tokens is None:
-        return True
-    last = float(event.attributes.get("first_token", tokens)) + float(event.attributes.get("num_tokens", 1))
-    return last <= tokens
 
 
 def _num_bytes(event: TraceEvent) -> int:
@@ -164,7 +167,7 @@ def _end(event: TraceEvent) -> float:
 def handoff_grid(report: HandoffReport) -> Grid:
     """The table."""
     s, median = report.settings, report.median
-    overlapped, stored = report.repetitions[0].overlapped, report.repetitions[0].stored
+    overlapped, moved = report.repetitions[0].overlapped, report.repetitions[0].moved
     rows: list[tuple[str, str, str]] = []
 
     def row(name: str, value: str, bound: str = "", holds: bool | None = None) -> None:
@@ -177,13 +180,15 @@ def handoff_grid(report: HandoffReport) -> Grid:
     row("handed over beside it", _described(overlapped.sizes))
     timed("raw gloo copy of the same: the floor", overlapped.num_bytes, lambda r: r.overlapped_raw_s)
     timed("sender busy, beside the prefill", overlapped.num_bytes, lambda r: r.overlapped.sending_s)
-    row("exposed: first token to acknowledgement", f"{median(lambda r: r.overlapped.exposed_s) * 1e3:.2f} ms")
+    row("exposed: first token to all there", f"{median(lambda r: r.overlapped.exposed_s) * 1e3:.2f} ms")
     share = report.exposed_share
     row("exposed / floor", f"{share:.1%}", f"<= {EXPOSED_SHARE:.0%}", share <= EXPOSED_SHARE)
     row("exposed / sender busy", f"{median(lambda r: r.exposed_of_sending):.1%}")
-    row("handed over from the prefix cache", _described(stored.sizes))
-    timed("raw gloo copy of the same", stored.num_bytes, lambda r: r.stored_raw_s)
-    timed("first send to last row written", stored.num_bytes, lambda r: r.stored.whole_s)
+    row("first token to acknowledgement", f"{median(lambda r: r.overlapped.acknowledged_s) * 1e3:.2f} ms")
+    row("its share of the floor", f"{median(lambda r: r.overlapped.acknowledged_s / r.overlapped_raw_s):.1%}")
+    row("moved, nothing computed beside it", _described(moved.sizes))
+    timed("raw gloo copy of the same", moved.num_bytes, lambda r: r.moved_raw_s)
+    timed("pool to pool, first byte to last row", moved.num_bytes, lambda r: r.moved.whole_s)
     share = report.rate_share
     row("its bytes/s / raw", f"{share:.2f}", f">= {RATE_SHARE}", share >= RATE_SHARE)
     size = f"{s.prompt_tokens} tokens in chunks of {s.chunk_tokens}"

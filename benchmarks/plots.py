@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from paceline.errors import ConfigError
 GROUP_WIDTH = 0.8  # of the unit between two categories
 NUM_COLOURS = 10  # of matplotlib's cycle; bars past them are hatched
 HATCHES = ("", "//", "xx")
+LEGEND_CHARACTERS, KEY_CHARACTERS = 200, 8  # of small print in a figure's width; that a key and its gap take of them
 
 
 def load_matplotlib() -> Any:
@@ -51,10 +53,15 @@ def plot_speculation(report: Report, path: Path) -> None:
         axes.grid(axis="y", alpha=0.3)
     gains.set_xticks(range(len(categories)), categories)
     if drafters:
-        figure.legend(loc="outside lower center", ncols=min(4, len(drafters)), fontsize="small")
+        figure.legend(loc="outside lower center", ncols=_columns(drafters), fontsize="small")
     s = report.settings
     figure.suptitle(f"{s.model}, {s.dtype}, {s.device}, {s.threads} threads, T={s.temperature:g}, batch 1")
     _save(figure, path)
+
+
+def _columns(labels: Sequence[str]) -> int:
+    """Of a legend as wide as the figure."""
+    return max(1, min(4, len(labels), LEGEND_CHARACTERS // (max(map(len, labels), default=0) + KEY_CHARACTERS)))
 
 
 def plot_sweep(report: SweepReport, path: Path) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 import grpc.aio
 
 from cluster.supervise import Supervisor
-from paceline.engine.malformed import RefuseMalformed
-from paceline.engine.rpc import answering_errors
+from paceline.engine.rpc import answering_errors, make_server
 from paceline.errors import ConfigError
 from paceline.v1 import admin_pb2, admin_pb2_grpc
 
@@ -47,7 +46,7 @@ class AdminServer:
 async def serve_admin(supervisor: Supervisor, address: str, drain_timeout_s: float) -> AdminServer:
     """Serve at ``host:port``; port 0 takes a free one. Raises ConfigError when the address cannot be had."""
     options = [("grpc.max_receive_message_length", MAX_REQUEST_BYTES), ("grpc.so_reuseport", 0)]
-    server = grpc.aio.server(interceptors=[RefuseMalformed()], options=options, maximum_concurrent_rpcs=MAX_RPCS)
+    server = make_server(options, MAX_RPCS)
     admin_pb2_grpc.add_AdminServicer_to_server(AdminService(supervisor, drain_timeout_s), server)
     try:
         port = server.add_insecure_port(address)

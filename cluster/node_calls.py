@@ -69,11 +69,12 @@ class NodeStream(Generic[E]):
         return error if isinstance(error, NodeFailure) else None
 
     async def _read(self) -> E | None:
+        line = self._line  # ``close`` may come before the answer
         try:
             event = await self._call.read()
         except grpc.aio.AioRpcError as error:
             known = error_from_rpc(error, self.node.id)
-            state = self._line.channel.get_state()
+            state = line.channel.get_state()
             gone = isinstance(known, NodeUnavailable) and state is not grpc.ChannelConnectivity.READY
             raise NodeFailure(self.node, known, gone) from None
         return None if event is grpc.aio.EOF else event

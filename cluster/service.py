@@ -19,8 +19,7 @@ from cluster import messages
 from cluster.plan import Plan
 from cluster.resume import UnknownGeneration, digest_of
 from cluster.router import Router
-from paceline.engine.malformed import RefuseMalformed
-from paceline.engine.rpc import MAX_MESSAGE_BYTES, answering_errors
+from paceline.engine.rpc import MAX_MESSAGE_BYTES, answering_errors, make_server
 from paceline.errors import ConfigError, DeadlineExceeded, InvalidRequest
 from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2
 from paceline.wire import trace_to_proto
@@ -137,16 +136,13 @@ class GrpcServer:
 
 async def serve_grpc(router: Router, address: str) -> GrpcServer:
     """Serve at ``host:port``; port 0 takes a free one. Raises ConfigError when the address cannot be had."""
-    server = grpc.aio.server(
-        interceptors=[RefuseMalformed()],
-        options=[
-            ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-            ("grpc.so_reuseport", 0),
-        ],
-        maximum_concurrent_rpcs=router.config.max_inflight + router.config.max_queued + EXTRA_RPCS,
-    )
+    options = [
+        ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.so_reuseport", 0),
+    ]
+    server = make_server(options, router.config.max_inflight + router.config.max_queued + EXTRA_RPCS)
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(router), server)
     checks = _Health()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)

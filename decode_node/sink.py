@@ -64,8 +64,7 @@ class ReservedPages:
             stream.landing.hidden.write(first_token, rows)
             return
         page_size, end = self._runner.page_size, first_token + num_tokens
-        for ref in stream.landing.pages[first_token // page_size : -(-end // page_size)]:
-            self._runner.allocator.check(ref)
+        self._runner.allocator.check(*stream.landing.pages[first_token // page_size : -(-end // page_size)])
         slots = stream.landing.slots[first_token:end]
         self._target.scatter(range(first_layer, first_layer + num_layers), slots, data)
 

@@ -51,16 +51,13 @@ class HostRows:
         self._move(layers, slots, flat, to_pool=1)
 
     def _move(self, layers: range, slots: Tensor, flat: Tensor, to_pool: int) -> None:
-        slots = slots.to(device="cpu", dtype=torch.int64).contiguous()
-        if slots.numel() == 0:
-            return
-        lowest, highest = (int(bound) for bound in torch.aminmax(slots))
-        if lowest < 0 or highest >= self._num_slots:
+        if slots.dtype is not torch.int64 or slots.device.type != "cpu" or not slots.is_contiguous():
+            slots = slots.to(device="cpu", dtype=torch.int64).contiguous()
+        table = self._table.data_ptr() + layers.start * self._table.stride(0) * self._table.itemsize
+        rows = (slots.data_ptr(), slots.shape[0], self._num_slots)
+        if self._library.pl_move_rows(table, len(layers), *rows, self._page_size, flat.data_ptr(), to_pool):
+            lowest, highest = (int(bound) for bound in torch.aminmax(slots))
             raise IndexError(f"slots {lowest} to {highest} are not inside a pool of {self._num_slots}")
-        table = self._table[layers.start : layers.stop]
-        self._library.pl_move_rows(
-            table.data_ptr(), len(layers), slots.data_ptr(), slots.numel(), self._page_size, flat.data_ptr(), to_pool
-        )
 
 
 def make_host_rows(pool: KvPool, columns: Mapping[int, Columns]) -> HostRows | None:

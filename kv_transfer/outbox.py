@@ -19,43 +19,58 @@ MAX_QUEUED_MESSAGES = 4096
 Body = Begin | Chunk | State | Abort
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """Nobody wants to know."""
 
 
 @dataclass(frozen=True)
-class Outgoing:
-    """A control message and the bytes that it announces."""
+class Part:
+    """Bytes of one message."""
 
-    message: HandoffMessage
-    byte_class: ByteClass  # of ``data``
-    data: Tensor | None = None  # flat and contiguous
-    produced: torch.cuda.Event | None = None  # has happened when ``data`` is filled
-    done: Callable[[], None] = _nothing  # told once, when ``data`` is sent or dropped; must not block
+    data: Tensor  # flat and contiguous
+    produced: torch.cuda.Event | None  # has happened when ``data`` is filled
+    done: Callable[[], None]  # told once, when ``data`` is sent or dropped; must not block
 
     @classmethod
-    def of(
-        cls,
-        ticket: str,
-        body: Body,
-        byte_class: ByteClass = META,
-        data: Tensor | None = None,
-        done: Callable[[], None] = _nothing,
-    ) -> Outgoing:
-        """``data`` is filled when what the caller's current stream holds is done."""
+    def of(cls, data: Tensor, done: Callable[[], None] = nothing) -> Part:
+        """``data`` is filled when what the caller's current stream holds is done. ValueError when it has gaps."""
+        if data.dim() != 1 or not data.is_contiguous():
+            raise ValueError("chunk data must be flat and contiguous")
         event = None
-        if data is not None and data.is_cuda:
+        if data.is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        return cls(_message(ticket, body), byte_class, data, event, done)
+        return cls(data, event, done)
 
-    @property
-    def num_bytes(self) -> int:
-        return 0 if self.data is None else self.data.nbytes
+
+@dataclass(eq=False)
+class Outgoing:
+    """A control message and the bytes that it announces, which may be given later, in parts."""
+
+    message: HandoffMessage
+    byte_class: ByteClass
+    num_bytes: int  # that are announced
+    parts: deque[Part]  # given, not started
+    unsent: int = 0  # bytes that are not off yet
+    began: float | None = None  # when the first of them left, monotonic clock
+    announced: bool = False
+    dropped: bool = False
+
+    @classmethod
+    def of(cls, ticket: str, body: Body, byte_class: ByteClass = META, num_bytes: int = 0) -> Outgoing:
+        """Of a ticket, with no part yet."""
+        return cls(_message(ticket, body), byte_class, num_bytes, deque(), num_bytes)
+
+    def give(self, part: Part) -> None:
+        """Its next bytes; dropped with it."""
+        if self.dropped:
+            part.done()
+        else:
+            self.parts.append(part)
 
 
 class Outbox:
-    """First in, first out: QUEUED --announced, as far as credit goes--> ANNOUNCED --taken--> WIRE --done--> gone.
+    """First in, first out: QUEUED --announced, as far as credit goes--> ANNOUNCED --all sent--> gone.
 
     What is announced must be sent, whatever becomes of its ticket: the receiver waits for the bytes. Not thread-safe:
     the sender holds its own lock around every call.
@@ -65,18 +80,17 @@ class Outbox:
         self._max_bytes = max_bytes
         self._queued: deque[Outgoing] = deque()
         self._announced: deque[Outgoing] = deque()
-        self._waiting_bytes = 0  # of both and the wire
+        self._waiting_bytes = 0  # of both
         self._uncredited = 0  # bytes announced that the receiver has not taken in
-        self.wire: deque[Outgoing] = deque()
 
     def __len__(self) -> int:
-        """Items that are not on the wire yet."""
+        """Items that are not off yet."""
         return len(self._queued) + len(self._announced)
 
     @property
-    def ready(self) -> bool:
-        """There is something to take."""
-        return bool(self._announced)
+    def waits_for_credit(self) -> bool:
+        """Something is queued, and nothing announced is left to send."""
+        return bool(self._queued) and not self._announced
 
     def has_room(self, num_bytes: int) -> bool:
         """Room for ``num_bytes``; anything fits when no bytes wait, so that one large chunk cannot wait for ever."""
@@ -89,29 +103,25 @@ class Outbox:
 
     def announce(self) -> Iterator[Outgoing]:
         """What to post and start now, in order: as far as the receiver's credit goes."""
-        while self._queued and (self._queued[0].data is None or self._uncredited < WINDOW_BYTES):
+        while self._queued and (not self._queued[0].num_bytes or self._uncredited < WINDOW_BYTES):
             item = self._queued.popleft()
             self._uncredited += item.num_bytes
             self._announced.append(item)
+            item.announced = True
             yield item
 
-    def take(self) -> Outgoing:
-        """The next item, which is on the wire until `done`."""
-        item = self._announced.popleft()
-        self.wire.append(item)
-        return item
-
-    def done(self) -> None:
-        """The first of those on the wire is sent, or never will be."""
-        self._forget(self.wire.popleft())
+    def sent(self, item: Outgoing) -> None:
+        """An announced item is off whole."""
+        self._announced.remove(item)
+        self._waiting_bytes -= item.num_bytes
 
     def credit(self, num_bytes: int) -> None:
         """The receiver has taken ``num_bytes`` more in."""
         self._uncredited = max(0, self._uncredited - num_bytes)
 
     def must_send(self, ticket: str) -> bool:
-        """Something of ``ticket`` is announced or on the wire."""
-        return any(item.message.ticket == ticket for item in (*self.wire, *self._announced))
+        """Something of ``ticket`` is announced and not off yet."""
+        return any(item.message.ticket == ticket for item in self._announced)
 
     def drop(self, ticket: str) -> None:
         """Forget what is queued of a ticket."""
@@ -123,7 +133,7 @@ class Outbox:
                 self._queued.append(item)
 
     def drop_all(self) -> None:
-        """The link is dead: forget all but what is on the wire."""
+        """The link is dead: forget everything. Started parts are told done by whoever waits for them."""
         for item in (*self._announced, *self._queued):
             self._forget(item)
         self._announced.clear()
@@ -131,7 +141,10 @@ class Outbox:
 
     def _forget(self, item: Outgoing) -> None:
         self._waiting_bytes -= item.num_bytes
-        item.done()
+        item.dropped = True
+        for part in item.parts:
+            part.done()
+        item.parts.clear()
 
 
 def _message(ticket: str, body: Body) -> HandoffMessage:

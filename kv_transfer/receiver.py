@@ -17,14 +17,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import chain, islice
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kv_transfer.checksum import checksum_problem
+from kv_transfer.cut import message_sizes, message_tokens
 from kv_transfer.handoff import ByteClass, Handoff, described
-from kv_transfer.staging import Staging
+from kv_transfer.staging import NUM_BUFFERS, Staging
 from kv_transfer.transport import Transport, TransportError
 from paceline.errors import HandoffFailed, Overloaded
 from paceline.v1.handoff_pb2 import Cancelled, Chunk, Credit, Failed, HandoffAck, HandoffMessage, Ready, State
@@ -225,8 +227,7 @@ class HandoffReceiver:
                 self._fail_or_disown(message.ticket, message.abort.reason or "aborted by the sender")
             case other:
                 raise TransportError(f"control message without a known body ({other})")
-        if (num_bytes := self._staging.credit()) > 0:
-            self._answer(HandoffAck(credit=Credit(num_bytes=num_bytes)))
+        self._give_credit()
 
     def _on_begin(self, message: HandoffMessage) -> None:
         ticket = message.ticket
@@ -252,28 +253,45 @@ class HandoffReceiver:
     def _on_chunk(self, message: HandoffMessage, chunk: Chunk) -> None:
         handoff = self._in_flight.get(message.ticket)
         if handoff is None or message.ticket in self._cancelled:
-            self._staging.drain(chunk.num_bytes)
+            self._staging.drain(message_sizes(message))
             return
         where = (chunk.byte_class, chunk.first_layer, chunk.num_layers, chunk.first_token, chunk.num_tokens)
         problem = handoff.chunk_problem(*where, chunk.num_bytes)
         if problem is None and chunk.num_bytes > self._max_chunk_bytes:
             problem = f"a chunk of {chunk.num_bytes} bytes; at most {self._max_chunk_bytes} are taken"
+        if problem is None and self._checksums and len(message_sizes(message)) > 1:
+            problem = "a checksum over several messages, whose rows are used as they come"
         if problem is not None:
-            self._staging.drain(chunk.num_bytes)
+            self._staging.drain(message_sizes(message))
             self._fail_ticket(message.ticket, problem)
             return
+        self._take_rows(message, chunk, handoff)
+
+    def _take_rows(self, message: HandoffMessage, chunk: Chunk, handoff: Handoff) -> None:
+        """The rows of a chunk that `Handoff.chunk_problem` has passed, message by message. Those behind one that ends
+        the ticket are received and thrown away."""
+        pieces, sizes = message_tokens(chunk.num_tokens, chunk.num_bytes), message_sizes(message)
+        layers = (chunk.first_layer, chunk.num_layers)
         began = time.monotonic()
-        data = self._staging.receive(chunk.num_bytes).view(handoff.plan.layout.dtype)
-        self._staging.expect(self._next_bytes())
-        if self._is_corrupt(message, data):
-            return
-        try:
-            handoff.chunk(*where, chunk.num_bytes)
-            handoff.count_meta(message.ByteSize())
-            self._sink.write_kv(message.ticket, *where, data)
-            handoff.trace.record("chunk received", began, time.monotonic(), **described(message))
-        except Exception as error:
-            self._fail_ticket(message.ticket, f"writing rows failed: {error}")
+        for i, num_bytes in enumerate(sizes or (0,)):
+            data = self._staging.receive(num_bytes).view(handoff.plan.layout.dtype)
+            self._staging.expect(chain(sizes[i + 1 :], self._announced_sizes()))
+            if self._is_corrupt(message, data):
+                return
+            first_token = chunk.first_token + pieces[i].start
+            try:
+                if i == 0:
+                    handoff.chunk(chunk.byte_class, *layers, chunk.first_token, chunk.num_tokens, chunk.num_bytes)
+                    handoff.count_meta(message.ByteSize())
+                self._sink.write_kv(message.ticket, chunk.byte_class, *layers, first_token, len(pieces[i]), data)
+            except Exception as error:
+                self._fail_ticket(message.ticket, f"writing rows failed: {error}")
+            self._give_credit()
+            self._fail_late()
+            if message.ticket not in self._in_flight:
+                self._staging.drain(sizes[i + 1 :])
+                return
+        handoff.trace.record("chunk received", began, time.monotonic(), **described(message))
 
     def _is_corrupt(self, message: HandoffMessage, data: Tensor) -> bool:
         """Fail the ticket of bytes whose checksum is asked for and does not hold."""
@@ -283,10 +301,24 @@ class HandoffReceiver:
             self._fail_ticket(message.ticket, problem)
         return problem is not None
 
-    def _next_bytes(self) -> int:
-        """Bytes of the message that comes next: they follow, whatever becomes of its ticket."""
+    def _announced_sizes(self) -> list[int]:
+        """Of the next messages with bytes: they follow, whatever becomes of their tickets."""
         with self._cond:
-            return self._queue[0].chunk.num_bytes or self._queue[0].state.num_bytes if self._queue else 0
+            announced = list(islice(self._queue, NUM_BUFFERS))
+        return [size for message in announced for size in message_sizes(message)]
+
+    def _give_credit(self) -> None:
+        if (num_bytes := self._staging.credit()) > 0:
+            self._answer(HandoffAck(credit=Credit(num_bytes=num_bytes)))
+
+    def _fail_late(self) -> None:
+        """Tickets whose deadline passed meanwhile."""
+        while True:
+            with self._cond:
+                if not self._to_fail:
+                    return
+                late = self._to_fail.popleft()
+            self._fail_ticket(*late)
 
     def _on_state(self, message: HandoffMessage, state: State) -> None:
         ticket = message.ticket
@@ -296,7 +328,7 @@ class HandoffReceiver:
         if handoff is not None:
             problem = handoff.state_problem(state.num_hidden_rows, state.num_bytes, drafts=drafts)
         if handoff is None or problem is not None:
-            self._staging.drain(state.num_bytes)
+            self._staging.drain(message_sizes(message))
             self._fail_or_disown(ticket, problem or "")
             return
         began, plan = time.monotonic(), handoff.plan

@@ -8,6 +8,7 @@ is what `KvPool.gather` gives and `KvPool.scatter` takes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class RowSource:
         self._at_once = pool.device.type != "cpu" and plan.wire.layers == pool.layout.layers
         self._columns = _columns(pool, {part.layer: (part.source_head, part.num_heads) for part in plan.slices})
         self._host = make_host_rows(pool, self._columns)
+        self._widths = _Widths(plan.wire)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -39,7 +41,7 @@ class RowSource:
 
     def token_bytes(self, layers: range) -> int:
         """Bytes of one token over ``layers`` on the wire."""
-        return sum(self.plan.wire.layers[layer].row_elems for layer in layers) * self.dtype.itemsize
+        return self._widths.of_token(layers) * self.dtype.itemsize
 
     @property
     def device(self) -> torch.device:
@@ -52,30 +54,30 @@ class RowSource:
 
         out: filled and returned instead; of that size and dtype, on any device. ValueError when it is not.
         """
-        sizes = _sizes(self.plan.wire, layers, slots)
-        if out is not None and (out.shape != (sum(sizes),) or out.dtype is not self.dtype):
-            raise ValueError(f"{out.dtype} {list(out.shape)} is no room for {self.dtype} {[sum(sizes)]}")
+        num_elems = self._widths.of_rows(layers, slots)
+        if out is not None and (out.shape != (num_elems,) or out.dtype is not self.dtype):
+            raise ValueError(f"{out.dtype} {list(out.shape)} is no room for {self.dtype} {[num_elems]}")
         as_it_is = self.dtype is self._pool.layout.dtype and not self._at_once
         if out is not None and as_it_is and out.device == self._pool.device:
-            self._fill(out, layers, slots, sizes)
+            self._fill(out, layers, slots)
             return out
-        rows = self._gather_new(layers, slots, sizes)
+        rows = self._gather_new(layers, slots, num_elems)
         return rows.to(self.dtype) if out is None else out.copy_(rows)
 
-    def _gather_new(self, layers: range, slots: Tensor, sizes: list[int]) -> Tensor:
+    def _gather_new(self, layers: range, slots: Tensor, num_elems: int) -> Tensor:
         """Of the pool's dtype."""
         if self._at_once:
             return self._pool.gather(layers, slots)
-        result = torch.empty(sum(sizes), dtype=self._pool.layout.dtype, device=self._pool.device)
-        self._fill(result, layers, slots, sizes)
+        result = torch.empty(num_elems, dtype=self._pool.layout.dtype, device=self._pool.device)
+        self._fill(result, layers, slots)
         return result
 
-    def _fill(self, result: Tensor, layers: range, slots: Tensor, sizes: list[int]) -> None:
+    def _fill(self, result: Tensor, layers: range, slots: Tensor) -> None:
         if self._host is not None:
             self._host.gather(layers, slots, result)
             return
         rows = _Rows.of(slots, self._pool)
-        for layer, part in zip(layers, torch.split(result, sizes), strict=True):
+        for layer, part in zip(layers, torch.split(result, self._widths.sizes(layers, slots)), strict=True):
             if columns := self._columns.get(layer):
                 torch.index_select(columns.view, 0, rows.of_kind(columns.kind), out=part.view(-1, columns.width))
 
@@ -91,6 +93,7 @@ class RowTarget:
         self._at_once = pool.device.type != "cpu" and plan.wire.layers == pool.layout.layers
         self._columns = _columns(pool, {part.layer: (part.dest_head, part.num_heads) for part in plan.slices})
         self._host = make_host_rows(pool, self._columns)
+        self._widths = _Widths(plan.wire)
 
     def scatter(self, layers: range, slots: Tensor, data: Tensor) -> None:
         """Inverse of `RowSource.gather`: store flat ``data`` of ``layers`` at ``slots`` [T]. The heads that other
@@ -98,18 +101,18 @@ class RowTarget:
         if self._at_once:
             self._pool.scatter(layers, slots, data)
             return
-        sizes = _sizes(self.plan.wire, layers, slots)
-        if data.shape != (sum(sizes),) or data.dtype is not self.plan.wire.dtype:
+        num_elems = self._widths.of_rows(layers, slots)
+        if data.shape != (num_elems,) or data.dtype is not self.plan.wire.dtype:
             raise ValueError(
                 f"{data.dtype} {list(data.shape)} arrived for {slots.shape[0]} tokens of layers {layers}, "
-                f"expected {self.plan.wire.dtype} {[sum(sizes)]}"
+                f"expected {self.plan.wire.dtype} {[num_elems]}"
             )
         data = data.to(self._pool.device).contiguous()
         if self._host is not None:
             self._host.scatter(layers, slots, data)
             return
         rows = _Rows.of(slots, self._pool)
-        for layer, part in zip(layers, torch.split(data, sizes), strict=True):
+        for layer, part in zip(layers, torch.split(data, self._widths.sizes(layers, slots)), strict=True):
             if columns := self._columns.get(layer):
                 columns.view.index_copy_(0, rows.of_kind(columns.kind), part.view(-1, columns.width))
 
@@ -144,11 +147,25 @@ class _Rows:
         return self.latent if kind is LayerKind.MLA else self.keys_and_values
 
 
-def _sizes(wire: KvLayout, layers: range, slots: Tensor) -> list[int]:
-    """Elements of each layer for all slots."""
-    if any(not 0 <= layer < len(wire.layers) for layer in layers):
-        raise ValueError(f"layers {layers} are outside a pool of {len(wire.layers)} layers")
-    return [wire.layers[layer].row_elems * slots.shape[0] for layer in layers]
+class _Widths:
+    """Elements that a token has in the layers of a wire layout, added up once."""
+
+    def __init__(self, wire: KvLayout) -> None:
+        self._before = list(accumulate((layer.row_elems for layer in wire.layers), initial=0))
+
+    def of_token(self, layers: range) -> int:
+        """Of one token. ValueError when there are no such layers."""
+        if layers and not 0 <= layers.start < layers.stop < len(self._before):
+            raise ValueError(f"layers {layers} are outside a pool of {len(self._before) - 1} layers")
+        return self._before[layers.stop] - self._before[layers.start] if layers else 0
+
+    def of_rows(self, layers: range, slots: Tensor) -> int:
+        """Of all slots."""
+        return self.of_token(layers) * slots.shape[0]
+
+    def sizes(self, layers: range, slots: Tensor) -> list[int]:
+        """Of each layer, for all slots."""
+        return [(self._before[layer + 1] - self._before[layer]) * slots.shape[0] for layer in layers]
 
 
 def _check_pool(pool: KvPool, side: Side) -> None:

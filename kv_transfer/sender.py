@@ -28,8 +28,9 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from kv_transfer.checksum import crc32
-from kv_transfer.handoff import HIDDEN, META, ByteClass
-from kv_transfer.outbox import Outbox, Outgoing
+from kv_transfer.cut import message_sizes
+from kv_transfer.handoff import HIDDEN, ByteClass
+from kv_transfer.outbox import Outbox, Outgoing, Part
 from kv_transfer.tickets import Phase, Ticket, Tickets
 from kv_transfer.transport import Transport, TransportError
 from kv_transfer.wire import Started, Wire
@@ -74,11 +75,12 @@ class HandoffSender:
         self._on_link_lost = on_link_lost
         self._on_sent = on_sent
         self._enqueue_timeout_s = enqueue_timeout_s
-        self._checksums = checksums
+        self.checksums = checksums
         self._cond = threading.Condition()
         self._outbox = Outbox(max_queued_bytes)
         self._tickets = Tickets()
-        self._started: deque[Started] = deque()  # what the outbox has announced
+        self._started: deque[Started] = deque()  # of what the outbox has announced
+        self._on_wire: Outgoing | None = None  # what the thread waits for
         self._last_end = 0.0  # of the latest message
         self._broken: str | None = None  # why the thread is to end the link
         self._dead: str | None = None
@@ -97,7 +99,8 @@ class HandoffSender:
                 raise HandoffFailed(f"hand-off {ticket} was begun already")
             self._tickets[ticket] = Ticket()
         try:
-            self._enqueue(ticket, Begin(num_tokens=num_tokens, first_token=first_token, reshard=reshard))
+            begin = Begin(num_tokens=num_tokens, first_token=first_token, reshard=reshard)
+            self._enqueue(Outgoing.of(ticket, begin))
         except DeadlineExceeded:
             with self._cond:
                 self._tickets.pop(ticket, None)
@@ -114,15 +117,13 @@ class HandoffSender:
         data: Tensor,
         done: Callable[[], None] = lambda: None,
     ) -> None:
-        """Queue rows in canonical order; ``data``: flat, contiguous, not written to until ``done`` is called, which
-        happens once, whether it was sent, dropped or refused. ``done`` must not block.
+        """Queue rows of one message in canonical order; ``data``: flat, contiguous, not written to until ``done`` is
+        called, which happens once, whether it was sent, dropped or refused. ``done`` must not block.
 
         Blocks while ``max_queued_bytes`` wait (DeadlineExceeded after ``enqueue_timeout_s``). Dropped without an error
         when the receiver cancelled; HandoffFailed when the ticket is not open (any more), TransportError when the
         link is dead.
         """
-        if data.dim() != 1 or not data.is_contiguous():
-            raise ValueError("chunk data must be flat and contiguous")
         body = Chunk(
             byte_class=byte_class,
             first_layer=first_layer,
@@ -130,14 +131,56 @@ class HandoffSender:
             first_token=first_token,
             num_tokens=num_tokens,
             num_bytes=data.nbytes,
-            checksum=crc32(data) if self._checksums else None,
+            checksum=crc32(data) if self.checksums else None,
         )
+        item = Outgoing.of(ticket, body, byte_class, data.nbytes)
+        sizes = message_sizes(item.message)
+        if len(sizes) > 1:
+            done()
+            raise ValueError(f"{data.nbytes} bytes are several messages: open the chunk and give them one by one")
+        if sizes:
+            item.give(Part.of(data, done))
         queued = False
         try:
-            queued = self._enqueue(ticket, body, byte_class, data, done)
+            queued = self._enqueue(item)
         finally:
-            if not queued:
+            if not queued or not sizes:
                 done()
+
+    def open_chunk(
+        self,
+        ticket: str,
+        byte_class: ByteClass,
+        first_layer: int,
+        num_layers: int,
+        first_token: int,
+        num_tokens: int,
+        num_bytes: int,
+    ) -> Outgoing | None:
+        """Queue rows whose bytes come with `give`, cut as `message_tokens` says: every message of them, whatever
+        becomes of the ticket meanwhile, before anything else with bytes is queued. Not with ``checksums``. Errors as
+        `chunk`; None where that drops.
+        """
+        body = Chunk(
+            byte_class=byte_class,
+            first_layer=first_layer,
+            num_layers=num_layers,
+            first_token=first_token,
+            num_tokens=num_tokens,
+            num_bytes=num_bytes,
+        )
+        item = Outgoing.of(ticket, body, byte_class, num_bytes)
+        return item if self._enqueue(item) else None
+
+    def give(self, chunk: Outgoing, data: Tensor, done: Callable[[], None]) -> bool:
+        """The next message of an open chunk; as `chunk`'s data. False: the chunk was dropped, no more is wanted."""
+        part = Part.of(data, done)
+        with self._cond:
+            chunk.give(part)
+            if chunk.announced and not chunk.dropped:
+                self._start_locked(chunk)
+                self._cond.notify_all()
+            return not chunk.dropped
 
     @contextmanager
     def reading(self, ticket: str) -> Iterator[bool]:
@@ -166,9 +209,12 @@ class HandoffSender:
         body.num_hidden_rows = 0 if hidden is None else hidden.shape[0]
         data = None if hidden is None else hidden.contiguous().reshape(-1)
         body.num_bytes = 0 if data is None else data.nbytes
-        if self._checksums:
+        if self.checksums:
             body.checksum = 0 if data is None else crc32(data)
-        self._enqueue(ticket, body, HIDDEN, data)
+        item = Outgoing.of(ticket, body, HIDDEN, body.num_bytes)
+        if data is not None and data.numel():
+            item.give(Part.of(data))
+        self._enqueue(item)
 
     def abort(self, ticket: str, reason: str) -> None:
         """Give a hand-off up: what is queued is dropped, an Abort follows; the receiver's Failed makes it terminal.
@@ -247,16 +293,9 @@ class HandoffSender:
         if self._dead is not None:
             raise TransportError(f"link is dead: {self._dead}")
 
-    def _enqueue(
-        self,
-        ticket: str,
-        body: Begin | Chunk | State,
-        byte_class: ByteClass = META,
-        data: Tensor | None = None,
-        done: Callable[[], None] = lambda: None,
-    ) -> bool:
+    def _enqueue(self, item: Outgoing) -> bool:
         """Wait for room, then append: True. Refuses or drops as `chunk` says."""
-        item = Outgoing.of(ticket, body, byte_class, data, done)
+        ticket = item.message.ticket
         deadline = time.monotonic() + self._enqueue_timeout_s
         with self._cond:
             while True:
@@ -272,7 +311,7 @@ class HandoffSender:
                 if remaining <= 0:
                     raise DeadlineExceeded(f"hand-off {ticket}: no room to send within {self._enqueue_timeout_s:g} s")
                 self._cond.wait(remaining)
-            if isinstance(body, State):
+            if item.message.HasField("state"):
                 record.phase = Phase.ENDED
             self._outbox.append(item)
             self._announce_locked()
@@ -293,34 +332,46 @@ class HandoffSender:
         try:
             for item in self._outbox.announce():
                 self._post(item.message)
-                self._started.append(self._wire.start(item))
+                self._start_locked(item)
         except Exception as error:
             self._broken = self._broken or str(error) or repr(error)
         self._cond.notify_all()
 
+    def _start_locked(self, item: Outgoing) -> None:
+        """What was given of an announced item."""
+        if not item.num_bytes:
+            self._started.append(self._wire.start(item))
+        while item.parts:
+            self._started.append(self._wire.start(item, item.parts.popleft()))
+
     def _run(self) -> None:
         while (started := self._next()) is not None:
+            item, part = started.item, started.part
             began = max(started.began, self._last_end)
+            if item.began is None:
+                item.began = began
             try:
                 started.wait()
             except Exception as error:
-                self._fail_wire(str(error) or repr(error))
+                self._die(str(error) or repr(error), tell_owner=True)
+                self._off_wire(item, part, None)
                 return
             took_s = time.monotonic() - began
-            if self._on_sent is not None:
-                self._call(self._on_sent, started.item.message, began)
+            num_bytes = part.data.nbytes if part is not None else 0
+            if self._on_sent is not None and item.unsent == num_bytes:
+                self._call(self._on_sent, item.message, item.began)
             self._last_end = time.monotonic()
-            self._off_wire(started.item, took_s)
-            self._tell(started.item.message.ticket)
+            self._off_wire(item, part, took_s)
 
     def _next(self) -> Started | None:
         """The next message on the wire; waits for one. None: the link is dead."""
         with self._cond:
             while self._dead is None and self._broken is None:
-                if self._outbox.ready:
-                    self._outbox.take()
-                    return self._started.popleft()
-                if not self._outbox:
+                if self._started:
+                    started = self._started.popleft()
+                    self._on_wire = started.item
+                    return started
+                if not self._outbox.waits_for_credit:
                     self._cond.wait()
                 elif not self._cond.wait_for(self._unstuck, self._enqueue_timeout_s):
                     self._broken = f"no credit from the receiver within {self._enqueue_timeout_s:g} s"
@@ -331,25 +382,24 @@ class HandoffSender:
 
     def _unstuck(self) -> bool:
         """The thread does not wait for credit (any more)."""
-        return self._dead is not None or self._broken is not None or not self._outbox or self._outbox.ready
+        over = self._dead is not None or self._broken is not None
+        return over or bool(self._started) or not self._outbox.waits_for_credit
 
-    def _off_wire(self, item: Outgoing, took_s: float) -> None:
+    def _off_wire(self, item: Outgoing, part: Part | None, took_s: float | None) -> None:
+        """The wait for a message has ended; None: the link broke in the midst of it."""
         with self._cond:
-            self._outbox.done()
+            self._on_wire = None
+            num_bytes = part.data.nbytes if part is not None else 0
+            item.unsent -= num_bytes
+            if not item.unsent and not item.dropped:
+                self._outbox.sent(item)
             record = self._tickets.get(item.message.ticket)
-            if record is not None:
-                record.count(item, took_s)
+            if record is not None and took_s is not None:
+                record.count(item, num_bytes, took_s)
+            if part is not None:
+                part.done()
             self._cond.notify_all()
-
-    def _fail_wire(self, reason: str) -> None:
-        """The link broke in the midst of a message."""
-        with self._cond:
-            tickets = [item.message.ticket for item in self._outbox.wire]
-            while self._outbox.wire:
-                self._outbox.done()
-        self._die(reason, tell_owner=True)
-        for ticket in tickets:
-            self._tell(ticket)
+        self._tell(item.message.ticket)
 
     def _die(self, reason: str, *, tell_owner: bool) -> None:
         with self._cond:
@@ -357,6 +407,9 @@ class HandoffSender:
             if first:
                 self._dead = reason
                 self._outbox.drop_all()
+                for started in self._started:
+                    if started.part is not None:
+                        started.part.done()
                 self._started.clear()
                 for record in self._tickets.values():
                     record.final = record.final or reason
@@ -374,7 +427,7 @@ class HandoffSender:
         """Tell the end of a ticket, once, when it has one, nothing of it is to be sent and no row of it is read."""
         with self._cond:
             record = self._tickets.get(ticket)
-            if record is None or record.final is None or record.readers or self._outbox.must_send(ticket):
+            if record is None or record.final is None or record.readers or self._must_send(ticket):
                 return
             final = record.final
             self._tickets.end(ticket)
@@ -382,6 +435,11 @@ class HandoffSender:
             self._call(self._on_failed, ticket, final)
         else:
             self._call(self._on_terminal, ticket, final)
+
+    def _must_send(self, ticket: str) -> bool:
+        """Something of ``ticket`` is announced and not off yet."""
+        on_wire = self._on_wire is not None and self._on_wire.message.ticket == ticket
+        return on_wire or self._outbox.must_send(ticket)
 
     def _call(self, callback: Callable[..., None], *args: object) -> None:
         """An owner's error must not stop the link."""

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
+from collections.abc import Iterable
+from itertools import islice
 
 import torch
 from torch import Tensor
 
-from kv_transfer.transport import MESSAGE_BYTES, Pending, Transport, TransportError
+from kv_transfer.transport import MESSAGE_BYTES, Pending, Transport, TransportError, message_slices
 from paceline.errors import DeadlineExceeded
 
-NUM_BUFFERS = 4  # one being sent, one being filled, two ready
-CREDIT_BYTES = MESSAGE_BYTES  # credit is told when so many bytes of it have come together
+NUM_BUFFERS = 4  # one on the wire, one being filled or scattered, two ready
+CREDIT_BYTES = 2 * MESSAGE_BYTES  # credit is told when so many bytes of it have come together
 
 
 class StagingRing:
@@ -74,47 +77,56 @@ class StagingRing:
 
 
 class Staging:
-    """Two receive buffers, so that a message can arrive while the one before it is scattered. A buffer grows to the
-    next power of two of its largest receive. One thread uses them."""
+    """Receive buffers, so that messages arrive while one before them is scattered. One thread uses them."""
 
     def __init__(self, transport: Transport, device: torch.device | str) -> None:
         self._transport = transport
         self._device = device
-        self._buffer, self._other = (torch.empty(MESSAGE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-        self._expected: tuple[int, Pending] | None = None  # bytes on their way into the other buffer
+        self._free = [torch.empty(MESSAGE_BYTES, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
+        self._expected: deque[tuple[int, Tensor, Pending]] = deque()  # bytes on their way, and into which buffer
+        self._last: Tensor | None = None  # what the latest `receive` gave lies in
         self._taken = 0  # bytes received whose credit was not told yet
 
     def receive(self, num_bytes: int) -> Tensor:
-        """The next bytes, uint8 [num_bytes]: valid until the next call. The caller bounds ``num_bytes``."""
-        if self._expected is not None:
-            return self._await(num_bytes)
-        if num_bytes > self._buffer.numel():
-            size = 1 << (num_bytes - 1).bit_length()
-            self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
-        data = self._buffer[:num_bytes]
-        self._receive(data)
-        return data
+        """The next bytes, uint8 [num_bytes]: valid until the next call. The caller bounds ``num_bytes``. A buffer grows
+        to the next power of two of its largest receive."""
+        self._give_back()
+        if num_bytes == 0:  # no message brings nothing
+            return self._free[-1][:0] if self._free else self._expected[0][1][:0]
+        if self._expected:
+            self._last = self._await(num_bytes)
+        else:
+            self._last = self._free.pop()
+            if num_bytes > self._last.numel():
+                size = 1 << (num_bytes - 1).bit_length()
+                self._last = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._receive(self._last[:num_bytes])
+        return self._last[:num_bytes]
 
-    def expect(self, num_bytes: int) -> None:
-        """The call after this one is `receive` or `drain` of ``num_bytes``: they may arrive from now on, while those of
-        the last `receive` are still in use. Nothing happens when they are none, or more than one message."""
-        if 0 < num_bytes <= MESSAGE_BYTES and self._expected is None:
-            self._expected = num_bytes, self._transport.start_recv(self._other[:num_bytes])
+    def expect(self, sizes: Iterable[int]) -> None:
+        """What the calls after this one will ask for, in order: it may arrive from now on, while the bytes of the last
+        `receive` are still in use. Those expected before are among ``sizes``. As many as there are buffers; nothing
+        behind a size of more than one message, which is received when it is asked for."""
+        for num_bytes in islice(sizes, len(self._expected), None):
+            if not self._free or num_bytes > MESSAGE_BYTES:
+                return
+            buffer = self._free.pop()
+            self._expected.append((num_bytes, buffer, self._transport.start_recv(buffer[:num_bytes])))
 
     def receive_new(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """The next bytes in a tensor of their own, [num_rows, width]."""
         num_bytes = num_rows * width * dtype.itemsize
         return self.receive(num_bytes).view(dtype).view(num_rows, width).clone()
 
-    def drain(self, num_bytes: int) -> None:
-        """Receive and forget ``num_bytes`` (any number), in pieces that leave the cutting into messages as it is."""
-        if self._expected is not None:
-            self._await(num_bytes)
-            return
-        while num_bytes > 0:
-            piece = min(num_bytes, MESSAGE_BYTES)
-            self._receive(self._buffer[:piece])
-            num_bytes -= piece
+    def drain(self, sizes: Iterable[int]) -> None:
+        """Receive and forget messages of ``sizes``, any numbers of bytes."""
+        self._give_back()
+        for num_bytes in sizes:
+            if self._expected:
+                self._free.append(self._await(num_bytes))
+                continue
+            for piece in message_slices(num_bytes):
+                self._receive(self._free[-1][: piece.stop - piece.start])
 
     def credit(self) -> int:
         """Bytes that the sender may send beyond those told before; 0 until it is worth a message. Called when what
@@ -124,16 +136,20 @@ class Staging:
         taken, self._taken = self._taken, 0
         return taken
 
+    def _give_back(self) -> None:
+        if self._last is not None:
+            self._free.append(self._last)
+            self._last = None
+
     def _await(self, num_bytes: int) -> Tensor:
-        assert self._expected is not None
-        expected, wait = self._expected
+        """The buffer of the first of those expected, once it is there."""
+        expected, buffer, wait = self._expected[0]
         if expected != num_bytes:
             raise TransportError(f"{num_bytes} bytes are taken where {expected} were expected")
-        self._expected = None
         wait()
+        self._expected.popleft()
         self._taken += num_bytes
-        self._buffer, self._other = self._other, self._buffer
-        return self._buffer[:num_bytes]
+        return buffer
 
     def _receive(self, data: Tensor) -> None:
         self._transport.recv(data)

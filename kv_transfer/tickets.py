@@ -36,12 +36,13 @@ class Ticket:
         """Rows queued now would be sent."""
         return self.phase is Phase.OPEN and self.final is None
 
-    def count(self, item: Outgoing, took_s: float) -> None:
-        """``item`` was sent, in ``took_s`` seconds."""
+    def count(self, item: Outgoing, num_bytes: int, took_s: float) -> None:
+        """``num_bytes`` of ``item`` were sent, in ``took_s`` seconds; its descriptor counts with the last of them."""
         counts = self.bytes_sent
-        counts[META] = counts.get(META, 0) + item.message.ByteSize()
-        if item.data is not None:
-            counts[item.byte_class] = counts.get(item.byte_class, 0) + item.num_bytes
+        if not item.unsent:
+            counts[META] = counts.get(META, 0) + item.message.ByteSize()
+        if num_bytes:
+            counts[item.byte_class] = counts.get(item.byte_class, 0) + num_bytes
             self.sending_s += took_s
 
 

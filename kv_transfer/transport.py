@@ -11,7 +11,8 @@ from torch import Tensor
 from paceline.errors import PacelineError
 
 MESSAGE_BYTES = 4 * 1024 * 1024
-WINDOW_BYTES = 4 * MESSAGE_BYTES  # a message leaves while less than this waits for the receiver's credit
+WINDOW_BYTES = 4 * MESSAGE_BYTES  # a chunk leaves while less than this waits for the receiver's credit
+CHUNK_BYTES = 4 * MESSAGE_BYTES  # that one descriptor announces, at most
 
 
 Pending = Callable[[], None]  # waits until a started send or receive is done; TransportError as those raise it
@@ -34,6 +35,8 @@ def byte_view(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor of any dtype: uint8 [num_bytes], sharing memory. ValueError if strided."""
     if not tensor.is_contiguous():
         raise ValueError("a transported tensor must be contiguous")
+    if tensor.dtype is torch.uint8 and tensor.dim() == 1:
+        return tensor
     return tensor.reshape(-1).view(torch.uint8)
 
 

@@ -7,15 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
-from kv_transfer.outbox import Outgoing
+from kv_transfer.outbox import Outgoing, Part
 from kv_transfer.transport import Pending, Transport
 
 
 @dataclass(frozen=True)
 class Started:
-    """A message on the wire. ``wait``: returns when its bytes are off, raises when they will never be."""
+    """A message on the wire, or a descriptor that announces none. ``wait``: returns when its bytes are off, raises when
+    they will never be."""
 
     item: Outgoing
+    part: Part | None
     began: float  # monotonic clock
     wait: Pending
 
@@ -27,29 +29,28 @@ class Wire:
         self._transport = transport
         self._idle: torch.cuda.Stream | None = None  # a CUDA transport waits for the caller's stream: for nothing
 
-    def start(self, item: Outgoing) -> Started:
-        """Let the bytes of ``item`` leave, as far as the transport can without waiting."""
+    def start(self, item: Outgoing, part: Part | None = None) -> Started:
+        """Let bytes of ``item`` leave, as far as the transport can without waiting."""
         began = time.monotonic()
         try:
-            return Started(item, began, self._start(item))
+            return Started(item, part, began, self._start(part))
         except Exception as error:
-            return Started(item, began, _raising(error))  # to be met when its turn comes
+            return Started(item, part, began, _raising(error))  # to be met when its turn comes
 
-    def _start(self, item: Outgoing) -> Pending:
-        if item.data is None:
+    def _start(self, part: Part | None) -> Pending:
+        if part is None:
             return lambda: None
-        if item.produced is not None:
-            return lambda: self._send_from_gpu(item)
-        return self._transport.start_send(item.data)
+        if part.produced is not None:
+            return lambda: self._send_from_gpu(part)
+        return self._transport.start_send(part.data)
 
-    def _send_from_gpu(self, item: Outgoing) -> None:
-        assert item.data is not None
-        assert item.produced is not None
+    def _send_from_gpu(self, part: Part) -> None:
+        assert part.produced is not None
         if self._idle is None:
-            self._idle = torch.cuda.Stream(item.data.device)  # type: ignore[no-untyped-call]
-        item.produced.synchronize()
+            self._idle = torch.cuda.Stream(part.data.device)  # type: ignore[no-untyped-call]
+        part.produced.synchronize()
         with torch.cuda.stream(self._idle):
-            self._transport.send(item.data)
+            self._transport.send(part.data)
 
 
 def _raising(error: Exception) -> Pending:

@@ -20,15 +20,17 @@ from functools import partial
 
 import torch
 
+from kv_transfer.cut import message_tokens, token_pieces
 from kv_transfer.handoff import HIDDEN, ByteClass
+from kv_transfer.outbox import Outgoing
 from kv_transfer.rows import RowSource
 from kv_transfer.sender import HandoffSender
 from kv_transfer.side_stream import SideStream
 from kv_transfer.staging import StagingRing
-from kv_transfer.transport import TransportError
+from kv_transfer.transport import CHUNK_BYTES, MESSAGE_BYTES, TransportError
 from paceline.errors import HandoffFailed, PacelineError
 from paceline.v1 import handoff_pb2
-from prefill_node.groups import layer_groups, token_pieces
+from prefill_node.groups import layer_groups
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +83,8 @@ class RowFeeder:
             return
         mark = self._side.mark()
         slots = slots.clone()  # the table's own tensor is reused when the table goes
-        for piece in token_pieces(slots.shape[0], token_bytes):
+        most = MESSAGE_BYTES if self._sender.checksums else CHUNK_BYTES
+        for piece in token_pieces(slots.shape[0], token_bytes, most):
             part = slots[piece.start : piece.stop]
             self._put(
                 ticket, partial(self._send_rows, ticket, byte_class, layers, part, first_token + piece.start, mark)
@@ -143,27 +146,51 @@ class RowFeeder:
     ) -> None:
         if ticket in self._given_up:
             return
-        buffer = self._staging.take(slots.shape[0] * self._source.token_bytes(layers))
-        done = partial(self._staging.give_back, buffer)
+        num_tokens, token_bytes = slots.shape[0], self._source.token_bytes(layers)
+        where = (byte_class, layers.start, len(layers), first_token, num_tokens)
+        pieces = message_tokens(num_tokens, num_tokens * token_bytes)
         with self._side.after(mark):
-            try:
-                data = self._gather(ticket, layers, slots, buffer)
-            except BaseException:
-                done()
-                raise
-            if data is None:
-                done()
-            else:
-                where = (layers.start, len(layers), first_token, slots.shape[0])
-                self._sender.chunk(ticket, byte_class, *where, data, done)
+            if len(pieces) == 1:
+                data, done = self._take(num_tokens * token_bytes)
+                try:
+                    wanted = self._gather(ticket, layers, slots, data)
+                except BaseException:
+                    done()
+                    raise
+                if wanted:
+                    self._sender.chunk(ticket, *where, data, done)
+                else:
+                    done()
+            elif (chunk := self._sender.open_chunk(ticket, *where, num_tokens * token_bytes)) is not None:
+                self._send_messages(ticket, chunk, layers, [slots[piece.start : piece.stop] for piece in pieces])
 
-    def _gather(self, ticket: str, layers: range, slots: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor | None:
-        """The rows in ``buffer``; None when the ticket has ended: they may be somebody else's by now."""
+    def _send_messages(self, ticket: str, chunk: Outgoing, layers: range, pieces: list[torch.Tensor]) -> None:
+        """The messages of an announced chunk. All of them leave, with whatever is in the buffer once the ticket has
+        ended: the receiver counts on the bytes. A link that cannot go on is lost."""
+        try:
+            for slots in pieces:
+                data, done = self._take(slots.shape[0] * self._source.token_bytes(layers))
+                try:
+                    self._gather(ticket, layers, slots, data)
+                except Exception as error:
+                    log.exception("hand-off %s: rows could not be read", ticket)
+                    self._sender.abort(ticket, f"rows could not be read: {error}")
+                if not self._sender.give(chunk, data, done):
+                    return
+        except PacelineError as error:
+            self._sender.link_lost(f"an announced chunk could not be sent: {error}")
+
+    def _take(self, num_bytes: int) -> tuple[torch.Tensor, Callable[[], None]]:
+        """A staging buffer of the rows' dtype, and how to give it back."""
+        buffer = self._staging.take(num_bytes)
+        return buffer[:num_bytes].view(self._source.dtype), partial(self._staging.give_back, buffer)
+
+    def _gather(self, ticket: str, layers: range, slots: torch.Tensor, data: torch.Tensor) -> bool:
+        """Fill ``data`` with the rows; False when the ticket has ended: they may be somebody else's by now."""
         with self._sender.reading(ticket) as wanted:
-            if not wanted:
-                return None
-            num_bytes = slots.shape[0] * self._source.token_bytes(layers)
-            return self._source.gather(layers, slots, buffer[:num_bytes].view(self._source.dtype))
+            if wanted:
+                self._source.gather(layers, slots, data)
+            return wanted
 
     def _put(self, ticket: str, work: Callable[[], None]) -> bool:
         with self._lock:

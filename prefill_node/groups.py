@@ -1,4 +1,4 @@
-"""Which layers of a chunk leave together, and into what messages their rows are cut. Pure.
+"""Which layers of a chunk leave together. Pure.
 
 A group leaves as soon as its last layer is computed. Small messages cost line rate, large ones keep the end of the
 prompt waiting: the last group of a chunk, the only one that nothing is left to compute behind, is as small as a message
@@ -8,7 +8,6 @@ may be, those before it as large.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from kv_transfer.transport import MESSAGE_BYTES
 
@@ -31,11 +30,3 @@ def layer_groups(layer_bytes: Sequence[int], first_layer: int = 0) -> tuple[rang
         groups.append(range(first_layer + start, first_layer + stop))
         stop = start
     return tuple(reversed(groups))
-
-
-def token_pieces(num_tokens: int, token_bytes: int) -> tuple[range, ...]:
-    """Cut tokens 0..num_tokens-1 into the fewest messages, of about equal size; a token is never cut."""
-    fit = max(1, MESSAGE_BYTES // token_bytes)
-    count = max(1, -(-num_tokens // fit))
-    bounds = [num_tokens * i // count for i in range(count + 1)]
-    return tuple(range(start, stop) for start, stop in pairwise(bounds) if start < stop)

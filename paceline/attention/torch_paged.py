@@ -123,7 +123,7 @@ class TorchAttention(AttentionBackend):
             return torch.einsum("snkgl,slkd->snkgd", weights, value)
 
         out = _in_blocks(block, wide.shape[1], segments * query.shape[1] * length)
-        return plan.collect_rows(out.flatten(2, 3)).to(query.dtype)
+        return plan.collect_rows(out.flatten(2, 3)).to(query.dtype).contiguous()
 
     def attend_latent(
         self, query: torch.Tensor, kv: KvPool, layer: int, plan: AttentionPlan, scale: float, value_dim: int
@@ -140,7 +140,7 @@ class TorchAttention(AttentionBackend):
             return torch.einsum("snhl,sld->snhd", weights, latent[..., :value_dim])
 
         out = _in_blocks(block, wide.shape[1], segments * query.shape[1] * length)
-        return plan.collect_rows(out).to(query.dtype)
+        return plan.collect_rows(out).to(query.dtype).contiguous()
 
 
 def dense_plan(segments: Sequence[Segment], device: torch.device) -> DensePlan:

@@ -1,13 +1,16 @@
-"""gRPC plumbing that both node roles share: server, channel options, errors."""
+"""gRPC plumbing that nodes and router share: servers, channel options, errors."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import Sequence as Seq
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
 import grpc.aio
+from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs lack it
 
 from paceline.engine.malformed import RefuseMalformed
 from paceline.errors import NodeUnavailable, PacelineError
@@ -41,13 +44,31 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
+class _CallersThatLeft(logging.Filter):
+    """Keeps a caller that left just as its answer ended out of the log: gRPC logs a traceback at ERROR when the status
+    that it then cannot send fails, and there is nobody to tell and nothing to do."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not (isinstance(error, cygrpc.ExecuteBatchError) and "SendStatusFromServerOperation" in str(error))
+
+
+_CALLERS_THAT_LEFT = _CallersThatLeft()  # one, so that adding it again changes nothing
+
+
+def make_server(options: Seq[tuple[str, Any]], max_concurrent_rpcs: int) -> grpc.aio.Server:
+    """A server that refuses what is no message of its RPC, and logs no caller that left."""
+    logging.getLogger(cygrpc.__name__).addFilter(_CALLERS_THAT_LEFT)
+    return grpc.aio.server(
+        interceptors=[RefuseMalformed()], options=options, maximum_concurrent_rpcs=max_concurrent_rpcs
+    )
+
+
 async def start_server(
     register: Callable[[grpc.aio.Server], None], host: str, max_concurrent_rpcs: int
 ) -> tuple[grpc.aio.Server, str]:
     """Serve on a free port of ``host``; returns the server and its "host:port"."""
-    server = grpc.aio.server(
-        interceptors=[RefuseMalformed()], options=SERVER_OPTIONS, maximum_concurrent_rpcs=max_concurrent_rpcs
-    )
+    server = make_server(SERVER_OPTIONS, max_concurrent_rpcs)
     register(server)
     at = f"[{host}]" if ":" in host else host
     port = server.add_insecure_port(f"{at}:0")

@@ -105,10 +105,10 @@ class PageAllocator:
                 self._drop(ref.page)
             self._num_quarantined -= len(pages)
 
-    def check(self, ref: PageRef) -> None:
-        """Raise StalePage unless ``ref`` names a held page in its current generation."""
+    def check(self, *refs: PageRef) -> None:
+        """Raise StalePage unless each of ``refs`` names a held page in its current generation."""
         with self._lock:
-            self._check_all([ref])
+            self._check_all(refs)
 
     def refcount(self, ref: PageRef) -> int:
         """References to the page, quarantined ones included. Raises StalePage."""

@@ -96,7 +96,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "pl_isa": ([], ctypes.c_char_p),
         "pl_set_threads": ([i32], None),
         "pl_read": ([ptr, i64], f32),
-        "pl_move_rows": ([ptr, i64, ptr, i64, i64, ptr, i32], None),
+        "pl_move_rows": ([ptr, i64, ptr, i64, i64, i64, ptr, i32], i32),
         "pl_packed_elems": ([i64, i64, i32], i64),
         "pl_pack_bf16": ([ptr, i64, i64, ptr], None),
         "pl_pack_f32": ([ptr, i64, i64, ptr], None),

@@ -45,9 +45,25 @@ static inline void store16(bf16* p, v16 x) {
 }
 static inline v16 splat(float f) { return v16{} + f; }
 static inline float hsum(v16 x) {  // one fixed tree
+#ifdef USE_AVX512BF16
+  __m256 a = _mm256_add_ps(_mm512_castps512_ps256((__m512)x), _mm512_extractf32x8_ps((__m512)x, 1));
+  __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
+#else
   float a[16]; memcpy(a, &x, 64);
   for (int w = 8; w; w /= 2) for (int i = 0; i < w; i++) a[i] += a[i + w];
   return a[0];
+#endif
+}
+static inline float hmax(v16 x) {
+#ifdef USE_AVX512BF16
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  float high = x[0];
+  for (int i = 1; i < 16; i++) high = std::max(high, x[i]);
+  return high;
+#endif
 }
 static inline v16 vmax(v16 a, v16 b) { return a > b ? a : b; }
 static inline v16 vexp(v16 x) {  // 2^n * polynomial; relative error below 2e-7 for x <= 0
@@ -274,6 +290,21 @@ static void linear_bf16(const bf16* x, int64_t M, int64_t ldx, const bf16* w, in
   }
 }
 
+// One row; for the few hundred bytes of one a call of memcpy costs as much as its bytes. Past the caches, where the target
+// allows it, for one that is written whole and read much later: its lines need not be read first.
+template <bool kStream>
+static inline void copy_row(uint8_t* to, const uint8_t* from, int64_t size) {
+#ifdef USE_AVX512BF16
+  if (!kStream || reinterpret_cast<uintptr_t>(to) % 64 == 0)
+    for (; size >= 64; size -= 64, to += 64, from += 64) {
+      __m512i line = _mm512_loadu_si512(from);
+      kStream ? _mm512_stream_si512(reinterpret_cast<__m512i*>(to), line) : _mm512_storeu_si512(to, line);
+    }
+  if (size == 0) return;
+#endif
+  memcpy(to, from, size);
+}
+
 extern "C" {
 
 void pl_set_threads(int n) { g_threads = n > 1 ? n : 1; }
@@ -293,23 +324,29 @@ float pl_read(const float* x, int64_t n) {
 
 // Tokens of a paged pool, layer after layer, into flat memory or back. layers: [num_layers, 4] of address, bytes of a
 // part, bytes from row to row, parts (K and V, or one latent). A page holds page_size rows of K, then as many of V; flat
-// memory holds each token's parts together. Neighbouring slots of a page are copied part by part, so that the pool's
-// side of the copy runs straight on. The caller has checked the slots.
-void pl_move_rows(const int64_t* layers, int64_t num_layers, const int64_t* slots, int64_t num_slots,
-                  int64_t page_size, uint8_t* flat, int to_pool) {
+// memory holds each token's parts together. Neighbouring slots of a page are copied token by token, so that flat memory
+// runs straight on and each part does too. Returns 1, and nothing has moved, when a slot is outside 0..pool_slots-1.
+int pl_move_rows(const int64_t* layers, int64_t num_layers, const int64_t* slots, int64_t num_slots,
+                 int64_t pool_slots, int64_t page_size, uint8_t* flat, int to_pool) {
+  for (int64_t i = 0; i < num_slots; i++)
+    if (slots[i] < 0 || slots[i] >= pool_slots) return 1;
   for (const int64_t* layer = layers; layer < layers + 4 * num_layers; layer += 4) {
     uint8_t* base = reinterpret_cast<uint8_t*>(layer[0]);
     int64_t size = layer[1], stride = layer[2], parts = layer[3];
-    for (int64_t first = 0, end; first < num_slots; flat += size * parts * (end - first), first = end) {
+    for (int64_t first = 0, end; first < num_slots; first = end) {
       for (end = first + 1; end < num_slots && slots[end] == slots[end - 1] + 1 && slots[end] % page_size; end++) {}
-      int64_t row = parts == 1 ? slots[first] : slots[first] + slots[first] / page_size * page_size;
-      for (int64_t part = 0; part < parts; part++) {
-        uint8_t *pool = base + (row + part * page_size) * stride, *other = flat + part * size;
-        for (int64_t i = first; i < end; i++, pool += stride, other += size * parts)
-          to_pool ? memcpy(pool, other, size) : memcpy(other, pool, size);
+      uint8_t* row = base + (parts == 1 ? slots[first] : slots[first] + slots[first] / page_size * page_size) * stride;
+      for (int64_t i = first; i < end; i++, row += stride) {
+        uint8_t* pool = row;
+        for (int64_t part = 0; part < parts; part++, pool += page_size * stride, flat += size)
+          to_pool ? copy_row<true>(pool, flat, size) : copy_row<false>(flat, pool, size);
       }
     }
   }
+#ifdef USE_AVX512BF16
+  _mm_sfence();
+#endif
+  return 0;
 }
 
 int pl_init() {
@@ -590,16 +627,16 @@ struct AmxTile {
   alignas(64) bf16 keys[TILE / 16][D / 32][512];    // [16 keys][32 dims]: pairs of dims, keys, 2
   alignas(64) bf16 values[TILE / 32][D / 16][512];  // [32 keys][16 dims]: pairs of keys, dims, 2
 
-  void load(const bf16* const* k, const bf16* const* v, int blocks32) {
+  void load(const bf16* const* k, const bf16* const* v, int from, int blocks32) {  // its blocks of 32 keys from..blocks32-1
     alignas(64) uint16_t low[32], high[32];
     for (int i = 0; i < 16; i++) {
       low[2 * i] = i; low[2 * i + 1] = 32 + i;
       high[2 * i] = 16 + i; high[2 * i + 1] = 48 + i;
     }
     __m512i pick_low = _mm512_load_si512(low), pick_high = _mm512_load_si512(high);
-    for (int b = 0; b < 2 * blocks32; b++)
+    for (int b = 2 * from; b < 2 * blocks32; b++)
       for (int d = 0; d < D / 32; d++) transpose16(k + b * 16, d * 32, keys[b][d]);
-    for (int b = 0; b < blocks32; b++)
+    for (int b = from; b < blocks32; b++)
       for (int p = 0; p < 16; p++)
         for (int d = 0; d < D / 32; d++) {
           __m512i x = _mm512_loadu_si512(v[b * 32 + 2 * p] + d * 32), y = _mm512_loadu_si512(v[b * 32 + 2 * p + 1] + d * 32);
@@ -662,18 +699,24 @@ struct AmxBlock {  // up to 16 (row, query head) pairs
   // One row of scores to probabilities; updates top, total and acc of pair m. valid: keys of this tile that it sees.
   void soften(float* s, bf16* p, int m, int64_t valid, int groups, bool first, float scale) {
     if (valid <= 0) { memset(p, 0, groups * 32); return; }
-    int full = std::min<int64_t>(valid, groups * 16) / 16;
+    if (groups == TILE / 16 && valid >= TILE) soften_groups<TILE / 16>(s, p, m, valid, groups, first, scale);
+    else soften_groups<0>(s, p, m, valid, groups, first, scale);
+  }
+
+  template <int kGroups>  // of a whole tile, or 0: as many as ``groups``
+  void soften_groups(float* s, bf16* p, int m, int64_t valid, int groups, bool first, float scale) {
+    const int count = kGroups ? kGroups : groups;
+    int full = kGroups ? kGroups : std::min<int64_t>(valid, count * 16) / 16;
     v16 high16 = splat(-INFINITY);
-    for (int b = 0; b < groups; b++) {
+    for (int b = 0; b < count; b++) {
       v16 x = load16(s + b * 16) * scale;
       if (b >= full) for (int i = 0; i < 16; i++) if (b * 16 + i >= valid) x[i] = -INFINITY;
       store16(s + b * 16, x);
       high16 = vmax(high16, x);
     }
-    float high = first ? -INFINITY : top[m];
-    for (int i = 0; i < 16; i++) high = std::max(high, high16[i]);
+    float high = std::max(first ? -INFINITY : top[m], hmax(high16));
     v16 sum = {};
-    for (int b = 0; b < groups; b++) {
+    for (int b = 0; b < count; b++) {
       v16 x = load16(s + b * 16);
       v16 e = x == -INFINITY ? v16{} : vexp(x - high);
       store16(p + b * 16, e);
@@ -688,52 +731,85 @@ struct AmxBlock {  // up to 16 (row, query head) pairs
 
 static constexpr int RUN_BLOCKS = 8;  // blocks that share a tile's layout
 
-// Rows [first, first + count) of one segment, all of one position-to-slot list; a row with a tail stands alone.
+// Rows [0, count) of one segment for one KV head: rows without tails, or nodes of a tree, whose prefixes are equally long.
+// Nodes go through the tiles that lie in their prefix together. From the tile on in which it ends each has keys of its own,
+// of which only the blocks of 32 that its tail reaches are laid out for it alone.
 template <int D>
 static void amx_attend_run(const bf16* q, const bf16* pool, int64_t page_size, int64_t Hq, int64_t Hk, int64_t head,
-                           const int32_t* prefix, const int32_t* prefix_lens, int64_t count, const int32_t* tail,
-                           int64_t tail_len, float scale, bf16* out) {
-  static thread_local AmxBlock<D> blocks[RUN_BLOCKS];
-  static thread_local AmxTile<D> tile;
+                           const int32_t* prefix, const int32_t* prefix_lens, int64_t count, const int32_t* tails,
+                           const int64_t* tail_offsets, float scale, bf16* out) {
+  static thread_local AmxBlock<D> blocks[RUN_BLOCKS], own;
+  static thread_local AmxTile<D> tile, second;
   alignas(64) static const bf16 zeros[D] = {};
   const bf16 *keys[TILE], *values[TILE];
-  int64_t G = Hq / Hk, per = 16 / G, row = Hk * D, longest = 0;
-  int used = (count + per - 1) / per;
+  int64_t G = Hq / Hk, per = 16 / G, row = Hk * D, longest = 0, shared = prefix_lens[0];
+  bool tailed = tail_offsets[1] > tail_offsets[0];
+  int used = (count + per - 1) / per, configured = -1;
+  auto configure = [&](int pairs) { if (pairs != configured) amx_attend_configure(configured = pairs); };
+  auto lay_out = [&](AmxTile<D>& to, int64_t base, int from, int64_t n, const int32_t* tail) {  // keys base..base+n-1
+    int blocks32 = (n + 31) / 32;
+    for (int64_t j = from * 32; j < n; j++) {
+      int64_t at = base + j, slot = (tail && at >= shared) ? tail[at - shared] : prefix[at];
+      keys[j] = pool + (slot / page_size) * 2 * page_size * row + (slot % page_size) * row + head * D;
+      values[j] = keys[j] + page_size * row;
+    }
+    for (int64_t j = n; j < blocks32 * 32; j++) keys[j] = values[j] = zeros;
+    to.load(keys, values, from, blocks32);
+  };
+  auto finish = [&](const AmxBlock<D>& block, int first, int64_t r) {  // row r, whose pairs begin at first
+    for (int64_t g = 0; g < G; g++)
+      for (int d = 0; d < D; d += 16)
+        store16(out + (r * Hq + head * G + g) * D + d, load16(block.acc + (first + g) * D + d) / block.total[first + g]);
+  };
   for (int b = 0; b < used; b++) {
     AmxBlock<D>& block = blocks[b];
     block.pairs = 0;
     block.longest = 0;
     memset(block.acc, 0, sizeof block.acc);
-    for (int64_t r = b * per; r < std::min<int64_t>(count, (b + 1) * per); r++)
+    for (int64_t r = b * per; r < std::min<int64_t>(count, (b + 1) * per); r++) {
+      int64_t length = prefix_lens[r] + tail_offsets[r + 1] - tail_offsets[r];
       for (int64_t g = 0; g < G; g++) {
         memcpy(block.q + block.pairs * D, q + (r * Hq + head * G + g) * D, D * 2);
-        block.length[block.pairs++] = prefix_lens[r] + tail_len;
-        block.longest = std::max(block.longest, prefix_lens[r] + tail_len);
+        block.length[block.pairs++] = length;
       }
+      block.longest = std::max(block.longest, length);
+    }
     longest = std::max(longest, block.longest);
   }
-  int configured = -1;
-  for (int64_t base = 0; base < longest; base += TILE) {
-    int n = std::min<int64_t>(TILE, longest - base), blocks32 = (n + 31) / 32;
-    for (int j = 0; j < n; j++) {
-      int64_t at = base + j, slot = (tail_len && at >= prefix_lens[0]) ? tail[at - prefix_lens[0]] : prefix[at];
-      keys[j] = pool + (slot / page_size) * 2 * page_size * row + (slot % page_size) * row + head * D;
-      values[j] = keys[j] + page_size * row;
-    }
-    for (int j = n; j < blocks32 * 32; j++) keys[j] = values[j] = zeros;
-    tile.load(keys, values, blocks32);
+  int64_t apart = tailed ? shared / TILE * TILE : longest;  // from where on the rows go alone
+  for (int64_t base = 0; base < apart; base += TILE) {
+    lay_out(tile, base, 0, std::min<int64_t>(TILE, longest - base), nullptr);
     for (int b = 0; b < used; b++) {
       if (blocks[b].longest <= base) continue;
-      if (blocks[b].pairs != configured) amx_attend_configure(configured = blocks[b].pairs);
+      configure(blocks[b].pairs);
       blocks[b].add_tile(tile, base, scale);
     }
   }
-  for (int b = 0; b < used; b++)
-    for (int m = 0; m < blocks[b].pairs; m++) {
-      int64_t r = b * per + m / G, g = m % G;
-      for (int d = 0; d < D; d += 16)
-        store16(out + (r * Hq + head * G + g) * D + d, load16(blocks[b].acc + m * D + d) / blocks[b].total[m]);
+  if (!tailed) {
+    for (int64_t r = 0; r < count; r++) finish(blocks[r / per], r % per * G, r);
+    return;
+  }
+  int whole = (shared - apart) / 32;  // blocks of the tile in which the prefix ends that no tail reaches
+  if (whole) lay_out(tile, apart, 0, whole * 32, nullptr);
+  own.pairs = G;
+  configure(G);
+  for (int64_t r = 0; r < count; r++) {
+    const AmxBlock<D>& block = blocks[r / per];
+    int64_t first = r % per * G;
+    own.longest = block.length[first];
+    std::fill_n(own.length, G, own.longest);
+    memcpy(own.q, block.q + first * D, G * D * sizeof(bf16));
+    memcpy(own.acc, block.acc + first * D, G * D * sizeof(float));
+    memcpy(own.top, block.top + first, G * sizeof(float));
+    memcpy(own.total, block.total + first, G * sizeof(float));
+    for (int64_t base = apart; base < own.longest; base += TILE) {
+      bool begins = base == apart;  // the tile that all rows begin alike
+      AmxTile<D>& to = begins ? tile : second;
+      lay_out(to, base, begins ? whole : 0, std::min<int64_t>(TILE, own.longest - base), tails + tail_offsets[r]);
+      own.add_tile(to, base, scale);
     }
+    finish(own, 0, r);
+  }
 }
 
 template <int D>
@@ -742,10 +818,10 @@ static void amx_attend(const bf16* q, const bf16* pool, int64_t page_size, int64
                        const int32_t* tails, const int64_t* tail_offsets, float scale, bf16* out) {
   std::vector<int64_t> starts;
   int64_t limit = RUN_BLOCKS * (16 / (Hq / Hk));
+  auto tailed = [&](int64_t r) { return tail_offsets[r + 1] > tail_offsets[r]; };
   for (int64_t r = 0; r < rows; r++) {
-    bool tailed = tail_offsets[r + 1] > tail_offsets[r];
-    bool joins = r > 0 && !tailed && slot_offsets[r] == slot_offsets[r - 1] && r - starts.back() < limit &&
-                 tail_offsets[r] == tail_offsets[r - 1];
+    bool joins = r > 0 && tailed(r) == tailed(r - 1) && slot_offsets[r] == slot_offsets[r - 1] &&
+                 r - starts.back() < limit && (!tailed(r) || prefix_lens[r] == prefix_lens[r - 1]);
     if (!joins) starts.push_back(r);
   }
   int64_t runs = starts.size();
@@ -757,8 +833,7 @@ static void amx_attend(const bf16* q, const bf16* pool, int64_t page_size, int64
       for (int64_t h = 0; h < Hk; h++) {
         int64_t r = starts[i];
         amx_attend_run<D>(q + r * Hq * D, pool, page_size, Hq, Hk, h, slots + slot_offsets[r], prefix_lens + r,
-                          starts[i + 1] - r, tails + tail_offsets[r], tail_offsets[r + 1] - tail_offsets[r], scale,
-                          out + r * Hq * D);
+                          starts[i + 1] - r, tails, tail_offsets + r, scale, out + r * Hq * D);
       }
     _tile_release();
   }

@@ -13,7 +13,7 @@ from paceline.attention.cpu import CpuAttention
 from paceline.attention.torch_paged import TorchAttention
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
-from paceline.layers.build import load_kernels
+from paceline.layers.build import load_kernels, set_threads
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler: the kernels cannot be built")
 
@@ -65,30 +65,97 @@ def test_bits_do_not_depend_on_chunks_or_pages(dtype: torch.dtype, geometry: tup
             assert torch.equal(torch.cat(parts), whole), (page_size, step)
 
 
+PARENTS = [-1, 0, 0, 1, 1, 2, 3]
+STARTS = (0, 1, 31, 32, 97, 121, 125, 127, 128, 200, 250)  # in and at the end of a tile, and of a block of 32 keys
+
+
+def random_tree(num_nodes: int) -> list[int]:
+    """Parents of a tree that is eight deep where it grew deepest, more nodes than share one run."""
+    generator = torch.Generator().manual_seed(num_nodes)
+    parents, depths = [-1], [1]
+    while len(parents) < num_nodes:
+        parent = len(parents) - 1  # a path goes on
+        if len(parents) % 3 == 0 or depths[parent] == 8:
+            parent = int(torch.randint(len(parents), (1,), generator=generator))
+        if depths[parent] < 8:
+            parents.append(parent)
+            depths.append(depths[parent] + 1)
+    return parents
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tree_rows_equal_the_same_rows_decoded_plainly(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_tree_rows_equal_the_same_rows_decoded_plainly(dtype: torch.dtype, geometry: tuple[int, int, int]) -> None:
     """J5: each node of a tree against its path alone, in the positions the path would occupy."""
-    backend, case = CpuAttention(), Case(dtype, (9, 3, 64), 16)
-    start, parents = 200, [-1, 0, 0, 1, 1, 2, 3]
-    num = len(parents)
-    batch = ForwardBatch.build([Segment.tree([0] * num, parents, start, case.slots)])
-    case.kv.write(0, batch.write_slots, case.k[:num], case.v[:num])
-    query = case.q[:num]
-    tree = backend.attend(query, case.kv, 0, backend.plan(batch), case.scale)
-    for node in range(num):
-        path = [node]
-        while parents[path[0]] >= 0:
-            path.insert(0, parents[path[0]])
-        alone = plain_path(case, backend, start, path, query)
-        assert torch.equal(tree[node], alone), node
+    for start in STARTS:
+        for parents in (PARENTS, random_tree(45)):
+            case, num = Case(dtype, geometry, 16), len(parents)
+            batch = ForwardBatch.build([Segment.tree([0] * num, parents, start, case.slots)])
+            case.kv.write(0, batch.write_slots, case.k[:num], case.v[:num])
+            backend, query = CpuAttention(), case.q[:num]
+            tree = backend.attend(query, case.kv, 0, backend.plan(batch), case.scale)
+            for node in range(num):
+                path = [node]
+                while parents[path[0]] >= 0:
+                    path.insert(0, parents[path[0]])
+                assert torch.equal(tree[node], plain_path(case, geometry, start, path, query)), (start, num, node)
 
 
-def plain_path(case: Case, backend: CpuAttention, start: int, path: Sequence[int], query: torch.Tensor) -> torch.Tensor:
-    plain = Case(query.dtype, (9, 3, 64), 16)
-    batch = ForwardBatch.build([Segment.linear([0] * len(path), start, plain.slots)])
-    plain.kv.write(0, batch.write_slots, case.k[list(path)], case.v[list(path)])
-    rows = query[list(path)]
-    return backend.attend(rows, plain.kv, 0, backend.plan(batch), plain.scale)[-1]
+def plain_path(
+    case: Case, geometry: tuple[int, int, int], start: int, path: Sequence[int], query: torch.Tensor
+) -> torch.Tensor:
+    """The last row of ``path``, decoded without a tree into slots of its own; the prefix's rows stand there."""
+    own = case.slots.clone()
+    own[start : start + len(path)] = case.slots[LENGTH : LENGTH + len(path)]
+    rows = list(path)
+    batch = ForwardBatch.build([Segment.linear([0] * len(path), start, own)])
+    case.kv.write(0, batch.write_slots, case.k[rows], case.v[rows])
+    backend = CpuAttention()
+    return backend.attend(query[rows], case.kv, 0, backend.plan(batch), case.scale)[-1]
+
+
+def test_trees_beside_others_and_on_more_threads() -> None:
+    """Trees of two sequences whose prefixes end in one tile, and rows without tails, before and behind one another."""
+    case, num = Case(torch.bfloat16, (9, 3, 64), 16), len(PARENTS)
+    tables = [case.slots.clone() for _ in range(3)]
+    for i, start in enumerate(starts := (199, 203, 150)):
+        tables[i][start : start + num] = case.slots[LENGTH + i * num : LENGTH + (i + 1) * num]
+    trees = [Segment.tree([0] * num, PARENTS, starts[i], tables[i]) for i in range(2)]
+    segments = [*trees, Segment.linear([0] * num, starts[2], tables[2])]
+    parts = [range(i * num, (i + 1) * num) for i in range(3)]
+
+    def attend(order: Sequence[int]) -> torch.Tensor:
+        rows, backend = [row for i in order for row in parts[i]], CpuAttention()
+        batch = ForwardBatch.build([segments[i] for i in order])
+        case.kv.write(0, batch.write_slots, case.k[rows], case.v[rows])
+        return backend.attend(case.q[rows], case.kv, 0, backend.plan(batch), case.scale)
+
+    alone = [attend([i]) for i in range(3)]
+    for threads in (1, 2):
+        set_threads(threads)
+        try:
+            for order in ((0, 1, 2), (1, 0), (2, 1), (0, 2), (2, 0, 1)):
+                assert torch.equal(attend(order), torch.cat([alone[i] for i in order])), (threads, order)
+        finally:
+            set_threads(1)
+
+
+def test_neighbouring_rows_with_tails_may_have_other_prefixes() -> None:
+    case = Case(torch.bfloat16, (9, 3, 64), 16)
+    lengths, tails = [200, 201, 140, 150], [[case.slots[LENGTH + i].item()] for i in range(3)] + [[]]
+    own = [*(tail[0] for tail in tails[:3]), case.slots[149].item()]
+    whole = Segment([0] * 4, [200, 201, 140, 149], own, case.slots, lengths, tails)
+    singly = [
+        Segment([0], [whole.positions[i]], [own[i]], case.slots, [lengths[i]], [tails[i]] if tails[i] else ())
+        for i in range(4)
+    ]
+    for i, slot in enumerate(own):
+        case.kv.write(0, torch.tensor([slot]), case.k[i : i + 1], case.v[i : i + 1])
+    backend = CpuAttention()
+    together = backend.attend(case.q[:4], case.kv, 0, backend.plan(ForwardBatch.build([whole])), case.scale)
+    for i, segment in enumerate(singly):
+        plan = backend.plan(ForwardBatch.build([segment]))
+        assert torch.equal(together[i], backend.attend(case.q[i : i + 1], case.kv, 0, plan, case.scale)[0]), i
 
 
 def test_a_sibling_is_not_seen() -> None:

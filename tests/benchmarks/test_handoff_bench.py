@@ -11,10 +11,11 @@ from benchmarks.handoff_report import (
     Crossing,
     HandoffReport,
     HandoffSettings,
+    Move,
     Repetition,
     crossing,
     handoff_grid,
-    union_s,
+    last_received_s,
 )
 from paceline.errors import ConfigError, PacelineError
 from paceline.results import TraceEvent
@@ -40,43 +41,46 @@ EVENTS = [
     event("send", "begin sent", 0.4, 0.4),
     *message(0.5, 0.6, 0.55, 0.7, 0, 8),
     *message(0.65, 0.8, 0.7, 0.9, 8, 8),
-    *message(2.0, 2.1, 2.1, 2.2, 16, 4),
-    event("send", "state sent", 2.6, 2.6, num_bytes=0.0),
-    event("receive", "state received", 2.7, 2.7, num_bytes=0.0),
+    event("prefill", "first token", 2.5),
+    *message(2.6, 2.7, 2.7, 2.8, 16, 4),
+    event("send", "state sent", 2.8, 2.8, num_bytes=0.0),
+    event("receive", "state received", 2.85, 2.85, num_bytes=0.0),
+    event("receive", "hand-off ready", 2.9),
 ]
 
 
 def test_a_crossing_is_read_off_both_traces() -> None:
-    found = crossing(EVENTS, 0.3)
+    found = crossing(EVENTS, 0.6)
     assert found.prefill_s == 2.5
-    assert found.exposed_s == 0.3
+    assert found.exposed_s == pytest.approx(0.4)
+    assert found.acknowledged_s == 0.6
     assert found.sizes == (800, 800, 400)
     assert found.num_bytes == 2000
     assert found.sending_s == pytest.approx(0.1 + 0.15 + 0.1)
-    assert found.under_way_s == pytest.approx(0.4 + 0.2)  # the first two overlap
-    assert found.whole_s == pytest.approx(1.7)
 
 
-def test_some_tokens_alone() -> None:
-    found = crossing(EVENTS, 0.3, tokens_below=16)
-    assert found.sizes == (800, 800)
-    assert found.whole_s == pytest.approx(0.4)
+def test_when_the_last_row_was_written() -> None:
+    assert last_received_s(EVENTS) == 2.8
+    with pytest.raises(PacelineError, match="no messages"):
+        last_received_s(EVENTS[:3])
 
 
-def test_traces_that_do_not_fit_together_are_refused() -> None:
-    with pytest.raises(PacelineError, match="2 chunks, 3 messages sent, 2 received"):
-        crossing([e for e in EVENTS if e.start_s != 2.1], 0.3)
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        (2.7, "2 chunks, 3 messages sent, 2 received, 1 first tokens, 1 hand-offs ready"),
+        (2.5, "2 chunks, 3 messages sent, 3 received, 0 first tokens, 1 hand-offs ready"),
+        (2.9, "2 chunks, 3 messages sent, 3 received, 1 first tokens, 0 hand-offs ready"),
+    ],
+)
+def test_traces_that_do_not_fit_together_are_refused(missing: float, words: str) -> None:
+    with pytest.raises(PacelineError, match=words):
+        crossing([e for e in EVENTS if e.start_s != missing], 0.6)
 
 
-def test_seconds_in_which_something_is_open() -> None:
-    assert union_s([]) == 0.0
-    assert union_s([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0), (0.6, 0.7)]) == 3.0
-
-
-def report(exposed_s: float, stored_s: float) -> HandoffReport:
-    overlapped = Crossing(1.0, exposed_s, 0.1, 0.1, 1.0, (MB, MB))
-    stored = Crossing(0.1, 0.5, 0.1, 0.1, stored_s, (2 * MB,))
-    return HandoffReport(HandoffSettings("m"), (Repetition(overlapped, 0.05, stored, 0.04),) * 3)
+def report(exposed_s: float, moved_s: float) -> HandoffReport:
+    overlapped = Crossing(1.0, exposed_s, 2 * exposed_s, 0.1, (MB, MB))
+    return HandoffReport(HandoffSettings("m"), (Repetition(overlapped, 0.05, Move(moved_s, (2 * MB,)), 0.04),) * 3)
 
 
 def test_bounds() -> None:
@@ -89,6 +93,7 @@ def test_bounds() -> None:
     cells = {row[0]: row[1:] for row in handoff_grid(good).rows}
     assert cells["exposed / floor"] == ("19.9%", "<= 20%: holds")
     assert cells["exposed / sender busy"] == ("10.0%", "")
+    assert cells["its share of the floor"] == ("39.8%", "")
     assert cells["raw gloo copy of the same: the floor"] == ("50.00 ms = 0.04 GB/s", "")
     missed = {row[0]: row[2] for row in handoff_grid(report(0.03, 0.05)).rows}
     assert missed["exposed / floor"] == "<= 20%: MISSED"

@@ -35,6 +35,7 @@ STOP_S = 12.0  # at most, for one that is not replaced
 SILENCE_S = (2.5, 4.0)  # longer than it takes to be noticed
 RESCAN_S = 0.05
 DEATH_TIMEOUT_S = 5.0
+QUIET_S = 10.0  # that a silence may go on for until something is refused
 VICTIM_TIMEOUT_S = 20.0  # until nodes are there that no other fault has, with a link where one is to be cut
 
 Key = tuple[int, tuple[str, int], tuple[str, int] | None]  # of a socket: process, own address, the peer's
@@ -238,12 +239,13 @@ async def reset(one: int, two: int) -> str:
 
 
 async def silence(one: int, two: int, held_s: float, both_listen: bool) -> str:
-    """Let nothing cross between two processes for a while. both_listen: the second one's listeners are closed too."""
+    """Let nothing cross between two processes for a while, and until somebody tried (a link that was just rebuilt may
+    be quiet). both_listen: the second one's listeners are closed too."""
     taken: dict[Key, Taken] = {}
     closed = (one, two) if both_listen else (one,)
-    before, end = 0, time.monotonic() + held_s
+    before, refused, end = 0, 0, time.monotonic() + held_s
     try:
-        while time.monotonic() < end:
+        while (now := time.monotonic()) < end or (not refused and now < end + QUIET_S):
             found = await asyncio.to_thread(lambda: between(one, two) + listeners(closed))
             fresh = [held for held in found if _key(held) not in taken]
             for held, one_end in await asyncio.to_thread(_taken, fresh):
@@ -251,7 +253,7 @@ async def silence(one: int, two: int, held_s: float, both_listen: bool) -> str:
                 one_end.silence()
                 taken[_key(held)] = one_end
             await asyncio.sleep(RESCAN_S)
-        refused = sum(one_end.refused() for one_end in taken.values()) - before
+            refused = sum(one_end.refused() for one_end in taken.values()) - before
     finally:
         for one_end in taken.values():
             one_end.unsilence()

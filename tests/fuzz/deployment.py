@@ -27,6 +27,7 @@ SCRIPT = Path(__file__).with_name("process.py")
 TESTS = SCRIPT.parents[1]
 START_S = 120.0
 STOP_S = 30.0
+FAULT_LINES = 25  # that are shown after one in a log
 REST_S = 40.0  # until a node has given everything back: above its deadlines for hand-offs that nobody makes
 GOOD_PROMPT, GOOD_TOKENS, GOOD_SEED = "In a paceline the front rider", 24, 20
 
@@ -99,11 +100,12 @@ class Deployment:
 
     def faults_logged(self) -> list[str]:
         """Errors and tracebacks in the logs: none belongs to a message that was merely wrong."""
-        lines = []
+        found = []
         for name, path in self.logs.items():
             text = path.read_text().splitlines()
-            lines += [f"{name}: {line}" for line in text if " ERROR " in line or line.startswith("Traceback")]
-        return lines
+            starts = [at for at, line in enumerate(text) if " ERROR " in line or line.startswith("Traceback")]
+            found += ["\n".join([f"{name}: {text[at]}", *text[at + 1 : at + 1 + FAULT_LINES]]) for at in starts]
+        return found
 
 
 @contextmanager

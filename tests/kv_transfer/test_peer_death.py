@@ -35,6 +35,12 @@ NUM_BYTES = TOKENS * 4096  # 128 MiB: far more than the socket buffers between t
 _link_ids = (f"p0/d0/{i}" for i in itertools.count())
 
 
+@pytest.fixture(autouse=True)
+def one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large a chunk is."""
+    monkeypatch.setattr("kv_transfer.cut.MESSAGE_BYTES", NUM_BYTES)
+
+
 def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 10.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -171,12 +177,12 @@ def test_a_sender_killed_in_mid_message_leaves_the_pages_quarantined(start: Call
     whole = WholeMessage(transport)
     receiver = HandoffReceiver(whole, sink, lambda ack: None)
     links.append(receiver)
-    receiver._staging._buffer = torch.zeros(NUM_BYTES, dtype=torch.uint8)
+    buffer = torch.zeros(NUM_BYTES, dtype=torch.uint8)
+    receiver._staging._free.append(buffer)
     receiver.feed(HandoffMessage(ticket="t", begin=Begin(first_token=0, num_tokens=TOKENS)))
     chunk = Chunk(byte_class=TARGET_KV, num_layers=1, num_tokens=TOKENS, num_bytes=NUM_BYTES)
     receiver.feed(HandoffMessage(ticket="t", chunk=chunk))
 
-    buffer = receiver._staging._buffer
     wait_for(lambda: buffer[0] == 1, "the first byte")
     peer.kill()
     assert buffer[-1] == 0, "the message was complete before the kill"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import socket
 import threading
 import time
@@ -15,6 +13,7 @@ import torch.distributed as dist
 
 from kv_transfer.rendezvous import MAX_KEYS, Store, create_store, torch_dist
 from kv_transfer.transport import TransportError
+from support.leftovers import left_beside, resources
 
 HOST = "127.0.0.1"
 
@@ -121,17 +120,12 @@ def test_it_listens_on_the_given_host_alone(stores: tuple[Store, Store]) -> None
 
 
 def test_a_dropped_store_leaves_nothing_behind() -> None:
-    def resources() -> tuple[int, int]:
-        gc.collect()
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-    before = resources()
-    for closed in (True, False):
-        store = create_store(HOST, 0, is_master=True, timeout_s=1)
-        if closed:
-            store.close()
-        del store
-    deadline = time.monotonic() + 5
-    while resources() != before and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert resources() == before
+    held = resources()
+    store = create_store(HOST, 0, is_master=True, timeout_s=1)
+    assert resources() - held
+    store.close()
+    del store
+    assert left_beside(held) == set()
+    store = create_store(HOST, 0, is_master=True, timeout_s=1)
+    del store
+    assert left_beside(held) == set()

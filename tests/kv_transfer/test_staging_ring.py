@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from kv_transfer import staging
 from kv_transfer.loopback import loopback_pair
-from kv_transfer.staging import Staging, StagingRing
+from kv_transfer.staging import NUM_BUFFERS, Staging, StagingRing
 from kv_transfer.transport import MESSAGE_BYTES, TransportError
 from paceline.errors import DeadlineExceeded
 
@@ -52,27 +54,61 @@ def test_bytes_that_are_expected_arrive_beside_those_in_use() -> None:
     for value in (1, 2, 3):
         send_end.send(torch.full((8,), value, dtype=torch.uint8))
     first = buffers.receive(8)
-    buffers.expect(8)
+    buffers.expect([8, 8])
     second = buffers.receive(8)
     assert first.tolist() == [1] * 8
     assert second.tolist() == [2] * 8
-    buffers.expect(8)
-    buffers.drain(8)  # its ticket failed meanwhile
+    buffers.expect([8, 24])  # the first of them is on its way already
+    buffers.drain([8])  # its ticket failed meanwhile
     assert second.tolist() == [2] * 8
+    assert buffers.receive_new(0, 3, torch.float32).shape == (0, 3)  # no message
     send_end.send(torch.full((6,), 4.0, dtype=torch.float32))
-    buffers.expect(24)
     rows = buffers.receive_new(2, 3, torch.float32)
     send_end.send(torch.full((6,), 5.0, dtype=torch.float32))
     buffers.receive(24)
     assert rows.tolist() == [[4.0] * 3] * 2
 
 
+def test_as_many_messages_are_under_way_as_there_are_buffers() -> None:
+    started: list[int] = []
+    send_end, recv_end = loopback_pair()
+    start = recv_end.start_recv
+
+    def counted(tensor: torch.Tensor) -> Callable[[], None]:
+        started.append(tensor.data_ptr())
+        return start(tensor)
+
+    with patch.object(recv_end, "start_recv", counted):
+        buffers = Staging(recv_end, "cpu")
+        send_end.send(torch.zeros(8, dtype=torch.uint8))
+        in_use = buffers.receive(8)
+        buffers.expect([8] * 10)
+        assert len(started) == len(set(started)) == NUM_BUFFERS - 1
+        assert in_use.data_ptr() not in started
+        send_end.send(torch.ones(8, dtype=torch.uint8))
+        assert buffers.receive(8).data_ptr() == started[0]
+        buffers.expect([8] * 9)
+        assert started[NUM_BUFFERS - 1 :] == [in_use.data_ptr()]
+
+
+def test_buffers_of_what_is_thrown_away_come_back() -> None:
+    send_end, recv_end = loopback_pair()
+    buffers = Staging(recv_end, "cpu")
+    for _ in range(2 * NUM_BUFFERS):
+        for value in (1, 2):
+            send_end.send(torch.full((8,), value, dtype=torch.uint8))
+        buffers.expect([8, 8])
+        buffers.drain([8, 8])
+    send_end.send(torch.full((8,), 3, dtype=torch.uint8))
+    assert buffers.receive(8).tolist() == [3] * 8
+
+
 def test_only_what_was_expected_may_be_taken() -> None:
     _, recv_end = loopback_pair()
     buffers = Staging(recv_end, "cpu")
-    buffers.expect(0)
-    buffers.expect(MESSAGE_BYTES + 1)  # of several messages: neither begins anything
-    buffers.expect(8)
+    buffers.expect([])
+    buffers.expect([MESSAGE_BYTES + 1, 7])  # larger than a buffer: nothing begins before it is asked for
+    buffers.expect([8])
     with pytest.raises(TransportError, match="9 bytes are taken where 8 were expected"):
         buffers.receive(9)
 
@@ -84,11 +120,11 @@ def test_credit_counts_every_byte_once_and_waits_until_it_is_worth_a_message(mon
     for size in (8, 8, 8, 4):
         send_end.send(torch.zeros(size, dtype=torch.uint8))
     buffers.receive(8)
-    buffers.expect(8)
+    buffers.expect([8])
     assert buffers.credit() == 0
-    buffers.drain(8)
+    buffers.drain([8])
     assert buffers.credit() == 0
     buffers.receive_new(2, 2, torch.bfloat16)
     assert buffers.credit() == 24
-    buffers.drain(4)
+    buffers.drain([4])
     assert buffers.credit() == 0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ from kv_transfer.rendezvous import Store
 from kv_transfer.torch_dist import Sentinel, TorchDistTransport, create_store, open_transport
 from kv_transfer.transport import MESSAGE_BYTES, TransportError, byte_view
 from paceline.errors import ConfigError
+from support.leftovers import left_beside, resources
 
 torch.set_num_threads(1)
 HOST = "127.0.0.1"
@@ -162,14 +161,9 @@ def test_an_absent_peer_is_an_error(stores: tuple[Store, Store]) -> None:
         create_store(HOST, 1, is_master=False, timeout_s=0.3)
 
 
-def resources() -> tuple[int, int]:
-    gc.collect()
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-
 def test_thirty_links_leave_nothing_behind(stores: tuple[Store, Store]) -> None:
     close_pair(open_pair(stores))
-    before, keys = resources(), stores[1].num_keys()
+    held, keys = resources(), stores[1].num_keys()
     for _ in range(30):
         ends = open_pair(stores)
         with ThreadPoolExecutor(1) as pool:
@@ -178,25 +172,19 @@ def test_thirty_links_leave_nothing_behind(stores: tuple[Store, Store]) -> None:
             sending.result(5)
         close_pair(ends)
         del ends
-    deadline = time.monotonic() + 5
-    while resources() != before and time.monotonic() < deadline:
-        time.sleep(0.02)  # a thread of the library ends a moment after its join
-    assert resources() == before
+    assert left_beside(held) == set()
     assert stores[1].num_keys() == keys
 
 
 def test_aborted_links_leave_nothing_behind(stores: tuple[Store, Store]) -> None:
     close_pair(open_pair(stores))
-    before = resources()
+    held = resources()
     for _ in range(5):
         ends = open_pair(stores)
         ends[0].transport.abort()
         close_pair(ends)
         del ends
-    deadline = time.monotonic() + 5
-    while resources() != before and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert resources() == before
+    assert left_beside(held) == set()
 
 
 @pytest.mark.skipif(dist.is_nccl_available(), reason="this build of torch has NCCL")

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.attention.base import AttentionBackend
 from paceline.attention.select import attention_for
+from paceline.attention.torch_paged import TorchAttention
 from paceline.config import NodeConfig
 from paceline.engine.build import build_runner
 from paceline.engine.colocated import ColocatedEngine
@@ -50,6 +52,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"use_sliding_window": False}),
     "qwen2, tied": ("Qwen2", {"use_sliding_window": False, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"use_sliding_window": False}),
+    "llama, as many KV heads": ("Llama", {"num_key_value_heads": 4}),
     "qwen3, one KV head": ("Qwen3", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
 }
 TOKENS = [(17 * i + 3) % 211 for i in range(45)]
@@ -62,11 +65,17 @@ PARAGRAPH = (
 )
 
 
-def ours(folder: Path, tokens: list[int], chunks: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def ours(
+    folder: Path,
+    tokens: list[int],
+    chunks: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+    attention: AttentionBackend | None = None,
+) -> torch.Tensor:
     model = load_target(folder, dtype, torch.device("cpu"))
     spec = model.spec
     kv, allocator = KvPool(KvLayout(model.kv_layers, model.dtype), 32, 8), PageAllocator(32)
-    attention = attention_for(model.device, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    attention = attention or attention_for(model.device, spec.num_heads, spec.num_kv_heads, spec.head_dim)
     return logits_in_chunks(model, kv, allocator, attention, tokens, chunks)
 
 
@@ -85,9 +94,14 @@ def test_tiny_checkpoints(case: str, tmp_path: Path) -> None:
     reference.save_pretrained(tmp_path)
     with torch.inference_mode():
         expected = reference(torch.tensor([TOKENS])).logits[0]
-    for chunks in ((45,), (20, 1, 1, 23), (1,) * 45):
-        worst = (ours(tmp_path, TOKENS, chunks) - expected).abs().max().item()
-        assert worst < 1e-4, f"largest difference {worst} in chunks of {chunks}"
+    for chunks, attention in (
+        ((45,), None),
+        ((20, 1, 1, 23), None),
+        ((1,) * 45, None),
+        ((20, 1, 24), TorchAttention()),
+    ):
+        worst = (ours(tmp_path, TOKENS, chunks, attention=attention) - expected).abs().max().item()
+        assert worst < 1e-4, f"largest difference {worst} in chunks of {chunks}, attention {attention}"
 
 
 def perplexity(logits: torch.Tensor, tokens: list[int]) -> float:

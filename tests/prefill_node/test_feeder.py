@@ -9,67 +9,25 @@ from typing import Any
 import pytest
 import torch
 
+import kv_transfer.cut
 import kv_transfer.outbox
-import prefill_node.groups
+import prefill_node.feeder
 from kv_transfer.handoff import TARGET_KV
-from kv_transfer.loopback import loopback_pair
-from kv_transfer.reshard import Side, reshard
 from kv_transfer.rows import RowSource
-from kv_transfer.sender import HandoffSender
 from kv_transfer.staging import NUM_BUFFERS
-from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
-from paceline.kvcache.pool import KvPool
 from paceline.v1 import handoff_pb2
-from prefill_node.feeder import RowFeeder
+from support.feeder_wire import TOKEN_BYTES, Wire, open_wire
 from tests.fakes.wait import wait_for
-
-LAYER = KvLayer(LayerKind.GQA, LayerOwner.TARGET, 1, 4)
-
-
-class Wire:
-    """A feeder, its sender, and what left them."""
-
-    def __init__(self) -> None:
-        self.messages: list[handoff_pb2.HandoffMessage] = []
-        self.ended: list[tuple[str, str]] = []
-        self.refused: list[tuple[str, str]] = []
-        self.gate = threading.Event()
-        self.gate.set()
-        self.kv = KvPool(KvLayout((LAYER, LAYER), torch.float32), 8, 4)
-        for data in self.kv.data:
-            data.copy_(torch.arange(data.numel(), dtype=torch.float32).view(data.shape))
-        pipe, self.far_end = loopback_pair(max_messages=64, timeout_s=5.0)
-        self.sender = HandoffSender(
-            pipe,
-            self._post,
-            on_terminal=lambda ticket, ack: self.ended.append((ticket, ack.WhichOneof("body") or "")),
-            on_failed=lambda ticket, reason: self.ended.append((ticket, reason)),
-            on_link_lost=lambda reason: None,
-        )
-        source = RowSource(self.kv, reshard(Side(self.kv.layout), Side(self.kv.layout)))
-        self.feeder = RowFeeder(
-            self.sender, source, torch.device("cpu"), lambda ticket, reason: self.refused.append((ticket, reason))
-        )
-
-    def _post(self, message: handoff_pb2.HandoffMessage) -> None:
-        self.gate.wait(5.0)
-        self.messages.append(message)
-
-    def kinds(self) -> list[str | None]:
-        return [message.WhichOneof("body") for message in self.messages]
 
 
 @pytest.fixture
 def wire() -> Iterator[Wire]:
-    made = Wire()
-    yield made
-    made.gate.set()
-    made.sender.close(5.0)
-    made.feeder.close(5.0)
+    with open_wire() as made:
+        yield made
 
 
 def test_rows_leave_in_pieces_and_in_order(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_node.groups, "MESSAGE_BYTES", 3 * 2 * 8 * 4)  # three tokens of both layers
+    monkeypatch.setattr(prefill_node.feeder, "CHUNK_BYTES", 3 * TOKEN_BYTES)
     slots = torch.tensor([9, 2, 30, 31, 4, 17, 0], dtype=torch.int32)
     wire.feeder.begin("t", 5, 7)
     wire.feeder.rows("t", TARGET_KV, range(2), slots, 5)

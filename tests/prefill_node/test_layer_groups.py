@@ -1,4 +1,4 @@
-"""How layers and tokens are cut into messages."""
+"""Which layers of a chunk leave together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_transfer.transport import MESSAGE_BYTES
-from prefill_node.groups import MIN_BYTES, layer_groups, token_pieces
+from prefill_node.groups import MIN_BYTES, layer_groups
 
 KIB = 1024
 
@@ -22,9 +22,8 @@ def test_what_is_too_little_for_a_message_leaves_with_its_neighbours() -> None:
     assert layer_groups([]) == ()
 
 
-def test_a_layer_of_more_than_a_message_is_a_group_and_is_cut_by_tokens() -> None:
+def test_a_layer_of_more_than_a_message_is_a_group() -> None:
     assert layer_groups([2 * MESSAGE_BYTES] * 3, first_layer=5) == (range(5, 6), range(6, 7), range(7, 8))
-    assert token_pieces(2048, 4096) == (range(0, 1024), range(1024, 2048))
 
 
 def test_layers_that_do_not_cross_go_with_others() -> None:
@@ -44,13 +43,3 @@ def test_groups_follow_one_another_and_none_is_too_small(sizes: list[int], first
         assert total < MESSAGE_BYTES + 2 * MIN_BYTES or total - largest < 2 * MIN_BYTES
     if len(groups) > 1 and len(groups[-1]) > 1:
         assert totals[-1] - sizes[groups[-1][0] - first] < MIN_BYTES
-
-
-@settings(deadline=None)
-@given(st.integers(0, 5000), st.integers(1, 2 * MESSAGE_BYTES))
-def test_pieces_follow_one_another_and_fit_a_message(num_tokens: int, token_bytes: int) -> None:
-    pieces = token_pieces(num_tokens, token_bytes)
-    assert [token for piece in pieces for token in piece] == list(range(num_tokens))
-    for piece in pieces:
-        assert len(piece) * token_bytes <= MESSAGE_BYTES or len(piece) == 1
-        assert max(len(p) for p in pieces) - len(piece) <= 1

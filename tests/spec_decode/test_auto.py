@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem, TreeKind
-from paceline.spec_decode.drafters.auto import AutoChooser, CopyIndex
+from paceline.spec_decode.drafters.auto import Arm, AutoChooser, CopyIndex, Pending
 from paceline.spec_decode.drafters.ngram import NgramDrafter
 from paceline.spec_decode.drafters.none import NoDrafter
 from paceline.spec_decode.drafters.select import SelectingDrafter
@@ -219,6 +219,40 @@ def test_before_anything_is_known_the_order_is_the_texts(monkeypatch: pytest.Mon
     assert plan_names(chooser(), bare_sequence(), DraftBudget(0)) == ["none"]
     loaded = AutoChooser(Costs(over_the_ridge, GOOD).table(), "head", ["ngram"])
     assert plan_names(loaded, long_match, DraftBudget(4), batch=32) == ["none"]
+
+
+@pytest.mark.parametrize(("good", "drafts"), [(16, True), (10, True), (1, False), (0, False)])
+def test_draft_steps_that_too_few_would_share_are_not_made(
+    good: int, drafts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft step takes 0.3 plain steps for however many sequences, and saves each of 16 at most a sixteenth."""
+    no_trials(monkeypatch)
+    flat = Costs(lambda batch, rows: 1.0 + 0.002 * (rows - 1), {"head": 0.3, "ngram": 0.001})
+    auto = AutoChooser(flat.table(), "head", ["ngram"])
+    seqs, budget = [bare_sequence(i) for i in range(16)], DraftBudget(4)
+    for i, seq in enumerate(seqs):
+        for _ in range(60):
+            auto._state(seq).depths.add(1, 4, 4 if i < good else 0)
+    auto.start_round(16)
+    plans = [auto.choose(seq, budget, primary_ready=True) for seq in seqs]
+    assert [plan[0][0] for plan in plans] == ["head"] * good + ["none"] * (16 - good)
+    settled = [auto.settle(seq, budget, plan) for seq, plan in zip(seqs, plans, strict=True)]
+    assert [plan[0][0] for plan in settled] == (["head"] * good if drafts else ["none"] * good) + ["none"] * (16 - good)
+
+
+def test_copies_and_trials_go_on_where_draft_steps_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    flat = Costs(lambda batch, rows: 1.0 + 0.002 * (rows - 1), {"head": 0.3, "ngram": 0.001})
+    auto = AutoChooser(flat.table(), "head", ["ngram"])
+    copying_one = bare_sequence(prompt=[*range(10, 30), *range(10, 24)])
+    copying_one.token_ids[-1] = 24
+    budget, none = DraftBudget(4), ("none", DraftBudget(4))
+    plan = (("ngram", budget), ("head", budget))
+    auto.start_round(16)
+    assert auto.settle(copying_one, budget, plan) == (("ngram", budget),)
+    assert auto.settle(copying_one, budget, (("head", budget),)) == (none,)
+    state = auto._state(copying_one)
+    state.pending = Pending(0, (), 16, 1.0, Arm("head", "chain"))
+    assert auto.settle(copying_one, budget, (("head", budget),)) == (("head", budget),)
 
 
 def test_a_primary_without_state_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

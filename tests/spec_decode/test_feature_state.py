@@ -10,6 +10,7 @@ import torch
 
 from paceline.engine.model_runner import PrefillChunk
 from paceline.spec_decode.base import ExtendItem
+from paceline.spec_decode.drafters import feature
 from support.feature_drafting import (
     BUDGETS,
     COUPLED,
@@ -38,6 +39,14 @@ def test_state_after_rounds_is_that_of_a_fresh_prefill(dtype: str, shape: str) -
         seen |= accepted
     assert 0 in seen
     assert max(seen) >= 2  # an extend of several rows over rows of drafts
+
+
+@pytest.mark.parametrize("left_out", [-1000, 1000])
+def test_it_is_so_whichever_outputs_are_left_out(left_out: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feature, "WORTH_LEAVING_OUT", left_out)
+    exact, accepted = rounds_stay_exact(make("bf16", "chain", sampling=GREEDY), temperature=0.0)
+    assert exact
+    assert accepted
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7])

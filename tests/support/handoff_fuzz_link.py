@@ -10,6 +10,7 @@ import torch
 
 from decode_node.sink import ReservedPages
 from decode_node.stream import EventQueue
+from kv_transfer.cut import message_sizes
 from kv_transfer.handoff import ByteClass, HandoffState
 from kv_transfer.loopback import loopback_pair
 from kv_transfer.reshard import ReshardPlan, Side, reshard
@@ -144,7 +145,7 @@ class FuzzLink:
         message = self.receiver.next_message
         if message is None or not (message.chunk.num_bytes or message.state.num_bytes) or not self.receiver.alive:
             return True
-        return not self.sender.busy and bool(self._pipe.messages)
+        return not self.sender.busy and len(self._pipe.messages) >= len(message_sizes(message))
 
     def deliver(self) -> bool:
         """One control message reaches the decode node."""

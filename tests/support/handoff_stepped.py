@@ -17,10 +17,13 @@ import torch
 from kv_transfer.handoff import DRAFT_KV, TARGET_KV, ByteClass
 from kv_transfer.receiver import HandoffReceiver
 from kv_transfer.sender import HandoffSender
+from kv_transfer.staging import StagingRing
 from kv_transfer.transport import Transport
 from kv_transfer.wire import Started
 from paceline.v1.handoff_pb2 import HandoffMessage
 from prefill_node.feeder import RowFeeder
+
+MOST_MESSAGES = 6  # of a chunk: a turn of the feeder finds buffers for all of them
 
 
 class _NoThread:
@@ -75,14 +78,14 @@ class SteppedSender(HandoffSender):
     busy = False
 
     def _next(self) -> Started | None:
-        if self._turns == 0 or (not self._outbox.ready and self._dead is None):
+        if self._turns == 0 or (not self._started and self._dead is None):
             return None
         self._turns -= 1
         return super()._next()
 
     def turn(self) -> bool:
         """False when there is nothing to send or no credit, or the thread is in the midst of a send."""
-        if self.busy or not self._outbox.ready:
+        if self.busy or not self._started:
             return False
         self.busy, self._turns = True, 1
         try:
@@ -157,14 +160,15 @@ class SteppedFeeder(RowFeeder):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._turns = _TurnQueue()
+        self._staging = StagingRing(num_buffers=2 * MOST_MESSAGES)
         self._queue = self._turns  # type: ignore[assignment]
         self.leave_out: dict[str, str] = {}
         self.lost_target: set[str] = set()  # tickets that cannot become ready any more
         self.gathering = ""  # the ticket
 
-    def _gather(self, ticket: str, layers: range, slots: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor | None:
+    def _gather(self, ticket: str, layers: range, slots: torch.Tensor, data: torch.Tensor) -> bool:
         self.gathering = ticket
-        return super()._gather(ticket, layers, slots, buffer)
+        return super()._gather(ticket, layers, slots, data)
 
     def rows(self, ticket: str, byte_class: ByteClass, layers: range, slots: torch.Tensor, first_token: int) -> None:
         fault = self.leave_out.get(ticket)
@@ -185,7 +189,7 @@ class SteppedFeeder(RowFeeder):
 
     def turn(self) -> bool:
         """False when nothing waits, no buffer is free, or the thread is in the midst of its work."""
-        if self.busy or not self._turns.items or not self._staging.has_room:
+        if self.busy or not self._turns.items or len(self._staging._free) + self._staging._unmade < MOST_MESSAGES:
             return False
         self.busy, self._turns.turns = True, 1
         try:

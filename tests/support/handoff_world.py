@@ -31,9 +31,12 @@ from support.handoff_runner import FuzzRunner
 
 RESERVE_S, HANDOFF_S, ANSWER_S = 5.0, 5.0, 9.0
 MAX_LINKS = 6
-SMALL = {  # bytes, so that a chunk of 6 tokens leaves layer by layer and credit runs out
+SMALL = {  # bytes, so that a chunk of 6 tokens leaves layer by layer, in several messages, and credit runs out
     "prefill_node.groups.MIN_BYTES": 1,
     "prefill_node.groups.MESSAGE_BYTES": 512,
+    "kv_transfer.cut.MESSAGE_BYTES": 256,
+    "prefill_node.feeder.MESSAGE_BYTES": 256,
+    "prefill_node.feeder.CHUNK_BYTES": 1536,
     "prefill_node.engine.MIN_BYTES": 1,
     "kv_transfer.outbox.WINDOW_BYTES": 1024,
     "kv_transfer.staging.CREDIT_BYTES": 256,

@@ -11,7 +11,8 @@ with the tokens, rows and draft depths that its rounds showed (per request, shru
 that puts the arms in the order of L1), and seconds from the cost table at the present batch, as if all sequences did
 the same. A chain is as deep as is worth most by what each depth showed (algorithms.md I3c); copies end by themselves.
 Not drafting has speed-up 1 by definition, so a loaded node stops drafting by itself. The best arm draws; a copy that
-finds nothing hands over to the best of the others in the same round.
+finds nothing hands over to the best of the others in the same round. The draft steps of the primary are shared by all
+that chose it: where these are too few, none of them has it (``settle``).
 
 An arm that is not used is never measured: now and then the one that waited longest is tried. Rounds earn an allowance
 of ``probe_share`` of their time, a trial spends what it lost against the best arm, and none starts in debt. So looking
@@ -43,6 +44,7 @@ REQUEST_PRIOR = 6.0  # rounds of its own that the others' count as, for a reques
 POOL_PRIOR = 3.0  # the same for the guess and all requests
 PROBE_GAP = 8  # rounds of a sequence between two of its trials of one arm
 MOST_ALLOWANCE = 8.0  # plain steps saved up at most
+QUARTERS = 4
 
 Plan = tuple[tuple[str, DraftBudget], ...]  # drafters to ask in order, until one finds something; never empty
 
@@ -162,11 +164,15 @@ class AutoChooser:
         self._pool: dict[Arm, Outcome] = {}
         self._depths = WidthCounts(POOL_DECAY)
         self._allowance, self._trial_given = 0.0, False
+        self._seconds: dict[tuple[str, int, int], float] = {}  # of rounds as they might be now, by arm's cost
+        self._sharers: list[tuple[float, int, int]] = []  # of who may ask the primary: tokens gained, rows, depth
 
     def start_round(self, batch: int) -> None:
         """Before the choices of a round over ``batch`` sequences, those that named a drafter included."""
         self._batch, self._plain_s = batch, self.costs.estimate(batch, batch)
         self._trial_given = False
+        self._seconds.clear()
+        self._sharers.clear()
 
     def choose(self, seq: Sequence, budget: DraftBudget, *, primary_ready: bool) -> Plan:
         """Drafters to ask for the next tree. primary_ready: it has what it drafts from."""
@@ -185,6 +191,9 @@ class AutoChooser:
         if trial is not None:
             ranked = [trial, *(arm for arm in ranked if arm != trial)]
         best = max(1.0, *worth.values()) if worth else 1.0
+        shared = next((arm for arm in ranked if arm.drafter == self.primary), None)
+        if shared is not None and shared != trial:
+            self._sharers.append(self._gain(state, shared, arms[shared]))
         state.pending = Pending(seq.stats.rounds, tuple(ranked), self._batch, best, trial)
         plan: list[tuple[str, DraftBudget]] = []
         for arm in ranked:
@@ -192,6 +201,30 @@ class AutoChooser:
             if arm.drafter == self.primary:  # it drafts last, and for all of its sequences at once
                 break
         return tuple(plan) or ((NONE, budget),)
+
+    def settle(self, seq: Sequence, budget: DraftBudget, plan: Plan) -> Plan:
+        """A plan of this round, once all are made: the primary's draft steps take about the same for one sequence as
+        for all, so it drafts only where those that chose it gain more by it together than it and their rows take."""
+        state = self._state(seq)
+        trial = state.pending.trial if state.pending is not None else None
+        if self.primary == NONE or self._shared_pays() or (trial is not None and trial.drafter == self.primary):
+            return plan
+        return tuple(step for step in plan if step[0] != self.primary) or ((NONE, budget),)
+
+    def _shared_pays(self) -> bool:
+        if not self._sharers:
+            return False
+        gained = sum(tokens for tokens, _, _ in self._sharers) * self._plain_s / self._batch
+        rows, depth = sum(rows for _, rows, _ in self._sharers), max(depth for _, _, depth in self._sharers)
+        step = self.costs.estimate(self._batch, self._batch + rows) - self._plain_s
+        return gained > step + self.costs.draft_seconds(self.primary, len(self._sharers), depth)
+
+    def _gain(self, state: AutoState, arm: Arm, budget: DraftBudget) -> tuple[float, int, int]:
+        depth = budget.num_draft_tokens
+        if arm.kind == CHAIN:
+            return sum(self._reach(state, depth)), depth, depth
+        expected = self._expected(state, arm, budget)
+        return expected.tokens - 1, round(expected.rows) - 1, depth
 
     def drafted(self, seq: Sequence, tree: DraftTree) -> None:
         """The tree that came of the last choice."""
@@ -227,21 +260,32 @@ class AutoChooser:
         return reach(request_rates(state.depths, pool_rates(self._depths, 1, depth), 1))
 
     def _worth(self, drafter: str, tokens: float, rows: float, depth: float) -> float:
-        """Speed-up of a round that yields ``tokens``."""
-        step = self.costs.estimate(self._batch, self._batch * rows)
-        return tokens * self._plain_s / (step + self.costs.draft_seconds(drafter, self._batch, depth))
+        """Speed-up of a round that yields ``tokens``. Rows and depth count in quarters: the sequences of a large batch
+        ask for the same few seconds over and over."""
+        key = (drafter, round(QUARTERS * rows), round(QUARTERS * depth))
+        seconds = self._seconds.get(key)
+        if seconds is None:
+            step = self.costs.estimate(self._batch, self._batch * key[1] / QUARTERS)
+            seconds = step + self.costs.draft_seconds(drafter, self._batch, key[2] / QUARTERS)
+            self._seconds[key] = seconds
+        return tokens * self._plain_s / seconds
 
     def _speedup(self, state: AutoState, arm: Arm, budget: DraftBudget) -> float:
         depth = budget.num_draft_tokens
         if arm.kind == CHAIN:
             return self._worth(arm.drafter, 1 + sum(self._reach(state, depth)), 1 + depth, depth)
-        rate = ASSUMED_RATES[arm.kind]
+        expected = self._expected(state, arm, budget)
+        return self._worth(arm.drafter, expected.tokens, expected.rows, expected.depth)
+
+    def _expected(self, state: AutoState, arm: Arm, budget: DraftBudget) -> Expected:
+        """Of a round of an arm that is no chain of the primary."""
+        depth, rate = budget.num_draft_tokens, ASSUMED_RATES[arm.kind]
         tokens = (1 - rate ** (depth + 1)) / (1 - rate)  # algorithms.md B9
         expected = Expected(tokens, budget.max_nodes, depth)
         for outcomes, weight in ((self._pool, POOL_PRIOR), (state.outcomes, REQUEST_PRIOR)):
             if arm in outcomes:
                 expected = outcomes[arm].mean(expected, weight)
-        return self._worth(arm.drafter, expected.tokens, expected.rows, expected.depth)
+        return expected
 
     def _trial(self, seq: Sequence, state: AutoState, others: Seq[Arm]) -> Arm | None:
         """The arm that waited longest, if there is something to spend on it. One sequence per round."""

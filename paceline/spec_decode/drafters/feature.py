@@ -29,10 +29,12 @@ from paceline.spec_decode.drafters.chain_drafts import chain_trees, draft_chains
 from paceline.spec_decode.drafters.growing import GrowingDraft, grown_tree, hang, next_levels, static_choices
 from paceline.spec_decode.drafters.head_graphs import HeadGraphs
 from paceline.spec_decode.expand import ROOT, DynamicGrowth, Growth, StaticGrowth
-from paceline.spec_decode.heads.base import DraftHead
+from paceline.spec_decode.heads.base import DraftHead, LastRows
 from paceline.spec_decode.sequence import DraftState, Sequence
 from paceline.spec_decode.tree import DraftTree
 from paceline.spec_decode.unread import UnreadChains
+
+WORTH_LEAVING_OUT = 16  # rows: with fewer, a second batch costs more than their outputs
 
 
 @dataclass
@@ -122,8 +124,13 @@ class FeatureDrafter(Drafter):
         """What the head says after each sequence's last row, [len(segments), hidden_size]."""
         if self.graphs is not None and (ends := self.graphs.extend(segments, hidden)) is not None:
             return ends
-        last = np.cumsum([len(segment.token_ids) for segment in segments]) - 1
-        return self._forward(segments, hidden)[staged(last, hidden.device)]
+        rows = staged(np.cumsum([len(segment.token_ids) for segment in segments]) - 1, hidden.device)
+        if hidden.shape[0] < len(segments) + WORTH_LEAVING_OUT:
+            return self._forward(segments, hidden)[rows]
+        device = self.model.device
+        last = ForwardBatch.build([_last_row(segment) for segment in segments], device)
+        context = ForwardContext.build(last, self.kv, self.attention)
+        return self.head.extend(ForwardBatch.build(segments, device), hidden, LastRows(rows, context))
 
     def _forward(self, segments: Seq[Segment], hidden: torch.Tensor) -> torch.Tensor:
         batch = ForwardBatch.build(segments, self.model.device)
@@ -249,3 +256,8 @@ class FeatureDrafter(Drafter):
         coupled = weighed and self.sampling is DraftSampling.COUPLED
         values = log_values(found.ids, found.probs, params, positions, coupled=coupled)
         hang(where, found, values)
+
+
+def _last_row(segment: Segment) -> Segment:
+    """The last row of a linear segment, behind the others."""
+    return Segment.linear(segment.token_ids[-1:], segment.positions[-1], segment.slots)

@@ -206,6 +206,10 @@ class SelectingDrafter(Drafter):
                 plans.append(self._chooser.choose(seq, budget, primary_ready=ready))
             else:
                 plans.append(((choice, budget),))
+        if self._chooser is not None:
+            for i, (seq, budget) in enumerate(zip(seqs, budgets, strict=True)):
+                if self.choice(seq) == AUTO:
+                    plans[i] = self._chooser.settle(seq, budget, plans[i])
         return plans
 
     def _fill(

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 
+from paceline.attention.base import ForwardBatch
 from paceline.kvcache.layout import KvLayer
 from paceline.models.base import ForwardContext
+
+
+@dataclass(frozen=True)
+class LastRows:
+    """The last row of each segment of a batch, as a batch of its own."""
+
+    rows: torch.Tensor  # int64 [S], into the rows of the whole batch
+    context: ForwardContext  # S rows, each of which sees what it sees in the whole batch
 
 
 class DraftHead(ABC):
@@ -32,6 +42,12 @@ class DraftHead(ABC):
 
         Writes the rows' KV to ``context.batch.write_slots`` in the head's layers.
         """
+
+    def extend(self, batch: ForwardBatch, hidden: torch.Tensor, last: LastRows) -> torch.Tensor:
+        """``forward`` of committed rows where only the outputs of the last ones are wanted: [S, hidden_size], the same
+        bits where rows keep theirs whatever lies beside them. The other rows leave nothing but their KV."""
+        context = ForwardContext.build(batch, last.context.kv, last.context.attention)
+        return self.forward(batch.token_ids, hidden, context)[last.rows]
 
     @abstractmethod
     def logits(self, output: torch.Tensor) -> torch.Tensor:

@@ -10,13 +10,15 @@ import math
 
 import torch
 
+from paceline.attention.base import ForwardBatch
 from paceline.kvcache.layout import KvLayer, LayerKind, LayerOwner
+from paceline.kvcache.pool import KvPool
 from paceline.layers.linear import Linear, fuse
 from paceline.layers.ops import add_rms_norm, rms_norm, rope_write, silu_mul
 from paceline.layers.rotary import rope_table
 from paceline.models.base import ForwardContext, TargetModel
 from paceline.models.loader import WeightBag
-from paceline.spec_decode.heads.base import DraftHead
+from paceline.spec_decode.heads.base import DraftHead, LastRows
 from paceline.spec_decode.heads.formats_config import Eagle1Config, Eagle3Config
 from paceline.spec_decode.heads.formats_eagle import vocabulary_map
 from paceline.spec_decode.heads.formats_layer import LayerShape, refused
@@ -56,23 +58,32 @@ class EagleLayer:
         )
         self.down_proj = Linear(take("mlp.down_proj.weight"), take_bias("mlp.down_proj.bias"))
 
-    def attention(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """x: [T, width] -> [T, hidden_size]; writes the rows' KV first."""
-        shape, batch, rows = self.shape, context.batch, x.shape[0]
+    def write(self, x: torch.Tensor, batch: ForwardBatch, kv: KvPool) -> torch.Tensor:
+        """x: [T, width] -> the rotated queries, [T, num_heads, head_dim]; the rows' KV goes to the pool."""
+        shape, rows = self.shape, x.shape[0]
         kv_dim = shape.num_kv_heads * shape.head_dim
         q, k, v = torch.split_with_sizes(self.qkv_proj(x), (shape.num_heads * shape.head_dim, kv_dim, kv_dim), dim=-1)
         q, k, v = (t.view(rows, -1, shape.head_dim) for t in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = rms_norm(q, self.q_norm, shape.rms_norm_eps), rms_norm(k, self.k_norm, shape.rms_norm_eps)
-        pages = context.kv.data[self.kv_layer]
-        q = rope_write(q, k, v, self.table, batch.positions, batch.write_slots, pages)
-        out = context.attention.attend(q, context.kv, self.kv_layer, context.plan, self.scale)
-        return self.o_proj(out.view(rows, -1))
+        return rope_write(q, k, v, self.table, batch.positions, batch.write_slots, kv.data[self.kv_layer])
+
+    def finish(self, query: torch.Tensor, residual: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """query: [T, num_heads, head_dim] of rows whose KV is in the pool; residual: [T, hidden_size], overwritten ->
+        the stream after the layer, [T, hidden_size]."""
+        out = context.attention.attend(query, context.kv, self.kv_layer, context.plan, self.scale)
+        x = self.o_proj(out.view(query.shape[0], -1))
+        attended = add_rms_norm(x, residual, self.post_norm, self.shape.rms_norm_eps)
+        return residual + self.down_proj(silu_mul(self.gate_up_proj(attended)))
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """x: [T, width]; residual: [T, hidden_size], overwritten -> the stream after the layer, [T, hidden_size]."""
-        attended = add_rms_norm(self.attention(x, context), residual, self.post_norm, self.shape.rms_norm_eps)
-        return residual + self.down_proj(silu_mul(self.gate_up_proj(attended)))
+        """x: [T, width]; residual as `finish`."""
+        return self.finish(self.write(x, context.batch, context.kv), residual, context)
+
+    def extend(self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch, last: LastRows) -> torch.Tensor:
+        """As `__call__`, of the last rows alone: the others need no more than their KV."""
+        query = self.write(x, batch, last.context.kv)
+        return self.finish(query[last.rows], residual[last.rows], last.context)
 
 
 def _table(model: TargetModel, shape: LayerShape) -> torch.Tensor:
@@ -131,8 +142,16 @@ class Eagle1Head(DraftHead):
 
     def forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """See DraftHead."""
-        x = self.fc(torch.cat((self.embedding(token_ids), hidden), dim=-1))  # embedding first
+        x = self._joined(token_ids, hidden)
         return self.layer(x, x, context)  # read by attention before it is overwritten
+
+    def extend(self, batch: ForwardBatch, hidden: torch.Tensor, last: LastRows) -> torch.Tensor:
+        """See DraftHead."""
+        x = self._joined(batch.token_ids, hidden)
+        return self.layer.extend(x, x, batch, last)
+
+    def _joined(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return self.fc(torch.cat((self.embedding(token_ids), hidden), dim=-1))  # embedding first
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:
         """See DraftHead; no norm before the target's LM head."""
@@ -190,11 +209,22 @@ class Eagle3Head(DraftHead):
 
     def forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """See DraftHead."""
+        x, residual = self._joined(token_ids, hidden)
+        return self._after(self.layer(x, residual, context))
+
+    def extend(self, batch: ForwardBatch, hidden: torch.Tensor, last: LastRows) -> torch.Tensor:
+        """See DraftHead."""
+        x, residual = self._joined(batch.token_ids, hidden)
+        return self._after(self.layer.extend(x, residual, batch, last))
+
+    def _joined(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the layer reads and what it adds to."""
         embedded = rms_norm(self.embedding(token_ids), self.input_layernorm, self.eps)
         normed = rms_norm(hidden, self.hidden_norm, self.eps)
-        x = torch.cat((embedded, normed), dim=-1)
         residual = normed if self.config.norm_before_residual else hidden.clone()  # the drafter keeps ``hidden``
-        output = self.layer(x, residual, context)
+        return torch.cat((embedded, normed), dim=-1), residual
+
+    def _after(self, output: torch.Tensor) -> torch.Tensor:
         return rms_norm(output, self.norm, self.eps) if self.config.norm_output else output
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:
