@@ -41,6 +41,6 @@ def test_no_prefill_node(smollm2_folder: Path) -> None:
     """With no prefill node, decode computes prompts itself."""
     with serve("--prefill-nodes", "0", "--drafter", "none") as server, Client(server.grpc) as client:
         done = client.chat(MESSAGES, max_tokens=16, temperature=0.0).choices[0]
-        assert ANSWER.startswith(done.text.strip()[:40])
+        assert done.text.strip().startswith(ANSWER[:34])  # in bf16 what follows depends on the processor
         assert done.completion.nodes.prefill == done.completion.nodes.decode == "decode-0"
         assert done.completion.handoff.target_kv == 0
