@@ -889,6 +889,85 @@ DEFINE(bf16, bf16)
 DEFINE(f32, float)
 }
 
+// ---------------------------------------------------------------- a decoder layer in one call
+// The steps of a layer one after another, each the function above: the bits are those of separate calls.
+
+struct Block {  // of block.py, field by field
+  int64_t width, hidden, heads, kv_heads, dim, inter;  // width: of the rows that q, k and v are made of
+  const void *qkv, *o, *gate_up, *down;                // packed
+  const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;  // or null
+  const void *q_norm, *k_norm, *post_norm;                    // the first two: of heads, or null
+  float eps, scale;
+};
+
+static int64_t block_scratch(const Block& b, int64_t rows) {
+  return rows * (2 * b.heads * b.dim + 2 * b.kv_heads * b.dim + b.width + 2 * b.hidden + 3 * b.inter + b.heads * b.dim);
+}
+
+struct Rows {  // of block.py, field by field
+  int64_t rows, page_size;
+  const float* table;
+  const int64_t *positions, *write_slots;
+  const int32_t* slots;
+  const int64_t* slot_offsets;
+  const int32_t *prefix_lens, *tails;
+  const int64_t* tail_offsets;
+};
+
+static void linear_of(const bf16* x, int64_t M, int64_t ldx, const void* w, int64_t N, int64_t K, const float* bias, bf16* out) {
+  linear_bf16(x, M, ldx, (const bf16*)w, N, K, bias, out);
+}
+static void linear_of(const float* x, int64_t M, int64_t ldx, const void* w, int64_t N, int64_t K, const float* bias, float* out) {
+  pl_linear_f32(x, M, ldx, (const float*)w, N, K, bias, out);
+}
+
+// x: [rows, width], normed; the rows' keys and values go to the pool. scratch: rows * (heads + 2 kv_heads) * dim.
+template <class T>
+static void block_write(const Block& b, const Rows& r, const T* x, T* scratch, T* q_out, T* pool) {
+  int64_t q_dim = b.heads * b.dim, kv_dim = b.kv_heads * b.dim, all = q_dim + 2 * kv_dim;
+  linear_of(x, r.rows, b.width, b.qkv, all, b.width, b.qkv_bias, scratch);
+  if (b.q_norm)
+    for (int64_t i = 0; i < r.rows; i++) {
+      T *q = scratch + i * all, *k = q + q_dim;
+      rms_norm<T>(q, nullptr, (const T*)b.q_norm, b.heads, b.dim, b.eps, q);
+      rms_norm<T>(k, nullptr, (const T*)b.k_norm, b.kv_heads, b.dim, b.eps, k);
+    }
+  rope_write<T>(scratch, scratch + q_dim, scratch + q_dim + kv_dim, all, all, all, r.rows, b.heads, b.kv_heads, b.dim,
+                r.table, r.positions, r.write_slots, r.page_size, q_out, pool);
+}
+
+// q: [rows, heads, dim], of rows whose keys and values are in the pool. residual: [rows, hidden], to which what attention
+// adds is added; out: what the MLP adds. Returns 1 for a geometry without a kernel. Scratch: block_scratch elements.
+template <class T>
+static int block_finish(const Block& b, const Rows& r, const T* q, T* residual, const T* pool, T* scratch, T* out) {
+  int64_t q_dim = b.heads * b.dim;
+  T *seen = scratch, *added = seen + r.rows * q_dim, *normed = added + r.rows * b.hidden;
+  T *gate_up = normed + r.rows * b.hidden, *acted = gate_up + r.rows * 2 * b.inter;
+  if (attend(q, pool, r.page_size, r.rows, b.heads, b.kv_heads, b.dim, r.slots, r.slot_offsets, r.prefix_lens, r.tails,
+             r.tail_offsets, b.scale, seen))
+    return 1;
+  linear_of(seen, r.rows, q_dim, b.o, b.hidden, q_dim, b.o_bias, added);
+  rms_norm<T>(added, residual, (const T*)b.post_norm, r.rows, b.hidden, b.eps, normed);
+  linear_of(normed, r.rows, b.hidden, b.gate_up, 2 * b.inter, b.hidden, b.gate_up_bias, gate_up);
+  silu_mul<T>(gate_up, r.rows, b.inter, acted);
+  linear_of(acted, r.rows, b.inter, b.down, b.hidden, b.inter, b.down_bias, out);
+  return 0;
+}
+
+#define DEFINE_BLOCK(NAME, T)                                                                                         \
+  void pl_block_write_##NAME(const Block* b, const Rows* r, const T* x, T* scratch, T* q_out, T* pool) {              \
+    block_write(*b, *r, x, scratch, q_out, pool);                                                                     \
+  }                                                                                                                   \
+  int pl_block_finish_##NAME(const Block* b, const Rows* r, const T* q, T* residual, const T* pool, T* scratch,       \
+                             T* out) {                                                                                \
+    return block_finish(*b, *r, q, residual, pool, scratch, out);                                                     \
+  }
+
+extern "C" {
+DEFINE_BLOCK(bf16, bf16)
+DEFINE_BLOCK(f32, float)
+}
+
 // ---------------------------------------------------------------- latent attention
 // Multi-head latent attention in its absorbed form (DeepSeek-V2, arXiv 2405.04434): every query head reads the same row of a
 // position, whose D elements are the key and whose first DV are the value. The row of a slot starts at slot * D, so the

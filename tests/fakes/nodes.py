@@ -129,10 +129,12 @@ class Cluster:
         """Until no node holds a page for a request; then the books must be whole and every page free."""
         nodes = (self.prefill, self.decode)
         await wait_until(lambda: all(node.status().held == 0 for node in nodes), timeout_s, "pages to return")
-        for node, runner in ((self.prefill, self.prefill_runner), (self.decode, self.decode_runner)):
-            assert runner.problems() == []
-            assert node.load().free_pages == node.load().total_pages
-        await wait_until(lambda: not any(node.load().running for node in nodes), 1.0, "idle nodes")
+
+        def idle() -> bool:  # what a node tells of its load is of its last step, or of the end of its last request
+            return all(load.free_pages == load.total_pages and not load.running for load in (n.load() for n in nodes))
+
+        await wait_until(idle, timeout_s, "every page to be told free")
+        assert self.prefill_runner.problems() == self.decode_runner.problems() == []
         assert [node.status().integrity for node in nodes] == ["", ""]
 
     async def _follow_prefill(self, request: SequenceRequest, outcome: Outcome) -> None:
