@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 import numpy as np
@@ -25,6 +26,12 @@ class RowPlan(AttentionPlan):
     prefix_lens: torch.Tensor  # int32 [T]
     tails: torch.Tensor  # int32, the rows' tails one after another
     tail_offsets: torch.Tensor  # int64 [T + 1]
+
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Of the five tensors, as the kernels take them."""
+        parts = (self.slots, self.slot_offsets, self.prefix_lens, self.tails, self.tail_offsets)
+        return tuple(part.data_ptr() for part in parts)
 
 
 def plan_rows(batch: ForwardBatch) -> RowPlan:
@@ -87,8 +94,7 @@ class CpuAttention(AttentionBackend):
         out = torch.empty_like(query)
         failed = self._attend[query.dtype](
             query.data_ptr(), pages.data_ptr(), pages.shape[2], rows, heads, pages.shape[3], dim,
-            plan.slots.data_ptr(), plan.slot_offsets.data_ptr(), plan.prefix_lens.data_ptr(),
-            plan.tails.data_ptr(), plan.tail_offsets.data_ptr(), scale, out.data_ptr(),
+            *plan.addresses, scale, out.data_ptr(),
         )  # fmt: skip
         if failed:
             raise ValueError(f"no attention kernel for {heads} heads over {pages.shape[3]} of {dim}")
@@ -103,7 +109,6 @@ class CpuAttention(AttentionBackend):
         out = query.new_empty(rows, heads, value_dim)
         self._attend_latent[query.dtype](
             query.data_ptr(), kv.data[layer].data_ptr(), rows, heads, dim, value_dim,
-            plan.slots.data_ptr(), plan.slot_offsets.data_ptr(), plan.prefix_lens.data_ptr(),
-            plan.tails.data_ptr(), plan.tail_offsets.data_ptr(), scale, out.data_ptr(),
+            *plan.addresses, scale, out.data_ptr(),
         )  # fmt: skip
         return out

@@ -111,6 +111,9 @@ def _declare(library: ctypes.CDLL) -> None:
         signatures[f"pl_attend_latent_{t}"] = ([ptr, ptr, i64, i64, i64, i64] + [ptr] * 5 + [f32, ptr], None)
         latent = [ptr, i64, i64, ptr, i64, i64, i64, i64, i64, ptr, f32] + [ptr] * 5
         signatures[f"pl_latent_write_{t}"] = (latent, None)
+        signatures[f"pl_block_write_{t}"] = ([ptr, i64, ptr, ptr, ptr, ptr, i64, ptr, ptr, ptr], None)
+        signatures[f"pl_block_finish_{t}"] = ([ptr, i64, ptr] + [ptr] * 6 + [i64, ptr, ptr, ptr], i32)
+        signatures[f"pl_block_layer_{t}"] = ([ptr, i64] + [ptr] * 5 + [i64] + [ptr] * 9, i32)
         signatures[f"pl_linear_heads_{t}"] = ([ptr] + [i64] * 4 + [ptr, i64, i64, ptr, i64, i64], None)
     signatures["pl_route"] = ([ptr, i64, i64, ptr, i64, i64, i64, i32, f32, ptr, ptr], None)
     for name, (arguments, result) in signatures.items():

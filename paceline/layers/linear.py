@@ -36,6 +36,16 @@ class Linear:
         pack(weight.data_ptr(), self.out_features, self.in_features, packed.data_ptr())
         return packed
 
+    @property
+    def address(self) -> int:
+        """Of the packed weight, for a kernel that goes on with the product itself."""
+        return self._packed.data_ptr()
+
+    @property
+    def bias_address(self) -> int | None:
+        """Of the bias, float32 [out_features]; None without one."""
+        return None if self.bias is None else self.bias.data_ptr()
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, in_features] -> [T, out_features] of out_dtype."""
         if self._library is None:
@@ -44,8 +54,8 @@ class Linear:
             x = x.contiguous()
         rows = x.shape[0]
         out = torch.empty(rows, self.out_features, dtype=self.out_dtype)
-        bias = None if self.bias is None else self.bias.data_ptr()
-        shape = (x.data_ptr(), rows, x.stride(0), self._packed.data_ptr(), self.out_features, self.in_features, bias)
+        weight, bias = self.address, self.bias_address
+        shape = (x.data_ptr(), rows, x.stride(0), weight, self.out_features, self.in_features, bias)
         if self.dtype is torch.bfloat16:
             self._library.pl_linear_bf16(*shape, out.data_ptr(), int(self.out_dtype is torch.float32))
         else:

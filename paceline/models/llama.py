@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
 
 from paceline.kvcache.layout import KvLayer, LayerKind, LayerOwner
 from paceline.layers.linear import Linear, fuse
-from paceline.layers.ops import add_rms_norm, rms_norm, rope_write, silu_mul
+from paceline.layers.ops import add_rms_norm
 from paceline.layers.rotary import rope_table
 from paceline.models.base import AuxCapture, ForwardContext, TargetModel
+from paceline.models.block import Block, BlockWeights
 from paceline.models.config import ModelSpec
 from paceline.models.loader import WeightBag
 
 
-class DecoderLayer:
+class DecoderLayer(Block):
     """Pre-norm attention and SwiGLU. Also the block of an MTP module, with its own KV layer."""
 
     def __init__(self, spec: ModelSpec, weights: WeightBag, prefix: str, kv_layer: int) -> None:
         """``prefix`` names the layer in the checkpoint, e.g. ``model.layers.0``; ``kv_layer`` its layer of the pool."""
-        self.spec, self.kv_layer = spec, kv_layer
-        self.scale = 1.0 / math.sqrt(spec.head_dim)
         hidden, dim = spec.hidden_size, spec.head_dim
         sizes = (spec.num_heads * dim, spec.num_kv_heads * dim, spec.num_kv_heads * dim)
         attn = f"{prefix}.self_attn"
@@ -31,39 +29,32 @@ class DecoderLayer:
         bias = None
         if spec.attention_bias:
             bias = torch.cat([weights.take(f"{attn}.{n}.bias", (s,)) for n, s in zip(names, sizes, strict=True)])
-        self.qkv_proj = Linear(fuse(qkv), bias)
         out_bias = weights.take(f"{attn}.o_proj.bias", (hidden,)) if spec.attention_out_bias else None
-        self.o_proj = Linear(weights.take(f"{attn}.o_proj.weight", (hidden, sizes[0])), out_bias)
-        self.q_norm = weights.take(f"{attn}.q_norm.weight", (dim,)) if spec.qk_norm else None
-        self.k_norm = weights.take(f"{attn}.k_norm.weight", (dim,)) if spec.qk_norm else None
+        gate_up, down = self._mlp(spec, weights, f"{prefix}.mlp")
+        parts = BlockWeights(
+            qkv=Linear(fuse(qkv), bias),
+            o=Linear(weights.take(f"{attn}.o_proj.weight", (hidden, sizes[0])), out_bias),
+            q_norm=weights.take(f"{attn}.q_norm.weight", (dim,)) if spec.qk_norm else None,
+            k_norm=weights.take(f"{attn}.k_norm.weight", (dim,)) if spec.qk_norm else None,
+            post_norm=weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
+            gate_up=gate_up,
+            down=down,
+        )
+        super().__init__(spec, parts, kv_layer)
         self.input_norm = weights.take(f"{prefix}.input_layernorm.weight", (hidden,))
-        self.post_norm = weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,))
-        self._load_mlp(weights, f"{prefix}.mlp")
 
-    def _load_mlp(self, weights: WeightBag, prefix: str) -> None:
-        wide = (self.spec.intermediate_size, self.spec.hidden_size)
+    @staticmethod
+    def _mlp(spec: ModelSpec, weights: WeightBag, prefix: str) -> tuple[Linear, Linear]:
+        wide = (spec.intermediate_size, spec.hidden_size)
         biases: list[torch.Tensor | None] = [None, None, None]
-        if self.spec.mlp_bias:
+        if spec.mlp_bias:
             shapes = ((wide[0],), (wide[0],), (wide[1],))
             names = ("gate_proj", "up_proj", "down_proj")
             biases = [weights.take(f"{prefix}.{n}.bias", s) for n, s in zip(names, shapes, strict=True)]
         gate, up = (weights.take(f"{prefix}.{name}.weight", wide) for name in ("gate_proj", "up_proj"))
         both = torch.cat((biases[0], biases[1])) if biases[0] is not None and biases[1] is not None else None
-        self.gate_up_proj = Linear(fuse((gate, up)), both)
-        self.down_proj = Linear(weights.take(f"{prefix}.down_proj.weight", wide[::-1]), biases[2])
-
-    def attention(self, x: torch.Tensor, table: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """x: [T, hidden] (normed) -> [T, hidden]; writes the rows' KV first."""
-        spec, batch, rows = self.spec, context.batch, x.shape[0]
-        kv_dim = spec.num_kv_heads * spec.head_dim
-        q, k, v = torch.split_with_sizes(self.qkv_proj(x), (spec.num_heads * spec.head_dim, kv_dim, kv_dim), dim=-1)
-        q, k, v = (t.view(rows, -1, spec.head_dim) for t in (q, k, v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = rms_norm(q, self.q_norm, spec.rms_norm_eps), rms_norm(k, self.k_norm, spec.rms_norm_eps)
-        pages = context.kv.data[self.kv_layer]
-        q = rope_write(q, k, v, table, batch.positions, batch.write_slots, pages)
-        out = context.attention.attend(q, context.kv, self.kv_layer, context.plan, self.scale)
-        return self.o_proj(out.view(rows, -1))
+        down = Linear(weights.take(f"{prefix}.down_proj.weight", wide[::-1]), biases[2])
+        return Linear(fuse((gate, up)), both), down
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, table: torch.Tensor, context: ForwardContext
@@ -72,10 +63,7 @@ class DecoderLayer:
 
         Returns what this block adds last; the caller's next ``add_rms_norm`` folds it in.
         """
-        eps = self.spec.rms_norm_eps
-        x = self.attention(add_rms_norm(x, residual, self.input_norm, eps), table, context)
-        x = add_rms_norm(x, residual, self.post_norm, eps)
-        return self.down_proj(silu_mul(self.gate_up_proj(x)))
+        return self.run(x, residual, self.input_norm, table, context)
 
 
 class LlamaModel(TargetModel):

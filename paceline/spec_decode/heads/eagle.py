@@ -6,17 +6,15 @@ differ from the target's. Rows keep their bits whatever rows lie beside them, as
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from paceline.attention.base import ForwardBatch
 from paceline.kvcache.layout import KvLayer, LayerKind, LayerOwner
-from paceline.kvcache.pool import KvPool
 from paceline.layers.linear import Linear, fuse
-from paceline.layers.ops import add_rms_norm, rms_norm, rope_write, silu_mul
+from paceline.layers.ops import rms_norm
 from paceline.layers.rotary import rope_table
 from paceline.models.base import ForwardContext, TargetModel
+from paceline.models.block import Block, BlockWeights
 from paceline.models.loader import WeightBag
 from paceline.spec_decode.heads.base import DraftHead, LastRows
 from paceline.spec_decode.heads.formats_config import Eagle1Config, Eagle3Config
@@ -27,63 +25,47 @@ QKV = ("q_proj", "k_proj", "v_proj")
 GATE_UP = ("gate_proj", "up_proj")
 
 
-class EagleLayer:
+class EagleLayer(Block):
     """Attention over rows of ``width``, then a SwiGLU MLP; what is normed before attention is the head's affair."""
 
     def __init__(
         self, shape: LayerShape, weights: WeightBag, prefix: str, width: int, kv_layer: int, table: torch.Tensor
     ) -> None:
         """table: float32 [max_positions, head_dim], see layers.rotary."""
-        self.shape, self.kv_layer, self.table = shape, kv_layer, table
-        self.scale = 1.0 / math.sqrt(shape.head_dim)
+        self.table = table
         shapes = shape.tensor_shapes(prefix, width)
 
         def take(name: str) -> torch.Tensor:
             return weights.take(f"{prefix}.{name}", shapes[f"{prefix}.{name}"])
 
-        def take_bias(name: str) -> torch.Tensor | None:
+        def take_if_any(name: str) -> torch.Tensor | None:
             return take(name) if f"{prefix}.{name}" in shapes else None
 
-        self.qkv_proj = Linear(
-            fuse([take(f"self_attn.{name}.weight") for name in QKV]),
-            torch.cat([take(f"self_attn.{name}.bias") for name in QKV]) if shape.attention_bias else None,
+        qkv_bias = torch.cat([take(f"self_attn.{name}.bias") for name in QKV]) if shape.attention_bias else None
+        gate_up_bias = torch.cat([take(f"mlp.{name}.bias") for name in GATE_UP]) if shape.mlp_bias else None
+        parts = BlockWeights(
+            qkv=Linear(fuse([take(f"self_attn.{name}.weight") for name in QKV]), qkv_bias),
+            o=Linear(take("self_attn.o_proj.weight"), take_if_any("self_attn.o_proj.bias")),
+            q_norm=take_if_any("self_attn.q_norm.weight"),
+            k_norm=take_if_any("self_attn.k_norm.weight"),
+            post_norm=take("post_attention_layernorm.weight"),
+            gate_up=Linear(fuse([take(f"mlp.{name}.weight") for name in GATE_UP]), gate_up_bias),
+            down=Linear(take("mlp.down_proj.weight"), take_if_any("mlp.down_proj.bias")),
         )
-        self.o_proj = Linear(take("self_attn.o_proj.weight"), take_bias("self_attn.o_proj.bias"))
-        self.q_norm = take_bias("self_attn.q_norm.weight")
-        self.k_norm = take_bias("self_attn.k_norm.weight")
-        self.post_norm = take("post_attention_layernorm.weight")
-        self.gate_up_proj = Linear(
-            fuse([take(f"mlp.{name}.weight") for name in GATE_UP]),
-            torch.cat([take(f"mlp.{name}.bias") for name in GATE_UP]) if shape.mlp_bias else None,
-        )
-        self.down_proj = Linear(take("mlp.down_proj.weight"), take_bias("mlp.down_proj.bias"))
-
-    def write(self, x: torch.Tensor, batch: ForwardBatch, kv: KvPool) -> torch.Tensor:
-        """x: [T, width] -> the rotated queries, [T, num_heads, head_dim]; the rows' KV goes to the pool."""
-        shape, rows = self.shape, x.shape[0]
-        kv_dim = shape.num_kv_heads * shape.head_dim
-        q, k, v = torch.split_with_sizes(self.qkv_proj(x), (shape.num_heads * shape.head_dim, kv_dim, kv_dim), dim=-1)
-        q, k, v = (t.view(rows, -1, shape.head_dim) for t in (q, k, v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = rms_norm(q, self.q_norm, shape.rms_norm_eps), rms_norm(k, self.k_norm, shape.rms_norm_eps)
-        return rope_write(q, k, v, self.table, batch.positions, batch.write_slots, kv.data[self.kv_layer])
-
-    def finish(self, query: torch.Tensor, residual: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """query: [T, num_heads, head_dim] of rows whose KV is in the pool; residual: [T, hidden_size], overwritten ->
-        the stream after the layer, [T, hidden_size]."""
-        out = context.attention.attend(query, context.kv, self.kv_layer, context.plan, self.scale)
-        x = self.o_proj(out.view(query.shape[0], -1))
-        attended = add_rms_norm(x, residual, self.post_norm, self.shape.rms_norm_eps)
-        return residual + self.down_proj(silu_mul(self.gate_up_proj(attended)))
+        super().__init__(shape, parts, kv_layer)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """x: [T, width]; residual as `finish`."""
-        return self.finish(self.write(x, context.batch, context.kv), residual, context)
+        """x: [T, width]; residual: [T, hidden_size], overwritten -> the stream after the layer, [T, hidden_size]."""
+        query = self.write(x, self.table, context.batch, context.kv)
+        added = self.finish(query, residual, context)
+        return residual + added
 
     def extend(self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch, last: LastRows) -> torch.Tensor:
         """As `__call__`, of the last rows alone: the others need no more than their KV."""
-        query = self.write(x, batch, last.context.kv)
-        return self.finish(query[last.rows], residual[last.rows], last.context)
+        query = self.write(x, self.table, batch, last.context.kv)
+        kept = residual[last.rows]
+        added = self.finish(query[last.rows], kept, last.context)
+        return kept + added
 
 
 def _table(model: TargetModel, shape: LayerShape) -> torch.Tensor:
