@@ -90,6 +90,7 @@ async def test_pages_stay_until_the_forward_is_over(who: str) -> None:
         (link,) = nodes.prefill._links._links.values()
         landing = nodes.decode._engine.streams[reserved.ticket].landing
         assert landing is not None
+        await wait_until(lambda: landing.handoff.status is HandoffState.SENDING, 5.0, "its Begin")
         if who == "client":
             decode.cancel()
             prefill.cancel()
