@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from cluster import messages
 from cluster.plan import Plan
 from cluster.resume import UnknownGeneration, digest_of
 from cluster.router import Router
-from paceline.engine.rpc import MAX_MESSAGE_BYTES, answering_errors, make_server
+from paceline.engine.rpc import MAX_MESSAGE_BYTES, answering_errors, end_server, make_server
 from paceline.errors import ConfigError, DeadlineExceeded, InvalidRequest
 from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2
 from paceline.wire import trace_to_proto
@@ -28,7 +27,6 @@ SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 HEALTHY = ("", SERVICE)  # what health is told of; empty: of the server
 MAX_REQUEST_BYTES = 4 * 1024 * 1024
 WRITE_TIMEOUT_S = 60.0  # for one chunk: a client that reads nothing for longer loses its request
-STOP_GRACE_S = 0.2  # for what is not a request, such as an open health watch
 GENERATION_ID_BYTES = 16
 EXTRA_RPCS = 256  # beyond the requests that the router admits: refusals, tokenizing, health
 
@@ -127,11 +125,7 @@ class GrpcServer:
     async def stop(self, grace_s: float) -> None:
         """Say so to health watchers, let requests finish for ``grace_s`` seconds, then end."""
         await self.health.enter_graceful_shutdown()
-        end = time.monotonic() + grace_s
-        # Not stop(grace_s): a client's open health watch would make it take the whole grace.
-        while self.router.inflight and time.monotonic() < end:
-            await asyncio.sleep(0.02)
-        await self.server.stop(min(grace_s, STOP_GRACE_S))
+        await end_server(self.server, lambda: self.router.inflight, grace_s)
 
 
 async def serve_grpc(router: Router, address: str) -> GrpcServer:

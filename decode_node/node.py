@@ -26,7 +26,7 @@ from paceline.config import NodeConfig
 from paceline.engine.admission import check_request
 from paceline.engine.loop import EngineLoop, every
 from paceline.engine.model_runner import ModelRunner
-from paceline.engine.rpc import start_server
+from paceline.engine.rpc import end_server, start_server
 from paceline.errors import NodeUnavailable
 from paceline.kvcache.prefix import PrefixCache
 from paceline.spec_decode.sequence import DraftState
@@ -80,10 +80,7 @@ class DecodeNode:
     async def stop(self, grace_s: float) -> None:
         """Refuse new sequences, let those in progress finish for ``grace_s`` seconds, then end."""
         self._draining = True
-        end = time.monotonic() + grace_s
-        while self._active and time.monotonic() < end:
-            await asyncio.sleep(0.02)
-        await self._server.stop(0)
+        await end_server(self._server, lambda: self._active, grace_s)
         self._timer.cancel()
         await self._links.close()
         await asyncio.to_thread(self._loop.stop, STOP_TIMEOUT_S)

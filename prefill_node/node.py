@@ -20,7 +20,7 @@ from paceline.config import NodeConfig
 from paceline.engine.admission import check_request
 from paceline.engine.loop import EngineLoop, every, notify
 from paceline.engine.model_runner import ModelRunner
-from paceline.engine.rpc import start_server
+from paceline.engine.rpc import end_server, start_server
 from paceline.errors import InvalidRequest, NodeUnavailable, PacelineError, RequestCancelled
 from paceline.kvcache.prefix import PrefixCache
 from paceline.tracing import Recorder
@@ -77,10 +77,7 @@ class PrefillNode:
     async def stop(self, grace_s: float) -> None:
         """Refuse new prompts, let those in progress finish for ``grace_s`` seconds, then end."""
         self._draining = True
-        end = time.monotonic() + grace_s
-        while self._active and time.monotonic() < end:
-            await asyncio.sleep(0.02)
-        await self._server.stop(0)
+        await end_server(self._server, lambda: self._active, grace_s)
         self._timer.cancel()
         await self._links.close()
         await asyncio.to_thread(self._loop.stop, STOP_TIMEOUT_S)
@@ -109,12 +106,13 @@ class PrefillNode:
     def load(self) -> inference_pb2.NodeInfo:
         """How busy the node is."""
         engine = self._engine
+        waiting = engine.num_waiting
         return inference_pb2.NodeInfo(
             id=self._node_id,
             role="prefill",
             address=self._address,
-            running=engine.num_held - engine.num_waiting,
-            waiting=engine.num_waiting,
+            running=max(engine.num_held - waiting, 0),  # the engine's thread goes on between the two counts
+            waiting=waiting,
             free_pages=engine.free_pages,
             total_pages=self._runner.allocator.num_pages,
         )

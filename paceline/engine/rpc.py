@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from collections.abc import Sequence as Seq
 from contextlib import aclosing, asynccontextmanager
@@ -21,6 +23,7 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 # gRPC's own threads answer, so that a busy engine or event loop is not taken for a dead one.
 PING_AFTER_MS = 500  # without anything heard; gRPC lets a second pass between two pings all the same
 PING_TIMEOUT_MS = 1_000
+STOP_GRACE_S = 0.2  # for the last status of a call that is over, and for streams that stay open by design
 _BOTH_ENDS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -74,6 +77,18 @@ async def start_server(
     port = server.add_insecure_port(f"{at}:0")
     await server.start()
     return server, f"{at}:{port}"
+
+
+async def end_server(server: grpc.aio.Server, active: Callable[[], int], grace_s: float) -> None:
+    """Let the calls that ``active`` counts end for ``grace_s`` seconds, then cut off what is left.
+
+    Not gRPC's own grace alone: a stream that stays open by design (a link's, a health watch) would make it take the
+    whole. A short one ends it, since a call may be counted off a moment before its status is sent.
+    """
+    end = time.monotonic() + grace_s
+    while active() and time.monotonic() < end:
+        await asyncio.sleep(0.02)
+    await server.stop(min(grace_s, STOP_GRACE_S))
 
 
 @asynccontextmanager

@@ -205,9 +205,10 @@ async def stop(pid: int, most_s: float) -> str:
     process.send_signal(signal.SIGSTOP)
     end = time.monotonic() + most_s
     try:
-        await asyncio.sleep(0.05)
-        state = process.status()
-        assert state == psutil.STATUS_STOPPED, f"process {pid} is {state} after SIGSTOP"
+        stopped_by = time.monotonic() + DEATH_TIMEOUT_S
+        while (state := process.status()) != psutil.STATUS_STOPPED:  # each of its threads stops once it is scheduled
+            assert time.monotonic() < stopped_by, f"process {pid} is {state} after SIGSTOP"
+            await asyncio.sleep(0.01)
         while time.monotonic() < end and not is_gone(pid):
             await asyncio.sleep(0.02)
         replaced = is_gone(pid)

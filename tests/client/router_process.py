@@ -1,9 +1,10 @@
 """A router in a process of its own, to be killed: ``router_process.py REDIS_URL CHUNKS RECORD...`` (NodeRecord's JSON).
-Prints its port, and "stalled" once a stream stalled after CHUNKS chunks and the journal had time to be written."""
+Prints its port, and "stalled" once a stream stalled after CHUNKS chunks and what it needs is in the journal."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 
 from cluster.journal import open_journal
@@ -19,6 +20,8 @@ async def main(url: str, chunks: str, *records: str) -> None:
     for record in map(NodeRecord.from_json, records):
         registry.records[record.id] = record
     config = ServeConfig(model="tiny")
+    journal = open_journal(config, url)
+    assert journal is not None
     router = StallingRouter(
         registry,
         ByteTokenizer(),
@@ -27,13 +30,14 @@ async def main(url: str, chunks: str, *records: str) -> None:
         MAX_MODEL_LEN,
         VOCAB,
         detokenizer=ByteDetokenizer,
-        journal=open_journal(config, url),
+        journal=journal,
     )
     router.stall_after = int(chunks)
     server = await serve_grpc(router, "127.0.0.1:0")
     print(server.port, flush=True)
     await router.stalled.wait()
-    await asyncio.sleep(0.1)
+    while not all(kept.written_at > -math.inf for kept in journal._held.values()):
+        await asyncio.sleep(0.005)
     print("stalled", flush=True)
     await asyncio.Event().wait()
 

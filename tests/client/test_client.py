@@ -160,13 +160,12 @@ async def test_stopping_lets_streams_finish_and_does_not_wait_for_watchers() -> 
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
             stream = client.stream("hello", max_tokens=10, seed=5)
             text = (await anext(stream)).text
-            started = time.monotonic()
-            stopping = asyncio.create_task(server.stop(5))
+            stopping = asyncio.create_task(server.stop(60))
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
             text += "".join([chunk.text async for chunk in stream])
-            await stopping
+            async with asyncio.timeout(30):
+                await stopping
         assert text == TEXT[:10]
-        assert time.monotonic() - started < 2.5
 
 
 def test_all_is_what_there_is() -> None:

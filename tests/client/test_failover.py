@@ -34,7 +34,7 @@ from paceline.client.resume import Received
 from paceline.request import derive_seed
 from paceline.v1 import inference_pb2
 from support.scripted_nodes import Fleet, fleet, letters
-from support.two_routers import Two, scripted, two_routers
+from support.two_routers import One, Two, scripted, two_routers
 
 TEXT = letters(5, 5, 64)
 PROCESS = Path(__file__).with_name("router_process.py")
@@ -70,19 +70,32 @@ def joined(chunks: list[Chunk], choice: int = 0) -> tuple[str, bytes, int]:
     return "".join(chunk.text for chunk in own), tokens, sum(len(chunk.logprobs) for chunk in own)
 
 
-async def collected(client: AsyncClient, **options: Any) -> list[Chunk]:
+async def collected(client: AsyncClient, got: list[Chunk] | None = None, **options: Any) -> list[Chunk]:
+    """All chunks; ``got`` has them as they come."""
+    got = [] if got is None else got
     async with asyncio.timeout(20), client.stream("hello", **({"max_tokens": 12, "seed": 5} | options)) as stream:
-        return [chunk async for chunk in stream]
+        async for chunk in stream:
+            got.append(chunk)
+    return got
 
 
-async def with_death(two: Two, upto: int, reading: Any) -> Any:
-    """The result of ``reading``, with the first router dead after ``upto`` chunks."""
+async def dies(one: One, got: list[Chunk], upto: int) -> None:
+    """Once it has stalled and its client has so many chunks: what is under way when a connection breaks may be lost."""
+    await one.router.stalled.wait()
+    while len(got) < upto:
+        await asyncio.sleep(0.005)
+    await one.die()
+
+
+async def with_death(two: Two, upto: int, reading: Any, got: list[Chunk] | None = None) -> Any:
+    """The result of ``reading``, with the first router dead after ``upto`` chunks; once they came, where ``got`` is
+    what came."""
     two.a.router.stall_after = upto
-    dying = asyncio.create_task(two.a.die_when_stalled())
+    dying = asyncio.create_task(two.a.die_when_stalled() if got is None else dies(two.a, got, upto))
     try:
         return await reading
     finally:
-        assert dying.done()  # or the test would prove nothing
+        assert two.a.router.stalled.is_set()  # or the test would prove nothing
         await dying
 
 
@@ -90,7 +103,8 @@ async def with_death(two: Two, upto: int, reading: Any) -> Any:
 @pytest.mark.parametrize("upto", range(13))
 async def test_a_router_dies_at_every_index(redis_server: Embedded, upto: int, journal: bool) -> None:
     async with routers(redis_server.url if journal else "") as (_, two), AsyncClient(two.addresses) as client:
-        chunks = await with_death(two, upto, collected(client, top_logprobs=1))
+        got: list[Chunk] = []
+        chunks = await with_death(two, upto, collected(client, got, top_logprobs=1), got)
         assert joined(chunks) == (TEXT[:12], TEXT[:12].encode(), 12)
         assert (await client.generate("hello", max_tokens=3, seed=5)).text == TEXT[:3]  # at the second router now
 
@@ -117,7 +131,8 @@ async def test_several_choices_with_a_stop_string_and_a_drawn_seed(
 ) -> None:
     url = redis_server.url if journal else ""
     async with routers(url, round_size=2) as (nodes, two), AsyncClient(two.addresses) as client:
-        chunks = await with_death(two, upto, collected(client, n=3, seed=None, stop="zz"))
+        got: list[Chunk] = []
+        chunks = await with_death(two, upto, collected(client, got, n=3, seed=None, stop="zz"), got)
         seed = next(c.completion.seed for c in chunks if c.choice == 0 and c.completion is not None)
         for i in range(3):
             assert joined(chunks, i)[0] == letters(derive_seed(seed, i), 5, 12)
@@ -132,8 +147,9 @@ async def test_one_death_after_another_with_a_chunk_between() -> None:
         two.a.router.stall_after = two.b.router.stall_after = 3
         addresses = [*two.addresses, f"127.0.0.1:{third.port}"]
         async with AsyncClient(addresses, retries=1) as client:
-            deaths = [asyncio.create_task(one.die_when_stalled()) for one in (two.a, two.b)]
-            assert joined(await collected(client))[0] == TEXT[:12]
+            got: list[Chunk] = []
+            deaths = [asyncio.create_task(dies(one, got, upto)) for one, upto in ((two.a, 3), (two.b, 6))]
+            assert joined(await collected(client, got))[0] == TEXT[:12]
             await asyncio.gather(*deaths)
         assert [len(s.output_token_ids) for s in nodes.nodes["decode-0"].sequences] == [0, 3, 6]
         await third.stop(0)
@@ -142,7 +158,8 @@ async def test_one_death_after_another_with_a_chunk_between() -> None:
 @pytest.mark.parametrize("upto", [4, 5, 6, 7])
 async def test_a_stop_string_across_the_cut(redis_server: Embedded, upto: int) -> None:
     async with routers(redis_server.url) as (_, two), AsyncClient(two.addresses) as client:
-        chunks = await with_death(two, upto, collected(client, stop=TEXT[4:7]))
+        got: list[Chunk] = []
+        chunks = await with_death(two, upto, collected(client, got, stop=TEXT[4:7]), got)
         assert joined(chunks)[:2] == (TEXT[:4], TEXT[:7].encode())
 
 
@@ -159,8 +176,11 @@ async def test_a_router_process_is_killed(redis_server: Embedded, upto: int) -> 
         assert process.stdout is not None
         port = int(await asyncio.wait_for(process.stdout.readline(), 60))
         async with AsyncClient([f"127.0.0.1:{port}", two.b.address]) as client:
-            reading = asyncio.create_task(collected(client, seed=None, temperature=0.7))
+            got: list[Chunk] = []
+            reading = asyncio.create_task(collected(client, got, seed=None, temperature=0.7))
             assert await asyncio.wait_for(process.stdout.readline(), 10) == b"stalled\n"
+            while len(got) < upto:
+                await asyncio.sleep(0.005)
             process.send_signal(signal.SIGKILL)
             chunks = await reading
         assert await process.wait() == -signal.SIGKILL
@@ -227,7 +247,7 @@ async def test_nobody_is_there() -> None:
         AsyncClient([])
 
 
-@pytest.mark.parametrize(("retries", "timeout", "least", "most"), [(3, 20.0, 0.3, 3.0), (8, 0.5, 0.0, 1.0)])
+@pytest.mark.parametrize(("retries", "timeout", "least", "most"), [(3, 20.0, 0.3, 4.0), (8, 3.0, 0.0, 6.0)])
 async def test_tries_and_time_are_bounded(retries: int, timeout: float, least: float, most: float) -> None:
     async with routers("") as (_, two), AsyncClient(two.addresses, retries=retries) as client:
         two.a.router.stall_after = 3
@@ -285,7 +305,8 @@ async def test_closing_while_it_reconnects() -> None:
         await anext(stream)
         await two.a.die()
         waiting = asyncio.ensure_future(anext(stream))
-        await asyncio.sleep(0.15)
+        while not stream._patience._failures:  # then it pauses before its next try
+            await asyncio.sleep(0.005)
         await stream.aclose()
         with pytest.raises((RequestCancelled, asyncio.CancelledError)):
             await waiting

@@ -129,8 +129,11 @@ class Asker:
             dying = asyncio.create_task(two.a.die_when_stalled())
             async with client.stream(PROMPT, **self._options) as stream:
                 chunks = [chunk async for chunk in stream]
-            assert dying.done() == (upto is not None)
-            dying.cancel()
+            assert two.a.router.stalled.is_set() == (upto is not None)
+            if upto is None:
+                dying.cancel()
+            else:
+                await dying
             return answers(chunks), len(chunks)
 
 

@@ -56,7 +56,8 @@ def test_auto_is_loopback_on_a_private_ray_only() -> None:
     assert ServeConfig(node_host="::1").node(threads=1).host == "::1"
 
 
-async def test_a_stopped_process_is_on_a_host_that_answers() -> None:
+async def test_a_stopped_process_is_on_a_host_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "ANSWER_TIMEOUT_S", 30.0)  # a busy machine may pause for a second
     with subprocess.Popen([sys.executable, "-c", LISTEN], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         address = f"127.0.0.1:{int(process.stdout.readline())}"

@@ -22,6 +22,7 @@ from paceline.kvcache.keys import KEY_VERSION
 from support.cached_prefixes import PAGE, Holder, prompt
 
 TTL_S = 0.4
+PATIENT_TTL_S = 60.0  # where what is known must not go stale between reading and looking
 ANSWER_LOST = redis.ConnectionError("the answer was lost")
 
 
@@ -57,7 +58,8 @@ def known(watcher: CacheWatcher, holder: Holder) -> set[bytes] | None:
     return None if held is None else held.keys
 
 
-async def test_a_router_follows_a_node(watcher: CacheWatcher, holder: Holder) -> None:
+async def test_a_router_follows_a_node(server: Server, holder: Holder) -> None:
+    watcher = CacheWatcher(server.url, lambda: [holder.record], PATIENT_TTL_S)
     await watcher.refresh()
     assert known(watcher, holder) is None  # it has not spoken yet
     holder.add(prompt(1))
@@ -74,6 +76,7 @@ async def test_a_router_follows_a_node(watcher: CacheWatcher, holder: Holder) ->
     assert held is not None
     assert held.last_id > 8  # it followed; it did not read the whole again and again
     assert watcher.index.cached_tokens([holder.record], prompt(8), "another tenant") == {}
+    await watcher.close()
 
 
 async def test_an_idle_node_that_clears_its_cache_says_so(watcher: CacheWatcher, holder: Holder) -> None:
@@ -328,7 +331,7 @@ async def test_what_cannot_be_read_gives_no_hint(
 
 async def test_a_node_without_prefix_cache_is_no_trouble(server: Server, holder: Holder) -> None:
     silent = NodeRecord("prefill-0", "prefill", 1, "h:1")
-    watcher = CacheWatcher(server.url, lambda: [silent, holder.record], TTL_S)
+    watcher = CacheWatcher(server.url, lambda: [silent, holder.record], PATIENT_TTL_S)
     holder.add(prompt(1))
     holder.publisher.publish()
     await watcher.refresh()

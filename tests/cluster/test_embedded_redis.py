@@ -51,10 +51,11 @@ def test_serves_privately_and_leaves_nothing() -> None:
         folder = folder_of(server)
         assert folder.stat().st_mode & 0o077 == 0
         with redis.Redis.from_url(server.url) as client:
-            client.set("key", "value", px=30)
+            client.set("key", "value")
             assert client.get("key") == b"value"
             assert client.config_get("port")["port"] == "0"
-            wait_for(lambda: client.dbsize() == 0, 1.0)  # expired keys go by themselves
+            client.pexpire("key", 30)
+            wait_for(lambda: client.dbsize() == 0)  # expired keys go by themselves
         pid = server.pid
     assert not running(pid)
     assert not folder.exists()
@@ -129,10 +130,16 @@ def test_a_server_that_cannot_run_is_one_clear_error(monkeypatch: pytest.MonkeyP
 
 
 def test_a_server_that_never_answers_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded_redis, "START_DEADLINE_S", 0.3)
     spawned: list[subprocess.Popen[bytes]] = []
     spawn = EmbeddedRedis._spawn
-    monkeypatch.setattr(EmbeddedRedis, "_spawn", lambda self: spawned.append(spawn(self)) or spawned[0])
+
+    def spawn_patiently(self: EmbeddedRedis) -> subprocess.Popen[bytes]:
+        """The deadline is one for starting a process, too."""
+        spawned.append(spawn(self))
+        monkeypatch.setattr(embedded_redis, "START_DEADLINE_S", 0.3)
+        return spawned[0]
+
+    monkeypatch.setattr(EmbeddedRedis, "_spawn", spawn_patiently)
     monkeypatch.setattr(embedded_redis, "_dies_with_parent", lambda: ["sh", "-c", "exec sleep 60"])
     with pytest.raises(RuntimeError, match="did not answer"):
         EmbeddedRedis()

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
@@ -43,6 +43,15 @@ class Observed:
         self.registry = CollectorRegistry()
         bounds: dict[str, Any] = {"ttl_s": 60.0, "entry_bytes": 10_000, "total_bytes": 1_000_000} | options
         self.journal = Journal(url, registry=self.registry, **bounds)
+
+    @contextmanager
+    def without_client(self) -> Iterator[None]:
+        """Whatever would ask Redis in here, or wait for it, fails."""
+        client, self.journal._client = self.journal._client, None
+        try:
+            yield
+        finally:
+            self.journal._client = client
 
     def dropped(self, reason: str) -> float:
         return self.registry.get_sample_value("paceline_journal_dropped_total", {"reason": reason}) or 0.0
@@ -102,11 +111,11 @@ async def test_a_running_stream_outlives_the_lifetime_and_an_ended_one_does_not(
     async with running(embedded.url, ttl_s=0.4) as made:
         kept = made.journal.keep(KEYS[0], b"request")
         await asyncio.sleep(1.2)
-        assert stored(embedded) == {KEYS[0]: b"request"}
+        await until(lambda: stored(embedded) == {KEYS[0]: b"request"})  # it may be late, but is written again and again
         assert kept is not None
         made.journal.release(kept, complete=False)
-        await until(lambda: not stored(embedded), 2.0)
-        await until(lambda: not made.journal._held, 2.0)  # nor does it take memory any more
+        await until(lambda: not stored(embedded))
+        await until(lambda: not made.journal._held)  # nor does it take memory any more
         assert made.journal._bytes == 0
 
 
@@ -151,9 +160,8 @@ async def test_an_outage_delays_nothing_overflows_counted_and_ends(
         made.journal.keep(KEYS[0], bytes(100))
         await until(lambda: len(stored(server)) == 1)
         server.kill()
-        started = time.monotonic()
-        kept = [made.journal.keep(key, bytes(100)) for key in KEYS[1:30]]
-        assert time.monotonic() - started < 0.1
+        with made.without_client():
+            kept = [made.journal.keep(key, bytes(100)) for key in KEYS[1:30]]
         assert made.dropped("full") == 20
         assert len(made.journal._held) == 10
         with pytest.raises(NodeUnavailable, match="journal"):
@@ -184,15 +192,14 @@ async def test_a_server_that_hangs_delays_nothing(embedded: Embedded, monkeypatc
         await until(lambda: bool(stored(embedded)))
         os.kill(embedded.pid, signal.SIGSTOP)
         try:
-            started = time.monotonic()
             for key in KEYS[1:]:
-                kept = made.journal.keep(key, b"request")
-                assert kept is not None
-                made.journal.release(kept, complete=True)
+                with made.without_client():
+                    kept = made.journal.keep(key, b"request")
+                    assert kept is not None
+                    made.journal.release(kept, complete=True)
                 await asyncio.sleep(0)
-            with pytest.raises(NodeUnavailable, match="did not answer"):
+            with pytest.raises(NodeUnavailable, match="did not answer"):  # before the client itself gives up
                 await made.journal.read(KEYS[0])
-            assert time.monotonic() - started < 1.0
         finally:
             os.kill(embedded.pid, signal.SIGCONT)
         await until(lambda: len(stored(embedded)) == len(KEYS))

@@ -34,7 +34,8 @@ class PretendedNode:
         self.failure: Exception | None = None
         self.ticks = True
         self.stops: list[float] = []
-        self.stop_s = 0.0
+        self.may_stop = threading.Event()
+        self.may_stop.set()
 
     async def start(self) -> str:
         if self.failure is not None:
@@ -43,7 +44,7 @@ class PretendedNode:
 
     async def stop(self, grace_s: float) -> None:
         self.stops.append(grace_s)
-        await asyncio.sleep(self.stop_s)
+        await asyncio.to_thread(self.may_stop.wait, 10.0)
 
     def alive(self) -> bool:
         return self.ticks
@@ -90,9 +91,21 @@ def seen(server: EmbeddedRedis) -> list[NodeRecord]:
     return asyncio.run(read())
 
 
+def one_seen(server: EmbeddedRedis) -> NodeRecord:
+    """The only node that a router sees; a lease may have run out for a moment where threads pause for longer."""
+    found: list[NodeRecord] = []
+
+    def there() -> bool:
+        found[:] = seen(server)
+        return len(found) == 1
+
+    wait_for(there)
+    return found[0]
+
+
 def test_registers_what_it_is(server: EmbeddedRedis, node_host: NodeHost) -> None:
     assert node_host.start() == "127.0.0.1:5"
-    (record,) = seen(server)
+    record = one_seen(server)
     assert record == NodeRecord(
         id="decode-0",
         role="decode",
@@ -115,15 +128,16 @@ def test_registers_what_it_is(server: EmbeddedRedis, node_host: NodeHost) -> Non
 
 def test_drains_before_it_goes(server: EmbeddedRedis, node: PretendedNode, node_host: NodeHost) -> None:
     node_host.start()
-    node.stop_s = 0.5
+    node.may_stop.clear()
     waiting = threading.Thread(target=node_host.wait_stopped)
     waiting.start()
     stopping = threading.Thread(target=node_host.stop, args=(1.5,))
     stopping.start()
     wait_for(lambda: [record.state for record in seen(server)] == ["draining"])
     assert waiting.is_alive()
+    node.may_stop.set()
     stopping.join()
-    waiting.join(timeout=2.0)
+    waiting.join(timeout=5.0)
     assert not waiting.is_alive()
     assert seen(server) == []
     node_host.stop(1.5)
@@ -136,10 +150,10 @@ def test_an_engine_that_does_not_tick_loses_the_lease(
 ) -> None:
     node_host.start()
     node.ticks = False
-    wait_for(lambda: seen(server) == [], 2 * TTL_S + 1.0)
+    wait_for(lambda: seen(server) == [])
     assert node_host.status()["alive"] is False
     node.ticks = True
-    wait_for(lambda: len(seen(server)) == 1, TTL_S + 1.0)
+    wait_for(lambda: len(seen(server)) == 1)
 
 
 def test_an_event_loop_that_is_stuck_loses_the_lease(
@@ -147,9 +161,11 @@ def test_an_event_loop_that_is_stuck_loses_the_lease(
 ) -> None:
     monkeypatch.setattr(host, "LOOP_STALL_S", 0.1)
     node_host.start()
-    node_host._loop.call_soon_threadsafe(time.sleep, 2.0)
-    wait_for(lambda: seen(server) == [], 1.5)
-    wait_for(lambda: len(seen(server)) == 1, 3.0)
+    goes_on = threading.Event()
+    node_host._loop.call_soon_threadsafe(goes_on.wait, 10.0)
+    wait_for(lambda: seen(server) == [])
+    goes_on.set()
+    wait_for(lambda: len(seen(server)) == 1)
 
 
 def test_ends_by_itself_when_it_has_a_successor(
@@ -162,7 +178,7 @@ def test_ends_by_itself_when_it_has_a_successor(
     successor.start()
     node_host.wait_stopped()  # the test's own timeout bounds it
     assert node.stops == [0.0]
-    assert [record.generation for record in seen(server)] == [4]
+    assert one_seen(server).generation == 4
     successor.close()
 
 

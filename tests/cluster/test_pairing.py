@@ -6,6 +6,7 @@ import asyncio
 import socket
 from typing import Any
 
+import grpc
 import grpc.aio
 import pytest
 
@@ -91,21 +92,26 @@ async def test_the_only_node_is_waited_for_and_taken_once_it_is_back(case: Case)
 
 async def test_a_suspected_node_is_connected_to_again_though_nobody_asks_for_a_node() -> None:
     """Else the first requests after a partition would all go to the nodes that were not behind it."""
-    with socket.create_server(("127.0.0.1", 0)) as reserved:
-        address = f"127.0.0.1:{reserved.getsockname()[1]}"
+    reserved = socket.socket()  # it refuses, and lets nobody else have the port
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reserved.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{reserved.getsockname()[1]}"
     node, calls = NodeRecord("decode-0", "decode", 1, address), NodeCalls()
     pairing = Pairing(lambda: [node], calls, page_size=16)
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 1)])
     try:
         pairing.suspect(NodeFailure(node, NodeUnavailable("gone"), gone=True))
         await asyncio.sleep(0.3)
         server.add_insecure_port(address)
         await server.start()
-        await asyncio.sleep(1.5)  # longer than gRPC's longest pause between attempts
+        async with asyncio.timeout(20):  # asked for its state alone, a channel tries nothing
+            while calls._line(node).channel.get_state() is not grpc.ChannelConnectivity.READY:
+                await asyncio.sleep(0.01)
         assert pairing.alive("decode") == [node]
     finally:
         await server.stop(0)
         await calls.close()
+        reserved.close()
 
 
 async def test_a_connection_is_tried_for_and_its_loss_is_seen() -> None:

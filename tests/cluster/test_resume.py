@@ -86,6 +86,8 @@ async def broken(two: Two, request: Any, upto: int) -> Got:
     await journaled(two, request.generation_id, request.tenant)
     stalled = asyncio.create_task(two.a.router.stalled.wait())
     await asyncio.wait({stalled, reading}, return_when=asyncio.FIRST_COMPLETED)
+    while got.chunks < upto and not reading.done():  # what was sent is there before its connection breaks
+        await asyncio.sleep(0.005)
     await two.a.die()
     stalled.cancel()
     await asyncio.gather(reading, return_exceptions=True)
@@ -254,8 +256,11 @@ async def test_another_tenant_or_id_finds_nothing(redis_server: Embedded) -> Non
 
 async def test_an_entry_expires(redis_server: Embedded) -> None:
     async with routers(redis_server.url, journal_ttl_s=0.3) as (_, two):
-        before = await part(two, ask(), 3)
-        await asyncio.sleep(0.8)
+        before = await broken(two, ask(), 3)
+        assert two.b.journal is not None
+        async with asyncio.timeout(10):
+            while await two.b.journal.read(journal_key("", ID)) is not None:
+                await asyncio.sleep(0.02)
         error = await refused(two.b, resume(before))
         assert error.code() is grpc.StatusCode.NOT_FOUND
         assert "expired" in str(error.details())
@@ -286,8 +291,12 @@ async def test_the_clients_own_copy_does_when_the_journal_has_nothing() -> None:
 async def test_an_id_used_twice_does_not_mix_two_requests(redis_server: Embedded) -> None:
     async with routers(redis_server.url) as (_, two):
         before = await part(two, ask(), 3)
+        assert two.b.journal is not None
+        first = await two.b.journal.read(journal_key("", ID))
         await stream(two.a, ask(prompt="jello there"), 3)
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(10):
+            while await two.b.journal.read(journal_key("", ID)) == first:
+                await asyncio.sleep(0.005)
         assert before.resumable is not None
         again = resume(before)
         again.resume.plan_digest = before.resumable.plan_digest
@@ -361,7 +370,7 @@ async def test_redis_dies_and_returns_under_a_stream() -> None:
             await journaled(two, tenant="runs")
             server.kill()
             fresh = asyncio.create_task(stream(two.a, ask(tenant="during"), 1))  # no token waits for Redis
-            assert (await asyncio.wait_for(fresh, 1.0)).text[0] == TEXT[0]
+            assert (await asyncio.wait_for(fresh, 10.0)).text[0] == TEXT[0]
             error = await refused(two.b, resume(None))
             assert error.code() is grpc.StatusCode.UNAVAILABLE
             assert "journal" in str(error.details())

@@ -18,14 +18,13 @@ from support.scripted_nodes import Fleet, fleet
 
 
 async def started(made: Fleet, *requests: GenerationRequest) -> list[asyncio.Task[Generation]]:
-    """Tasks that all have a place, in order."""
-    tasks = []
+    """Tasks that all run or are queued, in order."""
+    tasks, admission = [], made.router._admission
     for request in requests:
-        before = made.router.inflight
+        before = admission.slots
         tasks.append(asyncio.create_task(answer(made, request)))
-        while made.router.inflight == before:
+        while not (before < admission.slots == admission.running_slots + len(admission._places)):
             await asyncio.sleep(0.005)
-    await asyncio.sleep(0.02)
     return tasks
 
 
@@ -68,7 +67,7 @@ async def test_a_flood_of_large_requests_delays_another_tenant_by_one_turn() -> 
 
 
 async def test_too_many_wait_or_too_long() -> None:
-    async with fleet(max_inflight=1, max_queued=1, queue_timeout_s=0.1) as made:
+    async with fleet(max_inflight=1, max_queued=1, queue_timeout_s=2.0) as made:
         gate = made.nodes["decode-0"].script.gate = asyncio.Event()
         (running,) = await started(made, ask())
         (late,) = await started(made, ask())
@@ -92,6 +91,8 @@ async def test_a_client_that_leaves_the_queue_and_a_router_that_stops() -> None:
         await asyncio.gather(gone, return_exceptions=True)
         assert metric(made, "paceline_requests_queued 1.0")
         assert metric(made, 'paceline_requests_total{status="cancelled"} 1.0')
+        while not order(made):
+            await asyncio.sleep(0.005)
         await made.router.close()
         for task in (running, waiting):
             with pytest.raises(NodeUnavailable):

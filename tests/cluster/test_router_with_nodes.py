@@ -21,6 +21,12 @@ from tests.fakes.runner import VOCAB, next_token
 PROMPT = tuple(range(100, 121))
 
 
+@pytest.fixture(autouse=True)
+def numbers_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hand-off's numbers, for longer than any thread pauses: they are compared."""
+    monkeypatch.setattr("cluster.attempt.SETTLE_S", 30.0)
+
+
 @dataclass
 class Registry:
     """Both nodes, with the load they report."""
@@ -86,6 +92,7 @@ async def test_leaving_gives_the_pages_back(tokens: int) -> None:
 async def test_a_forward_that_breaks_is_made_again_and_the_text_is_the_same() -> None:
     async with cluster() as nodes:
         router = router_for(nodes)
+        nodes.decode_runner.gate.clear()  # until it is to break
         params = SamplingParams(seed=9, ignore_eos=True)
         async with aclosing(router.generate(GenerationRequest(PROMPT, params, 40))) as chunks:
             tokens: list[int] = []
@@ -94,6 +101,7 @@ async def test_a_forward_that_breaks_is_made_again_and_the_text_is_the_same() ->
                 tokens += chunk.token_ids
                 if len(chunk.token_ids) and len(tokens) < 8:
                     nodes.decode_runner.fail_next = True
+                    nodes.decode_runner.gate.set()
         assert tuple(tokens) == expected(9, 40)
         assert 'paceline_retries_total{error="PacelineError"}' in router.metrics.render().decode()  # it did break
         await nodes.wait_for_release()

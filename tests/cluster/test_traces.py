@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +66,11 @@ async def test_a_silent_node_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     async with fleet(decode=2) as nodes:
         await ask(nodes)
         for node_id in ("decode-0", "decode-1"):
-            nodes.nodes[node_id].trace_pause_s = 5.0
-        began = time.monotonic()
-        trace = await traces.collect(
-            "mine", nodes.router._recorder, nodes.registry.nodes(), nodes.router._calls, timeout_s=0.3
-        )
-        assert time.monotonic() - began < 2.0
+            nodes.nodes[node_id].trace_pause_s = 60.0
+        async with asyncio.timeout(30):
+            trace = await traces.collect(
+                "mine", nodes.router._recorder, nodes.registry.nodes(), nodes.router._calls, timeout_s=2.0
+            )
         assert trace.silent == ("decode-0", "decode-1")
         assert of_router(trace, "request")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -144,11 +145,13 @@ async def test_draft_prefill_is_cut_and_rounds_go_on_between(heads: Path) -> Non
 
     def decoded(seqs: list[Sequence]) -> object:
         steps.append(("round", len(seqs)))
+        if sum(name == long.request_id for name, _ in steps) < 13:
+            time.sleep(0.02)  # the other stream is not to end before the long prompt came, whatever pauses
         return rounds(seqs)
 
     decode.digest, decode.decode = digested, decoded  # type: ignore[method-assign, assignment]
+    long = tiny_request([3 + i % 150 for i in range(64)], index=1, max_tokens=4)
     async with pair(node_config(**options), prefill, decode) as nodes:
-        long = tiny_request([3 + i % 150 for i in range(64)], index=1, max_tokens=4)
         other = asyncio.create_task(nodes.generate(tiny_request(index=0, max_tokens=400)))
         while not steps or steps[-1][0] != "round":
             await asyncio.sleep(0.001)

@@ -65,11 +65,15 @@ class Deployment:
         return choice
 
     async def settled(self) -> None:
-        """Until every node is idle, as the router sees it, and the index has what each of them has cached."""
+        """Until every node is idle, by itself and as the router sees it, and the index has what each of them has
+        cached: a node that is about to release its last request is about to cache it."""
 
         def same() -> bool:
             idle = not any(node.running or node.waiting for node in self.directory.nodes())
             for made in self.hosts:
+                load = made._node.load()
+                if load.running or load.waiting or load.free_pages != load.total_pages:
+                    return False
                 held = self.watcher.index.get((made._node_id, made._generation))
                 cache = made._node.prefix_cache()
                 if held is None or held.keys != set(cache._entries):  # type: ignore[union-attr]

@@ -18,6 +18,7 @@ from paceline.wire import trace_from_proto
 from support.scripted_nodes import ByteTokenizer, FakeRegistry
 from support.timeline import check_timeline
 from tests.fakes.nodes import Cluster, cluster, node_config, sequence_request, wait_until
+from tests.fakes.runner import FakeRunner
 
 
 async def read(call: Any) -> None:
@@ -46,6 +47,19 @@ def names(events: list[TraceEvent]) -> list[str]:
     """Without repeats in a row."""
     found = [event.name for event in events]
     return [name for i, name in enumerate(found) if i == 0 or found[i - 1] != name]
+
+
+def hold_after(runner: FakeRunner, forwards: int) -> None:
+    """Its engine waits before the next forward until the gate is opened."""
+    prefill = runner.prefill
+
+    def counted(*args: Any) -> Any:
+        made = prefill(*args)
+        if len(runner.prefill_sizes) == forwards:
+            runner.gate.clear()
+        return made
+
+    runner.prefill = counted  # type: ignore[method-assign]
 
 
 async def test_a_normal_request() -> None:
@@ -97,18 +111,22 @@ async def test_the_client_leaves_before_the_transfer() -> None:
 
 async def test_the_client_leaves_while_rows_cross() -> None:
     async with cluster() as nodes:
-        nodes.prefill_runner.step_s = 0.05
+        hold_after(nodes.prefill_runner, 3)
         request = sequence_request(num_prompt=100)
         decode = nodes.open_decode(request)
         reserved = (await anext(aiter(decode))).reserved
         prefill = nodes.open_prefill(request, reserved)
         follower = asyncio.create_task(read(prefill))
-        landing = nodes.decode._engine.streams[reserved.ticket].landing
+        stream = nodes.decode._engine.streams[reserved.ticket]
+        landing = stream.landing
         assert landing is not None
         await wait_until(lambda: any(landing.handoff.bytes_by_class.values()), 5.0, "the first rows")
-        decode.cancel()
         prefill.cancel()
         await follower
+        await wait_until(lambda: nodes.prefill._active == 0, 5.0, "the prefill node to notice")
+        decode.cancel()
+        await wait_until(lambda: stream.left, 5.0, "the decode node to notice")
+        nodes.prefill_runner.gate.set()
         await nodes.wait_for_release()
         tracks = await events_of(nodes, request)
         assert edges(tracks) == ["reserved", "sending", "failed"]
@@ -120,11 +138,14 @@ async def test_the_client_leaves_while_rows_cross() -> None:
 
 async def test_a_transfer_that_fails() -> None:
     async with cluster(decode_config=node_config(handoff_deadline_s=0.4, page_size=8)) as nodes:
-        nodes.prefill_runner.step_s = 0.15
+        hold_after(nodes.prefill_runner, 3)
         request = sequence_request(num_prompt=60)
         decode = nodes.open_decode(request)
         reserved = (await anext(aiter(decode))).reserved
-        await asyncio.gather(read(decode), read(nodes.open_prefill(request, reserved)))
+        follower = asyncio.create_task(read(nodes.open_prefill(request, reserved)))
+        await read(decode)
+        nodes.prefill_runner.gate.set()
+        await follower
         await nodes.wait_for_release()
         tracks = await events_of(nodes, request)
         assert edges(tracks) == ["reserved", "sending", "failed"]

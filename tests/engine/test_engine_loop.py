@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from fakes.wait import wait_for
 
 from paceline.engine.loop import EngineLoop, every
 
@@ -98,11 +99,16 @@ def test_wake_is_faster_than_the_tick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_stuck_step_is_not_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.engine.loop.STALL_S", 0.05)
-    release = threading.Event()
-    loop = EngineLoop("engine-test", lambda: not release.wait(5.0))
+    entered, release = threading.Event(), threading.Event()
+
+    def step() -> bool:
+        entered.set()
+        return not release.wait(30.0)
+
+    loop = EngineLoop("engine-test", step)
     loop.start()
-    time.sleep(0.1)
-    assert not loop.alive()
+    assert entered.wait(5.0)
+    wait_for(lambda: not loop.alive())
     release.set()
     assert loop.stop(5.0)
 

@@ -1,22 +1,37 @@
 """The other end of a link, in a process that tests kill: ``python peer_process.py PORT LINK_ID RANK BEHAVIOUR BYTES``.
 
 Says "ready" in the store when it is about to join. Behaviours: ``idle`` joins and waits; ``whole`` exchanges one tensor
-and ends in order; ``freeze`` exchanges one message (not cut) and, when it receives, stops itself in its middle.
+and ends in order; ``freeze`` exchanges one message (not cut), slowly when it sends; when it receives, it stops
+itself in its middle.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
+import stat
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import torch
 
 from kv_transfer.torch_dist import Sentinel, create_store, open_transport
 
 HOST = "127.0.0.1"
+SLOW = 16 * 1024 * 1024  # bytes a second: a message of 128 MiB has a middle of seconds
+SO_MAX_PACING_RATE = 47  # of Linux; socket has no name for it
+
+
+def send_slowly() -> None:
+    """Limit what the connections of this process send from now on."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the list's own is gone
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, SLOW)
 
 
 def stop_midway(buffer: torch.Tensor) -> None:
@@ -39,6 +54,8 @@ def main(port: str, link_id: str, rank_text: str, behaviour: str, num_bytes: str
     elif behaviour == "freeze":
         if rank == 1:
             threading.Thread(target=stop_midway, args=(data,), daemon=True).start()
+        else:
+            send_slowly()
         transport._send_message(data) if rank == 0 else transport._recv_message(data)
         threading.Event().wait(60)
     else:

@@ -37,7 +37,7 @@ def test_a_hand_off_of_any_size_gets_through_a_narrow_window() -> None:
         wait_for(lambda: link.terminal == [("t", "ready")], "the acknowledgement")
         link.check_rows("t", prompt)
         assert handoff.status is HandoffState.READY
-        assert link.sender._outbox._uncredited == 0
+        wait_for(lambda: link.sender._outbox._uncredited == 0, "the last credit, which follows Ready")
 
 
 def test_bytes_that_are_thrown_away_give_credit_too() -> None:
@@ -63,7 +63,6 @@ def test_a_receiver_that_gives_no_credit_loses_the_link(monkeypatch: pytest.Monk
         on_terminal=lambda ticket, ack: None,
         on_failed=lambda ticket, reason: failed.append((ticket, reason)),
         on_link_lost=lost.append,
-        enqueue_timeout_s=0.3,
     )
     try:
         sender.begin("t", 0, 3)
@@ -72,8 +71,10 @@ def test_a_receiver_that_gives_no_credit_loses_the_link(monkeypatch: pytest.Monk
             data = torch.zeros(8, dtype=torch.uint8)
             sender.chunk("t", 1, 0, 1, i, 1, data, lambda i=i: given_back.append(i))  # type: ignore[misc]
         wait_for(lambda: given_back == [0], "the first chunk")
-        sender.acknowledge(HandoffAck(credit=Credit(num_bytes=8)))
-        wait_for(lambda: given_back == [0, 1], "the second")
+        with sender._cond:  # so that the thread waits for so short a time only once the second chunk is announced
+            sender._enqueue_timeout_s = 0.3
+            sender.acknowledge(HandoffAck(credit=Credit(num_bytes=8)))
+            assert [m.WhichOneof("body") for m in posted] == ["begin", "chunk", "chunk"]
         wait_for(lambda: bool(lost), "the end of the link")
         assert lost == ["no credit from the receiver within 0.3 s"]
         assert failed == [("t", lost[0])]

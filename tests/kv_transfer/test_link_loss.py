@@ -39,6 +39,7 @@ def test_queue_is_bounded_in_bytes_and_time() -> None:
             time.sleep(0.02)
         with pytest.raises(DeadlineExceeded, match="no room"):
             link.put("t", Prompt(0), TARGET, range(23, 24))
+        link.sender._enqueue_timeout_s = 5.0
         timer = threading.Timer(0.02, link.sink.write_gate.set)
         timer.start()
         link.put("t", Prompt(0), TARGET, range(23, 24))  # waits for room, and gets it

@@ -25,6 +25,7 @@ from kv_transfer.torch_dist import Sentinel, TorchDistTransport, create_store, o
 from kv_transfer.transport import Transport, TransportError, byte_view
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.v1.handoff_pb2 import Begin, Chunk, HandoffAck, HandoffMessage, State
+from tests.kv_transfer.peer_process import send_slowly
 
 torch.set_num_threads(1)
 HOST = "127.0.0.1"
@@ -219,6 +220,7 @@ def test_a_receiver_killed_in_mid_message_leaves_the_source_quarantined(start: C
         max_queued_bytes=2 * NUM_BYTES,
     )
     links.append(sender)
+    send_slowly()  # so that the peer, too, is in the midst of the message for seconds
     sender.begin("waiting", 0, TOKENS)
     sender.begin("on wire", 0, TOKENS)
     sender.chunk("on wire", TARGET_KV, 0, 1, 0, TOKENS, torch.ones(NUM_BYTES, dtype=torch.uint8))

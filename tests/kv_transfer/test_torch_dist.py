@@ -99,18 +99,18 @@ def test_both_ends_may_close_at_once(stores: tuple[Store, Store]) -> None:
         ends = open_pair(stores)
         start = time.monotonic()
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda end: end.sentinel.close(), ends))
-        assert time.monotonic() - start < 1.5
+            list(pool.map(lambda end: end.sentinel.close(20.0), ends))
+        assert time.monotonic() - start < 10  # nobody waited for the other until the timeout
         assert ends[0].lost == ends[1].lost == []
         close_pair(ends)
 
 
 def test_a_receive_without_a_sender_times_out_and_the_link_is_dead(stores: tuple[Store, Store]) -> None:
-    ends = open_pair(stores, timeout_s=0.5)
+    ends = open_pair(stores, timeout_s=2.0)  # to join, too
     start = time.monotonic()
     with pytest.raises(TransportError, match="recv of 4 bytes failed"):
         ends[1].transport.recv(torch.zeros(1))
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 10
     with pytest.raises(TransportError):
         ends[1].transport.recv(torch.zeros(1))
     with pytest.raises(TransportError):
@@ -120,7 +120,7 @@ def test_a_receive_without_a_sender_times_out_and_the_link_is_dead(stores: tuple
 
 
 def test_a_send_without_a_receiver_times_out(stores: tuple[Store, Store]) -> None:
-    ends = open_pair(stores, timeout_s=0.5)
+    ends = open_pair(stores, timeout_s=2.0)  # to join, too
     with pytest.raises(TransportError, match="send of"):
         ends[0].transport.send(torch.zeros(MESSAGE_BYTES))
     close_pair(ends)

@@ -32,8 +32,8 @@ LONG = 700  # tokens of a stream that outlives a failure
 BEGUN = 3  # tokens of every stream when it happens
 PLACINGS = 3  # batches of streams until some run where the loss will be
 LEASE_TTL_S = 2.0
-HEARTBEAT_S = 1.0  # at the latest
-RECONNECT_S = 2.5  # gRPC's: one attempt that runs into its timeout of 1 s, a pause of about 1 s, one that works
+HEARTBEAT_S = 3.0  # at the latest: half a second until it is written, as long until it is read, and a busy machine
+RECONNECT_S = 5.0  # gRPC's: an attempt that runs into its timeout of 1 s, a pause of about 1 s, one that works; twice
 NOTICED_S = PING_TIMEOUT_MS / 1000  # at the soonest: nobody hears a connection close
 SAMPLING = ("max_tokens", "temperature", "seed", "ignore_eos")
 
@@ -139,7 +139,7 @@ class Loss:
 
 
 def runs_there(deployment: Deployment, running: Streams, node: str) -> bool:
-    """Whether a node's heartbeat says that it runs streams, within a second or while all streams run."""
+    """Whether a node's heartbeat says that it runs streams, within HEARTBEAT_S or while all streams run."""
     end = time.monotonic() + HEARTBEAT_S
     while deployment.watch.running.get(node, 0) == 0:
         if time.monotonic() > end or running.under_way < NUM_STREAMS:

@@ -49,6 +49,7 @@ def test_one_descriptor_and_then_its_messages() -> None:
             assert torch.equal(received(wire, stop - start), wire.kv.gather(range(2), SLOTS[start:stop]))
         assert received(wire, 0).numel() == 0
         wait_for(lambda: buffers_back(wire))
+        wait_for(lambda: not wire.sender._outbox)  # State is off too, and counted
         counts = wire.sender.bytes_sent("t")
         assert counts[TARGET_KV] == 7 * TOKEN_BYTES
         assert counts[handoff_pb2.BYTE_CLASS_META] == sum(message.ByteSize() for message in wire.messages)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -36,25 +36,30 @@ async def reserve(nodes: Cluster, **changes: Any) -> tuple[Any, Any, Any]:
 
 
 async def test_the_first_token_does_not_wait_for_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(self: GlooTransport, data: Any) -> Callable[[], None]:
+    go_on = threading.Event()
+
+    def held(self: GlooTransport, data: Any) -> Callable[[], None]:
         def wait() -> None:
-            time.sleep(0.1)
+            assert go_on.wait(8.0)
             self.send(data)
 
         return wait
 
-    monkeypatch.setattr(GlooTransport, "start_send", slow)
-    async with cluster() as nodes:
+    monkeypatch.setattr(GlooTransport, "start_send", held)
+    async with cluster(
+        node_config(transfer_timeout_s=10.0), node_config(page_size=8, transfer_timeout_s=10.0)
+    ) as nodes:
         request, decode, reserved = await reserve(nodes, num_prompt=60)
-        started = time.monotonic()
-        times = {}
+        seen = []
         async for event in nodes.open_prefill(request, reserved):
-            times[event.WhichOneof("event")] = time.monotonic() - started
+            seen.append(event.WhichOneof("event"))
             if event.HasField("handed_off"):
                 assert event.handed_off.exposed_s > 0.5
-            else:  # rows are still to be read from the pages
+            else:  # no byte has left, and rows are still to be read from the pages
                 assert nodes.prefill.load().free_pages < nodes.prefill.load().total_pages
-        assert times["first_token"] < 0.5 < times["handed_off"]
+                await asyncio.sleep(0.6)
+                go_on.set()
+        assert seen == ["first_token", "handed_off"]
         tokens = [token async for event in decode for token in event.tokens.token_ids]
         assert tokens == expected_output(request)[1:]
         await nodes.wait_for_release()
@@ -94,7 +99,7 @@ async def test_a_decode_node_that_left_is_paired_anew() -> None:
 
 async def test_prompts_wait_for_pages_and_the_line_is_bounded() -> None:
     async with cluster(prefill_config=node_config(kv_cache_tokens=128, max_waiting=1)) as nodes:
-        nodes.prefill_runner.step_s = 0.02
+        nodes.prefill_runner.step_s = 0.1  # a second for the first prompt, in which the others come
         reserved = [await reserve(nodes, num_prompt=80, seed=i) for i in range(3)]
         followers = [asyncio.create_task(status_of(nodes.open_prefill(r, t))) for r, _, t in reserved]
         codes = sorted(code.name for code in await asyncio.gather(*followers))
@@ -118,7 +123,7 @@ async def test_a_prompt_waits_for_pages_until_its_deadline() -> None:
 
 async def test_a_caller_that_leaves_the_line_holds_nothing() -> None:
     async with cluster(prefill_config=node_config(kv_cache_tokens=128)) as nodes:
-        nodes.prefill_runner.step_s = 0.05
+        nodes.prefill_runner.step_s = 0.1  # a second for the first prompt, in which the other comes
         reserved = [await reserve(nodes, num_prompt=80, seed=i) for i in range(2)]
         first = asyncio.create_task(status_of(nodes.open_prefill(reserved[0][0], reserved[0][2])))
         call = nodes.open_prefill(reserved[1][0], reserved[1][2])
@@ -139,7 +144,8 @@ async def test_several_prompts_share_a_step() -> None:
         reserved = [await reserve(nodes, num_prompt=12, seed=i) for i in range(3)]
         followers = [asyncio.create_task(status_of(nodes.open_prefill(r, t))) for r, _, t in reserved]
         await wait_until(lambda: nodes.prefill.status().held > 0, 5.0, "the first prompt")
-        await asyncio.sleep(0.1)
+        await wait_until(lambda: nodes.prefill._active == 3, 5.0, "the others")
+        await asyncio.sleep(0.1)  # and turns of the event loop in which they are posted
         nodes.prefill_runner.gate.set()
         assert {await follower for follower in followers} == {grpc.StatusCode.OK}
         assert max(nodes.prefill_runner.prefill_sizes) > 1
@@ -150,7 +156,7 @@ async def test_several_prompts_share_a_step() -> None:
 
 async def test_a_peer_that_never_answers_costs_its_link() -> None:
     """Everything was sent, no acknowledgement comes: the wait is bounded."""
-    config = node_config(handoff_deadline_s=0.2, transfer_timeout_s=1.0)
+    config = node_config(handoff_deadline_s=0.2)
     async with cluster(prefill_config=config, decode_config=node_config(page_size=8)) as nodes:
         request, decode, reserved = await reserve(nodes)
         await nodes.prefill_stub.Connect(node_pb2.ConnectRequest(decode_address=nodes.decode_address))
@@ -197,3 +203,26 @@ async def test_status_names_the_node() -> None:
         assert nodes.prefill.fingerprint_digest() == nodes.decode.fingerprint_digest()
         assert nodes.prefill.alive()
         assert nodes.decode.alive()
+
+
+async def test_load_is_told_while_the_engine_takes_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's thread puts a prompt in line before it counts it as held."""
+    async with cluster() as nodes:
+        engine, taken, told = nodes.prefill._engine, threading.Event(), threading.Event()
+        add = engine._scheduler.add
+
+        def slowly(job: Any) -> None:
+            add(job)
+            taken.set()
+            assert told.wait(10.0)
+
+        monkeypatch.setattr(engine._scheduler, "add", slowly)
+        request, decode, reserved = await reserve(nodes)
+        follower = asyncio.create_task(status_of(nodes.open_prefill(request, reserved)))
+        await wait_until(taken.is_set, 5.0, "the prompt")
+        load = nodes.prefill.load()
+        told.set()
+        assert (load.running, load.waiting) == (0, 1)
+        assert await follower is grpc.StatusCode.OK
+        decode.cancel()
+        await nodes.wait_for_release()

@@ -135,7 +135,7 @@ async def test_rows_of_the_cache_leave_before_the_first_forward() -> None:
         prompt = tuple(range(40))
         await nodes.generate(sequence_request(prompt=prompt, max_tokens=1))
         await nodes.wait_for_release()
-        nodes.decode_runner.prefix.evict(1000)  # type: ignore[union-attr]
+        await nodes.decode._loop.call(lambda: nodes.decode_runner.prefix.evict(1000))  # type: ignore[union-attr]
         nodes.prefill_runner.gate.clear()
         _, decode, prefill, reserved = await start(nodes, prompt=prompt)
         follower = asyncio.create_task(status_of(prefill))

@@ -104,6 +104,9 @@ class Pair:
                 await asyncio.sleep(0.02)
             while any(node.load().running for node in (self.prefill_node, self.decode_node)):
                 await asyncio.sleep(0.02)
+            # A node forgets a request before its pages are back; what it tells of free pages comes after.
+            while any(n.load().free_pages < n.load().total_pages for n in (self.prefill_node, self.decode_node)):
+                await asyncio.sleep(0.02)
         for runner in (self.prefill, self.decode):
             cached = runner.prefix.num_pages if runner.prefix is not None else 0
             assert runner.allocator.check_integrity() == []
