@@ -15,7 +15,8 @@ class Linear:
     """y = x W^T + b.
 
     weight: [out_features, in_features], bf16 or fp32; it is repacked and need not be kept by the caller.
-    ``out_float32`` keeps the sums in float32 (LM heads: logits without bf16 ties).
+    ``out_float32`` keeps the sums in float32 (LM heads: logits without bf16 ties). ``library``: the CPU kernels that it
+    runs on; None elsewhere.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, out_float32: bool = False) -> None:
@@ -23,16 +24,16 @@ class Linear:
         self.dtype = weight.dtype
         self.out_dtype = torch.float32 if out_float32 else weight.dtype
         self.bias = None if bias is None else bias.float().contiguous()
-        self._library = load_kernels() if weight.device.type == "cpu" else None
-        self._packed = self._pack(weight) if self._library is not None else weight
+        self.library = load_kernels() if weight.device.type == "cpu" else None
+        self._packed = self._pack(weight) if self.library is not None else weight
 
     def _pack(self, weight: torch.Tensor) -> torch.Tensor:
-        assert self._library is not None
+        assert self.library is not None
         weight = weight.contiguous()
         is_bf16 = weight.dtype is torch.bfloat16
-        elems = self._library.pl_packed_elems(self.out_features, self.in_features, int(is_bf16))
+        elems = self.library.pl_packed_elems(self.out_features, self.in_features, int(is_bf16))
         packed = torch.empty(elems, dtype=weight.dtype)
-        pack = self._library.pl_pack_bf16 if is_bf16 else self._library.pl_pack_f32
+        pack = self.library.pl_pack_bf16 if is_bf16 else self.library.pl_pack_f32
         pack(weight.data_ptr(), self.out_features, self.in_features, packed.data_ptr())
         return packed
 
@@ -48,7 +49,7 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, in_features] -> [T, out_features] of out_dtype."""
-        if self._library is None:
+        if self.library is None:
             return linear_reference(x, self._packed, self.bias, self.out_dtype)
         if x.stride(-1) != 1:
             x = x.contiguous()
@@ -57,9 +58,9 @@ class Linear:
         weight, bias = self.address, self.bias_address
         shape = (x.data_ptr(), rows, x.stride(0), weight, self.out_features, self.in_features, bias)
         if self.dtype is torch.bfloat16:
-            self._library.pl_linear_bf16(*shape, out.data_ptr(), int(self.out_dtype is torch.float32))
+            self.library.pl_linear_bf16(*shape, out.data_ptr(), int(self.out_dtype is torch.float32))
         else:
-            self._library.pl_linear_f32(*shape, out.data_ptr())
+            self.library.pl_linear_f32(*shape, out.data_ptr())
         return out
 
 

@@ -17,7 +17,6 @@ import torch
 from paceline.attention.base import ForwardBatch
 from paceline.attention.cpu import CpuAttention, RowPlan
 from paceline.kvcache.pool import KvPool
-from paceline.layers.build import load_kernels
 from paceline.layers.linear import Linear
 from paceline.layers.ops import add_rms_norm, rms_norm, rope_write, silu_mul
 from paceline.models.base import ForwardContext
@@ -97,8 +96,8 @@ class Block:
         self.qkv_proj, self.o_proj = weights.qkv, weights.o
         self.q_norm, self.k_norm, self.post_norm = weights.q_norm, weights.k_norm, weights.post_norm
         self.gate_up_proj, self.down_proj = weights.gate_up, weights.down
-        library = load_kernels() if self.post_norm.device.type == "cpu" else None
-        self._calls = None if library is None or self.qkv_proj.dtype not in _SUFFIX else _Calls(self, library)
+        library = self.qkv_proj.library  # which has packed the weights
+        self._calls = None if library is None else _Calls(self, library)
 
     def write(self, x: torch.Tensor, table: torch.Tensor, batch: ForwardBatch, kv: KvPool) -> torch.Tensor:
         """x: [T, width], normed; table: float32 [max_positions, head_dim], see layers.rotary.
