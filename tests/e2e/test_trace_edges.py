@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from typing import Any
 
 import grpc.aio
@@ -49,17 +50,20 @@ def names(events: list[TraceEvent]) -> list[str]:
     return [name for i, name in enumerate(found) if i == 0 or found[i - 1] != name]
 
 
-def hold_after(runner: FakeRunner, forwards: int) -> None:
-    """Its engine waits before the next forward until the gate is opened."""
-    prefill = runner.prefill
+def hold_in(runner: FakeRunner, forward: int) -> threading.Event:
+    """Its engine stays in that forward until the gate is opened; set once it is there."""
+    reached, go_on = threading.Event(), runner._forward
 
-    def counted(*args: Any) -> Any:
-        made = prefill(*args)
-        if len(runner.prefill_sizes) == forwards:
+    def counted() -> None:
+        nonlocal forward
+        forward -= 1
+        if forward == 0:
             runner.gate.clear()
-        return made
+            reached.set()
+        go_on()
 
-    runner.prefill = counted  # type: ignore[method-assign]
+    runner._forward = counted  # type: ignore[method-assign]
+    return reached
 
 
 async def test_a_normal_request() -> None:
@@ -111,7 +115,7 @@ async def test_the_client_leaves_before_the_transfer() -> None:
 
 async def test_the_client_leaves_while_rows_cross() -> None:
     async with cluster() as nodes:
-        hold_after(nodes.prefill_runner, 3)
+        held = hold_in(nodes.prefill_runner, 4)
         request = sequence_request(num_prompt=100)
         decode = nodes.open_decode(request)
         reserved = (await anext(aiter(decode))).reserved
@@ -120,6 +124,7 @@ async def test_the_client_leaves_while_rows_cross() -> None:
         stream = nodes.decode._engine.streams[reserved.ticket]
         landing = stream.landing
         assert landing is not None
+        await wait_until(held.is_set, 5.0, "the forward that holds the engine")
         await wait_until(lambda: any(landing.handoff.bytes_by_class.values()), 5.0, "the first rows")
         prefill.cancel()
         await follower
@@ -138,7 +143,7 @@ async def test_the_client_leaves_while_rows_cross() -> None:
 
 async def test_a_transfer_that_fails() -> None:
     async with cluster(decode_config=node_config(handoff_deadline_s=0.4, page_size=8)) as nodes:
-        hold_after(nodes.prefill_runner, 3)
+        hold_in(nodes.prefill_runner, 3)
         request = sequence_request(num_prompt=60)
         decode = nodes.open_decode(request)
         reserved = (await anext(aiter(decode))).reserved
