@@ -89,13 +89,13 @@ class RowsNode:
         self._ended: asyncio.Future[str | None] | None = None
 
     async def start(self) -> str:
-        """No address: nothing is asked of it by RPC."""
+        """An address where nobody listens: nothing is asked of it by RPC."""
         self._loop = asyncio.get_running_loop()
         context = LinkContext(
             "rows-0", self._runner.fingerprint(), self._config, self._runner.kv, self._on_ended, self._on_sent
         )
         self._links = LinkPool(context)
-        return ""
+        return "127.0.0.1:0"
 
     async def stop(self, grace_s: float) -> None:
         """End the links."""
