@@ -107,11 +107,11 @@ class Block:
         calls, pages = self._calls, kv.data[self.kv_layer]
         if calls is None:
             return self._write(x, table, batch, pages)
-        rows = x.shape[0]
+        x, rows = x.contiguous(), x.shape[0]
         out = x.new_empty(rows, self.shape.num_heads, self.shape.head_dim)
         scratch = x.new_empty(rows, calls.write_scratch)
         calls.write(
-            calls.address, rows, x.contiguous().data_ptr(), table.data_ptr(), batch.positions.data_ptr(),
+            calls.address, rows, x.data_ptr(), table.data_ptr(), batch.positions.data_ptr(),
             batch.write_slots.data_ptr(), pages.shape[2], pages.data_ptr(), scratch.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return out

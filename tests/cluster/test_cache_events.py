@@ -85,8 +85,10 @@ async def test_an_idle_node_that_clears_its_cache_says_so(watcher: CacheWatcher,
     holder.publisher.start()
     await watcher.start()
     await until(lambda: known(watcher, holder) == holder.keys())
+    assert holder.keys()
     holder.cache.clear()
     await until(lambda: known(watcher, holder) == set())
+    assert known(watcher, holder) == holder.keys() == set()
 
 
 async def test_a_router_that_missed_too_much_reads_the_whole(

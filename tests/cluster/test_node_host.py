@@ -164,8 +164,9 @@ def test_an_event_loop_that_is_stuck_loses_the_lease(
     goes_on = threading.Event()
     node_host._loop.call_soon_threadsafe(goes_on.wait, 10.0)
     wait_for(lambda: seen(server) == [])
+    assert seen(server) == []  # nor does it come back while the loop is stuck
     goes_on.set()
-    wait_for(lambda: len(seen(server)) == 1)
+    assert one_seen(server).id == "decode-0"
 
 
 def test_ends_by_itself_when_it_has_a_successor(

@@ -125,4 +125,5 @@ async def test_a_timer_goes_on_after_an_error() -> None:
     async with asyncio.timeout(5.0):
         while len(ticks) < 3:
             await asyncio.sleep(0.005)
+    assert not timer.done()
     timer.cancel()

@@ -133,6 +133,24 @@ def test_one_call_gives_the_bits_of_the_steps(name: str, dtype: torch.dtype, bat
         assert torch.isfinite(expected[0].float()).all()
 
 
+def test_rows_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy of them outlives the call that reads it: memory that is free by then is filled with something else."""
+    case = Case(SHAPES["SmolLM2"], torch.bfloat16, BATCHES["a chunk from the start"]())
+    expected = case.run(at_once=True, whole=False, attention=CpuAttention())
+    calls = case.block._calls
+    assert calls is not None
+    write, others = calls.write, []
+
+    def after_others(*arguments: int) -> None:
+        others.extend(torch.full(case.normed.shape, 7.0, dtype=torch.bfloat16) for _ in range(8))
+        write(*arguments)
+
+    monkeypatch.setattr(calls, "write", after_others)
+    case.normed = torch.stack((case.normed, case.normed), dim=-1)[..., 0]
+    assert not case.normed.is_contiguous()
+    assert same(case.run(at_once=True, whole=False, attention=CpuAttention()), expected) == [True] * 3
+
+
 def test_bits_do_not_depend_on_the_threads() -> None:
     case = Case(SHAPES["SmolLM2"], torch.bfloat16, BATCHES["a chunk from the start"]())
     one = case.run(at_once=True, whole=True, attention=CpuAttention())
