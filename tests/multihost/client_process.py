@@ -2,7 +2,8 @@
 
 ``client_process.py HOST:PORT REQUESTS.json``: streams all requests (generation options with their "prompt"): for each
 chunk {"stream", "at", "first_index", "token_ids"}, at a stream's end {"stream", "end": {...}}.
-``client_process.py HOST:PORT``: until killed, {"at", "nodes": {id: address}, "running": {id: streams}} at each change.
+``client_process.py HOST:PORT``: until killed, again and again {"at", "nodes": {id: address}, "running": {id: streams}}:
+the nodes as the router has them, and the streams that each decode node counted itself after "at", if it answered.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
+
 from paceline.client import AsyncClient
+from paceline.v1 import node_pb2, node_pb2_grpc
 
 TIMEOUT_S = 120.0
 POLL_S = 0.05
+STATUS_TIMEOUT_S = 0.2  # a node behind a cut cable must not hold up what is seen of the others
 
 
 def tell(**what: object) -> None:
@@ -34,14 +39,25 @@ async def stream(client: AsyncClient, number: int, request: dict[str, Any]) -> N
             tell(stream=number, end=end)
 
 
+async def running_on(address: str) -> int | None:
+    """The streams of a decode node, which its heartbeat tells up to a second late; None when it does not answer."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        try:
+            stub = node_pb2_grpc.DecodeNodeStub(channel)
+            status = await stub.Status(node_pb2.StatusRequest(), timeout=STATUS_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return None
+    return int(status.node.running)
+
+
 async def watch(client: AsyncClient) -> None:
-    seen = None
     while True:
         nodes = (await client.model_info()).nodes
-        now = {"nodes": {node.id: node.address for node in nodes}, "running": {node.id: node.running for node in nodes}}
-        if now != seen:
-            tell(at=time.monotonic(), **now)
-        seen = now
+        at = time.monotonic()
+        decodes = [node for node in nodes if node.role == "decode"]
+        counts = await asyncio.gather(*(running_on(node.address) for node in decodes))
+        running = {node.id: count for node, count in zip(decodes, counts, strict=True) if count is not None}
+        tell(at=at, nodes={node.id: node.address for node in nodes}, running=running)
         await asyncio.sleep(POLL_S)
 
 

@@ -63,15 +63,16 @@ class _Client:
 
 
 class Watch(_Client):
-    """The router's view of its nodes."""
+    """The router's view of its nodes, and what its decode nodes say that they run."""
 
     def __init__(self, host: Host, address: str) -> None:
         self.nodes: dict[str, str] = {}  # id -> host:port
-        self.running: dict[str, int] = {}  # id -> streams, as of its last heartbeat
+        self.running: dict[str, int] = {}  # decode node's id -> streams that it counted after ``asked_at``
+        self.asked_at = 0.0  # monotonic clock
         super().__init__(host, address)
 
     def take(self, event: dict[str, Any]) -> None:
-        self.nodes, self.running = event["nodes"], event["running"]
+        self.nodes, self.running, self.asked_at = event["nodes"], event["running"], event["at"]
 
     def on(self, host: Host) -> str:
         """The node that serves on a host; empty without one."""

@@ -21,7 +21,6 @@ from multihost.small_model import KV_BYTES_PER_TOKEN, SPEC
 from paceline.config import NodeConfig
 from paceline.engine.build import build_runner
 from paceline.engine.colocated import ColocatedEngine
-from paceline.engine.rpc import PING_TIMEOUT_MS
 from paceline.request import SamplingParams, SequenceRequest
 
 pytestmark = [pytest.mark.multihost, pytest.mark.timeout(420)]
@@ -29,12 +28,12 @@ pytestmark = [pytest.mark.multihost, pytest.mark.timeout(420)]
 ALL = {"prefill-0", "decode-0", "decode-1"}
 NUM_STREAMS = 6
 LONG = 700  # tokens of a stream that outlives a failure
+LOSS_PROMPT = 200
+LOSS_KV = LOSS_PROMPT * KV_BYTES_PER_TOKEN
 BEGUN = 3  # tokens of every stream when it happens
-PLACINGS = 3  # batches of streams until some run where the loss will be
+PLACINGS = 5  # batches of streams until some run where the loss will be
 LEASE_TTL_S = 2.0
-HEARTBEAT_S = 3.0  # at the latest: half a second until it is written, as long until it is read, and a busy machine
 RECONNECT_S = 5.0  # gRPC's: an attempt that runs into its timeout of 1 s, a pause of about 1 s, one that works; twice
-NOTICED_S = PING_TIMEOUT_MS / 1000  # at the soonest: nobody hears a connection close
 SAMPLING = ("max_tokens", "temperature", "seed", "ignore_eos")
 
 
@@ -135,46 +134,49 @@ class Loss:
 
     requests: list[dict[str, Any]]
     streams: list[Stream]
-    silence_s: float  # the longest of those that it hit
+    moved: list[int]  # those of them that it hit
+    silence_s: float  # the longest
 
 
 def runs_there(deployment: Deployment, running: Streams, node: str) -> bool:
-    """Whether a node's heartbeat says that it runs streams, within HEARTBEAT_S or while all streams run."""
-    end = time.monotonic() + HEARTBEAT_S
-    while deployment.watch.running.get(node, 0) == 0:
-        if time.monotonic() > end or running.under_way < NUM_STREAMS:
-            return False
-        time.sleep(0.01)
-    return True
+    """Whether a node says, from now on and while all streams run, that it runs some of them."""
+    watch, now = deployment.watch, time.monotonic()
+    while running.under_way == NUM_STREAMS:
+        if watch.asked_at > now and node in watch.running:
+            return watch.running[node] > 0
+        time.sleep(0.005)
+    return False
 
 
 def lose(deployment: Deployment, salt: int, lost: str, what: Callable[[], None]) -> Loss:
     """Do ``what`` to the host of node ``lost`` while all streams run, some of them there."""
     for attempt in range(PLACINGS):
-        requests = make_requests(100 * salt + attempt, prompt_tokens=200, max_tokens=LONG)
+        requests = make_requests(100 * salt + attempt, prompt_tokens=LOSS_PROMPT, max_tokens=LONG)
         with deployment.stream(requests) as running:
             running.wait_for(BEGUN)
             if not runs_there(deployment, running, lost):
-                print(f"\nno stream runs on {lost}: {deployment.watch.running}")
+                print(f"\nnot all under way, or none on {lost}: {deployment.watch.running}")
                 running.results()
                 continue
             counts = [len(stream.tokens) for stream in running.streams]
-            assert running.under_way == NUM_STREAMS, f"some ended before others began: {counts}"
             lost_at = time.monotonic()
             what()
             streams = running.results()
+        # A stream that moves is handed over a second time.
+        moved = [n for n, stream in enumerate(streams) if stream.end and stream.end["target_kv"] > LOSS_KV]
         silence_s = max(stream.silence_s(lost_at) for stream in streams)
-        assert silence_s > NOTICED_S, (
-            f"no stream was hit; they had {counts} tokens, and ran on {served_by(streams, 'decode')}"
+        print(
+            f"\n{NUM_STREAMS} streams of {LONG} tokens, of which they had {counts}, ended "
+            f"{time.monotonic() - lost_at:.1f} s after the loss; moved: {moved}"
         )
-        print(f"\n{NUM_STREAMS} streams of {LONG} tokens ended {time.monotonic() - lost_at:.1f} s after the loss")
-        return Loss(requests, streams, silence_s)
-    raise AssertionError(f"{PLACINGS} times the router placed no stream on {lost}")
+        return Loss(requests, streams, moved, silence_s)
+    raise AssertionError(f"{PLACINGS} times no stream ran on {lost} while all were under way")
 
 
 def check_survived(loss: Loss, lost: str, expected: Answers) -> None:
     """Every stream is right, and ended on the other decode node."""
     assert tokens_of(loss.streams) == expected(loss.requests)
+    assert loss.moved
     assert served_by(loss.streams, "decode") == ALL - {lost, "prefill-0"}
     assert loss.silence_s < 3 * LEASE_TTL_S
 
@@ -198,7 +200,7 @@ def test_a_partition_moves_streams_and_its_end_brings_the_node_back(
     try:
         unplugged_at = time.monotonic()
         loss = lose(deployment, 4 + bool(hold_s), lost, host.unplug)
-        deployment.wait_for(ALL - {lost}, LEASE_TTL_S)
+        deployment.wait_for(ALL - {lost}, 3 * LEASE_TTL_S)
         time.sleep(max(0.0, unplugged_at + hold_s - time.monotonic()))
     finally:
         host.plug()
@@ -238,7 +240,7 @@ def test_power_loss_of_the_prefill_host(deployment: Deployment, lan: Lan, expect
         streams = running.results()
     first_s = max(stream.arrivals[0] for stream in came) - lost_at
     silence_s = max(stream.silence_s(lost_at) for stream in streams)
-    deployment.wait_for(ALL - {"prefill-0"}, LEASE_TTL_S)
+    deployment.wait_for(ALL - {"prefill-0"}, 3 * LEASE_TTL_S)
     later_at = time.monotonic()
     later = deployment.stream(new).results()
     later_s = max(stream.arrivals[0] for stream in later) - later_at
