@@ -22,6 +22,7 @@ from kv_transfer.torch_dist import TorchDistTransport, create_store, open_transp
 from paceline.config import NodeConfig
 from paceline.engine.loop import notify
 from paceline.errors import PacelineError
+from paceline.host_memory import host_zeros
 from paceline.kvcache.layout import LayerOwner
 from paceline.v1 import handoff_pb2
 from prefill_node.links import LinkContext, LinkPool
@@ -31,7 +32,6 @@ Role = Literal["prefill", "decode"]
 
 TIMEOUT_S = 30.0
 START_TIMEOUT_S = 300.0  # of a node: it may have to compile kernels
-COPIED = torch.uint8
 
 
 class RawEnd:
@@ -40,15 +40,15 @@ class RawEnd:
 
     def __init__(self, transport: TorchDistTransport, sends: bool) -> None:
         self._transport, self._sends = transport, sends
-        self._buffer = torch.empty(0, dtype=COPIED)
+        self._buffer = host_zeros(0)
 
     def copy(self, sizes: Sequence[int]) -> float:
         """Seconds from the first byte to the last, as this end sees it."""
         move = self._transport.send if self._sends else self._transport.recv
         if self._buffer.numel() < sum(sizes):
-            self._buffer = torch.ones(sum(sizes), dtype=COPIED)
+            self._buffer = host_zeros(sum(sizes)).fill_(1)
         messages = torch.split(self._buffer[: sum(sizes)], list(sizes))
-        move(torch.ones(1, dtype=COPIED))  # both ends are here
+        move(torch.ones(1, dtype=torch.uint8))  # both ends are here
         began = time.perf_counter()
         for message in messages:
             move(message)

@@ -41,6 +41,7 @@ class HostRows:
             parts = 1 if part.kind is LayerKind.MLA else 2
             row = (part.view.data_ptr(), part.width * size, part.view.stride(0) * size, parts)
             self._table[layer] = torch.tensor(row)
+        self._rows_at, self._row_bytes = self._table.data_ptr(), self._table.stride(0) * self._table.itemsize
 
     def gather(self, layers: range, slots: Tensor, flat: Tensor) -> None:
         """Fill ``flat``, contiguous, with the rows of ``layers`` at ``slots`` [T]. IndexError when one is outside."""
@@ -53,7 +54,7 @@ class HostRows:
     def _move(self, layers: range, slots: Tensor, flat: Tensor, to_pool: int) -> None:
         if slots.dtype is not torch.int64 or slots.device.type != "cpu" or not slots.is_contiguous():
             slots = slots.to(device="cpu", dtype=torch.int64).contiguous()
-        table = self._table.data_ptr() + layers.start * self._table.stride(0) * self._table.itemsize
+        table = self._rows_at + layers.start * self._row_bytes
         rows = (slots.data_ptr(), slots.shape[0], self._num_slots)
         if self._library.pl_move_rows(table, len(layers), *rows, self._page_size, flat.data_ptr(), to_pool):
             lowest, highest = (int(bound) for bound in torch.aminmax(slots))

@@ -30,6 +30,7 @@ class RowSource:
         self._pool = pool
         # A GPU's pool moves whole rows of all layers in one launch.
         self._at_once = pool.device.type != "cpu" and plan.wire.layers == pool.layout.layers
+        self._as_it_is = self.dtype is pool.layout.dtype and not self._at_once
         self._columns = _columns(pool, {part.layer: (part.source_head, part.num_heads) for part in plan.slices})
         self._host = make_host_rows(pool, self._columns)
         self._widths = _Widths(plan.wire)
@@ -57,8 +58,7 @@ class RowSource:
         num_elems = self._widths.of_rows(layers, slots)
         if out is not None and (out.shape != (num_elems,) or out.dtype is not self.dtype):
             raise ValueError(f"{out.dtype} {list(out.shape)} is no room for {self.dtype} {[num_elems]}")
-        as_it_is = self.dtype is self._pool.layout.dtype and not self._at_once
-        if out is not None and as_it_is and out.device == self._pool.device:
+        if out is not None and self._as_it_is and out.device == self._pool.device:
             self._fill(out, layers, slots)
             return out
         rows = self._gather_new(layers, slots, num_elems)

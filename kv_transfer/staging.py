@@ -16,9 +16,15 @@ from torch import Tensor
 
 from kv_transfer.transport import MESSAGE_BYTES, Pending, Transport, TransportError, message_slices
 from paceline.errors import DeadlineExceeded
+from paceline.host_memory import host_zeros
 
 NUM_BUFFERS = 4  # one on the wire, one being filled or scattered, two ready
 CREDIT_BYTES = 2 * MESSAGE_BYTES  # credit is told when so many bytes of it have come together
+
+
+def _host_buffers(count: int, num_bytes: int) -> list[Tensor]:
+    """uint8, one behind the other; memory that is not touched is not there."""
+    return list(torch.split(host_zeros(count * num_bytes), num_bytes))
 
 
 class StagingRing:
@@ -42,6 +48,8 @@ class StagingRing:
         self._timeout_s = timeout_s
         self._free: list[Tensor] = []
         self._unmade = num_buffers
+        if torch.device(device).type == "cpu" and not pinned:
+            self._free, self._unmade = _host_buffers(num_buffers, num_bytes), 0
         self._cond = threading.Condition()
 
     def take(self, num_bytes: int) -> Tensor:
@@ -82,7 +90,10 @@ class Staging:
     def __init__(self, transport: Transport, device: torch.device | str) -> None:
         self._transport = transport
         self._device = device
-        self._free = [torch.empty(MESSAGE_BYTES, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
+        if torch.device(device).type == "cpu":
+            self._free = _host_buffers(NUM_BUFFERS, MESSAGE_BYTES)
+        else:
+            self._free = [torch.empty(MESSAGE_BYTES, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
         self._expected: deque[tuple[int, Tensor, Pending]] = deque()  # bytes on their way, and into which buffer
         self._last: Tensor | None = None  # what the latest `receive` gave lies in
         self._taken = 0  # bytes received whose credit was not told yet

@@ -23,7 +23,7 @@ from torch import Tensor
 from kv_transfer.gloo import TAG, Rank, forget_keys, gloo_group, poison
 from kv_transfer.rendezvous import Store, create_store, torch_dist
 from kv_transfer.sentinel import Sentinel
-from kv_transfer.transport import Pending, Transport, TransportError, byte_view, message_slices
+from kv_transfer.transport import MESSAGE_BYTES, Pending, Transport, TransportError, byte_view, message_slices
 from paceline.errors import ConfigError
 
 __all__ = ["Sentinel", "TorchDistTransport", "create_store", "open_transport"]
@@ -62,9 +62,9 @@ class TorchDistTransport(Transport):
             self._abort_group(group)
 
     def _message(self, verb: str, data: Tensor) -> None:
-        self._guard(f"{verb} of {data.numel()} bytes", lambda group: self._exchange(group, verb, data))
+        self._guard(verb, data.numel(), lambda group: self._exchange(group, verb, data))
 
-    def _guard(self, what: str, work: Callable[[Any], None]) -> None:
+    def _guard(self, verb: str, num_bytes: int, work: Callable[[Any], None]) -> None:
         """Do ``work`` with the group; the pipe is dead when that fails."""
         group = self._group
         if group is None:
@@ -72,7 +72,7 @@ class TorchDistTransport(Transport):
         try:
             work(group)
         except RuntimeError as error:
-            reason = self._dead or f"{what} failed: {error}"
+            reason = self._dead or f"{verb} of {num_bytes} bytes failed: {error}"
             self._dead = reason
             self.abort()
             raise TransportError(f"link {self._prefix}: {reason}") from error
@@ -103,17 +103,19 @@ class GlooTransport(TorchDistTransport):
 
     def _start(self, verb: str, tensor: Tensor) -> Pending:
         data = byte_view(tensor)
+        num_bytes = data.numel()
+        pieces = [data] if 0 < num_bytes <= MESSAGE_BYTES else [data[p] for p in message_slices(num_bytes)]
         works: list[Any] = []
 
         def post(group: Any) -> None:
-            works.extend(getattr(group, verb)([data[p]], 1 - self._rank, TAG) for p in message_slices(data.numel()))
+            works.extend(getattr(group, verb)([piece], 1 - self._rank, TAG) for piece in pieces)
 
         def wait(_: Any) -> None:
             for work in works:
                 work.wait()
 
-        self._guard(f"{verb} of {data.numel()} bytes", post)
-        return lambda: self._guard(f"{verb} of {data.numel()} bytes", wait)
+        self._guard(verb, num_bytes, post)
+        return lambda: self._guard(verb, num_bytes, wait)
 
     def _exchange(self, group: Any, verb: str, data: Tensor) -> None:
         getattr(group, verb)([data], 1 - self._rank, TAG).wait()

@@ -12,7 +12,7 @@ from paceline.errors import PacelineError
 
 MESSAGE_BYTES = 4 * 1024 * 1024
 WINDOW_BYTES = 4 * MESSAGE_BYTES  # a chunk leaves while less than this waits for the receiver's credit
-CHUNK_BYTES = 4 * MESSAGE_BYTES  # that one descriptor announces, at most
+CHUNK_BYTES = 8 * MESSAGE_BYTES  # that one descriptor announces, at most
 
 
 Pending = Callable[[], None]  # waits until a started send or receive is done; TransportError as those raise it

@@ -9,24 +9,19 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 
+from paceline.host_memory import host_zeros
 from paceline.kvcache.device_pages import make_device_pages
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind
 
-_ALIGNMENT = 64  # bytes, torch's own; attention kernels may load whole cache lines
 MAX_SLOTS = 2**31  # page tables hold slots as int32
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros whose untouched memory costs nothing on CPU: ``torch.zeros`` writes every byte, numpy's calloc none."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    size = math.prod(shape) * dtype.itemsize
-    raw = torch.from_numpy(np.zeros(size + _ALIGNMENT, dtype=np.uint8))
-    start = -raw.data_ptr() % _ALIGNMENT
-    return raw[start : start + size].view(dtype).view(shape)
+    return host_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 class KvPool:

@@ -243,14 +243,14 @@ async def test_receive_that_fails_mid_transfer_fails_closed(monkeypatch: pytest.
         fired: list[str] = []
         guard = GlooTransport._guard
 
-        def broken(self: GlooTransport, what: str, work: Any) -> None:
-            if what.startswith("recv") and len(fired) < 3:
-                fired.append(what)
-            elif what.startswith("recv"):
+        def broken(self: GlooTransport, verb: str, num_bytes: int, work: Any) -> None:
+            if verb == "recv" and len(fired) < 3:
+                fired.append(verb)
+            elif verb == "recv":
                 monkeypatch.setattr(GlooTransport, "_guard", guard)
                 fired.append("abort")
                 self.abort()
-            guard(self, what, work)
+            guard(self, verb, num_bytes, work)
 
         monkeypatch.setattr(GlooTransport, "_guard", broken)
         decode, reserved = await reserve(nodes, request)

@@ -84,7 +84,8 @@ class FuzzLink:
         self.to_decode: deque[HandoffMessage] = deque()
         self.to_prefill: deque[HandoffAck] = deque()
         self.refs: dict[str, tuple[PageRef, ...]] = {}  # of the source, by ticket, from begin to the last word
-        self.served: set[str] = set()  # tickets ever begun here
+        self.served: set[str] = set()  # tickets that an attempt brought here, begun or about to
+        self.foreign: set[str] = set()  # tickets that it names and never serves
         self.gone = False  # for the decode node
         send_end, recv_end = loopback_pair(max_messages=1 << 16)
         self._pipe = recv_end._pipe
@@ -115,7 +116,6 @@ class FuzzLink:
         seq = self.world.p_engine._jobs[ticket].seq
         assert seq is not None
         self.refs[ticket] = tuple(seq.table.pages)
-        self.served.add(ticket)
         self.feeder.lost_target.discard(ticket)
         self.world.begun[ticket] += 1
         self.feeder.begin(ticket, first_token, num_tokens)

@@ -126,8 +126,9 @@ class World:
         if asked is None:
             return
         link = self._link(newest)
-        if link is None:
+        if link is None or asked.stream.ticket in link.foreign:
             return
+        link.served.add(asked.stream.ticket)
         said: list[Any] = []
         cached = asked.events.said[0].reserved.cached_tokens
         job = PrefillJob(asked.stream.request, asked.stream.ticket, cached, link, self.now + RESERVE_S, said.append)
@@ -227,7 +228,7 @@ class World:
         link.sender.acknowledge(HandoffAck(ticket=name, **{kind: bodies[kind]}))
 
     def foreign(self, number: int, begin: bool, ticket: int) -> None:
-        """Another link names a ticket that is not its own."""
+        """Another link names a ticket that is not its own, and does not become its own."""
         if len(self.links) < 2 or not self.asked:
             return
         link, asked = self.links[number % len(self.links)], self.asked[ticket % len(self.asked)]
@@ -238,6 +239,7 @@ class World:
         if begin and asked.stream.seq is not None:
             cached, whole = asked.stream.seq.cached_tokens, asked.stream.seq.num_prefill
             body = {"begin": Begin(first_token=cached, num_tokens=whole - cached)}
+        link.foreign.add(name)
         link.to_decode.append(HandoffMessage(ticket=name, **body))
 
     # -- what the engines ask ------------------------------------------------------------------------------------
