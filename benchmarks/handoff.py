@@ -7,6 +7,8 @@ Each repetition does these in turn, so that they share the machine's moods:
 3. moved: all rows of such a prompt go from one pool to the other at once, over a link like any other, and nothing is
    computed beside them. Two further processes do this.
 4. raw copy of those messages, between those processes.
+
+All four processes are started anew a few times: how fast memory is depends on what the machine gave a process.
 """
 
 from __future__ import annotations
@@ -61,18 +63,27 @@ def run(settings: HandoffSettings, progress: Progress) -> HandoffReport:
         }
     )
     headless = config.model_copy(update={"drafter": "none"})
-    with Bench.open(config, computes=True) as real, Bench.open(headless, computes=False) as idle:
-        return HandoffReport(settings, tuple(asyncio.run(_measure(real, idle, settings, progress))))
+    found: list[Repetition] = []
+    shares = settings.shares()
+    total, done = WARM_UPS * len(shares) + settings.repeats, itertools.count()
+    for repeats in shares:
+        with Bench.open(config, computes=True) as real, Bench.open(headless, computes=False) as idle:
+            tell = lambda: progress(next(done), total, "repetitions")  # noqa: E731
+            found += asyncio.run(_measure(real, idle, settings.prompt_tokens, repeats, tell))
+    return HandoffReport(settings, tuple(found))
 
 
-async def _measure(real: Bench, idle: Bench, settings: HandoffSettings, progress: Progress) -> list[Repetition]:
+async def _measure(
+    real: Bench, idle: Bench, prompt_tokens: int, repeats: int, tell: Callable[[], None]
+) -> list[Repetition]:
+    """What ``repeats`` repetitions find, behind the warm-up of a launch; ``tell`` at the start of each."""
     found: list[Repetition] = []
     async with real.connected() as real_pair, idle.connected() as idle_pair:
-        for i in range(WARM_UPS + settings.repeats):
-            progress(i, WARM_UPS + settings.repeats, "repetitions")
-            overlapped = await real_pair.cross(Asked.fresh(settings.prompt_tokens))
+        for _ in range(WARM_UPS + repeats):
+            tell()
+            overlapped = await real_pair.cross(Asked.fresh(prompt_tokens))
             overlapped_raw_s = await real.raw_copy_s(overlapped.sizes)
-            moves = [await idle_pair.move(Asked.fresh(settings.prompt_tokens)) for _ in range(COPIES)]
+            moves = [await idle_pair.move(Asked.fresh(prompt_tokens)) for _ in range(COPIES)]
             moved = sorted(moves, key=lambda move: move.whole_s)[COPIES // 2]
             found.append(Repetition(overlapped, overlapped_raw_s, moved, await idle.raw_copy_s(moved.sizes)))
     return found[WARM_UPS:]

@@ -27,6 +27,12 @@ class HandoffSettings:
     repeats: int = 7
     drafter: str = "default"
     dtype: str = "bf16"
+    launches: int = 1  # of the processes, at most one a repetition: each is lucky or not with its memory
+
+    def shares(self) -> list[int]:
+        """The repetitions of each launch."""
+        launches = min(self.launches, self.repeats)
+        return [self.repeats * (i + 1) // launches - self.repeats * i // launches for i in range(launches)]
 
 
 @dataclass(frozen=True)
@@ -193,7 +199,8 @@ def handoff_grid(report: HandoffReport) -> Grid:
     row("its bytes/s / raw", f"{share:.2f}", f">= {RATE_SHARE}", share >= RATE_SHARE)
     size = f"{s.prompt_tokens} tokens in chunks of {s.chunk_tokens}"
     title = f"hand-off: {s.model}, {s.dtype}, {size}, drafter {s.drafter}"
-    notes = (f"Medians of {len(report.repetitions)} repetitions; ratios are of one repetition. One thread a node.",)
+    repetitions = f"{len(report.repetitions)} repetitions in {len(report.settings.shares())} launches"
+    notes = (f"Medians of {repetitions}; ratios are of one repetition. One thread a node.",)
     return Grid(title, ("what", "measured", "reach"), tuple(rows), (False,) * len(rows), notes)
 
 

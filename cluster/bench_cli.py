@@ -144,6 +144,7 @@ def handoff(
     drafter: Annotated[str, typer.Option(help="Of the deployment.")] = "default",
     dtype: DtypeOption = "bf16",
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions; medians are shown.")] = 7,
+    launches: Annotated[int, typer.Option(min=1, help="Of the nodes, which share the repetitions.")] = 3,
     json: JsonOption = None,
     markdown: MarkdownOption = None,
 ) -> None:
@@ -155,7 +156,7 @@ def handoff(
 
     jobs.Outputs(json, None, markdown).check()
     fetch_model(model)
-    settings = HandoffSettings(model, prompt_tokens, chunk_tokens, repeats, drafter, dtype)
+    settings = HandoffSettings(model, prompt_tokens, chunk_tokens, repeats, drafter, dtype, launches)
     with _bar("hand-off") as show:
         report = bench_handoff.run(settings, show)
     grid = handoff_grid(report)

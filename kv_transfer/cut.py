@@ -18,11 +18,13 @@ def token_pieces(num_tokens: int, token_bytes: int, max_bytes: int | None = None
 
 
 def message_tokens(num_tokens: int, num_bytes: int) -> tuple[range, ...]:
-    """The tokens of a chunk that each of its messages brings. A chunk that no sender of ours would announce (no token,
-    no byte, or bytes that are no multiple of the tokens) is one message."""
+    """The tokens of a chunk that each of its messages brings: as many as fit, and the last what is left, since nothing
+    hides its scattering. A chunk that no sender of ours would announce (no token, no byte, or bytes that are no
+    multiple of the tokens) is one message."""
     if num_tokens == 0 or num_bytes == 0 or num_bytes % num_tokens:
         return (range(num_tokens),)
-    return token_pieces(num_tokens, num_bytes // num_tokens)
+    fit = max(1, MESSAGE_BYTES * num_tokens // num_bytes)
+    return tuple(range(start, min(start + fit, num_tokens)) for start in range(0, num_tokens, fit))
 
 
 def message_sizes(message: HandoffMessage) -> tuple[int, ...]:

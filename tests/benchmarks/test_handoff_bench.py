@@ -99,6 +99,13 @@ def test_bounds() -> None:
     assert missed["exposed / floor"] == "<= 20%: MISSED"
 
 
+@pytest.mark.parametrize(
+    ("repeats", "launches", "shares"), [(1, 5, [1]), (7, 5, [1, 1, 2, 1, 2]), (15, 5, [3] * 5), (4, 1, [4])]
+)
+def test_launches_share_the_repetitions(repeats: int, launches: int, shares: list[int]) -> None:
+    assert HandoffSettings("m", repeats=repeats, launches=launches).shares() == shares
+
+
 def test_results_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     path.write_text(report(0.02, 0.05).to_json())

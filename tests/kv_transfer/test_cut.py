@@ -45,7 +45,8 @@ def test_messages_bring_every_token_and_every_byte_once(num_tokens: int, num_byt
 def test_a_chunk_of_a_real_prompt() -> None:
     """SmolLM2-135M: 30 layers of 768 bytes; 700 tokens are 16.1 MB."""
     token_bytes = 30 * 768
-    assert message_sizes(chunk(700, 700 * token_bytes)) == (175 * token_bytes,) * 4
+    assert message_sizes(chunk(700, 700 * token_bytes)) == (182 * token_bytes,) * 3 + (154 * token_bytes,)
+    assert message_sizes(chunk(728, 728 * token_bytes)) == (182 * token_bytes,) * 4
     assert message_sizes(chunk(180, 180 * token_bytes)) == (180 * token_bytes,)
     assert message_sizes(chunk(3, 10)) == (10,)  # no multiple: one message, to be refused
 
