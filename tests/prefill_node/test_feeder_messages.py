@@ -45,7 +45,7 @@ def test_one_descriptor_and_then_its_messages() -> None:
         assert wire.kinds() == ["begin", "chunk", "state"]
         chunk = wire.messages[1].chunk
         assert (chunk.first_token, chunk.num_tokens, chunk.num_bytes) == (5, 7, 7 * TOKEN_BYTES)
-        for start, stop in ((0, 2), (2, 4), (4, 7)):
+        for start, stop in ((0, 3), (3, 6), (6, 7)):
             assert torch.equal(received(wire, stop - start), wire.kv.gather(range(2), SLOTS[start:stop]))
         assert received(wire, 0).numel() == 0
         wait_for(lambda: buffers_back(wire))
@@ -75,7 +75,7 @@ def test_a_ticket_that_ends_in_the_midst_is_sent_unread_and_ends_behind_it(monke
         wire.sender.acknowledge(handoff_pb2.HandoffAck(ticket="t", failed=handoff_pb2.Failed(reason="no pages")))
         assert wire.ended == []
         go_on.set()
-        for num_tokens in (2, 2, 3):
+        for num_tokens in (3, 3, 1):
             received(wire, num_tokens)
         wait_for(lambda: wire.ended == [("t", "failed")])
         assert reads == ["rows"]
@@ -90,9 +90,9 @@ def test_rows_that_cannot_be_read_in_the_midst_fail_their_ticket_only() -> None:
         wire.feeder.rows("bad", TARGET_KV, range(2), bad, 0)
         wire.feeder.begin("good", 0, 7)
         wire.feeder.rows("good", TARGET_KV, range(2), SLOTS, 0)
-        for num_tokens in (2, 2, 3):
+        for num_tokens in (3, 3, 1):
             received(wire, num_tokens)
-        for start, stop in ((0, 2), (2, 4), (4, 7)):
+        for start, stop in ((0, 3), (3, 6), (6, 7)):
             assert torch.equal(received(wire, stop - start), wire.kv.gather(range(2), SLOTS[start:stop]))
         assert [m.WhichOneof("body") for m in wire.messages if m.ticket == "bad"] == ["begin", "chunk", "abort"]
         assert [m.WhichOneof("body") for m in wire.messages if m.ticket == "good"] == ["begin", "chunk"]
