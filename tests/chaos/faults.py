@@ -36,6 +36,7 @@ SILENCE_S = (2.5, 4.0)  # longer than it takes to be noticed
 RESCAN_S = 0.05
 DEATH_TIMEOUT_S = 5.0
 QUIET_S = 10.0  # that a silence may go on for until something is refused
+ATTEMPTS = 3  # to find somebody whom a fault hits
 VICTIM_TIMEOUT_S = 20.0  # until nodes are there that no other fault has, with a link where one is to be cut
 
 Key = tuple[int, tuple[str, int], tuple[str, int] | None]  # of a socket: process, own address, the peer's
@@ -101,6 +102,10 @@ class Fault:
         return f"{at} {self.kind} of {' - '.join(self.victims)}, {spare}, {self.until - self.at:.1f} s: {self.proof}"
 
 
+class NothingThere(Exception):
+    """Nobody spoke where a fault was: it is not one, and is done again."""
+
+
 @dataclass
 class Injector:
     """Does what was planned. ``view``: the nodes that the router has; blocks."""
@@ -119,23 +124,32 @@ class Injector:
                 group.create_task(self._inject(one))
 
     async def _inject(self, planned: Planned) -> None:
-        found = await self._victims(planned)
-        if found is None:
-            self.skipped[planned.kind] += 1
-            return
-        nodes, chosen = found
+        for _ in range(ATTEMPTS):
+            found = await self._victims(planned)
+            if found is None:
+                break
+            if await self._hurts(planned, *found):
+                return
+        self.skipped[planned.kind] += 1
+
+    async def _hurts(self, planned: Planned, nodes: list[Node], chosen: list[Node]) -> bool:
+        """Do it to ``chosen``; False when nothing was there to be hit."""
         roles, victims = Counter(node.role for node in nodes), tuple(node.id for node in chosen)
         fault = Fault(planned.kind, victims, all(roles[node.role] > 1 for node in chosen), time.time())
         self.faults.append(fault)
         self._hurt.update(victims)
         try:
             fault.proof = await self._do(planned, chosen)
+        except NothingThere as quiet:
+            self.faults.remove(fault)
+            fault.proof = str(quiet)
         except AssertionError as error:
             fault.problem = str(error)
         finally:
             fault.until = time.time()
             self._hurt.subtract(victims)
         print(f"  {fault} {fault.problem}", flush=True)
+        return fault in self.faults
 
     async def _victims(self, planned: Planned) -> tuple[list[Node], list[Node]] | None:
         """(nodes that are there and whole, those of them to hurt); None where nobody is to be found for long."""
@@ -228,7 +242,8 @@ async def reset(one: int, two: int) -> str:
     ends = await asyncio.to_thread(lambda: _taken(between(one, two)))
     try:
         before = sum(end.established() for _, end in ends)
-        assert before, f"processes {one} and {two} have no connection any more"
+        if not before:
+            raise NothingThere(f"processes {one} and {two} have no connection any more")
         for _, end in ends:
             end.cut()
         left = sum(end.established() for _, end in ends)
@@ -259,7 +274,8 @@ async def silence(one: int, two: int, held_s: float, both_listen: bool) -> str:
         for one_end in taken.values():
             one_end.unsilence()
             one_end.close()
-    assert refused, f"no packet came in on {len(taken)} sockets"
+    if not refused:
+        raise NothingThere(f"no packet came in on {len(taken)} sockets")
     return f"{refused} packets refused on {len(taken)} sockets"
 
 
