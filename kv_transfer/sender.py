@@ -197,9 +197,7 @@ class HandoffSender:
             if record is not None:
                 with self._cond:
                     record.readers -= 1
-                    over = record.final is not None
-                if over:
-                    self._tell(ticket)
+                self._tell(ticket)
 
     def state(self, ticket: str, state: State, hidden: Tensor | None = None) -> None:
         """Queue the seed of decoding; ends the hand-off. ``hidden``: [num_hidden_rows, hidden_size], or None.
@@ -398,12 +396,10 @@ class HandoffSender:
             record = self._tickets.get(item.message.ticket)
             if record is not None and took_s is not None:
                 record.count(item, num_bytes, took_s)
-            over = record is not None and record.final is not None
             if part is not None:
                 part.done()
             self._cond.notify_all()
-        if over:
-            self._tell(item.message.ticket)
+        self._tell(item.message.ticket)
 
     def _die(self, reason: str, *, tell_owner: bool) -> None:
         with self._cond:

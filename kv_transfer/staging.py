@@ -22,13 +22,17 @@ NUM_BUFFERS = 4  # one on the wire, one being filled or scattered, two ready
 CREDIT_BYTES = 2 * MESSAGE_BYTES  # credit is told when so many bytes of it have come together
 
 
-def _host_buffers(count: int, num_bytes: int) -> list[Tensor]:
-    """uint8, one behind the other; memory that is not touched is not there."""
-    return list(torch.split(host_zeros(count * num_bytes), num_bytes))
+def _buffers(count: int, num_bytes: int, device: torch.device | str, pinned: bool = False) -> list[Tensor]:
+    """uint8, one behind the other; of the host's memory, what is not touched is not there."""
+    if torch.device(device).type == "cpu" and not pinned:
+        memory = host_zeros(count * num_bytes)
+    else:
+        memory = torch.empty(count * num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+    return list(torch.split(memory, num_bytes))
 
 
 class StagingRing:
-    """A link's send buffers, made when first needed: what is gathered and not sent yet never exceeds them.
+    """A link's send buffers, made once: what is gathered and not sent yet never exceeds them.
 
     ``device``: where the transport reads from. ``pinned``: page-locked host memory, for rows that come off a GPU.
     """
@@ -44,12 +48,8 @@ class StagingRing:
     ) -> None:
         self._device = device
         self._pinned = pinned
-        self._num_bytes = num_bytes
         self._timeout_s = timeout_s
-        self._free: list[Tensor] = []
-        self._unmade = num_buffers
-        if torch.device(device).type == "cpu" and not pinned:
-            self._free, self._unmade = _host_buffers(num_buffers, num_bytes), 0
+        self._free = _buffers(num_buffers, num_bytes, device, pinned)
         self._cond = threading.Condition()
 
     def take(self, num_bytes: int) -> Tensor:
@@ -61,11 +61,7 @@ class StagingRing:
                 if (remaining := deadline - time.monotonic()) <= 0:
                     raise DeadlineExceeded(f"no staging buffer came free within {self._timeout_s:g} s")
                 self._cond.wait(remaining)
-            if self._free:
-                buffer = self._free.pop()  # the one used last: its bytes are still in a cache
-            else:
-                self._unmade -= 1
-                buffer = self._make(self._num_bytes)
+            buffer = self._free.pop()  # the one used last: its bytes are still in a cache
         # Only a single row of more than a message's size gets here.
         return buffer if buffer.numel() >= num_bytes else self._make(1 << (num_bytes - 1).bit_length())
 
@@ -78,7 +74,7 @@ class StagingRing:
     @property
     def has_room(self) -> bool:
         """`take` would not wait."""
-        return bool(self._free) or self._unmade > 0
+        return bool(self._free)
 
     def _make(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device, pin_memory=self._pinned)
@@ -90,10 +86,7 @@ class Staging:
     def __init__(self, transport: Transport, device: torch.device | str) -> None:
         self._transport = transport
         self._device = device
-        if torch.device(device).type == "cpu":
-            self._free = _host_buffers(NUM_BUFFERS, MESSAGE_BYTES)
-        else:
-            self._free = [torch.empty(MESSAGE_BYTES, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
+        self._free = _buffers(NUM_BUFFERS, MESSAGE_BYTES, device)
         self._expected: deque[tuple[int, Tensor, Pending]] = deque()  # bytes on their way, and into which buffer
         self._last: Tensor | None = None  # what the latest `receive` gave lies in
         self._taken = 0  # bytes received whose credit was not told yet

@@ -189,7 +189,7 @@ class SteppedFeeder(RowFeeder):
 
     def turn(self) -> bool:
         """False when nothing waits, no buffer is free, or the thread is in the midst of its work."""
-        if self.busy or not self._turns.items or len(self._staging._free) + self._staging._unmade < MOST_MESSAGES:
+        if self.busy or not self._turns.items or len(self._staging._free) < MOST_MESSAGES:
             return False
         self.busy, self._turns.turns = True, 1
         try:
