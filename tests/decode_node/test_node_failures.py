@@ -90,25 +90,31 @@ async def test_only_the_decode_side_leaves_while_rows_cross() -> None:
 
 async def test_pages_stay_held_while_a_transfer_may_write_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """sglang #24527, sglang #35049: both RPCs are gone, but a send is under way: no page comes back before its end."""
-    under_way, go_on = threading.Event(), threading.Event()
+    sending, receiving, go_on = threading.Event(), threading.Event(), threading.Event()
+    receive = GlooTransport.recv
 
     def blocked(self: GlooTransport, data: Any) -> Callable[[], None]:
         def wait() -> None:
-            under_way.set()
-            go_on.wait(5.0)
+            sending.set()
+            go_on.wait(30.0)
             self.send(data)
 
         return wait
 
+    def recv(self: GlooTransport, data: Any) -> None:
+        receiving.set()
+        receive(self, data)
+
     monkeypatch.setattr(GlooTransport, "start_send", blocked)
-    async with cluster(
-        node_config(transfer_timeout_s=10.0), node_config(page_size=8, transfer_timeout_s=10.0)
-    ) as nodes:
+    monkeypatch.setattr(GlooTransport, "recv", recv)
+    patient = {"transfer_timeout_s": 60.0, "handoff_deadline_s": 60.0, "reserve_deadline_s": 60.0}
+    async with cluster(node_config(**patient), node_config(page_size=8, **patient)) as nodes:
         request = sequence_request(num_prompt=40)
         decode, reserved = await reserve(nodes, request)
         prefill = nodes.open_prefill(request, reserved)
         follower = asyncio.create_task(status_of(prefill))
-        await wait_until(under_way.is_set, 5.0, "the first send")
+        # Until it waits for rows, the decode node may well give up a ticket at once: nothing writes its pages.
+        await wait_until(lambda: sending.is_set() and receiving.is_set(), 20.0, "both ends of the first message")
         decode.cancel()
         prefill.cancel()
         await follower
