@@ -187,8 +187,8 @@ async def test_full_line_is_resource_exhausted() -> None:
 async def test_wait_for_pages_ends_at_its_deadline() -> None:
     config = node_config(kv_cache_tokens=128, reserve_deadline_s=0.4)
     async with cluster(decode_config=config) as nodes:
-        nodes.decode_runner.step_s = 0.2
-        holder = nodes.open_decode(sequence_request(num_prompt=80), local_prefill=True)
+        nodes.decode_runner.step_s = 0.2  # five seconds, of which the other waits 0.4
+        holder = nodes.open_decode(sequence_request(num_prompt=80, max_tokens=45), local_prefill=True)
         await first_event(holder)
         assert await status_of(nodes.open_decode(sequence_request(num_prompt=80))) is grpc.StatusCode.RESOURCE_EXHAUSTED
         holder.cancel()
@@ -205,9 +205,9 @@ async def test_reservation_expires_without_new_traffic() -> None:
 
 
 async def test_stalled_transfer_fails_at_its_deadline() -> None:
-    async with cluster(decode_config=node_config(handoff_deadline_s=0.4, page_size=8)) as nodes:
+    async with cluster(decode_config=node_config(handoff_deadline_s=2.0, page_size=8)) as nodes:
         request = sequence_request(num_prompt=100)
-        nodes.prefill_runner.step_s = 0.4  # five seconds for the whole prompt
+        nodes.prefill_runner.step_s = 1.0  # thirteen seconds for the whole prompt
         decode, reserved = await reserve(nodes, request)
         prefill = asyncio.create_task(status_of(nodes.open_prefill(request, reserved)))
         assert await status_of(decode) is grpc.StatusCode.ABORTED

@@ -110,12 +110,14 @@ async def test_prompts_wait_for_pages_and_the_line_is_bounded() -> None:
 
 
 async def test_a_prompt_waits_for_pages_until_its_deadline() -> None:
-    async with cluster(prefill_config=node_config(kv_cache_tokens=128, reserve_deadline_s=0.3)) as nodes:
-        nodes.prefill_runner.step_s = 0.1  # a second for the first prompt
+    async with cluster(prefill_config=node_config(kv_cache_tokens=128, reserve_deadline_s=2.0)) as nodes:
+        nodes.prefill_runner.step_s = 0.5  # five seconds for the first prompt
         reserved = [await reserve(nodes, num_prompt=80, seed=i) for i in range(2)]
-        followers = [asyncio.create_task(status_of(nodes.open_prefill(r, t))) for r, _, t in reserved]
-        codes = sorted(code.name for code in await asyncio.gather(*followers))
-        assert codes == ["DEADLINE_EXCEEDED", "OK"]
+        first = asyncio.create_task(status_of(nodes.open_prefill(reserved[0][0], reserved[0][2])))
+        await wait_until(lambda: nodes.prefill.status().held == 1, 5.0, "the first prompt to have its pages")
+        second = nodes.open_prefill(reserved[1][0], reserved[1][2])
+        assert await status_of(second) is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert await first is grpc.StatusCode.OK
         for _, decode, _ in reserved:
             decode.cancel()
         await nodes.wait_for_release()
