@@ -144,7 +144,7 @@ def handoff(
     drafter: Annotated[str, typer.Option(help="Of the deployment.")] = "default",
     dtype: DtypeOption = "bf16",
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions; medians are shown.")] = 7,
-    launches: Annotated[int, typer.Option(min=1, help="Of the nodes, which share the repetitions.")] = 3,
+    launches: Annotated[int, typer.Option(min=1, help="Of the nodes, which share the repetitions.")] = 5,
     json: JsonOption = None,
     markdown: MarkdownOption = None,
 ) -> None:

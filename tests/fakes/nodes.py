@@ -33,7 +33,7 @@ def node_config(**changes: Any) -> NodeConfig:
         "kv_cache_tokens": 512,
         "prefill_chunk_tokens": 8,
         "num_draft_tokens": 2,
-        "transfer_timeout_s": 2.0,
+        "transfer_timeout_s": 10.0,
         "handoff_deadline_s": 10.0,
         "reserve_deadline_s": 10.0,
     }

@@ -158,7 +158,7 @@ async def test_several_prompts_share_a_step() -> None:
 
 async def test_a_peer_that_never_answers_costs_its_link() -> None:
     """Everything was sent, no acknowledgement comes: the wait is bounded."""
-    config = node_config(handoff_deadline_s=0.2)
+    config = node_config(handoff_deadline_s=0.2, transfer_timeout_s=2.0)
     async with cluster(prefill_config=config, decode_config=node_config(page_size=8)) as nodes:
         request, decode, reserved = await reserve(nodes)
         await nodes.prefill_stub.Connect(node_pb2.ConnectRequest(decode_address=nodes.decode_address))
