@@ -160,7 +160,7 @@ class SteppedFeeder(RowFeeder):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._turns = _TurnQueue()
-        self._staging = StagingRing(num_buffers=2 * MOST_MESSAGES)
+        self._staging = StagingRing(num_buffers=2 * MOST_MESSAGES, num_bytes=4096)
         self._queue = self._turns  # type: ignore[assignment]
         self.leave_out: dict[str, str] = {}
         self.lost_target: set[str] = set()  # tickets that cannot become ready any more

@@ -40,6 +40,7 @@ SMALL = {  # bytes, so that a chunk of 6 tokens leaves layer by layer, in severa
     "prefill_node.engine.MIN_BYTES": 1,
     "kv_transfer.outbox.WINDOW_BYTES": 1024,
     "kv_transfer.staging.CREDIT_BYTES": 256,
+    "kv_transfer.staging.MESSAGE_BYTES": 4096,  # of a buffer: thousands of worlds wait for the garbage collector
 }
 
 
