@@ -6,7 +6,8 @@ Each repetition does these in turn, so that they share the machine's moods:
 2. raw copy of its messages: one after the other over a gloo pipe between the same two processes, and nothing else.
 3. moved: all rows of such a prompt go from one pool to the other at once, over a link like any other, and nothing is
    computed beside them. Two further processes do this.
-4. raw copy of those messages, between those processes.
+4. raw copy of those messages, between those processes. These two take turns several times: single ones differ by half,
+   and whichever came first would find the caches as the prefill left them.
 
 All four processes are started anew a few times: how fast memory is depends on what the machine gave a process.
 """
@@ -42,7 +43,7 @@ from paceline.wire import sequence_to_proto, trace_from_proto
 
 POOL_PROMPTS = 4  # that a pool holds
 WARM_UPS = 3  # repetitions that open the link and touch every page of both pools for the first time
-COPIES = 3  # moves, and raw copies of each kind, in a repetition; of each three the median counts
+COPIES = 7  # moves, and raw copies of each kind, in a repetition; the median of each counts
 
 Progress = Callable[[int, int, str], None]
 
@@ -83,10 +84,17 @@ async def _measure(
             tell()
             overlapped = await real_pair.cross(Asked.fresh(prompt_tokens))
             overlapped_raw_s = await real.raw_copy_s(overlapped.sizes)
-            moves = [await idle_pair.move(Asked.fresh(prompt_tokens)) for _ in range(COPIES)]
-            moved = sorted(moves, key=lambda move: move.whole_s)[COPIES // 2]
-            found.append(Repetition(overlapped, overlapped_raw_s, moved, await idle.raw_copy_s(moved.sizes)))
+            found.append(Repetition(overlapped, overlapped_raw_s, *await _take_turns(idle, idle_pair, prompt_tokens)))
     return found[WARM_UPS:]
+
+
+async def _take_turns(idle: Bench, pair: Pair, prompt_tokens: int) -> tuple[Move, float]:
+    """The median move, and the median seconds of the raw copies between them."""
+    moves, raw_s = [], []
+    for _ in range(COPIES):
+        moves.append(await pair.move(Asked.fresh(prompt_tokens)))
+        raw_s.append(await idle.raw_copy_once_s(moves[-1].sizes))
+    return sorted(moves, key=lambda move: move.whole_s)[COPIES // 2], statistics.median(raw_s)
 
 
 @dataclass(frozen=True)
@@ -122,8 +130,11 @@ class Bench:
 
     async def raw_copy_s(self, sizes: Sequence[int]) -> float:
         """Median seconds of a raw copy of messages of ``sizes``."""
-        copies = [await asyncio.to_thread(self.processes.raw_copy_s, sizes) for _ in range(COPIES)]
-        return statistics.median(copies)
+        return statistics.median([await self.raw_copy_once_s(sizes) for _ in range(COPIES)])
+
+    async def raw_copy_once_s(self, sizes: Sequence[int]) -> float:
+        """Seconds of one."""
+        return await asyncio.to_thread(self.processes.raw_copy_s, sizes)
 
 
 @dataclass(frozen=True)

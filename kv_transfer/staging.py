@@ -19,7 +19,7 @@ from paceline.errors import DeadlineExceeded
 from paceline.host_memory import host_zeros
 
 NUM_BUFFERS = 4  # one on the wire, one being filled or scattered, two ready
-CREDIT_BYTES = 2 * MESSAGE_BYTES  # credit is told when so many bytes of it have come together
+CREDIT_BYTES = 4 * MESSAGE_BYTES  # credit is told when so many bytes of it have come together
 
 
 def _buffers(count: int, num_bytes: int, device: torch.device | str, pinned: bool = False) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.errors import PacelineError
 
 MESSAGE_BYTES = 4 * 1024 * 1024
-WINDOW_BYTES = 4 * MESSAGE_BYTES  # a chunk leaves while less than this waits for the receiver's credit
+WINDOW_BYTES = 8 * MESSAGE_BYTES  # a chunk leaves while less than this waits for the receiver's credit
 CHUNK_BYTES = 8 * MESSAGE_BYTES  # that one descriptor announces, at most
 
 

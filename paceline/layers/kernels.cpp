@@ -290,10 +290,15 @@ static void linear_bf16(const bf16* x, int64_t M, int64_t ldx, const bf16* w, in
   }
 }
 
+constexpr int64_t kAhead = 2048;  // bytes
+
 // One row; for the few hundred bytes of one a call of memcpy costs as much as its bytes. Past the caches, where the target
-// allows it, for one that is written whole and read much later: its lines need not be read first.
+// allows it, for one that is written whole and read much later: its lines need not be read first. Else ``to`` runs straight
+// on with the rows that follow, and their lines are asked for ahead: it is larger than the nearest caches.
 template <bool kStream>
 static inline void copy_row(uint8_t* to, const uint8_t* from, int64_t size) {
+  if (!kStream)
+    for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(to + kAhead + at, 1);
 #ifdef USE_AVX512BF16
   if (!kStream || reinterpret_cast<uintptr_t>(to) % 64 == 0)
     for (; size >= 64; size -= 64, to += 64, from += 64) {
