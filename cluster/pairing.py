@@ -21,7 +21,7 @@ from cluster.prefix_index import PrefixIndex
 from cluster.registry_types import NodeRecord
 from paceline.errors import InvalidRequest, NodeUnavailable, Overloaded, PacelineError
 
-MAX_FAILURES = 3  # in a row, without a token between
+MAX_FAILURES = 3  # of one role in a row, without a token between
 FIRST_BACKOFF_S = 0.05
 MAX_RETRY_AFTER_S = 2.0  # of what a full node wishes, when a stream waits to be resumed
 NODE_WAIT_S = 30.0  # longest wait for a decode node to come back
@@ -31,15 +31,20 @@ LEVELS: dict[State, float] = {"closed": 0.0, "half_open": 0.5, "open": 1.0}
 
 @dataclass
 class Tries:
-    """What one choice has tried since its last token."""
+    """What one choice has tried since its last token.
 
-    failures: int = 0
+    Prefill nodes that fail never end a request: decode can do without, and does once so many have. Decode nodes do:
+    the request may be what they cannot bear.
+    """
+
+    failures: int = 0  # of decode nodes
+    prefill_failures: int = 0
     failed: set[Key] = field(default_factory=set)
     full: dict[Key, Overloaded] = field(default_factory=dict)
 
     def progressed(self) -> None:
         """A token came: what failed before no longer counts against the bound."""
-        self.failures = 0
+        self.failures = self.prefill_failures = 0
         self.full.clear()
 
     def note(self, failure: NodeFailure, *, resuming: bool) -> None:
@@ -49,16 +54,20 @@ class Tries:
             self.full[key] = failure.error
             return
         self.failed.add(key)
+        if failure.node.role == "prefill":
+            self.prefill_failures += 1
+            return
         self.failures += 1
         if self.failures >= MAX_FAILURES:
             raise failure.error
 
     def backoff_s(self, error: PacelineError) -> float:
         """Pause before the next attempt; none before another node is asked for room."""
-        if not self.failures:
+        failures = max(self.failures, self.prefill_failures)
+        if not failures:
             return 0.0
         wished = min(error.retry_after_s, MAX_RETRY_AFTER_S) if isinstance(error, Overloaded) else 0.0
-        return max(FIRST_BACKOFF_S * float(2**self.failures), wished)
+        return max(FIRST_BACKOFF_S * float(2**failures), wished)
 
 
 class Pairing:
@@ -147,14 +156,16 @@ class Pairing:
             node = choose_decode(candidates, self._calls.own, pages, self._turn, prompt, weight)
             if node is not None:
                 return node
-            coming_back = tries.failures > 0 or bool(self._suspects)
+            coming_back = bool(tries.failures or tries.prefill_failures or self._suspects)
             if not coming_back or time.monotonic() >= end:
                 raise NodeUnavailable("no decode node is alive")
             await asyncio.sleep(POLL_S)
 
     def _pick_prefill(self, tries: Tries, prompt: PromptHint) -> NodeRecord | None:
         """None: decode is to prefill by itself, because no prefill node is left that did not fail this request or
-        many before it."""
+        many before it, or because enough of them have failed this one."""
+        if tries.prefill_failures >= MAX_FAILURES:
+            return None
         alive = self.breakers.usable(self.alive("prefill"))
         left = [node for node in alive if key_of(node) not in tries.failed]
         room = _with_room(left, tries)

@@ -167,8 +167,11 @@ def tell(run: Run, load: Load, seconds: float) -> None:
     print(table(run.hits, faults))
     for hit in sorted(run.hits, key=lambda hit: -hit.gap_s)[:8]:
         print(f"  {hit.gap_s:.2f} s: {hit.request_id} {hit.kind}: {hit.fault.kind} of {hit.fault.victims}: {hit.story}")
+    log = run.server.log.read_text().splitlines() if load.wrong else []
     for wrong in load.wrong[:20]:
         print(f"  WRONG {wrong}")
+        request_id = wrong.partition(" ")[0]
+        print(*(f"    {line}" for line in log if f"{request_id}:" in line or f"{request_id}#" in line), sep="\n")
 
 
 def check(run: Run, load: Load, size: Size) -> None:

@@ -212,6 +212,18 @@ async def test_attempts_are_bounded() -> None:
         assert caught.value.field == "max_tokens"
 
 
+async def test_prefill_nodes_that_fail_do_not_end_a_request() -> None:
+    """Two failures of decode and then some of prefill are not three of either; after three, decode prefills."""
+    async with fleet(prefill=4) as made:
+        prefills = [made.nodes[f"prefill-{i}"] for i in range(4)]
+        for node in prefills:
+            node.script.errors = [HandoffFailed("the link broke")]
+        made.nodes["decode-0"].script.errors = [PacelineError("broken") for _ in range(2)]
+        assert (await answer(made, ask())).text == TEXT[:10]
+        assert sum(len(node.script.errors) for node in prefills) == 1
+        assert made.nodes["decode-0"].local == [False, False, False, True]
+
+
 async def test_the_deadline_of_a_request() -> None:
     async with fleet(request_timeout_s=0.3) as made:
         made.nodes["decode-0"].script.gate = asyncio.Event()
