@@ -105,15 +105,28 @@ def alone(hits: Iterable[Hit], faults: Sequence[Fault]) -> list[Hit]:
     return [hit for hit in hits if not hit.compound(faults)]
 
 
-def table(hits: Iterable[Hit], faults: Sequence[Fault]) -> str:
+def had_spare(hit: Hit, hits: Iterable[Hit]) -> bool:
+    """Whether there was somewhere to go. A pause that several faults claim, since one began where another ended, had a
+    spare only if each of them left one."""
+    return all(
+        other.fault.spare
+        for other in hits
+        if (other.request_id, other.choice) == (hit.request_id, hit.choice)
+        and other.since < hit.since + hit.gap_s
+        and hit.since < other.since + other.gap_s
+    )
+
+
+def table(hits: Sequence[Hit], faults: Sequence[Fault]) -> str:
     """Recovery time by kind of fault, with and without a spare; of what another fault hit meanwhile apart."""
     groups: dict[tuple[bool, str], list[float]] = defaultdict(list)
     for hit in hits:
+        spare = had_spare(hit, hits)
         if hit.compound(faults):
-            groups[hit.fault.spare, "then another"].append(hit.gap_s)
+            groups[spare, "then another"].append(hit.gap_s)
             continue
-        groups[hit.fault.spare, hit.fault.kind].append(hit.gap_s)
-        groups[hit.fault.spare, "all"].append(hit.gap_s)
+        groups[spare, hit.fault.kind].append(hit.gap_s)
+        groups[spare, "all"].append(hit.gap_s)
     lines = [f"{'':10} {'fault':12} {'streams hit':>11} {'p50 s':>8} {'p99 s':>8} {'longest':>8}"]
     for (spare, kind), gaps in sorted(groups.items(), key=lambda item: (not item[0][0], item[0][1])):
         numbers = f"{percentile(gaps, 0.5):8.2f} {percentile(gaps, 0.99):8.2f} {max(gaps):8.2f}"
