@@ -19,3 +19,4 @@ def test_a_pause_had_a_spare_only_if_every_fault_that_claims_it_left_one() -> No
     assert not had_spare(after, claims)
     assert had_spare(after, [after, hit(cut, 19.3, 3.4, request_id="two"), hit(cut, 19.3, 3.4, choice=1)])
     assert had_spare(after, [after, hit(cut, 22.7, 3.0)])  # begins where it ends
+    assert had_spare(after, [after, hit(cut, 11.0, 1.5)])  # was over before

@@ -74,7 +74,8 @@ def test_its_next_generation_is_not_suspected(case: Case) -> None:
     assert case.alive == ["decode-0", "decode-1"]
 
 
-async def test_the_only_node_is_waited_for_and_taken_once_it_is_back(case: Case) -> None:
+@pytest.mark.parametrize("tries", [Tries(failures=1), Tries(prefill_failures=1)])
+async def test_the_only_node_is_waited_for_and_taken_once_it_is_back(case: Case, tries: Tries) -> None:
     del case.nodes[1]
     case.lose(0)
     asked = 0
@@ -85,9 +86,15 @@ async def test_the_only_node_is_waited_for_and_taken_once_it_is_back(case: Case)
         return asked > 3
 
     case.calls.connected = connected
-    pair = await case.pairing.pick(Tries(failures=1), 10)
+    pair = await case.pairing.pick(tries, 10)
     assert pair.decode is case.nodes[0]
     assert asked > 3
+
+
+def test_a_token_makes_failures_of_both_roles_forgotten() -> None:
+    tries = Tries(failures=2, prefill_failures=3)
+    tries.progressed()
+    assert (tries.failures, tries.prefill_failures) == (0, 0)
 
 
 async def test_a_suspected_node_is_connected_to_again_though_nobody_asks_for_a_node() -> None:
