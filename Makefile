@@ -50,7 +50,7 @@ check: $(VENV)/.dev
 	$(BIN)/python tests/support/proto_drift.py
 
 fuzz: $(VENV)/.dev
-	PACELINE_FUZZ=10000 $(BIN)/python -m pytest tests/kv_transfer/test_handoff_fuzz.py -s -o timeout=3300 $(ARGS)
+	PACELINE_FUZZ=10000 $(BIN)/python -m pytest tests/kv_transfer/handoff/test_handoff_fuzz.py -s -o timeout=3300 $(ARGS)
 
 chaos: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/chaos -s --minutes 3 --streams 16 $(ARGS)

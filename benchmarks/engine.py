@@ -9,16 +9,16 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.timing import REPEATS, median_s, read_bandwidth
+from benchmarks.common.timing import REPEATS, median_s, read_bandwidth
+from paceline.assembly.build import build_runner
 from paceline.config import NodeConfig
-from paceline.engine.build import build_runner
 from paceline.engine.colocated import ColocatedEngine
 from paceline.engine.model_runner import ModelRunner, PrefillChunk
 from paceline.kvcache.layout import LayerOwner
 from paceline.request import SamplingParams, SequenceRequest
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.tree import DraftTree, build_tree
+from paceline.spec_decode.trees.tree import DraftTree, build_tree
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 128
 

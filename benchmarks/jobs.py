@@ -8,14 +8,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import plots, speculation, sweep, tables
-from benchmarks.drafter_specs import DraftRun, Target, parse_drafters
-from benchmarks.spec_bench import Encoder, Prompt, balanced, drop_long, read_prompts
-from benchmarks.speculation import Progress, Settings
+from benchmarks import plots, tables
+from benchmarks.speculation import bench as speculation
+from benchmarks.speculation import sweep
+from benchmarks.speculation.bench import Progress, Settings
+from benchmarks.speculation.drafter_specs import DraftRun, Target, parse_drafters
+from benchmarks.speculation.prompts import Encoder, Prompt, balanced, drop_long, read_prompts
 from paceline.errors import ConfigError
 from paceline.models.config import ModelSpec
 from paceline.request import SequenceRequest
-from paceline.tokenizer import Tokenizer
+from paceline.text.tokenizer import Tokenizer
 
 MAX_BATCH = 1024
 

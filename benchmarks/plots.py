@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.drafter_specs import BASELINE
-from benchmarks.speculation import Report
-from benchmarks.sweep import SweepReport
+from benchmarks.speculation.bench import Report
+from benchmarks.speculation.drafter_specs import BASELINE
+from benchmarks.speculation.sweep import SweepReport
 from paceline.errors import ConfigError
 
 GROUP_WIDTH = 0.8  # of the unit between two categories

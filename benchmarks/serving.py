@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import grpc.aio
 
+from benchmarks.common.timing import REPEATS
 from benchmarks.engine import Row, prompt
-from benchmarks.timing import REPEATS
 from cluster.deployment import Deployment
 from paceline.client import AsyncClient
 from paceline.config import ServeConfig

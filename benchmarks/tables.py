@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from benchmarks.speculation import Report, Settings
-from benchmarks.speculation_stats import Summary
-from benchmarks.sweep import ADAPTIVE_FLOOR, Point, SweepReport
+from benchmarks.speculation.bench import Report, Settings
+from benchmarks.speculation.stats import Summary
+from benchmarks.speculation.sweep import ADAPTIVE_FLOOR, Point, SweepReport
 
 MAX_POSITIONS = 8  # of accepted-per-position that a table shows
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from paceline.assembly.build import DTYPES, assemble
 from paceline.config import NodeConfig
-from paceline.engine.build import DTYPES, assemble
 from paceline.engine.model_runner import ModelRunner, RunnerIdentity
 from paceline.errors import ConfigError
 from paceline.layers.build import kernel_set, set_threads

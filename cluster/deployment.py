@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from cluster.addresses import host_answers, own_address
-from cluster.embedded_redis import EmbeddedRedis
-from cluster.registry import NodeDirectory
-from cluster.supervise import Slot, Supervisor
+from cluster.nodes.addresses import host_answers, own_address
+from cluster.nodes.supervise import Slot, Supervisor
+from cluster.state.embedded_redis import EmbeddedRedis
+from cluster.state.registry import NodeDirectory
+from paceline.assembly.shipped import with_real_drafter
 from paceline.config import ServeConfig
-from paceline.engine.shipped import with_real_drafter
 from paceline.errors import NodeUnavailable, PairingRefused
 from paceline.v1 import node_pb2, node_pb2_grpc
 
@@ -53,15 +53,15 @@ class Deployment:
 
     async def _start(self) -> None:
         # Late: the parts import ray, fastapi and more.
-        from cluster.admin import serve_admin
-        from cluster.cache_events import CacheWatcher
-        from cluster.http import create_app, serve_http
-        from cluster.journal import open_journal
-        from cluster.metrics import Metrics
-        from cluster.router import Router
-        from cluster.service import serve_grpc
+        from cluster.frontdoor.http import create_app, serve_http
+        from cluster.frontdoor.service import serve_grpc
+        from cluster.nodes.admin import serve_admin
+        from cluster.routing.metrics import Metrics
+        from cluster.routing.router import Router
+        from cluster.state.cache_events import CacheWatcher
+        from cluster.state.journal import open_journal
         from paceline.models.hub import resolve_model
-        from paceline.tokenizer import Tokenizer
+        from paceline.text.tokenizer import Tokenizer
 
         config = self.config
         folder = await asyncio.to_thread(resolve_model, config.model)
@@ -111,7 +111,7 @@ class Deployment:
         self.grpc_address = f"{split_address(config.grpc)[0]}:{server.port}"
 
     def _start_ray(self) -> None:
-        from cluster.launch import start_ray, stop_ray
+        from cluster.nodes.launch import start_ray, stop_ray
 
         start_ray(self.config.ray_address)
         self._stops.append(("ray", stop_ray))
@@ -128,7 +128,7 @@ class Deployment:
         return server.url
 
     async def _start_nodes(self, registry_url: str) -> Supervisor:
-        from cluster.launch import RayNodes, Wanted
+        from cluster.nodes.launch import RayNodes, Wanted
 
         config = self.config
         roles = [

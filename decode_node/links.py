@@ -19,15 +19,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kv_transfer.compat import check_pairing
-from kv_transfer.receiver import HandoffReceiver, HandoffSink
-from kv_transfer.rendezvous import Store, create_store
-from kv_transfer.sentinel import Sentinel
-from kv_transfer.torch_dist import open_transport
-from kv_transfer.transport import TransportError
+from kv_transfer.handoff.receiver import HandoffReceiver, HandoffSink
+from kv_transfer.layout.compat import check_pairing
+from kv_transfer.transports.base import TransportError
+from kv_transfer.transports.rendezvous import Store, create_store
+from kv_transfer.transports.sentinel import Sentinel
+from kv_transfer.transports.torch_dist import open_transport
 from paceline.config import NodeConfig
-from paceline.engine.loop import notify
 from paceline.errors import NodeUnavailable, Overloaded, PacelineError
+from paceline.serving.loop import notify
 from paceline.v1 import handoff_pb2
 
 log = logging.getLogger(__name__)

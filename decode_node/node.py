@@ -23,12 +23,12 @@ from decode_node.service import DecodeService
 from decode_node.sink import ReservedPages
 from decode_node.stream import EventQueue, Stream
 from paceline.config import NodeConfig
-from paceline.engine.admission import check_request
-from paceline.engine.loop import EngineLoop, every
 from paceline.engine.model_runner import ModelRunner
-from paceline.engine.rpc import end_server, start_server
 from paceline.errors import NodeUnavailable
 from paceline.kvcache.prefix import PrefixCache
+from paceline.rpc.calls import end_server, start_server
+from paceline.serving.loop import EngineLoop, every
+from paceline.serving.validate import check_request
 from paceline.spec_decode.sequence import DraftState
 from paceline.tracing import Recorder
 from paceline.v1 import handoff_pb2, inference_pb2, node_pb2, node_pb2_grpc, trace_pb2
@@ -193,6 +193,6 @@ class DecodeNode:
 
 
 def _build(config: NodeConfig) -> ModelRunner:
-    from paceline.engine.build import build_runner  # heavy: loads the model
+    from paceline.assembly.build import build_runner  # heavy: loads the model
 
     return build_runner(config)

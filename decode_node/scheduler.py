@@ -19,9 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from paceline.engine.chunking import plan_chunks
 from paceline.engine.model_runner import PrefillChunk
-from paceline.engine.waiting import WaitingLine
+from paceline.serving.chunking import plan_chunks
+from paceline.serving.waiting import WaitingLine
 from paceline.spec_decode.sequence import Sequence
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
-from paceline.engine.rpc import answer_stream, answering_errors
+from paceline.rpc.calls import answer_stream, answering_errors
 from paceline.v1 import handoff_pb2, node_pb2, node_pb2_grpc, trace_pb2
 
 if TYPE_CHECKING:

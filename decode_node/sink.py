@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 import torch
 
 from decode_node.stream import Stream
-from kv_transfer.handoff import HIDDEN, ByteClass, Handoff
-from kv_transfer.reshard import Side, reshard
-from kv_transfer.rows import RowTarget
+from kv_transfer.handoff.state import HIDDEN, ByteClass, Handoff
+from kv_transfer.layout.reshard import Side, reshard
+from kv_transfer.layout.rows import RowTarget
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import HandoffFailed
 from paceline.spec_decode.sequence import DraftState

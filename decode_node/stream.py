@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kv_transfer.handoff import Handoff
-from paceline.engine.loop import notify
+from kv_transfer.handoff.state import Handoff
 from paceline.errors import PacelineError
 from paceline.kvcache.allocator import PageRef
 from paceline.request import SequenceRequest
+from paceline.serving.loop import notify
 from paceline.spec_decode.sequence import Sequence
 from paceline.tracing import NO_TRACE, Trace
 from paceline.v1 import node_pb2

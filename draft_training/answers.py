@@ -25,7 +25,7 @@ from paceline.engine.model_runner import ModelRunner, PrefillChunk
 from paceline.errors import ConfigError, InvalidRequest
 from paceline.request import FinishReason, SamplingParams, SequenceRequest
 from paceline.spec_decode.sequence import Sequence as Running
-from paceline.tokenizer import Tokenizer
+from paceline.text.tokenizer import Tokenizer
 
 CHUNK_TOKENS = 512
 MIN_USER_TOKENS = 4  # a self-made prompt shorter than this asks for nothing

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draft_training.answers import AnswerMaker, AnswerOptions, Made, read_prompts
+from paceline.assembly.build import build_runner
 from paceline.config import NodeConfig
-from paceline.engine.build import build_runner
 from paceline.errors import ConfigError
 from paceline.models.config import ModelSpec
 from paceline.models.hub import resolve_model
-from paceline.tokenizer import Tokenizer
+from paceline.text.tokenizer import Tokenizer
 
 PAGE = 16
 PROBE_TOKENS = 128  # the start-up check of the kernels needs some room of its own

@@ -12,10 +12,10 @@ from draft_training.layers import HeadShape
 from draft_training.start import Source
 from draft_training.train import Progress
 from paceline.errors import ConfigError
-from paceline.spec_decode.heads.formats_config import Eagle1Config, Eagle3Config, MedusaConfig, MtpConfig
-from paceline.spec_decode.heads.formats_eagle import vocabulary_tensors
-from paceline.spec_decode.heads.formats_layer import LayerShape
-from paceline.spec_decode.heads.formats_write import write_eagle1, write_eagle3, write_medusa, write_mtp
+from paceline.spec_decode.heads.formats.config import Eagle1Config, Eagle3Config, MedusaConfig, MtpConfig
+from paceline.spec_decode.heads.formats.eagle import vocabulary_tensors
+from paceline.spec_decode.heads.formats.layer import LayerShape
+from paceline.spec_decode.heads.formats.write import write_eagle1, write_eagle3, write_medusa, write_mtp
 
 
 def write_head(

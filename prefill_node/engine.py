@@ -16,14 +16,14 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
 
-from kv_transfer.handoff import DRAFT_KV, HIDDEN, META, TARGET_KV, ByteClass
+from kv_transfer.handoff.state import DRAFT_KV, HIDDEN, META, TARGET_KV, ByteClass
 from paceline.config import WEIGHTLESS_DRAFTERS
-from paceline.engine.ledger import pages_available, pool_problems
 from paceline.engine.model_runner import ModelRunner, PrefillChunk, SampledToken
 from paceline.errors import DeadlineExceeded, HandoffFailed, InvalidRequest, Overloaded, PacelineError
 from paceline.kvcache.layout import LayerOwner
 from paceline.models.base import AfterLayer
-from paceline.spec_decode.drafters.export import take_rows
+from paceline.serving.ledger import pages_available, pool_problems
+from paceline.spec_decode.drafters.row_exporter import take_rows
 from paceline.tracing import NO_TRACE, Trace
 from paceline.v1 import handoff_pb2, inference_pb2, node_pb2
 from paceline.wire import finish_reason_to_proto, logprobs_to_proto

@@ -20,14 +20,14 @@ from functools import partial
 
 import torch
 
-from kv_transfer.cut import message_tokens, token_pieces
-from kv_transfer.handoff import HIDDEN, ByteClass
-from kv_transfer.outbox import Outgoing
-from kv_transfer.rows import RowSource
-from kv_transfer.sender import HandoffSender
-from kv_transfer.side_stream import SideStream
-from kv_transfer.staging import StagingRing
-from kv_transfer.transport import CHUNK_BYTES, MESSAGE_BYTES, TransportError
+from kv_transfer.handoff.cut import message_tokens, token_pieces
+from kv_transfer.handoff.outbox import Outgoing
+from kv_transfer.handoff.sender import HandoffSender
+from kv_transfer.handoff.staging import StagingRing
+from kv_transfer.handoff.state import HIDDEN, ByteClass
+from kv_transfer.layout.rows import RowSource
+from kv_transfer.transports.base import CHUNK_BYTES, MESSAGE_BYTES, TransportError
+from kv_transfer.transports.side_stream import SideStream
 from paceline.errors import HandoffFailed, PacelineError
 from paceline.v1 import handoff_pb2
 from prefill_node.groups import layer_groups

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kv_transfer.transport import MESSAGE_BYTES
+from kv_transfer.transports.base import MESSAGE_BYTES
 
 MIN_BYTES = 256 * 1024  # of a message, but for prompts and remainders that have no more
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from kv_transfer.handoff import ByteClass
+from kv_transfer.handoff.state import ByteClass
 from paceline.errors import PacelineError
 from paceline.request import SequenceRequest
 from paceline.spec_decode.sequence import Sequence

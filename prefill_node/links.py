@@ -16,19 +16,19 @@ import grpc
 import grpc.aio
 import torch
 
-from kv_transfer.compat import check_pairing, decode_layout
-from kv_transfer.handoff import ByteClass
-from kv_transfer.rendezvous import create_store
-from kv_transfer.reshard import Side, reshard
-from kv_transfer.rows import RowSource
-from kv_transfer.sender import HandoffSender
-from kv_transfer.sentinel import Sentinel
-from kv_transfer.torch_dist import open_transport
+from kv_transfer.handoff.sender import HandoffSender
+from kv_transfer.handoff.state import ByteClass
+from kv_transfer.layout.compat import check_pairing, decode_layout
+from kv_transfer.layout.reshard import Side, reshard
+from kv_transfer.layout.rows import RowSource
+from kv_transfer.transports.rendezvous import create_store
+from kv_transfer.transports.sentinel import Sentinel
+from kv_transfer.transports.torch_dist import open_transport
 from paceline.config import NodeConfig
-from paceline.engine.loop import notify
-from paceline.engine.rpc import CHANNEL_OPTIONS, error_from_rpc
 from paceline.errors import NodeUnavailable, Overloaded, PacelineError
 from paceline.kvcache.pool import KvPool
+from paceline.rpc.calls import CHANNEL_OPTIONS, error_from_rpc
+from paceline.serving.loop import notify
 from paceline.v1 import handoff_pb2, node_pb2_grpc
 from prefill_node.feeder import RowFeeder
 

@@ -15,14 +15,14 @@ from contextlib import aclosing
 
 import grpc.aio
 
-from kv_transfer.handoff import described
+from kv_transfer.handoff.state import described
 from paceline.config import NodeConfig
-from paceline.engine.admission import check_request
-from paceline.engine.loop import EngineLoop, every, notify
 from paceline.engine.model_runner import ModelRunner
-from paceline.engine.rpc import end_server, start_server
 from paceline.errors import InvalidRequest, NodeUnavailable, PacelineError, RequestCancelled
 from paceline.kvcache.prefix import PrefixCache
+from paceline.rpc.calls import end_server, start_server
+from paceline.serving.loop import EngineLoop, every, notify
+from paceline.serving.validate import check_request
 from paceline.tracing import Recorder
 from paceline.v1 import handoff_pb2, inference_pb2, node_pb2, node_pb2_grpc, trace_pb2
 from paceline.wire import sequence_from_proto, trace_to_proto
@@ -200,6 +200,6 @@ class PrefillNode:
 
 
 def _build(config: NodeConfig) -> ModelRunner:
-    from paceline.engine.build import build_runner  # heavy: loads the model
+    from paceline.assembly.build import build_runner  # heavy: loads the model
 
     return build_runner(config, decodes=False)

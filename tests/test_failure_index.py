@@ -1,4 +1,4 @@
-"""docs/failures.md and the tests agree: what it names exists, and a test cites each thread that applies."""
+"""docs/internals/failures.md and the tests agree: what it names exists, and a test cites each thread that applies."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from paceline.kvcache.pool import KvPool
-from paceline.layers.staging import staged
+from paceline.layers.upload import staged
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from paceline.attention.base import StaticShape
 from paceline.attention.mask_bits import pack_masks
 from paceline.attention.paged import PagedBatch
 from paceline.errors import ConfigError
-from paceline.layers.staging import pinned, staged_together
+from paceline.layers.upload import pinned, staged_together
 
 BACKEND = "fa2"
 MASK_INDPTR = "_mask_indptr_buf"  # of the prefill wrapper, where its kernel reads the beginnings of the masks

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from paceline.attention.base import Segment, StaticShape
-from paceline.layers.staging import Int64
+from paceline.layers.upload import Int64
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.attention.base import Segment
-from paceline.layers.staging import Int32, Int64
+from paceline.layers.upload import Int32, Int64
 
 UInt8 = npt.NDArray[np.uint8]
 

@@ -22,7 +22,7 @@ from paceline.attention.base import (
     StaticShape,
 )
 from paceline.kvcache.pool import KvPool
-from paceline.layers.staging import Int64, staged
+from paceline.layers.upload import Int64, staged
 
 MAX_SCORES = 2**27  # scores in memory at once, float32: 512 MiB; more rows are taken in blocks
 MAX_STATIC = 2**22  # rows times columns of a graph

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from paceline.errors import NodeUnavailable, PacelineError
-from paceline.wire_errors import RETRY_AFTER_KEY, error_from_rpc
+from paceline.rpc.wire_errors import RETRY_AFTER_KEY, error_from_rpc
 
 DEFAULT_RETRIES = 8
 FIRST_PAUSE_S = 0.1

@@ -15,9 +15,9 @@ from paceline.client.failover import DEFAULT_RETRIES, Patience, Routers
 from paceline.client.resume import Received
 from paceline.errors import PacelineError, RequestCancelled
 from paceline.results import Chunk, Generation, ModelInfo, RequestTrace, Tokenization
+from paceline.rpc.wire_errors import error_from_rpc
 from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2
 from paceline.wire import trace_from_proto
-from paceline.wire_errors import error_from_rpc
 
 
 class ChunkStream(Iterator[Chunk]):

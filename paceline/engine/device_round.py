@@ -16,11 +16,11 @@ from paceline.kvcache.pool import KvPool
 from paceline.sampling.device import BROKEN, sample_rows_device
 from paceline.sampling.params import has_penalty
 from paceline.sampling.sampler import RowContext
-from paceline.spec_decode.device_walk import LENGTH, PATH, read_verdicts, upload_trees, walk_device
+from paceline.spec_decode.accept.device_walk import LENGTH, PATH, read_verdicts, upload_trees, walk_device
+from paceline.spec_decode.accept.verify import Verdict
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.tree import DraftTree
+from paceline.spec_decode.trees.tree import DraftTree
 from paceline.spec_decode.unread import UnreadChains
-from paceline.spec_decode.verify import Verdict
 
 
 @dataclass(frozen=True)

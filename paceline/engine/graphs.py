@@ -18,7 +18,7 @@ from paceline.attention.padding import Scratch, real_rows
 from paceline.engine.buckets import Bucket, MemoryBound, all_buckets, choose
 from paceline.kvcache.pool import KvPool
 from paceline.layers.graph_capture import Capture, Captured
-from paceline.layers.staging import staged
+from paceline.layers.upload import staged
 from paceline.models.base import AuxCapture, TargetModel
 from paceline.models.late_tokens import LateTokens
 from paceline.models.static_forward import StaticForward

@@ -31,14 +31,14 @@ from paceline.sampling.logprobs import token_logprobs
 from paceline.sampling.params import has_penalty
 from paceline.sampling.sampler import sample_rows
 from paceline.sampling.topk import argmax_lowest
-from paceline.spec_decode.acceptance import RULES
-from paceline.spec_decode.adaptive import FixedLength, LengthPolicy
+from paceline.spec_decode.accept.acceptance import RULES
+from paceline.spec_decode.accept.coins import Coins
+from paceline.spec_decode.accept.verify import Verdict
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem, TreeKind
-from paceline.spec_decode.coins import Coins
+from paceline.spec_decode.length.adaptive import FixedLength, LengthPolicy
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.tree import DraftTree
+from paceline.spec_decode.trees.tree import DraftTree
 from paceline.spec_decode.unread import UnreadChains
-from paceline.spec_decode.verify import Verdict
 from paceline.v1.handoff_pb2 import Fingerprint
 
 log = logging.getLogger(__name__)

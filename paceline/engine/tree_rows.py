@@ -10,7 +10,7 @@ import torch
 from paceline.sampling.probs import target_probs
 from paceline.sampling.sampler import RowContext, sample_rows
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.tree import DraftTree
+from paceline.spec_decode.trees.tree import DraftTree
 
 ObserveLogits = Callable[[Sequence, int, torch.Tensor], None]  # (seq, position, float32 [V])
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 
 from paceline.kvcache.layout import KvLayer, LayerKind, LayerOwner
-from paceline.layers.heads import HeadsLinear
 from paceline.layers.linear import Linear
 from paceline.layers.ops import add_rms_norm, latent_write, rms_norm
+from paceline.layers.per_head_linear import HeadsLinear
 from paceline.layers.rotary import rope_table, yarn_mscale
 from paceline.models.base import AuxCapture, ForwardContext, TargetModel
 from paceline.models.config import ModelSpec

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.layers.staging import Int64, staged
+from paceline.layers.upload import Int64, staged
 
 
 @dataclass(frozen=True)

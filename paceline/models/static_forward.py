@@ -9,7 +9,7 @@ import torch
 from paceline.attention.base import AttentionBackend, ForwardBatch, Segment, StaticPlan, StaticShape, packed_rows
 from paceline.attention.padding import Scratch, filler, pad_segments, real_rows
 from paceline.kvcache.pool import KvPool
-from paceline.layers.staging import pinned
+from paceline.layers.upload import pinned
 from paceline.models.base import ForwardContext
 from paceline.models.late_tokens import LateTokens
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from paceline.layers.staging import staged, staged_together
+from paceline.layers.upload import staged, staged_together
 from paceline.request import SamplingParams
 from paceline.sampling.noise import row_keys
 from paceline.sampling.packing import DeviceRows, upload_rows

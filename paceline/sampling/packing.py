@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.layers.staging import staged_together
+from paceline.layers.upload import staged_together
 from paceline.request import SamplingParams
 from paceline.sampling.noise import row_keys
 from paceline.sampling.params import TOLERANCE, has_penalty, needs_truncate

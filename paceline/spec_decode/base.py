@@ -12,7 +12,7 @@ import torch
 
 from paceline.kvcache.layout import KvLayer
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.tree import DraftTree
+from paceline.spec_decode.trees.tree import DraftTree
 
 if TYPE_CHECKING:
     from paceline.spec_decode.unread import UnreadChains

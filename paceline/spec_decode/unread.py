@@ -14,10 +14,10 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from paceline.layers.staging import Int64, staged
+from paceline.layers.upload import Int64, staged
 from paceline.models.late_tokens import LateTokens
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.tree import DraftTree, build_tree
+from paceline.spec_decode.trees.tree import DraftTree, build_tree
 
 BLANK = 0
 NEVER = -3  # in place of a draft outside the vocabulary: no sampled token equals it, not even one that is BROKEN

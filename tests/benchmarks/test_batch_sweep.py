@@ -8,12 +8,21 @@ from pathlib import Path
 import pytest
 
 from benchmarks import plots, tables
-from benchmarks.drafter_specs import DraftRun, parse_drafters
-from benchmarks.sweep import ADAPTIVE_FLOOR, MIN_REQUESTS, SweepReport, crossover, filled, held_to, num_requests, sweep
+from benchmarks.speculation.drafter_specs import DraftRun, parse_drafters
+from benchmarks.speculation.sweep import (
+    ADAPTIVE_FLOOR,
+    MIN_REQUESTS,
+    SweepReport,
+    crossover,
+    filled,
+    held_to,
+    num_requests,
+    sweep,
+)
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import ConfigError
 from support.benchmarks import SETTINGS
-from support.tiny import tiny_request, tiny_runner
+from support.tiny_model import tiny_request, tiny_runner
 
 REQUESTS = [tiny_request(index=i, max_tokens=10 + i % 3) for i in range(14)]
 built: list[tuple[str, int, ModelRunner]] = []

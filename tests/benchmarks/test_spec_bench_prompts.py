@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.drafter_specs import DraftRun, parse_drafters
 from benchmarks.jobs import Outputs, parse_batches
-from benchmarks.spec_bench import GROUPS, Encoder, Prompt, balanced, drop_long, group_order, read_prompts
+from benchmarks.speculation.drafter_specs import DraftRun, parse_drafters
+from benchmarks.speculation.prompts import GROUPS, Encoder, Prompt, balanced, drop_long, group_order, read_prompts
 from paceline.errors import ConfigError, InvalidRequest
 
 

@@ -12,16 +12,16 @@ import pytest
 from rich.console import Console
 
 from benchmarks import plots, tables
-from benchmarks.decode_loop import TimedRunner
+from benchmarks.common.decode_loop import TimedRunner
 from benchmarks.jobs import Outputs
-from benchmarks.spec_bench import Prompt
-from benchmarks.speculation import Report, compare
-from benchmarks.speculation_stats import ALL, Summary, first_difference, speedup, speedup_interval
+from benchmarks.speculation.bench import Report, compare
+from benchmarks.speculation.prompts import Prompt
+from benchmarks.speculation.stats import ALL, Summary, first_difference, speedup, speedup_interval
 from paceline.engine.model_runner import ModelRunner, RoundResult
 from paceline.errors import ConfigError
 from paceline.spec_decode import sequence
 from support.benchmarks import SETTINGS
-from support.tiny import tiny_request, tiny_runner
+from support.tiny_model import tiny_request, tiny_runner
 
 PROMPTS = [Prompt(str(i), name, (str(i), "and then")) for i, name in enumerate(("qa", "qa", "stem", "coding"))]
 

@@ -25,9 +25,9 @@ from chaos.sockets import who_listens
 from multihost.small_model import SPEC, write_model
 from paceline.client import AsyncClient, Client, PacelineError
 from paceline.v1 import node_pb2, node_pb2_grpc
-from support.heads import write_tiny_head
 from support.server import Server
 from support.server import serve as serving
+from support.untrained_heads import write_tiny_head
 
 pytestmark = pytest.mark.e2e
 

@@ -7,9 +7,9 @@ import asyncio
 import math
 import sys
 
-from cluster.journal import open_journal
-from cluster.registry_types import NodeRecord
-from cluster.service import serve_grpc
+from cluster.frontdoor.service import serve_grpc
+from cluster.state.journal import open_journal
+from cluster.state.registry_types import NodeRecord
 from paceline.config import ServeConfig
 from support.scripted_nodes import MAX_MODEL_LEN, VOCAB, ByteDetokenizer, ByteTokenizer, FakeRegistry
 from support.two_routers import StallingRouter

@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import paceline.client
-from cluster.service import SERVICE, GrpcServer, serve_grpc
+from cluster.frontdoor.service import SERVICE, GrpcServer, serve_grpc
 from paceline.client import AsyncClient, Client, Overloaded, PacelineError
 from paceline.client.convert import generate_request
 from paceline.errors import NodeUnavailable as RootNodeUnavailable

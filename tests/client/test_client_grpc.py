@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import paceline.client
-from cluster.service import SERVICE, serve_grpc
+from cluster.frontdoor.service import SERVICE, serve_grpc
 from paceline.client import (
     AsyncClient,
     Client,

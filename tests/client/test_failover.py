@@ -17,7 +17,7 @@ import pytest
 import redis
 from fakes.redis_servers import Embedded
 
-from cluster.service import serve_grpc
+from cluster.frontdoor.service import serve_grpc
 from paceline.client import (
     AsyncClient,
     Chunk,

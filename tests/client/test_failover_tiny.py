@@ -12,13 +12,13 @@ import pytest
 import torch
 from fakes.redis_servers import Embedded
 
-from cluster.journal import Journal
-from cluster.registry_types import NodeRecord
+from cluster.state.journal import Journal
+from cluster.state.registry_types import NodeRecord
 from paceline.client import AsyncClient, Chunk, FinishReason
 from paceline.config import NodeConfig, ServeConfig
-from support.pd import Pair, pair
+from support.node_pair import Pair, pair
 from support.scripted_nodes import ByteTokenizer
-from support.tiny import VOCAB, tiny_runner
+from support.tiny_model import VOCAB, tiny_runner
 from support.two_routers import StallingRouter, two_routers
 
 PROMPT = [5, 9, 70, 41, 9, 70, 5, 9, 70, 88, 120]

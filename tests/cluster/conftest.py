@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from cluster.http import create_app
-from cluster.metrics import Metrics
+from cluster.frontdoor.http import create_app
+from cluster.routing.metrics import Metrics
 from support.fake_router import FakeRouter
 
 

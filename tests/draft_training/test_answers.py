@@ -27,9 +27,9 @@ from paceline.engine.model_runner import ModelRunner
 from paceline.errors import ConfigError
 from paceline.request import SamplingParams, SequenceRequest
 from paceline.spec_decode.sequence import Sequence as Running
-from paceline.tokenizer import Tokenizer
-from support.tiny import tiny_runner
+from paceline.text.tokenizer import Tokenizer
 from support.tiny_chat import CHAT_VOCAB, EOS, TEMPLATE, write_chat_tokenizer
+from support.tiny_model import tiny_runner
 
 torch.set_num_threads(1)
 STOPS = (EOS, *range(0, 256, 17))  # a random model ends a text now and then

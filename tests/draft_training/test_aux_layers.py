@@ -6,7 +6,7 @@ import pytest
 
 from draft_training.start import aux_layers_of
 from paceline.errors import ConfigError
-from paceline.spec_decode.heads.formats_config import aux_config_ids, aux_input_layers
+from paceline.spec_decode.heads.formats.config import aux_config_ids, aux_input_layers
 
 
 @pytest.mark.parametrize("num_layers", range(3, 41))

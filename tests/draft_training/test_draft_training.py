@@ -26,9 +26,9 @@ from paceline.kvcache.pool import KvPool
 from paceline.models.base import ForwardContext
 from paceline.models.llama import LlamaModel
 from paceline.spec_decode.heads.base import DraftHead
-from paceline.spec_decode.heads.formats import load_head, read_head
+from paceline.spec_decode.heads.detect import load_head, read_head
 from paceline.spec_decode.heads.mtp import MtpHead, load_mtp
-from support.tiny import tiny_spec, tiny_weights
+from support.tiny_model import tiny_spec, tiny_weights
 
 torch.set_num_threads(1)
 AUX = (0, 1, 2)

@@ -14,18 +14,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.assembly.build import assemble, build_runner
 from paceline.config import NodeConfig
-from paceline.engine.build import assemble, build_runner
 from paceline.engine.model_runner import ModelRunner, RunnerIdentity
 from paceline.models.llama import LlamaModel
 from paceline.request import SamplingParams, SequenceRequest
 from paceline.spec_decode.drafters.draft_model import CATCH_UP_ROWS
 from support.exactness import run
-from support.kindred import MAX_LEN, kindred_target, write_kindred
-from support.pd import pair
+from support.node_pair import pair
 from support.prompts import prompt_requests
+from support.related_heads import MAX_LEN, kindred_target, write_kindred
 from support.round_log import RoundLog, Rounds, differing
-from support.tiny import VOCAB
+from support.tiny_model import VOCAB
 
 LENGTHS = (16, 17, 63, 64, 65, 250, 1000, 2000)
 CHUNK = 256

@@ -9,9 +9,9 @@ from paceline.config import NodeConfig
 from paceline.kvcache.layout import LayerOwner
 from paceline.layers.build import load_kernels
 from support.exactness import run
-from support.pd import pair
-from support.tiny import tiny_request
+from support.node_pair import pair
 from support.tiny_deepseek import tiny_deepseek_runner, write_mtp_folder
+from support.tiny_model import tiny_request
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler: the kernels cannot be built")
 

@@ -14,8 +14,8 @@ from paceline.config import WEIGHTLESS_DRAFTERS
 from paceline.engine.model_runner import ModelRunner
 from paceline.kvcache.layout import LayerOwner
 from paceline.v1.node_pb2 import HandedOff
-from support.matrix import CASES, Case, Cell, Matrix, Watch, half_cross, matrix, over_budget
-from support.pd import pair
+from support.exactness_matrix import CASES, Case, Cell, Matrix, Watch, half_cross, matrix, over_budget
+from support.node_pair import pair
 from support.real_weights import Weights
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(600)]

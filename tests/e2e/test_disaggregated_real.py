@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from paceline.assembly.build import assemble, build_runner
 from paceline.config import NodeConfig
-from paceline.engine.build import assemble, build_runner
 from support.exactness import run
-from support.pd import pair
+from support.node_pair import pair
 from support.prompts import prompt_requests
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(600)]

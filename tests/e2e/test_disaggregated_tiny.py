@@ -10,9 +10,9 @@ from paceline.config import NodeConfig
 from paceline.kvcache.layout import LayerOwner
 from paceline.request import SequenceRequest
 from support.exactness import run
-from support.heads import write_tiny_head
-from support.pd import pair
-from support.tiny import tiny_request, tiny_runner
+from support.node_pair import pair
+from support.tiny_model import tiny_request, tiny_runner
+from support.untrained_heads import write_tiny_head
 
 CASES: dict[str, dict[str, object]] = {
     "none": {"drafter": "none"},

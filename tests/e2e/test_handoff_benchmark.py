@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.handoff_report import HandoffReport
-from cluster.bench_cli import bench
+from benchmarks.command import bench
+from benchmarks.handoff.report import HandoffReport
 
 
 @pytest.mark.real_model

@@ -17,9 +17,9 @@ from paceline.kvcache.layout import LayerOwner
 from paceline.request import SequenceRequest, SpeculationParams
 from paceline.spec_decode.sequence import Sequence
 from support.exactness import run
-from support.heads import write_tiny_head
-from support.pd import pair
-from support.tiny import tiny_request, tiny_runner
+from support.node_pair import pair
+from support.tiny_model import tiny_request, tiny_runner
+from support.untrained_heads import write_tiny_head
 
 HIDDEN = 64  # of the tiny target
 CASES: dict[str, dict[str, object]] = {

@@ -19,10 +19,10 @@ from paceline.results import TraceEvent
 from paceline.v1 import trace_pb2
 from paceline.wire import trace_from_proto
 from support.exactness import run
-from support.heads import write_tiny_head
-from support.pd import Pair, pair
-from support.tiny import tiny_request, tiny_runner
+from support.node_pair import Pair, pair
 from support.tiny_deepseek import tiny_deepseek_runner, write_mtp_folder
+from support.tiny_model import tiny_request, tiny_runner
+from support.untrained_heads import write_tiny_head
 
 CASES: dict[str, dict[str, object]] = {
     "eagle3": {"drafter": "eagle3", "num_draft_tokens": 4},

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from decode_node.node import DecodeNode
-from kv_transfer.rows import RowSource, RowTarget
+from kv_transfer.layout.rows import RowSource, RowTarget
 from paceline.config import NodeConfig
 from paceline.errors import PairingRefused
 from paceline.v1 import node_pb2
 from prefill_node.node import PrefillNode
-from support.pd import pair
-from support.tiny import tiny_request, tiny_runner
+from support.node_pair import pair
+from support.tiny_model import tiny_request, tiny_runner
 
 MISMATCHES: dict[str, tuple[dict[str, object], dict[str, object], str]] = {
     "drafter": ({"drafter": "ngram"}, {"drafter": "none"}, "drafter"),

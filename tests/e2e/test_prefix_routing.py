@@ -13,12 +13,12 @@ import pytest
 from fakes.redis_servers import Embedded
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster import host
-from cluster.cache_events import CacheWatcher
-from cluster.host import NodeHost
-from cluster.plan import GenerationRequest
-from cluster.registry import NodeDirectory
-from cluster.router import Router
+from cluster.contract.plan import GenerationRequest
+from cluster.nodes import host
+from cluster.nodes.host import NodeHost
+from cluster.routing.router import Router
+from cluster.state.cache_events import CacheWatcher
+from cluster.state.registry import NodeDirectory
 from decode_node.node import DecodeNode
 from paceline.config import NodeConfig, ServeConfig
 from paceline.engine.model_runner import ModelRunner
@@ -27,7 +27,7 @@ from paceline.results import Choice
 from prefill_node.node import PrefillNode
 from support.exactness import run
 from support.scripted_nodes import ByteDetokenizer, ByteTokenizer
-from support.tiny import VOCAB, tiny_runner
+from support.tiny_model import VOCAB, tiny_runner
 
 OPTIONS: dict[str, object] = {"drafter": "mtp", "num_draft_tokens": 2, "page_size": 4}
 TTL_S = 2.0

@@ -15,9 +15,9 @@ import openai
 import psutil
 import pytest
 
+from paceline.assembly.build import build_runner
 from paceline.client import AsyncClient, Client, InvalidRequest, Overloaded, PacelineError
 from paceline.config import NodeConfig
-from paceline.engine.build import build_runner
 from paceline.v1 import node_pb2, node_pb2_grpc
 from support.exactness import run
 from support.prompts import QUESTIONS, prompt_requests

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc.aio
 
-from cluster.router import Router
+from cluster.routing.router import Router
 from paceline.config import ServeConfig
 from paceline.request import SequenceRequest
 from paceline.results import RequestTrace, TraceEvent
@@ -180,8 +180,8 @@ async def test_off() -> None:
 
 
 async def test_router_and_real_nodes_in_one_timeline() -> None:
-    from cluster.plan import GenerationRequest
-    from cluster.registry_types import NodeRecord
+    from cluster.contract.plan import GenerationRequest
+    from cluster.state.registry_types import NodeRecord
     from paceline.request import SamplingParams
 
     async with cluster() as nodes:

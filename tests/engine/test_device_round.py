@@ -12,7 +12,7 @@ from paceline.engine.colocated import ColocatedEngine
 from paceline.engine.device_round import accepted_rows, check_token
 from paceline.engine.model_runner import ModelRunner
 from paceline.request import SequenceRequest
-from support.tiny import tiny_request, tiny_runner
+from support.tiny_model import tiny_request, tiny_runner
 
 torch.set_num_threads(1)
 

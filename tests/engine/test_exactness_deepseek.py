@@ -16,10 +16,10 @@ from paceline.models.moe import MoeMlp
 from paceline.request import SequenceRequest
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.tree import DraftTree, build_tree
+from paceline.spec_decode.trees.tree import DraftTree, build_tree
 from support.exactness import Outcome, run
-from support.tiny import VOCAB, tiny_request
 from support.tiny_deepseek import tiny_deepseek_runner, write_mtp_folder
+from support.tiny_model import VOCAB, tiny_request
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler: the kernels cannot be built")
 

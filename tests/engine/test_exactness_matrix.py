@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.adversaries import KINDS, Adversary
-from support.matrix import CASES, Case, Cell, Matrix, chain_cross, full_cross, half_cross, matrix, over_budget
+from support.exactness_matrix import CASES, Case, Cell, Matrix, chain_cross, full_cross, half_cross, matrix, over_budget
 from support.real_weights import Weights
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(600)]

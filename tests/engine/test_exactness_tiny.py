@@ -18,10 +18,10 @@ from paceline.models.llama import LlamaModel
 from paceline.request import SequenceRequest
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.tree import DraftTree, build_tree
+from paceline.spec_decode.trees.tree import DraftTree, build_tree
 from support.exactness import Outcome, run
-from support.heads import write_tiny_head
-from support.tiny import VOCAB, tiny_request, tiny_runner
+from support.tiny_model import VOCAB, tiny_request, tiny_runner
+from support.untrained_heads import write_tiny_head
 
 DTYPES = ["bf16", "fp32"]
 VARIANTS: dict[str, tuple[dict[str, object], dict[str, int]]] = {

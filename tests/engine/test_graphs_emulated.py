@@ -11,23 +11,22 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.synthetic import Rates, SyntheticDrafts
+from benchmarks.speculation.synthetic import Rates, SyntheticDrafts
+from paceline.assembly import graph_build
 from paceline.attention.base import Segment
-from paceline.engine import graph_build
 from paceline.engine.colocated import ColocatedEngine
 from paceline.engine.model_runner import ModelRunner, PrefillChunk
 from paceline.models import moe
 from paceline.request import SequenceRequest
-from paceline.spec_decode import candidates
-from paceline.spec_decode.drafters import feature
+from paceline.spec_decode.drafters import candidates, feature
 from paceline.spec_decode.drafters.feature import FeatureDrafter
 from paceline.spec_decode.sequence import Sequence
 from support.exactness import run
-from support.heads import write_tiny_head
 from support.host_reads import host_reads, marked
 from support.recording import HostWaits, RecordedCapture, plain_torch
-from support.tiny import primary_of, tiny_request, tiny_runner
 from support.tiny_deepseek import tiny_deepseek_runner, write_mtp_folder
+from support.tiny_model import primary_of, tiny_request, tiny_runner
+from support.untrained_heads import write_tiny_head
 
 SMALL = {"attention": "torch", "max_running": 4, "max_model_len": 96, "kv_cache_tokens": 1024, "num_draft_tokens": 3}
 
@@ -48,7 +47,7 @@ def requests(count: int = 5, **params: object) -> list[SequenceRequest]:
 def with_graphs(capture: RecordedCapture, deepseek: bool = False, **options: object) -> ModelRunner:
     make = tiny_deepseek_runner if deepseek else tiny_runner
     with (
-        mock.patch("paceline.engine.build.wants_graphs", return_value=True),
+        mock.patch("paceline.assembly.build.wants_graphs", return_value=True),
         mock.patch.object(graph_build, "CudaCapture", return_value=capture),
     ):
         return make("fp32", **(SMALL | options))
@@ -155,7 +154,7 @@ def test_no_graphs_on_the_cpu_or_on_a_prefill_node() -> None:
     plain = without(drafter="none")
     assert plain.graphs is None
     assert plain.kv.num_pages == plain.allocator.num_pages
-    with mock.patch("paceline.engine.build.wants_graphs", return_value=True):
+    with mock.patch("paceline.assembly.build.wants_graphs", return_value=True):
         assert tiny_runner("fp32", decodes=False, drafter="none", **SMALL).graphs is None
 
 

@@ -12,7 +12,7 @@ import time
 import pytest
 import redis
 
-from cluster.embedded_redis import EmbeddedRedis, _dies_with_parent, _free_port
+from cluster.state.embedded_redis import EmbeddedRedis, _dies_with_parent, _free_port
 
 START_TIMEOUT_S = 10.0
 

@@ -17,11 +17,11 @@ from typing import Any
 import grpc
 import httpx
 
-from cluster.embedded_redis import EmbeddedRedis
+from cluster.state.embedded_redis import EmbeddedRedis
 from multihost.small_model import write_model
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc
-from support.tiny import tiny_spec
 from support.tiny_chat import CHAT_VOCAB
+from support.tiny_model import tiny_spec
 
 SCRIPT = Path(__file__).with_name("process.py")
 TESTS = SCRIPT.parents[1]

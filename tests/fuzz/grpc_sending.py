@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError, Message
 
 from fuzz.campaign import ANSWER_S, Wrongly
 from fuzz.grpc_calls import Rpc, Wrong
-from paceline.wire_errors import FIELD_KEY, RETRY_AFTER_KEY
+from paceline.rpc.wire_errors import FIELD_KEY, RETRY_AFTER_KEY
 
 CHANNEL = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20)]
 REFUSALS = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED}

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import torch
 
-from cluster.host import NodeHost
-from cluster.http import create_app, serve_http
-from cluster.journal import open_journal
-from cluster.metrics import Metrics
-from cluster.registry import NodeDirectory
-from cluster.router import Router
-from cluster.service import serve_grpc
+from cluster.frontdoor.http import create_app, serve_http
+from cluster.frontdoor.service import serve_grpc
+from cluster.nodes.host import NodeHost
+from cluster.routing.metrics import Metrics
+from cluster.routing.router import Router
+from cluster.state.journal import open_journal
+from cluster.state.registry import NodeDirectory
 from paceline.config import ServeConfig
-from paceline.tokenizer import Tokenizer
+from paceline.text.tokenizer import Tokenizer
 from support.tiny_chat import CHAT_VOCAB
 
 CONTEXT = 96  # tokens of prompt and output: bounds the work of every message that happens to be valid

@@ -14,7 +14,7 @@ from paceline.kvcache.pool import KvPool
 from paceline.kvcache.table import PageTable
 from paceline.request import SequenceRequest
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.tree import DraftTree, build_tree
+from paceline.spec_decode.trees.tree import DraftTree, build_tree
 from support.device_pages import assert_same, random_pool
 from support.device_sampling import random_params
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.drafter_specs import DraftRun, Target
-from benchmarks.synthetic import Rates, SyntheticDrafts
-from kv_transfer.loopback import loopback_pair
+from benchmarks.speculation.drafter_specs import DraftRun, Target
+from benchmarks.speculation.synthetic import Rates, SyntheticDrafts
+from kv_transfer.transports.loopback import loopback_pair
+from paceline.assembly.shipped import shipped_heads
 from paceline.engine.colocated import Completed
-from paceline.engine.shipped import shipped_heads
 from paceline.request import SamplingParams, SequenceRequest
 from support.device_runner import (
     DEVICES,
@@ -32,7 +32,7 @@ from support.device_runner import (
     with_heads,
     write_heads,
 )
-from support.tiny import tiny_request
+from support.tiny_model import tiny_request
 from support.two_engines import Decode, Prefill
 
 DRAFTERS: dict[str, dict[str, object]] = {

@@ -13,18 +13,18 @@ from unittest import mock
 import pytest
 import torch
 
+from paceline.assembly.build import assemble
 from paceline.attention.base import Segment
 from paceline.config import NodeConfig
-from paceline.engine.build import assemble
 from paceline.engine.colocated import ColocatedEngine
 from paceline.engine.model_runner import ModelRunner, PrefillChunk, RunnerIdentity
 from paceline.models.deepseek_v3 import DeepseekV3Model
 from paceline.models.llama import LlamaModel
 from paceline.models.loader import WeightBag
 from paceline.spec_decode.drafters.feature import FeatureDrafter
-from support.heads import write_tiny_head
-from support.tiny import primary_of, tiny_request, tiny_spec, tiny_weights
 from support.tiny_deepseek import target_tensors, tiny_deepseek_spec, write_mtp_folder
+from support.tiny_model import primary_of, tiny_request, tiny_spec, tiny_weights
+from support.untrained_heads import write_tiny_head
 
 pytestmark = [
     pytest.mark.gpu,

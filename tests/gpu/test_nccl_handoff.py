@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kv_transfer.rendezvous import Store
-from kv_transfer.torch_dist import Sentinel, create_store, open_transport
+from kv_transfer.transports.rendezvous import Store
+from kv_transfer.transports.torch_dist import Sentinel, create_store, open_transport
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import HandoffFailed
 from paceline.request import SequenceRequest

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kv_transfer.loopback import loopback_pair
-from kv_transfer.staging import NUM_BUFFERS, Staging, StagingRing
-from kv_transfer.transport import MESSAGE_BYTES
+from kv_transfer.handoff.staging import NUM_BUFFERS, Staging, StagingRing
+from kv_transfer.transports.base import MESSAGE_BYTES
+from kv_transfer.transports.loopback import loopback_pair
 from paceline.host_memory import ALIGNMENT, HUGE_PAGE, host_zeros
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool

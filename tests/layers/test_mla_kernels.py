@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from paceline.layers.build import load_kernels, set_threads
-from paceline.layers.heads import HeadsLinear, heads_linear_reference
 from paceline.layers.ops import latent_write, latent_write_reference
+from paceline.layers.per_head_linear import HeadsLinear, heads_linear_reference
 from paceline.layers.rotary import rope_table
 from paceline.layers.routing import RoutingRule, route, route_reference
 

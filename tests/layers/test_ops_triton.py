@@ -16,8 +16,8 @@ from paceline.layers import ops
 from paceline.triton_support import has_triton
 from support.interpreter import INTERPRETED, run_again_interpreted
 from support.recording import plain_torch
-from support.tiny import tiny_runner
 from support.tiny_deepseek import tiny_deepseek_runner
+from support.tiny_model import tiny_runner
 
 if has_triton():
     from support import layer_ops

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.assembly.selfcheck import logits_in_chunks
 from paceline.attention.base import AttentionBackend, ForwardBatch, Segment
 from paceline.attention.cpu import CpuAttention
 from paceline.attention.torch_paged import TorchAttention
-from paceline.engine.selfcheck import logits_in_chunks
 from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerOwner
 from paceline.kvcache.pool import KvPool

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.assembly.build import build_runner
+from paceline.assembly.selfcheck import logits_in_chunks
 from paceline.attention.base import AttentionBackend
 from paceline.attention.select import attention_for
 from paceline.attention.torch_paged import TorchAttention
 from paceline.config import NodeConfig
-from paceline.engine.build import build_runner
 from paceline.engine.colocated import ColocatedEngine
-from paceline.engine.selfcheck import logits_in_chunks
 from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.pool import KvPool
@@ -113,7 +113,7 @@ def perplexity(logits: torch.Tensor, tokens: list[int]) -> float:
 def test_real_model(smollm2_folder: Path) -> None:
     import transformers
 
-    from paceline.tokenizer import Tokenizer
+    from paceline.text.tokenizer import Tokenizer
 
     reference = transformers.AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
     tokens = Tokenizer.from_folder(smollm2_folder).encode(PARAGRAPH)[:60]
@@ -134,7 +134,7 @@ def test_real_model(smollm2_folder: Path) -> None:
 def test_real_answer(smollm2_folder: Path) -> None:
     """The known greedy answer, through chat template and detokenizer, in bf16. What follows depends on the processor:
     two tokens are all but equally likely there, and sums in bf16 kernels are ordered for the instruction set."""
-    from paceline.tokenizer import Tokenizer
+    from paceline.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_folder(smollm2_folder)
     question = "What is the capital of France, and what is it famous for?"

@@ -18,8 +18,8 @@ from multihost.clients import Stream, Streams
 from multihost.deployment import Deployment
 from multihost.hosts import Host, Lan
 from multihost.small_model import KV_BYTES_PER_TOKEN, SPEC
+from paceline.assembly.build import build_runner
 from paceline.config import NodeConfig
-from paceline.engine.build import build_runner
 from paceline.engine.colocated import ColocatedEngine
 from paceline.request import SamplingParams, SequenceRequest
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-import kv_transfer.cut
-import kv_transfer.outbox
+import kv_transfer.handoff.cut
+import kv_transfer.handoff.outbox
 import prefill_node.feeder
-from kv_transfer.handoff import TARGET_KV
-from kv_transfer.rows import RowSource
-from kv_transfer.staging import NUM_BUFFERS
+from kv_transfer.handoff.staging import NUM_BUFFERS
+from kv_transfer.handoff.state import TARGET_KV
+from kv_transfer.layout.rows import RowSource
 from paceline.v1 import handoff_pb2
 from support.feeder_wire import TOKEN_BYTES, Wire, open_wire
 from tests.fakes.wait import wait_for
@@ -47,12 +47,12 @@ def test_rows_leave_in_pieces_and_in_order(wire: Wire, monkeypatch: pytest.Monke
 def test_giving_up_behind_a_busy_link_skips_the_rows_but_tells_the_receiver(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_transfer.outbox, "WINDOW_BYTES", 0)  # no credit: what has bytes stands in line
+    monkeypatch.setattr(kv_transfer.handoff.outbox, "WINDOW_BYTES", 0)  # no credit: what has bytes stands in line
     for ticket in ("busy", "t"):
         wire.feeder.begin(ticket, 0, 8)
         wire.feeder.rows(ticket, TARGET_KV, range(2), torch.arange(8, dtype=torch.int32), 0)
     wire.feeder.abort("t", "the caller went away")
-    monkeypatch.setattr(kv_transfer.outbox, "WINDOW_BYTES", 1024)
+    monkeypatch.setattr(kv_transfer.handoff.outbox, "WINDOW_BYTES", 1024)
     wire.sender.acknowledge(handoff_pb2.HandoffAck(credit=handoff_pb2.Credit(num_bytes=1)))
     wait_for(lambda: "abort" in wire.kinds())
     assert [m.WhichOneof("body") for m in wire.messages if m.ticket == "t"] in (["abort"], ["begin", "abort"])

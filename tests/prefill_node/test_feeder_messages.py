@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-import kv_transfer.cut
+import kv_transfer.handoff.cut
 import prefill_node.feeder
-from kv_transfer.handoff import TARGET_KV
-from kv_transfer.rows import RowSource
-from kv_transfer.staging import NUM_BUFFERS
+from kv_transfer.handoff.staging import NUM_BUFFERS
+from kv_transfer.handoff.state import TARGET_KV
+from kv_transfer.layout.rows import RowSource
 from paceline.v1 import handoff_pb2
 from support.feeder_wire import TOKEN_BYTES, Wire, open_wire
 from tests.fakes.wait import wait_for
@@ -22,7 +22,7 @@ SLOTS = torch.tensor([9, 2, 30, 31, 4, 17, 0], dtype=torch.int32)
 
 @pytest.fixture(autouse=True)
 def messages_of_three_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_transfer.cut, "MESSAGE_BYTES", 3 * TOKEN_BYTES)
+    monkeypatch.setattr(kv_transfer.handoff.cut, "MESSAGE_BYTES", 3 * TOKEN_BYTES)
     monkeypatch.setattr(prefill_node.feeder, "MESSAGE_BYTES", 3 * TOKEN_BYTES)
 
 

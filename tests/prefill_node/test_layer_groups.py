@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer.transport import MESSAGE_BYTES
+from kv_transfer.transports.base import MESSAGE_BYTES
 from prefill_node.groups import MIN_BYTES, layer_groups
 
 KIB = 1024

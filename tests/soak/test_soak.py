@@ -29,10 +29,10 @@ from soak.asks import make_asks
 from soak.calls import Calls
 from soak.load import Load
 from soak.processes import Slope, Watch, grown, table, trends
-from support.heads import write_tiny_head
 from support.server import serve as serving
-from support.tiny import tiny_spec
 from support.tiny_chat import CHAT_VOCAB
+from support.tiny_model import tiny_spec
+from support.untrained_heads import write_tiny_head
 
 pytestmark = pytest.mark.e2e
 

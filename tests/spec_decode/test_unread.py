@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.table import PageTable
-from paceline.spec_decode.device_walk import read_verdicts, upload_trees, walk_device
+from paceline.spec_decode.accept.device_walk import read_verdicts, upload_trees, walk_device
+from paceline.spec_decode.accept.verify import walk
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.tree import build_tree
+from paceline.spec_decode.trees.tree import build_tree
 from paceline.spec_decode.unread import UnreadChains
-from paceline.spec_decode.verify import walk
-from support.tiny import tiny_request
+from support.tiny_model import tiny_request
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

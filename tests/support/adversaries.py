@@ -9,7 +9,7 @@ import torch
 
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.tree import DraftTree, build_tree
+from paceline.spec_decode.trees.tree import DraftTree, build_tree
 
 Pairs = list[tuple[int, int]]  # (parent, token), see build_tree
 OVER_LONG = 50

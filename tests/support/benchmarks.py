@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.speculation import Settings
+from benchmarks.speculation.bench import Settings
 
 SETTINGS = Settings(
     model="tiny",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.cache_events import CachePublisher
-from cluster.registry_types import NodeRecord
+from cluster.state.cache_events import CachePublisher
+from cluster.state.registry_types import NodeRecord
 from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.changes import MAX_CHANGES, ChangeLog
 from paceline.kvcache.prefix import PrefixCache

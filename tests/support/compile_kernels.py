@@ -126,7 +126,7 @@ CALLS = [
         {"HAS_MAP": True, "WIDTH": 4, "CHUNKS": 64, "ENTRIES": 256},
     ),
     KernelCall(
-        "paceline.spec_decode.walk_triton",
+        "paceline.spec_decode.accept.walk_triton",
         "_walk_kernel",
         "*i32 *i32 *i32 *i32 *i32 *i32 *i64 *i32 i32",
         {"PATH": 3, "STOP": 1, "TOO_LONG": 2, "NODES": 64, "STOPS": 16},

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_shapes import write_random_eagle3
+from benchmarks.gpu.shapes import write_random_eagle3
+from paceline.assembly.build import DTYPES, assemble
 from paceline.config import NodeConfig
-from paceline.engine.build import DTYPES, assemble
 from paceline.engine.colocated import ColocatedEngine, Completed
 from paceline.engine.model_runner import ModelRunner, RunnerIdentity
 from paceline.layers.build import cache_folder
@@ -20,8 +20,8 @@ from paceline.models.config import ModelSpec
 from paceline.models.llama import LlamaModel
 from paceline.models.loader import WeightBag
 from paceline.request import SequenceRequest
-from support.heads import write_tiny_head
-from support.tiny import tiny_request, tiny_spec, tiny_weights
+from support.tiny_model import tiny_request, tiny_spec, tiny_weights
+from support.untrained_heads import write_tiny_head
 
 GPU = (
     pytest.mark.gpu,

@@ -6,9 +6,9 @@ import random
 
 import torch
 
-from paceline.spec_decode.device_walk import read_verdicts, upload_trees, walk_device
-from paceline.spec_decode.tree import DraftTree, build_tree
-from paceline.spec_decode.verify import Verdict, walk
+from paceline.spec_decode.accept.device_walk import read_verdicts, upload_trees, walk_device
+from paceline.spec_decode.accept.verify import Verdict, walk
+from paceline.spec_decode.trees.tree import DraftTree, build_tree
 
 VOCAB = 6  # few tokens, so that walks go deep
 

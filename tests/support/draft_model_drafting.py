@@ -17,11 +17,11 @@ from paceline.models.base import AuxCapture, ForwardContext
 from paceline.models.llama import LlamaModel
 from paceline.models.loader import WeightBag
 from paceline.spec_decode.base import DraftBudget, DraftSampling, TreeKind
-from paceline.spec_decode.choices import EAGLE_TREE
 from paceline.spec_decode.drafters.draft_model import DraftModelDrafter
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.tree import DraftTree
-from support.tiny import tiny_request, tiny_runner, tiny_spec, tiny_weights
+from paceline.spec_decode.trees.static_trees import EAGLE_TREE
+from paceline.spec_decode.trees.tree import DraftTree
+from support.tiny_model import tiny_request, tiny_runner, tiny_spec, tiny_weights
 
 COUPLED, GREEDY, SAMPLED = DraftSampling.COUPLED, DraftSampling.GREEDY, DraftSampling.SAMPLED
 PROMPT = [5, 9, 3, 44, 5, 9, 3, 61]

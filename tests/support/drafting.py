@@ -14,8 +14,8 @@ from paceline.kvcache.table import PageTable
 from paceline.request import SamplingParams, SequenceRequest
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem, TreeKind
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.tree import DraftTree
-from support.tiny import tiny_request, tiny_runner
+from paceline.spec_decode.trees.tree import DraftTree
+from support.tiny_model import tiny_request, tiny_runner
 
 CHAIN = DraftBudget(6, 1, TreeKind.CHAIN)
 TREE = DraftBudget(6, 4, TreeKind.STATIC, 20)

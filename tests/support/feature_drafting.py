@@ -22,14 +22,14 @@ from paceline.layers.linear import Linear
 from paceline.models.base import ForwardContext
 from paceline.models.llama import LlamaModel
 from paceline.spec_decode.base import DraftBudget, DraftSampling, TreeKind
-from paceline.spec_decode.candidates import choose
-from paceline.spec_decode.choices import EAGLE_TREE
+from paceline.spec_decode.drafters.candidates import choose
 from paceline.spec_decode.drafters.feature import FeatureDrafter
 from paceline.spec_decode.heads.base import DraftHead
 from paceline.spec_decode.heads.mtp import MtpHead
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.tree import DraftTree
-from support.tiny import VOCAB, primary_of, tiny_request, tiny_runner
+from paceline.spec_decode.trees.static_trees import EAGLE_TREE
+from paceline.spec_decode.trees.tree import DraftTree
+from support.tiny_model import VOCAB, primary_of, tiny_request, tiny_runner
 
 COUPLED, GREEDY, SAMPLED = DraftSampling.COUPLED, DraftSampling.GREEDY, DraftSampling.SAMPLED
 PROMPT = [5, 9, 3, 44, 5, 9, 3, 61]

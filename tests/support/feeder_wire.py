@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 import torch
 
-from kv_transfer.loopback import loopback_pair
-from kv_transfer.reshard import Side, reshard
-from kv_transfer.rows import RowSource
-from kv_transfer.sender import HandoffSender
-from kv_transfer.staging import StagingRing
+from kv_transfer.handoff.sender import HandoffSender
+from kv_transfer.handoff.staging import StagingRing
+from kv_transfer.layout.reshard import Side, reshard
+from kv_transfer.layout.rows import RowSource
+from kv_transfer.transports.loopback import loopback_pair
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.v1 import handoff_pb2

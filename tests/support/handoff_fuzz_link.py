@@ -10,12 +10,12 @@ import torch
 
 from decode_node.sink import ReservedPages
 from decode_node.stream import EventQueue
-from kv_transfer.cut import message_sizes
-from kv_transfer.handoff import ByteClass, HandoffState
-from kv_transfer.loopback import loopback_pair
-from kv_transfer.reshard import ReshardPlan, Side, reshard
-from kv_transfer.rows import RowSource
-from kv_transfer.transport import TransportError
+from kv_transfer.handoff.cut import message_sizes
+from kv_transfer.handoff.state import ByteClass, HandoffState
+from kv_transfer.layout.reshard import ReshardPlan, Side, reshard
+from kv_transfer.layout.rows import RowSource
+from kv_transfer.transports.base import TransportError
+from kv_transfer.transports.loopback import loopback_pair
 from paceline.kvcache.allocator import PageRef, StalePage
 from paceline.kvcache.pool import KvPool
 from paceline.v1.handoff_pb2 import HandoffAck, HandoffMessage, State

@@ -11,11 +11,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from kv_transfer.handoff import DRAFT_KV, TARGET_KV, ByteClass, Handoff, HandoffPlan, HandoffState
-from kv_transfer.loopback import loopback_pair
-from kv_transfer.receiver import HandoffReceiver
-from kv_transfer.sender import HandoffSender
-from kv_transfer.transport import Transport, byte_view
+from kv_transfer.handoff.receiver import HandoffReceiver
+from kv_transfer.handoff.sender import HandoffSender
+from kv_transfer.handoff.state import DRAFT_KV, TARGET_KV, ByteClass, Handoff, HandoffPlan, HandoffState
+from kv_transfer.transports.base import Transport, byte_view
+from kv_transfer.transports.loopback import loopback_pair
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.v1.handoff_pb2 import Chunk, HandoffAck, HandoffMessage, State
 
@@ -218,7 +218,10 @@ def open_link(
 def narrow_window() -> Iterator[None]:
     """Links have credit for four rows of the target's layers."""
     row_bytes = LAYOUT.token_bytes(LayerOwner.TARGET)
-    with patch("kv_transfer.outbox.WINDOW_BYTES", 3 * row_bytes + 1), patch("kv_transfer.staging.CREDIT_BYTES", 1):
+    with (
+        patch("kv_transfer.handoff.outbox.WINDOW_BYTES", 3 * row_bytes + 1),
+        patch("kv_transfer.handoff.staging.CREDIT_BYTES", 1),
+    ):
         yield
 
 

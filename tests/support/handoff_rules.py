@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kv_transfer.handoff import HandoffState
+from kv_transfer.handoff.state import HandoffState
 from paceline.errors import PacelineError
 from prefill_node.job import JobPhase
 

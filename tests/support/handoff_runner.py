@@ -10,7 +10,7 @@ import torch
 from paceline.config import NodeConfig
 from paceline.engine.model_runner import PrefillChunk, RoundResult, SampledToken
 from paceline.models.base import AfterLayer
-from paceline.spec_decode.drafters.export import KEPT
+from paceline.spec_decode.drafters.row_exporter import KEPT
 from paceline.spec_decode.sequence import Sequence
 from tests.fakes.runner import HIDDEN, FakeRunner
 

@@ -14,12 +14,12 @@ from unittest.mock import patch
 
 import torch
 
-from kv_transfer.handoff import DRAFT_KV, TARGET_KV, ByteClass
-from kv_transfer.receiver import HandoffReceiver
-from kv_transfer.sender import HandoffSender
-from kv_transfer.staging import StagingRing
-from kv_transfer.transport import Transport
-from kv_transfer.wire import Started
+from kv_transfer.handoff.posted import Started
+from kv_transfer.handoff.receiver import HandoffReceiver
+from kv_transfer.handoff.sender import HandoffSender
+from kv_transfer.handoff.staging import StagingRing
+from kv_transfer.handoff.state import DRAFT_KV, TARGET_KV, ByteClass
+from kv_transfer.transports.base import Transport
 from paceline.v1.handoff_pb2 import HandoffMessage
 from prefill_node.feeder import RowFeeder
 

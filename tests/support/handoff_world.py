@@ -18,7 +18,7 @@ from unittest.mock import patch
 from decode_node.engine import DecodeEngine, HandoffDeadlines
 from decode_node.scheduler import DecodeLimits
 from decode_node.stream import Stream, StreamPhase
-from kv_transfer.handoff import Handoff, HandoffState
+from kv_transfer.handoff.state import Handoff, HandoffState
 from paceline.config import NodeConfig
 from paceline.errors import PacelineError, RequestCancelled
 from paceline.request import SamplingParams, SequenceRequest
@@ -34,13 +34,14 @@ MAX_LINKS = 6
 SMALL = {  # bytes, so that a chunk of 6 tokens leaves layer by layer, in several messages, and credit runs out
     "prefill_node.groups.MIN_BYTES": 1,
     "prefill_node.groups.MESSAGE_BYTES": 512,
-    "kv_transfer.cut.MESSAGE_BYTES": 256,
+    "kv_transfer.handoff.cut.MESSAGE_BYTES": 256,
     "prefill_node.feeder.MESSAGE_BYTES": 256,
     "prefill_node.feeder.CHUNK_BYTES": 1536,
     "prefill_node.engine.MIN_BYTES": 1,
-    "kv_transfer.outbox.WINDOW_BYTES": 1024,
-    "kv_transfer.staging.CREDIT_BYTES": 256,
-    "kv_transfer.staging.MESSAGE_BYTES": 4096,  # of a buffer: thousands of worlds wait for the garbage collector
+    "kv_transfer.handoff.outbox.WINDOW_BYTES": 1024,
+    "kv_transfer.handoff.staging.CREDIT_BYTES": 256,
+    # The size of a buffer: thousands of worlds wait for the garbage collector.
+    "kv_transfer.handoff.staging.MESSAGE_BYTES": 4096,
 }
 
 

@@ -1,4 +1,4 @@
-"""Tiny draft heads in the public formats, written by hand from algorithms.md F, for the target of ``support.tiny``."""
+"""Tiny draft heads in the public formats, written by hand from algorithms.md F, for `support.tiny_model`'s target."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from support.tiny import VOCAB
+from support.tiny_model import VOCAB
 
 HIDDEN = 64  # of the target
 DRAFT_IDS = [3, 4, 9, 17, 31, 32, 80, 81, 150, 198]  # target ids of a draft vocabulary

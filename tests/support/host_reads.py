@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from paceline.layers import staging
+from paceline.layers import upload as staging
 from support.recording import WAITING
 
 MARK, OWN = "_there", "_here"

@@ -10,11 +10,11 @@ import torch
 
 from paceline.engine.model_runner import ModelRunner, PrefillChunk
 from paceline.spec_decode.base import DraftBudget, DraftSampling, TreeKind
-from paceline.spec_decode.choices import RankPath
 from paceline.spec_decode.drafters.medusa import MedusaDrafter, MedusaHeads
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.tree import DraftTree
-from support.tiny import VOCAB, tiny_request, tiny_runner
+from paceline.spec_decode.trees.static_trees import RankPath
+from paceline.spec_decode.trees.tree import DraftTree
+from support.tiny_model import VOCAB, tiny_request, tiny_runner
 
 COUPLED, GREEDY, SAMPLED = DraftSampling.COUPLED, DraftSampling.GREEDY, DraftSampling.SAMPLED
 HIDDEN = 64

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from paceline.assembly.build import assemble, build_runner
 from paceline.config import NodeConfig
-from paceline.engine.build import assemble, build_runner
 from paceline.engine.model_runner import ModelRunner
 from support.exactness import run
 from support.prompts import prompt_requests

@@ -10,7 +10,7 @@ from paceline.engine.model_runner import ModelRunner
 from paceline.request import SequenceRequest
 from paceline.spec_decode.base import DraftBudget
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.tree import DraftTree
+from paceline.spec_decode.trees.tree import DraftTree
 from support.exactness import Outcome
 
 

@@ -12,14 +12,14 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from cluster.plan import TokenizerLike
-from cluster.prefix_index import PrefixIndex
-from cluster.registry_types import NodeRecord
-from cluster.router import Router
+from cluster.contract.plan import TokenizerLike
+from cluster.routing.router import Router
+from cluster.state.prefix_index import PrefixIndex
+from cluster.state.registry_types import NodeRecord
 from paceline.config import ServeConfig
-from paceline.engine.rpc import answering_errors
 from paceline.errors import PacelineError
 from paceline.request import FinishReason, SequenceRequest, TokenLogprobs
+from paceline.rpc.calls import answering_errors
 from paceline.v1 import common_pb2, handoff_pb2, inference_pb2, node_pb2, node_pb2_grpc, trace_pb2
 from paceline.wire import finish_reason_to_proto, logprobs_to_proto, sequence_from_proto
 

@@ -9,15 +9,15 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from paceline.assembly.build import assemble
 from paceline.config import NodeConfig
-from paceline.engine.build import assemble
 from paceline.engine.model_runner import ModelRunner, RunnerIdentity
 from paceline.models.config import ModelSpec
 from paceline.models.deepseek_config import MlaSpec, MoeSpec
 from paceline.models.deepseek_shapes import Shapes, layer_shapes, mtp_shapes
 from paceline.models.deepseek_v3 import DeepseekV3Model
 from paceline.models.loader import WeightBag
-from support.tiny import VOCAB
+from support.tiny_model import VOCAB
 
 FOLDER_VOCAB = 320  # the tokenizer's 256 bytes, two special tokens, and ids that no text encodes to
 BOS, EOS = 256, 257

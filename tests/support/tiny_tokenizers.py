@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from paceline.tokenizer import IncrementalDetokenizer, Tokenizer
+from paceline.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. Stop! STOP the stream, please: END of turn.\n\n",

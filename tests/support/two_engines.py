@@ -18,16 +18,16 @@ from decode_node.engine import DecodeEngine, HandoffDeadlines
 from decode_node.scheduler import DecodeLimits
 from decode_node.sink import ReservedPages
 from decode_node.stream import EventQueue, Stream
-from kv_transfer.handoff import ByteClass
-from kv_transfer.receiver import HandoffReceiver
-from kv_transfer.reshard import Side, reshard
-from kv_transfer.rows import RowSource
-from kv_transfer.sender import HandoffSender
-from kv_transfer.transport import Transport
-from paceline.engine.loop import EngineLoop
+from kv_transfer.handoff.receiver import HandoffReceiver
+from kv_transfer.handoff.sender import HandoffSender
+from kv_transfer.handoff.state import ByteClass
+from kv_transfer.layout.reshard import Side, reshard
+from kv_transfer.layout.rows import RowSource
+from kv_transfer.transports.base import Transport
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import PacelineError
 from paceline.request import SequenceRequest
+from paceline.serving.loop import EngineLoop
 from paceline.v1 import handoff_pb2
 from prefill_node.engine import PrefillEngine
 from prefill_node.feeder import RowFeeder

@@ -8,10 +8,10 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.journal import Journal, open_journal
-from cluster.plan import GenerationRequest, Plan
-from cluster.router import Router
-from cluster.service import GrpcServer, serve_grpc
+from cluster.contract.plan import GenerationRequest, Plan
+from cluster.frontdoor.service import GrpcServer, serve_grpc
+from cluster.routing.router import Router
+from cluster.state.journal import Journal, open_journal
 from paceline.config import ServeConfig
 from paceline.results import Chunk
 

@@ -29,10 +29,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 from paceline.spec_decode.base import DraftBudget, TreeKind
-from paceline.spec_decode.cost import COPY_SHARE, CostTable
-from paceline.spec_decode.rates import POOL_DECAY, REQUEST_DECAY, WidthCounts, pool_rates, reach, request_rates
+from paceline.spec_decode.length.cost import COPY_SHARE, CostTable
+from paceline.spec_decode.length.rates import POOL_DECAY, REQUEST_DECAY, WidthCounts, pool_rates, reach, request_rates
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.tree import DraftTree
+from paceline.spec_decode.trees.tree import DraftTree
 
 AUTO, NONE = "auto", "none"
 SCRATCH = "auto"

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from paceline.layers.staging import staged
+from paceline.layers.upload import staged
 from paceline.spec_decode.base import DraftBudget
 from paceline.spec_decode.drafters.head_graphs import ChainRequest, HeadGraphs
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.tree import DraftTree, build_tree
+from paceline.spec_decode.trees.tree import DraftTree, build_tree
 from paceline.spec_decode.unread import UnreadChains
 
 

@@ -25,13 +25,13 @@ from paceline.errors import ConfigError
 from paceline.kvcache.pool import KvPool
 from paceline.models.base import ForwardContext, TargetModel
 from paceline.spec_decode.base import DraftBudget, Drafter, DraftSampling, ExtendItem, TreeKind
-from paceline.spec_decode.candidates import Candidates, choose
-from paceline.spec_decode.choices import RankPath, fitted_counts
-from paceline.spec_decode.confidence import log_values
+from paceline.spec_decode.drafters.candidates import Candidates, choose
+from paceline.spec_decode.drafters.confidence import log_values
 from paceline.spec_decode.drafters.growing import GrowingDraft, grown_tree, hang, next_levels, static_choices
-from paceline.spec_decode.expand import ROOT, DynamicGrowth, Growth, StaticGrowth
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.tree import DraftTree
+from paceline.spec_decode.trees.expand import ROOT, DynamicGrowth, Growth, StaticGrowth
+from paceline.spec_decode.trees.static_trees import RankPath, fitted_counts
+from paceline.spec_decode.trees.tree import DraftTree
 
 MAX_VOCAB_PADDING = 1024  # rows by which two models of one tokenizer may differ, padded for their hardware
 MAX_OWED_ROWS = 64  # rounds without drafts leave at most so many committed rows to be fed later

@@ -19,19 +19,19 @@ import torch
 from paceline.attention.base import AttentionBackend, ForwardBatch, Segment
 from paceline.errors import ConfigError
 from paceline.kvcache.pool import KvPool
-from paceline.layers.staging import staged
+from paceline.layers.upload import staged
 from paceline.models.base import ForwardContext, TargetModel
 from paceline.spec_decode.base import DraftBudget, Drafter, DraftSampling, ExtendItem, TreeKind
-from paceline.spec_decode.candidates import Candidates, choose
-from paceline.spec_decode.choices import RankPath, fitted_counts
-from paceline.spec_decode.confidence import log_values
+from paceline.spec_decode.drafters.candidates import Candidates, choose
 from paceline.spec_decode.drafters.chain_drafts import chain_trees, draft_chains, unread_chains
+from paceline.spec_decode.drafters.confidence import log_values
 from paceline.spec_decode.drafters.growing import GrowingDraft, grown_tree, hang, next_levels, static_choices
 from paceline.spec_decode.drafters.head_graphs import HeadGraphs
-from paceline.spec_decode.expand import ROOT, DynamicGrowth, Growth, StaticGrowth
 from paceline.spec_decode.heads.base import DraftHead, LastRows
 from paceline.spec_decode.sequence import DraftState, Sequence
-from paceline.spec_decode.tree import DraftTree
+from paceline.spec_decode.trees.expand import ROOT, DynamicGrowth, Growth, StaticGrowth
+from paceline.spec_decode.trees.static_trees import RankPath, fitted_counts
+from paceline.spec_decode.trees.tree import DraftTree
 from paceline.spec_decode.unread import UnreadChains
 
 WORTH_LEAVING_OUT = 16  # rows: with fewer, a second batch costs more than their outputs

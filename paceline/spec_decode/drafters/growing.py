@@ -10,11 +10,11 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.spec_decode.base import DraftBudget
-from paceline.spec_decode.candidates import Candidates
-from paceline.spec_decode.choices import RankPath, checked_choices
-from paceline.spec_decode.expand import ROOT, Growth
+from paceline.spec_decode.drafters.candidates import Candidates
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.tree import DraftTree, build_tree
+from paceline.spec_decode.trees.expand import ROOT, Growth
+from paceline.spec_decode.trees.static_trees import RankPath, checked_choices
+from paceline.spec_decode.trees.tree import DraftTree, build_tree
 
 
 @dataclass

@@ -18,7 +18,7 @@ from paceline.attention.base import AttentionBackend, Segment, StaticShape
 from paceline.attention.padding import Scratch, filler, real_rows
 from paceline.kvcache.pool import KvPool
 from paceline.layers.graph_capture import Capture, Captured
-from paceline.layers.staging import staged
+from paceline.layers.upload import staged
 from paceline.models.static_forward import StaticForward
 from paceline.sampling.device import race_topk
 from paceline.sampling.noise import row_keys

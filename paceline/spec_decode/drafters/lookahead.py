@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from paceline.request import UINT64_MAX, derive_seed
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem, TreeKind
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.tree import DraftTree, build_tree
+from paceline.spec_decode.trees.tree import DraftTree, build_tree
 
 WINDOW_STREAM = 0x3C79AC492BA7B653  # keys the window's filler tokens: independent of the target's noise
 MAX_POOL_KEYS = 4096

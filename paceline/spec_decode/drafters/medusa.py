@@ -21,11 +21,18 @@ from paceline.layers.linear import Linear
 from paceline.models.base import TargetModel
 from paceline.models.loader import WeightBag
 from paceline.spec_decode.base import DraftBudget, Drafter, DraftSampling, ExtendItem, TreeKind
-from paceline.spec_decode.candidates import Candidates, choose
-from paceline.spec_decode.choices import MEDUSA_RATES, RankPath, best_choices, checked_choices, comb_choices, fit
-from paceline.spec_decode.confidence import log_values
+from paceline.spec_decode.drafters.candidates import Candidates, choose
+from paceline.spec_decode.drafters.confidence import log_values
 from paceline.spec_decode.sequence import DraftState, Sequence
-from paceline.spec_decode.tree import DraftTree, build_tree
+from paceline.spec_decode.trees.static_trees import (
+    MEDUSA_RATES,
+    RankPath,
+    best_choices,
+    checked_choices,
+    comb_choices,
+    fit,
+)
+from paceline.spec_decode.trees.tree import DraftTree, build_tree
 
 TOKEN_MAP = "token_map"
 DEFAULT_TREE = best_choices(MEDUSA_RATES, 24)  # best first: a budget of fewer nodes takes the head of the list

@@ -21,11 +21,11 @@ from paceline.errors import ConfigError
 from paceline.kvcache.pool import KvPool
 from paceline.models.base import ForwardContext, TargetModel
 from paceline.spec_decode.base import DraftBudget, Drafter, DraftSampling, ExtendItem, TreeKind
-from paceline.spec_decode.candidates import choose
-from paceline.spec_decode.confidence import log_values
+from paceline.spec_decode.drafters.candidates import choose
+from paceline.spec_decode.drafters.confidence import log_values
 from paceline.spec_decode.heads.mtp import MtpModule, mtp_kv_layers
 from paceline.spec_decode.sequence import DraftState, Sequence
-from paceline.spec_decode.tree import DraftTree, build_tree, comb
+from paceline.spec_decode.trees.tree import DraftTree, build_tree, comb
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
 from paceline.spec_decode.drafters.copying import Growth, OwnText, check_vocab, grow, own_occurrences
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.tree import DraftTree, build_tree
+from paceline.spec_decode.trees.tree import DraftTree, build_tree
 
 
 class NgramDrafter(Drafter):

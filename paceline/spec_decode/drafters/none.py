@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.tree import DraftTree
+from paceline.spec_decode.trees.tree import DraftTree
 
 
 class NoDrafter(Drafter):

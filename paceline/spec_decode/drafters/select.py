@@ -20,7 +20,7 @@ from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
 from paceline.spec_decode.drafters.auto import AUTO, NONE, AutoChooser, Plan
 from paceline.spec_decode.drafters.none import NoDrafter
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.tree import DraftTree
+from paceline.spec_decode.trees.tree import DraftTree
 from paceline.spec_decode.unread import UnreadChains
 
 SCRATCH = "held"

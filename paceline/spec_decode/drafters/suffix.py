@@ -27,7 +27,7 @@ from paceline.spec_decode.drafters.copying import (
 )
 from paceline.spec_decode.drafters.tenants import TenantOutputs
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.tree import DraftTree, build_tree
+from paceline.spec_decode.trees.tree import DraftTree, build_tree
 
 OTHERS_DISCOUNT = 0.5  # a match in another text counts as that much shorter: the request's own win ties
 

@@ -28,7 +28,7 @@ from paceline.spec_decode.drafters.copying import (
 )
 from paceline.spec_decode.drafters.tenants import TenantOutputs
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.tree import DraftTree, build_tree
+from paceline.spec_decode.trees.tree import DraftTree, build_tree
 
 Place = tuple[Seq[Occurrence], Seq[Occurrence]]  # where the same path stands in the prompt and in outputs
 Ranking = Callable[[int, int], float]  # (count in the prompt, count in outputs) -> score; 0 is never drafted

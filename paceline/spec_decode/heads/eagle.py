@@ -17,9 +17,9 @@ from paceline.models.base import ForwardContext, TargetModel
 from paceline.models.block import Block, BlockWeights
 from paceline.models.loader import WeightBag
 from paceline.spec_decode.heads.base import DraftHead, LastRows
-from paceline.spec_decode.heads.formats_config import Eagle1Config, Eagle3Config
-from paceline.spec_decode.heads.formats_eagle import vocabulary_map
-from paceline.spec_decode.heads.formats_layer import LayerShape, refused
+from paceline.spec_decode.heads.formats.config import Eagle1Config, Eagle3Config
+from paceline.spec_decode.heads.formats.eagle import vocabulary_map
+from paceline.spec_decode.heads.formats.layer import LayerShape, refused
 
 QKV = ("q_proj", "k_proj", "v_proj")
 GATE_UP = ("gate_proj", "up_proj")

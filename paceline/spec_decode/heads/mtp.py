@@ -15,9 +15,9 @@ from paceline.models.base import ForwardContext, TargetModel
 from paceline.models.config import ModelSpec
 from paceline.models.loader import WeightBag
 from paceline.spec_decode.heads.base import DraftHead
-from paceline.spec_decode.heads.formats import check_copies, read_head
-from paceline.spec_decode.heads.formats_config import MtpConfig
-from paceline.spec_decode.heads.formats_layer import refused
+from paceline.spec_decode.heads.detect import check_copies, read_head
+from paceline.spec_decode.heads.formats.config import MtpConfig
+from paceline.spec_decode.heads.formats.layer import refused
 
 UNTRAINED_SEED = 20412
 

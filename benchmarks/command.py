@@ -1,0 +1,208 @@
+"""``paceline bench``: what speculation is worth on this machine. Nothing heavy is imported before a command runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from benchmarks.jobs import Inputs
+
+PIPE_WIDTH = 140  # characters of a line that no terminal bounds
+
+bench = typer.Typer(help="What speculation is worth on this machine.", no_args_is_help=True, add_completion=False)
+messages = Console(stderr=True, highlight=False)
+tables_on = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+
+ModelOption = Annotated[str, typer.Option(help="A known model, a folder or a hub id.")]
+DraftersOption = Annotated[
+    str, typer.Option(help="Drafters, separated by commas; options after a colon: eagle3:tree=dynamic,width=4,k=5.")
+]
+PromptsOption = Annotated[Path, typer.Option(help='JSON lines: Spec-Bench\'s format, or {"prompt": ...}.')]
+TokensOption = Annotated[int, typer.Option(min=1, help="Tokens to generate per prompt at most.")]
+TemperatureOption = Annotated[float, typer.Option(min=0.0, max=100.0, help="0 is greedy.")]
+DtypeOption = Annotated[str, typer.Option(help="bf16 or fp32.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
+ThreadsOption = Annotated[int, typer.Option(min=0, help="0: one per core.")]
+LimitOption = Annotated[int | None, typer.Option(min=1, help="Prompts of each category at most.")]
+LongestOption = Annotated[int, typer.Option(min=1, help="Longer prompts are left out, and counted.")]
+ChatOption = Annotated[bool, typer.Option(help="Apply the model's chat template.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Of the sampling; each prompt adds its number.")]
+TurnsOption = Annotated[Literal["first", "all"], typer.Option(help="User turns of a Spec-Bench question.")]
+BatchesOption = Annotated[str, typer.Option(help="Batch sizes, separated by commas.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the results here.")]
+PlotOption = Annotated[Path | None, typer.Option(help="Draw the plot here (PNG); beside --json when not given.")]
+MarkdownOption = Annotated[Path | None, typer.Option(help="Write the table here.")]
+
+
+@bench.command()
+def speculation(
+    prompts: PromptsOption,
+    model: ModelOption = "smollm2-135m-instruct",
+    drafters: DraftersOption = "none,ngram",
+    max_tokens: TokensOption = 128,
+    temperature: TemperatureOption = 0.0,
+    dtype: DtypeOption = "bf16",
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = 0,
+    turns: TurnsOption = "first",
+    limit_per_category: LimitOption = None,
+    max_prompt_tokens: LongestOption = 1536,
+    chat: ChatOption = True,
+    seed: SeedOption = 0,
+    json: JsonOption = None,
+    plot: PlotOption = None,
+    markdown: MarkdownOption = None,
+) -> None:
+    """Every drafter on every prompt, one at a time: acceptance length, tokens/s, speed-up over none, costs."""
+    from benchmarks import jobs, plots, tables
+
+    outputs = jobs.Outputs(json, plot, markdown)
+    outputs.check()
+    inputs = _inputs(
+        model,
+        prompts,
+        drafters,
+        limit_per_category,
+        chat,
+        threads,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+        turns=turns,
+        max_prompt_tokens=max_prompt_tokens,
+    )
+    with _bar("prompts") as show:
+        report = jobs.run_speculation(inputs, show)
+    grid = tables.speculation_grid(report)
+    outputs.write(report.to_json(), grid, lambda path: plots.plot_speculation(report, path), tables_on)
+
+
+@bench.command()
+def sweep(
+    prompts: PromptsOption,
+    model: ModelOption = "smollm2-135m-instruct",
+    drafters: DraftersOption = "none,ngram",
+    batches: BatchesOption = "1,2,4,8,16,32",
+    max_tokens: TokensOption = 64,
+    temperature: TemperatureOption = 0.0,
+    dtype: DtypeOption = "bf16",
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = 0,
+    limit_per_category: LimitOption = None,
+    max_prompt_tokens: LongestOption = 512,
+    chat: ChatOption = True,
+    seed: SeedOption = 0,
+    json: JsonOption = None,
+    plot: PlotOption = None,
+    markdown: MarkdownOption = None,
+) -> None:
+    """Drafters over batch sizes: where speculation stops paying. Exit code 1 when an adaptive run falls behind."""
+    from benchmarks import jobs, plots, tables
+
+    outputs = jobs.Outputs(json, plot, markdown)
+    outputs.check()
+    sizes = jobs.parse_batches(batches)
+    inputs = _inputs(
+        model,
+        prompts,
+        drafters,
+        limit_per_category,
+        chat,
+        threads,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+        turns="first",
+        max_prompt_tokens=max_prompt_tokens,
+    )
+    with _bar("batch sizes") as show:
+        report = jobs.run_sweep(inputs, sizes, show)
+    grid = tables.sweep_grid(report)
+    outputs.write(report.to_json(), grid, lambda path: plots.plot_sweep(report, path), tables_on)
+    if not report.holds:
+        sys.exit(1)
+
+
+@bench.command()
+def handoff(
+    model: ModelOption = "smollm2-135m-instruct",
+    prompt_tokens: Annotated[int, typer.Option(min=32, help="Of the prompt that is handed over.")] = 2000,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Of one prefill step.")] = 256,
+    drafter: Annotated[str, typer.Option(help="Of the deployment.")] = "default",
+    dtype: DtypeOption = "bf16",
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions; medians are shown.")] = 7,
+    launches: Annotated[int, typer.Option(min=1, help="Of the nodes, which share the repetitions.")] = 5,
+    json: JsonOption = None,
+    markdown: MarkdownOption = None,
+) -> None:
+    """A hand-off beside its prefill, against a raw gloo copy. Exit code 1 when a bound is missed."""
+    from benchmarks import jobs, tables
+    from benchmarks.handoff import bench as bench_handoff
+    from benchmarks.handoff.report import HandoffSettings, handoff_grid
+    from cluster.commands.cli import fetch_model
+
+    jobs.Outputs(json, None, markdown).check()
+    fetch_model(model)
+    settings = HandoffSettings(model, prompt_tokens, chunk_tokens, repeats, drafter, dtype, launches)
+    with _bar("hand-off") as show:
+        report = bench_handoff.run(settings, show)
+    grid = handoff_grid(report)
+    tables_on.print(tables.rich_table(grid))
+    if json is not None:
+        json.write_text(report.to_json() + "\n", encoding="utf-8")
+    if markdown is not None:
+        markdown.write_text(tables.markdown(grid), encoding="utf-8")
+    if not report.holds:
+        sys.exit(1)
+
+
+def _inputs(
+    model: str,
+    prompts: Path,
+    drafters: str,
+    limit: int | None,
+    chat: bool,
+    threads: int,
+    **settings: Any,
+) -> Inputs:
+    """Read what can be read before the model is fetched, then fetch it."""
+    from benchmarks import jobs
+    from benchmarks.speculation.bench import Settings
+    from cluster.commands.cli import fetch_model
+
+    runs, questions = jobs.parse_inputs(drafters, prompts)
+    folder = fetch_model(model)
+    asked = Settings(model=Path(model).name, prompts=prompts.name, threads=threads or os.cpu_count() or 1, **settings)
+    return jobs.Inputs.read(folder, asked, runs, questions, limit, chat)
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A progress bar on stderr, as the function that moves it."""
+    columns = (
+        TextColumn(f"{what}: {{task.description}}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=messages, transient=True) as progress:
+        task = progress.add_task("loading", total=None)
+
+        def show(done: int, total: int, now: str) -> None:
+            progress.update(task, completed=done, total=total, description=now)
+
+        yield show

@@ -1,0 +1,175 @@
+"""The ``paceline`` command."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+from benchmarks.command import bench
+from cluster.commands.options import load_config, serve_parameters
+from cluster.commands.role import role
+from cluster.commands.trace import trace
+from cluster.commands.train import make_corpus, train_drafter
+from paceline.config import ServeConfig
+from paceline.errors import ConfigError, PacelineError
+
+app = typer.Typer(
+    help="Paceline: disaggregated prefill and decode with speculative decoding in every step.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench, name="bench")
+app.command("make-corpus")(make_corpus)
+app.command("train-drafter")(train_drafter)
+app.command("trace")(trace)
+app.command("role")(role)
+errors = Console(stderr=True, highlight=False)
+
+
+def main() -> None:
+    """Entry point: what Paceline raises on purpose is one line, not a traceback."""
+    try:
+        app()
+    except ConfigError as error:
+        errors.print(f"[red]error[/red] --{error.key.replace('_', '-')}: {error.message}", soft_wrap=True)
+        sys.exit(2)
+    except (PacelineError, RuntimeError) as error:
+        errors.print(f"[red]error[/red] {error}", soft_wrap=True)
+        sys.exit(1)
+
+
+def with_serve_options(run: Callable[[ServeConfig, bool], None]) -> Callable[..., None]:
+    """A command that takes every deployment option, ``--config FILE`` and ``--verbose``."""
+
+    def command(config: Path | None = None, verbose: bool = False, **given: Any) -> None:
+        level = logging.INFO if verbose else logging.WARNING
+        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        run(load_config(given, config), verbose)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    file = Annotated[Path | None, typer.Option("--config", help="YAML file with the same options.")]
+    loud = Annotated[bool, typer.Option("--verbose", help="Log what happens.")]
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter("config", keyword, default=None, annotation=file),
+            inspect.Parameter("verbose", keyword, default=False, annotation=loud),
+            *serve_parameters(),
+        ]
+    )
+    command.__doc__ = run.__doc__
+    return command
+
+
+@app.command()
+def pull(model: Annotated[str, typer.Argument(help="A known model, e.g. smollm2-135m-instruct.")]) -> None:
+    """Fetch a model, convert it once, print its folder."""
+    typer.echo(fetch_model(model))
+
+
+def fetch_model(model: str) -> Path:
+    """Resolve a model with a progress bar on stderr."""
+    from paceline.models.hub import resolve_model
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    with Progress(*columns, console=errors, transient=True) as progress:
+        tasks: dict[str, Any] = {}
+
+        def show(what: str, share: float) -> None:
+            if what not in tasks:
+                tasks[what] = progress.add_task(f"{model}: {what}", total=1.0)
+            progress.update(tasks[what], completed=share)
+
+        return resolve_model(model, show)
+
+
+def serve(config: ServeConfig, verbose: bool) -> None:
+    """Serve a model: gRPC and OpenAI-style HTTP. Prints a line beginning "ready"; Ctrl-C drains and ends."""
+    fetch_model(config.model)
+    asyncio.run(_serve(config))
+
+
+async def _serve(config: ServeConfig) -> None:
+    from cluster.deployment import Deployment
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    deployment = Deployment(config)
+    starting = asyncio.create_task(deployment.start())
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        return
+    await starting
+    exact = "bit-exact" if deployment.served.bit_exact else "not bit-exact"
+    typer.echo(
+        f"ready grpc={deployment.grpc_address} http={deployment.http_address} model={config.model} "
+        f"drafter={deployment.config.drafter} ({exact})"
+        + (f" admin={deployment.admin_address}" if deployment.admin_address else "")
+    )
+    sys.stdout.flush()
+    await stop.wait()
+    errors.print(f"draining, at most {config.drain_timeout_s:g} s")
+    await deployment.stop(config.drain_timeout_s)
+
+
+def demo(config: ServeConfig, verbose: bool) -> None:
+    """Start one prefill and one decode node, stream an answer of the real model, print what it took, stop."""
+    from cluster.commands.demo import run_demo
+
+    fetch_model(config.model)
+    asyncio.run(run_demo(config))
+
+
+app.command("serve")(with_serve_options(serve))
+app.command("demo")(with_serve_options(demo))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt, or the user's message with --chat.")],
+    server: Annotated[str, typer.Option(help="HOST:PORT of a router's gRPC.")] = "127.0.0.1:50051",
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus mass.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Same request, same seed, same text.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+) -> None:
+    """Generate text from a running deployment; streams unless --json."""
+    from cluster.commands.generate_json import answer_json
+    from paceline.client import Client
+
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+        "stop": tuple(stop or ()),
+    }
+    messages = [{"role": "user", "content": prompt}]
+    with Client(server) as client:
+        if as_json:
+            done = client.chat(messages, **options) if chat else client.generate(prompt, **options)
+            typer.echo(json.dumps(answer_json(done.choices[0]), ensure_ascii=False, indent=2))
+            return
+        for chunk in client.stream(messages if chat else prompt, **options):
+            typer.echo(chunk.text, nl=False)
+            sys.stdout.flush()
+        typer.echo()

@@ -1,0 +1,201 @@
+"""The router's data to the public messages."""
+
+from __future__ import annotations
+
+from cluster.contract.plan import (
+    MAX_MESSAGES,
+    Chat,
+    ChatMessage,
+    GenerationRequest,
+    Prompt,
+    Received,
+    Resume,
+    check_count,
+)
+from paceline.errors import InvalidRequest
+from paceline.request import MAX_LOGIT_BIAS, MAX_N, MAX_STOP_STRINGS, SpeculationParams
+from paceline.results import Chunk, Completion, Generation, ModelInfo, Tokenization
+from paceline.v1 import inference_pb2
+from paceline.wire import (
+    finish_reason_to_proto,
+    logprobs_to_proto,
+    round_to_proto,
+    sampling_from_proto,
+    sampling_to_proto,
+    speculation_from_proto,
+    speculation_to_proto,
+)
+
+
+def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequest:
+    """InvalidRequest when there is no prompt, which only a resume can do without, and for lists that are too long."""
+    sampling = message.sampling
+    check_count("stop", len(sampling.stop), MAX_STOP_STRINGS)
+    check_count("logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIAS)
+    return GenerationRequest(
+        prompt=_prompt(message),
+        sampling=sampling_from_proto(sampling),
+        max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
+        speculation=(
+            speculation_from_proto(message.speculation) if message.HasField("speculation") else SpeculationParams()
+        ),
+        model=message.model,
+        request_id=message.request_id,
+        tenant=message.tenant,
+        generation_id=message.generation_id,
+        resume=_resume(message.resume) if message.HasField("resume") else None,
+        priority=message.priority,
+    )
+
+
+def _resume(message: inference_pb2.Resume) -> Resume:
+    check_count("resume.choices", len(message.choices), MAX_N)
+    choices = (Received(c.choice, c.next_index, tuple(c.token_ids), c.complete) for c in message.choices)
+    return Resume(message.plan_digest, tuple(choices))
+
+
+def admitted_request(request: GenerationRequest) -> inference_pb2.GenerateRequest:
+    """A request with every default resolved, as ``generation_request`` reads it; without id and resume."""
+    assert isinstance(request.prompt, tuple)
+    return inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=request.prompt),
+        model=request.model,
+        sampling=sampling_to_proto(request.sampling),
+        speculation=speculation_to_proto(request.speculation),
+        request_id=request.request_id,
+        tenant=request.tenant,
+        priority=request.priority,
+    )
+
+
+def _prompt(message: inference_pb2.GenerateRequest) -> Prompt:
+    match message.WhichOneof("prompt"):
+        case "text":
+            return message.text
+        case "token_ids":
+            return tuple(message.token_ids.ids)
+        case "chat":
+            return _chat(message.chat)
+        case _ if message.HasField("resume"):
+            return ()
+        case _:
+            raise InvalidRequest("prompt", "must be given: text, token_ids or chat")
+
+
+def _chat(message: inference_pb2.Chat) -> Chat:
+    check_count("messages", len(message.messages), MAX_MESSAGES)
+    return Chat(tuple(ChatMessage(turn.role, turn.content) for turn in message.messages))
+
+
+def tokenize_prompt(message: inference_pb2.TokenizeRequest) -> Prompt:
+    """InvalidRequest when there is neither text nor chat."""
+    match message.WhichOneof("input"):
+        case "text":
+            return message.text
+        case "chat":
+            return _chat(message.chat)
+        case _:
+            raise InvalidRequest("input", "must be given: text or chat")
+
+
+def tokenize_response(result: Tokenization) -> inference_pb2.TokenizeResponse:
+    """Token ids."""
+    return inference_pb2.TokenizeResponse(token_ids=result.token_ids, max_model_len=result.max_model_len)
+
+
+def generate_chunk(chunk: Chunk) -> inference_pb2.GenerateChunk:
+    """One step of a stream."""
+    message = inference_pb2.GenerateChunk(
+        choice=chunk.choice,
+        first_index=chunk.first_index,
+        token_ids=chunk.token_ids,
+        text=chunk.text,
+        logprobs=[logprobs_to_proto(entry) for entry in chunk.logprobs],
+    )
+    if chunk.round is not None:
+        message.round.CopyFrom(round_to_proto(chunk.round))
+    if chunk.completion is not None:
+        message.completion.CopyFrom(completion_message(chunk.completion))
+    return message
+
+
+def completion_message(completion: Completion) -> inference_pb2.Completion:
+    """How one choice ended."""
+    usage, spec, timing = completion.usage, completion.speculation, completion.timing
+    nodes, handoff = completion.nodes, completion.handoff
+    return inference_pb2.Completion(
+        finish_reason=finish_reason_to_proto(completion.finish_reason),
+        usage=inference_pb2.Usage(
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+        ),
+        speculation=inference_pb2.SpeculationStats(
+            rounds=spec.rounds,
+            draft_tokens=spec.draft_tokens,
+            accepted_tokens=spec.accepted_tokens,
+            acceptance_length=spec.acceptance_length,
+            accepted_per_position=spec.accepted_per_position,
+            drafted_per_position=spec.drafted_per_position,
+            accepted_per_round=spec.accepted_per_round,
+            rounds_by_drafter=spec.rounds_by_drafter,
+            draft_s=spec.draft_s,
+            verify_s=spec.verify_s,
+            lossless=spec.lossless,
+        ),
+        timing=inference_pb2.Timing(
+            ttft_s=timing.ttft_s, e2e_s=timing.e2e_s, decode_tokens_per_s=timing.decode_tokens_per_s
+        ),
+        nodes=inference_pb2.ServedBy(prefill=nodes.prefill, decode=nodes.decode),
+        handoff=inference_pb2.HandoffBytes(
+            target_kv=handoff.target_kv, draft_kv=handoff.draft_kv, hidden=handoff.hidden, meta=handoff.meta
+        ),
+        seed=completion.seed,
+        request_id=completion.request_id,
+    )
+
+
+def generate_response(result: Generation) -> inference_pb2.GenerateResponse:
+    """A complete answer."""
+    return inference_pb2.GenerateResponse(
+        request_id=result.request_id,
+        model=result.model,
+        choices=[
+            inference_pb2.Choice(
+                index=choice.index,
+                text=choice.text,
+                token_ids=choice.token_ids,
+                logprobs=[logprobs_to_proto(entry) for entry in choice.logprobs],
+                completion=completion_message(choice.completion),
+            )
+            for choice in result.choices
+        ],
+    )
+
+
+def model_info_response(info: ModelInfo) -> inference_pb2.ModelInfoResponse:
+    """What is served and how."""
+    return inference_pb2.ModelInfoResponse(
+        model=info.model,
+        dtype=info.dtype,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        drafter=info.drafter,
+        num_draft_tokens=info.num_draft_tokens,
+        bit_exact=info.bit_exact,
+        drafters=info.drafters,
+        tree=info.tree,
+        acceptance=info.acceptance,
+        nodes=[
+            inference_pb2.NodeInfo(
+                id=node.id,
+                role=node.role,
+                address=node.address,
+                running=node.running,
+                waiting=node.waiting,
+                free_pages=node.free_pages,
+                total_pages=node.total_pages,
+            )
+            for node in info.nodes
+        ],
+    )

@@ -1,0 +1,169 @@
+"""An HTTP server inside the running event loop, which keeps the process's signals as they are.
+
+What no application sees is answered here, in the shape of every other error: bytes that are no HTTP, a request whose
+head does not arrive, a connection beyond those that there is room for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+from http import HTTPStatus
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from cluster.frontdoor.http_errors import HttpProblem
+from paceline.errors import ConfigError, DeadlineExceeded
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 10.0
+STOP_MARGIN_S = 2.0  # on top of the grace, for what was cancelled to end
+BACKLOG = 512
+MAX_CONNECTIONS = 4096
+KEEP_ALIVE_S = 60
+HEAD_TIMEOUT_S = 60.0  # for the head of a request, from its first byte or from the connection's beginning
+RETRY_AFTER_S = 1
+
+
+class _Connection(H11Protocol):  # type: ignore[misc, unused-ignore]
+    """One connection."""
+
+    _head: asyncio.TimerHandle | None = None  # runs while a head is awaited
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """See asyncio.Protocol."""
+        super().connection_made(transport)
+        self._await_head()
+        if len(self.connections) > MAX_CONNECTIONS:
+            headers = {"retry-after": str(RETRY_AFTER_S)}
+            full = f"{MAX_CONNECTIONS} connections are open"
+            self._refuse(HttpProblem(503, full, "service_unavailable_error", code="overloaded", headers=headers))
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_waiting()
+        elif self._head is None:
+            self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Of uvicorn, which calls it for bytes that are no HTTP."""
+        self._refuse(HttpProblem(400, "what was sent is not an HTTP/1.1 request", code="invalid_http"))
+
+    def _await_head(self) -> None:
+        self._stop_waiting()
+        self._head = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def _stop_waiting(self) -> None:
+        if self._head is not None:
+            self._head.cancel()
+            self._head = None
+
+    def _head_is_late(self) -> None:
+        self._head = None
+        if self.conn.their_state is h11.IDLE and (self.cycle is None or self.cycle.response_complete):
+            late = f"the request did not arrive within {HEAD_TIMEOUT_S:g} s"
+            self._refuse(HttpProblem(408, late, code="timeout"))
+
+    def _refuse(self, problem: HttpProblem) -> None:
+        """Answer without the application, and close. While an earlier request is still answered there is no place
+        for it: the connection just ends."""
+        body = problem.dumps().encode("ascii")
+        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+        reason = HTTPStatus(problem.status).phrase
+        parts = (
+            h11.Response(
+                status_code=problem.status, headers=list((headers | problem.headers).items()), reason=reason.encode()
+            ),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        )
+        with contextlib.suppress(h11.LocalProtocolError):
+            self.transport.write(b"".join(self.conn.send(part) or b"" for part in parts))
+        self.transport.close()
+
+
+class _Embedded(uvicorn.Server):  # type: ignore[misc, unused-ignore]
+    """Leaves the signal handlers alone: the process belongs to the caller."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """A server that listens. ``stop`` ends it."""
+
+    def __init__(self, server: uvicorn.Server, task: asyncio.Task[None], port: int) -> None:
+        self.port = port
+        self._server = server
+        self._task = task
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Take no more connections, give requests ``grace_s`` seconds, then cancel them. Idempotent."""
+        self._server.config.timeout_graceful_shutdown = grace_s
+        self._server.should_exit = True
+        done, _ = await asyncio.wait({self._task}, timeout=grace_s + STOP_MARGIN_S)
+        if not done:
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=STOP_MARGIN_S)
+        for request in list(self._server.server_state.tasks):
+            request.cancel()
+        if self._server.server_state.tasks:
+            await asyncio.wait(set(self._server.server_state.tasks), timeout=STOP_MARGIN_S)
+
+
+async def serve_http(app: ASGIApp, host: str, port: int) -> HttpServer:
+    """Serve ``app``; port 0 takes a free one. Raises ConfigError when the address cannot be had."""
+    listener = _listen(host, port)
+    config = uvicorn.Config(
+        app,
+        http=_Connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+    )
+    server = _Embedded(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    try:
+        await _started(server, task)
+    except BaseException:
+        task.cancel()
+        listener.close()
+        raise
+    return HttpServer(server, task, listener.getsockname()[1])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host.strip("[]"), port), family=family, backlog=BACKLOG)
+    except (OSError, OverflowError) as error:
+        raise ConfigError("http", f"cannot listen on {host}:{port}: {error}") from None
+
+
+async def _started(server: uvicorn.Server, task: asyncio.Task[None]) -> None:
+    deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
+    while not server.started:
+        if task.done():
+            await task
+            raise ConfigError("http", "the HTTP server ended while starting")
+        if asyncio.get_running_loop().time() > deadline:
+            raise DeadlineExceeded(f"the HTTP server did not start within {START_TIMEOUT_S:g} s")
+        await asyncio.sleep(0.005)

@@ -1,0 +1,151 @@
+"""The public gRPC service: paceline.v1.Inference with health and reflection."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from cluster.contract import public_wire
+from cluster.contract.plan import Plan
+from cluster.routing.resume import UnknownGeneration, digest_of
+from cluster.routing.router import Router
+from paceline.errors import ConfigError, DeadlineExceeded, InvalidRequest
+from paceline.rpc.calls import MAX_MESSAGE_BYTES, answering_errors, end_server, make_server
+from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2
+from paceline.wire import trace_to_proto
+
+SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+HEALTHY = ("", SERVICE)  # what health is told of; empty: of the server
+MAX_REQUEST_BYTES = 4 * 1024 * 1024
+WRITE_TIMEOUT_S = 60.0  # for one chunk: a client that reads nothing for longer loses its request
+GENERATION_ID_BYTES = 16
+EXTRA_RPCS = 256  # beyond the requests that the router admits: refusals, tokenizing, health
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """From proto, call, to proto."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> inference_pb2.GenerateResponse:
+        async with answering_errors(context):
+            if request.HasField("resume"):
+                raise InvalidRequest("resume", "only a stream is resumed: use GenerateStream")
+            asked = replace(public_wire.generation_request(request), generation_id="")  # nothing to go on with
+            return public_wire.generate_response(await self._router.complete(asked))
+        raise AssertionError("unreachable: the context was aborted")
+
+    async def GenerateStream(  # type: ignore[override]
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> None:
+        plans: list[Plan] = []
+        async with answering_errors(context), _answering_unknown(context):
+            asked = public_wire.generation_request(request)
+            if not asked.generation_id:
+                asked = replace(asked, generation_id=secrets.token_hex(GENERATION_ID_BYTES))
+            async with aclosing(self._router.generate(asked, plans.append)) as chunks:
+                async for chunk in chunks:
+                    message = public_wire.generate_chunk(chunk)
+                    if plans:
+                        message.resumable.CopyFrom(_resumable(asked.generation_id, plans.pop()))
+                    await _write(context, message)
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        async with answering_errors(context):
+            return public_wire.tokenize_response(await self._router.tokenize(public_wire.tokenize_prompt(request)))
+        raise AssertionError("unreachable: the context was aborted")
+
+    async def ModelInfo(
+        self, request: inference_pb2.ModelInfoRequest, context: Context
+    ) -> inference_pb2.ModelInfoResponse:
+        return public_wire.model_info_response(self._router.model_info())
+
+    async def Trace(self, request: trace_pb2.TraceRequest, context: Context) -> trace_pb2.TraceResponse:
+        async with answering_errors(context):
+            return trace_to_proto(await self._router.trace(request.request_id))
+        raise AssertionError("unreachable: the context was aborted")
+
+
+class _Health(health.aio.HealthServicer):  # type: ignore[misc, unused-ignore]
+    """gRPC's own leaves ``List`` out, and writes a traceback for whoever calls it."""
+
+    async def List(self, request: health_pb2.HealthListRequest, context: Context) -> health_pb2.HealthListResponse:
+        asked = {name: health_pb2.HealthCheckRequest(service=name) for name in HEALTHY}
+        statuses = {name: await self.Check(check, context) for name, check in asked.items()}
+        return health_pb2.HealthListResponse(statuses=statuses)
+
+
+@asynccontextmanager
+async def _answering_unknown(context: Context) -> AsyncIterator[None]:
+    try:
+        yield
+    except UnknownGeneration as error:
+        await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+
+
+def _resumable(generation_id: str, plan: Plan) -> inference_pb2.Resumable:
+    seed = plan.admitted.sampling.seed
+    assert seed is not None  # every default is resolved
+    return inference_pb2.Resumable(generation_id=generation_id, seed=seed, plan_digest=digest_of(plan.admitted))
+
+
+async def _write(context: Context, chunk: inference_pb2.GenerateChunk) -> None:
+    try:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await context.write(chunk)
+    except TimeoutError:
+        raise DeadlineExceeded(f"the client read nothing for {WRITE_TIMEOUT_S:g} s") from None
+
+
+@dataclass(frozen=True)
+class GrpcServer:
+    """A server that runs."""
+
+    server: grpc.aio.Server
+    port: int
+    router: Router
+    health: health.aio.HealthServicer
+
+    async def stop(self, grace_s: float) -> None:
+        """Say so to health watchers, let requests finish for ``grace_s`` seconds, then end."""
+        await self.health.enter_graceful_shutdown()
+        await end_server(self.server, lambda: self.router.inflight, grace_s)
+
+
+async def serve_grpc(router: Router, address: str) -> GrpcServer:
+    """Serve at ``host:port``; port 0 takes a free one. Raises ConfigError when the address cannot be had."""
+    options = [
+        ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.so_reuseport", 0),
+    ]
+    server = make_server(options, router.config.max_inflight + router.config.max_queued + EXTRA_RPCS)
+    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(router), server)
+    checks = _Health()
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    for name in HEALTHY:
+        await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
+    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError("grpc", f"cannot listen at {address}: {error}") from None
+    await server.start()
+    return GrpcServer(server, port, router, checks)

@@ -1,0 +1,195 @@
+"""What runs inside a node's process, under Ray or not: the node, its event loop, its lease."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Coroutine
+from importlib import import_module
+from typing import Any, Protocol, TypeVar
+
+import redis
+
+from cluster.nodes.addresses import own_address
+from cluster.state.cache_events import CachePublisher, KeySource
+from cluster.state.registry import Fenced, LeaseKeeper
+from cluster.state.registry_types import NodeRecord
+from paceline.config import NodeConfig
+from paceline.errors import NodeUnavailable
+from paceline.v1.inference_pb2 import NodeInfo
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+START_TIMEOUT_S = 300.0  # loads the model
+STOP_MARGIN_S = 15.0  # past the grace
+LOOP_STALL_S = 2.0
+
+
+class Node(Protocol):
+    """prefill_node.node.PrefillNode or decode_node.node.DecodeNode."""
+
+    async def start(self) -> str: ...
+
+    async def stop(self, grace_s: float) -> None: ...
+
+    def alive(self) -> bool: ...
+
+    def load(self) -> NodeInfo: ...
+
+    def prefix_cache(self) -> KeySource | None: ...
+
+    def fingerprint_digest(self) -> str: ...
+
+
+def make_node(role: str, node_id: str, config: NodeConfig) -> Node:
+    """The node of a role; imports torch, and what it will load its model with: a standby is to have it all."""
+    import_module("paceline.assembly.build")
+    if role == "prefill":
+        from prefill_node.node import PrefillNode
+
+        return PrefillNode(config, node_id)
+    if role == "decode":
+        from decode_node.node import DecodeNode
+
+        return DecodeNode(config, node_id)
+    raise ValueError(f"role {role!r} is neither prefill nor decode")
+
+
+class NodeHost:
+    """Made, ``start``ed and ``stop``ped once. Methods may be called from any thread."""
+
+    def __init__(
+        self,
+        role: str,
+        node_id: str,
+        generation: int,
+        config: NodeConfig,
+        registry_url: str,
+        lease_ttl_s: float,
+        interface: str = "",
+    ) -> None:
+        """interface: the node listens at its address, whatever ``config.host`` says."""
+        logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {node_id} %(levelname)s %(name)s: %(message)s")
+        self._role, self._node_id, self._generation = role, node_id, generation
+        self._config = config.model_copy(update={"host": own_address(config.host, interface)})
+        self._registry_url, self._lease_ttl_s = registry_url, lease_ttl_s
+        self._node = make_node(role, node_id, self._config)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="node-loop", daemon=True)
+        self._address = ""
+        self._keeper: LeaseKeeper | None = None
+        self._publisher: CachePublisher | None = None
+        self._stopping = threading.Lock()
+        self._stopped = threading.Event()
+
+    def start(self) -> str:
+        """Start the node and register it; returns its gRPC address. Raises what the node's start raises, and
+        NodeUnavailable when it cannot be registered. After a failure the process is of no use: end it."""
+        self._thread.start()
+        self._address = self._run(self._node.start(), START_TIMEOUT_S)
+        keeper = LeaseKeeper(
+            self._registry_url, self._record(), self._lease_ttl_s, self._alive, self._load, on_fenced=self._fenced
+        )
+        try:
+            keeper.start()
+        except (redis.RedisError, Fenced) as error:
+            keeper.close()
+            raise NodeUnavailable(f"{self._node_id} cannot be registered: {error}") from None
+        self._keeper = keeper
+        cache = self._node.prefix_cache()
+        if cache is not None:
+            node = self._node_id, self._generation
+            self._publisher = CachePublisher(self._registry_url, node, cache, self._lease_ttl_s)
+            self._publisher.start()
+        # Modules, model and tables live as long as the process: full collections need not walk them again and again.
+        gc.collect()
+        gc.freeze()
+        return self._address
+
+    def stop(self, grace_s: float) -> None:
+        """Refuse new work, let what runs finish for ``grace_s``, end everything. Idempotent; a second caller waits
+        for the first."""
+        with self._stopping:
+            if self._stopped.is_set():
+                return
+            try:
+                self._end(grace_s)
+            finally:
+                self._stopped.set()
+
+    def _end(self, grace_s: float) -> None:
+        keeper = self._keeper
+        if keeper is not None:
+            keeper.drain()
+        try:
+            if self._address:
+                self._run(self._node.stop(grace_s), grace_s + STOP_MARGIN_S)
+        finally:
+            if self._publisher is not None:
+                self._publisher.close()
+            if keeper is not None:
+                keeper.close()
+            if self._thread.is_alive():
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join(timeout=STOP_MARGIN_S)
+            if not self._thread.is_alive():
+                self._loop.close()
+
+    def status(self) -> dict[str, Any]:
+        """Who this is, whether it ticks, and its load once started."""
+        started = bool(self._address) and not self._stopped.is_set()
+        return {
+            "id": self._node_id,
+            "role": self._role,
+            "generation": self._generation,
+            "address": self._address,
+            "alive": started and self._alive(),
+            "fenced": self._keeper is not None and self._keeper.fenced,
+            **(self._load() if started else {}),
+        }
+
+    def wait_stopped(self) -> None:
+        """Block until ``stop``; a caller elsewhere learns of this process's death by the call's failing."""
+        self._stopped.wait()
+
+    def _record(self) -> NodeRecord:
+        return NodeRecord(
+            id=self._node_id,
+            role=self._role,
+            generation=self._generation,
+            address=self._address,
+            pid=os.getpid(),
+            hostname=socket.gethostname(),
+            started_at=time.time(),
+            model=self._config.model,
+            fingerprint_digest=self._node.fingerprint_digest(),
+        )
+
+    def _fenced(self) -> None:
+        """A successor serves: end at once, in a thread, as the keeper that calls is joined on the way."""
+        log.error("%s generation %d has a successor; it ends", self._node_id, self._generation)
+        threading.Thread(target=self.stop, args=(0.0,), name="fenced", daemon=True).start()
+
+    def _run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+
+    def _alive(self) -> bool:
+        """Engine thread and event loop both tick."""
+        ticked = threading.Event()
+        self._loop.call_soon_threadsafe(ticked.set)
+        return ticked.wait(LOOP_STALL_S) and self._node.alive()
+
+    def _load(self) -> dict[str, int]:
+        info = self._node.load()
+        return {
+            "running": info.running,
+            "waiting": info.waiting,
+            "free_pages": info.free_pages,
+            "total_pages": info.total_pages,
+        }

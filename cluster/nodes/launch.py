@@ -1,0 +1,218 @@
+"""Ray: where node processes run. The only module that applies ``ray.remote``."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from cluster.nodes.host import START_TIMEOUT_S, STOP_MARGIN_S, NodeHost
+from paceline.config import NodeConfig
+from paceline.errors import NodeUnavailable, PacelineError
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Ray would otherwise hide GPUs from actors that ask for none; Paceline assigns devices itself.
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+# Ray would run nodes at niceness 15, so that whatever else the host does comes before a token.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+log = logging.getLogger(__name__)
+
+OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum: no tensor ever goes through it
+PLACEMENT_TIMEOUT_S = 60.0
+STATUS_TIMEOUT_S = 10.0
+AGENT_TIMEOUT_S = 2.0  # for Ray's helpers to end by themselves
+CPU_SHARE = 0.01  # nodes pin their own threads; Ray only has to place them
+
+_private: list[psutil.Process] = []  # Ray's own processes of a private cluster, to be ended with it
+
+
+def start_ray(address: str, num_cpus: int | None = None) -> None:
+    """Start a private Ray on this machine ("local") or join the cluster at ``address``.
+
+    num_cpus: only for a private one, what it may place; all cores unless given. Raises NodeUnavailable. A cluster
+    with token authentication, Ray's default, wants ``RAY_AUTH_MODE=token`` and the token on this host.
+    """
+    if address == "local":
+        before = set(psutil.Process().children())
+        ray.init(
+            address="local",
+            num_cpus=num_cpus or os.cpu_count(),
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            configure_logging=False,
+        )
+        _private.extend(child for child in psutil.Process().children() if child not in before)
+        return
+    try:
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:  # ConnectionError is an OSError
+        mode = os.environ.get("RAY_AUTH_MODE", "unset")
+        raise NodeUnavailable(
+            f"cannot join the Ray cluster at {address} (RAY_AUTH_MODE is {mode}; a cluster with token authentication "
+            f"needs RAY_AUTH_MODE=token here too): {error}"
+        ) from error
+
+
+def stop_ray() -> None:
+    """Leave the cluster; a private one ends with all its processes. Idempotent.
+
+    Ray's own shutdown leaves agents behind for a while, or for good: they are waited for, then killed.
+    """
+    ours = [*_private, *(child for parent in _private for child in _children(parent))]
+    _private.clear()
+    ray.shutdown()
+    _, alive = psutil.wait_procs(ours, timeout=AGENT_TIMEOUT_S)
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=AGENT_TIMEOUT_S)
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A node that is to run for the life of the deployment, over generations."""
+
+    node_id: str
+    resource: str = ""  # Ray resource of which it takes 1; empty: it may run on any host
+    standby: bool = False  # beside it a process waits that has all but the model, to be its next generation
+
+
+class RayNodes:
+    """Launches node processes into one placement group, a bundle per node."""
+
+    def __init__(self, wanted: Sequence[Wanted], registry_url: str, lease_ttl_s: float, interface: str = "") -> None:
+        """wanted: every node there will be. interface: of the nodes' addresses; empty: as their options say."""
+        self._registry_url, self._lease_ttl_s, self._interface = registry_url, lease_ttl_s, interface
+        self._bundles = {node.node_id: i for i, node in enumerate(wanted)}
+        self._with_standby = {node.node_id for node in wanted if node.standby}
+        self._standbys: dict[tuple[str, int], RayNode] = {}  # by node and the generation that each is to be
+        bundles = [{"CPU": CPU_SHARE} | ({node.resource: 1} if node.resource else {}) for node in wanted]
+        # Apart where there are hosts enough, together where not. STRICT_SPREAD would refuse more nodes than hosts,
+        # and would leave the nodes of a lost host unplaced for as long as no other comes.
+        self._group = placement_group(bundles, strategy="SPREAD")
+        if not self._group.wait(PLACEMENT_TIMEOUT_S):
+            self.close()
+            raise NodeUnavailable(_unplaced(wanted))
+
+    def launch(self, role: str, node_id: str, generation: int, config: NodeConfig) -> RayNode:
+        """A node process, not yet started: the standby, where there is one that lives."""
+        node = self._standbys.pop((node_id, generation), None)
+        if node is not None and node.role != role:
+            node.kill()
+            node = None
+        if node is None or node.died():
+            node = self._process(role, node_id, generation, config)
+        if node_id in self._with_standby:  # once the node runs, so that it starts no later for it
+            node.on_started = lambda: self._stand_by(role, node_id, generation + 1, config)
+        return node
+
+    def _stand_by(self, role: str, node_id: str, generation: int, config: NodeConfig) -> None:
+        try:
+            self._standbys[node_id, generation] = self._process(role, node_id, generation, config)
+        except ray.exceptions.RayError as error:  # the node itself runs
+            log.warning("%s has no standby: %s", node_id, error)
+
+    def _process(self, role: str, node_id: str, generation: int, config: NodeConfig) -> RayNode:
+        """Its actor is never restarted by Ray: the supervisor makes the next generation, under a name of its own (a
+        dead actor's name stays taken while a handle lives)."""
+        environment = {"OMP_NUM_THREADS": str(config.threads), "OMP_WAIT_POLICY": "passive"}
+        if self._interface:
+            environment["NCCL_SOCKET_IFNAME"] = f"={self._interface}"  # exactly this one; without = it is a prefix
+        actor = ray.remote(NodeHost).options(
+            name=f"paceline-{node_id}#{generation}",
+            namespace="paceline",
+            num_cpus=0,  # the bundle's share is for placing; a predecessor that is slow to go must not block it
+            max_restarts=0,
+            max_task_retries=0,
+            max_concurrency=4,  # wait_stopped holds one thread for life; start, stop and status have the others
+            runtime_env={"env_vars": environment},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, self._bundles[node_id]),
+        )
+        handle = actor.remote(role, node_id, generation, config, self._registry_url, self._lease_ttl_s, self._interface)
+        return RayNode(node_id, role, handle)
+
+    def close(self) -> None:
+        """End the standbys and give the placement group back."""
+        while self._standbys:
+            self._standbys.popitem()[1].kill()
+        remove_placement_group(self._group)
+
+
+def _unplaced(wanted: Sequence[Wanted]) -> str:
+    """What was asked for, and what the cluster has of it."""
+    asked = Counter(node.resource for node in wanted if node.resource)
+    there = ray.cluster_resources()
+    short = [f"{count} of {name!r} asked, {there.get(name, 0):g} there" for name, count in asked.items()]
+    return f"Ray could not place {len(wanted)} nodes in {PLACEMENT_TIMEOUT_S:g} s; " + "; ".join(short or ["no CPU"])
+
+
+class RayNode:
+    """One node process. Calls block, each with a deadline: run them in threads."""
+
+    def __init__(self, node_id: str, role: str, actor: Any) -> None:
+        self.node_id, self.role = node_id, role
+        self.on_started: Callable[[], None] = lambda: None
+        self._actor = actor
+        self._watch = actor.wait_stopped.remote()
+
+    def start(self) -> str:
+        """Start the node; returns its gRPC address. Raises the node's own PacelineError, else NodeUnavailable."""
+        try:
+            address: str = ray.get(self._actor.start.remote(), timeout=START_TIMEOUT_S + STOP_MARGIN_S)
+        except ray.exceptions.RayTaskError as error:  # str() of it is the remote traceback: for the log only
+            log.error("%s: %s", self.node_id, error)
+            cause = error.cause
+            if isinstance(cause, PacelineError):
+                raise cause from None
+            raise NodeUnavailable(f"{self.node_id} did not start: {type(cause).__name__}: {cause}") from None
+        except ray.exceptions.RayError as error:
+            raise NodeUnavailable(f"{self.node_id} did not start: {error}") from error
+        self.on_started()
+        return address
+
+    def status(self) -> dict[str, Any]:
+        """What the node says of itself. Raises NodeUnavailable."""
+        try:
+            status: dict[str, Any] = ray.get(self._actor.status.remote(), timeout=STATUS_TIMEOUT_S)
+        except ray.exceptions.RayError as error:
+            raise NodeUnavailable(f"{self.node_id} does not answer: {error}") from error
+        return status
+
+    def died(self, timeout_s: float = 0.0) -> bool:
+        """Whether the process is gone or was stopped; waits for it at most ``timeout_s``."""
+        done, _ = ray.wait([self._watch], timeout=timeout_s)
+        return bool(done)
+
+    def stop(self, grace_s: float) -> None:
+        """Drain and end; kills what does not end in time. Never raises."""
+        try:
+            ray.get(self._actor.stop.remote(grace_s), timeout=grace_s + 2 * STOP_MARGIN_S)
+        except ray.exceptions.RayError as error:
+            log.warning("%s did not stop by itself: %s", self.node_id, type(error).__name__)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process now. Never raises; does nothing to one that is gone."""
+        try:
+            ray.kill(self._actor, no_restart=True)
+        except (ValueError, ray.exceptions.RayError) as error:
+            log.warning("%s could not be killed: %s", self.node_id, error)

@@ -1,0 +1,134 @@
+"""Admission: how many sequences run, how many requests wait for their turn, and what the others are told.
+
+Life of a place: entered -> queued -> running -> left, and left from any of them. Entered places are still being
+tokenized and validated; they count as waiting, so that this too is bounded. Everything runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cluster.routing.fair_queue import FairQueue, Waiting
+from paceline.errors import NodeUnavailable, Overloaded, PacelineError
+
+RETRY_AFTER_S = 1.0  # while the drain rate is not known
+MAX_RETRY_AFTER_S = 60.0
+DRAIN_WINDOW_S = 30.0  # the drain rate is that of the requests which ended in it
+DRAIN_SAMPLES = 512
+
+
+@dataclass(eq=False)
+class Place:
+    """A request between ``enter`` and ``leave``."""
+
+    slots: int  # sequences
+    entered_at: float
+    running: bool = False
+    request: Waiting | None = None  # set while queued
+    turn: asyncio.Future[None] | None = None
+
+
+class Admission:
+    """At most ``max_running`` sequences run and ``max_queued`` requests wait, each at most ``timeout_s`` seconds."""
+
+    def __init__(
+        self, max_running: int, max_queued: int, timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._max_running, self._max_queued, self._timeout_s, self._clock = max_running, max_queued, timeout_s, clock
+        self._queue = FairQueue()
+        self._places: dict[Waiting, Place] = {}  # queued ones
+        self._ended: deque[float] = deque(maxlen=DRAIN_SAMPLES)  # when requests that ran were over
+        self._closed = False
+        self.waiting = 0  # requests entered or queued
+        self.running_slots = 0
+        self.slots = 0  # sequences of all places
+
+    def enter(self, slots: int, tenant: str = "") -> Place:
+        """A place for a request of ``slots`` sequences. Raises Overloaded. A request alone always has one; in a full
+        queue one of the tenant that has the most there gives way to a tenant that has fewer."""
+        if self.slots and self.slots + slots > self._max_running and self.waiting >= self._max_queued:
+            last = self._queue.last_of_most(tenant)
+            if last is None:
+                raise self._overloaded("no more are admitted")
+            self._end(self._places[last], self._overloaded("another tenant's came"))
+        self.waiting += 1
+        self.slots += slots
+        return Place(slots, self._clock())
+
+    async def turn(self, place: Place, tenant: str, priority: int, tokens: int) -> None:
+        """Wait until the request may run. tokens: of prompt and output, all choices. Raises Overloaded when its turn
+        does not come in time, NodeUnavailable when the router stops."""
+        if self._closed:
+            raise NodeUnavailable("the router stops")
+        place.request = Waiting(tenant, priority, tokens, place.slots)
+        place.turn = asyncio.get_running_loop().create_future()
+        self._queue.push(place.request)
+        self._places[place.request] = place
+        self._start_next()
+        if place.running:
+            return
+        try:
+            await asyncio.wait_for(asyncio.shield(place.turn), self._timeout_s)
+        except TimeoutError:
+            if place.running:  # its turn came with the end of the wait
+                return
+            raise self._overloaded(f"the turn did not come within {self._timeout_s:g} s") from None
+
+    def leave(self, place: Place) -> None:
+        """The request is over, wherever it was; once for each place."""
+        self.slots -= place.slots
+        if place.running:
+            self.running_slots -= place.slots
+            self._ended.append(self._clock())
+        else:
+            self.waiting -= 1
+            self._unqueue(place)
+        self._start_next()
+
+    def retry_after_s(self) -> float:
+        """Seconds until the requests that wait now will have gone, at the rate at which requests ended lately."""
+        now = self._clock()
+        while self._ended and self._ended[0] < now - DRAIN_WINDOW_S:
+            self._ended.popleft()
+        if len(self._ended) < 2:
+            return RETRY_AFTER_S
+        rate = len(self._ended) / max(now - self._ended[0], 0.1)
+        return min((self.waiting + 1) / rate, MAX_RETRY_AFTER_S)
+
+    def close(self) -> None:
+        """End every wait. Idempotent."""
+        self._closed = True
+        for place in list(self._places.values()):
+            self._end(place, NodeUnavailable("the router stops"))
+
+    def _overloaded(self, why: str) -> Overloaded:
+        text = f"{self.running_slots} sequences run and {self.waiting} requests wait: {why}"
+        return Overloaded(text, self.retry_after_s())
+
+    def _end(self, place: Place, error: PacelineError) -> None:
+        """End the wait of a queued place; its owner leaves it when it is told."""
+        self._unqueue(place)
+        assert place.turn is not None
+        if not place.turn.done():
+            place.turn.set_exception(error)
+
+    def _unqueue(self, place: Place) -> None:
+        if place.request is not None and self._places.pop(place.request, None) is not None:
+            self._queue.remove(place.request)
+
+    def _start_next(self) -> None:
+        """Let run who is next while it fits. Who is next and does not fit is waited for, or it would starve."""
+        while (request := self._queue.peek()) is not None:
+            if self.running_slots and self.running_slots + request.slots > self._max_running:
+                return
+            self._queue.pop()
+            place = self._places.pop(request)
+            place.running = True
+            self.waiting -= 1
+            self.running_slots += place.slots
+            assert place.turn is not None
+            place.turn.set_result(None)

@@ -1,0 +1,210 @@
+"""One choice of a request while it is made: its tokens, text, rounds and times, whichever nodes serve it.
+
+Tokens arrive by index, from several attempts if need be; each index is taken once. The detokenizer lives here, so a
+stop string ends a choice at the same token whatever the size of the rounds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from paceline.errors import HandoffFailed, InvalidRequest
+from paceline.request import FinishReason, SequenceRequest, TokenLogprobs
+from paceline.results import (
+    Chunk,
+    Completion,
+    HandoffBytes,
+    Round,
+    ServedBy,
+    SpeculationStats,
+    Timing,
+    Usage,
+)
+from paceline.spec_decode.stats import SpecStats
+from paceline.tracing import NO_TRACE, Trace
+
+
+class Detokenizer(Protocol):
+    """paceline.text.tokenizer.IncrementalDetokenizer, as far as the router needs it."""
+
+    @property
+    def stopped(self) -> bool: ...
+
+    def push(self, token_id: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class ChoiceRun:
+    """Life: open, perhaps ``resume`` -> ``finish_reason`` set by ``take`` (stop string) or ``end`` -> ``complete``."""
+
+    def __init__(
+        self,
+        index: int,
+        request_id: str,
+        sequence: SequenceRequest,
+        detokenizer: Detokenizer,
+        started_at: float,
+        lossless: bool = True,
+    ) -> None:
+        """started_at: arrival of the request, monotonic clock. lossless: what the acceptance rule is."""
+        self.index = index
+        self.request_id = request_id
+        self.sequence = sequence
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.cached_tokens: int | None = None  # of the first attempt that said so
+        self.handoff = HandoffBytes()  # of all attempts
+        self.nodes = ServedBy()
+        self.trace: Trace = NO_TRACE  # the router sets it
+        self.first_token_at: float | None = None
+        self.last_token_at = started_at
+        self._detokenizer = detokenizer
+        self._started_at = started_at
+        self._lossless = lossless
+        self._stats = SpecStats()
+        self._had = 0  # tokens that the client has from another router
+
+    def resume(self, next_index: int, token_ids: Sequence[int]) -> None:
+        """Before anything else: the client has the tokens before ``next_index``. Given here they are what nodes go on
+        from; else nodes make them again, and they are taken without being sent. Raises InvalidRequest.
+        """
+        self._had = next_index
+        self._push(token_ids)
+        self.end_by_tokens()
+        if len(self.token_ids) < len(token_ids):
+            raise InvalidRequest("resume.choices", f"choice {self.index} ended at token {len(self.token_ids)}")
+
+    def take(
+        self,
+        first_index: int,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        round_: Round | None,
+    ) -> Chunk | None:
+        """Take tokens from index ``first_index`` on; those already taken, or sent, are dropped. None when all were.
+
+        Raises HandoffFailed, and takes nothing, on a gap or on a token that differs from the one sent before.
+        """
+        known = len(self.token_ids) - first_index
+        if known < 0:
+            raise HandoffFailed(f"token {len(self.token_ids)} is missing: the node went on with {first_index}")
+        if list(token_ids[:known]) != self.token_ids[first_index : first_index + len(token_ids)]:
+            raise HandoffFailed(f"tokens from {first_index} on differ from those already sent")
+        start = len(self.token_ids)
+        text = self._push(token_ids[known:])
+        taken = len(self.token_ids) - start
+        if taken == 0:
+            return None
+        counted = self._count(round_, taken)
+        first = max(start, self._had)
+        if first >= len(self.token_ids):
+            return None
+        self._stamp()
+        return Chunk(
+            choice=self.index,
+            first_index=first,
+            token_ids=tuple(self.token_ids[first:]),
+            text=text,
+            logprobs=tuple(logprobs[known + first - start : known + taken]),
+            round=counted,
+        )
+
+    def _push(self, token_ids: Sequence[int]) -> str:
+        """Append tokens up to the one that completes a stop string, or that is a stop token (whose text is not part
+        of the answer). Returns the text of those that the client does not have."""
+        text = ""
+        for token_id in token_ids:
+            self.token_ids.append(token_id)
+            if token_id in self.sequence.params.stop_token_ids:
+                break
+            piece = self._detokenizer.push(token_id)
+            if len(self.token_ids) > self._had:
+                text += piece
+            if self._detokenizer.stopped:
+                self.finish_reason = FinishReason.STOP
+                break
+        return text
+
+    def _stamp(self) -> None:
+        self.last_token_at = time.monotonic()
+        if self.first_token_at is None:
+            self.first_token_at = self.last_token_at
+
+    def _count(self, round_: Round | None, taken: int) -> Round | None:
+        """Count a round as far as its tokens are part of the answer."""
+        if round_ is None:
+            return None
+        accepted = min(round_.num_accepted, taken - 1)
+        counted = replace(round_, num_accepted=accepted)
+        depth = max(accepted, round_.depth)
+        self._stats.add(round_.num_draft_tokens, depth, accepted, round_.drafter, round_.draft_s, round_.verify_s)
+        return counted
+
+    def end(self, reason: FinishReason) -> None:
+        """The node says that the sequence ended. A stop string that came first keeps its reason."""
+        if self.finish_reason is None:
+            self.finish_reason = reason
+
+    def end_by_tokens(self) -> None:
+        """End when the tokens alone say so: a node may die between the last token and the word."""
+        params = self.sequence.params
+        if self.token_ids and self.token_ids[-1] in params.stop_token_ids:
+            self.end(FinishReason.STOP)
+        elif len(self.token_ids) >= params.max_tokens:
+            self.end(FinishReason.LENGTH)
+
+    def add_handoff(self, handoff: HandoffBytes) -> None:
+        """Count the bytes of a completed hand-off."""
+        have = self.handoff
+        self.handoff = HandoffBytes(
+            have.target_kv + handoff.target_kv,
+            have.draft_kv + handoff.draft_kv,
+            have.hidden + handoff.hidden,
+            have.meta + handoff.meta,
+        )
+
+    def complete(self) -> Chunk:
+        """The last chunk: text that was held back, and how it ended."""
+        assert self.finish_reason is not None
+        if len(self.token_ids) < self._had:
+            raise InvalidRequest("resume.choices", f"choice {self.index} has {len(self.token_ids)} tokens")
+        text = "" if self._detokenizer.stopped else self._detokenizer.finish()
+        if self._detokenizer.stopped:  # the text held back may complete a stop string
+            self.finish_reason = FinishReason.STOP
+        self.trace.record("finished", reason=self.finish_reason, tokens=len(self.token_ids))
+        return Chunk(self.index, len(self.token_ids), text=text, completion=self._completion(self.finish_reason))
+
+    def _completion(self, reason: FinishReason) -> Completion:
+        prompt, stats = len(self.sequence.prompt_token_ids), self._stats
+        return Completion(
+            finish_reason=reason,
+            usage=Usage(prompt, len(self.token_ids), min(self.cached_tokens or 0, prompt)),
+            speculation=SpeculationStats(
+                rounds=stats.rounds,
+                draft_tokens=stats.draft_tokens,
+                accepted_tokens=stats.accepted_tokens,
+                acceptance_length=stats.acceptance_length,
+                accepted_per_position=tuple(stats.accepted_per_position),
+                drafted_per_position=tuple(stats.drafted_per_position),
+                accepted_per_round=tuple(stats.accepted_per_round),
+                rounds_by_drafter=dict(stats.rounds_by_drafter),
+                draft_s=stats.draft_s,
+                verify_s=stats.verify_s,
+                lossless=self._lossless,
+            ),
+            timing=self._timing(),
+            nodes=self.nodes,
+            handoff=self.handoff,
+            seed=self.sequence.params.seed or 0,
+            request_id=self.request_id,
+        )
+
+    def _timing(self) -> Timing:
+        first = self.first_token_at if self.first_token_at is not None else time.monotonic()
+        spent = self.last_token_at - first
+        speed = (len(self.token_ids) - self._had - 1) / spent if spent > 0 else 0.0
+        return Timing(first - self._started_at, time.monotonic() - self._started_at, speed)

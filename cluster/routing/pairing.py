@@ -1,0 +1,191 @@
+"""Choosing a pair for each attempt: what the policy says, less what this router knows to have failed.
+
+Per request (`Tries`): nodes that failed it, nodes that had no room for it. For all requests: nodes whose connection is
+gone, suspected until there is one again or their lease runs out. Nodes that answer and fail have a circuit breaker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from cluster.routing.attempt import Attempt, Pair
+from cluster.routing.breaker import Breakers, Key, State, key_of
+from cluster.routing.cost import PROMPT_WEIGHT, TRANSFER_WEIGHT
+from cluster.routing.node_calls import NodeCalls, NodeFailure
+from cluster.routing.policy import NO_HINT, PromptHint, choose_decode, choose_prefill
+from cluster.state.prefix_index import PrefixIndex
+from cluster.state.registry_types import NodeRecord
+from paceline.errors import InvalidRequest, NodeUnavailable, Overloaded, PacelineError
+
+MAX_FAILURES = 3  # of one role in a row, without a token between
+FIRST_BACKOFF_S = 0.05
+MAX_RETRY_AFTER_S = 2.0  # of what a full node wishes, when a stream waits to be resumed
+NODE_WAIT_S = 30.0  # longest wait for a decode node to come back
+POLL_S = 0.05
+LEVELS: dict[State, float] = {"closed": 0.0, "half_open": 0.5, "open": 1.0}
+
+
+@dataclass
+class Tries:
+    """What one choice has tried since its last token.
+
+    Prefill nodes that fail never end a request: decode can do without, and does once so many have. Decode nodes do:
+    the request may be what they cannot bear.
+    """
+
+    failures: int = 0  # of decode nodes
+    prefill_failures: int = 0
+    failed: set[Key] = field(default_factory=set)
+    full: dict[Key, Overloaded] = field(default_factory=dict)
+
+    def progressed(self) -> None:
+        """A token came: what failed before no longer counts against the bound."""
+        self.failures = self.prefill_failures = 0
+        self.full.clear()
+
+    def note(self, failure: NodeFailure, *, resuming: bool) -> None:
+        """Raises the error when there is nothing more to try: the caller's fault, or the last failure."""
+        key = (failure.node.id, failure.node.generation)
+        if isinstance(failure.error, Overloaded) and not resuming:
+            self.full[key] = failure.error
+            return
+        self.failed.add(key)
+        if failure.node.role == "prefill":
+            self.prefill_failures += 1
+            return
+        self.failures += 1
+        if self.failures >= MAX_FAILURES:
+            raise failure.error
+
+    def backoff_s(self, error: PacelineError) -> float:
+        """Pause before the next attempt; none before another node is asked for room."""
+        failures = max(self.failures, self.prefill_failures)
+        if not failures:
+            return 0.0
+        wished = min(error.retry_after_s, MAX_RETRY_AFTER_S) if isinstance(error, Overloaded) else 0.0
+        return max(FIRST_BACKOFF_S * float(2**failures), wished)
+
+
+class Pairing:
+    """Picks pairs from the registry's view."""
+
+    def __init__(
+        self,
+        nodes: Callable[[], list[NodeRecord]],
+        calls: NodeCalls,
+        page_size: int,
+        prefixes: PrefixIndex | None = None,
+    ) -> None:
+        """prefixes: what the nodes have cached; None: they are chosen by load alone."""
+        self._nodes, self._calls, self._prefixes = nodes, calls, prefixes
+        self._page_size = page_size
+        self._suspects: dict[Key, NodeRecord] = {}
+        self._turn = 0
+        self.breakers = Breakers()
+
+    def breaker_levels(self) -> dict[str, float]:
+        """By node id: 0 closed, 0.5 half-open, 1 open."""
+        return {node.id: LEVELS[self.breakers.state(node)] for node in self._nodes()}
+
+    def suspect(self, failure: NodeFailure) -> None:
+        """Remember a node whose connection is gone."""
+        if failure.gone:
+            self._suspects[key_of(failure.node)] = failure.node
+            self._calls.connected(failure.node)  # tried for from now on, whether or not anybody asks for a node
+
+    def alive(self, role: str) -> list[NodeRecord]:
+        """Ready nodes of a role that are not suspected."""
+        nodes = self._nodes()
+        there = {key_of(node) for node in nodes}
+        self._suspects = {
+            key: node for key, node in self._suspects.items() if key in there and not self._calls.connected(node)
+        }
+        return [
+            node for node in nodes if node.role == role and node.state == "ready" and key_of(node) not in self._suspects
+        ]
+
+    async def pick(self, tries: Tries, num_tokens: int, token_ids: Sequence[int] = (), salt: str = "") -> Pair:
+        """A pair for a sequence of at most ``num_tokens``, prompt and output. token_ids, salt: what is to be in its KV
+        before it decodes, and whose cache it may use. Overloaded when every node is full, NodeUnavailable when there
+        is no decode node, nor one coming back in time."""
+        nodes = self._nodes()
+        await self._calls.prune({node.address for node in nodes})
+        self.breakers.retain({key_of(node) for node in nodes})
+        prompt = NO_HINT
+        if self._prefixes is not None:
+            cached = self._prefixes.cached_tokens(nodes, token_ids, salt)
+            prompt = PromptHint(len(token_ids), self._page_size, cached)
+        decode = await self._pick_decode(tries, num_tokens, prompt)
+        prefill = self._pick_prefill(tries, prompt)
+        self._turn += 1
+        return Pair(decode, prefill, prompt.cached_tokens(decode), prompt.cached_tokens(prefill) if prefill else 0)
+
+    @contextmanager
+    def judged(self, attempt: Attempt) -> Iterator[None]:
+        """Around an attempt: tells the breakers how the nodes of its pair did. The caller's fault and want of room are
+        no fault of a node; of a pair that failed only the one to blame is judged, of one cancelled neither, and never
+        one that the attempt came to do without."""
+        nodes = _members(attempt.pair)
+        verdict = self.breakers.left
+        for node in nodes:
+            self.breakers.began(node)
+        try:
+            yield
+            verdict = self.breakers.succeeded
+        except NodeFailure as failure:
+            # One whose connection is gone is suspected for as long as it is: who has one again is well.
+            if not failure.gone and not isinstance(failure.error, (InvalidRequest, Overloaded)):
+                nodes = [node for node in nodes if key_of(node) != key_of(failure.node)]
+                self.breakers.failed(failure.node)
+            raise
+        finally:
+            used = {key_of(node) for node in _members(attempt.pair)}
+            for node in nodes:
+                (verdict if key_of(node) in used else self.breakers.left)(node)
+
+    async def _pick_decode(self, tries: Tries, num_tokens: int, prompt: PromptHint) -> NodeRecord:
+        pages = -(-num_tokens // self._page_size)
+        end = time.monotonic() + NODE_WAIT_S
+        while True:
+            candidates = _preferred(self.breakers.usable_or_oldest(self.alive("decode")), tries)
+            weight = TRANSFER_WEIGHT if self.alive("prefill") else PROMPT_WEIGHT
+            node = choose_decode(candidates, self._calls.own, pages, self._turn, prompt, weight)
+            if node is not None:
+                return node
+            coming_back = bool(tries.failures or tries.prefill_failures or self._suspects)
+            if not coming_back or time.monotonic() >= end:
+                raise NodeUnavailable("no decode node is alive")
+            await asyncio.sleep(POLL_S)
+
+    def _pick_prefill(self, tries: Tries, prompt: PromptHint) -> NodeRecord | None:
+        """None: decode is to prefill by itself, because no prefill node is left that did not fail this request or
+        many before it, or because enough of them have failed this one."""
+        if tries.prefill_failures >= MAX_FAILURES:
+            return None
+        alive = self.breakers.usable(self.alive("prefill"))
+        left = [node for node in alive if key_of(node) not in tries.failed]
+        room = _with_room(left, tries)
+        return choose_prefill(room, self._calls.own, self._turn, self._calls.own_tokens, prompt)
+
+
+def _members(pair: Pair) -> list[NodeRecord]:
+    return [pair.decode] if pair.prefill is None else [pair.decode, pair.prefill]
+
+
+def _preferred(nodes: list[NodeRecord], tries: Tries) -> list[NodeRecord]:
+    """Those that did not fail this request; when all did, any that is alive."""
+    fresh = [node for node in nodes if (node.id, node.generation) not in tries.failed]
+    return _with_room(fresh or nodes, tries)
+
+
+def _with_room(nodes: list[NodeRecord], tries: Tries) -> list[NodeRecord]:
+    """Those that did not refuse for want of room. Overloaded when all did."""
+    room = [node for node in nodes if (node.id, node.generation) not in tries.full]
+    if nodes and not room:
+        refusals: list[PacelineError] = [tries.full[node.id, node.generation] for node in nodes]
+        raise refusals[-1]
+    return room

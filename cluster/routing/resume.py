@@ -1,0 +1,132 @@
+"""Going on with a stream that another router began (design section 7).
+
+The request comes from the journal, or from the client's own copy; both are planned like any other, and the digest of
+the plan says whether it is the one that was admitted. What the client has is either given back as tokens, which the
+nodes take like a replay, or made again silently; either way the text goes on at the next index.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+from cluster.contract import public_wire
+from cluster.contract.plan import Chat, GenerationRequest, Plan, Received, Resume, check_generation_id
+from cluster.state.journal import Journal, journal_key
+from paceline.errors import InvalidRequest, NodeUnavailable, PacelineError
+from paceline.request import MAX_N
+from paceline.v1 import inference_pb2
+
+log = logging.getLogger(__name__)
+
+DIGEST_BYTES = 16
+NOTHING: Mapping[int, Received] = {}
+
+
+class UnknownGeneration(PacelineError):
+    """The request of a generation is not known (any more), so nobody can go on with it. NOT_FOUND."""
+
+
+@contextmanager
+def journaled(journal: Journal | None, plan: Plan, generation_id: str) -> Iterator[None]:
+    """The plan is in the journal while its stream runs, and for a while after. A stream that ends in any other way than
+    complete may be gone on with: a client that left and a connection that broke look the same from here."""
+    if journal is None or not generation_id:
+        yield
+        return
+    entry = public_wire.admitted_request(plan.admitted).SerializeToString(deterministic=True)
+    kept = journal.keep(journal_key(plan.admitted.tenant, generation_id), entry)
+    complete = False
+    try:
+        yield
+        complete = True
+    finally:
+        if kept is not None:
+            journal.release(kept, complete=complete)
+
+
+def digest_of(admitted: GenerationRequest) -> bytes:
+    """Names everything that the answer depends on. Requires a request with every default resolved."""
+    message = public_wire.admitted_request(admitted)
+    message.ClearField("request_id")
+    message.ClearField("priority")
+    return hashlib.sha256(message.SerializeToString(deterministic=True)).digest()[:DIGEST_BYTES]
+
+
+async def find_admitted(request: GenerationRequest, journal: Journal | None) -> GenerationRequest:
+    """The request that ``request.resume`` goes on with, still to be planned.
+
+    Raises UnknownGeneration when neither the journal has it nor the client sent it, NodeUnavailable when the journal
+    does not say and the client did not send it, InvalidRequest for an id that is none.
+    """
+    resume = request.resume
+    assert resume is not None
+    check_generation_id(request.generation_id)
+    own_copy = bool(request.prompt.messages if isinstance(request.prompt, Chat) else request.prompt)
+    try:
+        stored = await _read(request, journal)
+    except NodeUnavailable:
+        if not own_copy:
+            raise
+        stored = None
+    if stored is not None:
+        digest = digest_of(stored)
+        if resume.plan_digest in (b"", digest):
+            log.info("%s goes on here, from the journal", stored.request_id)
+            return replace(stored, generation_id=request.generation_id, resume=Resume(digest, resume.choices))
+    if not own_copy:
+        raise UnknownGeneration(
+            f"generation {request.generation_id!r} is not in the journal: it expired, was never there, or is another "
+            "tenant's; send the request with the resume to have it made again"
+        )
+    log.info("a stream goes on here from the client's own copy of its request")
+    return request
+
+
+async def _read(request: GenerationRequest, journal: Journal | None) -> GenerationRequest | None:
+    if journal is None or not request.generation_id:
+        return None
+    entry = await journal.read(journal_key(request.tenant, request.generation_id))
+    if entry is None:
+        return None
+    return public_wire.generation_request(inference_pb2.GenerateRequest.FromString(entry))
+
+
+def received_of(plan: Plan, request: GenerationRequest, vocab_size: int, replayable: bool) -> Mapping[int, Received]:
+    """What the client has, by choice; all of it checked. replayable: the same request makes the same tokens, whatever
+    is drafted; else they must come from the client.
+
+    Raises UnknownGeneration when the plan is not the one that was admitted, InvalidRequest.
+    """
+    resume = request.resume
+    if resume is None:
+        return NOTHING
+    if (resume.plan_digest or resume.choices) and resume.plan_digest != digest_of(plan.admitted):
+        raise UnknownGeneration(
+            f"generation {request.generation_id!r} is not in the journal, and the request sent with the resume is not "
+            "the one that was admitted (its seed and plan_digest are on the first chunk of the stream)"
+        )
+    found: dict[int, Received] = {}
+    for received in resume.choices:
+        _check(received, plan, vocab_size, replayable)
+        if received.choice in found:
+            raise InvalidRequest("resume.choices", f"choice {received.choice} is there twice")
+        found[received.choice] = received
+    return found
+
+
+def _check(received: Received, plan: Plan, vocab_size: int, replayable: bool) -> None:
+    def require(holds: bool, what: str) -> None:
+        if not holds:
+            raise InvalidRequest("resume.choices", f"choice {received.choice}: {what}")
+
+    have, tokens = received.next_index, received.token_ids
+    require(received.choice < len(plan.sequences) <= MAX_N, f"there are {len(plan.sequences)}")
+    require(have <= plan.sequences[0].params.max_tokens, f"next_index {have} is above max_tokens")
+    require(len(tokens) in (0, have), f"{len(tokens)} tokens are not those before next_index {have}")
+    require(all(0 <= token_id < vocab_size for token_id in tokens), "a token id is outside the vocabulary")
+    needs_tokens = have > 0 and not tokens and not received.complete
+    require(replayable or not needs_tokens, "token_ids are needed: this acceptance rule does not make them again")

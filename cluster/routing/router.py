@@ -1,0 +1,327 @@
+"""The router: admits requests, chooses nodes, puts the answers together (design sections 4 and 7).
+
+Life of a request: admitted -> planned -> queued for its turn -> one task per choice, each of attempts on pairs of nodes
+-> over. Chunks of all choices meet in one bounded queue; a client that reads slowly holds its nodes back. Closing the
+generator cancels the tasks, and with them the calls to the nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from cluster.contract.plan import GenerationRequest, Plan, Prompt, Received, Served, TokenizerLike, make_plan, tokenize
+from cluster.routing.admission import Admission, Place
+from cluster.routing.attempt import Attempt, Surroundings
+from cluster.routing.bypass import Bypass
+from cluster.routing.choice import ChoiceRun, Detokenizer
+from cluster.routing.metrics import Metrics
+from cluster.routing.node_calls import NodeCalls, NodeFailure
+from cluster.routing.pairing import Pairing, Tries
+from cluster.routing.resume import find_admitted, journaled, received_of
+from cluster.routing.traces import collect
+from cluster.state.journal import Journal
+from cluster.state.prefix_index import PrefixIndex
+from cluster.state.registry_types import NodeRecord
+from paceline.config import ServeConfig
+from paceline.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, PacelineError
+from paceline.request import MAX_N, TokenLogprobs
+from paceline.results import Choice, Chunk, Completion, Generation, ModelInfo, NodeInfo, RequestTrace, Tokenization
+from paceline.tracing import NO_TRACE, Recorder
+
+log = logging.getLogger(__name__)
+
+QUEUE_CHUNKS = 32  # of one request, all choices together
+
+DetokenizerFactory = Callable[[TokenizerLike, Sequence[int], Sequence[str]], Detokenizer]
+
+
+class NodeView(Protocol):
+    """cluster.state.registry.NodeDirectory, as far as the router needs it."""
+
+    def nodes(self) -> list[NodeRecord]: ...
+
+
+class Router:
+    """Serves one model from the nodes that the registry lists."""
+
+    def __init__(
+        self,
+        registry: NodeView,
+        tokenizer: TokenizerLike,
+        config: ServeConfig,
+        model_name: str,
+        max_model_len: int,
+        vocab_size: int,
+        *,
+        metrics: Metrics | None = None,
+        bit_exact: bool = False,
+        detokenizer: DetokenizerFactory | None = None,
+        journal: Journal | None = None,
+        prefixes: PrefixIndex | None = None,
+    ) -> None:
+        """model_name: what requests may call the model. bit_exact: what the nodes' probe said. detokenizer: makes one
+        per choice from tokenizer, prompt ids and stop strings; the default is paceline.tokenizer's. journal: of streams
+        that other routers may go on with; started, and closed by its owner. prefixes: what nodes are thought to have
+        cached; None: they are chosen by load alone."""
+        self.config = config
+        self.tokenizer = tokenizer
+        self.served = Served(model_name, max_model_len, vocab_size, config.selectable)
+        self.metrics = metrics if metrics is not None else Metrics()
+        self._admission = Admission(config.max_inflight, config.max_queued, config.queue_timeout_s)
+        self._registry = registry
+        self._bit_exact = bit_exact
+        self._journal = journal
+        self._detokenizer = detokenizer if detokenizer is not None else _incremental
+        self._calls = NodeCalls()
+        self._recorder = Recorder(config.trace_requests)
+        self._pairing = Pairing(registry.nodes, self._calls, config.page_size, prefixes)
+        self.metrics.before_render(lambda: self.metrics.set_breakers(self._pairing.breaker_levels()))
+        self.metrics.before_render(lambda: self.metrics.set_queued(self._admission.waiting))
+        self._around = Surroundings(
+            self._calls, self.metrics, registry.nodes, config.lease_ttl_s, Bypass(config.bypass_tokens)
+        )
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- what is asked -----------------------------------------------------------------------------------------
+
+    async def generate(
+        self, request: GenerationRequest, on_plan: Callable[[Plan], None] = lambda plan: None
+    ) -> AsyncGenerator[Chunk, None]:
+        """Chunks of all choices as they come; the last one of each choice has its completion. on_plan: called before
+        the first chunk.
+
+        Close it (``contextlib.aclosing``) to cancel. Raises PacelineError: InvalidRequest before any chunk, Overloaded
+        when there is no room, NodeUnavailable or HandoffFailed when retries did not help, DeadlineExceeded; of a
+        request that resumes also UnknownGeneration.
+        """
+        started_at = time.monotonic()
+        request = await self._found(request)
+        choices = min(max(request.sampling.n, 1), MAX_N)
+        place = self._admit(choices, request.tenant)
+        status, over, trace = "cancelled", self.metrics.request_refused, NO_TRACE
+        try:
+            plan = await make_plan(request, self.served, self.tokenizer)
+            trace = self._recorder.open(plan.request_id, "request")
+            trace.record("planned", started_at, time.monotonic(), prompt_tokens=plan.num_prompt_tokens)
+            replayable = self.config.acceptance == "sample"
+            received = received_of(plan, request, self.served.vocab_size, replayable)
+            runs = self._choices(plan, received, started_at)
+            await self._turn(place, plan)
+            trace.record("admitted")
+            over = self.metrics.request_ended
+            on_plan(plan)
+            with journaled(self._journal, plan, request.generation_id):
+                async with aclosing(self._run(runs, started_at)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+            status = "ok"
+        except Exception as error:
+            status = type(error).__name__
+            raise
+        finally:
+            trace.record("request", started_at, time.monotonic(), status=status)
+            self._admission.leave(place)
+            over(status)
+
+    async def complete(self, request: GenerationRequest) -> Generation:
+        """All choices at once."""
+        async with aclosing(self.generate(request)) as chunks:
+            return self._collect([chunk async for chunk in chunks])
+
+    async def tokenize(self, prompt: Prompt) -> Tokenization:
+        """Token ids of a text or a chat."""
+        return Tokenization(await tokenize(prompt, self.tokenizer), self.served.max_model_len)
+
+    def model_info(self) -> ModelInfo:
+        """What is served and how."""
+        nodes = [
+            NodeInfo(n.id, n.role, n.address, n.running, n.waiting, n.free_pages, n.total_pages)
+            for n in self._registry.nodes()
+        ]
+        return ModelInfo(
+            model=self.served.model,
+            dtype=self.config.dtype,
+            max_model_len=self.served.max_model_len,
+            vocab_size=self.served.vocab_size,
+            drafter=self.config.drafter,
+            num_draft_tokens=self.config.num_draft_tokens,
+            bit_exact=self._bit_exact,
+            drafters=self.config.selectable,
+            tree=self.config.tree,
+            acceptance=self.config.acceptance,
+            nodes=tuple(nodes),
+        )
+
+    @property
+    def inflight(self) -> int:
+        """Sequences that run or wait for their turn."""
+        return self._admission.slots
+
+    async def trace(self, request_id: str) -> RequestTrace:
+        """When what happened to one of the latest requests. Raises NotFound."""
+        return await collect(request_id, self._recorder, self._registry.nodes(), self._calls)
+
+    def ready(self) -> bool:
+        """Whether a decode node is there to serve."""
+        return bool(self._pairing.alive("decode"))
+
+    async def close(self) -> None:
+        """Cancel what waits or is in progress and close the connections to the nodes. Idempotent."""
+        self._admission.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._calls.close()
+
+    # -- insides -----------------------------------------------------------------------------------------------
+
+    def _admit(self, choices: int, tenant: str) -> Place:
+        """Each choice is a sequence on the nodes. Raises Overloaded."""
+        try:
+            return self._admission.enter(choices, tenant)
+        except Overloaded:
+            self.metrics.request_refused(Overloaded.__name__)
+            raise
+
+    async def _turn(self, place: Place, plan: Plan) -> None:
+        """Wait until the request may run. Raises Overloaded, NodeUnavailable."""
+        since = time.monotonic()
+        await self._admission.turn(place, plan.admitted.tenant, plan.admitted.priority, plan.num_tokens)
+        self.metrics.request_started(time.monotonic() - since)
+
+    async def _found(self, request: GenerationRequest) -> GenerationRequest:
+        """The request to plan: of a resume, the one that was admitted."""
+        if request.resume is None:
+            return request
+        try:
+            return await find_admitted(request, self._journal)
+        except PacelineError as error:
+            self.metrics.request_refused(type(error).__name__)
+            raise
+
+    async def _run(self, runs: list[ChoiceRun], started_at: float) -> AsyncGenerator[Chunk, None]:
+        queue: asyncio.Queue[Chunk | Exception] = asyncio.Queue(QUEUE_CHUNKS)
+        deadline = started_at + self.config.request_timeout_s
+        tasks = [
+            asyncio.create_task(self._run_choice(run, queue, deadline), name=run.sequence.request_id) for run in runs
+        ]
+        self._tasks.update(tasks)
+        try:
+            left = len(tasks)
+            while left:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+                left -= item.completion is not None
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._tasks.difference_update(tasks)
+
+    def _choices(self, plan: Plan, received: Mapping[int, Received], started_at: float) -> list[ChoiceRun]:
+        """Those that the client does not have to the end. Raises InvalidRequest."""
+        lossless = self.config.acceptance != "typical"
+        runs = []
+        for index, sequence in enumerate(plan.sequences):
+            had = received.get(index)
+            if had is not None and had.complete:
+                continue
+            detokenizer = self._detokenizer(self.tokenizer, sequence.prompt_token_ids, plan.stop)
+            run = ChoiceRun(index, plan.request_id, sequence, detokenizer, started_at, lossless)
+            run.trace = self._recorder.open(sequence.request_id, "choice")
+            if had is not None:
+                run.resume(had.next_index, had.token_ids)
+            runs.append(run)
+        return runs
+
+    async def _run_choice(self, run: ChoiceRun, queue: asyncio.Queue[Chunk | Exception], deadline: float) -> None:
+        """Put the chunks of a choice, then its completion or the error that ended it."""
+        try:
+            async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
+                await self._attempts(run, queue, deadline)
+                last = run.complete()
+                await queue.put(last)
+        except TimeoutError:
+            timeout_s = self.config.request_timeout_s
+            await queue.put(DeadlineExceeded(f"the request did not complete within {timeout_s:g} s"))
+        except PacelineError as error:
+            run.trace.record("failed", error=str(error))
+            await queue.put(error)
+        except asyncio.CancelledError:  # by ``close``, with a reader, or by the reader's end, without
+            while queue.full():
+                queue.get_nowait()
+            queue.put_nowait(NodeUnavailable("the router stops"))
+            raise
+        except Exception as error:  # a bug ends this request, visibly, and no other
+            log.exception("request %s failed", run.sequence.request_id)
+            await queue.put(error)
+        else:
+            if last.completion is not None:
+                self.metrics.choice_ended(last.completion)
+
+    async def _attempts(self, run: ChoiceRun, queue: asyncio.Queue[Chunk | Exception], deadline: float) -> None:
+        """Attempts on pair after pair, each from where the last one ended, until the choice has its finish reason."""
+        tries = Tries()
+        prompt, salt = run.sequence.prompt_token_ids, run.sequence.cache_salt
+        num_tokens = len(prompt) + run.sequence.params.max_tokens
+        while run.finish_reason is None:
+            pair = await self._pairing.pick(tries, num_tokens, (*prompt, *run.token_ids), salt)
+            before = len(run.token_ids)
+            try:
+                attempt = Attempt(run, pair, self._around, queue.put, deadline)
+                with self._pairing.judged(attempt):
+                    await attempt.run()
+            except NodeFailure as failure:
+                if len(run.token_ids) > before:
+                    tries.progressed()
+                await self._after(failure, run, tries)
+
+    async def _after(self, failure: NodeFailure, run: ChoiceRun, tries: Tries) -> None:
+        """Remember a failure; returns when another attempt may help, or none is needed any more."""
+        if run.finish_reason is not None:
+            return
+        run.end_by_tokens()
+        if run.finish_reason is not None:
+            return
+        if isinstance(failure.error, InvalidRequest):
+            raise failure.error
+        self._pairing.suspect(failure)
+        tries.note(failure, resuming=bool(run.token_ids))
+        self.metrics.retried(type(failure.error).__name__)
+        log.warning("%s: trying again after %s", run.sequence.request_id, failure)
+        run.trace.record("retry", error=str(failure))
+        await asyncio.sleep(tries.backoff_s(failure.error))
+
+    def _collect(self, chunks: list[Chunk]) -> Generation:
+        by_choice: dict[int, list[Chunk]] = {}
+        for chunk in chunks:
+            by_choice.setdefault(chunk.choice, []).append(chunk)
+        choices = tuple(_join(index, by_choice[index]) for index in sorted(by_choice))
+        return Generation(choices[0].completion.request_id, self.served.model, choices)
+
+
+def _join(index: int, chunks: list[Chunk]) -> Choice:
+    completion: Completion | None = chunks[-1].completion
+    assert completion is not None
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    for chunk in chunks:
+        token_ids += chunk.token_ids
+        logprobs += chunk.logprobs
+    text = "".join(chunk.text for chunk in chunks)
+    return Choice(index, text, tuple(token_ids), tuple(logprobs), completion)
+
+
+def _incremental(tokenizer: TokenizerLike, prompt_ids: Sequence[int], stop: Sequence[str]) -> Detokenizer:
+    from paceline.text.tokenizer import IncrementalDetokenizer  # late: pulls in the tokenizers library
+
+    make: Any = IncrementalDetokenizer
+    made: Detokenizer = make(tokenizer, prompt_ids, stop)
+    return made

@@ -1,0 +1,57 @@
+"""One request's trace from everybody who kept some of it: the router itself, and every node under a live lease."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from cluster.contract.plan import check_name
+from cluster.routing.node_calls import NodeCalls, NodeFailure
+from cluster.state.registry_types import NodeRecord
+from paceline.errors import InvalidRequest, NotFound
+from paceline.results import RequestTrace
+from paceline.tracing import Recorder
+from paceline.v1 import trace_pb2
+from paceline.wire import trace_from_proto
+
+ROUTER = "router"  # the name of its row
+NODE_TIMEOUT_S = 2.0
+MAX_ASKING = 16  # nodes asked at once
+
+
+async def collect(
+    request_id: str,
+    recorder: Recorder,
+    nodes: Sequence[NodeRecord],
+    calls: NodeCalls,
+    timeout_s: float = NODE_TIMEOUT_S,
+) -> RequestTrace:
+    """All events, by start. A node that does not answer within ``timeout_s`` is named as silent. Raises NotFound when
+    nobody who answered knows the request."""
+    if not request_id:
+        raise InvalidRequest("request_id", "must not be empty")
+    check_name("request_id", request_id)
+    limit = asyncio.Semaphore(MAX_ASKING)
+
+    async def ask(node: NodeRecord) -> trace_pb2.TraceResponse | None:
+        async with limit:
+            try:
+                return await calls.trace(node, request_id, timeout_s)
+            except NodeFailure:
+                return None
+
+    own = recorder.read(request_id, ROUTER)
+    answers = await asyncio.gather(*(ask(node) for node in nodes))
+    silent = tuple(node.id for node, answer in zip(nodes, answers, strict=True) if answer is None)
+    parts = [own, *(trace_from_proto(request_id, answer) for answer in answers if answer is not None)]
+    events = sorted((event for part in parts for event in part.events), key=lambda event: event.start_s)
+    if not events:
+        raise NotFound(_unknown(request_id, recorder.num_requests, silent))
+    return RequestTrace(request_id, tuple(events), silent, sum(part.dropped for part in parts))
+
+
+def _unknown(request_id: str, kept: int, silent: tuple[str, ...]) -> str:
+    if not kept:
+        return f"no trace of {request_id!r}: the deployment keeps none (trace_requests is 0)"
+    also = f"; {', '.join(silent)} did not answer" if silent else ""
+    return f"no trace of {request_id!r}: the router and each node keep those of their latest {kept} requests{also}"

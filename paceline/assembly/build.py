@@ -1,0 +1,106 @@
+"""From options to a ready ModelRunner."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from paceline.assembly.drafting import budget_of, plan_drafter, plan_export
+from paceline.assembly.graph_build import SCRATCH_PAGES, add_graphs, wants_graphs
+from paceline.assembly.head_check import check_heads
+from paceline.assembly.measure import measure_costs
+from paceline.assembly.selfcheck import is_bit_exact
+from paceline.attention.select import attention_for
+from paceline.config import NodeConfig
+from paceline.engine.model_runner import ModelRunner, RunnerIdentity, RunnerLimits
+from paceline.errors import ConfigError
+from paceline.kvcache.allocator import PageAllocator
+from paceline.kvcache.layout import KvLayout
+from paceline.kvcache.pool import KvPool
+from paceline.kvcache.prefix import PrefixCache
+from paceline.layers.build import kernel_set, set_threads
+from paceline.models.base import TargetModel
+from paceline.models.config import ModelSpec
+from paceline.models.hub import resolve_model
+from paceline.models.loader import weights_digest
+from paceline.models.registry import load_target
+from paceline.spec_decode.drafters.auto import AUTO
+from paceline.spec_decode.length.adaptive import make_policy
+from paceline.spec_decode.length.cost import CostTable
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+ASSUMED_STEP_S = 0.02  # of the cost table until rounds were measured
+NCCL_NOTE = "device cuda needs a CUDA build of torch and a GPU; use --device cpu"
+
+
+def build_runner(config: NodeConfig, *, decodes: bool = True) -> ModelRunner:
+    """Load target and drafter, make the pool, run the self-checks. Raises ConfigError naming the option.
+
+    decodes: also measure what only rounds need: their costs where they are weighed, the acceptance of heads.
+    """
+    torch.set_num_threads(config.threads)
+    set_threads(config.threads)
+    device = torch.device(config.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", NCCL_NOTE)
+    folder = resolve_model(config.model)
+    model = load_target(folder, DTYPES[config.dtype], device)
+    runner = assemble(
+        config, model, RunnerIdentity(Path(config.model).name, weights_digest(folder), kernel_set()), decodes=decodes
+    )
+    if decodes and config.head_check:
+        check_heads(runner, folder)
+    if decodes and (config.adaptive == "goodput" or config.drafter == AUTO):
+        measure_costs(runner, config.max_running)
+    return runner
+
+
+def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity, *, decodes: bool = True) -> ModelRunner:
+    """A runner around a loaded model. decodes: False on a prefill node, which drafts nothing and has the drafter only
+    where draft KV is to cross."""
+    costs = CostTable.assumed(ASSUMED_STEP_S)
+    drafts = decodes or config.handoff == "draft_kv"
+    plan = plan_drafter(config, model, costs) if drafts else plan_export(config, model)
+    layout = KvLayout((*model.kv_layers, *plan.kv_layers), model.dtype)
+    num_pages = -(-config.kv_cache_tokens // config.page_size)
+    graphs = decodes and wants_graphs(config)
+    kv = KvPool(layout, num_pages + (SCRATCH_PAGES if graphs else 0), config.page_size, model.device)
+    allocator = PageAllocator(num_pages)
+    spec = model.spec
+    attention = attention_for(model.device, spec.num_heads, spec.num_kv_heads, spec.head_dim, config.attention)
+    drafter = plan.make(kv, attention)
+    prefix = None
+    if config.prefix_cache:
+        prefix = PrefixCache(allocator, config.page_size, drafter.lookahead, identity.namespace(plan.digest))
+    budget = budget_of(config)
+    spec_slots = max(budget.max_nodes, drafter.draft_slots(budget))
+    limits = RunnerLimits(
+        _max_model_len(config, spec, spec_slots),
+        budget,
+        config.acceptance,
+        config.handoff,
+        config.handoff_rows,
+        config.handoff_checksum,
+    )
+    exact = is_bit_exact(model, kv, allocator, attention)
+    log.info("kernels %s: this host is %s", identity.kernels, "bit-exact" if exact else "NOT bit-exact")
+    policy = make_policy("fixed" if config.adaptive == "off" else config.adaptive, costs, drafter=drafter.name)
+    runner = ModelRunner(model, drafter, kv, allocator, prefix, attention, limits, identity, plan.digest, exact, policy)
+    if graphs:
+        add_graphs(runner, config)
+    return runner
+
+
+def _max_model_len(config: NodeConfig, spec: ModelSpec, spec_slots: int) -> int:
+    own = spec.max_model_len
+    if config.max_model_len > own:
+        raise ConfigError("max_model_len", f"{config.max_model_len} is more than the model's own {own}")
+    longest = config.max_model_len or own
+    fits = config.kv_cache_tokens - spec_slots
+    if config.max_model_len > fits:
+        raise ConfigError("kv_cache_tokens", f"must hold max_model_len and {spec_slots} draft slots")
+    return min(longest, fits)

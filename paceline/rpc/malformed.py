@@ -1,0 +1,125 @@
+"""Bytes that are no message of their RPC's type are the caller's fault, and are told so: gRPC itself would answer
+UNKNOWN, as for a bug of the server."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from paceline.errors import InvalidRequest
+from paceline.rpc.wire_errors import metadata_for, status_for
+
+LENGTH_DELIMITED = 2
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RefuseMalformed(grpc.aio.ServerInterceptor):
+    """INVALID_ARGUMENT for what cannot be parsed, on every RPC of the server."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """See grpc.aio.ServerInterceptor."""
+        handler = await continuation(handler_call_details)
+        return None if handler is None else _refusing(handler)
+
+
+@dataclass(frozen=True)
+class _Malformed:
+    """Stands in for the message, since gRPC lets nobody answer while it deserializes."""
+
+    error: InvalidRequest
+
+
+def malformed(descriptor: Descriptor, data: bytes, error: DecodeError) -> InvalidRequest:
+    """What is wrong with ``data``, which ``error`` says is no message of this type."""
+    if field := _field_of_no_text(descriptor, data):
+        return InvalidRequest(field, "is not valid UTF-8")
+    return InvalidRequest("request", f"is not a {descriptor.full_name}: {str(error).rpartition(': ')[2]}")
+
+
+def _field_of_no_text(descriptor: Descriptor, data: bytes) -> str:
+    """Path of the first string that is no UTF-8; empty when there is none, or the bytes are no message at all."""
+    try:
+        fields: Any = UnknownFieldSet(Empty.FromString(data))
+    except DecodeError:
+        return ""
+    for item in fields:
+        field = descriptor.fields_by_number.get(item.field_number)
+        if field is None or item.wire_type != LENGTH_DELIMITED:
+            continue
+        if field.message_type is not None:
+            if inner := _field_of_no_text(field.message_type, item.data):
+                return f"{field.name}.{inner}"
+        elif field.type == FieldDescriptor.TYPE_STRING and not _is_text(item.data):
+            return str(field.name)
+    return ""
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _refusing(handler: Any) -> Any:
+    """The handler, but that what its deserializer does not take is answered."""
+    deserialize = handler.request_deserializer
+    descriptor = deserialize.__self__.DESCRIPTOR  # generated code passes the message class's FromString
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            return _Malformed(malformed(descriptor, data, error))
+
+    kind = ("stream" if handler.request_streaming else "unary", "stream" if handler.response_streaming else "unary")
+    make: Any = getattr(grpc, f"{kind[0]}_{kind[1]}_rpc_method_handler")
+    behave = getattr(handler, f"{kind[0]}_{kind[1]}")
+    return make(_checking(behave, handler.request_streaming), read, handler.response_serializer)
+
+
+def _checking(behave: Any, streams_in: bool) -> Any:
+    """``behave`` with the request, or the stream of them, checked in front of it; of the same kind of function."""
+
+    async def checked(request: Any, context: Context) -> Any:
+        return _each(request, context) if streams_in else await _well_formed(request, context)
+
+    if inspect.isasyncgenfunction(behave):
+
+        async def generate(request: Any, context: Context) -> AsyncIterator[Any]:
+            async for answer in behave(await checked(request, context), context):
+                yield answer
+
+        return generate
+
+    async def call(request: Any, context: Context) -> Any:
+        return await behave(await checked(request, context), context)
+
+    return call
+
+
+async def _each(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield await _well_formed(request, context)
+
+
+async def _well_formed(request: Any, context: Context) -> Any:
+    if isinstance(request, _Malformed):
+        code, details = status_for(request.error)
+        await context.abort(code, details, metadata_for(request.error))
+    return request

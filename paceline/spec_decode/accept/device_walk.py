@@ -1,0 +1,144 @@
+"""``verify.walk`` of a whole batch on the device: the host learns of all sequences in one small copy.
+
+Trees, stop tokens and budgets are known before the target's forward ends and travel ahead; the sampled tokens never
+leave the device. The result of sequence s is ``walked[s] = (accepted nodes, new token, finish code, path...)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.layers.upload import staged_together
+from paceline.request import FinishReason
+from paceline.spec_decode.accept.verify import Verdict
+from paceline.spec_decode.trees.tree import DraftTree
+from paceline.triton_support import runs_triton
+
+LENGTH, NEW_TOKEN, FINISH, PATH = 0, 1, 2, 3  # columns of a result; the path begins at the last
+FINISH_CODES = {0: None, 1: FinishReason.STOP, 2: FinishReason.LENGTH}
+STOP, TOO_LONG = 1, 2
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class DeviceTrees:
+    """S trees on the device, nodes one after another; all int32."""
+
+    token_ids: torch.Tensor  # [N]
+    parents: torch.Tensor  # [N], within the node's own tree; -1 for a root
+    slots: torch.Tensor  # [N], KV slot of each node; empty where nothing is to be compacted
+    starts: torch.Tensor  # [S + 1], first node of each tree
+    max_new_tokens: torch.Tensor  # [S], >= 1
+    stop_starts: torch.Tensor  # [S + 1]
+    stop_ids: torch.Tensor  # [all stop tokens]
+    max_nodes: int  # of the largest tree
+    max_path: int  # of the deepest, at least 1
+    max_stops: int  # of the sequence with most
+
+
+def upload_trees(
+    trees: Seq[DraftTree],
+    stop_token_ids: Seq[Collection[int]],
+    max_new_tokens: Seq[int],
+    device: torch.device,
+    slots: Int32Array | None = None,
+) -> DeviceTrees:
+    """Pack and copy. slots: int32 [N], of all nodes in order. Raises ValueError for a budget under 1."""
+    if any(most < 1 for most in max_new_tokens):
+        raise ValueError(f"max_new_tokens must be at least 1, got {min(max_new_tokens)}")
+    parts = [
+        _flat(tree.token_ids for tree in trees),
+        _flat(tree.parents for tree in trees),
+        np.zeros(0, dtype=np.int32) if slots is None else slots,
+        _offsets(tree.num_nodes for tree in trees),
+        np.array(max_new_tokens, dtype=np.int32),
+        _offsets(len(ids) for ids in stop_token_ids),
+        _flat(stop_token_ids),
+    ]
+    token_ids, parents, slots_there, starts, most, stop_starts, stop_ids = staged_together(parts, device)
+    return DeviceTrees(
+        token_ids=token_ids,
+        parents=parents,
+        slots=slots_there,
+        starts=starts,
+        max_new_tokens=most,
+        stop_starts=stop_starts,
+        stop_ids=stop_ids,
+        max_nodes=max(tree.num_nodes for tree in trees),
+        max_path=max(1, *(max(tree.depths) for tree in trees)),
+        max_stops=max(len(ids) for ids in stop_token_ids),
+    )
+
+
+def walk_device(trees: DeviceTrees, sampled: torch.Tensor) -> torch.Tensor:
+    """Walk every tree. sampled: int64 [N], the target's token after each node, on the trees' device.
+
+    Returns int32 [S, 3 + max_path] there; a path's entries past its length mean nothing. A token below 0 (a row that
+    could not be sampled) ends a walk that reaches it, and is its new token.
+    """
+    if runs_triton(sampled.device):
+        from paceline.spec_decode.accept.walk_triton import walk
+
+        return walk(trees, sampled)
+    return walk_torch(trees, sampled)
+
+
+def read_verdicts(walked: torch.Tensor) -> list[Verdict]:
+    """Results as the host knows them; waits for the device. A new token below 0 is the caller's to refuse."""
+    return [
+        Verdict(tuple(row[PATH : PATH + row[LENGTH]]), row[NEW_TOKEN], FINISH_CODES[row[FINISH]])
+        for row in walked.tolist()
+    ]
+
+
+def walk_torch(trees: DeviceTrees, sampled: torch.Tensor) -> torch.Tensor:
+    """``walk_device`` in torch alone: one step of all sequences at a time, as many as the deepest tree may need."""
+    first = trees.starts[:-1].to(torch.int64)
+    nodes = torch.arange(trees.max_nodes, device=sampled.device)
+    exists = nodes < trees.starts.diff().unsqueeze(1)
+    at = torch.where(exists, first.unsqueeze(1) + nodes, 0)
+    parents = torch.where(exists, trees.parents[at], -2)
+    carried = trees.token_ids[at]
+    stops, is_stop_id = _padded_stops(trees)
+    result = torch.zeros(first.shape[0], PATH + trees.max_path, dtype=torch.int64, device=sampled.device)
+    node, length = torch.zeros_like(first), torch.zeros_like(first)
+    walking = torch.ones_like(first, dtype=torch.bool)
+    for step in range(trees.max_path + 1):
+        token = sampled[first + node]
+        stopped = (is_stop_id & (stops == token.unsqueeze(1))).any(dim=1)
+        finish = torch.where(stopped, STOP, torch.where(length + 1 >= trees.max_new_tokens, TOO_LONG, 0))
+        result[:, NEW_TOKEN] = torch.where(walking, token, result[:, NEW_TOKEN])
+        result[:, FINISH] = torch.where(walking, finish, result[:, FINISH])
+        child = (parents == node.unsqueeze(1)) & (carried == token.unsqueeze(1))
+        walking = walking & (finish == 0) & child.any(dim=1)
+        node = torch.where(walking, child.to(torch.int8).argmax(dim=1), node)
+        if step < trees.max_path:
+            result[:, PATH + step] = torch.where(walking, node, 0)
+        length = length + walking
+    result[:, LENGTH] = length
+    return result.to(torch.int32)
+
+
+def _padded_stops(trees: DeviceTrees) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stop tokens as [S, max_stops], and which of the entries are any."""
+    columns = torch.arange(max(trees.max_stops, 1), device=trees.starts.device)
+    exists = columns < trees.stop_starts.diff().unsqueeze(1)
+    at = torch.where(exists, trees.stop_starts[:-1].unsqueeze(1) + columns, 0)
+    ids = trees.stop_ids if trees.max_stops else trees.starts  # something to index where there are none
+    return ids[at], exists
+
+
+def _flat(lists: Iterable[Iterable[int]]) -> Int32Array:
+    return np.fromiter(chain.from_iterable(lists), dtype=np.int32)
+
+
+def _offsets(lengths: Iterable[int]) -> Int32Array:
+    return np.cumsum([0, *lengths], dtype=np.int32)

@@ -1,0 +1,127 @@
+"""The OpenAPI document says what the HTTP surface takes and answers, no more and no less."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import httpx
+import pytest
+from jsonschema import Draft202012Validator, validators  # type: ignore[import-untyped]
+
+from cluster.frontdoor import openapi
+from cluster.frontdoor.http import create_app
+from cluster.frontdoor.openai_fields import CHAT, COMPLETION
+from cluster.frontdoor.openai_types import ApiRequest, parse_chat, parse_completion
+from cluster.routing.metrics import Metrics
+from fuzz.schema_values import allowed, wrong
+from paceline.errors import InvalidRequest
+from paceline.request import RANGES
+from support.fake_router import FakeRouter
+from support.http_app import CHAT as GOOD_CHAT
+from support.http_app import CHATS, COMPLETIONS
+from support.http_app import COMPLETION as GOOD_COMPLETION
+
+# JSON Schema takes 2.0 for an integer; clients that write it mean a number.
+_CHECKER = Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
+Strict = validators.extend(Draft202012Validator, type_checker=_CHECKER)
+Parse = Callable[[dict[str, Any], str], ApiRequest]
+TOGETHER = {"best_of", "stream_options", "max_tokens", "top_logprobs"}  # what fields mean together, no schema says
+BODIES: list[tuple[Parse, Mapping[str, Any]]] = [(parse_completion, COMPLETION.schema), (parse_chat, CHAT.schema)]
+
+
+@pytest.fixture
+def document(router: FakeRouter) -> dict[str, Any]:
+    return openapi.document(create_app(router, Metrics()))
+
+
+def refusal(parse: Parse, body: Any) -> str:
+    """The field that the parser refuses; empty when it takes the body."""
+    try:
+        parse(body, "id")
+    except InvalidRequest as error:
+        return error.field
+    return ""
+
+
+def _is_text(body: Any) -> bool:
+    """Half a surrogate pair is none, which a schema cannot say."""
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("parse", "schema"), BODIES)
+@pytest.mark.parametrize("make", [allowed, wrong])
+def test_the_parser_takes_what_the_schema_allows(
+    parse: Parse, schema: Mapping[str, Any], make: Callable[..., Any]
+) -> None:
+    check, rng, seen = Strict(schema), random.Random(7), Counter[bool]()
+    for _ in range(400):
+        body = make(rng, schema)
+        if not _is_text(body):
+            continue
+        field, fits = refusal(parse, body), check.is_valid(body)
+        assert (field == "" or field in TOGETHER) if fits else field, (field, body)
+        seen[fits] += 1
+    assert seen[True] == 400 if make is allowed else seen[False] > 200
+
+
+@pytest.mark.parametrize(("parse", "schema"), BODIES)
+def test_every_field_is_documented(parse: Parse, schema: Mapping[str, Any]) -> None:
+    """Each is taken with a value of its schema, and one that is not in the document is refused by its name."""
+    required = {name: GOOD_CHAT.get(name, GOOD_COMPLETION.get(name)) for name in schema["required"]}
+    needs = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}, "best_of": {}}
+    for name, field in schema["properties"].items():
+        value = 1 if name == "best_of" else allowed(random.Random(1), field)
+        assert refusal(parse, {**required, **needs.get(name, {}), name: value}) == "", name
+    assert refusal(parse, {**required, "grammar": "x"}) == "grammar"
+    assert refusal(parse, {**required, "": "x"}) == "''"
+
+
+def test_ranges_are_those_of_the_library(document: dict[str, Any]) -> None:
+    fields = document["components"]["schemas"]["CompletionRequest"]["properties"]
+    for name in RANGES.keys() - {"top_k", "top_logprobs"}:
+        (schema, null) = fields[name]["anyOf"]
+        assert (schema["minimum"], schema["maximum"], null) == (*RANGES[name], {"type": "null"}), name
+
+
+def test_paths_are_those_that_are_served(document: dict[str, Any]) -> None:
+    operations = {(path, method) for path, methods in document["paths"].items() for method in methods}
+    assert operations == {
+        *((path, "post") for path in (COMPLETIONS, CHATS)),
+        *((path, "get") for path in ("/v1/models", "/v1/models/{name}", "/health", "/metrics")),
+    }
+    assert document["openapi"].startswith("3.1")
+    Draft202012Validator.check_schema(document["components"]["schemas"]["ChatRequest"])
+
+
+async def test_it_is_served(client: httpx.AsyncClient, document: dict[str, Any]) -> None:
+    assert (await client.get("/openapi.json")).json() == json.loads(json.dumps(document))
+
+
+async def test_answers_are_as_the_document_says(
+    client: httpx.AsyncClient, router: FakeRouter, document: dict[str, Any]
+) -> None:
+    """Down to the last property: one that the data classes gain is in the document too."""
+
+    def check(name: str, response: httpx.Response) -> None:
+        Strict({"$ref": f"#/components/schemas/{name}", "components": document["components"]}).validate(response.json())
+
+    for path, body, name in ((COMPLETIONS, GOOD_COMPLETION, "Completion"), (CHATS, GOOD_CHAT, "Chat")):
+        for more in ({}, {"n": 2, "logprobs": 2 if name == "Completion" else True}):
+            check(name, await client.post(path, json={**body, **more}))
+    details = (await client.post(COMPLETIONS, json=GOOD_COMPLETION)).json()["paceline"]
+    for part in ("speculation", "timing", "nodes", "handoff"):
+        schema = document["components"]["schemas"]["Details"]["properties"][part]
+        assert details[part].keys() == schema["properties"].keys(), part
+    check("Models", await client.get("/v1/models"))
+    check("Health", await client.get("/health"))
+    for response in (await client.post(CHATS, json={}), await client.get(CHATS), await client.get("/v1/models/none")):
+        assert response.status_code >= 400
+        check("Error", response)

@@ -1,0 +1,222 @@
+"""A node's process side: it registers what it is, keeps its lease while it lives, drains, and yields to a successor."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from fakes.wait import wait_for
+
+from cluster.nodes import host
+from cluster.nodes.host import NodeHost
+from cluster.state.embedded_redis import EmbeddedRedis
+from cluster.state.registry import LeaseKeeper, NodeDirectory
+from cluster.state.registry_types import NodeRecord
+from paceline.config import NodeConfig
+from paceline.errors import ConfigError, NodeUnavailable
+from paceline.v1.inference_pb2 import NodeInfo
+
+TTL_S = 0.4
+
+
+class PretendedNode:
+    """A node without model or server."""
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self.ticks = True
+        self.stops: list[float] = []
+        self.may_stop = threading.Event()
+        self.may_stop.set()
+
+    async def start(self) -> str:
+        if self.failure is not None:
+            raise self.failure
+        return "127.0.0.1:5"
+
+    async def stop(self, grace_s: float) -> None:
+        self.stops.append(grace_s)
+        await asyncio.to_thread(self.may_stop.wait, 10.0)
+
+    def alive(self) -> bool:
+        return self.ticks
+
+    def load(self) -> NodeInfo:
+        return NodeInfo(running=1, waiting=2, free_pages=3, total_pages=4)
+
+    def prefix_cache(self) -> None:
+        return None
+
+    def fingerprint_digest(self) -> str:
+        return "digest"
+
+
+@pytest.fixture
+def server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as made:
+        yield made
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> PretendedNode:
+    made = PretendedNode()
+    monkeypatch.setattr(host, "make_node", lambda role, node_id, config: made)
+    return made
+
+
+@pytest.fixture
+def node_host(server: EmbeddedRedis, node: PretendedNode) -> Iterator[NodeHost]:
+    made = NodeHost("decode", "decode-0", 3, NodeConfig(model="m"), server.url, TTL_S)
+    yield made
+    made.stop(0.0)
+
+
+def seen(server: EmbeddedRedis) -> list[NodeRecord]:
+    """What a router that starts now sees."""
+
+    async def read() -> list[NodeRecord]:
+        directory = NodeDirectory(server.url, TTL_S)
+        await directory.refresh()
+        await directory.close()
+        return directory.nodes()
+
+    return asyncio.run(read())
+
+
+def one_seen(server: EmbeddedRedis) -> NodeRecord:
+    """The only node that a router sees; a lease may have run out for a moment where threads pause for longer."""
+    found: list[NodeRecord] = []
+
+    def there() -> bool:
+        found[:] = seen(server)
+        return len(found) == 1
+
+    wait_for(there)
+    return found[0]
+
+
+def test_registers_what_it_is(server: EmbeddedRedis, node_host: NodeHost) -> None:
+    assert node_host.start() == "127.0.0.1:5"
+    record = one_seen(server)
+    assert record == NodeRecord(
+        id="decode-0",
+        role="decode",
+        generation=3,
+        address="127.0.0.1:5",
+        state="ready",
+        pid=os.getpid(),
+        hostname=socket.gethostname(),
+        started_at=pytest.approx(time.time(), abs=30),
+        model="m",
+        fingerprint_digest="digest",
+        running=1,
+        waiting=2,
+        free_pages=3,
+        total_pages=4,
+    )
+    status = node_host.status()
+    assert (status["alive"], status["fenced"], status["free_pages"]) == (True, False, 3)
+
+
+def test_drains_before_it_goes(server: EmbeddedRedis, node: PretendedNode, node_host: NodeHost) -> None:
+    node_host.start()
+    node.may_stop.clear()
+    waiting = threading.Thread(target=node_host.wait_stopped)
+    waiting.start()
+    stopping = threading.Thread(target=node_host.stop, args=(1.5,))
+    stopping.start()
+    wait_for(lambda: [record.state for record in seen(server)] == ["draining"])
+    assert waiting.is_alive()
+    node.may_stop.set()
+    stopping.join()
+    waiting.join(timeout=5.0)
+    assert not waiting.is_alive()
+    assert seen(server) == []
+    node_host.stop(1.5)
+    assert node.stops == [1.5]
+    assert node_host.status()["alive"] is False
+
+
+def test_an_engine_that_does_not_tick_loses_the_lease(
+    server: EmbeddedRedis, node: PretendedNode, node_host: NodeHost
+) -> None:
+    node_host.start()
+    node.ticks = False
+    wait_for(lambda: seen(server) == [])
+    assert node_host.status()["alive"] is False
+    node.ticks = True
+    wait_for(lambda: len(seen(server)) == 1)
+
+
+def test_an_event_loop_that_is_stuck_loses_the_lease(
+    server: EmbeddedRedis, node_host: NodeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "LOOP_STALL_S", 0.1)
+    node_host.start()
+    goes_on = threading.Event()
+    node_host._loop.call_soon_threadsafe(goes_on.wait, 10.0)
+    wait_for(lambda: seen(server) == [])
+    assert seen(server) == []  # nor does it come back while the loop is stuck
+    goes_on.set()
+    assert one_seen(server).id == "decode-0"
+
+
+def test_ends_by_itself_when_it_has_a_successor(
+    server: EmbeddedRedis, node: PretendedNode, node_host: NodeHost
+) -> None:
+    node_host.start()
+    successor = LeaseKeeper(
+        server.url, NodeRecord("decode-0", "decode", 4, "127.0.0.1:6"), TTL_S, lambda: True, node_host._load
+    )
+    successor.start()
+    node_host.wait_stopped()  # the test's own timeout bounds it
+    assert node.stops == [0.0]
+    assert one_seen(server).generation == 4
+    successor.close()
+
+
+def test_does_not_start_without_a_registry(node: PretendedNode) -> None:
+    node_host = NodeHost("decode", "decode-0", 1, NodeConfig(model="m"), "unix:///nonexistent.sock", TTL_S)
+    with pytest.raises(NodeUnavailable, match="decode-0 cannot be registered"):
+        node_host.start()
+    node_host.stop(0.0)
+    assert node.stops == [0.0]
+
+
+def test_a_node_that_cannot_start_says_why_and_is_not_registered(
+    server: EmbeddedRedis, node: PretendedNode, node_host: NodeHost
+) -> None:
+    node.failure = ConfigError("drafter_path", "no such folder")
+    with pytest.raises(ConfigError, match="drafter_path"):
+        node_host.start()
+    assert seen(server) == []
+    node_host.stop(5.0)
+    assert node.stops == []
+
+
+def test_a_host_that_never_started_can_be_stopped(node: PretendedNode, node_host: NodeHost) -> None:
+    node_host.stop(5.0)
+    node_host.wait_stopped()
+    assert node.stops == []
+
+
+def test_the_process_side_imports_no_torch_by_itself() -> None:
+    code = "import sys, cluster.host, cluster.supervise, cluster.registry; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_what_a_node_is_made_of_is_out_of_the_collectors_sight(node_host: NodeHost) -> None:
+    gc.unfreeze()
+    node_host.start()
+    try:
+        assert gc.get_freeze_count() > 10_000
+    finally:
+        gc.unfreeze()

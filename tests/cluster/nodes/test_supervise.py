@@ -1,0 +1,443 @@
+"""Restarts, backoff and bounded stopping, with processes that are only pretended."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from cluster.nodes import supervise
+from cluster.nodes.supervise import MAX_BACKOFF_S, POLL_S, NodeEvent, Supervisor
+from paceline.errors import InvalidRequest, NodeUnavailable
+
+REAL_LIMIT_S = 5.0
+
+
+@dataclass
+class Handle:
+    """A node process as a test wants it."""
+
+    node_id: str
+    generation: int
+    failure: Exception | None = None  # what start raises
+    dead: bool = False
+    stop_s: float = 0.0
+    beside: threading.Barrier | None = None  # others that must stop at the same time
+    killed: threading.Event = field(default_factory=threading.Event)
+    stops: list[float] = field(default_factory=list)
+
+    def start(self) -> str:
+        if self.failure is not None:
+            raise self.failure
+        return f"{self.node_id}:{self.generation}"
+
+    def died(self) -> bool:
+        return self.dead
+
+    def stop(self, grace_s: float) -> None:
+        self.stops.append(grace_s)
+        if self.beside is not None:
+            self.beside.wait(REAL_LIMIT_S)
+        self.killed.wait(self.stop_s)
+
+    def kill(self) -> None:
+        self.killed.set()
+
+
+class Clock:
+    """Time that passes only by sleeping; for one slot at a time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.slept: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if seconds != POLL_S:
+            self.slept.append(seconds)
+        await asyncio.sleep(0.001)  # so that no test sees more than a few of the polls at once
+
+
+class Nodes:
+    """Launches handles and keeps them, newest last."""
+
+    def __init__(self) -> None:
+        self.handles: list[Handle] = []
+        self.failures: dict[int, Exception] = {}  # by number of the launch
+
+    def launch(self, role: str, node_id: str, generation: int) -> Handle:
+        handle = Handle(node_id, generation, self.failures.get(len(self.handles)))
+        self.handles.append(handle)
+        return handle
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + REAL_LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        await asyncio.sleep(0.002)
+
+
+class Case:
+    """One supervised decode node on a pretended clock."""
+
+    def __init__(self) -> None:
+        self.nodes, self.clock = Nodes(), Clock()
+        self.events: list[NodeEvent] = []
+        self.leased = True  # the first generation; later ones always are
+        self.supervisor = Supervisor(
+            self.nodes.launch,
+            on_event=self.events.append,
+            has_lease=lambda node_id, generation: self.leased or generation > 1,
+            lease_grace_s=2.0,
+            first_generation=1,
+            clock=self.clock,
+            sleep=self.clock.sleep,
+        )
+        self.supervisor.want("decode", 1)
+
+    @property
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.events]
+
+    async def handle(self, index: int) -> Handle:
+        """The handle of the ``index``-th launch, once it is started."""
+        await until(lambda: sum(kind == "started" for kind in self.kinds) > index - len(self.nodes.failures))
+        return self.nodes.handles[index]
+
+
+@pytest.fixture
+def case() -> Case:
+    return Case()
+
+
+async def test_starts_what_is_wanted() -> None:
+    nodes, events = Nodes(), list[NodeEvent]()
+    supervisor = Supervisor(nodes.launch, events.append, first_generation=7)
+    supervisor.want("prefill", 2)
+    supervisor.want("decode", 1)
+    await supervisor.start()
+    assert [(s.role, s.node_id, s.generation, s.address) for s in supervisor.slots] == [
+        ("prefill", "prefill-0", 7, "prefill-0:7"),
+        ("prefill", "prefill-1", 7, "prefill-1:7"),
+        ("decode", "decode-0", 7, "decode-0:7"),
+    ]
+    assert sorted((e.kind, e.node_id, e.detail) for e in events) == sorted(
+        ("started", s.node_id, s.address) for s in supervisor.slots
+    )
+    await supervisor.stop(0.0)
+
+
+async def test_a_dead_node_is_followed_by_its_next_generation(case: Case) -> None:
+    await case.supervisor.start()
+    (await case.handle(0)).dead = True
+    await case.handle(1)
+    slot = case.supervisor.slots[0]
+    assert (slot.generation, slot.restarts, slot.address) == (2, 1, "decode-0:2")
+    assert case.kinds == ["started", "died", "started"]
+    assert case.clock.slept == [0.1]
+    assert case.nodes.handles[0].killed.is_set()  # what may be left of it
+    await case.supervisor.stop(0.0)
+
+
+async def test_backoff_doubles_to_its_limit_and_never_gives_up(case: Case) -> None:
+    case.nodes.failures = {i: NodeUnavailable(f"try {i}") for i in range(1, 12)}
+    await case.supervisor.start()
+    case.nodes.handles[0].dead = True
+    await until(lambda: case.kinds.count("started") == 2)
+    waits = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0, 10.0, 10.0, 10.0]
+    assert case.clock.slept == pytest.approx(waits)
+    failed = [event for event in case.events if event.kind == "start_failed"]
+    assert [event.retry_in_s for event in failed] == pytest.approx(waits[1:])
+    assert [event.detail for event in failed] == [f"try {i}" for i in range(1, 12)]
+    assert [event.generation for event in failed] == list(range(2, 13))
+    assert all(handle.killed.is_set() for handle in case.nodes.handles[:-1])
+    assert max(case.clock.slept) == MAX_BACKOFF_S
+    assert case.supervisor.slots[0].last_error == ""
+    await case.supervisor.stop(0.0)
+
+
+@pytest.mark.parametrize(("life_s", "next_wait_s"), [(9.0, 0.4), (11.0, 0.1)])
+async def test_a_long_life_resets_the_backoff(case: Case, life_s: float, next_wait_s: float) -> None:
+    await case.supervisor.start()
+    for index in range(2):  # 0.1 s, 0.2 s
+        (await case.handle(index)).dead = True
+    last = await case.handle(2)
+    case.clock.now = case.supervisor.slots[0].started_at + life_s
+    last.dead = True
+    await case.handle(3)
+    assert case.clock.slept == pytest.approx([0.1, 0.2, next_wait_s])
+    await case.supervisor.stop(0.0)
+
+
+async def test_a_node_that_lost_its_lease_is_killed_and_replaced(case: Case) -> None:
+    await case.supervisor.start()
+    lost_at = case.clock.now
+    case.leased = False
+    await until(lambda: "lease_lost" in case.kinds)
+    assert 2.0 <= case.clock.now - lost_at <= 3.0
+    await case.handle(1)
+    assert case.nodes.handles[0].killed.is_set()
+    assert case.kinds == ["started", "lease_lost", "started"]
+    assert case.supervisor.slots[0].generation == 2
+    await case.supervisor.stop(0.0)
+
+
+async def test_a_node_that_is_cut_off_is_left_alone_until_its_host_answers(case: Case) -> None:
+    answers, asked = False, set[str]()
+
+    async def reachable(address: str) -> bool:
+        asked.add(address)
+        return answers
+
+    case.supervisor.reachable = reachable
+    await case.supervisor.start()
+    case.leased = False
+    await until(lambda: case.clock.now > 10.0)
+    assert case.kinds == ["started", "cut_off"]  # told once
+    assert asked == {"decode-0:1"}
+    case.leased = True  # it is back, as it was
+    now = case.clock.now
+    await until(lambda: case.clock.now > now + 3.0)
+    assert case.kinds == ["started", "cut_off"]
+    assert not case.nodes.handles[0].killed.is_set()
+    case.leased, answers = False, True  # it is stopped, on a host that lives
+    await case.handle(1)
+    assert case.kinds[-2:] == ["lease_lost", "started"]
+    assert case.nodes.handles[0].killed.is_set()
+    await case.supervisor.stop(0.0)
+
+
+@pytest.mark.parametrize("silent_s", [0.5, 1.9, 2.1, 3.9, 30.0])
+async def test_a_node_has_a_whole_grace_from_when_its_host_answers(case: Case, silent_s: float) -> None:
+    """However long the cut was: a renewal needs a connection first."""
+
+    async def reachable(address: str) -> bool:
+        return case.clock.now - lost_at >= silent_s
+
+    case.supervisor.reachable = reachable
+    await case.supervisor.start()
+    lost_at, case.leased = case.clock.now, False
+    await until(lambda: case.clock.now - lost_at > silent_s + 1.5)
+    case.leased = True
+    await until(lambda: case.clock.now - lost_at > silent_s + 5.0)
+    assert case.kinds == ["started", "cut_off"]
+    case.leased = False  # on a host that answers
+    lost_at -= silent_s
+    now = case.clock.now
+    await case.handle(1)
+    assert 2.0 <= case.clock.now - now <= 3.0
+    await case.supervisor.stop(0.0)
+
+
+async def test_a_node_that_is_cut_off_delays_no_stop(case: Case) -> None:
+    async def reachable(address: str) -> bool:
+        return False
+
+    case.supervisor.reachable = reachable
+    await case.supervisor.start()
+    await case.supervisor.stop(10.0)
+    assert case.nodes.handles[0].killed.is_set()
+    assert case.nodes.handles[0].stops == []
+
+
+async def test_a_node_that_dies_while_cut_off_is_replaced(case: Case) -> None:
+    async def reachable(address: str) -> bool:
+        return False
+
+    case.supervisor.reachable = reachable
+    await case.supervisor.start()
+    case.leased = False
+    await until(lambda: "cut_off" in case.kinds)
+    case.nodes.handles[0].dead = True
+    await case.handle(1)
+    assert case.kinds[-2:] == ["died", "started"]
+    await case.supervisor.stop(0.0)
+
+
+async def test_a_short_absence_of_the_lease_is_nothing(case: Case) -> None:
+    await case.supervisor.start()
+    for _ in range(5):
+        case.leased = False
+        start = case.clock.now
+        while case.clock.now < start + 1.7:
+            await asyncio.sleep(0)
+        case.leased = True
+        start = case.clock.now
+        while case.clock.now <= start + 2 * POLL_S:
+            await asyncio.sleep(0)
+    assert case.kinds == ["started"]
+    await case.supervisor.stop(0.0)
+
+
+async def test_faults_of_a_handle_or_a_listener_do_not_end_the_watch(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tell(event: NodeEvent) -> None:
+        case.events.append(event)
+        raise RuntimeError("a listener's fault")
+
+    case.supervisor.on_event = tell
+    await case.supervisor.start()
+    first = case.nodes.handles[0]
+    faults = iter([RuntimeError("Ray hiccup")] * 3)
+
+    def died() -> bool:
+        for fault in faults:
+            raise fault
+        return True
+
+    monkeypatch.setattr(first, "died", died)
+    await case.handle(1)
+    assert next(faults, None) is None
+    await case.supervisor.stop(0.0)
+
+
+async def test_a_first_start_that_fails_is_raised_and_the_rest_can_be_stopped() -> None:
+    nodes = Nodes()
+    nodes.failures = {0: NodeUnavailable("no such model")}
+    supervisor = Supervisor(nodes.launch)
+    supervisor.want("decode", 3)
+    with pytest.raises(NodeUnavailable, match="no such model"):
+        await supervisor.start()
+    await until(lambda: len(nodes.handles) == 3)
+    await supervisor.stop(0.0)
+    assert all(handle.stops == [0.0] for handle in nodes.handles)
+
+
+async def test_stops_side_by_side_once_and_restarts_nothing() -> None:
+    nodes = Nodes()
+    supervisor = Supervisor(nodes.launch)
+    supervisor.want("decode", 3)
+    await supervisor.start()
+    beside = threading.Barrier(3)
+    for handle in nodes.handles:
+        handle.beside = beside
+    await supervisor.stop(1.5)
+    assert not beside.broken
+    await supervisor.stop(1.5)
+    for handle in nodes.handles:
+        assert handle.stops == [1.5]
+        assert not handle.killed.is_set()
+        handle.dead = True
+    await asyncio.sleep(3 * POLL_S)
+    assert len(nodes.handles) == 3
+
+
+async def test_a_node_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "STOP_MARGIN_S", 2.0)
+    nodes = Nodes()
+    supervisor = Supervisor(nodes.launch)
+    supervisor.want("decode", 2)
+    await supervisor.start()
+    hung, good = nodes.handles
+    hung.stop_s = 60.0
+    await supervisor.stop(0.1)
+    assert hung.killed.is_set()  # had it been waited for to its end, it would not be
+    assert not good.killed.is_set()
+
+
+async def test_a_process_that_comes_after_the_stop_is_killed() -> None:
+    nodes, begun, go = Nodes(), threading.Event(), threading.Event()
+
+    def slow(role: str, node_id: str, generation: int) -> Handle:
+        begun.set()
+        go.wait(REAL_LIMIT_S)
+        return nodes.launch(role, node_id, generation)
+
+    supervisor = Supervisor(slow)
+    supervisor.want("decode", 1)
+    starting = asyncio.create_task(supervisor.start())
+    await until(begun.is_set)
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    await supervisor.stop(0.0)
+    assert nodes.handles == []  # it comes after everybody has left
+    go.set()
+    await until(lambda: bool(nodes.handles) and nodes.handles[0].killed.is_set())
+    assert [handle.killed.is_set() for handle in nodes.handles] == [True]
+
+
+async def test_generations_outrank_those_of_an_earlier_deployment() -> None:
+    earlier = Supervisor(Nodes().launch).first_generation
+    assert earlier == pytest.approx(time.time(), abs=5)
+
+
+# ---- roles
+
+
+async def test_a_node_changes_sides_by_drain_and_restart() -> None:
+    nodes, events = Nodes(), list[NodeEvent]()
+    supervisor = Supervisor(nodes.launch, events.append, first_generation=7)
+    supervisor.want("prefill", 2)
+    supervisor.want("decode", 1)
+    await supervisor.start()
+    old = next(handle for handle in nodes.handles if handle.node_id == "prefill-1")
+    slot = await supervisor.switch("prefill-1", "decode", 3.0)
+    assert (slot.node_id, slot.role, slot.generation, slot.address) == ("prefill-1", "decode", 8, "prefill-1:8")
+    assert old.stops == [3.0]
+    assert [e.kind for e in events[3:]] == ["stopped", "started"]
+    assert (await supervisor.switch("prefill-1", "decode", 3.0)).generation == 8  # it is one already
+    await supervisor.switch("decode-0", "prefill", 3.0)  # there is another decode node now
+    nodes.handles[-1].dead = True
+    await until(lambda: supervisor.slots[2].generation == 9)
+    assert supervisor.slots[2].role == "prefill"  # it dies and comes back in its new role
+    await supervisor.stop(0.0)
+
+
+@pytest.mark.parametrize(
+    ("node_id", "role", "field_", "said"),
+    [
+        ("decode-7", "prefill", "node_id", "none of prefill-0, decode-0"),
+        ("prefill-0", "router", "role", "neither prefill nor decode"),
+        ("decode-0", "prefill", "role", "only decode node"),
+    ],
+)
+async def test_switches_that_are_refused(node_id: str, role: str, field_: str, said: str) -> None:
+    nodes = Nodes()
+    supervisor = Supervisor(nodes.launch, first_generation=7)
+    supervisor.want("prefill", 1)
+    supervisor.want("decode", 1)
+    await supervisor.start()
+    with pytest.raises(InvalidRequest, match=said) as refused:
+        await supervisor.switch(node_id, role, 1.0)
+    assert refused.value.field == field_
+    assert not any(handle.stops for handle in nodes.handles)
+    await supervisor.stop(0.0)
+
+
+async def test_two_switches_at_once_leave_a_decode_node() -> None:
+    nodes = Nodes()
+    supervisor = Supervisor(nodes.launch, first_generation=7)
+    supervisor.want("decode", 2)
+    await supervisor.start()
+    both = [supervisor.switch(f"decode-{i}", "prefill", 1.0) for i in range(2)]
+    ended = await asyncio.gather(*both, return_exceptions=True)
+    assert sorted(type(each).__name__ for each in ended) == ["InvalidRequest", "Slot"]
+    assert sorted(slot.role for slot in supervisor.slots) == ["decode", "prefill"]
+    await supervisor.stop(0.0)
+
+
+async def test_a_switch_whose_start_fails_is_tried_again_in_the_new_role() -> None:
+    nodes, launched = Nodes(), list[str]()
+    nodes.failures[2] = NodeUnavailable("no memory")
+
+    def launch(role: str, node_id: str, generation: int) -> Handle:
+        launched.append(role)
+        return nodes.launch(role, node_id, generation)
+
+    supervisor = Supervisor(launch, first_generation=7)
+    supervisor.want("decode", 2)
+    await supervisor.start()
+    with pytest.raises(NodeUnavailable, match="no memory"):
+        await supervisor.switch("decode-1", "prefill", 1.0)
+    await until(lambda: len(launched) == 4 and supervisor.slots[1].address == "decode-1:9")
+    assert launched == ["decode", "decode", "prefill", "prefill"]
+    await supervisor.stop(0.0)

@@ -1,0 +1,240 @@
+"""The journal on a real server: bounded, expiring, back after an outage, and never waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import pytest
+import redis
+from fakes.redis_servers import SERVERS, Embedded, Server
+from prometheus_client import CollectorRegistry
+
+from cluster.state import journal as module
+from cluster.state.journal import ENTRY_OVERHEAD_BYTES, Journal, journal_key, open_journal
+from paceline.config import ServeConfig
+from paceline.errors import NodeUnavailable
+
+KEYS = [journal_key("tenant", f"{i:032x}") for i in range(40)]
+
+
+@pytest.fixture(params=SERVERS)
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    made = SERVERS[request.param]()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def embedded() -> Iterator[Embedded]:
+    with Embedded() as made:
+        yield made
+
+
+class Observed:
+    """A running journal and its counters."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        self.registry = CollectorRegistry()
+        bounds: dict[str, Any] = {"ttl_s": 60.0, "entry_bytes": 10_000, "total_bytes": 1_000_000} | options
+        self.journal = Journal(url, registry=self.registry, **bounds)
+
+    @contextmanager
+    def without_client(self) -> Iterator[None]:
+        """Whatever would ask Redis in here, or wait for it, fails."""
+        client, self.journal._client = self.journal._client, None
+        try:
+            yield
+        finally:
+            self.journal._client = client
+
+    def dropped(self, reason: str) -> float:
+        return self.registry.get_sample_value("paceline_journal_dropped_total", {"reason": reason}) or 0.0
+
+
+@asynccontextmanager
+async def running(url: str, **options: Any) -> AsyncIterator[Observed]:
+    made = Observed(url, **options)
+    made.journal.start()
+    try:
+        yield made
+    finally:
+        await made.journal.close()
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def stored(server: Server) -> dict[str, bytes]:
+    """What Redis has, by key."""
+    with redis.Redis.from_url(server.url) as client:
+        found = {key.decode(): client.get(key) for key in client.keys("*")}
+        return {key.removeprefix("paceline:journal:"): value for key, value in found.items() if value is not None}
+
+
+def ttl_s(server: Server, key: str) -> float:
+    with redis.Redis.from_url(server.url) as client:
+        return float(client.pttl(f"paceline:journal:{key}")) / 1000
+
+
+async def test_an_entry_is_there_at_once_and_goes_soon_after_its_answer(server: Server) -> None:
+    async with running(server.url) as made:
+        kept = made.journal.keep(KEYS[0], b"request")
+        assert kept is not None
+        await until(lambda: stored(server) == {KEYS[0]: b"request"})
+        assert 50 < ttl_s(server, KEYS[0]) <= 60
+        assert await made.journal.read(KEYS[0]) == b"request"
+        assert await made.journal.read(KEYS[1]) is None
+        made.journal.release(kept, complete=True)
+        await until(lambda: ttl_s(server, KEYS[0]) <= module.COMPLETE_TTL_S)
+        assert stored(server) == {KEYS[0]: b"request"}
+
+
+async def test_what_broke_stays_for_its_whole_life(embedded: Embedded) -> None:
+    async with running(embedded.url) as made:
+        kept = made.journal.keep(KEYS[0], b"request")
+        assert kept is not None
+        made.journal.release(kept, complete=False)
+        await until(lambda: bool(stored(embedded)))
+        assert ttl_s(embedded, KEYS[0]) > 50
+
+
+async def test_a_running_stream_outlives_the_lifetime_and_an_ended_one_does_not(embedded: Embedded) -> None:
+    async with running(embedded.url, ttl_s=0.4) as made:
+        kept = made.journal.keep(KEYS[0], b"request")
+        await asyncio.sleep(1.2)
+        await until(lambda: stored(embedded) == {KEYS[0]: b"request"})  # it may be late, but is written again and again
+        assert kept is not None
+        made.journal.release(kept, complete=False)
+        await until(lambda: not stored(embedded))
+        await until(lambda: not made.journal._held)  # nor does it take memory any more
+        assert made.journal._bytes == 0
+
+
+async def test_the_oldest_give_way(embedded: Embedded) -> None:
+    room = 4 * (100 + ENTRY_OVERHEAD_BYTES)
+    async with running(embedded.url, total_bytes=room) as made:
+        for key in KEYS[:4]:
+            made.journal.keep(key, bytes(100))
+        await until(lambda: len(stored(embedded)) == 4)
+        for key in KEYS[4:10]:
+            made.journal.keep(key, bytes(100))
+        await until(lambda: set(stored(embedded)) == set(KEYS[6:10]))
+        assert made.dropped("full") == 6
+        assert made.journal._bytes == room
+
+
+async def test_a_large_request_is_not_kept(embedded: Embedded) -> None:
+    async with running(embedded.url, entry_bytes=100) as made:
+        assert made.journal.keep(KEYS[0], bytes(101)) is None
+        assert made.journal.keep(KEYS[1], bytes(100)) is not None
+        await until(lambda: set(stored(embedded)) == {KEYS[1]})
+        assert made.dropped("size") == 1
+
+
+async def test_a_second_stream_of_a_generation_takes_over(embedded: Embedded) -> None:
+    async with running(embedded.url) as made:
+        first = made.journal.keep(KEYS[0], b"request")
+        second = made.journal.keep(KEYS[0], b"request")
+        assert first is not None
+        assert second is not None
+        made.journal.release(first, complete=True)  # the end of the stream that broke comes late
+        await until(lambda: bool(stored(embedded)))
+        assert second.live
+        assert ttl_s(embedded, KEYS[0]) > 50
+        assert made.journal._bytes == second.size
+
+
+async def test_an_outage_delays_nothing_overflows_counted_and_ends(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(server.url, total_bytes=10 * (100 + ENTRY_OVERHEAD_BYTES)) as made:
+        made.journal.keep(KEYS[0], bytes(100))
+        await until(lambda: len(stored(server)) == 1)
+        server.kill()
+        with made.without_client():
+            kept = [made.journal.keep(key, bytes(100)) for key in KEYS[1:30]]
+        assert made.dropped("full") == 20
+        assert len(made.journal._held) == 10
+        with pytest.raises(NodeUnavailable, match="journal"):
+            await made.journal.read(KEYS[0])
+        await until(lambda: "cannot be written" in caplog.text)
+        server.start_again()
+        await until(lambda: set(stored(server)) == set(KEYS[20:30]))
+        assert all(one is not None for one in kept)
+        await until(lambda: "is written again" in caplog.text)
+
+
+async def test_a_redis_that_lost_its_data_has_what_runs_again(server: Server) -> None:
+    async with running(server.url, ttl_s=2.0) as made:
+        made.journal.keep(KEYS[0], b"runs")
+        ended = made.journal.keep(KEYS[1], b"ended")
+        assert ended is not None
+        made.journal.release(ended, complete=True)
+        await until(lambda: len(stored(server)) == 2)
+        server.kill()
+        server.start_again()
+        await until(lambda: stored(server) == {KEYS[0]: b"runs"})
+
+
+async def test_a_server_that_hangs_delays_nothing(embedded: Embedded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "READ_TIMEOUT_S", 0.2)
+    async with running(embedded.url) as made:
+        made.journal.keep(KEYS[0], b"request")
+        await until(lambda: bool(stored(embedded)))
+        os.kill(embedded.pid, signal.SIGSTOP)
+        try:
+            for key in KEYS[1:]:
+                with made.without_client():
+                    kept = made.journal.keep(key, b"request")
+                    assert kept is not None
+                    made.journal.release(kept, complete=True)
+                await asyncio.sleep(0)
+            with pytest.raises(NodeUnavailable, match="did not answer"):  # before the client itself gives up
+                await made.journal.read(KEYS[0])
+        finally:
+            os.kill(embedded.pid, signal.SIGCONT)
+        await until(lambda: len(stored(embedded)) == len(KEYS))
+
+
+async def test_what_ended_long_ago_is_not_written_any_more(embedded: Embedded) -> None:
+    async with running(embedded.url, ttl_s=0.5) as made:
+        embedded.kill()
+        kept = made.journal.keep(KEYS[0], b"request")
+        assert kept is not None
+        made.journal.release(kept, complete=False)
+        await until(lambda: not made.journal._held)
+        assert made.dropped("age") == 1
+        assert not made.journal._due
+        embedded.start_again()
+
+
+async def test_closing_is_quick_without_redis() -> None:
+    async with running("redis://127.0.0.1:1/0") as made:
+        made.journal.keep(KEYS[0], b"request")
+        await asyncio.sleep(0.05)
+        started = time.monotonic()
+    assert time.monotonic() - started < 2.0
+
+
+async def test_options() -> None:
+    off = ServeConfig.model_validate({"journal_mode": False, "adaptive": False})  # what YAML makes of a bare off
+    assert (off.journal_mode, off.adaptive) == ("off", "off")
+    assert open_journal(off, "redis://127.0.0.1:1/0") is None
+    made = open_journal(ServeConfig(journal_entry_bytes=7), "redis://127.0.0.1:1/0")
+    assert made is not None
+    assert made.keep(KEYS[0], bytes(8)) is None
+    await made.close()
+
+
+def test_neither_id_nor_tenant_is_in_the_key() -> None:
+    assert "secret" not in journal_key("tenant", "secret" * 5)
+    assert len({journal_key(*pair) for pair in (("a", "1:b"), ("a1:", "b"), ("", "a1:b"), ("b", "a"))}) == 4

@@ -1,0 +1,102 @@
+"""Tiny random models and runners, built in memory in milliseconds."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.assembly.build import assemble
+from paceline.config import NodeConfig
+from paceline.engine.model_runner import ModelRunner, RunnerIdentity
+from paceline.models.config import ModelSpec
+from paceline.models.llama import LlamaModel
+from paceline.models.loader import WeightBag
+from paceline.request import SamplingParams, SequenceRequest
+from paceline.spec_decode.base import Drafter
+from paceline.spec_decode.drafters.select import SelectingDrafter
+
+VOCAB = 199
+
+
+def tiny_spec(vocab_size: int = VOCAB, num_layers: int = 2) -> ModelSpec:
+    """A Llama with grouped heads; widths that fit no block size exactly."""
+    return ModelSpec(
+        family="llama",
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=112,
+        num_layers=num_layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        attention_bias=False,
+        attention_out_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        sliding_window=None,
+        eos_token_ids=(2,),
+        bos_token_id=1,
+    )
+
+
+def tiny_weights(spec: ModelSpec, dtype: torch.dtype, seed: int = 0) -> WeightBag:
+    """Random weights, scaled so that the next-token distribution is neither flat nor a spike."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, wide = spec.hidden_size, spec.intermediate_size
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (spec.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for i in range(spec.num_layers):
+        layer = f"model.layers.{i}"
+        shapes |= {
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
+            f"{layer}.self_attn.q_proj.weight": (q, hidden),
+            f"{layer}.self_attn.k_proj.weight": (kv, hidden),
+            f"{layer}.self_attn.v_proj.weight": (kv, hidden),
+            f"{layer}.self_attn.o_proj.weight": (hidden, q),
+            f"{layer}.mlp.gate_proj.weight": (wide, hidden),
+            f"{layer}.mlp.up_proj.weight": (wide, hidden),
+            f"{layer}.mlp.down_proj.weight": (hidden, wide),
+        }
+    tensors = {}
+    for name, shape in shapes.items():
+        value = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * 0.35
+        tensors[name] = value.to(dtype)
+    return WeightBag(tensors)
+
+
+def tiny_runner(
+    dtype: str = "fp32", seed: int = 0, vocab_size: int = VOCAB, *, decodes: bool = True, **options: object
+) -> ModelRunner:
+    """A runner over a tiny model; ``options`` are NodeConfig's. decodes: False for a prefill node's."""
+    spec = tiny_spec(vocab_size)
+    torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
+    model = LlamaModel(spec, tiny_weights(spec, torch_dtype, seed), torch_dtype, torch.device("cpu"))
+    defaults: dict[str, object] = {"model": "tiny", "dtype": dtype, "kv_cache_tokens": 4096, "max_model_len": 512}
+    config = NodeConfig.model_validate(defaults | options)
+    return assemble(config, model, RunnerIdentity("tiny", f"seed-{seed}", "test"), decodes=decodes)
+
+
+def primary_of(runner: ModelRunner) -> Drafter:
+    """The drafter that has the deployment's heads, whatever stands beside it."""
+    drafter = runner.drafter
+    return drafter.primary if isinstance(drafter, SelectingDrafter) else drafter
+
+
+def tiny_request(
+    prompt: list[int] | None = None, *, index: int = 0, max_tokens: int = 24, **params: object
+) -> SequenceRequest:
+    """A request with a prompt that repeats itself a little, so that n-grams match."""
+    if prompt is None:
+        generator = torch.Generator().manual_seed(1000 + index)
+        phrase = torch.randint(3, VOCAB, (5 + index % 7,), generator=generator).tolist()
+        prompt = [*phrase, *phrase[:3], 7 + index % 5, *phrase, *phrase[: index % 4]]
+    fields: dict[str, object] = {"temperature": 0.0, "seed": 17 + index, "max_tokens": max_tokens} | params
+    return SequenceRequest(f"r{index}", tuple(prompt), SamplingParams(**fields))  # type: ignore[arg-type]

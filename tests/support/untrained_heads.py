@@ -1,0 +1,75 @@
+"""Untrained heads of every kind for the tiny model, in their public formats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from paceline.models.config import ModelSpec
+from paceline.spec_decode.heads.formats.config import Eagle1Config, Eagle3Config, MedusaConfig
+from paceline.spec_decode.heads.formats.eagle import vocabulary_tensors
+from paceline.spec_decode.heads.formats.layer import LayerShape, Shapes
+from paceline.spec_decode.heads.formats.write import write_eagle1, write_eagle3, write_medusa
+from support.tiny_model import tiny_spec, tiny_weights
+
+DRAFT_VOCAB = 120
+
+
+def write_tiny_head(folder: Path, name: str, spec: ModelSpec | None = None) -> None:
+    """``name``: a drafter with weights: eagle, eagle3, medusa or draft_model. spec: of the target; a tiny one's."""
+    spec = spec or tiny_spec()
+    shape = LayerShape.of_target(spec, 48)
+    if name == "eagle":
+        one = Eagle1Config(shape, spec.vocab_size)
+        write_eagle1(folder, _random(one.tensor_shapes()), one)
+    elif name == "eagle3":
+        three = Eagle3Config(shape, spec.vocab_size, DRAFT_VOCAB, spec.hidden_size, (0, 1, 2))
+        ids = vocabulary_tensors(sorted(range(3, 3 + DRAFT_VOCAB)), spec.vocab_size)
+        write_eagle3(folder, _random(three.tensor_shapes()) | ids, three)
+    elif name == "medusa":
+        medusa = MedusaConfig(spec.hidden_size, 3, 1)
+        write_medusa(folder, _random(medusa.tensor_shapes()), medusa)
+    else:
+        _write_model(folder)
+
+
+def _random(shapes: Shapes) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    norm = ("norm.weight", "layernorm.weight")
+    return {
+        name: torch.ones(shape) if name.endswith(norm) else torch.randn(shape, generator=generator) * 0.2
+        for name, shape in shapes.items()
+    }
+
+
+def _write_model(folder: Path) -> None:
+    """A one-layer model with the tiny model's vocabulary."""
+    spec = tiny_spec(num_layers=1)
+    bag = tiny_weights(spec, torch.float32, seed=4)
+    names = ["model.embed_tokens.weight", "model.norm.weight"]
+    layer = "model.layers.0"
+    names += [f"{layer}.{n}_layernorm.weight" for n in ("input", "post_attention")]
+    names += [f"{layer}.self_attn.{n}_proj.weight" for n in "qkvo"]
+    names += [f"{layer}.mlp.{n}_proj.weight" for n in ("gate", "up", "down")]
+    folder.mkdir(parents=True)
+    save_file({name: bag.take(name) for name in names}, folder / "model.safetensors")
+    bag.finish()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "rms_norm_eps": spec.rms_norm_eps,
+        "rope_theta": spec.rope_theta,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "tie_word_embeddings": True,
+        "bos_token_id": spec.bos_token_id,
+        "eos_token_id": spec.eos_token_ids[0],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
