@@ -152,7 +152,7 @@ def handoff(
     from benchmarks import jobs, tables
     from benchmarks.handoff import bench as bench_handoff
     from benchmarks.handoff.report import HandoffSettings, handoff_grid
-    from cluster.commands.cli import fetch_model
+    from cluster.commands.fetch import fetch_model
 
     jobs.Outputs(json, None, markdown).check()
     fetch_model(model)
@@ -181,7 +181,7 @@ def _inputs(
     """Read what can be read before the model is fetched, then fetch it."""
     from benchmarks import jobs
     from benchmarks.speculation.bench import Settings
-    from cluster.commands.cli import fetch_model
+    from cluster.commands.fetch import fetch_model
 
     runs, questions = jobs.parse_inputs(drafters, prompts)
     folder = fetch_model(model)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-INDEX = (ROOT / "docs" / "failures.md").read_text()
+INDEX = (ROOT / "docs" / "internals" / "failures.md").read_text()
 TESTS, NOT_APPLICABLE = INDEX.split("## Does not apply")
 
 THREADS = {

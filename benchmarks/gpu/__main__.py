@@ -76,7 +76,7 @@ def _measure(bench: Bench, row: Row, clock: Callable[[], float]) -> Result:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command."""
-    parser = argparse.ArgumentParser(prog="benchmarks.gpu.__main__", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__)
     parser.add_argument(
         "--rows", default="", help="keys, or the groups table and sweep, separated by commas; default all"
     )

@@ -9,14 +9,14 @@ import logging
 import signal
 import sys
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from benchmarks.command import bench
+from cluster.commands.console import errors
+from cluster.commands.fetch import fetch_model
 from cluster.commands.options import load_config, serve_parameters
 from cluster.commands.role import role
 from cluster.commands.trace import trace
@@ -30,12 +30,20 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(bench, name="bench")
 app.command("make-corpus")(make_corpus)
 app.command("train-drafter")(train_drafter)
 app.command("trace")(trace)
 app.command("role")(role)
-errors = Console(stderr=True, highlight=False)
+
+
+def add_registered_commands() -> None:
+    """Commands of packages that lie above this one, such as ``paceline bench``: entry points of the group
+    ``paceline.commands`` in pyproject.toml, each a typer application."""
+    for found in entry_points(group="paceline.commands"):
+        app.add_typer(found.load(), name=found.name)
+
+
+add_registered_commands()
 
 
 def main() -> None:
@@ -76,22 +84,6 @@ def with_serve_options(run: Callable[[ServeConfig, bool], None]) -> Callable[...
 def pull(model: Annotated[str, typer.Argument(help="A known model, e.g. smollm2-135m-instruct.")]) -> None:
     """Fetch a model, convert it once, print its folder."""
     typer.echo(fetch_model(model))
-
-
-def fetch_model(model: str) -> Path:
-    """Resolve a model with a progress bar on stderr."""
-    from paceline.models.hub import resolve_model
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    with Progress(*columns, console=errors, transient=True) as progress:
-        tasks: dict[str, Any] = {}
-
-        def show(what: str, share: float) -> None:
-            if what not in tasks:
-                tasks[what] = progress.add_task(f"{model}: {what}", total=1.0)
-            progress.update(tasks[what], completed=share)
-
-        return resolve_model(model, show)
 
 
 def serve(config: ServeConfig, verbose: bool) -> None:

@@ -65,9 +65,9 @@ class Router:
         prefixes: PrefixIndex | None = None,
     ) -> None:
         """model_name: what requests may call the model. bit_exact: what the nodes' probe said. detokenizer: makes one
-        per choice from tokenizer, prompt ids and stop strings; the default is paceline.tokenizer's. journal: of streams
-        that other routers may go on with; started, and closed by its owner. prefixes: what nodes are thought to have
-        cached; None: they are chosen by load alone."""
+        per choice from tokenizer, prompt ids and stop strings; the default is paceline.text.tokenizer's. journal: of
+        streams that other routers may go on with; started, and closed by its owner. prefixes: what nodes are thought
+        to have cached; None: they are chosen by load alone."""
         self.config = config
         self.tokenizer = tokenizer
         self.served = Served(model_name, max_model_len, vocab_size, config.selectable)

@@ -33,7 +33,8 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def test_nothing_heavy_is_imported_before_a_command_runs() -> None:
-    code = "import sys, cluster.bench_cli; print([m for m in ('torch', 'numpy', 'benchmarks') if m in sys.modules])"
+    code = "import sys, benchmarks.command; "
+    code += "print([m for m in ('torch', 'numpy', 'benchmarks.jobs') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
 

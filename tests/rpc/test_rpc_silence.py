@@ -18,7 +18,7 @@ from paceline.v1 import node_pb2, node_pb2_grpc
 
 SERVER = """
 import asyncio
-from paceline.engine.rpc import start_server
+from paceline.rpc.calls import start_server
 from paceline.v1 import node_pb2, node_pb2_grpc
 
 class Silent(node_pb2_grpc.DecodeNodeServicer):

@@ -91,7 +91,8 @@ class TestFolder:
         import subprocess
         import sys
 
-        program = "import sys, paceline.tokenizer; print(*{'torch', 'transformers', 'ray', 'numpy'} & set(sys.modules))"
+        program = "import sys, paceline.text.tokenizer; "
+        program += "print(*{'torch', 'transformers', 'ray', 'numpy'} & set(sys.modules))"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
         assert done.stdout.strip() == ""
 

@@ -33,7 +33,8 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def test_nothing_heavy_is_imported_before_a_command_runs() -> None:
-    code = "import sys, cluster.train_cli; print([m for m in ('torch', 'numpy', 'draft_training') if m in sys.modules])"
+    code = "import sys, cluster.commands.train; "
+    code += "print([m for m in ('torch', 'numpy', 'draft_training') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
 

@@ -209,7 +209,8 @@ def test_a_host_that_never_started_can_be_stopped(node: PretendedNode, node_host
 
 
 def test_the_process_side_imports_no_torch_by_itself() -> None:
-    code = "import sys, cluster.host, cluster.supervise, cluster.registry; sys.exit('torch' in sys.modules)"
+    code = "import sys, cluster.nodes.host, cluster.nodes.supervise, cluster.state.registry; "
+    code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

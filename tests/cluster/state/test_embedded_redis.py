@@ -22,7 +22,7 @@ from cluster.state.embedded_redis import EmbeddedRedis
 
 PARENT = """
 import sys
-from cluster.embedded_redis import EmbeddedRedis
+from cluster.state.embedded_redis import EmbeddedRedis
 server = EmbeddedRedis()
 print(server.pid, server.url, flush=True)
 sys.stdin.read()
