@@ -11,6 +11,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import mmap
 import os
 import platform
 import shutil
@@ -162,3 +163,18 @@ def set_threads(count: int) -> None:
     library = load_kernels()
     if library is not None:
         library.pl_set_threads(count)
+
+
+def share_cores(busy: mmap.mmap, slots: int, own: int, cores: int) -> None:
+    """Threads follow ``busy`` from now on: a byte for each of ``slots`` processes of this host, not 0 while it works;
+    this process is number ``own``. All use ``cores`` together (``kernels/host.cpp``). The map must stay open."""
+    library = load_kernels()
+    if library is not None:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(busy))
+        library.pl_share_cores(address, slots, own, cores)
+
+
+def current_threads() -> int:
+    """Threads that a kernel called now would use; 1 where there are no kernels."""
+    library = load_kernels()
+    return 1 if library is None else int(library.pl_threads())
