@@ -22,6 +22,7 @@ from kv_transfer.transports.base import Transport
 from paceline.kvcache.layout import KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.v1.handoff_pb2 import HandoffAck, HandoffMessage, State
+from support.pool_rows import write_rows
 
 HIDDEN_SIZE = 12
 OWNERS = ((TARGET_KV, LayerOwner.TARGET), (DRAFT_KV, LayerOwner.DRAFT))
@@ -64,9 +65,9 @@ def fill(pool: KvPool, slots: Tensor, rows: Sequence[Tensor]) -> None:
     """Store a rank's share of rows, [tokens, planes, heads, width] by layer."""
     for index, tensor in enumerate(rows):
         if tensor.shape[1] == 1:
-            pool.write_latent(index, slots, tensor[:, 0, 0])
+            write_rows(pool, index, slots, tensor[:, 0, 0])
         else:
-            pool.write(index, slots, tensor[:, 0], tensor[:, 1])
+            write_rows(pool, index, slots, tensor[:, 0], tensor[:, 1])
 
 
 def read(pool: KvPool, slots: Tensor) -> list[Tensor]:
