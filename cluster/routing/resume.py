@@ -1,4 +1,4 @@
-"""Going on with a stream that another router began (design section 7).
+"""Going on with a stream that another router began (docs/internals/architecture.md#a-router-dies).
 
 The request comes from the journal, or from the client's own copy; both are planned like any other, and the digest of
 the plan says whether it is the one that was admitted. What the client has is either given back as tokens, which the

@@ -1,4 +1,4 @@
-"""The router: admits requests, chooses nodes, puts the answers together (design sections 4 and 7).
+"""The router: admits requests, chooses nodes, puts the answers together (docs/internals/architecture.md#a-request).
 
 Life of a request: admitted -> planned -> queued for its turn -> one task per choice, each of attempts on pairs of nodes
 -> over. Chunks of all choices meet in one bounded queue; a client that reads slowly holds its nodes back. Closing the

@@ -180,7 +180,7 @@ def test_neighbours_in_a_batch_change_nothing() -> None:
 
 
 def test_sdpa_in_place_of_the_kernel_fails_the_invariance_check() -> None:
-    """The mutant named by the design: torch's SDPA depends on the number of query rows."""
+    """The mutant that docs/internals/exactness.md names: torch's SDPA depends on the number of query rows."""
     case = Case(torch.bfloat16, (9, 3, 64), 16)
 
     def sdpa(start: int, end: int) -> torch.Tensor:

@@ -136,7 +136,7 @@ def test_a_sibling_is_not_seen() -> None:
 
 
 def test_sdpa_in_place_of_the_kernel_fails_the_invariance_check() -> None:
-    """The mutant named by the design: torch's SDPA depends on the number of query rows."""
+    """The mutant that docs/internals/exactness.md names: torch's SDPA depends on the number of query rows."""
     case = Case(torch.bfloat16, GEOMETRIES[0])
 
     def sdpa(start: int, end: int) -> torch.Tensor:
