@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator
 
 import grpc.aio
 
-from kv_transfer.handoff.state import described
+from kv_transfer.handoff.block import described
 from paceline.config import NodeConfig
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import InvalidRequest, PacelineError, RequestCancelled

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from decode_node.engine.ends import StreamEnds
 from decode_node.engine.scheduler import DecodeScheduler
 from decode_node.stream import HiddenRows, Landing, Stream, StreamPhase
-from kv_transfer.handoff.state import Handoff, HandoffPlan
+from kv_transfer.handoff.coverage import ExpectedRows
+from kv_transfer.handoff.state import Handoff
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import Overloaded, PacelineError
 from paceline.spec_decode.sequence import Sequence
@@ -73,10 +74,9 @@ class Admission:
         return True
 
     def _landing(self, stream: Stream, seq: Sequence) -> Landing:
-        plan = HandoffPlan(
+        expected = ExpectedRows(
             layout=self._runner.kv.layout,
-            first_token=seq.cached_tokens,
-            num_tokens=seq.num_prefill - seq.cached_tokens,
+            tokens=range(seq.cached_tokens, seq.num_prefill),
             hidden_size=self._runner.hidden_size,
             draft_required=False,  # missing draft state is never an error, only slower
             row_width=self._runner.row_width,
@@ -84,13 +84,14 @@ class Admission:
         handoff = Handoff(
             stream.ticket,
             time.monotonic,
-            plan,
+            expected,
             reserve_deadline_s=self._deadlines.reserve_s,
             handoff_deadline_s=self._deadlines.handoff_s,
             trace=stream.trace.on("receive"),
         )
         slots = seq.table.slots[: seq.num_prefill].clone()
-        return Landing(handoff, tuple(seq.table.pages), slots, HiddenRows(plan.first_token, plan.num_tokens))
+        hidden = HiddenRows(seq.cached_tokens, seq.num_prefill - seq.cached_tokens)
+        return Landing(handoff, tuple(seq.table.pages), slots, hidden)
 
 
 def num_slots(runner: ModelRunner, stream: Stream) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 
-from kv_transfer.handoff.state import DRAFT_KV, HIDDEN, META, TARGET_KV
+from kv_transfer.handoff.block import DRAFT_KV, HIDDEN, META, TARGET_KV
 from paceline.engine.model_runner import ModelRunner, SampledToken
 from paceline.errors import DeadlineExceeded, HandoffFailed, InvalidRequest, Overloaded, PacelineError
 from paceline.serving.ledger import PageLedger
