@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kv_transfer.handoff.state import DRAFT_KV, META, TARGET_KV, ByteClass
+from kv_transfer.handoff.block import DRAFT_KV, META, TARGET_KV, ByteClass
 from paceline.errors import HandoffFailed
 from paceline.results import TraceEvent
 from paceline.tracing import Recorder
