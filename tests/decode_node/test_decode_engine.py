@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from decode_node.engine.admission import HandoffDeadlines
 from decode_node.engine.engine import DecodeEngine
+from decode_node.engine.reservations import HandoffDeadlines
 from decode_node.engine.scheduler import DecodeLimits
 from decode_node.stream import EventQueue, Stream
 from tests.fakes.nodes import node_config, sequence_request
