@@ -14,8 +14,8 @@ from contextlib import aclosing
 
 import grpc.aio
 
-from decode_node.engine.admission import HandoffDeadlines, num_slots
 from decode_node.engine.engine import DecodeEngine
+from decode_node.engine.reservations import HandoffDeadlines, num_slots
 from decode_node.engine.scheduler import DecodeLimits
 from decode_node.links import HostContext, LinkHost
 from decode_node.service import DecodeService

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from decode_node.engine.admission import HandoffDeadlines
 from decode_node.engine.engine import DecodeEngine
+from decode_node.engine.reservations import HandoffDeadlines
 from decode_node.engine.scheduler import DecodeLimits
 from decode_node.sink import ReservedPages
 from decode_node.stream import EventQueue, Stream

@@ -27,7 +27,7 @@ class HandoffDeadlines:
     handoff_s: float  # from Begin to State
 
 
-class Admission:
+class Reservations:
     """Lets streams in, first come, first served, each with pages for the worst case."""
 
     def __init__(
@@ -42,13 +42,13 @@ class Admission:
         self._deadlines = deadlines
         self._ends = ends
 
-    def admit(self) -> None:
+    def reserve(self) -> None:
         """Reserve for the head of the line while there are pages."""
-        for stream, error in self._scheduler.reserve(self._reserve):
+        for stream, error in self._scheduler.reserve(self._reserve_for):
             log.error("reserving for %s failed", stream.request.request_id, exc_info=error)
             self._ends.fail(stream, PacelineError(f"reservation failed: {error!r}"))
 
-    def _reserve(self, stream: Stream) -> bool:
+    def _reserve_for(self, stream: Stream) -> bool:
         """Take pages for the worst case; False when the pool lacks them now."""
         if stream.seq is None:
             stream.seq = self._runner.new_sequence(stream.request)
