@@ -23,6 +23,7 @@ from decode_node.service import DecodeService
 from decode_node.sink import ReservedPages
 from decode_node.stream import EventQueue, Stream
 from paceline.config import NodeConfig
+from paceline.engine.fingerprint import fingerprint_of
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import NodeUnavailable
 from paceline.kvcache.prefix import PrefixCache
@@ -61,7 +62,7 @@ class DecodeNode:
         if runner is None:
             runner = await asyncio.to_thread(_build, config)
         self._runner = runner
-        self._fingerprint = runner.fingerprint()
+        self._fingerprint = fingerprint_of(runner)
         limits = DecodeLimits(config.max_running, config.max_waiting, config.prefill_chunk_tokens)
         deadlines = HandoffDeadlines(config.reserve_deadline_s, config.handoff_deadline_s)
         self._engine = DecodeEngine(runner, limits, deadlines)

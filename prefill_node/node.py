@@ -17,6 +17,7 @@ import grpc.aio
 
 from kv_transfer.handoff.state import described
 from paceline.config import NodeConfig
+from paceline.engine.fingerprint import fingerprint_of
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import InvalidRequest, NodeUnavailable, PacelineError, RequestCancelled
 from paceline.kvcache.prefix import PrefixCache
@@ -59,7 +60,7 @@ class PrefillNode:
         if runner is None:
             runner = await asyncio.to_thread(_build, config)
         self._runner = runner
-        self._fingerprint = runner.fingerprint()
+        self._fingerprint = fingerprint_of(runner)
         limits = PrefillLimits(config.prefill_chunk_tokens, config.max_running, config.max_waiting)
         # Decode answers at its own hand-off deadline at the latest; one message may be late by its timeout.
         answer_timeout_s = config.handoff_deadline_s + 2 * config.transfer_timeout_s
