@@ -15,7 +15,8 @@ from typing import Protocol
 
 from decode_node.scheduler import DecodeLimits, DecodeScheduler
 from decode_node.stream import HiddenRows, Landing, Stream, StreamPhase
-from kv_transfer.handoff.state import Handoff, HandoffPlan, HandoffState
+from kv_transfer.handoff.coverage import ExpectedRows
+from kv_transfer.handoff.state import Handoff, HandoffState
 from paceline.config import WEIGHTLESS_DRAFTERS
 from paceline.engine.model_runner import ModelRunner, RoundResult
 from paceline.errors import HandoffFailed, Overloaded, PacelineError
@@ -115,10 +116,9 @@ class DecodeEngine:
         return True
 
     def _landing(self, stream: Stream, seq: Sequence) -> Landing:
-        plan = HandoffPlan(
+        expected = ExpectedRows(
             layout=self._runner.kv.layout,
-            first_token=seq.cached_tokens,
-            num_tokens=seq.num_prefill - seq.cached_tokens,
+            tokens=range(seq.cached_tokens, seq.num_prefill),
             hidden_size=self._runner.handoff.hidden_size,
             draft_required=False,  # missing draft state is never an error, only slower
             row_width=self._runner.handoff.row_width,
@@ -126,13 +126,15 @@ class DecodeEngine:
         handoff = Handoff(
             stream.ticket,
             time.monotonic,
-            plan,
+            expected,
             reserve_deadline_s=self._deadlines.reserve_s,
             handoff_deadline_s=self._deadlines.handoff_s,
             trace=stream.trace.on("receive"),
         )
         slots = seq.table.slots[: seq.num_prefill].clone()
-        return Landing(handoff, tuple(seq.table.pages), slots, HiddenRows(plan.first_token, plan.num_tokens))
+        return Landing(
+            handoff, tuple(seq.table.pages), slots, HiddenRows(seq.cached_tokens, seq.num_prefill - seq.cached_tokens)
+        )
 
     def _prefill(self) -> bool:
         step = self._scheduler.next_chunks()

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
 
-from kv_transfer.handoff.state import DRAFT_KV, HIDDEN, META, TARGET_KV, ByteClass
+from kv_transfer.handoff.block import DRAFT_KV, HIDDEN, META, TARGET_KV, ByteClass, RowBlock
 from paceline.config import WEIGHTLESS_DRAFTERS
 from paceline.engine.model_runner import ModelRunner, PrefillChunk, SampledToken
 from paceline.errors import DeadlineExceeded, HandoffFailed, InvalidRequest, Overloaded, PacelineError
@@ -164,12 +164,13 @@ class PrefillEngine:
             assert job.seq is not None
             job.begun = True
             job.trace.record("hand-off begin", first_token=job.first_token, end_token=job.seq.num_prefill)
-            job.link.begin(job.ticket, job.first_token, job.seq.num_prefill - job.first_token)
+            job.link.begin(job.ticket, range(job.first_token, job.seq.num_prefill))
 
     @staticmethod
     def _send_rows(job: PrefillJob, byte_class: ByteClass, layers: range, start: int, end: int) -> None:
         if job.seq is not None and start < end and len(layers):
-            job.link.rows(job.ticket, byte_class, layers, job.seq.table.slots[start:end], start)
+            block = RowBlock(byte_class, layers, range(start, end))
+            job.link.rows(job.ticket, block, job.seq.table.slots[start:end])
 
     def _send_draft(self, job: PrefillJob, *, last: bool) -> None:
         """Draft rows that are settled; before the last ones only as many as are worth a message."""

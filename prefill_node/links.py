@@ -16,8 +16,8 @@ import grpc
 import grpc.aio
 import torch
 
+from kv_transfer.handoff.block import ByteClass
 from kv_transfer.handoff.sender import HandoffSender
-from kv_transfer.handoff.state import ByteClass
 from kv_transfer.layout.compat import check_pairing, decode_layout
 from kv_transfer.layout.reshard import Side, reshard
 from kv_transfer.layout.rows import RowSource

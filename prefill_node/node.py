@@ -15,7 +15,7 @@ from contextlib import aclosing
 
 import grpc.aio
 
-from kv_transfer.handoff.state import described
+from kv_transfer.handoff.block import described
 from paceline.config import NodeConfig
 from paceline.engine.fingerprint import fingerprint_of
 from paceline.engine.model_runner import ModelRunner

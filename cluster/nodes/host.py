@@ -16,11 +16,13 @@ from typing import Any, Protocol, TypeVar
 import redis
 
 from cluster.nodes.addresses import own_address
+from cluster.nodes.node_logs import stderr_file
 from cluster.state.cache_events import CachePublisher, KeySource
 from cluster.state.registry import Fenced, LeaseKeeper
 from cluster.state.registry_types import NodeRecord
 from paceline.config import NodeConfig
 from paceline.errors import NodeUnavailable
+from paceline.logs import configure_logging
 from paceline.v1.inference_pb2 import NodeInfo
 
 log = logging.getLogger(__name__)
@@ -75,7 +77,7 @@ class NodeHost:
         interface: str = "",
     ) -> None:
         """interface: the node listens at its address, whatever ``config.host`` says."""
-        logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {node_id} %(levelname)s %(name)s: %(message)s")
+        configure_logging(config.log_level, config.log_format, node_id)
         self._role, self._node_id, self._generation = role, node_id, generation
         self._config = config.model_copy(update={"host": own_address(config.host, interface)})
         self._registry_url, self._lease_ttl_s = registry_url, lease_ttl_s
@@ -169,6 +171,7 @@ class NodeHost:
             started_at=time.time(),
             model=self._config.model,
             fingerprint_digest=self._node.fingerprint_digest(),
+            log=stderr_file(),
         )
 
     def _fenced(self) -> None:

@@ -12,7 +12,8 @@ from unittest.mock import patch
 import grpc
 import pytest
 
-from kv_transfer.handoff.state import TARGET_KV, HandoffState
+from kv_transfer.handoff.block import TARGET_KV
+from kv_transfer.handoff.state import HandoffState
 from paceline.v1 import node_pb2
 from tests.fakes.nodes import Cluster, cluster, sequence_request, wait_until
 from tests.fakes.runner import expected_output

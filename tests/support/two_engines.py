@@ -18,9 +18,9 @@ from decode_node.engine import DecodeEngine, HandoffDeadlines
 from decode_node.scheduler import DecodeLimits
 from decode_node.sink import ReservedPages
 from decode_node.stream import EventQueue, Stream
+from kv_transfer.handoff.block import ByteClass
 from kv_transfer.handoff.receiver import HandoffReceiver
 from kv_transfer.handoff.sender import HandoffSender
-from kv_transfer.handoff.state import ByteClass
 from kv_transfer.layout.reshard import Side, reshard
 from kv_transfer.layout.rows import RowSource
 from kv_transfer.transports.base import Transport
