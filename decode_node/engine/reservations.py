@@ -77,9 +77,9 @@ class Reservations:
         expected = ExpectedRows(
             layout=self._runner.kv.layout,
             tokens=range(seq.cached_tokens, seq.num_prefill),
-            hidden_size=self._runner.hidden_size,
+            hidden_size=self._runner.handoff.hidden_size,
             draft_required=False,  # missing draft state is never an error, only slower
-            row_width=self._runner.row_width,
+            row_width=self._runner.handoff.row_width,
         )
         handoff = Handoff(
             stream.ticket,

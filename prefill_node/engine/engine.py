@@ -95,7 +95,7 @@ class PrefillEngine:
         """Take pages for the whole prompt; False when the pool lacks them now."""
         if job.seq is None:
             # Cached rows have KV but no hidden rows: of those that are to cross, all are computed.
-            most = job.first_token if self._runner.row_width else None
+            most = job.first_token if self._runner.handoff.row_width else None
             job.seq = self._runner.new_sequence(job.request, most)
         try:
             job.seq.table.ensure(job.seq.num_prefill + 1)
