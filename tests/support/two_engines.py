@@ -68,6 +68,13 @@ class Events(EventQueue):
         return event
 
 
+def failure_of(end: handoff_pb2.HandoffAck | str) -> str | None:
+    """Why a hand-off failed, as its sender was told; None: it did not."""
+    if isinstance(end, str):
+        return end
+    return None if end.HasField("ready") else end.failed.reason
+
+
 class Decode:
     """The decode side, over one link after another."""
 
@@ -144,8 +151,7 @@ class Prefill:
         self.sender = HandoffSender(
             transport,
             post,
-            on_terminal=lambda ticket, ack: self._ended(ticket, None if ack.HasField("ready") else ack.failed.reason),
-            on_failed=self._ended,
+            on_ended=lambda ticket, end: self._ended(ticket, failure_of(end)),
             on_link_lost=lambda reason: None,
         )
         layout = runner.kv.layout
