@@ -104,6 +104,7 @@ class DecodeNode:
             local_prefill_up_to=request.local_prefill_up_to,
         )
         check_request(self._runner, stream.request, num_slots(self._runner, stream))
+        stream.request.speculation.check_within(self._config)
         stream.trace = self.shell.recorder.open(stream.request.request_id, "decode")
         return stream
 
