@@ -4,14 +4,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
+# Tests and deployments are dozens of Python processes: without bytecode files each compiles all that it imports, seconds
+# of it. So they are written even where the caller's environment says otherwise.
+export PYTHONDONTWRITEBYTECODE :=
 # Whole deployments, hosts, and what uses both cores: these run alone, all others side by side.
 ALONE := tests/chaos tests/multihost tests/soak tests/e2e/test_handoff_benchmark.py tests/e2e/test_prefix_routing.py \
   tests/e2e/test_role_switch.py tests/e2e/test_serve.py tests/e2e/test_serve_mtp.py
 
-.PHONY: setup demo serve test check fuzz fuzz-surface chaos soak proto bench clean help
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Files in their order, long ones before short ones at the end, so that both workers end together.
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
+
+.PHONY: setup demo serve test quick check fuzz fuzz-surface chaos soak proto bench clean help
 
 help:
-	@echo "make setup | demo | serve | test | check | fuzz | fuzz-surface | chaos | soak | proto | bench | clean   (ARGS='...' is passed on)"
+	@echo "make setup | demo | serve | test | quick | check | fuzz | fuzz-surface | chaos | soak | proto | bench | clean   (ARGS='...' is passed on)"
 
 $(VENV)/.node: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Paceline needs Python 3.11 or newer")'
@@ -36,11 +43,14 @@ serve: $(VENV)/.node
 test: $(VENV)/.dev check
 	$(BIN)/paceline pull smollm2-135m-instruct
 ifeq ($(ARGS),)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=20 --durations-min=5 -n 2 --dist loadfile $(ALONE:%=--ignore=%)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=30 --durations-min=5 $(ALONE)
+	$(PYTEST) --durations=20 --durations-min=5 $(SIDE_BY_SIDE) $(ALONE:%=--ignore=%)
+	$(PYTEST) --durations=30 --durations-min=5 $(ALONE)
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
+
+quick: $(VENV)/.dev
+	$(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not real_model and not e2e and not multihost" $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -74,6 +74,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(WorkerMemory())
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what tests/slow.txt names."""
+    slow = set(Path(__file__).with_name("slow.txt").read_text().splitlines())
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        if test in slow or test.partition("::")[0] in slow:
+            item.add_marker("slow")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """One line of all that this machine lacks, from the reasons "needs ..." of the tests that were skipped for it."""
     reasons = (report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", []))
