@@ -4,18 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
-# Tests and deployments are dozens of Python processes: without bytecode files each compiles all that it imports, seconds
-# of it. So they are written even where the caller's environment says otherwise.
+# A deployment is a dozen Python processes. Without bytecode files each of them compiles all that it imports, which takes
+# longer than the import itself, so the files are written whatever the caller's environment says.
 export PYTHONDONTWRITEBYTECODE :=
 # Whole deployments, hosts, and what uses both cores: these run alone, all others side by side.
 ALONE := tests/chaos tests/multihost tests/soak tests/e2e/test_handoff_benchmark.py tests/e2e/test_prefix_routing.py \
   tests/e2e/test_role_switch.py tests/e2e/test_serve.py tests/e2e/test_serve_mtp.py
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-# Files in their order, long ones before short ones at the end, so that both workers end together.
+# xdist would begin files of few tests last, and those are the longest.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo serve test quick check fuzz fuzz-surface chaos soak proto bench clean help
+.PHONY: setup demo serve test quick check check-types check-style fuzz fuzz-surface chaos soak proto bench clean help
 
 help:
 	@echo "make setup | demo | serve | test | quick | check | fuzz | fuzz-surface | chaos | soak | proto | bench | clean   (ARGS='...' is passed on)"
@@ -53,9 +53,14 @@ quick: $(VENV)/.dev
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not real_model and not e2e and not multihost" $(ARGS)
 
 check: $(VENV)/.dev
+	@$(MAKE) --no-print-directory -j 2 check-types check-style
+
+check-types: $(VENV)/.dev
+	$(BIN)/mypy
+
+check-style: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tests/support/proto_drift.py
 

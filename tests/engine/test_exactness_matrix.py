@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.real_model, pytest.mark.timeout(600)]
 
 ONCE = ("none", "eagle3, greedy drafts")  # adaptive lengths have nothing to add to them
 VARYING = [name for name in CASES if name not in ONCE]
+FP32 = (("off", 0), ("goodput", 1), ("window", 0), ("off", 1), ("goodput", 0), ("window", 1))  # taken in turn
 
 
 @pytest.fixture(scope="session")
@@ -111,16 +112,11 @@ def test_the_plain_answers_are_worth_comparing(bf16: Matrix) -> None:
     assert all(plain[prompt, 0.0].token_ids != plain[prompt, 1.0].token_ids for prompt in ("list", "planets"))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_fp32_fixed_lengths(name: str, fp32: Matrix, weights: Weights) -> None:
-    cells = half_cross(CASES[name], parity=0, max_tokens=12)
-    check(fp32, weights, CASES[name], cells, tree="dynamic", adaptive="off")
-
-
-@pytest.mark.parametrize("name", VARYING)
-def test_fp32_adaptive_lengths(name: str, fp32: Matrix, weights: Weights) -> None:
-    cells = half_cross(CASES[name], parity=1, max_tokens=12)
-    check(fp32, weights, CASES[name], cells, tree="dynamic", adaptive="goodput")
+@pytest.mark.parametrize(("name", "adaptive", "parity"), [(n, *FP32[i % len(FP32)]) for i, n in enumerate(CASES)])
+def test_fp32(name: str, adaptive: str, parity: int, fp32: Matrix, weights: Weights) -> None:
+    """Every drafter once: what all of them do with every kind of length is seen in bf16."""
+    cells = half_cross(CASES[name], parity, max_tokens=12)
+    check(fp32, weights, CASES[name], cells, tree="dynamic", adaptive=adaptive)
 
 
 def test_right_drafts_behind_wrong_ones_in_fp32(fp32: Matrix, weights: Weights) -> None:
