@@ -14,9 +14,10 @@ from paceline.attention.torch_paged import TorchAttention
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.layers.build import load_kernels, set_threads
+from support.needs import needs_kernels
 from support.pool_rows import write_rows
 
-pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler: the kernels cannot be built")
+pytestmark = needs_kernels
 
 GEOMETRIES = [(8, 576, 512), (5, 64, 48), (1, 32, 16), (6, 90, 70)]  # heads, latent, value; the last fits no vector
 DTYPES = [torch.bfloat16, torch.float32]

@@ -179,7 +179,7 @@ def test_apart_equals_together(device: str, case: str, mode: str, heads: dict[st
 def real_target(device: str) -> Target:
     folder = smollm2_folder()
     if folder is None:
-        pytest.skip(f"SmolLM2 is not here: set {SMOLLM2_VARIABLE} to its folder")
+        pytest.skip(f"needs SmolLM2 (its folder in {SMOLLM2_VARIABLE})")
     return Target.load(folder, "smollm2-135m-instruct", dtype="fp32", device=device, threads=1)
 
 

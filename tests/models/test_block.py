@@ -13,13 +13,14 @@ from paceline.attention.cpu import CpuAttention
 from paceline.attention.torch_paged import TorchAttention
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
-from paceline.layers.build import load_kernels, set_threads
+from paceline.layers.build import set_threads
 from paceline.layers.linear import Linear
 from paceline.layers.rotary import rope_table
 from paceline.models.base import ForwardContext
 from paceline.models.block import Block, BlockWeights
+from support.needs import needs_kernels
 
-pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler: the kernels cannot be built")
+pytestmark = needs_kernels
 
 PAGE, PAGES = 16, 32
 SLOTS = torch.randperm(PAGE * PAGES, generator=torch.Generator().manual_seed(3)).to(torch.int32)
