@@ -1,8 +1,9 @@
 # One word per verb. `make demo` and `make test` set up what they need in .venv.
 PYTHON ?= python3
+# The build of torch: cpu, cuda, or auto (cuda where there is an NVIDIA GPU).
+TORCH ?= auto
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 # Whole deployments, hosts, and what uses both cores: these run alone, all others side by side.
 ALONE := tests/chaos tests/multihost tests/soak tests/e2e/test_handoff_benchmark.py tests/e2e/test_prefix_routing.py \
@@ -13,17 +14,13 @@ ALONE := tests/chaos tests/multihost tests/soak tests/e2e/test_handoff_benchmark
 help:
 	@echo "make setup | demo | serve | test | check | fuzz | fuzz-surface | chaos | soak | proto | bench | clean   (ARGS='...' is passed on)"
 
-$(VENV)/.node: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Paceline needs Python 3.11 or newer")'
-	$(PYTHON) -m venv $(VENV)
-	@echo "installing torch, ray and the rest into $(VENV) (about a minute)"
-	$(PIP) install -q torch==2.13.0
-	$(PIP) install -q -c constraints.txt -e '.[node]'
+$(VENV)/.node: pyproject.toml requirements.lock deploy/install.py
+	$(PYTHON) deploy/install.py --venv $(VENV) --torch $(TORCH)
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.node
-	$(PIP) install -q -c constraints.txt -e '.[node,dev]'
-	@touch $@
+$(VENV)/.dev: pyproject.toml requirements.lock deploy/install.py
+	$(PYTHON) deploy/install.py --venv $(VENV) --torch $(TORCH) --dev
+	@touch $@ $(VENV)/.node
 
 setup: $(VENV)/.dev
 
@@ -60,6 +57,10 @@ soak: $(VENV)/.dev
 
 fuzz-surface: $(VENV)/.dev
 	PACELINE_FUZZ_SURFACE=10000 $(BIN)/python -m pytest tests/fuzz -s -o timeout=7200 $(ARGS)
+
+lock: $(VENV)/.dev  # ARGS='--upgrade-package torch': newer versions of one package; without, pins stay
+	UV_SYSTEM_CERTS=1 $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate \
+	  --all-extras --group setup --custom-compile-command 'make lock' $(ARGS) pyproject.toml -o requirements.lock
 
 proto: $(VENV)/.dev
 	$(BIN)/python tests/support/proto_drift.py --write

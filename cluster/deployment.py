@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import grpc.aio
 
 from cluster.nodes.addresses import host_answers, own_address
+from cluster.nodes.node_logs import NodeLogs
 from cluster.nodes.supervise import Slot, Supervisor
 from cluster.state.embedded_redis import EmbeddedRedis
 from cluster.state.registry import NodeDirectory
@@ -68,10 +69,14 @@ class Deployment:
         tokenizer = Tokenizer.from_folder(folder)
         self._start_ray()
         registry_url = self._start_registry()
+        node_logs = NodeLogs()
+        self._stops.append(("node logs", node_logs.close))  # after the nodes, for their last words
         self.supervisor = await self._start_nodes(registry_url)
         self.directory = NodeDirectory(registry_url, config.lease_ttl_s)
         await self.directory.start()
         self._stops.append(("directory", self.directory.close))
+        self.directory.on_change(node_logs.follow)
+        node_logs.follow(self.directory.nodes())
         watcher = CacheWatcher(registry_url, self.directory.nodes, config.lease_ttl_s)
         await watcher.start()
         self._stops.append(("cached prefixes", watcher.close))

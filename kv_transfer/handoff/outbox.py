@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kv_transfer.handoff.state import META, ByteClass
+from kv_transfer.handoff.block import META, ByteClass
 from kv_transfer.transports.base import WINDOW_BYTES
 from paceline.v1.handoff_pb2 import Abort, Begin, Chunk, HandoffMessage, State
 

@@ -23,10 +23,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kv_transfer.handoff.block import RowBlock, described
 from kv_transfer.handoff.checksum import checksum_problem
-from kv_transfer.handoff.cut import message_sizes, message_tokens
+from kv_transfer.handoff.cut import message_sizes, messages
 from kv_transfer.handoff.staging import NUM_BUFFERS, Staging
-from kv_transfer.handoff.state import ByteClass, Handoff, described
+from kv_transfer.handoff.state import Handoff
 from kv_transfer.transports.base import Transport, TransportError
 from paceline.errors import HandoffFailed, Overloaded
 from paceline.v1.handoff_pb2 import Cancelled, Chunk, Credit, Failed, HandoffAck, HandoffMessage, Ready, State
@@ -43,16 +44,7 @@ class HandoffSink(Protocol):
     def lookup(self, ticket: str) -> Handoff | None:
         """The hand-off of a ticket, or None when it was never issued or is forgotten."""
 
-    def write_kv(
-        self,
-        ticket: str,
-        byte_class: ByteClass,
-        first_layer: int,
-        num_layers: int,
-        first_token: int,
-        num_tokens: int,
-        data: Tensor,
-    ) -> None:
+    def write_kv(self, ticket: str, block: RowBlock, data: Tensor) -> None:
         """Scatter rows into the pages of the ticket; hidden rows are kept. ``data``: flat, of the plan's layout and
         dtype, in canonical order (layer, token, head); valid during the call only. An exception fails this ticket
         alone."""
@@ -241,7 +233,8 @@ class HandoffReceiver:
         try:
             with self._cond:
                 begin = message.begin
-                handoff.begin(begin.first_token, begin.num_tokens, self.link_id, begin.reshard)
+                tokens = range(begin.first_token, begin.first_token + begin.num_tokens)
+                handoff.begin(tokens, self.link_id, begin.reshard)
                 handoff.count_meta(message.ByteSize())
                 self._in_flight[ticket] = handoff
         except HandoffFailed as error:
@@ -255,8 +248,8 @@ class HandoffReceiver:
         if handoff is None or message.ticket in self._cancelled:
             self._staging.drain(message_sizes(message))
             return
-        where = (chunk.byte_class, chunk.first_layer, chunk.num_layers, chunk.first_token, chunk.num_tokens)
-        problem = handoff.chunk_problem(*where, chunk.num_bytes)
+        block = RowBlock.of(chunk)
+        problem = handoff.chunk_problem(block, chunk.num_bytes)
         if problem is None and chunk.num_bytes > self._max_chunk_bytes:
             problem = f"a chunk of {chunk.num_bytes} bytes; at most {self._max_chunk_bytes} are taken"
         if problem is None and self._checksums and len(message_sizes(message)) > 1:
@@ -265,25 +258,24 @@ class HandoffReceiver:
             self._staging.drain(message_sizes(message))
             self._fail_ticket(message.ticket, problem)
             return
-        self._take_rows(message, chunk, handoff)
+        self._take_rows(message, block, handoff)
 
-    def _take_rows(self, message: HandoffMessage, chunk: Chunk, handoff: Handoff) -> None:
+    def _take_rows(self, message: HandoffMessage, block: RowBlock, handoff: Handoff) -> None:
         """The rows of a chunk that `Handoff.chunk_problem` has passed, message by message. Those behind one that ends
         the ticket are received and thrown away."""
-        pieces, sizes = message_tokens(chunk.num_tokens, chunk.num_bytes), message_sizes(message)
-        layers = (chunk.first_layer, chunk.num_layers)
+        parts, num_bytes = messages(block, message.chunk.num_bytes), message.chunk.num_bytes
+        sizes = message_sizes(message)
         began = time.monotonic()
-        for i, num_bytes in enumerate(sizes or (0,)):
-            data = self._staging.receive(num_bytes).view(handoff.plan.layout.dtype)
+        for i, (part, size) in enumerate(parts):
+            data = self._staging.receive(size).view(handoff.expected.layout.dtype)
             self._staging.expect(chain(sizes[i + 1 :], self._announced_sizes()))
             if self._is_corrupt(message, data):
                 return
-            first_token = chunk.first_token + pieces[i].start
             try:
                 if i == 0:
-                    handoff.chunk(chunk.byte_class, *layers, chunk.first_token, chunk.num_tokens, chunk.num_bytes)
+                    handoff.chunk(block, num_bytes)
                     handoff.count_meta(message.ByteSize())
-                self._sink.write_kv(message.ticket, chunk.byte_class, *layers, first_token, len(pieces[i]), data)
+                self._sink.write_kv(message.ticket, part, data)
             except Exception as error:
                 self._fail_ticket(message.ticket, f"writing rows failed: {error}")
             self._give_credit()
@@ -331,8 +323,8 @@ class HandoffReceiver:
             self._staging.drain(message_sizes(message))
             self._fail_or_disown(ticket, problem or "")
             return
-        began, plan = time.monotonic(), handoff.plan
-        hidden = self._staging.receive_new(state.num_hidden_rows, plan.hidden_size, plan.layout.dtype)
+        began, expected = time.monotonic(), handoff.expected
+        hidden = self._staging.receive_new(state.num_hidden_rows, expected.hidden_size, expected.layout.dtype)
         if self._is_corrupt(message, hidden):
             return
         handoff.trace.record("state received", began, time.monotonic(), **described(message))

@@ -27,15 +27,15 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from kv_transfer.handoff.block import HIDDEN, ByteClass, RowBlock
 from kv_transfer.handoff.checksum import crc32
 from kv_transfer.handoff.cut import message_sizes
-from kv_transfer.handoff.outbox import Outbox, Outgoing, Part
+from kv_transfer.handoff.outbox import Outbox, Outgoing, Part, nothing
 from kv_transfer.handoff.posted import Started, Wire
-from kv_transfer.handoff.state import HIDDEN, ByteClass
 from kv_transfer.handoff.tickets import Phase, Ticket, Tickets
 from kv_transfer.transports.base import Transport, TransportError
 from paceline.errors import DeadlineExceeded, HandoffFailed
-from paceline.v1.handoff_pb2 import Abort, Begin, Chunk, HandoffAck, HandoffMessage, State
+from paceline.v1.handoff_pb2 import Abort, Begin, HandoffAck, HandoffMessage, State
 
 log = logging.getLogger(__name__)
 
@@ -90,33 +90,23 @@ class HandoffSender:
 
     # -- the owner's events ------------------------------------------------------------------------------------
 
-    def begin(self, ticket: str, first_token: int, num_tokens: int, reshard: str = "") -> None:
-        """Open a hand-off of ``num_tokens`` rows from ``first_token`` on, cut as the plan named ``reshard`` says.
-        TransportError when the link is dead, HandoffFailed when the ticket is open already."""
+    def begin(self, ticket: str, tokens: range, reshard: str = "") -> None:
+        """Open a hand-off of the rows of ``tokens``, cut as the plan named ``reshard`` says. TransportError when the
+        link is dead, HandoffFailed when the ticket is open already."""
         with self._cond:
             self._check_alive()
             if ticket in self._tickets:
                 raise HandoffFailed(f"hand-off {ticket} was begun already")
             self._tickets[ticket] = Ticket()
         try:
-            begin = Begin(num_tokens=num_tokens, first_token=first_token, reshard=reshard)
+            begin = Begin(num_tokens=len(tokens), first_token=tokens.start, reshard=reshard)
             self._enqueue(Outgoing.of(ticket, begin))
         except DeadlineExceeded:
             with self._cond:
                 self._tickets.pop(ticket, None)
             raise
 
-    def chunk(
-        self,
-        ticket: str,
-        byte_class: ByteClass,
-        first_layer: int,
-        num_layers: int,
-        first_token: int,
-        num_tokens: int,
-        data: Tensor,
-        done: Callable[[], None] = lambda: None,
-    ) -> None:
+    def chunk(self, ticket: str, block: RowBlock, data: Tensor, done: Callable[[], None] = nothing) -> None:
         """Queue rows of one message in canonical order; ``data``: flat, contiguous, not written to until ``done`` is
         called, which happens once, whether it was sent, dropped or refused. ``done`` must not block.
 
@@ -124,16 +114,8 @@ class HandoffSender:
         when the receiver cancelled; HandoffFailed when the ticket is not open (any more), TransportError when the
         link is dead.
         """
-        body = Chunk(
-            byte_class=byte_class,
-            first_layer=first_layer,
-            num_layers=num_layers,
-            first_token=first_token,
-            num_tokens=num_tokens,
-            num_bytes=data.nbytes,
-            checksum=crc32(data) if self.checksums else None,
-        )
-        item = Outgoing.of(ticket, body, byte_class, data.nbytes)
+        body = block.to_proto(data.nbytes, crc32(data) if self.checksums else None)
+        item = Outgoing.of(ticket, body, block.byte_class, data.nbytes)
         sizes = message_sizes(item.message)
         if len(sizes) > 1:
             done()
@@ -147,29 +129,12 @@ class HandoffSender:
             if not queued or not sizes:
                 done()
 
-    def open_chunk(
-        self,
-        ticket: str,
-        byte_class: ByteClass,
-        first_layer: int,
-        num_layers: int,
-        first_token: int,
-        num_tokens: int,
-        num_bytes: int,
-    ) -> Outgoing | None:
-        """Queue rows whose bytes come with `give`, cut as `message_tokens` says: every message of them, whatever
+    def open_chunk(self, ticket: str, block: RowBlock, num_bytes: int) -> Outgoing | None:
+        """Queue rows whose bytes come with `give`, cut as `cut.messages` says: every message of them, whatever
         becomes of the ticket meanwhile, before anything else with bytes is queued. Not with ``checksums``. Errors as
         `chunk`; None where that drops.
         """
-        body = Chunk(
-            byte_class=byte_class,
-            first_layer=first_layer,
-            num_layers=num_layers,
-            first_token=first_token,
-            num_tokens=num_tokens,
-            num_bytes=num_bytes,
-        )
-        item = Outgoing.of(ticket, body, byte_class, num_bytes)
+        item = Outgoing.of(ticket, block.to_proto(num_bytes), block.byte_class, num_bytes)
         return item if self._enqueue(item) else None
 
     def give(self, chunk: Outgoing, data: Tensor, done: Callable[[], None]) -> bool:

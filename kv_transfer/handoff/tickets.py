@@ -6,8 +6,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from kv_transfer.handoff.block import META, ByteClass
 from kv_transfer.handoff.outbox import Outgoing
-from kv_transfer.handoff.state import META, ByteClass
 from paceline.v1.handoff_pb2 import HandoffAck
 
 MAX_REMEMBERED_TICKETS = 1024

@@ -16,7 +16,8 @@ from paceline.kvcache.pool import KvPool
 from paceline.sampling.device import BROKEN, sample_rows_device
 from paceline.sampling.params import has_penalty
 from paceline.sampling.sampler import RowContext
-from paceline.spec_decode.accept.device_walk import LENGTH, PATH, read_verdicts, upload_trees, walk_device
+from paceline.spec_decode.accept.device_trees import LENGTH, PATH, upload_trees
+from paceline.spec_decode.accept.device_walk import read_verdicts, walk_device
 from paceline.spec_decode.accept.verify import Verdict
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree

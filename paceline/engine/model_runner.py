@@ -31,7 +31,7 @@ from paceline.sampling.logprobs import token_logprobs
 from paceline.sampling.params import has_penalty
 from paceline.sampling.sampler import sample_rows
 from paceline.sampling.topk import argmax_lowest
-from paceline.spec_decode.accept.acceptance import RULES
+from paceline.spec_decode.accept.acceptance import RULES, Verification
 from paceline.spec_decode.accept.coins import Coins
 from paceline.spec_decode.accept.verify import Verdict
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem, TreeKind
@@ -371,7 +371,8 @@ class ModelRunner:
         rule = self.rule if params.temperature > 0.0 else RULES["sample"]
         stops, left = params.stop_token_ids, self._tokens_left(seq)
         target = TreeRows(seq, tree, logits, self.observe_logits)
-        return rule.function(tree, target, Coins(params.seed or 0), seq.num_computed, stops.__contains__, left)
+        coins = Coins(params.seed or 0)
+        return rule.function(Verification(tree, target, coins, seq.num_computed, stops.__contains__, left))
 
     def _commit(
         self, seq: Sequence, tree: DraftTree, verdict: Verdict, logits: torch.Tensor, *, compacted: bool

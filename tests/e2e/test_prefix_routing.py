@@ -71,11 +71,11 @@ class Deployment:
         def same() -> bool:
             idle = not any(node.running or node.waiting for node in self.directory.nodes())
             for made in self.hosts:
-                load = made._node.load()
+                load = made._node.shell.load()
                 if load.running or load.waiting or load.free_pages != load.total_pages:
                     return False
                 held = self.watcher.index.get((made._node_id, made._generation))
-                cache = made._node.prefix_cache()
+                cache = made._node.shell.prefix_cache()
                 if held is None or held.keys != set(cache._entries):  # type: ignore[union-attr]
                     return False
             return idle and len(self.directory.nodes()) == 4

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from kv_transfer.handoff.block import TARGET_KV, RowBlock
 from kv_transfer.handoff.sender import HandoffSender
 from kv_transfer.handoff.staging import StagingRing
 from kv_transfer.layout.reshard import Side, reshard
@@ -52,6 +53,11 @@ class Wire:
     def _post(self, message: handoff_pb2.HandoffMessage) -> None:
         self.gate.wait(5.0)
         self.messages.append(message)
+
+    def rows(self, ticket: str, slots: torch.Tensor, first_token: int = 0) -> None:
+        """Feed the rows of both layers at ``slots``."""
+        tokens = range(first_token, first_token + len(slots))
+        self.feeder.rows(ticket, RowBlock(TARGET_KV, range(2), tokens), slots)
 
     def kinds(self) -> list[str | None]:
         return [message.WhichOneof("body") for message in self.messages]

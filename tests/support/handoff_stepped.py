@@ -14,11 +14,11 @@ from unittest.mock import patch
 
 import torch
 
+from kv_transfer.handoff.block import DRAFT_KV, TARGET_KV, RowBlock
 from kv_transfer.handoff.posted import Started
 from kv_transfer.handoff.receiver import HandoffReceiver
 from kv_transfer.handoff.sender import HandoffSender
 from kv_transfer.handoff.staging import StagingRing
-from kv_transfer.handoff.state import DRAFT_KV, TARGET_KV, ByteClass
 from kv_transfer.transports.base import Transport
 from paceline.v1.handoff_pb2 import HandoffMessage
 from prefill_node.feeder import RowFeeder
@@ -166,20 +166,20 @@ class SteppedFeeder(RowFeeder):
         self.lost_target: set[str] = set()  # tickets that cannot become ready any more
         self.gathering = ""  # the ticket
 
-    def _gather(self, ticket: str, layers: range, slots: torch.Tensor, data: torch.Tensor) -> bool:
+    def _gather(self, ticket: str, block: RowBlock, slots: torch.Tensor, data: torch.Tensor) -> bool:
         self.gathering = ticket
-        return super()._gather(ticket, layers, slots, data)
+        return super()._gather(ticket, block, slots, data)
 
-    def rows(self, ticket: str, byte_class: ByteClass, layers: range, slots: torch.Tensor, first_token: int) -> None:
+    def rows(self, ticket: str, block: RowBlock, slots: torch.Tensor) -> None:
         fault = self.leave_out.get(ticket)
-        if fault == "target" and byte_class == TARGET_KV and ticket not in self.lost_target:
+        if fault == "target" and block.byte_class == TARGET_KV and ticket not in self.lost_target:
             self.lost_target.add(ticket)
             return
-        if byte_class == DRAFT_KV and fault == "draft":
+        if block.byte_class == DRAFT_KV and fault == "draft":
             return
-        if byte_class == DRAFT_KV and fault == "draft row":
-            slots = slots[:-1]
-        super().rows(ticket, byte_class, layers, slots, first_token)
+        if block.byte_class == DRAFT_KV and fault == "draft row":
+            block, slots = block.part(range(len(slots) - 1)), slots[:-1]
+        super().rows(ticket, block, slots)
 
     def hidden_rows(self, ticket: str, rows: torch.Tensor, first_token: int) -> None:
         if self.leave_out.get(ticket) == "hidden":

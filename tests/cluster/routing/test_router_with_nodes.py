@@ -34,7 +34,7 @@ class Registry:
     nodes_: Cluster
 
     def nodes(self) -> list[NodeRecord]:
-        infos = self.nodes_.prefill.load(), self.nodes_.decode.load()
+        infos = self.nodes_.prefill.shell.load(), self.nodes_.decode.shell.load()
         return [
             NodeRecord(i.id, i.role, 1, i.address, free_pages=i.free_pages, total_pages=i.total_pages) for i in infos
         ]

@@ -16,9 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kv_transfer.handoff.block import TARGET_KV, RowBlock
+from kv_transfer.handoff.coverage import ExpectedRows
 from kv_transfer.handoff.receiver import HandoffReceiver
 from kv_transfer.handoff.sender import HandoffSender
-from kv_transfer.handoff.state import TARGET_KV, Handoff, HandoffPlan, HandoffState
+from kv_transfer.handoff.state import Handoff, HandoffState
 from kv_transfer.transports.base import Transport, TransportError, byte_view
 from kv_transfer.transports.gloo import Rank
 from kv_transfer.transports.rendezvous import Store
@@ -130,8 +132,8 @@ def start(store: Store) -> Iterator[Callable[..., Peer]]:
 
 class Sink:
     def __init__(self) -> None:
-        plan = HandoffPlan(LAYOUT, 0, TOKENS, 8)
-        self.handoff = Handoff("t", time.monotonic, plan, reserve_deadline_s=60, handoff_deadline_s=60)
+        expected = ExpectedRows(LAYOUT, range(TOKENS), 8)
+        self.handoff = Handoff("t", time.monotonic, expected, reserve_deadline_s=60, handoff_deadline_s=60)
         self.failures: list[tuple[str, str]] = []
         self.writes = 0
 
@@ -221,9 +223,9 @@ def test_a_receiver_killed_in_mid_message_leaves_the_source_quarantined(start: C
     )
     links.append(sender)
     send_slowly()  # so that the peer, too, is in the midst of the message for seconds
-    sender.begin("waiting", 0, TOKENS)
-    sender.begin("on wire", 0, TOKENS)
-    sender.chunk("on wire", TARGET_KV, 0, 1, 0, TOKENS, torch.ones(NUM_BYTES, dtype=torch.uint8))
+    sender.begin("waiting", range(TOKENS))
+    sender.begin("on wire", range(TOKENS))
+    sender.chunk("on wire", RowBlock(TARGET_KV, range(1), range(TOKENS)), torch.ones(NUM_BYTES, dtype=torch.uint8))
     status = Path(f"/proc/{peer.process.pid}/stat")
     wait_for(lambda: status.read_text().split()[2] == "T", "the stop in mid-message")
     peer.kill()

@@ -14,6 +14,7 @@ from paceline.models.llama import LlamaModel
 from paceline.spec_decode.base import DraftBudget, DraftSampling, TreeKind
 from paceline.spec_decode.drafters.mtp import MtpDrafter
 from paceline.spec_decode.sequence import Sequence
+from support.pool_rows import write_rows
 from support.tiny_model import primary_of, tiny_request, tiny_runner
 
 
@@ -141,7 +142,7 @@ def test_keeping_rows_that_rest_on_drafts_is_noticed() -> None:
         saved = [runner.kv.read(layer, slot) for slot in slots]
         make(items)
         for slot, rows in zip(slots, saved, strict=True):
-            runner.kv.write(layer, slot, *rows)
+            write_rows(runner.kv, layer, slot, *rows)
 
     runner.drafter.extend = keep_first  # type: ignore[method-assign]
     runner.decode([seq])
