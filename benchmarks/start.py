@@ -51,6 +51,7 @@ class Start:
     """One start of a deployment."""
 
     ready_s: float
+    cpu_s: float  # processor seconds that all processes had used by then: what a busy machine does not change
     phases: dict[str, float] = field(default_factory=dict)  # seconds by "process: phase"; processes run side by side
     processes: tuple[Resident, ...] = ()
 
@@ -75,6 +76,7 @@ def measure(options: Sequence[str]) -> Start:
             if not server.stdout.readline().startswith("ready"):
                 raise RuntimeError(f"it did not become ready:\n{log.read_text()[-3000:]}")
             ready_s = time.monotonic() - began
+            cpu_s = used_cpu(server.pid)
             processes = settled(server.pid)
         finally:
             server.send_signal(signal.SIGINT)
@@ -82,7 +84,7 @@ def measure(options: Sequence[str]) -> Start:
                 server.wait(STOP_TIMEOUT_S)
             server.kill()
             server.wait()
-        return Start(ready_s, phases(log.read_text()), processes)
+        return Start(ready_s, cpu_s, phases(log.read_text()), processes)
 
 
 def settled(pid: int) -> tuple[Resident, ...]:
@@ -95,6 +97,17 @@ def settled(pid: int) -> tuple[Resident, ...]:
         if len(sums) == STEADY_POLLS and max(sums) - min(sums) < STEADY_BYTES or time.monotonic() > deadline:
             return processes
         time.sleep(POLL_S)
+
+
+def used_cpu(pid: int) -> float:
+    """Processor seconds of a process and all below it."""
+    total = 0.0
+    here = psutil.Process(pid)
+    for process in (here, *here.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 def tree(pid: int) -> tuple[Resident, ...]:
@@ -130,6 +143,7 @@ def show(starts: Sequence[Start]) -> None:
     times, totals = [s.ready_s for s in starts], [s.pss for s in starts]
     console.print(
         f"ready after {statistics.median(times):.2f} s ({min(times):.2f} to {max(times):.2f}, {len(starts)} starts), "
+        f"{statistics.median(s.cpu_s for s in starts):.1f} s of processor time, "
         f"{statistics.median(totals) / 1e9:.2f} GB PSS"
     )
     table = Table(title="phases, median seconds")
