@@ -16,6 +16,7 @@ from paceline.engine.model_runner import ModelRunner
 from paceline.errors import NodeUnavailable
 from paceline.kvcache.prefix import PrefixCache
 from paceline.rpc.calls import end_server, start_server
+from paceline.serving.cores import CoreShare
 from paceline.serving.ledger import PageLedger
 from paceline.serving.loop import EngineLoop, every
 from paceline.tracing import Recorder
@@ -68,7 +69,8 @@ class NodeShell:
         self._draining = False
         self._active = 0  # calls in progress
         self.recorder = Recorder(config.trace_requests)
-        self.loop = EngineLoop(f"engine-{node_id}", engine.step)
+        self._cores = share_cores(config)
+        self.loop = EngineLoop(f"engine-{node_id}", engine.step, self._cores)
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -92,6 +94,8 @@ class NodeShell:
     async def end_engine(self) -> None:
         """End the engine thread, once nothing is posted to it any more."""
         await asyncio.to_thread(self.loop.stop, STOP_TIMEOUT_S)
+        if self._cores is not None:
+            self._cores.close()
 
     def alive(self) -> bool:
         """The engine thread runs and is not stuck."""
@@ -153,6 +157,17 @@ class NodeShell:
     def fingerprint_digest(self) -> str:
         """Equal for two nodes exactly when they can pair."""
         return hashlib.sha256(self._fingerprint.SerializeToString(deterministic=True)).hexdigest()
+
+
+def share_cores(config: NodeConfig) -> CoreShare | None:
+    """This node's part in its host's cores; None where it has threads of its own, or cannot share."""
+    if not config.cores_group:
+        return None
+    try:
+        return CoreShare(config.cores_group, config.cores_slot)
+    except OSError as error:
+        log.warning("cores are not shared, this node keeps to %d threads: %s", config.threads, error)
+        return None
 
 
 async def load_model(config: NodeConfig, *, decodes: bool) -> ModelRunner:
