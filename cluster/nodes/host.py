@@ -9,8 +9,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import redis
@@ -82,8 +83,11 @@ class NodeHost:
         registry_url: str,
         lease_ttl_s: float,
         interface: str = "",
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """interface: the node listens at its address, whatever ``config.host`` says."""
+        """interface: the node listens at its address, whatever ``config.host`` says. environment: variables of the
+        process, set before torch is imported, which reads them once."""
+        os.environ.update(environment)
         configure_logging(config.log_level, config.log_format, node_id)
         self._role, self._node_id, self._generation = role, node_id, generation
         self._config = config.model_copy(update={"host": own_address(config.host, interface)})
