@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterable
 from contextlib import aclosing
+from typing import Any
 
 import grpc.aio
 
@@ -127,6 +128,10 @@ class DecodeNode:
             free_pages=engine.free_pages,
             total_pages=self._runner.allocator.num_pages,
         )
+
+    def counts(self) -> dict[str, Any]:
+        """What routers show of this node besides its load, by field of the registry's record."""
+        return {"missing_drafts": self._engine.missing_drafts, "copies": self._runner.drafter.copies()}
 
     def status(self) -> node_pb2.StatusResponse:
         """Load and identity."""

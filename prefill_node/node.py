@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 import grpc.aio
 
@@ -116,6 +117,10 @@ class PrefillNode:
             free_pages=engine.free_pages,
             total_pages=self._runner.allocator.num_pages,
         )
+
+    def counts(self) -> dict[str, Any]:
+        """What routers show of this node besides its load: nothing."""
+        return {}
 
     def status(self) -> node_pb2.StatusResponse:
         """Load and identity."""

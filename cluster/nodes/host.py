@@ -44,6 +44,8 @@ class Node(Protocol):
 
     def load(self) -> NodeInfo: ...
 
+    def counts(self) -> dict[str, Any]: ...
+
     def prefix_cache(self) -> KeySource | None: ...
 
     def fingerprint_digest(self) -> str: ...
@@ -188,11 +190,12 @@ class NodeHost:
         self._loop.call_soon_threadsafe(ticked.set)
         return ticked.wait(LOOP_STALL_S) and self._node.alive()
 
-    def _load(self) -> dict[str, int]:
+    def _load(self) -> dict[str, Any]:
         info = self._node.load()
         return {
             "running": info.running,
             "waiting": info.waiting,
             "free_pages": info.free_pages,
             "total_pages": info.total_pages,
+            **self._node.counts(),
         }
