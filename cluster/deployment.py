@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 from dataclasses import dataclass
 
 import grpc.aio
@@ -132,7 +133,7 @@ class Deployment:
         return server.url
 
     async def _start_nodes(self, registry_url: str) -> Supervisor:
-        from cluster.nodes.launch import RayNodes, Wanted
+        from cluster.nodes.launch import RayNode, RayNodes, Wanted
 
         config = self.config
         roles = [
@@ -146,11 +147,18 @@ class Deployment:
             for i in range(count)
         ]
         threads = config.threads_per_node or max(1, (os.cpu_count() or 1) // len(wanted))
-        log.info("%d nodes with %d threads each", len(wanted), threads)
-        node_config = config.node(threads)
+        shares = not config.threads_per_node and config.device == "cpu"
+        log.info("%d nodes %s", len(wanted), "share their host's cores" if shares else f"with {threads} threads each")
+        node_config = config.node(threads, secrets.token_hex(8) if shares else "")
+        slots = {node.node_id: number for number, node in enumerate(wanted)}
         nodes = await asyncio.to_thread(RayNodes, wanted, registry_url, config.lease_ttl_s, config.node_interface)
         self._stops.append(("placement", nodes.close))
-        supervisor = Supervisor(lambda role, node_id, generation: nodes.launch(role, node_id, generation, node_config))
+
+        def launch(role: str, node_id: str, generation: int) -> RayNode:
+            own = node_config.model_copy(update={"cores_slot": slots[node_id]})
+            return nodes.launch(role, node_id, generation, own)
+
+        supervisor = Supervisor(launch)
         for role, count, _ in roles:
             supervisor.want(role, count)
         self._stops.append(("nodes", supervisor.stop))

@@ -237,7 +237,14 @@ class NodeConfig(EngineConfig):
     """One node, prefill or decode."""
 
     threads: int = Field(default=1, ge=1)
-    """Cores that the node computes on."""
+    """Cores that the node computes on where it does not share them."""
+
+    cores_group: str = ""
+    """Nodes of a host with the same group share its cores: those that work get equal parts. Empty: this one has
+    `threads`."""
+
+    cores_slot: int = Field(default=0, ge=0, le=255)
+    """Number of this node in its group."""
 
     host: str = "127.0.0.1"
     """Address that the node listens on and that its peers reach it at."""
@@ -253,7 +260,8 @@ class ServeConfig(EngineConfig):
     """Processes that generate tokens."""
 
     threads_per_node: int = Field(default=0, ge=0)
-    """Cores that each node computes on. 0 divides this host's cores by the number of nodes, at least 1 each."""
+    """Cores that each node computes on. 0 lets the nodes of a host share all of its cores: those that work have equal
+    parts, and one that works alone has them all."""
 
     standby: bool = True
     """Keeps a process with everything imported, about 300 MB, ready to replace the only decode node within seconds."""
@@ -325,10 +333,10 @@ class ServeConfig(EngineConfig):
     drain_timeout_s: Annotated[float, Group("Shutdown")] = Field(default=10.0, ge=0)
     """Seconds that running requests get to finish when the deployment stops or a node changes its role."""
 
-    def node(self, threads: int) -> NodeConfig:
+    def node(self, threads: int, cores_group: str = "") -> NodeConfig:
         """The part that one node needs."""
         shared = {name: getattr(self, name) for name in EngineConfig.model_fields}
-        return NodeConfig(**shared, threads=threads, host=self.host)
+        return NodeConfig(**shared, threads=threads, cores_group=cores_group, host=self.host)
 
     @property
     def host(self) -> str:

@@ -9,8 +9,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import redis
@@ -33,22 +34,29 @@ STOP_MARGIN_S = 15.0  # past the grace
 LOOP_STALL_S = 2.0
 
 
-class Node(Protocol):
-    """prefill_node.node.PrefillNode or decode_node.node.DecodeNode."""
-
-    async def start(self) -> str: ...
-
-    async def stop(self, grace_s: float) -> None: ...
+class Shell(Protocol):
+    """What a started node tells of itself; paceline.node.shell.NodeShell."""
 
     def alive(self) -> bool: ...
 
     def load(self) -> NodeInfo: ...
 
-    def counts(self) -> dict[str, Any]: ...
-
     def prefix_cache(self) -> KeySource | None: ...
 
     def fingerprint_digest(self) -> str: ...
+
+
+class Node(Protocol):
+    """prefill_node.node.PrefillNode or decode_node.node.DecodeNode."""
+
+    @property
+    def shell(self) -> Shell: ...
+
+    def counts(self) -> dict[str, Any]: ...
+
+    async def start(self) -> str: ...
+
+    async def stop(self, grace_s: float) -> None: ...
 
 
 def make_node(role: str, node_id: str, config: NodeConfig) -> Node:
@@ -77,8 +85,11 @@ class NodeHost:
         registry_url: str,
         lease_ttl_s: float,
         interface: str = "",
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """interface: the node listens at its address, whatever ``config.host`` says."""
+        """interface: the node listens at its address, whatever ``config.host`` says. environment: variables of the
+        process, set before torch is imported, which reads them once."""
+        os.environ.update(environment)
         configure_logging(config.log_level, config.log_format, node_id)
         self._role, self._node_id, self._generation = role, node_id, generation
         self._config = config.model_copy(update={"host": own_address(config.host, interface)})
@@ -106,7 +117,7 @@ class NodeHost:
             keeper.close()
             raise NodeUnavailable(f"{self._node_id} cannot be registered: {error}") from None
         self._keeper = keeper
-        cache = self._node.prefix_cache()
+        cache = self._node.shell.prefix_cache()
         if cache is not None:
             node = self._node_id, self._generation
             self._publisher = CachePublisher(self._registry_url, node, cache, self._lease_ttl_s)
@@ -172,7 +183,7 @@ class NodeHost:
             hostname=socket.gethostname(),
             started_at=time.time(),
             model=self._config.model,
-            fingerprint_digest=self._node.fingerprint_digest(),
+            fingerprint_digest=self._node.shell.fingerprint_digest(),
             log=stderr_file(),
         )
 
@@ -188,10 +199,10 @@ class NodeHost:
         """Engine thread and event loop both tick."""
         ticked = threading.Event()
         self._loop.call_soon_threadsafe(ticked.set)
-        return ticked.wait(LOOP_STALL_S) and self._node.alive()
+        return ticked.wait(LOOP_STALL_S) and self._node.shell.alive()
 
     def _load(self) -> dict[str, Any]:
-        info = self._node.load()
+        info = self._node.shell.load()
         return {
             "running": info.running,
             "waiting": info.waiting,

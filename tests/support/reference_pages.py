@@ -42,8 +42,8 @@ kv_cache_tokens: 65536
 http: 0.0.0.0:8000
 ```
 
-Two further variables are no options. `PACELINE_HOME` is the folder that holds compiled CPU kernels, `~/.cache/paceline`
-unless given. `PACELINE_KERNELS` chooses kernels for tests; CONTRIBUTING.md describes it.
+Two further variables are no options. `PACELINE_HOME` is the folder that holds models and compiled CPU kernels,
+`~/.cache/paceline` unless given. `PACELINE_KERNELS` chooses kernels for tests; CONTRIBUTING.md describes it.
 """
 
 METRICS = """\
