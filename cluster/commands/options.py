@@ -112,7 +112,7 @@ def serve_options() -> list[Option]:
     options, group = [], ""
     for name, info in ServeConfig.model_fields.items():
         group = next((mark.title for mark in info.metadata if isinstance(mark, Group)), group)
-        kind = str if choices_of(info) or info.annotation is None else info.annotation
+        kind = info.annotation if isinstance(info.annotation, type) and not choices_of(info) else str
         description = " ".join((info.description or "").split())
         options.append(Option(name, group, kind, _default(info.default), _values(info), description))
     return options
