@@ -86,8 +86,7 @@ class Deployment:
         served = await self._introduce(self.supervisor.slots)
         self.served = served
         self.metrics = Metrics()
-        self.directory.on_change(lambda nodes: self.metrics.set_nodes(*_by_role(nodes)))
-        self.metrics.set_nodes(*_by_role(self.directory.nodes()))
+        self.metrics.watch_nodes(self.directory.nodes)
         journal = open_journal(config, registry_url, self.metrics.registry)
         if journal is not None:
             self._stops.append(("journal", journal.close))
@@ -199,10 +198,6 @@ async def _connect(prefill: Slot, decode: Slot) -> None:
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                 raise PairingRefused.from_text(f"{pair}: {error.details()}") from None
             raise NodeUnavailable(f"{pair} did not connect: {error.details()}") from None
-
-
-def _by_role(nodes: list) -> tuple[int, int]:  # type: ignore[type-arg]
-    return sum(n.role == "prefill" for n in nodes), sum(n.role == "decode" for n in nodes)
 
 
 def split_address(address: str) -> tuple[str, int]:

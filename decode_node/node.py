@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterable
 from contextlib import aclosing
+from typing import Any
 
 import grpc.aio
 
@@ -91,6 +92,10 @@ class DecodeNode:
         async with aclosing(self._links.handoff(messages)) as acks:
             async for ack in acks:
                 yield ack
+
+    def counts(self) -> dict[str, Any]:
+        """What routers show of this node besides its load, by field of the registry's record."""
+        return {"missing_drafts": self._engine.missing_drafts, "copies": self._runner.drafter.copies()}
 
     # -- insides -----------------------------------------------------------------------------------------------
 

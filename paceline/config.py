@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 DrafterName = Literal[
     "default",
@@ -221,6 +222,11 @@ class EngineConfig(Frozen):
     def selectable(self) -> tuple[str, ...]:
         """Drafters a request may name, the deployment's own first."""
         return tuple(dict.fromkeys((self.drafter, *_names(self.drafters))))
+
+
+def choices_of(field: FieldInfo) -> tuple[str, ...]:
+    """The words that an option takes; empty where it takes more than some words."""
+    return get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
 
 
 def _names(listed: str) -> list[str]:

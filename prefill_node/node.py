@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import grpc.aio
 
@@ -85,6 +86,10 @@ class PrefillNode:
         """Pair with a decode node ahead of the first request."""
         link = await self._links.get(decode_address)
         return node_pb2.ConnectResponse(link_id=link.link_id, decode_node_id=link.decode_node_id)
+
+    def counts(self) -> dict[str, Any]:
+        """What routers show of this node besides its load: nothing."""
+        return {}
 
     # -- insides -----------------------------------------------------------------------------------------------
 

@@ -83,8 +83,8 @@ def with_serve_options(run: Callable[[ServeConfig], None]) -> Callable[..., None
 
 
 @app.command()
-def pull(model: Annotated[str, typer.Argument(help="A known model, e.g. smollm2-135m-instruct.")]) -> None:
-    """Fetch a model, convert it once, print its folder."""
+def pull(model: Annotated[str, typer.Argument(help="A known model, e.g. smollm2-135m-instruct, or a hub id.")]) -> None:
+    """Fetch a model, convert it if need be, print its folder."""
     typer.echo(fetch_model(model))
 
 

@@ -52,6 +52,8 @@ class Node(Protocol):
     @property
     def shell(self) -> Shell: ...
 
+    def counts(self) -> dict[str, Any]: ...
+
     async def start(self) -> str: ...
 
     async def stop(self, grace_s: float) -> None: ...
@@ -199,11 +201,12 @@ class NodeHost:
         self._loop.call_soon_threadsafe(ticked.set)
         return ticked.wait(LOOP_STALL_S) and self._node.shell.alive()
 
-    def _load(self) -> dict[str, int]:
+    def _load(self) -> dict[str, Any]:
         info = self._node.shell.load()
         return {
             "running": info.running,
             "waiting": info.waiting,
             "free_pages": info.free_pages,
             "total_pages": info.total_pages,
+            **self._node.counts(),
         }

@@ -61,6 +61,19 @@ class Kept:
     expires_at: float = -math.inf  # in Redis
 
 
+def journal_counters(registry: CollectorRegistry) -> tuple[Counter, Counter]:
+    """Entries written, and entries dropped by reason."""
+    written = Counter("paceline_journal_writes", "Entries written to the resume journal.", registry=registry)
+    dropped = Counter(
+        "paceline_journal_dropped",
+        "Streams that another router cannot resume from the journal, by reason: full (newer entries took the room), "
+        "size (the request is too large) or age (Redis was away for too long).",
+        ["reason"],
+        registry=registry,
+    )
+    return written, dropped
+
+
 class Journal:
     """A router's side of the journal. ``start`` it on the event loop that uses it, ``close`` it."""
 
@@ -93,14 +106,7 @@ class Journal:
         self._closing = False
         self._task: asyncio.Task[None] | None = None
         into = registry if registry is not None else CollectorRegistry()
-        self._written = Counter("paceline_journal_writes", "Entries written to the resume journal.", registry=into)
-        self._dropped = Counter(
-            "paceline_journal_dropped",
-            "Generations that another router cannot resume from the journal, by reason: full (the oldest gave way), "
-            "size (the request is too large), age (Redis was away for too long).",
-            ["reason"],
-            registry=into,
-        )
+        self._written, self._dropped = journal_counters(into)
 
     # -- used by streams: none of it waits ---------------------------------------------------------------------
 

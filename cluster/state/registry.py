@@ -83,12 +83,12 @@ class LeaseKeeper:
         record: NodeRecord,
         lease_ttl_s: float,
         alive: Callable[[], bool],
-        load: Callable[[], Mapping[str, int]],
+        load: Callable[[], Mapping[str, Any]],
         namespace: str = "paceline",
         on_fenced: Callable[[], None] = lambda: None,
     ) -> None:
-        """alive: whether the engine loop ticked lately; load: running, waiting, free_pages, total_pages; on_fenced:
-        called once, from the keeper's thread, when a newer generation took over."""
+        """alive: whether the engine loop ticked lately; load: see ``NodeRecord.with_load``; on_fenced: called once,
+        from the keeper's thread, when a newer generation took over."""
         self._client = redis.Redis.from_url(
             url,
             socket_timeout=OPERATION_TIMEOUT_S,

@@ -84,6 +84,9 @@ class Drafter(ABC):
     row_width: int = 0  # elements of a hidden row that extend reads; 0: it reads tokens alone
     fused_width: int = 0  # of the same row after ``fuse``; 0: there is nothing to fuse
 
+    hits: int = 0  # rounds in which a drafter that copies earlier text found something to draft
+    misses: int = 0  # and in which it did not
+
     @abstractmethod
     def extend(self, items: Seq[ExtendItem]) -> None:
         """Digest committed rows, prefill or decode; with ``final`` leave proposals in ``seq.draft``.
@@ -124,3 +127,7 @@ class Drafter(ABC):
 
         One that is handed over before its first round does not end here, and is not told.
         """
+
+    def copies(self) -> dict[str, tuple[int, int]]:
+        """Hits and misses of every drafter in here that was asked to copy, by its name."""
+        return {self.name: (self.hits, self.misses)} if self.hits or self.misses else {}

@@ -188,6 +188,10 @@ class SelectingDrafter(Drafter):
             if self._may_use(name, seq):
                 drafter.finish(seq)
 
+    def copies(self) -> dict[str, tuple[int, int]]:
+        """See Drafter."""
+        return {name: counts for drafter in self._drafters.values() for name, counts in drafter.copies().items()}
+
     def _may_use(self, name: str, seq: Sequence) -> bool:
         choice = self.choice(seq)
         return choice == name or (choice == AUTO and self._chooser is not None and name in self._chooser.drafters)
