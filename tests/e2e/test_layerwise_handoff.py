@@ -40,7 +40,7 @@ def every_layer_is_a_message() -> Iterator[None]:
     layer_bytes = 5 * 2 * 2 * 16 * 2  # of a chunk; 5 * (48 + 16) * 2 with latents
     with (
         patch("prefill_node.groups.MIN_BYTES", 1),
-        patch("prefill_node.engine.MIN_BYTES", 1),
+        patch("prefill_node.engine.sends.MIN_BYTES", 1),
         patch("prefill_node.groups.MESSAGE_BYTES", layer_bytes),
     ):
         yield

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from paceline.engine.fingerprint import fingerprint_of
 from paceline.engine.model_runner import ModelRunner
 from paceline.kvcache.layout import LayerOwner
 from paceline.models.moe import MoeMlp
@@ -151,7 +152,7 @@ def test_mtp_modules_have_latent_layers(heads: dict[tuple[str, int], Path]) -> N
     layout = runner.kv.layout
     assert layout.text() == "bfloat16 target:mla:1x64*3 draft:mla:1x64*2"
     assert layout.token_bytes(LayerOwner.DRAFT) == 2 * 64 * 2
-    assert runner.fingerprint().drafter_modules == 2
+    assert fingerprint_of(runner).drafter_modules == 2
 
 
 class TorchExperts(MoeMlp):

@@ -1,7 +1,7 @@
 """The signature on a GPU: tokens never depend on drafter, tree, batch or layout. The same bodies run on CPU.
 
 In fp32 tokens are equal. In bf16 a row's bits may depend on how many rows the kernel had, so texts may part where the
-two best tokens are next to equal, and nowhere else (design 5.7).
+two best tokens are next to equal, and nowhere else (algorithms.md J3).
 """
 
 from __future__ import annotations

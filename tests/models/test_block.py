@@ -163,7 +163,7 @@ def test_bits_do_not_depend_on_the_threads() -> None:
 
 
 def test_a_row_does_not_depend_on_those_beside_it() -> None:
-    """Two rows of one chunk alone, each after the other, as the chunk has them (design 5.6)."""
+    """Two rows of one chunk alone, each after the other, as the chunk has them (docs/internals/exactness.md)."""
     case = Case(SHAPES["SmolLM2"], torch.bfloat16, [Segment.linear([0, 0], 50, SLOTS)])
     context = ForwardContext.build(case.batch, case.kv, CpuAttention())
     both = case.block.run(case.added, case.residual.clone(), case.input_norm, case.table, context)

@@ -20,7 +20,7 @@ from paceline.request import SamplingParams
 from paceline.sampling.probs import target_probs
 from paceline.sampling.sampler import RowContext
 from paceline.spec_decode.accept import coins as coins_module
-from paceline.spec_decode.accept.acceptance import RULES
+from paceline.spec_decode.accept.acceptance import RULES, Verification
 from paceline.spec_decode.accept.coins import Coins, CoinSource
 from paceline.spec_decode.base import DraftSampling
 from paceline.spec_decode.drafters.candidates import DRAFT_STREAM, choose
@@ -123,7 +123,9 @@ def generate(
         roots = [texts[i][-1] for i in running]
         trees = drafted_trees(world, roots, [params[i] for i in running], position, width, draft)
         for i, tree in zip(running, trees, strict=True):
-            verdict = RULES[rule].function(tree, Rows(world, tree), coins_of(i), position, lambda _: False, 3)
+            verdict = RULES[rule].function(
+                Verification(tree, Rows(world, tree), coins_of(i), position, lambda _: False, 3)
+            )
             texts[i] += verdict.committed(tree)
             lengths.append(len(verdict.path))
         running = [i for i in running if len(texts[i]) == 2]
