@@ -8,9 +8,8 @@ ARGS ?=
 # A deployment is a dozen Python processes. Without bytecode files each of them compiles all that it imports, which takes
 # longer than the import itself, so the files are written whatever the caller's environment says.
 export PYTHONDONTWRITEBYTECODE :=
-# Whole deployments, hosts, and what uses both cores: these run alone, all others side by side.
-ALONE := tests/chaos tests/multihost tests/soak tests/e2e/test_handoff_benchmark.py tests/e2e/test_prefix_routing.py \
-  tests/e2e/test_role_switch.py tests/e2e/test_serve.py tests/e2e/test_serve_mtp.py
+# Faults and hosts that are watched by the clock: these run alone, all others side by side.
+ALONE := tests/chaos tests/multihost tests/soak tests/e2e/test_prefix_routing.py
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # xdist would begin files of few tests last, and those are the longest.

@@ -51,16 +51,20 @@ class WorkerMemory:
     """
 
     def __init__(self) -> None:
-        self.after_collection, self.told = memory("VmRSS"), False
+        self.after_collection = self.at_file_start = memory("VmRSS")
+        self.told = False
         self.trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None]:
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
         yield
-        if memory("VmRSS") > self.after_collection + COLLECT_AT_BYTES:
+        ends_file = nextitem is None or nextitem.path != item.path  # its own fixtures are gone
+        if memory("VmRSS") > (self.at_file_start if ends_file else self.after_collection) + COLLECT_AT_BYTES:
             gc.collect()
             self.trim(0)
             self.after_collection = memory("VmRSS")
+        if ends_file:
+            self.at_file_start = memory("VmRSS")
         peak = memory("VmHWM")
         torch = sys.modules.get("torch")
         on_gpu = torch is not None and torch.cuda.is_initialized()  # its driver alone maps gigabytes
@@ -84,8 +88,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """One line of all that this machine lacks, from the reasons "needs ..." of the tests that were skipped for it."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
+    """End with one line of all that this machine lacks, from skip reasons that begin with "needs"."""
+    yield
     reasons = (report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", []))
     lacking = Counter(reason.removeprefix("needs ") for reason in reasons if reason.startswith("needs "))
     if lacking:

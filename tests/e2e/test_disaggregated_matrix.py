@@ -15,10 +15,11 @@ from paceline.engine.model_runner import ModelRunner
 from paceline.kvcache.layout import LayerOwner
 from paceline.v1.node_pb2 import HandedOff
 from support.exactness_matrix import CASES, Case, Cell, Matrix, Watch, half_cross, matrix, over_budget
+from support.needs import needs_kernels
 from support.node_pair import pair
 from support.real_weights import Weights
 
-pytestmark = [pytest.mark.real_model, pytest.mark.timeout(600)]
+pytestmark = [needs_kernels, pytest.mark.real_model, pytest.mark.timeout(600)]
 
 STATEFUL = [name for name, case in CASES.items() if case.stateful and name != "eagle3, greedy drafts"]
 BUSY = 8  # requests in flight, of 11: later ones join a running batch

@@ -11,10 +11,11 @@ import pytest
 from paceline.assembly.build import assemble, build_runner
 from paceline.config import NodeConfig
 from support.exactness import run
+from support.needs import needs_kernels
 from support.node_pair import pair
 from support.prompts import one_temperature_each, prompt_requests
 
-pytestmark = [pytest.mark.real_model, pytest.mark.timeout(600)]
+pytestmark = [needs_kernels, pytest.mark.real_model, pytest.mark.timeout(600)]
 
 
 async def test_apart_equals_together(smollm2_folder: Path) -> None:
@@ -24,7 +25,7 @@ async def test_apart_equals_together(smollm2_folder: Path) -> None:
             "dtype": "bf16",
             "drafter": "mtp",
             "num_draft_tokens": 4,
-            "kv_cache_tokens": 16384,
+            "kv_cache_tokens": 8192,
             "prefill_chunk_tokens": 48,
             "max_running": 16,
         }

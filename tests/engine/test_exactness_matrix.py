@@ -14,9 +14,10 @@ import pytest
 
 from support.adversaries import KINDS, Adversary
 from support.exactness_matrix import CASES, Case, Cell, Matrix, chain_cross, full_cross, half_cross, matrix, over_budget
+from support.needs import needs_kernels
 from support.real_weights import Weights
 
-pytestmark = [pytest.mark.real_model, pytest.mark.timeout(600)]
+pytestmark = [needs_kernels, pytest.mark.real_model, pytest.mark.timeout(600)]
 
 ONCE = ("none", "eagle3, greedy drafts")  # adaptive lengths have nothing to add to them
 VARYING = [name for name in CASES if name not in ONCE]

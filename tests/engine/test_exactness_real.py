@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from support.exactness import run
+from support.needs import needs_kernels
 from support.real_engines import VARIANTS, Engines
 
-pytestmark = [pytest.mark.real_model, pytest.mark.timeout(900)]
+pytestmark = [needs_kernels, pytest.mark.real_model, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from support.exactness import run
+from support.needs import needs_kernels
 from support.prompts import EOS
 from support.real_engines import NUM_TOKENS, VARIANTS, Engines
 
@@ -24,11 +25,13 @@ def fp32(smollm2_folder: Path) -> Engines:
     return Engines(smollm2_folder, "fp32", 8)
 
 
+@needs_kernels
 def test_fp32_tokens(fp32: Engines) -> None:
     """With our own kernels the bits are equal, too."""
     assert fp32.answers(*VARIANTS["ngram K=8, tree, pages of 64"]) == fp32.right
 
 
+@needs_kernels
 def test_fp32_alone(fp32: Engines) -> None:
     got = run(fp32.variant(prefix_cache=False), fp32.requests[:ALONE], batch=1)
     assert [g.token_ids for g in got] == [p.token_ids for p in fp32.plain[:ALONE]]

@@ -28,7 +28,7 @@ class Engines:
     """Runners over one loaded target, and its plain answers: no drafts, no prefix cache."""
 
     def __init__(self, folder: Path, dtype: str, batch: int) -> None:
-        options = {"model": str(folder), "dtype": dtype, "drafter": "none", "threads": 1, "kv_cache_tokens": 16384}
+        options = {"model": str(folder), "dtype": dtype, "drafter": "none", "threads": 1, "kv_cache_tokens": 8192}
         self.config = NodeConfig.model_validate(options)
         self.first = build_runner(self.config)
         self.requests = one_temperature_each(prompt_requests(folder, NUM_TOKENS))

@@ -23,9 +23,11 @@ from support.feature_drafting import (
     rounds_stay_exact,
     state_is_exact,
 )
+from support.needs import needs_kernels
 from support.tiny_model import tiny_request
 
 
+@needs_kernels
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("shape", BUDGETS)
 def test_state_after_rounds_is_that_of_a_fresh_prefill(dtype: str, shape: str) -> None:

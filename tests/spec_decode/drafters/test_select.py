@@ -22,6 +22,7 @@ from paceline.spec_decode.length.cost import CostTable
 from paceline.spec_decode.sequence import DraftState, Sequence
 from paceline.spec_decode.trees.tree import DraftTree
 from support.exactness import Outcome, run
+from support.needs import needs_kernels
 from support.simulated_rounds import bare_sequence, chain_tree
 from support.tiny_model import VOCAB, tiny_request, tiny_runner
 
@@ -319,6 +320,7 @@ def selecting_mtp(width: int) -> ModelRunner:
     return runner
 
 
+@needs_kernels
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("width", [1, 3])
 def test_a_batch_of_mixed_drafters_gives_the_same_text(batch: int, width: int) -> None:
