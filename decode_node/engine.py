@@ -16,13 +16,13 @@ from typing import Protocol
 from decode_node.scheduler import DecodeLimits, DecodeScheduler
 from decode_node.stream import HiddenRows, Landing, Stream, StreamPhase
 from kv_transfer.handoff.state import Handoff, HandoffPlan, HandoffState
-from paceline.config import WEIGHTLESS_DRAFTERS
 from paceline.engine.model_runner import ModelRunner, RoundResult
 from paceline.errors import HandoffFailed, Overloaded, PacelineError
 from paceline.kvcache.layout import LayerOwner
 from paceline.request import TokenLogprobs
 from paceline.serving.ledger import pages_available, pool_problems
 from paceline.spec_decode.sequence import DraftState, Sequence
+from paceline.speculation import is_weightless
 from paceline.v1 import handoff_pb2, node_pb2
 from paceline.wire import finish_reason_from_proto, finish_reason_to_proto, logprobs_to_proto, round_to_proto
 
@@ -373,7 +373,7 @@ def _record_round(stream: Stream, result: RoundResult, began: float, ended: floa
 
 def _weightless(stream: Stream) -> bool:
     """The request chose a drafter that has no rows."""
-    return stream.request.speculation.drafter in WEIGHTLESS_DRAFTERS
+    return is_weightless(stream.request.speculation.drafter)
 
 
 def num_slots(runner: ModelRunner, stream: Stream) -> int:

@@ -3,27 +3,23 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from enum import Enum
+from typing import Annotated, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
-DrafterName = Literal[
-    "default",
-    "auto",
-    "none",
-    "ngram",
-    "suffix",
-    "trie",
-    "lookahead",
-    "medusa",
-    "eagle",
-    "eagle3",
-    "mtp",
-    "draft_model",
-]
-WEIGHTLESS_DRAFTERS = ("none", "ngram", "suffix", "trie", "lookahead")  # may stand beside any other
+from paceline.speculation import DRAFTERS, TreeKind, drafter_choices, is_weightless
+
+
+def _known_drafter(value: str) -> str:
+    if value not in drafter_choices():
+        raise ValueError(f"must be one of {', '.join(drafter_choices())}")
+    return value
+
+
+DrafterName = Annotated[str, AfterValidator(_known_drafter), Field(json_schema_extra={"enum": list(drafter_choices())})]
 DtypeName = Literal["bf16", "fp32"]
-TreeName = Literal["chain", "static", "dynamic"]
 DEFAULT_TREE_NODES = 16
 AUTO_HOST = "auto"
 
@@ -48,7 +44,7 @@ class EngineConfig(Frozen):
     drafter_path: str = ""  # folder of draft heads or of the draft model; empty: the heads that ship for the model
     mtp_modules: int = Field(default=1, ge=1, le=8)  # with untrained heads only; 1 is reused, more are chained
     num_draft_tokens: int = Field(default=4, ge=0, le=64)  # K: depth of the draft
-    tree: TreeName = "chain"
+    tree: TreeKind = TreeKind.CHAIN
     tree_width: int = Field(default=4, ge=1, le=16)  # candidates per expanded node; a chain has 1
     tree_nodes: int = Field(default=0, ge=0, le=256)  # draft tokens of a tree; 0: at most 16
     expand_above: float = Field(default=0.0, ge=0.0, le=1.0)  # of dynamic trees: nodes so probable; 0: the best
@@ -87,18 +83,18 @@ class EngineConfig(Frozen):
     @field_validator("drafters")
     @classmethod
     def _known(cls, value: str) -> str:
-        unknown = [name for name in _names(value) if name not in WEIGHTLESS_DRAFTERS]
+        unknown = [name for name in _names(value) if not is_weightless(name)]
         if unknown:
-            raise ValueError(f"{', '.join(unknown)}: only {', '.join(WEIGHTLESS_DRAFTERS)} can be added")
+            raise ValueError(f"{', '.join(unknown)}: only {', '.join(filter(is_weightless, DRAFTERS))} can be added")
         return value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.acceptance == "rejection" and self.tree != "chain":
+        if self.acceptance == "rejection" and self.tree is not TreeKind.CHAIN:
             raise ValueError("acceptance 'rejection' verifies chains: set tree to chain, or acceptance to recursive")
-        if self.draft_sampling == "sampled" and self.tree == "dynamic":
+        if self.draft_sampling == "sampled" and self.tree is TreeKind.DYNAMIC:
             raise ValueError("draft_sampling 'sampled' cannot be pruned by score: set tree to chain or static")
-        if self.expand_above and self.tree != "dynamic":
+        if self.expand_above and self.tree is not TreeKind.DYNAMIC:
             raise ValueError("expand_above says which nodes of dynamic trees grow: set tree to dynamic")
         if self.draft_sampling == "sampled" and self.acceptance == "typical":
             raise ValueError("draft_sampling 'sampled' needs acceptance sample, rejection or recursive")
@@ -112,7 +108,7 @@ class EngineConfig(Frozen):
     @property
     def nodes_budget(self) -> int:
         """Draft tokens of the largest tree."""
-        if self.tree == "chain" or self.tree_width == 1:
+        if self.tree is TreeKind.CHAIN or self.tree_width == 1:
             return self.num_draft_tokens
         widest = self.num_draft_tokens * self.tree_width
         return self.tree_nodes or min(widest, max(DEFAULT_TREE_NODES, self.num_draft_tokens))
@@ -121,6 +117,17 @@ class EngineConfig(Frozen):
     def selectable(self) -> tuple[str, ...]:
         """Drafters a request may name, the deployment's own first."""
         return tuple(dict.fromkeys((self.drafter, *_names(self.drafters))))
+
+
+def choices_of(field: FieldInfo) -> tuple[str, ...]:
+    """The words that an option takes; empty where it takes more than some words."""
+    kind, extra = field.annotation, field.json_schema_extra
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return tuple(member.value for member in kind)
+    words = extra.get("enum") if isinstance(extra, dict) else None
+    return tuple(map(str, words)) if isinstance(words, list) else ()
 
 
 def _names(listed: str) -> list[str]:

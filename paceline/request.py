@@ -96,9 +96,6 @@ class SamplingParams:
             raise InvalidRequest("top_p", f"must be above 0 and at most 1, got {self.top_p}")
 
 
-TREES = ("chain", "static", "dynamic")
-
-
 @dataclass(frozen=True)
 class SpeculationParams:
     """Per-request speculation. None keeps the deployment's value; values are capped by the deployment's."""

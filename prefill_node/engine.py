@@ -17,13 +17,13 @@ from collections.abc import Sequence as Seq
 from functools import partial
 
 from kv_transfer.handoff.state import DRAFT_KV, HIDDEN, META, TARGET_KV, ByteClass
-from paceline.config import WEIGHTLESS_DRAFTERS
 from paceline.engine.model_runner import ModelRunner, PrefillChunk, SampledToken
 from paceline.errors import DeadlineExceeded, HandoffFailed, InvalidRequest, Overloaded, PacelineError
 from paceline.kvcache.layout import LayerOwner
 from paceline.models.base import AfterLayer
 from paceline.serving.ledger import pages_available, pool_problems
 from paceline.spec_decode.drafters.row_exporter import take_rows
+from paceline.speculation import is_weightless
 from paceline.tracing import NO_TRACE, Trace
 from paceline.v1 import handoff_pb2, inference_pb2, node_pb2
 from paceline.wire import finish_reason_to_proto, logprobs_to_proto
@@ -174,7 +174,7 @@ class PrefillEngine:
     def _send_draft(self, job: PrefillJob, *, last: bool) -> None:
         """Draft rows that are settled; before the last ones only as many as are worth a message."""
         seq = job.seq
-        if seq is None or job.request.speculation.drafter in WEIGHTLESS_DRAFTERS:
+        if seq is None or is_weightless(job.request.speculation.drafter):
             return
         layers = self._runner.kv.layout.layer_range(LayerOwner.DRAFT)
         start, end = max(job.first_token, job.draft_sent), self._runner.settled_draft_rows(seq)
@@ -186,7 +186,7 @@ class PrefillEngine:
     def _send_hidden(self, job: PrefillJob) -> None:
         """Hidden rows of the chunk, where they cross; a request that drafts without them gets none."""
         assert job.seq is not None
-        unwanted = job.request.speculation.drafter in WEIGHTLESS_DRAFTERS
+        unwanted = is_weightless(job.request.speculation.drafter)
         for start, rows in take_rows(job.seq):
             skip = max(0, job.first_token - start)
             if skip < rows.shape[0] and not unwanted:

@@ -6,14 +6,14 @@ import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any
 
 import typer
 import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from paceline.config import ServeConfig
+from paceline.config import ServeConfig, choices_of
 from paceline.errors import ConfigError
 
 PREFIX = "PACELINE_"
@@ -79,10 +79,12 @@ def serve_parameters() -> list[inspect.Parameter]:
 
 def _parameter(name: str, info: FieldInfo) -> inspect.Parameter:
     kind: Any = info.annotation
-    choices = f" One of {', '.join(map(str, get_args(kind)))}." if get_origin(kind) is not None else ""
-    if get_origin(kind) is not None:
+    words = choices_of(info)
+    choices = f" One of {', '.join(words)}." if words else ""
+    if words:
         kind = str
-    text = (info.description or "").strip() + choices + f" [default: {info.default!r}]"
+    default = str(info.default) if isinstance(info.default, str) else info.default  # a word of an enumeration as such
+    text = (info.description or "").strip() + choices + f" [default: {default!r}]"
     option = typer.Option(f"--{name.replace('_', '-')}" + (f"/--no-{name.replace('_', '-')}" if kind is bool else ""))
     option.help, option.show_default = text.strip(), False
     annotation = Annotated[kind | None, option]

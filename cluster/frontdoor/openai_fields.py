@@ -14,7 +14,8 @@ from typing import Any
 from cluster.contract.plan import MAX_MESSAGES, MAX_NAME_CHARS, MAX_PRIORITY, MAX_STOP_TOKEN_IDS
 from cluster.frontdoor.json_kinds import ANYTHING, Kind, flag, integer, list_of, number, object_of, one_of, only, text
 from paceline.errors import InvalidRequest
-from paceline.request import INT32_MAX, MAX_BIAS, MAX_LOGIT_BIAS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, RANGES, TREES
+from paceline.request import INT32_MAX, MAX_BIAS, MAX_LOGIT_BIAS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, RANGES
+from paceline.speculation import TreeKind
 
 COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default there; a chat goes on as far as it may
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -111,7 +112,7 @@ _SPECULATION = object_of(
         "num_draft_tokens": integer(0, INT32_MAX),
         "tree_width": integer(1, INT32_MAX),
         "drafter": text(),
-        "tree": one_of("", *TREES),
+        "tree": one_of("", *TreeKind),
     }
 )
 _COMMON: Mapping[str, Kind[Any]] = {

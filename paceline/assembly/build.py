@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.assembly.drafting import budget_of, plan_drafter, plan_export
+from paceline.assembly.drafting import plan_drafter, plan_export
 from paceline.assembly.graph_build import SCRATCH_PAGES, add_graphs, wants_graphs
 from paceline.assembly.head_check import check_heads
 from paceline.assembly.measure import measure_costs
@@ -26,9 +26,10 @@ from paceline.models.config import ModelSpec
 from paceline.models.hub import resolve_model
 from paceline.models.loader import weights_digest
 from paceline.models.registry import load_target
-from paceline.spec_decode.drafters.auto import AUTO
+from paceline.spec_decode.drafters.plan import budget_of
 from paceline.spec_decode.length.adaptive import make_policy
 from paceline.spec_decode.length.cost import CostTable
+from paceline.speculation import AUTO
 
 log = logging.getLogger(__name__)
 

@@ -13,10 +13,9 @@ from paceline.engine.graphs import GraphLimits, TargetGraphs
 from paceline.engine.model_runner import ModelRunner
 from paceline.layers.graph_capture import Capture, CudaCapture
 from paceline.spec_decode.base import DraftSampling, TreeKind
-from paceline.spec_decode.drafters.auto import AUTO
 from paceline.spec_decode.drafters.feature import FeatureDrafter
 from paceline.spec_decode.drafters.head_graphs import HeadAt, HeadGraphs
-from paceline.spec_decode.drafters.select import SelectingDrafter
+from paceline.speculation import AUTO
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +53,7 @@ def add_graphs(runner: ModelRunner, config: NodeConfig, capture: Capture | None 
 
 
 def _feature_drafter(runner: ModelRunner) -> FeatureDrafter | None:
-    drafter = runner.drafter
-    primary = drafter.primary if isinstance(drafter, SelectingDrafter) else drafter
+    primary = runner.drafter.primary
     return primary if isinstance(primary, FeatureDrafter) else None
 
 

@@ -12,12 +12,12 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 
 from paceline.assembly.scratch import ScratchSequences
-from paceline.config import WEIGHTLESS_DRAFTERS
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import InvalidRequest
 from paceline.request import SpeculationParams
 from paceline.spec_decode.length.adaptive import FixedLength
 from paceline.spec_decode.sequence import Sequence
+from paceline.speculation import is_weightless
 from paceline.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ QUESTIONS = (  # answers that any head finds easy, so that a low share says some
 def check_heads(runner: ModelRunner, folder: Path) -> float | None:
     """Measure, and warn when it is below FLOOR. folder: the target's, for its tokenizer. None: nothing to judge."""
     name = runner.drafter.name
-    if name in WEIGHTLESS_DRAFTERS or runner.limits.budget.num_draft_tokens == 0:
+    if is_weightless(name) or runner.limits.budget.num_draft_tokens == 0:
         return None
     return judge(name, first_acceptance(runner, tokenized(folder)))
 

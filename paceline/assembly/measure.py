@@ -14,13 +14,13 @@ import torch
 
 from paceline.assembly.scratch import ScratchSequences
 from paceline.attention.base import Segment
-from paceline.config import WEIGHTLESS_DRAFTERS
 from paceline.engine.model_runner import ModelRunner
 from paceline.request import SpeculationParams
 from paceline.sampling.topk import argmax_lowest
 from paceline.spec_decode.base import ExtendItem
 from paceline.spec_decode.length.cost import CostTable, MeasureGrid
 from paceline.spec_decode.sequence import Sequence
+from paceline.speculation import is_weightless
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def measure_costs(runner: ModelRunner, max_batch: int, grid: MeasureGrid = Measu
     costs = runner.policy.costs
     if costs is None:
         return
-    has_weights = runner.drafter.name not in WEIGHTLESS_DRAFTERS
+    has_weights = not is_weightless(runner.drafter.name)
     most = runner.limits.budget.max_nodes
     rows = tuple(n for n in grid.rows_per_seq if n < max(2 * most, 3))  # of a tree, and once past it
     slots = max(rows[-1], runner.spec_slots)

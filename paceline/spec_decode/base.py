@@ -13,17 +13,10 @@ import torch
 from paceline.kvcache.layout import KvLayer
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree
+from paceline.speculation import TreeKind as TreeKind
 
 if TYPE_CHECKING:
     from paceline.spec_decode.unread import UnreadChains
-
-
-class TreeKind(enum.StrEnum):
-    """Shape of the trees a drafter makes."""
-
-    CHAIN = "chain"  # one candidate per depth
-    STATIC = "static"  # the drafter's fixed shape: ranks per depth, decided before any draft
-    DYNAMIC = "dynamic"  # expanded where the draft is confident (EAGLE-2, algorithms.md D3)
 
 
 class DraftSampling(enum.StrEnum):
@@ -83,6 +76,11 @@ class Drafter(ABC):
     state_width: int = 0  # elements of a row of DraftState.hidden; 0: the drafter keeps no such rows
     row_width: int = 0  # elements of a hidden row that extend reads; 0: it reads tokens alone
     fused_width: int = 0  # of the same row after ``fuse``; 0: there is nothing to fuse
+
+    @property
+    def primary(self) -> Drafter:
+        """The one drafter that may have KV layers, rows and state: itself, unless it stands for several."""
+        return self
 
     @abstractmethod
     def extend(self, items: Seq[ExtendItem]) -> None:

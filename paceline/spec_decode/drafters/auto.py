@@ -33,8 +33,8 @@ from paceline.spec_decode.length.cost import COPY_SHARE, CostTable
 from paceline.spec_decode.length.rates import POOL_DECAY, REQUEST_DECAY, WidthCounts, pool_rates, reach, request_rates
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree
+from paceline.speculation import NONE
 
-AUTO, NONE = "auto", "none"
 SCRATCH = "auto"
 CHAIN, TREE = "chain", "tree"
 MATCH_CLASSES = ((8, "match 8+"), (4, "match 4-7"), (2, "match 2-3"), (1, "match 1"))  # least length, longest first

@@ -13,8 +13,11 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from paceline.config import EngineConfig
+from paceline.models.base import TargetModel
 from paceline.request import UINT64_MAX, derive_seed
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem, TreeKind
+from paceline.spec_decode.drafters.plan import DrafterPlan, plan_weightless
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree, build_tree
 
@@ -253,3 +256,8 @@ class LookaheadDrafter(Drafter):
     def finish(self, seq: Sequence) -> None:
         """Forget window and pool."""
         seq.scratch.pop(self.name, None)
+
+
+def plan(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:
+    """See PlanDrafter."""
+    return plan_weightless(LookaheadDrafter(model.spec.vocab_size, model.spec.eos_token_ids))

@@ -10,7 +10,10 @@ from collections.abc import Sequence as Seq
 
 import torch
 
+from paceline.config import EngineConfig
+from paceline.models.base import TargetModel
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
+from paceline.spec_decode.drafters.plan import DrafterPlan, plan_weightless
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree, build_tree
 
@@ -53,3 +56,8 @@ def take_rows(seq: Sequence) -> list[tuple[int, torch.Tensor]]:
     kept = seq.scratch.pop(KEPT, [])
     assert isinstance(kept, list)
     return kept
+
+
+def export_rows(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:
+    """See PlanDrafter: the target's own hidden rows."""
+    return plan_weightless(RowExporter(name, model.spec.vocab_size, model.spec.hidden_size))
