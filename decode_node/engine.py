@@ -57,6 +57,7 @@ class DecodeEngine:
         self.free_pages = runner.allocator.num_pages  # that new requests can get
         self.integrity = ""  # of the last idle moment
         self.missing_drafts = 0  # hand-offs that brought no draft state though there is a drafter to feed
+        self.recovered_drafts = 0  # of them, those whose drafter has caught up
 
     def bind(self, links: LinkControl) -> None:
         """Set the links, which need the engine themselves, before the first hand-off."""
@@ -80,9 +81,10 @@ class DecodeEngine:
         prefilled = self._prefill()
         digested = self._digest()
         decoded = self._round()
-        if not prefilled and not digested and not decoded:
+        recovered = not prefilled and not digested and self._recover()
+        if not prefilled and not digested and not decoded and not recovered:
             self._check_when_idle()
-        return prefilled or digested or decoded
+        return prefilled or digested or decoded or recovered
 
     def _reserve_waiting(self) -> None:
         for stream, error in self._scheduler.reserve(self._reserve):
@@ -175,6 +177,26 @@ class DecodeEngine:
             self._scheduler.run(stream)
         return True
 
+    def _recover(self) -> bool:
+        """A chunk of a stream that came without draft state: its hidden rows again, for the drafter."""
+        if (work := self._scheduler.next_recovery()) is None:
+            return False
+        stream, most = work
+        seq = stream.seq
+        assert seq is not None
+        began, start = time.monotonic(), stream.digested
+        try:
+            stream.digested = self._runner.recover_draft(seq, start, most)
+        except Exception:
+            log.error("%s goes on without its drafter", stream.request.request_id, exc_info=True)
+            self._scheduler.end_recovery(stream)
+            return True
+        stream.trace.record("draft recovery", began, time.monotonic(), first_token=start, end_token=stream.digested)
+        if stream.digested == seq.num_computed:
+            self._scheduler.end_recovery(stream)
+            self.recovered_drafts += 1
+        return True
+
     def _round(self) -> bool:
         batch = self._scheduler.next_batch()
         if not batch:
@@ -245,9 +267,13 @@ class DecodeEngine:
             stream.phase = StreamPhase.DRAFTING
             self._scheduler.draft(stream)
         else:
-            self._count_missing_draft(stream, seq)
             stream.phase = StreamPhase.RUNNING
             self._scheduler.run(stream)
+            if self._lacks_draft(stream, seq):
+                self.missing_drafts += 1
+                log.warning("%s came without draft state: its drafter starts late", stream.request.request_id)
+                stream.digested = seq.draft_rows
+                self._scheduler.recover(stream)
 
     def _owes_draft_prefill(self, stream: Stream) -> bool:
         """Hidden rows came for the drafter to digest, or it needs nothing but the tokens."""
@@ -277,12 +303,11 @@ class DecodeEngine:
         elif self._links is not None:
             self._links.cancel(handoff.link_id, stream.ticket)
 
-    def _count_missing_draft(self, stream: Stream, seq: Sequence) -> None:
+    def _lacks_draft(self, stream: Stream, seq: Sequence) -> bool:
+        """The drafter has rows of its own, and those of the prompt should have come, but did not."""
         layers = len(self._runner.kv.layout.layer_range(LayerOwner.DRAFT))
-        wanted = layers and self._runner.handoff != "none"
-        if wanted and seq.draft_rows < seq.num_prefill and not _weightless(stream):
-            self.missing_drafts += 1
-            log.warning("%s came without draft state: speculation starts late", stream.request.request_id)
+        wanted = layers > 0 and self._runner.handoff != "none" and not _weightless(stream)
+        return wanted and seq.draft_rows < seq.num_prefill
 
     # -- what the RPCs and timers post -------------------------------------------------------------------------
 

@@ -65,7 +65,7 @@ class ExtendItem:
 
 
 class Drafter(ABC):
-    """Proposes trees. Per-sequence state lives on the Sequence, weights and scratch here."""
+    """Proposes trees. Per-sequence state lives on the Sequence, weights and buffers here."""
 
     name: str
     kv_layers: tuple[KvLayer, ...] = ()  # further layers of the target's pages

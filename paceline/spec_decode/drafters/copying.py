@@ -56,7 +56,7 @@ class OwnText:
     @classmethod
     def of(cls, seq: Sequence) -> str:
         """The sequence's text as of now; drafters share it."""
-        own = seq.scratch.setdefault("text", OwnText())
+        own = seq.memory.setdefault("text", OwnText())
         assert isinstance(own, OwnText)
         if own.digested < len(seq.token_ids):
             start = max(own.digested, len(seq.token_ids) - MAX_TOKENS)

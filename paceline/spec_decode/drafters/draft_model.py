@@ -91,7 +91,7 @@ class DraftModelDrafter(Drafter):
         static_tree: Seq[RankPath] = (),
     ) -> None:
         """attention: for the draft model's heads. first_layer: the pool's layer that holds the draft's layer 0. width:
-        candidates of each node. static_tree: see ``choices``; none means a comb of the budget's width.
+        candidates of each node. static_tree: see ``static_trees``; none means a comb of the budget's width.
 
         Raises ConfigError when the two models cannot share tokens or pages.
         """
@@ -151,7 +151,7 @@ class DraftModelDrafter(Drafter):
         while self._add_level(active):
             pass
         for draft in active:
-            draft.seq.scratch[self.name] = Written(draft.committed, tuple(draft.in_place))
+            draft.seq.memory[self.name] = Written(draft.committed, tuple(draft.in_place))
         return [grown_tree(draft, self.target.spec.vocab_size, self.name) for draft in drafts]
 
     def _is_dynamic(self, budget: DraftBudget) -> bool:
@@ -219,7 +219,7 @@ class DraftModelDrafter(Drafter):
 
 def _came_true(seq: Sequence, end: int) -> int:
     """How many rows from ``seq.draft_rows`` on the last round left exact, now that tokens before ``end`` have KV."""
-    written = seq.scratch.pop(DraftModelDrafter.name, None)
+    written = seq.memory.pop(DraftModelDrafter.name, None)
     if not isinstance(written, Written) or written.start != seq.draft_rows:
         return 0
     pairs = zip(written.token_ids, seq.token_ids[written.start : end], strict=False)

@@ -3,7 +3,7 @@
 Off by one: with last committed token t_m the last true hidden row is h_{m-1}. The LM head predicted t_m from it, which
 is sampled already; head k (from 0) predicts t_{m+1+k}, the candidates of depth k + 1. Heads do not see each other's
 tokens, so the candidates are a Cartesian product, of which a tree keeps a part: ``choices`` decided beforehand, best
-built from measured acceptance (``choices.best_choices``), or the best of this very request's product.
+built from measured acceptance (``static_trees.best_choices``), or the best of this very request's product.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from paceline.spec_decode.drafters.plan import DrafterPlan, plan_weightless
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree, build_tree
 
-KEPT = "rows to hand over"  # in Sequence.scratch
+KEPT = "rows to hand over"  # in Sequence.memory
 
 
 class RowExporter(Drafter):
@@ -42,7 +42,7 @@ class RowExporter(Drafter):
         """See Drafter: keep the rows."""
         for item in items:
             rows = item.hidden.clone() if self._fuse is None else self._fuse(item.hidden)
-            kept = item.seq.scratch.setdefault(KEPT, [])
+            kept = item.seq.memory.setdefault(KEPT, [])
             assert isinstance(kept, list)
             kept.append((item.start, rows))
 
@@ -53,7 +53,7 @@ class RowExporter(Drafter):
 
 def take_rows(seq: Sequence) -> list[tuple[int, torch.Tensor]]:
     """(first row, rows [n, row_width]) kept since the last call, in order."""
-    kept = seq.scratch.pop(KEPT, [])
+    kept = seq.memory.pop(KEPT, [])
     assert isinstance(kept, list)
     return kept
 

@@ -17,14 +17,14 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
-from paceline.spec_decode.drafters.auto import AutoChooser, Plan
+from paceline.spec_decode.drafters.auto import AskingOrder, AutoChooser
 from paceline.spec_decode.drafters.none import NoDrafter
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree
 from paceline.spec_decode.unread import UnreadChains
 from paceline.speculation import AUTO, NONE
 
-SCRATCH = "held"
+MEMORY = "held"
 MAX_HELD_ROWS = 64  # of one sequence: bounds their memory, and how long the step that takes them all may be
 
 
@@ -37,7 +37,7 @@ class Held:
     @classmethod
     def of(cls, seq: Sequence) -> Held:
         """The sequence's."""
-        held = seq.scratch.setdefault(SCRATCH, cls())
+        held = seq.memory.setdefault(MEMORY, cls())
         assert isinstance(held, cls)
         return held
 
@@ -132,7 +132,7 @@ class SelectingDrafter(Drafter):
     def _held(self, item: ExtendItem) -> bool:
         """Hold back a decoded row, if the primary may not be asked next and could draft already."""
         seq = item.seq
-        if not (self._patient or self.choice(seq) == AUTO) or seq.draft is None or item.start < seq.num_prefill:
+        if not (self._patient or self.choice(seq) == AUTO) or not seq.has_candidates or item.start < seq.num_prefill:
             return False
         Held.of(seq).items.append(replace(item, hidden=item.hidden.clone()))  # its memory may be the next round's
         return True
@@ -175,7 +175,7 @@ class SelectingDrafter(Drafter):
         """See Drafter: where all sequences are the primary's, by their own choice."""
         if self._chooser is not None or any(self.choice(seq) != self._primary.name for seq in seqs):
             return None
-        if self._fallback is not None and self._primary.state_width and any(seq.draft is None for seq in seqs):
+        if self._fallback is not None and self._primary.state_width and not all(seq.has_candidates for seq in seqs):
             return None
         self._digest([seq for seq, budget in zip(seqs, budgets, strict=True) if budget.num_draft_tokens])
         return self._primary.propose_unread(seqs, budgets)
@@ -198,14 +198,14 @@ class SelectingDrafter(Drafter):
         choice = self.choice(seq)
         return choice == name or (choice == AUTO and self._chooser is not None and name in self._chooser.drafters)
 
-    def _plans(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[Plan]:
-        plans: list[Plan] = []
+    def _plans(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[AskingOrder]:
+        plans: list[AskingOrder] = []
         if self._chooser is not None:
             self._chooser.start_round(len(seqs))
         for seq, budget in zip(seqs, budgets, strict=True):
             choice = self.choice(seq)
             # A drafter without hidden rows of its own (a draft model) drafts from tokens and KV alone.
-            ready = seq.draft is not None or self._primary.state_width == 0
+            ready = seq.has_candidates or self._primary.state_width == 0
             if choice == self._primary.name and not ready and self._fallback is not None:
                 plans.append(((self._fallback, budget),))
             elif choice == AUTO and self._chooser is not None:
@@ -234,5 +234,5 @@ class SelectingDrafter(Drafter):
             trees[i] = replace(tree, drafter=name)
 
     @staticmethod
-    def _goes_on(tree: DraftTree | None, plan: Plan, step: int) -> bool:
+    def _goes_on(tree: DraftTree | None, plan: AskingOrder, step: int) -> bool:
         return step < len(plan) and tree is not None and tree.num_draft_tokens == 0
