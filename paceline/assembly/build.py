@@ -53,9 +53,10 @@ def build_runner(config: NodeConfig, *, decodes: bool = True) -> ModelRunner:
     runner = assemble(
         config, model, RunnerIdentity(Path(config.model).name, weights_digest(folder), kernel_set()), decodes=decodes
     )
+    weighed = config.adaptive == "goodput" or config.drafter == AUTO
     if decodes and config.head_check:
-        check_heads(runner, folder)
-    if decodes and (config.adaptive == "goodput" or config.drafter == AUTO):
+        check_heads(runner, folder, weighed=weighed)
+    if decodes and weighed:
         measure_costs(runner, config.max_running)
     return runner
 
