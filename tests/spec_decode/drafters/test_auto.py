@@ -253,6 +253,16 @@ def test_all_that_share_draft_steps_wait_for_the_deepest(deep_gain: float, draft
     assert plan[0][0] == ("head" if drafts else "none")
 
 
+def test_the_rows_of_all_that_share_draft_steps_are_paid_for() -> None:
+    """By hand, for a batch of 2: 0.8 / 2 plain steps against 2 rows of 0.2 each and a draft step of 0.1."""
+    steep = Costs(lambda batch, rows: 1.0 + 0.2 * (rows - batch), {"head": 0.1})
+    auto = AutoChooser(steep.table(), "head", [])
+    auto.start_round(2)
+    auto._sharers = [(0.5, 1, 1), (0.3, 1, 1)]
+    budget = DraftBudget(4)
+    assert auto.settle(bare_sequence(), budget, (("head", budget),)) == (("none", budget),)
+
+
 def test_copies_cost_next_to_nothing_until_they_are_timed() -> None:
     table = CostTable.assumed(1.0)
     AutoChooser(table, "head", ["ngram", "suffix"])
