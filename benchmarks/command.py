@@ -34,6 +34,9 @@ DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
 ThreadsOption = Annotated[int, typer.Option(min=0, help="0: one per core.")]
 LimitOption = Annotated[int | None, typer.Option(min=1, help="Prompts of each category at most.")]
 LongestOption = Annotated[int, typer.Option(min=1, help="Longer prompts are left out, and counted.")]
+ContextOption = Annotated[
+    int, typer.Option(min=0, help="Other prompts' texts go before each question until it has so many tokens; 0: none.")
+]
 ChatOption = Annotated[bool, typer.Option(help="Apply the model's chat template.")]
 SeedOption = Annotated[int, typer.Option(min=0, help="Of the sampling; each prompt adds its number.")]
 TurnsOption = Annotated[Literal["first", "all"], typer.Option(help="User turns of a Spec-Bench question.")]
@@ -56,6 +59,7 @@ def speculation(
     turns: TurnsOption = "first",
     limit_per_category: LimitOption = None,
     max_prompt_tokens: LongestOption = 1536,
+    context: ContextOption = 0,
     chat: ChatOption = True,
     seed: SeedOption = 0,
     json: JsonOption = None,
@@ -80,7 +84,8 @@ def speculation(
         device=device,
         seed=seed,
         turns=turns,
-        max_prompt_tokens=max_prompt_tokens,
+        max_prompt_tokens=max(max_prompt_tokens, context),
+        context=context,
     )
     with _bar("prompts") as show:
         report = jobs.run_speculation(inputs, show)
@@ -101,6 +106,7 @@ def sweep(
     threads: ThreadsOption = 0,
     limit_per_category: LimitOption = None,
     max_prompt_tokens: LongestOption = 512,
+    context: ContextOption = 0,
     chat: ChatOption = True,
     seed: SeedOption = 0,
     json: JsonOption = None,
@@ -126,7 +132,8 @@ def sweep(
         device=device,
         seed=seed,
         turns="first",
-        max_prompt_tokens=max_prompt_tokens,
+        max_prompt_tokens=max(max_prompt_tokens, context),
+        context=context,
     )
     with _bar("batch sizes") as show:
         report = jobs.run_sweep(inputs, sizes, show)

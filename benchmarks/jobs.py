@@ -13,7 +13,7 @@ from benchmarks.speculation import bench as speculation
 from benchmarks.speculation import sweep
 from benchmarks.speculation.bench import Progress, Settings
 from benchmarks.speculation.drafter_specs import DraftRun, Target, parse_drafters
-from benchmarks.speculation.prompts import Encoder, Prompt, balanced, drop_long, read_prompts
+from benchmarks.speculation.prompts import Encoder, Prompt, balanced, drop_long, lengthened, read_prompts
 from paceline.errors import ConfigError
 from paceline.models.config import ModelSpec
 from paceline.request import SequenceRequest
@@ -84,7 +84,10 @@ class Inputs:
         tokenizer = Tokenizer.from_folder(folder)
         encoder = Encoder(tokenizer, chat=chat, max_prompt_tokens=settings.max_prompt_tokens)
         kept, dropped = drop_long(prompts, encoder)
-        return cls(folder, settings, runs, balanced(kept, limit), dict(dropped), tokenizer, encoder)
+        chosen = balanced(kept, limit)
+        if settings.context:
+            chosen = lengthened(chosen, encoder, settings.context)
+        return cls(folder, settings, runs, chosen, dict(dropped), tokenizer, encoder)
 
     def load(self) -> Target:
         """The target model."""

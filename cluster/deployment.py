@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 from dataclasses import dataclass
 
 import grpc.aio
 
 from cluster.nodes.addresses import host_answers, own_address
+from cluster.nodes.node_logs import NodeLogs
 from cluster.nodes.supervise import Slot, Supervisor
 from cluster.state.embedded_redis import EmbeddedRedis
 from cluster.state.registry import NodeDirectory
@@ -68,10 +70,14 @@ class Deployment:
         tokenizer = Tokenizer.from_folder(folder)
         self._start_ray()
         registry_url = self._start_registry()
+        node_logs = NodeLogs()
+        self._stops.append(("node logs", node_logs.close))  # after the nodes, for their last words
         self.supervisor = await self._start_nodes(registry_url)
         self.directory = NodeDirectory(registry_url, config.lease_ttl_s)
         await self.directory.start()
         self._stops.append(("directory", self.directory.close))
+        self.directory.on_change(node_logs.follow)
+        node_logs.follow(self.directory.nodes())
         watcher = CacheWatcher(registry_url, self.directory.nodes, config.lease_ttl_s)
         await watcher.start()
         self._stops.append(("cached prefixes", watcher.close))
@@ -128,7 +134,7 @@ class Deployment:
         return server.url
 
     async def _start_nodes(self, registry_url: str) -> Supervisor:
-        from cluster.nodes.launch import RayNodes, Wanted
+        from cluster.nodes.launch import RayNode, RayNodes, Wanted
 
         config = self.config
         roles = [
@@ -142,11 +148,18 @@ class Deployment:
             for i in range(count)
         ]
         threads = config.threads_per_node or max(1, (os.cpu_count() or 1) // len(wanted))
-        log.info("%d nodes with %d threads each", len(wanted), threads)
-        node_config = config.node(threads)
+        shares = not config.threads_per_node and config.device == "cpu"
+        log.info("%d nodes %s", len(wanted), "share their host's cores" if shares else f"with {threads} threads each")
+        node_config = config.node(threads, secrets.token_hex(8) if shares else "")
+        slots = {node.node_id: number for number, node in enumerate(wanted)}
         nodes = await asyncio.to_thread(RayNodes, wanted, registry_url, config.lease_ttl_s, config.node_interface)
         self._stops.append(("placement", nodes.close))
-        supervisor = Supervisor(lambda role, node_id, generation: nodes.launch(role, node_id, generation, node_config))
+
+        def launch(role: str, node_id: str, generation: int) -> RayNode:
+            own = node_config.model_copy(update={"cores_slot": slots[node_id]})
+            return nodes.launch(role, node_id, generation, own)
+
+        supervisor = Supervisor(launch)
         for role, count, _ in roles:
             supervisor.want(role, count)
         self._stops.append(("nodes", supervisor.stop))

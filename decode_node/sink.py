@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 from decode_node.stream import Stream
-from kv_transfer.handoff.state import HIDDEN, ByteClass, Handoff
+from kv_transfer.handoff.block import HIDDEN, RowBlock
+from kv_transfer.handoff.state import Handoff
 from kv_transfer.layout.reshard import Side, reshard
 from kv_transfer.layout.rows import RowTarget
 from paceline.engine.model_runner import ModelRunner
@@ -45,28 +46,19 @@ class ReservedPages:
         stream = self._streams.get(ticket)
         return stream.landing.handoff if stream is not None and stream.landing is not None else None
 
-    def write_kv(
-        self,
-        ticket: str,
-        byte_class: ByteClass,
-        first_layer: int,
-        num_layers: int,
-        first_token: int,
-        num_tokens: int,
-        data: torch.Tensor,
-    ) -> None:
+    def write_kv(self, ticket: str, block: RowBlock, data: torch.Tensor) -> None:
         """Scatter rows into the ticket's pages, which must still be in the life that was reserved; keep hidden rows."""
         stream = self._streams.get(ticket)
         if stream is None or stream.landing is None:
             raise HandoffFailed(f"hand-off {ticket} has no pages")
-        if byte_class == HIDDEN:
-            rows = data.view(num_tokens, -1).to(self._runner.kv.device, copy=True)
-            stream.landing.hidden.write(first_token, rows)
+        tokens = block.tokens
+        if block.byte_class == HIDDEN:
+            rows = data.view(len(tokens), -1).to(self._runner.kv.device, copy=True)
+            stream.landing.hidden.write(tokens.start, rows)
             return
-        page_size, end = self._runner.page_size, first_token + num_tokens
-        self._runner.allocator.check(*stream.landing.pages[first_token // page_size : -(-end // page_size)])
-        slots = stream.landing.slots[first_token:end]
-        self._target.scatter(range(first_layer, first_layer + num_layers), slots, data)
+        page_size = self._runner.page_size
+        self._runner.allocator.check(*stream.landing.pages[tokens.start // page_size : -(-tokens.stop // page_size)])
+        self._target.scatter(block.layers, stream.landing.slots[tokens.start : tokens.stop], data)
 
     def ready(self, ticket: str, state: handoff_pb2.State, hidden: torch.Tensor) -> None:
         """All rows are there. HandoffFailed when the state makes no sense; then nothing of it is used."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +55,7 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., size]."""
-        out: torch.Tensor = _RmsNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = cast(Any, _RmsNorm).apply(x, self.weight, self.eps)
         return out
 
 
@@ -89,7 +89,8 @@ class _Rotate(torch.autograd.Function):
 def rotate(x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Rotary embedding, rotate-half. x: [n, heads, D]; table: float32 [max, D] (cos | sin); positions: int64 [n]."""
     cos, sin = table[positions].unsqueeze(1).to(x.dtype).chunk(2, dim=-1)
-    turned: torch.Tensor = _Rotate.apply(x, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))  # type: ignore[no-untyped-call]
+    wide_cos, signed_sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    turned: torch.Tensor = cast(Any, _Rotate).apply(x, wide_cos, signed_sin)
     return turned
 
 

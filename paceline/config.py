@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Literal, Self, get_args, get_origin
 
@@ -20,59 +21,159 @@ def _known_drafter(value: str) -> str:
 
 DrafterName = Annotated[str, AfterValidator(_known_drafter), Field(json_schema_extra={"enum": list(drafter_choices())})]
 DtypeName = Literal["bf16", "fp32"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 DEFAULT_TREE_NODES = 16
 AUTO_HOST = "auto"
 
 
-class Frozen(BaseModel):
-    """Immutable; a key it does not know is an error."""
+@dataclass(frozen=True)
+class Group:
+    """Marks the first option of a group; the options below it in its class belong to the group too."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    title: str
+
+
+class Frozen(BaseModel):
+    """Immutable; a key it does not know is an error. The string under a field is its description."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class EngineConfig(Frozen):
     """What a node's engine is made of; the same on every node of a deployment."""
 
-    model: str = "smollm2-135m-instruct"  # a name `paceline pull` knows, a folder, or a hub id
+    model: Annotated[str, Group("Model")] = "smollm2-135m-instruct"
+    """Model to serve: a name that `paceline pull` knows, a folder with safetensors and config.json, or a hub id."""
+
     dtype: DtypeName = "bf16"
+    """Number format of weights, activations and KV cache. `fp32` takes twice the memory."""
+
     device: str = "cpu"
-    attention: Literal["auto", "flashinfer", "torch"] = "auto"  # auto: FlashInfer on GPUs that have it
-    cuda_graphs: bool = True  # capture decode rounds on GPUs
-    graph_memory_mib: int = Field(default=4096, ge=0)  # what captures may take; the rest runs eagerly
-    drafter: DrafterName = "default"  # default: EAGLE-3 where heads for the model ship with Paceline, else ngram
-    drafters: str = ""  # further weightless drafters that a request may choose, separated by commas
-    drafter_path: str = ""  # folder of draft heads or of the draft model; empty: the heads that ship for the model
-    mtp_modules: int = Field(default=1, ge=1, le=8)  # with untrained heads only; 1 is reused, more are chained
-    num_draft_tokens: int = Field(default=4, ge=0, le=64)  # K: depth of the draft
+    """Where nodes compute: `cpu`, `cuda` (the host's first GPU) or `cuda:N`."""
+
+    attention: Literal["auto", "flashinfer", "torch"] = "auto"
+    """Attention kernels. `auto` takes FlashInfer on GPUs where it is installed, and Paceline's own on CPUs. `torch`
+    runs everywhere and is slow."""
+
+    cuda_graphs: bool = True
+    """On GPUs, capture decode rounds as CUDA graphs at start. Turn it off to start sooner or to save GPU memory."""
+
+    graph_memory_mib: int = Field(default=4096, ge=0)
+    """GPU memory that CUDA graphs may take, in MiB. Batch sizes whose graph does not fit run without one."""
+
+    drafter: Annotated[DrafterName, Group("Speculation")] = "default"
+    """Who proposes draft tokens. `default` takes the EAGLE-3 heads that ship for the model, else the MTP modules of its
+    checkpoint, else ngram; `auto` chooses anew each round; `none` turns speculation off."""
+
+    drafters: str = ""
+    """Further drafters that a request may name, separated by commas: any of `none`, `ngram`, `suffix`, `trie`,
+    `lookahead`. Empty adds none."""
+
+    drafter_path: str = ""
+    """Folder with draft heads, or with the draft model for drafter `draft_model`. Empty takes the heads that ship for
+    the model."""
+
+    mtp_modules: int = Field(default=1, ge=1, le=8)
+    """MTP modules to draft with, unless `drafter_path` or the model brings its own. One is reused at every depth; more
+    are chained, one per depth."""
+
+    num_draft_tokens: int = Field(default=4, ge=0, le=64)
+    """K, how many tokens ahead a round drafts at most. 0 decodes plainly. Raise it where most drafts are accepted."""
+
     tree: TreeKind = TreeKind.CHAIN
-    tree_width: int = Field(default=4, ge=1, le=16)  # candidates per expanded node; a chain has 1
-    tree_nodes: int = Field(default=0, ge=0, le=256)  # draft tokens of a tree; 0: at most 16
-    expand_above: float = Field(default=0.0, ge=0.0, le=1.0)  # of dynamic trees: nodes so probable; 0: the best
+    """Shape of a draft. `chain` has one candidate per position, `static` a fixed tree, `dynamic` grows where the draft
+    is confident."""
+
+    tree_width: int = Field(default=4, ge=1, le=16)
+    """Candidates per expanded node of a static or dynamic tree. A chain ignores it."""
+
+    tree_nodes: int = Field(default=0, ge=0, le=256)
+    """Draft tokens of one tree at most. 0 chooses by depth and width, up to 16. Each costs one row of the target's
+    forward."""
+
+    expand_above: float = Field(default=0.0, ge=0.0, le=1.0)
+    """For dynamic trees: expand every node whose path is at least this probable. 0 expands the `tree_width` best nodes
+    of each level."""
+
     draft_sampling: Literal["coupled", "greedy", "sampled"] = "coupled"
+    """How drafts are drawn when temperature > 0. `coupled` shares the target's random numbers, `greedy` takes the
+    likeliest, `sampled` draws independently."""
+
     acceptance: Literal["sample", "rejection", "recursive", "typical"] = "sample"
+    """When a draft token is accepted. `sample` keeps plain decoding's very tokens; `rejection` and `recursive` keep its
+    distribution; `typical` is lossy."""
+
     adaptive: Literal["off", "window", "goodput"] = "off"
-    min_confidence: float = Field(default=0.0, ge=0.0, lt=1.0)  # stop drafting below this probability; 0 never
-    head_check: bool = True  # measure the heads' first-position acceptance at start, and warn where it is too low
-    page_size: int = Field(default=16, ge=1, le=1024)
-    kv_cache_tokens: int = Field(default=32768, ge=64)  # capacity of the pool
-    max_model_len: int = Field(default=0, ge=0)  # 0: the model's own
+    """Adapts the draft length. `window` follows recent acceptance; `goodput` maximises measured tokens per second and
+    may stop drafting; `off` keeps K."""
+
+    min_confidence: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Ends a draft where its best candidate is less likely than this. 0 never ends one early."""
+
+    head_check: bool = True
+    """Measures at start, for at most 2 s, how often draft heads are right and what drafting takes. Warns when they
+    do not fit the model, or slow this host down."""
+
+    page_size: Annotated[int, Group("KV cache and scheduling")] = Field(default=16, ge=1, le=1024)
+    """Tokens per page of the KV cache. The prefix cache keeps whole pages."""
+
+    kv_cache_tokens: int = Field(default=32768, ge=64)
+    """Tokens that the KV cache of one node holds. Raise it when requests wait for pages; its memory is reserved at
+    start."""
+
+    max_model_len: int = Field(default=0, ge=0)
+    """Longest prompt and output together, in tokens. 0 takes what the model was trained for."""
+
     prefill_chunk_tokens: int = Field(default=256, ge=1)
-    max_running: int = Field(default=32, ge=1)  # sequences decoded together
-    max_waiting: int = Field(default=256, ge=1)  # bounded queue in front of them
+    """Prompt tokens computed in one step. Smaller chunks delay running streams less; larger ones prefill faster."""
+
+    max_running: int = Field(default=32, ge=1)
+    """Sequences that one node works on together. More give a higher throughput and slower single streams."""
+
+    max_waiting: int = Field(default=256, ge=1)
+    """Sequences that may wait on one node for pages. When the line is full the node refuses, and the router tries
+    another."""
+
     prefix_cache: bool = True
-    handoff_deadline_s: float = Field(default=120.0, gt=0)  # from the first byte to the last
-    reserve_deadline_s: float = Field(default=120.0, gt=0)  # from reservation to the first byte
-    transfer_timeout_s: float = Field(default=5.0, gt=0)  # one message on the data link
-    trace_requests: int = Field(default=256, ge=0, le=65536)  # kept for `paceline trace`, in each process; 0: none
-    transport: Literal["gloo", "nccl"] = "gloo"
-    handoff: Literal["draft_kv", "hidden_states", "none"] = "draft_kv"  # what crosses besides target KV
-    handoff_rows: Literal["fused", "raw"] = "fused"  # hidden_states of EAGLE-3: fused on prefill, or as they are
-    handoff_dtype_cast: bool = False  # let fp32 prefill nodes round their KV for bf16 decode nodes
-    handoff_checksum: bool = Field(
-        default=False,
-        description="Send a CRC-32 with the bytes of a hand-off; decode nodes check it before they use any of them. "
-        "Made on the host: needs transport gloo.",
-    )
+    """Keeps the KV of finished requests, at most half of the pages, so that prompts that begin alike are not computed
+    again."""
+
+    transport: Annotated[Literal["gloo", "nccl"], Group("Hand-off")] = "gloo"
+    """What carries KV from prefill to decode nodes: `gloo` for CPUs or any network, `nccl` between GPUs."""
+
+    handoff: Literal["draft_kv", "hidden_states", "none"] = "draft_kv"
+    """What crosses for the drafter besides the target's KV: its own KV, hidden rows for decode to compute that from, or
+    nothing."""
+
+    handoff_rows: Literal["fused", "raw"] = "fused"
+    """With handoff `hidden_states` and drafter `eagle3`: `fused` rows are a third as large; with `raw` ones prefill
+    nodes need no draft weights."""
+
+    handoff_dtype_cast: bool = False
+    """Lets an fp32 prefill node hand over to a bf16 decode node by rounding its KV. Set it on both sides."""
+
+    handoff_checksum: bool = False
+    """Sends a CRC-32 with every hand-off message, which decode checks before it uses the bytes. Needs transport
+    `gloo`."""
+
+    reserve_deadline_s: float = Field(default=120.0, gt=0)
+    """Seconds that a request may wait on a node for pages, and a reserved one for the first byte of its KV."""
+
+    handoff_deadline_s: float = Field(default=120.0, gt=0)
+    """Seconds from the first to the last byte of one hand-off. A later one fails and the request is tried elsewhere."""
+
+    transfer_timeout_s: float = Field(default=5.0, gt=0)
+    """Seconds that one message between two nodes may take before their link is given up and opened anew."""
+
+    log_level: Annotated[LogLevel, Group("Logs and traces")] = "warning"
+    """Least severe messages to log, by the router and all nodes. `debug` adds a line for every draft-verify round."""
+
+    log_format: LogFormat = "text"
+    """`text` is for reading. `json` writes one object a line: time, level, logger, node, message, exception."""
+
+    trace_requests: int = Field(default=256, ge=0, le=65536)
+    """Latest sequences whose timeline each process keeps for `paceline trace`. 0 keeps none."""
 
     @field_validator("adaptive", "journal_mode", mode="before", check_fields=False)
     @classmethod
@@ -138,41 +239,106 @@ class NodeConfig(EngineConfig):
     """One node, prefill or decode."""
 
     threads: int = Field(default=1, ge=1)
-    host: str = "127.0.0.1"  # address that peers reach this node at
+    """Cores that the node computes on where it does not share them."""
+
+    cores_group: str = ""
+    """Nodes of a host with the same group share its cores: those that work get equal parts. Empty: this one has
+    `threads`."""
+
+    cores_slot: int = Field(default=0, ge=0, le=255)
+    """Number of this node in its group."""
+
+    host: str = "127.0.0.1"
+    """Address that the node listens on and that its peers reach it at."""
 
 
 class ServeConfig(EngineConfig):
     """A deployment."""
 
-    prefill_nodes: int = Field(default=1, ge=0, le=64)
-    decode_nodes: int = Field(default=1, ge=1, le=64)
-    threads_per_node: int = Field(default=0, ge=0)  # 0: cores / nodes, at least 1
-    grpc: str = "127.0.0.1:50051"
-    http: str = "127.0.0.1:8000"
-    redis: str = ""  # URL; empty: an embedded server
-    ray_address: str = "local"
-    node_host: str = AUTO_HOST  # address that nodes listen and are reached at; auto: each host's own in the cluster
-    node_interface: str = ""  # network interface that gives it instead, e.g. eth1, the same name on every host
-    prefill_resource: str = ""  # Ray resource of the hosts that prefill nodes may run on; each takes 1
-    decode_resource: str = ""
-    request_timeout_s: float = Field(default=600.0, gt=0)
-    max_inflight: int = Field(default=256, ge=1)  # sequences that the router lets run at once
-    max_queued: int = Field(default=512, ge=0)  # requests that wait for their turn; more are refused
-    bypass_tokens: int = Field(default=0, ge=-1)  # prompts that decode computes itself; -1: where measured to be faster
-    queue_timeout_s: float = Field(default=30.0, gt=0)  # longest wait for the turn
-    lease_ttl_s: float = Field(default=2.0, gt=0)
-    standby: bool = True  # a process that has imported everything waits to take the place of the only decode node
-    journal_mode: Literal["redis", "off"] = "redis"  # where the requests of gRPC streams are kept, for other routers
-    journal_ttl_s: float = Field(default=120.0, gt=0)  # after the last word of the router that serves the stream
-    journal_entry_bytes: int = Field(default=256 * 1024, ge=1)  # a larger request is not kept
-    journal_total_bytes: int = Field(default=16 * 1024 * 1024, ge=1)  # of one router; the oldest give way
-    admin: str = ""  # HOST:PORT of the operator's gRPC; empty: there is none
-    drain_timeout_s: float = Field(default=10.0, ge=0)
+    prefill_nodes: Annotated[int, Group("Nodes and Ray")] = Field(default=1, ge=0, le=64)
+    """Processes that compute prompts. 0 lets decode nodes compute them."""
 
-    def node(self, threads: int) -> NodeConfig:
+    decode_nodes: int = Field(default=1, ge=1, le=64)
+    """Processes that generate tokens."""
+
+    threads_per_node: int = Field(default=0, ge=0)
+    """Cores that each node computes on. 0 lets the nodes of a host share all of its cores: those that work have equal
+    parts, and one that works alone has them all."""
+
+    standby: bool = True
+    """Keeps a process with everything imported, about 300 MB, ready to replace the only decode node within seconds."""
+
+    ray_address: str = "local"
+    """Ray cluster that runs the nodes, e.g. `auto` or HOST:PORT. `local` starts a private Ray on this machine."""
+
+    node_host: str = AUTO_HOST
+    """Address that nodes listen on and are reached at. `auto` takes each host's address in Ray, or 127.0.0.1 with a
+    private Ray."""
+
+    node_interface: str = ""
+    """Network interface that gives the nodes' addresses, e.g. `eth1`; it has the same name on every host. Empty uses
+    `node_host`."""
+
+    prefill_resource: str = ""
+    """Custom Ray resource that marks the hosts for prefill nodes; each node takes 1 of it. Empty allows every host."""
+
+    decode_resource: str = ""
+    """Custom Ray resource that marks the hosts for decode nodes; each node takes 1 of it. Empty allows every host."""
+
+    grpc: Annotated[str, Group("Addresses")] = "127.0.0.1:50051"
+    """HOST:PORT to serve gRPC at. Port 0 takes a free one; `0.0.0.0` as host listens on all interfaces."""
+
+    http: str = "127.0.0.1:8000"
+    """HOST:PORT to serve the OpenAI-style HTTP API and `/metrics` at. Port 0 takes a free one."""
+
+    admin: str = ""
+    """HOST:PORT of the operators' gRPC, for `paceline role`. It has no authentication. Empty does not serve it."""
+
+    max_inflight: Annotated[int, Group("Admission and limits")] = Field(default=256, ge=1)
+    """Sequences that the router lets run at once; a request with n choices counts n times. Others wait for their
+    turn."""
+
+    max_queued: int = Field(default=512, ge=0)
+    """Requests that may wait for their turn at the router. Further ones are refused with 429 or RESOURCE_EXHAUSTED."""
+
+    queue_timeout_s: float = Field(default=30.0, gt=0)
+    """Seconds that a request may wait for its turn before it is refused."""
+
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds that a request may take from arrival to its last token; it then fails with a deadline error."""
+
+    bypass_tokens: int = Field(default=0, ge=-1)
+    """Decode nodes compute prompts with at most this many uncached tokens themselves. 0 never; -1 where that is
+    measured to be faster."""
+
+    redis: Annotated[str, Group("Registry and journal")] = ""
+    """URL of the Redis that holds node leases and the journal, e.g. `redis://HOST:6379/0`. Empty starts an embedded
+    server."""
+
+    lease_ttl_s: float = Field(default=2.0, gt=0)
+    """Seconds without a heartbeat after which a node counts as lost. Raise it where hosts or Redis pause for longer."""
+
+    journal_mode: Literal["redis", "off"] = "redis"
+    """Where requests of gRPC streams are kept, so that another router can resume them. `off` keeps nothing: no prompt
+    reaches Redis."""
+
+    journal_ttl_s: float = Field(default=120.0, gt=0)
+    """Seconds that a journal entry lives after the router that serves its stream last renewed it."""
+
+    journal_entry_bytes: int = Field(default=256 * 1024, ge=1)
+    """Largest request to keep in the journal, in bytes. The stream of a larger one resumes only from the client's own
+    copy."""
+
+    journal_total_bytes: int = Field(default=16 * 1024 * 1024, ge=1)
+    """Bytes of all journal entries of one router. The oldest entries give way."""
+
+    drain_timeout_s: Annotated[float, Group("Shutdown")] = Field(default=10.0, ge=0)
+    """Seconds that running requests get to finish when the deployment stops or a node changes its role."""
+
+    def node(self, threads: int, cores_group: str = "") -> NodeConfig:
         """The part that one node needs."""
         shared = {name: getattr(self, name) for name in EngineConfig.model_fields}
-        return NodeConfig(**shared, threads=threads, host=self.host)
+        return NodeConfig(**shared, threads=threads, cores_group=cores_group, host=self.host)
 
     @property
     def host(self) -> str:

@@ -15,7 +15,7 @@ NONE = "none"
 
 
 class TreeKind(enum.StrEnum):
-    """Shape of the trees a drafter makes."""
+    """Shape of the trees a drafter makes. A deployment with one of them can give those before it as well."""
 
     CHAIN = "chain"  # one candidate per depth
     STATIC = "static"  # the drafter's fixed shape: ranks per depth, decided before any draft

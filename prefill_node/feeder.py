@@ -20,13 +20,13 @@ from functools import partial
 
 import torch
 
-from kv_transfer.handoff.cut import message_tokens, token_pieces
+from kv_transfer.handoff.block import HIDDEN, NO_LAYERS, RowBlock
+from kv_transfer.handoff.cut import chunks, messages
 from kv_transfer.handoff.outbox import Outgoing
 from kv_transfer.handoff.sender import HandoffSender
 from kv_transfer.handoff.staging import StagingRing
-from kv_transfer.handoff.state import HIDDEN, ByteClass
 from kv_transfer.layout.rows import RowSource
-from kv_transfer.transports.base import CHUNK_BYTES, MESSAGE_BYTES, TransportError
+from kv_transfer.transports.base import TransportError
 from kv_transfer.transports.side_stream import SideStream
 from paceline.errors import HandoffFailed, PacelineError
 from paceline.v1 import handoff_pb2
@@ -63,39 +63,35 @@ class RowFeeder:
         sizes = [num_tokens * self._source.token_bytes(range(layer, layer + 1)) for layer in layers]
         return layer_groups(sizes, layers.start)
 
-    def begin(self, ticket: str, first_token: int, num_tokens: int) -> None:
-        """Open the hand-off of rows ``first_token`` to ``first_token + num_tokens - 1``."""
+    def begin(self, ticket: str, tokens: range) -> None:
+        """Open the hand-off of the rows of ``tokens``."""
 
         def begin() -> None:
             try:
-                self._sender.begin(ticket, first_token, num_tokens, self._source.plan.name)
+                self._sender.begin(ticket, tokens, self._source.plan.name)
             except PacelineError as error:
                 self._refused(ticket, str(error))
 
         if not self._put(ticket, begin):
             self._refused(ticket, "the link is closed")
 
-    def rows(self, ticket: str, byte_class: ByteClass, layers: range, slots: torch.Tensor, first_token: int) -> None:
-        """Send the rows at ``slots`` [T] of ``layers``; the first of them is token ``first_token``. They are computed,
-        or on a GPU will be once what the caller's stream holds is done."""
-        token_bytes = self._source.token_bytes(layers)
+    def rows(self, ticket: str, block: RowBlock, slots: torch.Tensor) -> None:
+        """Send the rows of ``block`` that lie at ``slots``, one for each of its tokens. They are computed, or on a GPU
+        will be once what the caller's stream holds is done."""
+        token_bytes = self._source.token_bytes(block.layers)
         if token_bytes == 0:
             return
         mark = self._side.mark()
         slots = slots.clone()  # the table's own tensor is reused when the table goes
-        most = MESSAGE_BYTES if self._sender.checksums else CHUNK_BYTES
-        for piece in token_pieces(slots.shape[0], token_bytes, most):
-            part = slots[piece.start : piece.stop]
-            self._put(
-                ticket, partial(self._send_rows, ticket, byte_class, layers, part, first_token + piece.start, mark)
-            )
+        for chunk in chunks(block, token_bytes, one_message=self._sender.checksums):
+            self._put(ticket, partial(self._send_rows, ticket, chunk, _of(chunk, block, slots), mark))
 
     def hidden_rows(self, ticket: str, rows: torch.Tensor, first_token: int) -> None:
         """Send ``rows`` [T, row_width], which nobody writes to any more; the first of them is token ``first_token``."""
         mark = self._side.mark()
-        for piece in token_pieces(rows.shape[0], rows.shape[1] * self._source.dtype.itemsize):
-            part = rows[piece.start : piece.stop]
-            self._put(ticket, partial(self._send_hidden, ticket, part, first_token + piece.start, mark))
+        block = RowBlock(HIDDEN, NO_LAYERS, range(first_token, first_token + rows.shape[0]))
+        for chunk in chunks(block, rows.shape[1] * self._source.dtype.itemsize, one_message=True):
+            self._put(ticket, partial(self._send_hidden, ticket, chunk, _of(chunk, block, rows), mark))
 
     def state(self, ticket: str, state: handoff_pb2.State, hidden: torch.Tensor | None) -> None:
         """Send the seed of decoding; ends the hand-off. ``hidden``: [rows, hidden_size], copied at once."""
@@ -129,53 +125,47 @@ class RowFeeder:
             self._queue.put(None)
         self._thread.join(timeout_s)
 
-    def _send_hidden(self, ticket: str, rows: torch.Tensor, first_token: int, mark: torch.cuda.Event | None) -> None:
+    def _send_hidden(self, ticket: str, chunk: RowBlock, rows: torch.Tensor, mark: torch.cuda.Event | None) -> None:
         if ticket not in self._given_up:
             with self._side.after(mark):
-                data = rows.to(self._device, self._source.dtype).reshape(-1)
-                self._sender.chunk(ticket, HIDDEN, 0, 0, first_token, rows.shape[0], data)
+                self._sender.chunk(ticket, chunk, rows.to(self._device, self._source.dtype).reshape(-1))
 
-    def _send_rows(
-        self,
-        ticket: str,
-        byte_class: ByteClass,
-        layers: range,
-        slots: torch.Tensor,
-        first_token: int,
-        mark: torch.cuda.Event | None,
-    ) -> None:
+    def _send_rows(self, ticket: str, chunk: RowBlock, slots: torch.Tensor, mark: torch.cuda.Event | None) -> None:
         if ticket in self._given_up:
             return
-        num_tokens, token_bytes = slots.shape[0], self._source.token_bytes(layers)
-        where = (byte_class, layers.start, len(layers), first_token, num_tokens)
-        pieces = message_tokens(num_tokens, num_tokens * token_bytes)
+        num_bytes = len(chunk.tokens) * self._source.token_bytes(chunk.layers)
+        parts = messages(chunk, num_bytes)
         with self._side.after(mark):
-            if len(pieces) == 1:
-                data, done = self._take(num_tokens * token_bytes)
-                try:
-                    wanted = self._gather(ticket, layers, slots, data)
-                except BaseException:
-                    done()
-                    raise
-                if wanted:
-                    self._sender.chunk(ticket, *where, data, done)
-                else:
-                    done()
-            elif (chunk := self._sender.open_chunk(ticket, *where, num_tokens * token_bytes)) is not None:
-                self._send_messages(ticket, chunk, layers, [slots[piece.start : piece.stop] for piece in pieces])
+            if len(parts) == 1:
+                self._send_message(ticket, chunk, slots, num_bytes)
+            elif (opened := self._sender.open_chunk(ticket, chunk, num_bytes)) is not None:
+                self._send_messages(ticket, opened, [(part, _of(part, chunk, slots), size) for part, size in parts])
 
-    def _send_messages(self, ticket: str, chunk: Outgoing, layers: range, pieces: list[torch.Tensor]) -> None:
+    def _send_message(self, ticket: str, chunk: RowBlock, slots: torch.Tensor, num_bytes: int) -> None:
+        """A chunk of one message is announced with its bytes, and not at all once its ticket has ended."""
+        data, done = self._take(num_bytes)
+        try:
+            wanted = self._gather(ticket, chunk, slots, data)
+        except BaseException:
+            done()
+            raise
+        if wanted:
+            self._sender.chunk(ticket, chunk, data, done)
+        else:
+            done()
+
+    def _send_messages(self, ticket: str, opened: Outgoing, parts: list[tuple[RowBlock, torch.Tensor, int]]) -> None:
         """The messages of an announced chunk. All of them leave, with whatever is in the buffer once the ticket has
         ended: the receiver counts on the bytes. A link that cannot go on is lost."""
         try:
-            for slots in pieces:
-                data, done = self._take(slots.shape[0] * self._source.token_bytes(layers))
+            for part, slots, num_bytes in parts:
+                data, done = self._take(num_bytes)
                 try:
-                    self._gather(ticket, layers, slots, data)
+                    self._gather(ticket, part, slots, data)
                 except Exception as error:
                     log.exception("hand-off %s: rows could not be read", ticket)
                     self._sender.abort(ticket, f"rows could not be read: {error}")
-                if not self._sender.give(chunk, data, done):
+                if not self._sender.give(opened, data, done):
                     return
         except PacelineError as error:
             self._sender.link_lost(f"an announced chunk could not be sent: {error}")
@@ -185,11 +175,11 @@ class RowFeeder:
         buffer = self._staging.take(num_bytes)
         return buffer[:num_bytes].view(self._source.dtype), partial(self._staging.give_back, buffer)
 
-    def _gather(self, ticket: str, layers: range, slots: torch.Tensor, data: torch.Tensor) -> bool:
+    def _gather(self, ticket: str, block: RowBlock, slots: torch.Tensor, data: torch.Tensor) -> bool:
         """Fill ``data`` with the rows; False when the ticket has ended: they may be somebody else's by now."""
         with self._sender.reading(ticket) as wanted:
             if wanted:
-                self._source.gather(layers, slots, data)
+                self._source.gather(block.layers, slots, data)
             return wanted
 
     def _put(self, ticket: str, work: Callable[[], None]) -> bool:
@@ -208,3 +198,9 @@ class RowFeeder:
             except Exception as error:
                 log.exception("hand-off %s: rows could not be sent", ticket)
                 self._sender.abort(ticket, f"rows could not be sent: {error}")
+
+
+def _of(part: RowBlock, block: RowBlock, by_token: torch.Tensor) -> torch.Tensor:
+    """What ``by_token``, which has a row for each token of ``block``, holds of those of ``part``."""
+    first = block.tokens.start
+    return by_token[part.tokens.start - first : part.tokens.stop - first]

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from kv_transfer.handoff.state import ByteClass
+from kv_transfer.handoff.block import ByteClass, RowBlock
 from paceline.errors import PacelineError
 from paceline.request import SequenceRequest
 from paceline.spec_decode.sequence import Sequence
@@ -19,7 +19,7 @@ from paceline.v1 import handoff_pb2, node_pb2
 
 
 class JobPhase(enum.Enum):
-    """Where a job stands; the edges are in scheduler.py."""
+    """Where a job stands; the edges are in engine/scheduler.py."""
 
     WAITING = "waiting"
     COMPUTING = "computing"
@@ -32,10 +32,8 @@ class Carrier(Protocol):
     ``PrefillEngine.handoff_ended``."""
 
     def groups(self, layers: range, num_tokens: int) -> tuple[range, ...]: ...
-    def begin(self, ticket: str, first_token: int, num_tokens: int) -> None: ...
-    def rows(
-        self, ticket: str, byte_class: ByteClass, layers: range, slots: torch.Tensor, first_token: int
-    ) -> None: ...
+    def begin(self, ticket: str, tokens: range) -> None: ...
+    def rows(self, ticket: str, block: RowBlock, slots: torch.Tensor) -> None: ...
     def hidden_rows(self, ticket: str, rows: torch.Tensor, first_token: int) -> None: ...
     def state(self, ticket: str, state: handoff_pb2.State, hidden: torch.Tensor | None) -> None: ...
     def abort(self, ticket: str, reason: str) -> None: ...

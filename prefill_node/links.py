@@ -16,8 +16,8 @@ import grpc
 import grpc.aio
 import torch
 
+from kv_transfer.handoff.block import ByteClass
 from kv_transfer.handoff.sender import HandoffSender
-from kv_transfer.handoff.state import ByteClass
 from kv_transfer.layout.compat import check_pairing, decode_layout
 from kv_transfer.layout.reshard import Side, reshard
 from kv_transfer.layout.rows import RowSource
@@ -27,7 +27,7 @@ from kv_transfer.transports.torch_dist import open_transport
 from paceline.config import NodeConfig
 from paceline.errors import NodeUnavailable, Overloaded, PacelineError
 from paceline.kvcache.pool import KvPool
-from paceline.rpc.calls import CHANNEL_OPTIONS, error_from_rpc
+from paceline.rpc.calls import CHANNEL_OPTIONS, error_from_peer
 from paceline.serving.loop import notify
 from paceline.v1 import handoff_pb2, node_pb2_grpc
 from prefill_node.feeder import RowFeeder
@@ -180,7 +180,7 @@ class LinkPool:
         except BaseException as error:
             await control.close()
             if isinstance(error, grpc.aio.AioRpcError):
-                raise error_from_rpc(error, f"decode node {address}") from error
+                raise error_from_peer(error, f"decode node {address}") from error
             if isinstance(error, PacelineError) or not isinstance(error, Exception):
                 raise
             raise NodeUnavailable(f"no link to decode node {address}: {error!r}") from error
@@ -205,8 +205,7 @@ class LinkPool:
         sender = HandoffSender(
             transport,
             control.post,
-            on_terminal=lambda ticket, ack: context.ended(ticket, _failure(ack)),
-            on_failed=context.ended,
+            on_ended=lambda ticket, end: context.ended(ticket, _failure(end)),
             on_link_lost=lambda reason: notify(loop, self._lost, address, paired.link_id, reason),
             on_sent=context.sent,
             checksums=config.handoff_checksum,
@@ -253,5 +252,7 @@ async def _tear_down(link: Link, control: _Control) -> None:
     await control.close()
 
 
-def _failure(ack: handoff_pb2.HandoffAck) -> str | None:
-    return None if ack.WhichOneof("body") == "ready" else ack.failed.reason or "refused"
+def _failure(end: handoff_pb2.HandoffAck | str) -> str | None:
+    if isinstance(end, str):
+        return end
+    return None if end.WhichOneof("body") == "ready" else end.failed.reason or "refused"

@@ -16,10 +16,11 @@ import torch
 
 from benchmarks.thin_model import thin_runner
 from decode_node.node import DecodeNode
+from kv_transfer.handoff.block import TARGET_KV, RowBlock
 from kv_transfer.handoff.cut import message_sizes
-from kv_transfer.handoff.state import TARGET_KV
 from kv_transfer.transports.torch_dist import TorchDistTransport, create_store, open_transport
 from paceline.config import NodeConfig
+from paceline.engine.fingerprint import fingerprint_of
 from paceline.errors import PacelineError
 from paceline.host_memory import host_zeros
 from paceline.kvcache.layout import LayerOwner
@@ -92,7 +93,7 @@ class RowsNode:
         """An address where nobody listens: nothing is asked of it by RPC."""
         self._loop = asyncio.get_running_loop()
         context = LinkContext(
-            "rows-0", self._runner.fingerprint(), self._config, self._runner.kv, self._on_ended, self._on_sent
+            "rows-0", fingerprint_of(self._runner), self._config, self._runner.kv, self._on_ended, self._on_sent
         )
         self._links = LinkPool(context)
         return "127.0.0.1:0"
@@ -107,8 +108,9 @@ class RowsNode:
         self._sizes = []
         self._ended = self._loop.create_future()
         layers = self._runner.kv.layout.layer_range(LayerOwner.TARGET)
-        link.begin(order.ticket, 0, order.num_tokens)
-        link.rows(order.ticket, TARGET_KV, layers, torch.arange(order.num_tokens), 0)
+        tokens = range(order.num_tokens)
+        link.begin(order.ticket, tokens)
+        link.rows(order.ticket, RowBlock(TARGET_KV, layers, tokens), torch.arange(order.num_tokens))
         link.state(order.ticket, handoff_pb2.State(first_token_id=1), None)
         if failure := await asyncio.wait_for(self._ended, TIMEOUT_S):
             raise PacelineError(f"the hand-off failed: {failure}")

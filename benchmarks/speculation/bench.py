@@ -45,6 +45,7 @@ class Settings:
     seed: int
     turns: str  # "first" or "all"
     max_prompt_tokens: int
+    context: int = 0  # tokens that prompts were lengthened to; 0: as they are
 
     def params(self, stop_token_ids: tuple[int, ...], number: int) -> SamplingParams:
         """Sampling of the prompt with that number."""

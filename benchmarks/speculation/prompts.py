@@ -6,10 +6,11 @@ are MT-bench's and are reported as one group, as the field does; the other five 
 
 from __future__ import annotations
 
+import bisect
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,31 @@ class Encoder:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of an answer, special tokens left out."""
         return self._tokenizer.decode(token_ids)
+
+
+def lengthened(prompts: Sequence[Prompt], encoder: Encoder, num_tokens: int) -> list[Prompt]:
+    """The same questions behind other prompts' texts, as documents that a question comes after: their first turns
+    encode to ``num_tokens`` or a little less. A longer one stays as it is. Raises ConfigError when the other prompts
+    together are too short."""
+    texts = [turn for prompt in prompts for turn in prompt.turns]
+    found = []
+    for number, prompt in enumerate(prompts):
+        others = [text for text in (*texts[number:], *texts[:number]) if text not in prompt.turns]
+        words = " ".join(others).split(" ")
+
+        def with_words(count: int, prompt: Prompt = prompt, words: list[str] = words) -> Prompt:
+            first = " ".join([*words[:count], "\n\n"]) + prompt.turns[0] if count else prompt.turns[0]
+            return replace(prompt, turns=(first, *prompt.turns[1:]))
+
+        def length(count: int, with_words: Callable[[int], Prompt] = with_words) -> int:
+            ids = encoder.encode(with_words(count).turns[:1], ())
+            return num_tokens + 1 if ids is None else len(ids)
+
+        if length(len(words)) < num_tokens:
+            raise ConfigError("context", f"all prompts together are shorter than {num_tokens} tokens")
+        count = bisect.bisect_right(range(len(words) + 1), num_tokens, key=length) - 1
+        found.append(with_words(max(count, 0)))
+    return found
 
 
 def drop_long(prompts: Sequence[Prompt], encoder: Encoder) -> tuple[list[Prompt], Counter[str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import logging
 import signal
 import sys
 from collections.abc import Callable
@@ -17,12 +16,13 @@ import typer
 
 from cluster.commands.console import errors
 from cluster.commands.fetch import fetch_model
-from cluster.commands.options import load_config, serve_parameters
+from cluster.commands.options import ServeHelp, load_config, serve_parameters
 from cluster.commands.role import role
 from cluster.commands.trace import trace
 from cluster.commands.train import make_corpus, train_drafter
 from paceline.config import ServeConfig
 from paceline.errors import ConfigError, PacelineError
+from paceline.logs import configure_logging
 
 app = typer.Typer(
     help="Paceline: disaggregated prefill and decode with speculative decoding in every step.",
@@ -58,17 +58,19 @@ def main() -> None:
         sys.exit(1)
 
 
-def with_serve_options(run: Callable[[ServeConfig, bool], None]) -> Callable[..., None]:
+def with_serve_options(run: Callable[[ServeConfig], None]) -> Callable[..., None]:
     """A command that takes every deployment option, ``--config FILE`` and ``--verbose``."""
 
     def command(config: Path | None = None, verbose: bool = False, **given: Any) -> None:
-        level = logging.INFO if verbose else logging.WARNING
-        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        run(load_config(given, config), verbose)
+        if verbose and given["log_level"] is None:
+            given["log_level"] = "info"
+        options = load_config(given, config)
+        configure_logging(options.log_level, options.log_format, "router")
+        run(options)
 
     keyword = inspect.Parameter.KEYWORD_ONLY
-    file = Annotated[Path | None, typer.Option("--config", help="YAML file with the same options.")]
-    loud = Annotated[bool, typer.Option("--verbose", help="Log what happens.")]
+    file = Annotated[Path | None, typer.Option("--config", help="YAML file with any of the options below.")]
+    loud = Annotated[bool, typer.Option("--verbose", help="Short for --log-level info.")]
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
             inspect.Parameter("config", keyword, default=None, annotation=file),
@@ -86,7 +88,7 @@ def pull(model: Annotated[str, typer.Argument(help="A known model, e.g. smollm2-
     typer.echo(fetch_model(model))
 
 
-def serve(config: ServeConfig, verbose: bool) -> None:
+def serve(config: ServeConfig) -> None:
     """Serve a model: gRPC and OpenAI-style HTTP. Prints a line beginning "ready"; Ctrl-C drains and ends."""
     fetch_model(config.model)
     asyncio.run(_serve(config))
@@ -120,7 +122,7 @@ async def _serve(config: ServeConfig) -> None:
     await deployment.stop(config.drain_timeout_s)
 
 
-def demo(config: ServeConfig, verbose: bool) -> None:
+def demo(config: ServeConfig) -> None:
     """Start one prefill and one decode node, stream an answer of the real model, print what it took, stop."""
     from cluster.commands.demo import run_demo
 
@@ -128,8 +130,8 @@ def demo(config: ServeConfig, verbose: bool) -> None:
     asyncio.run(run_demo(config))
 
 
-app.command("serve")(with_serve_options(serve))
-app.command("demo")(with_serve_options(demo))
+app.command("serve", cls=ServeHelp)(with_serve_options(serve))
+app.command("demo", cls=ServeHelp)(with_serve_options(demo))
 
 
 @app.command()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,8 +15,12 @@ import typer
 import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from typer.core import TyperCommand
 
-from paceline.config import ServeConfig, choices_of
+from paceline.config import Group, ServeConfig, choices_of
 from paceline.errors import ConfigError
 
 PREFIX = "PACELINE_"
@@ -72,20 +79,88 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     return {name.removeprefix(PREFIX).lower(): environment[name] for name in names}
 
 
+@dataclass(frozen=True)
+class Option:
+    """One option of a deployment, as help and the configuration page show it."""
+
+    name: str  # of the field and of the YAML key
+    group: str
+    kind: type
+    default: str
+    values: str  # choices or range; empty: any
+    description: str  # one line
+
+    @property
+    def flag(self) -> str:
+        """On the command line, e.g. ``--tree-width``, or ``--standby/--no-standby``."""
+        dashed = self.name.replace("_", "-")
+        return f"--{dashed}/--no-{dashed}" if self.kind is bool else f"--{dashed}"
+
+    @property
+    def metavar(self) -> str:
+        """What follows the flag; nothing after one that is on or off."""
+        return {int: "INT", float: "FLOAT", bool: ""}.get(self.kind, "TEXT" if not self.values else "")
+
+    @property
+    def variable(self) -> str:
+        """In the environment, e.g. ``PACELINE_TREE_WIDTH``."""
+        return PREFIX + self.name.upper()
+
+
+def serve_options() -> list[Option]:
+    """Every field of ServeConfig, in order; those of a group follow each other."""
+    options, group = [], ""
+    for name, info in ServeConfig.model_fields.items():
+        group = next((mark.title for mark in info.metadata if isinstance(mark, Group)), group)
+        kind = info.annotation if isinstance(info.annotation, type) and not choices_of(info) else str
+        description = " ".join((info.description or "").split())
+        options.append(Option(name, group, kind, _default(info.default), _values(info), description))
+    return options
+
+
+def _default(value: object) -> str:
+    return json.dumps(value) if isinstance(value, bool) else "empty" if value == "" else f"{value}"
+
+
+def _values(info: FieldInfo) -> str:
+    """Choices, or the range that ``Field`` gives."""
+    if words := choices_of(info):
+        return ", ".join(words)
+    bounds = {}
+    for mark in info.metadata:
+        for kind in ("ge", "gt", "le", "lt"):
+            if hasattr(mark, kind):
+                bounds[kind] = f"{getattr(mark, kind):g}"
+    if "ge" in bounds and "le" in bounds:
+        return f"{bounds['ge']} to {bounds['le']}"
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    return ", ".join(f"{word} {bounds[kind]}" for kind, word in words.items() if kind in bounds)
+
+
 def serve_parameters() -> list[inspect.Parameter]:
     """One command-line option for every field of ServeConfig."""
-    return [_parameter(name, info) for name, info in ServeConfig.model_fields.items()]
+    return [_parameter(option) for option in serve_options()]
 
 
-def _parameter(name: str, info: FieldInfo) -> inspect.Parameter:
-    kind: Any = info.annotation
-    words = choices_of(info)
-    choices = f" One of {', '.join(words)}." if words else ""
-    if words:
-        kind = str
-    default = str(info.default) if isinstance(info.default, str) else info.default  # a word of an enumeration as such
-    text = (info.description or "").strip() + choices + f" [default: {default!r}]"
-    option = typer.Option(f"--{name.replace('_', '-')}" + (f"/--no-{name.replace('_', '-')}" if kind is bool else ""))
-    option.help, option.show_default = text.strip(), False
-    annotation = Annotated[kind | None, option]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+def _parameter(option: Option) -> inspect.Parameter:
+    declared = typer.Option(option.flag, hidden=True)  # ServeHelp shows it
+    annotation = Annotated[option.kind | None, declared]  # type: ignore[name-defined]
+    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+class ServeHelp(TyperCommand):
+    """A command with all options of a deployment. Its help lists them by group, each description below its flag:
+    beside the flags, as in typer's tables, 80 columns would leave it 30."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help."""
+        super().format_help(ctx, formatter)
+        console = Console(highlight=False)
+        for group, options in groupby(serve_options(), key=lambda option: option.group):
+            console.print(f"[bold]{group}[/bold]")
+            for option in options:
+                facts = "; ".join(filter(None, (option.metavar, option.values, f"default {option.default}")))
+                console.print(Padding(f"[bold cyan]{option.flag}[/bold cyan]  {facts}", (0, 0, 0, 2), expand=False))
+                text = f"{escape(option.description)} [dim]({option.variable})[/dim]"
+                console.print(Padding(text, (0, 0, 0, 6), expand=False))
+            console.print()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -20,13 +20,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster.contract.plan import GenerationRequest
+from cluster.contract.generation import GenerationRequest
 from cluster.frontdoor import openapi
 from cluster.frontdoor.http_errors import HttpProblem, dumps, model_not_found, problem_for
 from cluster.frontdoor.http_server import HttpServer, serve_http
 from cluster.frontdoor.json_body import parse_object
+from cluster.frontdoor.openai_answers import Health, Model, Models, NodeCounts
+from cluster.frontdoor.openai_parse import ApiRequest, parse_chat, parse_completion
 from cluster.frontdoor.openai_stream import Answer, Decoder
-from cluster.frontdoor.openai_types import ApiRequest, parse_chat, parse_completion
 from cluster.routing.metrics import CONTENT_TYPE, Metrics
 from paceline.errors import InvalidRequest, PacelineError, quoted
 from paceline.results import Chunk, ModelInfo
@@ -104,19 +105,13 @@ def _add_generation(app: FastAPI, router: Serving, metrics: Metrics) -> None:
 
 
 def _add_models(app: FastAPI, router: Serving) -> None:
-    def model() -> dict[str, Any]:
+    def model() -> Model:
         info = router.model_info()
-        return {
-            "id": info.model,
-            "object": "model",
-            "created": 0,
-            "owned_by": "paceline",
-            "max_model_len": info.max_model_len,
-        }
+        return Model(id=info.model, object="model", created=0, owned_by="paceline", max_model_len=info.max_model_len)
 
     @app.get("/v1/models", **openapi.MODELS)
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [model()]})
+        return JSONResponse(Models(object="list", data=[model()]))
 
     @app.get("/v1/models/{name:path}", **openapi.MODEL)
     async def one_model(name: str) -> Response:
@@ -130,8 +125,9 @@ def _add_operations(app: FastAPI, router: Serving, metrics: Metrics) -> None:
     @app.get("/health", **openapi.HEALTH)
     async def health() -> Response:
         ready, info = router.ready(), router.model_info()
-        nodes = {role: sum(node.role == role for node in info.nodes) for role in ("prefill", "decode")}
-        body = {"status": "ok" if ready else "no decode node is ready", "model": info.model, "nodes": nodes}
+        roles = [node.role for node in info.nodes]
+        nodes = NodeCounts(prefill=roles.count("prefill"), decode=roles.count("decode"))
+        body = Health(status="ok" if ready else "no decode node is ready", model=info.model, nodes=nodes)
         return JSONResponse(body, 200 if ready else 503)
 
     @app.get("/metrics", **openapi.METRICS)
@@ -232,7 +228,7 @@ class _Reply(Response):
 
     # -- sending -----------------------------------------------------------------------------------------------
 
-    async def _send_all(self, status: int, body: dict[str, Any], headers: dict[str, str]) -> None:
+    async def _send_all(self, status: int, body: Mapping[str, Any], headers: dict[str, str]) -> None:
         data = dumps(body)
         await self._start(status, {"content-type": JSON, "content-length": str(len(data)), **headers})
         await self._write(data, last=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.frontdoor.openai_answers import Error, Problem
 from paceline.errors import (
     DeadlineExceeded,
     HandoffFailed,
@@ -21,7 +23,7 @@ from paceline.errors import (
 log = logging.getLogger(__name__)
 
 
-def dumps(value: dict[str, Any]) -> str:
+def dumps(value: Mapping[str, Any]) -> str:
     """In ASCII: some clients take U+2028 for the end of a line, and half a surrogate pair has no bytes in UTF-8."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
@@ -37,9 +39,9 @@ class HttpProblem(Exception):
     code: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Error:
         """OpenAI's shape."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        return Error(error=Problem(message=self.message, type=self.kind, param=self.param, code=self.code))
 
     def dumps(self) -> str:
         """The body in ASCII."""

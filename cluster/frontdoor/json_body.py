@@ -62,13 +62,14 @@ def _not_finite(root: dict[str, Any]) -> Iterator[str]:
         path, value = open_.pop()
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             if isinstance(item, float) and not math.isfinite(item):
-                yield _within(path, key)
+                yield within(path, key)
             elif isinstance(item, dict | list):
-                open_.append((_within(path, key), item))
+                open_.append((within(path, key), item))
     yield "body"  # a repeated key hid it
 
 
-def _within(path: str, key: str | int) -> str:
+def within(path: str, key: str | int) -> str:
+    """The path of ``key`` within the object or list at ``path``; an empty path is the body itself."""
     if isinstance(key, int):
         return f"{path}[{key}]"
     name = key[:MAX_KEY_CHARS] or repr(key)

@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
 
+from cluster.frontdoor.openai_answers import PromptDetails, Usage
 from cluster.frontdoor.openai_logprobs import chat_logprobs, completions_logprobs
-from cluster.frontdoor.openai_types import ApiRequest
+from cluster.frontdoor.openai_parse import ApiRequest
 from paceline.errors import PacelineError
 from paceline.request import TokenLogprobs
 from paceline.results import Chunk, Completion
@@ -123,16 +124,16 @@ class Answer:
             return chat_logprobs(token_ids, logprobs, self._text_of)
         return completions_logprobs(token_ids, logprobs, self._text_of, at)
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> Usage:
         """The prompt counts once, however many choices there are."""
         usages = [_completed(choice).usage for choice in self._choices]
         prompt, completion = usages[0].prompt_tokens, sum(usage.completion_tokens for usage in usages)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": usages[0].cached_tokens},
-        }
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptDetails(cached_tokens=usages[0].cached_tokens),
+        )
 
     def _details(self) -> dict[str, Any]:
         each = [_details(_completed(choice)) for choice in self._choices]

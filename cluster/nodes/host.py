@@ -9,18 +9,21 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import redis
 
 from cluster.nodes.addresses import own_address
+from cluster.nodes.node_logs import stderr_file
 from cluster.state.cache_events import CachePublisher, KeySource
 from cluster.state.registry import Fenced, LeaseKeeper
 from cluster.state.registry_types import NodeRecord
 from paceline.config import NodeConfig
 from paceline.errors import NodeUnavailable
+from paceline.logs import configure_logging
 from paceline.v1.inference_pb2 import NodeInfo
 
 log = logging.getLogger(__name__)
@@ -31,12 +34,8 @@ STOP_MARGIN_S = 15.0  # past the grace
 LOOP_STALL_S = 2.0
 
 
-class Node(Protocol):
-    """prefill_node.node.PrefillNode or decode_node.node.DecodeNode."""
-
-    async def start(self) -> str: ...
-
-    async def stop(self, grace_s: float) -> None: ...
+class Shell(Protocol):
+    """What a started node tells of itself; paceline.node.shell.NodeShell."""
 
     def alive(self) -> bool: ...
 
@@ -45,6 +44,17 @@ class Node(Protocol):
     def prefix_cache(self) -> KeySource | None: ...
 
     def fingerprint_digest(self) -> str: ...
+
+
+class Node(Protocol):
+    """prefill_node.node.PrefillNode or decode_node.node.DecodeNode."""
+
+    @property
+    def shell(self) -> Shell: ...
+
+    async def start(self) -> str: ...
+
+    async def stop(self, grace_s: float) -> None: ...
 
 
 def make_node(role: str, node_id: str, config: NodeConfig) -> Node:
@@ -73,9 +83,12 @@ class NodeHost:
         registry_url: str,
         lease_ttl_s: float,
         interface: str = "",
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """interface: the node listens at its address, whatever ``config.host`` says."""
-        logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {node_id} %(levelname)s %(name)s: %(message)s")
+        """interface: the node listens at its address, whatever ``config.host`` says. environment: variables of the
+        process, set before torch is imported, which reads them once."""
+        os.environ.update(environment)
+        configure_logging(config.log_level, config.log_format, node_id)
         self._role, self._node_id, self._generation = role, node_id, generation
         self._config = config.model_copy(update={"host": own_address(config.host, interface)})
         self._registry_url, self._lease_ttl_s = registry_url, lease_ttl_s
@@ -102,7 +115,7 @@ class NodeHost:
             keeper.close()
             raise NodeUnavailable(f"{self._node_id} cannot be registered: {error}") from None
         self._keeper = keeper
-        cache = self._node.prefix_cache()
+        cache = self._node.shell.prefix_cache()
         if cache is not None:
             node = self._node_id, self._generation
             self._publisher = CachePublisher(self._registry_url, node, cache, self._lease_ttl_s)
@@ -168,7 +181,8 @@ class NodeHost:
             hostname=socket.gethostname(),
             started_at=time.time(),
             model=self._config.model,
-            fingerprint_digest=self._node.fingerprint_digest(),
+            fingerprint_digest=self._node.shell.fingerprint_digest(),
+            log=stderr_file(),
         )
 
     def _fenced(self) -> None:
@@ -183,10 +197,10 @@ class NodeHost:
         """Engine thread and event loop both tick."""
         ticked = threading.Event()
         self._loop.call_soon_threadsafe(ticked.set)
-        return ticked.wait(LOOP_STALL_S) and self._node.alive()
+        return ticked.wait(LOOP_STALL_S) and self._node.shell.alive()
 
     def _load(self) -> dict[str, int]:
-        info = self._node.load()
+        info = self._node.shell.load()
         return {
             "running": info.running,
             "waiting": info.waiting,

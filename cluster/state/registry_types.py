@@ -21,6 +21,7 @@ class NodeRecord:
     started_at: float = 0.0  # Unix time
     model: str = ""
     fingerprint_digest: str = ""  # equal for two nodes exactly when they can pair
+    log: str = ""  # file on its host that its stderr goes to
     running: int = 0
     waiting: int = 0
     free_pages: int = 0

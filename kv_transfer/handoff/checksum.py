@@ -10,7 +10,7 @@ import zlib
 
 from torch import Tensor
 
-from kv_transfer.handoff.state import described
+from kv_transfer.handoff.block import described
 from kv_transfer.transports.base import byte_view
 from paceline.v1.handoff_pb2 import HandoffMessage
 

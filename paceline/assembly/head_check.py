@@ -1,7 +1,7 @@
 """Are the heads those of this target, and do they pay on this host? Asked once, on a few built-in prompts, before a
 node serves.
 
-Heads that do not fit change no text: they are only accepted less, and nobody would notice (algorithms.md E, F9).
+Heads that do not fit change no text: they are only accepted less, and nobody would notice (algorithms.md E12, H7).
 """
 
 from __future__ import annotations

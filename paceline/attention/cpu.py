@@ -1,4 +1,4 @@
-"""Row-invariant attention on CPU (``layers/kernels.cpp``)."""
+"""Row-invariant attention on CPU (``layers/kernels/``)."""
 
 from __future__ import annotations
 

@@ -4,9 +4,8 @@ A page is free, or held by one or more owners (sequences, the prefix cache, a tr
 
     free --allocate--> held (1) --share--> held (n) --release--> held (n-1) ... --release--> free, next generation
 
-A reference that a transfer may still write through is *quarantined*: its owner gave it up, but it is let go only
-once both sides are terminal (design 6). Each time a page becomes free its generation increases, so a reference
-from an earlier life is told from the present one and refused.
+Each time a page becomes free its generation increases, so a reference from an earlier life is told from the present
+one and refused.
 """
 
 from __future__ import annotations
@@ -46,18 +45,11 @@ class PageAllocator:
         self._free = list(range(num_pages - 1, -1, -1))  # the page freed last goes out first: its memory is warm
         self._generation = [0] * num_pages
         self._refcount = [0] * num_pages
-        self._held = [0] * num_pages  # references in quarantine, part of the refcount
-        self._num_quarantined = 0
 
     @property
     def num_free(self) -> int:
         """Pages that can be allocated now."""
         return len(self._free)
-
-    @property
-    def num_quarantined(self) -> int:
-        """References in quarantine."""
-        return self._num_quarantined
 
     def allocate(self, n: int) -> list[PageRef]:
         """``n`` free pages with one reference each. Raises Overloaded when fewer are free."""
@@ -85,33 +77,13 @@ class PageAllocator:
             for ref in pages:
                 self._drop(ref.page)
 
-    def quarantine(self, pages: Sequence[PageRef]) -> None:
-        """Take over one reference to each page from its owner, who must not release it any more."""
-        with self._lock:
-            self._check_owned(pages)
-            for ref in pages:
-                self._held[ref.page] += 1
-            self._num_quarantined += len(pages)
-
-    def release_quarantined(self, pages: Sequence[PageRef]) -> None:
-        """Release references taken by ``quarantine``, once no transfer can write through them."""
-        with self._lock:
-            self._check_all(pages)
-            for page, count in _count(pages).items():
-                if count > self._held[page]:
-                    raise StalePage(f"page {page}: {count} references leave quarantine, {self._held[page]} are in it")
-            for ref in pages:
-                self._held[ref.page] -= 1
-                self._drop(ref.page)
-            self._num_quarantined -= len(pages)
-
     def check(self, *refs: PageRef) -> None:
         """Raise StalePage unless each of ``refs`` names a held page in its current generation."""
         with self._lock:
             self._check_all(refs)
 
     def refcount(self, ref: PageRef) -> int:
-        """References to the page, quarantined ones included. Raises StalePage."""
+        """References to the page. Raises StalePage."""
         with self._lock:
             self._check_all([ref])
             return self._refcount[ref.page]
@@ -119,8 +91,8 @@ class PageAllocator:
     def check_integrity(self, owned: Iterable[PageRef] | None = None) -> list[str]:
         """What is wrong with the books; empty when they are whole.
 
-        owned: every reference held by any owner, quarantined ones left out. When given, each page must have as
-        many references as it has owners: none is lost, none is owned by someone who does not hold it.
+        owned: every reference held by any owner. When given, each page must have as many references as it has
+        owners: none is lost, none is owned by someone who does not hold it.
         """
         with self._lock:
             problems = self._check_books()
@@ -132,22 +104,17 @@ class PageAllocator:
         free = Counter(self._free)
         problems = [f"page {page} is {count} times in the free list" for page, count in free.items() if count > 1]
         problems += [f"page {page} in the free list is not of the pool" for page in free if page >= self.num_pages]
-        for page, (references, held) in enumerate(zip(self._refcount, self._held, strict=True)):
+        for page, references in enumerate(self._refcount):
             if page in free and references:
                 problems.append(f"page {page} is free with {references} references")
             if page not in free and references < 1:
                 problems.append(f"page {page} is lost: neither free nor referenced")
-            if not 0 <= held <= references:
-                problems.append(f"page {page} has {held} of {references} references in quarantine")
-        if sum(self._held) != self._num_quarantined:
-            problems.append(f"{sum(self._held)} references in quarantine, {self._num_quarantined} counted")
         return problems
 
     def _check_owners(self, owned: list[PageRef]) -> list[str]:
         problems = [f"an owner holds stale {ref}" for ref in owned if not self._current(ref)]
         owners = _count(owned)
-        for page in range(self.num_pages):
-            references = self._refcount[page] - self._held[page]
+        for page, references in enumerate(self._refcount):
             if owners[page] != references:
                 problems.append(f"page {page} has {owners[page]} owners and {references} references")
         return problems
@@ -165,12 +132,10 @@ class PageAllocator:
                 raise StalePage(f"{ref} is stale")
 
     def _check_owned(self, pages: Sequence[PageRef]) -> None:
-        """Quarantined references are nobody's to give back."""
         self._check_all(pages)
         for page, count in _count(pages).items():
-            owned = self._refcount[page] - self._held[page]
-            if count > owned:
-                raise StalePage(f"page {page}: {count} references given back, {owned} held")
+            if count > self._refcount[page]:
+                raise StalePage(f"page {page}: {count} references given back, {self._refcount[page]} held")
 
     def _drop(self, page: int) -> None:
         self._refcount[page] -= 1

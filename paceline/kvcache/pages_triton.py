@@ -5,16 +5,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
+from paceline.kvcache.unit_table import UnitTable
 from paceline.triton_support import EXACT, next_power_of_2, on_device_of
-
-if TYPE_CHECKING:
-    from paceline.kvcache.device_pages import DevicePages
 
 TILE = 2048  # units that one program moves at a time
 ROW = 256  # of them, at most this many of one row of K, V or latent
@@ -81,7 +77,7 @@ def _compact_kernel(
             tl.store(pages + to_unit + within, values, mask=mask)
 
 
-def move(pool: DevicePages, layers: range, slots: torch.Tensor, flat: torch.Tensor, to_flat: bool) -> None:
+def move(pool: UnitTable, layers: range, slots: torch.Tensor, flat: torch.Tensor, to_flat: bool) -> None:
     """Gather or scatter. slots: int32 or int64 [T]; flat: [units of layers * T] of the pool's unit."""
     if not layers or not slots.shape[0]:
         return
@@ -95,7 +91,7 @@ def move(pool: DevicePages, layers: range, slots: torch.Tensor, flat: torch.Tens
 
 
 def compact(
-    pool: DevicePages,
+    pool: UnitTable,
     layers: range,
     slots: torch.Tensor,
     starts: torch.Tensor,
@@ -106,7 +102,7 @@ def compact(
     num_seqs = lengths.shape[0]
     if not layers or not num_seqs:
         return
-    widest = max(pool.units[layer] for layer in layers)
+    widest = max(pool.row_units[layer] for layer in layers)
     units = min(TILE, next_power_of_2(widest))
     with on_device_of(slots):
         _compact_kernel[(num_seqs, len(layers), triton.cdiv(widest, units))](

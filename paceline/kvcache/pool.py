@@ -2,7 +2,7 @@
 
 A *slot* names one token's place in every layer: ``page * page_size + offset``. Bytes that leave the pool are in
 canonical order (layer, token, then K heads, then V heads), which knows no page size: what ``gather`` of one pool
-gives, ``scatter`` of another takes (design 6).
+gives, ``scatter`` of another takes (docs/internals/architecture.md#memory).
 """
 
 from __future__ import annotations
@@ -52,25 +52,6 @@ class KvPool:
             for data, layer in zip(self.data, layout.layers, strict=True)
         ]
         self._kernels = make_device_pages(self._flat, layout, page_size)
-
-    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store tokens of a GQA layer. slots: [T]; key, value: [T, num_kv_heads, head_dim] of the layout's dtype."""
-        spec = self._layer(layer, LayerKind.GQA)
-        slots = self._slots(slots)
-        shape = (slots.shape[0], spec.num_kv_heads, spec.head_dim)
-        self._check(f"key of layer {layer}", key, shape)
-        self._check(f"value of layer {layer}", value, shape)
-        rows = self._key_rows(slots)
-        flat = self._flat[layer]
-        flat.index_copy_(0, rows, key.reshape(-1, flat.shape[1]))
-        flat.index_copy_(0, rows + self.page_size, value.reshape(-1, flat.shape[1]))
-
-    def write_latent(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Store tokens of an MLA layer. slots: [T]; rows: [T, head_dim] of the layout's dtype."""
-        spec = self._layer(layer, LayerKind.MLA)
-        slots = self._slots(slots)
-        self._check(f"latent rows of layer {layer}", rows, (slots.shape[0], spec.head_dim))
-        self._flat[layer].index_copy_(0, slots, rows)
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of key and value, [T, num_kv_heads, head_dim] each, of a GQA layer at ``slots`` [T]."""

@@ -35,7 +35,7 @@ class PageTable:
 
     @property
     def slots(self) -> torch.Tensor:
-        """Position -> slot: int32 [capacity], CPU. A view; valid until the table shrinks."""
+        """Position -> slot: int32 [capacity], CPU. A view; valid until the table is released."""
         return self._buffer[: self.capacity]
 
     def ensure(self, num_tokens: int) -> None:
@@ -53,21 +53,10 @@ class PageTable:
             self._allocator.check(ref)
         self._append(pages)
 
-    def trim(self, num_tokens: int) -> None:
-        """Release whole pages past ``num_tokens``."""
-        keep = self._pages_for(num_tokens)
-        surplus = self.pages[keep:]
-        self._allocator.release(surplus)
-        del self.pages[keep:]
-
     def release(self) -> None:
         """Release every page; the table is empty then and may be filled again. Nothing happens on a second call."""
-        self._allocator.release(self.detach())
-
-    def detach(self) -> list[PageRef]:
-        """Empty the table without releasing: the caller owns the returned references (say, to quarantine them)."""
         pages, self.pages = self.pages, []
-        return pages
+        self._allocator.release(pages)
 
     def _pages_for(self, num_tokens: int) -> int:
         if num_tokens < 0:

@@ -1,6 +1,6 @@
-"""Compile ``kernels.cpp`` for this host once and load it.
+"""Compile the C++ files of ``kernels/`` for this host once and load them as one library.
 
-The library lands in ``$PACELINE_HOME/kernels`` (default ``~/.cache/paceline/kernels``), named by a hash of source,
+The library lands in ``$PACELINE_HOME/kernels`` (default ``~/.cache/paceline/kernels``), named by a hash of sources,
 flags and processor, so that a changed source or another machine never meets a stale build. Without a C++ compiler the
 layers fall back to torch, and the start-up probe then reports that the host is not bit-exact.
 """
@@ -11,19 +11,22 @@ import ctypes
 import functools
 import hashlib
 import logging
+import mmap
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCES = Path(__file__).with_name("kernels")
 FLAGS = (
-    *("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi"),
+    *("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-Wno-psabi"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
 )
 COMPILE_TIMEOUT_S = 300
@@ -48,21 +51,44 @@ def compile_kernels(extra_flags: tuple[str, ...] = ()) -> Path:
     if compiler is None:
         raise RuntimeError("no C++ compiler found: install g++ (Debian: apt-get install g++)")
     flags = [*FLAGS, *extra_flags]
-    key = hashlib.blake2b(
-        "\0".join([SOURCE.read_text(), compiler, *flags, _cpu_identity()]).encode(), digest_size=10
-    ).hexdigest()
+    identity = "\0".join([_source_digest(), compiler, *flags, _cpu_identity()])
+    key = hashlib.blake2b(identity.encode(), digest_size=10).hexdigest()
     target = cache_folder() / "kernels" / f"{key}.so"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         built = Path(scratch) / "kernels.so"
-        command = [compiler, *flags, str(SOURCE), "-o", str(built)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
-        if done.returncode != 0:
-            raise RuntimeError(f"{compiler} failed on kernels.cpp:\n{done.stderr[-2000:]}")
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            objects = list(pool.map(lambda file: _compile(compiler, flags, file, Path(scratch)), _translation_units()))
+        _run([compiler, *flags, "-shared", *map(str, objects), "-o", str(built)])
         built.replace(target)  # atomic: two processes may build at once
     return target
+
+
+def _translation_units() -> list[Path]:
+    """The longest to compile first, so that none of them is left for the end."""
+    return sorted(SOURCES.glob("*.cpp"), key=lambda file: (not file.name.startswith("attention"), file.name))
+
+
+def _source_digest() -> str:
+    """Hash of every source and header by name and content, 16 hex digits."""
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted(SOURCES.glob("*.[ch]*")):
+        digest.update(f"{file.name}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _compile(compiler: str, flags: Sequence[str], source: Path, into: Path) -> Path:
+    built = into / f"{source.stem}.o"
+    _run([compiler, *flags, "-c", str(source), "-o", str(built)])
+    return built
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
 
 
 @functools.cache
@@ -94,7 +120,9 @@ def _declare(library: ctypes.CDLL) -> None:
     signatures: dict[str, tuple[list[Any], Any]] = {
         "pl_init": ([], i32),
         "pl_isa": ([], ctypes.c_char_p),
+        "pl_threads": ([], i32),
         "pl_set_threads": ([i32], None),
+        "pl_share_cores": ([ptr, i32, i32, i32], None),
         "pl_read": ([ptr, i64], f32),
         "pl_move_rows": ([ptr, i64, ptr, i64, i64, i64, ptr, i32], i32),
         "pl_packed_elems": ([i64, i64, i32], i64),
@@ -126,9 +154,8 @@ def kernel_set() -> str:
     library = load_kernels()
     if library is None:
         return "torch"
-    source = hashlib.blake2b(SOURCE.read_bytes(), digest_size=4).hexdigest()
     isa: bytes = library.pl_isa()
-    return f"{isa.decode()}/{source}"
+    return f"{isa.decode()}/{_source_digest()[:8]}"
 
 
 def set_threads(count: int) -> None:
@@ -136,3 +163,18 @@ def set_threads(count: int) -> None:
     library = load_kernels()
     if library is not None:
         library.pl_set_threads(count)
+
+
+def share_cores(busy: mmap.mmap, slots: int, own: int, cores: int) -> None:
+    """Threads follow ``busy`` from now on: a byte for each of ``slots`` processes of this host, not 0 while it works;
+    this process is number ``own``. All use ``cores`` together (``kernels/host.cpp``). The map must stay open."""
+    library = load_kernels()
+    if library is not None:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(busy))
+        library.pl_share_cores(address, slots, own, cores)
+
+
+def current_threads() -> int:
+    """Threads that a kernel called now would use; 1 where there are no kernels."""
+    library = load_kernels()
+    return 1 if library is None else int(library.pl_threads())

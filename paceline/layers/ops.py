@@ -1,6 +1,6 @@
 """The operations of a decoder layer, each with the torch reference beside its kernel.
 
-On CPU the kernels of ``kernels.cpp`` run, on CUDA those of ``ops_triton``; where the first could not be built or Triton
+On CPU the kernels of ``kernels/`` run, on CUDA those of ``ops_triton``; where the first could not be built or Triton
 is not installed, the ``*_reference`` functions do. All have the same signature, so that models never branch.
 """
 

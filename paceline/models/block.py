@@ -51,7 +51,7 @@ class BlockWeights:
 
 
 class _CBlock(ctypes.Structure):
-    """``Block`` of kernels.cpp, field by field."""
+    """``Block`` of kernels/block.cpp, field by field."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("width", "hidden", "heads", "kv_heads", "dim", "inter")),

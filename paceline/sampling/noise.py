@@ -1,7 +1,7 @@
 """Position-keyed randomness: noise is a function of (request seed, absolute position, token id) and of nothing else.
 
 There is no generator state, so migration, replay, preemption and verification of a whole draft tree in one forward
-all see the noise that plain decoding would have seen (design: "Exactness").
+all see the noise that plain decoding would have seen (algorithms.md B5c).
 
 Use: with E = -log u exponential, ``argmin(E / p)`` is a draw from p: an exponential race, in which token i finishes at
 an exponential time of rate p_i and the first to finish wins with probability p_i. It equals ``argmax(log p + gumbel)``
@@ -29,6 +29,7 @@ _LOWBIAS = ((16, 0x7FEB352D), (15, 0x846CA68B), 16)
 _FMIX = ((16, 0x85EBCA6B), (13, 0xC2B2AE35), 16)
 _LANE0 = 0x9E3779B9  # golden ratio; the lanes only have to start apart
 _LANE1 = 0x7F4A7C15
+_MANY_ROWS = 24  # from here on arrays find the keys sooner than Python's integers do
 
 UInt32Array = npt.NDArray[np.uint32]
 Float64Array = npt.NDArray[np.float64]
@@ -92,7 +93,11 @@ def _mix_in_place(x: UInt32Array, scratch: UInt32Array, rounds: tuple[tuple[int,
 
 def noise_bits_rows(seeds: Sequence[int], positions: Sequence[int], token_ids: UInt32Array) -> UInt32Array:
     """Bits for R rows. token_ids: uint32 [V], or [R, V] for other ids in each row. Returns uint32 [R, V]."""
-    keys = np.array([row_key(s, p) for s, p in zip(seeds, positions, strict=True)], dtype=np.uint32).reshape(-1, 2)
+    if len(seeds) < _MANY_ROWS:
+        pairs = [row_key(s, p) for s, p in zip(seeds, positions, strict=True)]
+        keys = np.array(pairs, dtype=np.uint32).reshape(-1, 2)
+    else:
+        keys = row_keys(seeds, positions)
     x = np.add(token_ids, keys[:, :1])
     scratch = np.empty_like(x)
     _mix_in_place(x, scratch, _LOWBIAS)

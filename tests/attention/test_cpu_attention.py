@@ -13,9 +13,11 @@ from paceline.attention.cpu import CpuAttention
 from paceline.attention.torch_paged import TorchAttention
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
-from paceline.layers.build import load_kernels, set_threads
+from paceline.layers.build import set_threads
+from support.needs import needs_kernels
+from support.pool_rows import write_rows
 
-pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler: the kernels cannot be built")
+pytestmark = needs_kernels
 
 GEOMETRIES = [(9, 3, 64), (4, 4, 32), (8, 1, 128), (4, 2, 16), (6, 2, 96)]
 DTYPES = [torch.bfloat16, torch.float32]
@@ -37,7 +39,7 @@ class Case:
         self.kv = KvPool(layout, num_pages, page_size)
         pages = torch.randperm(num_pages, generator=generator)[: -(-(LENGTH + 64) // page_size)]
         self.slots = (pages[:, None] * page_size + torch.arange(page_size)).flatten().to(torch.int32)
-        self.kv.write(0, self.slots[:LENGTH].long(), self.k, self.v)
+        write_rows(self.kv, 0, self.slots[:LENGTH].long(), self.k, self.v)
 
     def attend(self, backend: CpuAttention | TorchAttention, start: int, end: int) -> torch.Tensor:
         batch = ForwardBatch.build([Segment.linear([0] * (end - start), start, self.slots)])
@@ -91,7 +93,7 @@ def test_tree_rows_equal_the_same_rows_decoded_plainly(dtype: torch.dtype, geome
         for parents in (PARENTS, random_tree(45)):
             case, num = Case(dtype, geometry, 16), len(parents)
             batch = ForwardBatch.build([Segment.tree([0] * num, parents, start, case.slots)])
-            case.kv.write(0, batch.write_slots, case.k[:num], case.v[:num])
+            write_rows(case.kv, 0, batch.write_slots, case.k[:num], case.v[:num])
             backend, query = CpuAttention(), case.q[:num]
             tree = backend.attend(query, case.kv, 0, backend.plan(batch), case.scale)
             for node in range(num):
@@ -109,7 +111,7 @@ def plain_path(
     own[start : start + len(path)] = case.slots[LENGTH : LENGTH + len(path)]
     rows = list(path)
     batch = ForwardBatch.build([Segment.linear([0] * len(path), start, own)])
-    case.kv.write(0, batch.write_slots, case.k[rows], case.v[rows])
+    write_rows(case.kv, 0, batch.write_slots, case.k[rows], case.v[rows])
     backend = CpuAttention()
     return backend.attend(query[rows], case.kv, 0, backend.plan(batch), case.scale)[-1]
 
@@ -127,7 +129,7 @@ def test_trees_beside_others_and_on_more_threads() -> None:
     def attend(order: Sequence[int]) -> torch.Tensor:
         rows, backend = [row for i in order for row in parts[i]], CpuAttention()
         batch = ForwardBatch.build([segments[i] for i in order])
-        case.kv.write(0, batch.write_slots, case.k[rows], case.v[rows])
+        write_rows(case.kv, 0, batch.write_slots, case.k[rows], case.v[rows])
         return backend.attend(case.q[rows], case.kv, 0, backend.plan(batch), case.scale)
 
     alone = [attend([i]) for i in range(3)]
@@ -150,7 +152,7 @@ def test_neighbouring_rows_with_tails_may_have_other_prefixes() -> None:
         for i in range(4)
     ]
     for i, slot in enumerate(own):
-        case.kv.write(0, torch.tensor([slot]), case.k[i : i + 1], case.v[i : i + 1])
+        write_rows(case.kv, 0, torch.tensor([slot]), case.k[i : i + 1], case.v[i : i + 1])
     backend = CpuAttention()
     together = backend.attend(case.q[:4], case.kv, 0, backend.plan(ForwardBatch.build([whole])), case.scale)
     for i, segment in enumerate(singly):
@@ -179,7 +181,7 @@ def test_neighbours_in_a_batch_change_nothing() -> None:
 
 
 def test_sdpa_in_place_of_the_kernel_fails_the_invariance_check() -> None:
-    """The mutant named by the design: torch's SDPA depends on the number of query rows."""
+    """The mutant that docs/internals/exactness.md names: torch's SDPA depends on the number of query rows."""
     case = Case(torch.bfloat16, (9, 3, 64), 16)
 
     def sdpa(start: int, end: int) -> torch.Tensor:

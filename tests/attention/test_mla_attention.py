@@ -14,8 +14,10 @@ from paceline.attention.torch_paged import TorchAttention
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.layers.build import load_kernels, set_threads
+from support.needs import needs_kernels
+from support.pool_rows import write_rows
 
-pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler: the kernels cannot be built")
+pytestmark = needs_kernels
 
 GEOMETRIES = [(8, 576, 512), (5, 64, 48), (1, 32, 16), (6, 90, 70)]  # heads, latent, value; the last fits no vector
 DTYPES = [torch.bfloat16, torch.float32]
@@ -37,7 +39,7 @@ class Case:
         self.kv = KvPool(layout, num_pages, page_size)
         pages = torch.randperm(num_pages, generator=generator)[: -(-(LENGTH + 64) // page_size)]
         self.slots = (pages[:, None] * page_size + torch.arange(page_size)).flatten().to(torch.int32)
-        self.kv.write_latent(0, self.slots[:LENGTH].long(), self.latent)
+        write_rows(self.kv, 0, self.slots[:LENGTH].long(), self.latent)
 
     def attend(self, backend: AttentionBackend, start: int, end: int) -> torch.Tensor:
         return self.run(backend, [Segment.linear([0] * (end - start), start, self.slots)], self.q[start:end])
@@ -113,7 +115,7 @@ def test_tree_rows_equal_the_same_rows_decoded_plainly(dtype: torch.dtype) -> No
     start, parents = 253, [-1, 0, 0, 1, 1, 2, 3]  # the tree's rows lie across a tile's border
     num = len(parents)
     segment = Segment.tree([0] * num, parents, start, case.slots)
-    case.kv.write_latent(0, torch.tensor(segment.write_slots), case.latent[:num])
+    write_rows(case.kv, 0, torch.tensor(segment.write_slots), case.latent[:num])
     tree = case.run(backend, [segment], case.q[:num])
     for node in range(num):
         path = [node]
@@ -121,7 +123,7 @@ def test_tree_rows_equal_the_same_rows_decoded_plainly(dtype: torch.dtype) -> No
             path.insert(0, parents[path[0]])
         plain = Case(dtype, page_size=64)
         line = Segment.linear([0] * len(path), start, plain.slots)
-        plain.kv.write_latent(0, torch.tensor(line.write_slots), case.latent[path])
+        write_rows(plain.kv, 0, torch.tensor(line.write_slots), case.latent[path])
         assert torch.equal(tree[node], plain.run(backend, [line], case.q[path])[-1]), node
 
 
@@ -135,7 +137,7 @@ def test_a_sibling_is_not_seen() -> None:
 
 
 def test_sdpa_in_place_of_the_kernel_fails_the_invariance_check() -> None:
-    """The mutant named by the design: torch's SDPA depends on the number of query rows."""
+    """The mutant that docs/internals/exactness.md names: torch's SDPA depends on the number of query rows."""
     case = Case(torch.bfloat16, GEOMETRIES[0])
 
     def sdpa(start: int, end: int) -> torch.Tensor:

@@ -12,7 +12,16 @@ import pytest
 
 from benchmarks.jobs import Outputs, parse_batches
 from benchmarks.speculation.drafter_specs import DraftRun, parse_drafters
-from benchmarks.speculation.prompts import GROUPS, Encoder, Prompt, balanced, drop_long, group_order, read_prompts
+from benchmarks.speculation.prompts import (
+    GROUPS,
+    Encoder,
+    Prompt,
+    balanced,
+    drop_long,
+    group_order,
+    lengthened,
+    read_prompts,
+)
 from paceline.errors import ConfigError, InvalidRequest
 
 
@@ -116,6 +125,19 @@ def test_a_conversation_carries_the_answers() -> None:
     assert Letters().decode(with_template.encode(["a"], []) or ()) == "u:a;"
     assert Letters().decode(with_template.encode(["a", "b"], ["A"]) or ()) == "u:a;a:A;u:b;"
     assert Letters().decode(plain.encode(["a", "b"], ["A"]) or ()) == "a\nA\nb"
+
+
+def test_questions_stand_behind_other_prompts_until_they_have_the_tokens() -> None:
+    prompts = [Prompt("1", "qa", ("why", "so")), Prompt("2", "qa", ("aa bb cc dd",)), Prompt("3", "qa", ("x" * 40,))]
+    long = lengthened(prompts, encoder(Letters()), 20)
+    assert [p.turns[0] for p in long] == [
+        "aa bb cc dd \n\nwhy",
+        "so \n\naa bb cc dd",  # with one word more it would be longer
+        "x" * 40,
+    ]
+    assert long[0].turns[1] == "so"
+    with pytest.raises(ConfigError, match="shorter than 200 tokens"):
+        lengthened(prompts, encoder(Letters(), longest=500), 200)
 
 
 def test_long_prompts_are_dropped_and_counted() -> None:

@@ -53,7 +53,7 @@ class Registry:
     pair: Pair
 
     def nodes(self) -> list[NodeRecord]:
-        infos = self.pair.prefill_node.load(), self.pair.decode_node.load()
+        infos = self.pair.prefill_node.shell.load(), self.pair.decode_node.shell.load()
         return [
             NodeRecord(i.id, i.role, 1, i.address, free_pages=i.free_pages, total_pages=i.total_pages) for i in infos
         ]

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.config import NodeConfig
 from paceline.spec_decode.sequence import Sequence
-from prefill_node.engine import PrefillEngine
+from prefill_node.engine.sends import Sends
 from support.exactness import run
 from support.node_pair import pair
 from support.tiny_model import tiny_request, tiny_runner
@@ -32,8 +32,8 @@ async def test_the_drafter_catches_up_and_no_text_changes(
     if options["drafter"] != "mtp":
         write_tiny_head(tmp_path / "heads", options["drafter"])
         options["drafter_path"] = str(tmp_path / "heads")
-    monkeypatch.setattr(PrefillEngine, "_send_draft", lambda *args, **named: None)
-    monkeypatch.setattr(PrefillEngine, "_send_hidden", lambda *args, **named: None)
+    monkeypatch.setattr(Sends, "_send_draft", lambda *args, **named: None)
+    monkeypatch.setattr(Sends, "_send_hidden", lambda *args, **named: None)
     prompts = [[3 + (7 * i + p) % 150 for p in range(20 + 9 * i)] for i in range(3)]
     requests = [tiny_request(p, index=i, max_tokens=60, temperature=float(i % 2)) for i, p in enumerate(prompts)]
     plain = run(tiny_runner("bf16", drafter="none"), requests)
@@ -60,7 +60,7 @@ async def test_the_drafter_catches_up_and_no_text_changes(
                 assert (outcome.token_ids, outcome.logit_bits) == (expected.token_ids, expected.logit_bits)
         engine = nodes.decode_node._engine
         assert (engine.missing_drafts, engine.recovered_drafts) == (6, 6)
-        assert engine.integrity == ""
+        assert engine.pages.integrity == ""
     assert [seq.cached_tokens > 0 for seq in ended] == [False] * 3 + [True] * 3
     for seq in ended:
         assert starts[id(seq)][0] == seq.cached_tokens
@@ -69,7 +69,7 @@ async def test_the_drafter_catches_up_and_no_text_changes(
 
 
 async def test_a_stream_that_ends_first_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PrefillEngine, "_send_draft", lambda *args, **named: None)
+    monkeypatch.setattr(Sends, "_send_draft", lambda *args, **named: None)
     prefill = tiny_runner("bf16", decodes=False, drafter="mtp")
     decode = tiny_runner("bf16", drafter="mtp")
     config = NodeConfig(model="tiny", prefill_chunk_tokens=2, drafter="mtp")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fuzz.proto_mutations import BAD_UTF8, delete, flip, insert, noise, truncate
-from fuzz.schema_values import allowed, wrong
+from fuzz.schema_values import allowed, inlined, wrong
 
 GENERATIONS = {"/v1/completions": "CompletionRequest", "/v1/chat/completions": "ChatRequest"}
 PATHS = (*GENERATIONS, "/v1/models", "/v1/models/tiny", "/health", "/metrics", "/openapi.json")
@@ -59,7 +59,8 @@ class Cases:
     """Makes cases from the document of a running deployment."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
-        self.schemas: Mapping[str, Any] = document["components"]["schemas"]
+        components = document["components"]
+        self.schemas = {name: inlined(components["schemas"][name], components) for name in GENERATIONS.values()}
         self._makers: list[tuple[int, Callable[[random.Random], HttpCase]]] = [
             (20, self.allowed_body),
             (30, self.wrong_body),

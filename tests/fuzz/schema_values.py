@@ -10,9 +10,18 @@ from collections.abc import Mapping
 from typing import Any
 
 KNOWN = {
-    *("type", "enum", "const", "anyOf", "minimum", "maximum", "exclusiveMinimum", "minLength", "maxLength", "items"),
-    *("minItems", "maxItems", "properties", "required", "additionalProperties", "propertyNames", "maxProperties"),
-    *("description", "default"),
+    *("type", "enum", "const", "anyOf", "oneOf", "minimum", "maximum", "exclusiveMinimum", "minLength", "maxLength"),
+    *(
+        "items",
+        "minItems",
+        "maxItems",
+        "properties",
+        "required",
+        "additionalProperties",
+        "propertyNames",
+        "maxProperties",
+    ),
+    *("title", "description", "default"),
 }
 WRONG_TYPES: tuple[Any, ...] = ({}, [], "", "x", 0, 1.5, True, [[]], {"a": 1}, [None], "1", -1, 2**70, -(2**63) - 1)
 MOST_ITEMS = 4  # of what is drawn; limits are for what is wrong
@@ -21,13 +30,27 @@ LETTERS = 'ab é\u2028\0"\\\U0001f600{}[]<>%'
 Schema = Mapping[str, Any]
 
 
+def inlined(schema: Any, components: Mapping[str, Any]) -> Any:
+    """The schema with the components that it refers to in their places. components: those of an OpenAPI document."""
+    if isinstance(schema, list):
+        return [inlined(item, components) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    if "$ref" in schema:
+        about = {key: value for key, value in schema.items() if key != "$ref"}
+        return inlined(components["schemas"][schema["$ref"].rpartition("/")[2]], components) | about
+    return {key: inlined(value, components) for key, value in schema.items()}
+
+
 def allowed(rng: random.Random, schema: Schema) -> Any:
     """A value of the schema."""
     assert schema.keys() <= KNOWN, schema.keys() - KNOWN
-    if "anyOf" in schema:
-        return allowed(rng, rng.choice(schema["anyOf"]))
+    if branches := _branches(schema):
+        return allowed(rng, rng.choice(branches))
     if "enum" in schema:
         return rng.choice(schema["enum"])
+    if "const" in schema:
+        return schema["const"]
     match schema.get("type"):
         case "object":
             return _object(rng, schema)
@@ -46,6 +69,12 @@ def allowed(rng: random.Random, schema: Schema) -> Any:
         case "null":
             return None
     return rng.choice(WRONG_TYPES)  # anything goes
+
+
+def _branches(schema: Schema) -> list[Schema]:
+    """Of a union, whose branches exclude each other where the schema says ``oneOf``."""
+    found: list[Schema] = schema.get("anyOf") or schema.get("oneOf") or []
+    return found
 
 
 def _object(rng: random.Random, schema: Schema) -> dict[str, Any]:
@@ -72,8 +101,8 @@ def _number(rng: random.Random, schema: Schema) -> float:
 
 def wrong(rng: random.Random, schema: Schema) -> Any:
     """A value of the schema, but for one thing somewhere within it. Now and then that is still allowed."""
-    if "anyOf" in schema:
-        return wrong(rng, rng.choice(schema["anyOf"]))
+    if branches := _branches(schema):
+        return wrong(rng, rng.choice(branches))
     if rng.random() < 0.3 or "type" not in schema:
         return rng.choice(WRONG_TYPES)
     match schema["type"]:

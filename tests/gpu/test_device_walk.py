@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.spec_decode.accept.device_walk import upload_trees, walk_device, walk_torch
+from paceline.spec_decode.accept.device_trees import upload_trees
+from paceline.spec_decode.accept.device_walk import walk_device, walk_torch
 from support.device_walk import check_walks, likely_samples, random_tree
 
 pytestmark = [

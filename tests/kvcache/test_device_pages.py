@@ -55,7 +55,7 @@ def test_slots_outside_the_pool_touch_nothing() -> None:
 )
 def test_units_divide_every_row(name: str, dtype: torch.dtype, unit: int, even: int) -> None:
     _, _, kernels = random_pool(name, 4, dtype, CPU)
-    assert (kernels.unit_bytes, kernels.even) == (unit, even)
+    assert (kernels.units.unit.itemsize, kernels.units.even) == (unit, even)
 
 
 def test_compaction_in_torch() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
+from support.pool_rows import write_rows
 
 torch.set_num_threads(1)
 
@@ -51,10 +52,7 @@ def fill(pool: KvPool, slots: torch.Tensor, seed: int) -> list[list[torch.Tensor
             shape = (len(slots), layer.num_kv_heads, layer.head_dim)
         count = 2 if layer.kind is LayerKind.GQA else 1
         parts = [torch.randn(shape, generator=generator).to(pool.device, pool.layout.dtype) for _ in range(count)]
-        if layer.kind is LayerKind.GQA:
-            pool.write(i, slots, *parts)
-        else:
-            pool.write_latent(i, slots, parts[0])
+        write_rows(pool, i, slots, *parts)
         written.append(parts)
     return written
 
@@ -177,15 +175,14 @@ def test_bad_calls_name_what_is_wrong() -> None:
     pool = make_pool("mixed", 16)  # layer 0 MLA of 10, layer 1 GQA of 3 x 4
     slots = torch.tensor([1, 2])
     key = torch.zeros(2, 3, 4, dtype=torch.bfloat16)
+    row = torch.cat((key.view(-1), key.view(-1)))
     bad_calls: dict[str, Callable[[], object]] = {
-        "value of layer 1: shape": lambda: pool.write(1, slots, key, key[:1]),
-        "key of layer 1: dtype": lambda: pool.write(1, slots, key.float(), key),
-        "layer 0 is mla": lambda: pool.write(0, slots, key, key),
-        "layer 1 is gqa": lambda: pool.write_latent(1, slots, key),
-        "latent rows of layer 0: shape": lambda: pool.write_latent(0, slots, key),
+        "layer 0 is mla": lambda: pool.read(0, slots),
+        "layer 1 is gqa": lambda: pool.read_latent(1, slots),
         "layer 4 is outside": lambda: pool.read(4, slots),
         "are outside a pool of 4": lambda: pool.gather(range(3, 5), slots),
-        "data for 2 tokens": lambda: pool.scatter(range(1, 2), slots, key.view(-1)),
+        "data for 2 tokens of layers .*: shape": lambda: pool.scatter(range(1, 2), slots, key.view(-1)),
+        "data for 2 tokens of layers .*: dtype": lambda: pool.scatter(range(1, 2), slots, row.float()),
         "slots must be": lambda: pool.read(1, slots.float()),
         "2 source slots but 1": lambda: pool.copy_slots(range(4), slots, slots[:1]),
     }
@@ -196,7 +193,7 @@ def test_bad_calls_name_what_is_wrong() -> None:
         with pytest.raises(IndexError):
             pool.gather(range(4), torch.tensor([slot]))
         with pytest.raises(IndexError):
-            pool.write(1, torch.tensor([slot]), key[:1], key[:1])
+            pool.scatter(range(1, 2), torch.tensor([slot]), row[:24])
     assert not any(int(data.count_nonzero()) for data in pool.data)
 
 

@@ -48,7 +48,6 @@ class KvCacheMachine(RuleBasedStateMachine):
     """Random lives of sequences over one small pool."""
 
     sequences: Any = Bundle("sequences")
-    quarantined: Any = Bundle("quarantined")
 
     @initialize(page_size=st.sampled_from([1, 2, 4]), lookahead=st.integers(0, 3))
     def build(self, page_size: int, lookahead: int) -> None:
@@ -56,7 +55,6 @@ class KvCacheMachine(RuleBasedStateMachine):
         self.allocator = PageAllocator(NUM_PAGES)
         self.cache = PrefixCache(self.allocator, page_size, lookahead, "model", MAX_CACHED)
         self.live: list[Sequence] = []
-        self.held: list[PageRef] = []
         self.rows: dict[int, Row] = {}  # slot -> what was written there last
         self.known: dict[Key, PageRef] = {}  # what the cache should hold
 
@@ -80,14 +78,13 @@ class KvCacheMachine(RuleBasedStateMachine):
 
     @rule(sequence=sequences, accepted=TOKENS, num_rejected=st.integers(0, 6))
     def decode(self, sequence: Sequence, accepted: list[int], num_rejected: int) -> None:
-        """A round: slots for the tree, some of it accepted, the rest given back."""
+        """A round: slots for the tree, some of it accepted."""
         if sequence not in self.live or len(sequence.tokens) + len(accepted) > MAX_TOKENS:
             return
         if sequence.num_computed < len(sequence.tokens) - 1:
             return  # still in prefill
         sequence.tokens += accepted
-        if self.compute(sequence, len(sequence.tokens) - 1, num_rejected):
-            sequence.table.trim(sequence.num_computed)
+        self.compute(sequence, len(sequence.tokens) - 1, num_rejected)
 
     @rule(sequence=sequences)
     def enter(self, sequence: Sequence) -> None:
@@ -101,22 +98,6 @@ class KvCacheMachine(RuleBasedStateMachine):
         if enter:
             self.insert(sequence)
         self.drop(sequence)
-
-    @rule(target=quarantined, sequence=consumes(sequences))
-    def abort_in_transfer(self, sequence: Sequence) -> Any:
-        if sequence not in self.live:
-            return multiple()
-        self.live.remove(sequence)
-        pages = sequence.table.detach()
-        self.allocator.quarantine(pages)
-        self.held += pages
-        return pages
-
-    @rule(pages=consumes(quarantined))
-    def end_transfer(self, pages: list[PageRef]) -> None:
-        self.allocator.release_quarantined(pages)
-        for ref in pages:
-            self.held.remove(ref)
 
     @rule(n=st.integers(0, 4))
     def evict(self, n: int) -> None:
@@ -138,8 +119,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         owned = [ref for sequence in self.live for ref in sequence.table.pages]
         assert self.allocator.check_integrity([*owned, *self.cache.pages]) == []
         assert self.cache.check_integrity() == []
-        assert self.allocator.num_quarantined == len(self.held)
-        in_use = Counter(ref.page for ref in [*owned, *self.held, *self.cache.pages])
+        in_use = Counter(ref.page for ref in [*owned, *self.cache.pages])
         assert self.allocator.num_free == NUM_PAGES - len(in_use)
         assert set(self.known.values()) == set(self.cache.pages)
 

@@ -7,6 +7,7 @@ import torch
 
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
+from support.pool_rows import write_rows
 
 LATENT = 576
 
@@ -33,7 +34,7 @@ def test_gather_and_scatter(source_page: int, dest_page: int) -> None:
     from_slots, to_slots = (torch.randperm(128)[:tokens] for _ in range(2))
     rows = [torch.randn(tokens, LATENT).to(torch.bfloat16) for _ in shape.layers]
     for layer, written in enumerate(rows):
-        source.write_latent(layer, from_slots, written)
+        write_rows(source, layer, from_slots, written)
     for owner in LayerOwner:
         layers = shape.layer_range(owner)
         wire = source.gather(layers, from_slots)
@@ -49,7 +50,7 @@ def test_copy_slots_reads_before_it_writes() -> None:
     pool = KvPool(layout(2, 0), 4, 16)
     rows = torch.randn(8, LATENT).to(torch.bfloat16)
     for layer in range(2):
-        pool.write_latent(layer, torch.arange(8), rows)
+        write_rows(pool, layer, torch.arange(8), rows)
     pool.copy_slots(range(2), torch.tensor([0, 2, 5]), torch.tensor([0, 1, 2]))
     for layer in range(2):
         assert torch.equal(pool.read_latent(layer, torch.arange(3)), rows[[0, 2, 5]])

@@ -1,4 +1,4 @@
-"""PageAllocator: references, generations, quarantine."""
+"""PageAllocator: references and generations."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_stale_generation_is_refused() -> None:
             call(old)  # free now
     (new,) = allocator.allocate(1)
     assert new == PageRef(old.page, old.generation + 1)
-    for use in (allocator.share, allocator.release, allocator.quarantine, allocator.release_quarantined):
+    for use in (allocator.share, allocator.release):
         with pytest.raises(StalePage):
             use([old])  # someone else's now
     allocator.check(new)
@@ -67,36 +67,6 @@ def test_double_release_is_refused_and_changes_nothing() -> None:
     assert allocator.check_integrity([b]) == []
 
 
-def test_a_quarantined_page_is_not_reused() -> None:
-    allocator = PageAllocator(2)
-    pages = allocator.allocate(2)
-    allocator.quarantine(pages)
-    assert allocator.num_quarantined == 2
-    assert allocator.num_free == 0
-    with pytest.raises(StalePage):
-        allocator.release(pages)  # no longer the former owner's to give back
-    with pytest.raises(StalePage):
-        allocator.quarantine(pages)
-    assert allocator.check_integrity([]) == []
-    allocator.release_quarantined(pages)
-    assert (allocator.num_quarantined, allocator.num_free) == (0, 2)
-    with pytest.raises(StalePage):
-        allocator.release_quarantined(pages)
-
-
-def test_quarantine_holds_one_reference_of_a_shared_page() -> None:
-    allocator = PageAllocator(1)
-    pages = allocator.allocate(1)
-    allocator.share(pages)
-    with pytest.raises(StalePage):
-        allocator.release_quarantined(pages)  # none is in quarantine
-    allocator.quarantine(pages)
-    allocator.release(pages)
-    assert allocator.num_free == 0
-    allocator.release_quarantined(pages)
-    assert allocator.num_free == 1
-
-
 def test_integrity_reports_lost_and_doubly_owned_pages() -> None:
     allocator = PageAllocator(2)
     (page,) = allocator.allocate(1)
@@ -109,8 +79,6 @@ def test_integrity_reports_lost_and_doubly_owned_pages() -> None:
     assert "page 1 is 3 times in the free list" in allocator.check_integrity()
     allocator._refcount[1] = 1
     assert "page 1 is free with 1 references" in allocator.check_integrity()
-    allocator._held[1] = 2
-    assert "page 1 has 2 of 1 references in quarantine" in allocator.check_integrity()
 
 
 def test_threads_never_get_the_same_page() -> None:

@@ -100,36 +100,6 @@ def test_release_is_idempotent_and_the_table_can_be_filled_again() -> None:
     assert table.slots.tolist() == expected_slots(table)
 
 
-def test_trim_gives_back_whole_pages_only() -> None:
-    allocator = PageAllocator(4)
-    table = PageTable(allocator, 4)
-    table.ensure(16)
-    table.trim(9)
-    assert table.capacity == 12  # the page that holds position 8 stays
-    table.trim(8)
-    assert table.capacity == 8
-    table.trim(100)
-    assert table.capacity == 8
-    taken = allocator.allocate(1)
-    table.ensure(12)
-    assert table.slots.tolist() == expected_slots(table)
-    assert allocator.check_integrity([*table.pages, *taken]) == []
-    table.trim(0)
-    assert allocator.num_free == 3
-
-
-def test_detached_pages_can_be_quarantined() -> None:
-    allocator = PageAllocator(2)
-    table = PageTable(allocator, 4)
-    table.ensure(8)
-    pages = table.detach()
-    allocator.quarantine(pages)
-    table.release()
-    assert (allocator.num_free, allocator.num_quarantined) == (0, 2)
-    allocator.release_quarantined(pages)
-    assert allocator.num_free == 2
-
-
 def test_bad_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="page_size"):
         PageTable(PageAllocator(1), 0)

@@ -234,16 +234,6 @@ def test_a_parent_stays_while_its_child_is_in_use() -> None:
     assert cache.evict(9) == 2
 
 
-def test_a_page_in_quarantine_is_in_use() -> None:
-    allocator, cache = make()
-    add(allocator, cache, A)
-    pages, _ = cache.match(A, "", 4)
-    allocator.quarantine(pages)
-    assert cache.evict(9) == 1
-    allocator.release_quarantined(pages)
-    assert cache.evict(9) == 1
-
-
 def test_the_cache_is_bounded_by_evicting_on_insert() -> None:
     allocator, cache = make(num_pages=16, max_pages=3)
     add(allocator, cache, [1] * PAGE)

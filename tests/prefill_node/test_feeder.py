@@ -11,9 +11,7 @@ import torch
 
 import kv_transfer.handoff.cut
 import kv_transfer.handoff.outbox
-import prefill_node.feeder
 from kv_transfer.handoff.staging import NUM_BUFFERS
-from kv_transfer.handoff.state import TARGET_KV
 from kv_transfer.layout.rows import RowSource
 from paceline.v1 import handoff_pb2
 from support.feeder_wire import TOKEN_BYTES, Wire, open_wire
@@ -27,10 +25,10 @@ def wire() -> Iterator[Wire]:
 
 
 def test_rows_leave_in_pieces_and_in_order(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_node.feeder, "CHUNK_BYTES", 3 * TOKEN_BYTES)
+    monkeypatch.setattr(kv_transfer.handoff.cut, "CHUNK_BYTES", 3 * TOKEN_BYTES)
     slots = torch.tensor([9, 2, 30, 31, 4, 17, 0], dtype=torch.int32)
-    wire.feeder.begin("t", 5, 7)
-    wire.feeder.rows("t", TARGET_KV, range(2), slots, 5)
+    wire.feeder.begin("t", range(5, 12))
+    wire.rows("t", slots, 5)
     wire.feeder.state("t", handoff_pb2.State(first_token_id=3), torch.ones(1, 2))
     wait_for(lambda: len(wire.messages) == 5)
     assert wire.kinds() == ["begin", "chunk", "chunk", "chunk", "state"]
@@ -49,8 +47,8 @@ def test_giving_up_behind_a_busy_link_skips_the_rows_but_tells_the_receiver(
 ) -> None:
     monkeypatch.setattr(kv_transfer.handoff.outbox, "WINDOW_BYTES", 0)  # no credit: what has bytes stands in line
     for ticket in ("busy", "t"):
-        wire.feeder.begin(ticket, 0, 8)
-        wire.feeder.rows(ticket, TARGET_KV, range(2), torch.arange(8, dtype=torch.int32), 0)
+        wire.feeder.begin(ticket, range(8))
+        wire.rows(ticket, torch.arange(8, dtype=torch.int32))
     wire.feeder.abort("t", "the caller went away")
     monkeypatch.setattr(kv_transfer.handoff.outbox, "WINDOW_BYTES", 1024)
     wire.sender.acknowledge(handoff_pb2.HandoffAck(credit=handoff_pb2.Credit(num_bytes=1)))
@@ -71,13 +69,13 @@ def test_rows_of_a_ticket_that_has_ended_are_not_read(wire: Wire, monkeypatch: p
 
     monkeypatch.setattr(RowSource, "gather", counted)
     slots = torch.arange(8, dtype=torch.int32)
-    wire.feeder.begin("t", 0, 8)
+    wire.feeder.begin("t", range(8))
     wait_for(lambda: "begin" in wire.kinds())
     wire.sender.acknowledge(handoff_pb2.HandoffAck(ticket="t", failed=handoff_pb2.Failed(reason="no pages")))
     wait_for(lambda: bool(wire.ended))
-    wire.feeder.rows("t", TARGET_KV, range(2), slots, 0)
-    wire.feeder.begin("u", 0, 8)
-    wire.feeder.rows("u", TARGET_KV, range(2), slots, 0)
+    wire.rows("t", slots)
+    wire.feeder.begin("u", range(8))
+    wire.rows("u", slots)
     wait_for(lambda: "chunk" in wire.kinds())
     assert read == ["rows"]
     assert [m.ticket for m in wire.messages if m.HasField("chunk")] == ["u"]
@@ -93,8 +91,8 @@ def test_a_ticket_does_not_end_while_its_rows_are_read(wire: Wire, monkeypatch: 
         return gather(*args)
 
     monkeypatch.setattr(RowSource, "gather", slow)
-    wire.feeder.begin("t", 0, 8)
-    wire.feeder.rows("t", TARGET_KV, range(2), torch.arange(8, dtype=torch.int32), 0)
+    wire.feeder.begin("t", range(8))
+    wire.rows("t", torch.arange(8, dtype=torch.int32))
     assert reading.wait(5.0)
     wire.sender.acknowledge(handoff_pb2.HandoffAck(ticket="t", failed=handoff_pb2.Failed(reason="too late")))
     assert wire.ended == []
@@ -112,8 +110,8 @@ def test_a_link_that_is_lost_while_rows_are_read_tells_afterwards(wire: Wire, mo
         raise RuntimeError("and then it broke")
 
     monkeypatch.setattr(RowSource, "gather", slow)
-    wire.feeder.begin("t", 0, 8)
-    wire.feeder.rows("t", TARGET_KV, range(2), torch.arange(8, dtype=torch.int32), 0)
+    wire.feeder.begin("t", range(8))
+    wire.rows("t", torch.arange(8, dtype=torch.int32))
     assert reading.wait(5.0)
     wire.sender.link_lost("pulled")
     assert wire.ended == []
@@ -125,9 +123,9 @@ def test_buffers_come_back_whatever_becomes_of_the_rows(wire: Wire) -> None:
     slots = torch.arange(8, dtype=torch.int32)
     for number in range(3 * NUM_BUFFERS):
         ticket = f"t{number}"
-        wire.feeder.begin(ticket, 0, 8)
-        wire.feeder.rows(ticket, TARGET_KV, range(2), slots if number % 3 else slots + 1000, 0)
-        wire.feeder.rows("nobody's", TARGET_KV, range(2), slots, 0)
+        wire.feeder.begin(ticket, range(8))
+        wire.rows(ticket, slots if number % 3 else slots + 1000)
+        wire.rows("nobody's", slots)
         wire.feeder.state(ticket, handoff_pb2.State(), None)
     wait_for(lambda: wire.kinds().count("state") == 2 * NUM_BUFFERS)
     wait_for(lambda: not wire.sender._outbox)
@@ -137,21 +135,21 @@ def test_buffers_come_back_whatever_becomes_of_the_rows(wire: Wire) -> None:
 
 def test_a_dead_link_refuses_to_begin(wire: Wire) -> None:
     wire.sender.link_lost("pulled")
-    wire.feeder.begin("t", 0, 4)
+    wire.feeder.begin("t", range(4))
     wait_for(lambda: bool(wire.refused))
     assert wire.refused[0][0] == "t"
     assert "pulled" in wire.refused[0][1]
     wire.sender.close(5.0)
     wire.feeder.close(5.0)
-    wire.feeder.begin("u", 0, 4)
+    wire.feeder.begin("u", range(4))
     assert wire.refused[1] == ("u", "the link is closed")
 
 
 def test_rows_that_cannot_be_read_fail_their_ticket_only(wire: Wire) -> None:
-    wire.feeder.begin("bad", 0, 1)
-    wire.feeder.rows("bad", TARGET_KV, range(2), torch.tensor([999], dtype=torch.int32), 0)
-    wire.feeder.begin("good", 0, 1)
-    wire.feeder.rows("good", TARGET_KV, range(2), torch.tensor([1], dtype=torch.int32), 0)
+    wire.feeder.begin("bad", range(1))
+    wire.rows("bad", torch.tensor([999], dtype=torch.int32))
+    wire.feeder.begin("good", range(1))
+    wire.rows("good", torch.tensor([1], dtype=torch.int32))
     wait_for(lambda: len([m for m in wire.messages if m.ticket == "good"]) == 2)
     assert [m.WhichOneof("body") for m in wire.messages if m.ticket == "good"] == ["begin", "chunk"]
     # Begin may still have been queued when the Abort took its place.

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import kv_transfer.handoff.cut
-import prefill_node.feeder
+from kv_transfer.handoff.block import TARGET_KV
 from kv_transfer.handoff.staging import NUM_BUFFERS
-from kv_transfer.handoff.state import TARGET_KV
 from kv_transfer.layout.rows import RowSource
 from paceline.v1 import handoff_pb2
 from support.feeder_wire import TOKEN_BYTES, Wire, open_wire
@@ -23,7 +22,6 @@ SLOTS = torch.tensor([9, 2, 30, 31, 4, 17, 0], dtype=torch.int32)
 @pytest.fixture(autouse=True)
 def messages_of_three_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_transfer.handoff.cut, "MESSAGE_BYTES", 3 * TOKEN_BYTES)
-    monkeypatch.setattr(prefill_node.feeder, "MESSAGE_BYTES", 3 * TOKEN_BYTES)
 
 
 def received(wire: Wire, num_tokens: int) -> torch.Tensor:
@@ -38,8 +36,8 @@ def buffers_back(wire: Wire) -> bool:
 
 def test_one_descriptor_and_then_its_messages() -> None:
     with open_wire() as wire:
-        wire.feeder.begin("t", 5, 7)
-        wire.feeder.rows("t", TARGET_KV, range(2), SLOTS, 5)
+        wire.feeder.begin("t", range(5, 12))
+        wire.rows("t", SLOTS, 5)
         wire.feeder.state("t", handoff_pb2.State(first_token_id=3), torch.ones(1, 2))
         wait_for(lambda: len(wire.messages) == 3)
         assert wire.kinds() == ["begin", "chunk", "state"]
@@ -69,8 +67,8 @@ def test_a_ticket_that_ends_in_the_midst_is_sent_unread_and_ends_behind_it(monke
 
     with open_wire() as wire:
         monkeypatch.setattr(RowSource, "gather", slow)
-        wire.feeder.begin("t", 0, 7)
-        wire.feeder.rows("t", TARGET_KV, range(2), SLOTS, 0)
+        wire.feeder.begin("t", range(7))
+        wire.rows("t", SLOTS)
         assert first_read.wait(5.0)
         wire.sender.acknowledge(handoff_pb2.HandoffAck(ticket="t", failed=handoff_pb2.Failed(reason="no pages")))
         assert wire.ended == []
@@ -86,10 +84,10 @@ def test_rows_that_cannot_be_read_in_the_midst_fail_their_ticket_only() -> None:
     bad = SLOTS.clone()
     bad[3] = 999
     with open_wire() as wire:
-        wire.feeder.begin("bad", 0, 7)
-        wire.feeder.rows("bad", TARGET_KV, range(2), bad, 0)
-        wire.feeder.begin("good", 0, 7)
-        wire.feeder.rows("good", TARGET_KV, range(2), SLOTS, 0)
+        wire.feeder.begin("bad", range(7))
+        wire.rows("bad", bad)
+        wire.feeder.begin("good", range(7))
+        wire.rows("good", SLOTS)
         for num_tokens in (3, 3, 1):
             received(wire, num_tokens)
         for start, stop in ((0, 3), (3, 6), (6, 7)):
@@ -104,8 +102,8 @@ def test_a_chunk_that_cannot_be_finished_ends_the_link(monkeypatch: pytest.Monke
     with open_wire(staging_timeout_s=0.05) as wire:
         taken = [wire.feeder._staging.take(1) for _ in range(NUM_BUFFERS - 1)]
         monkeypatch.setattr(wire.feeder._staging, "give_back", lambda buffer: None)
-        wire.feeder.begin("t", 0, 7)
-        wire.feeder.rows("t", TARGET_KV, range(2), SLOTS, 0)
+        wire.feeder.begin("t", range(7))
+        wire.rows("t", SLOTS)
         wait_for(lambda: not wire.sender.alive)
         assert len(taken) == NUM_BUFFERS - 1
         lost = "an announced chunk could not be sent: no staging buffer came free within 0.05 s"
@@ -125,8 +123,8 @@ def test_a_lost_link_in_the_midst_gives_every_buffer_back(monkeypatch: pytest.Mo
 
     with open_wire() as wire:
         monkeypatch.setattr(RowSource, "gather", slow)
-        wire.feeder.begin("t", 0, 7)
-        wire.feeder.rows("t", TARGET_KV, range(2), SLOTS, 0)
+        wire.feeder.begin("t", range(7))
+        wire.rows("t", SLOTS)
         assert second.wait(5.0)
         wire.sender.link_lost("pulled")
         go_on.set()
@@ -137,8 +135,8 @@ def test_a_lost_link_in_the_midst_gives_every_buffer_back(monkeypatch: pytest.Mo
 
 def test_sums_are_of_one_message_each() -> None:
     with open_wire(checksums=True) as wire:
-        wire.feeder.begin("t", 0, 7)
-        wire.feeder.rows("t", TARGET_KV, range(2), SLOTS, 0)
+        wire.feeder.begin("t", range(7))
+        wire.rows("t", SLOTS)
         wait_for(lambda: len(wire.messages) == 4)
         assert [m.chunk.num_tokens for m in wire.messages[1:]] == [2, 2, 3]
         assert all(m.chunk.HasField("checksum") for m in wire.messages[1:])

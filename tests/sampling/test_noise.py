@@ -57,9 +57,13 @@ def test_array_and_tensor_agree_with_the_reference(seed: int, position: int, tok
     assert noise_bits_tensor([seed], [position], torch.tensor(token_ids)).tolist() == [expected]
 
 
-def test_rows_are_keyed_separately() -> None:
-    seeds, positions = [3, 3, 2**64 - 1], [0, 1, 1]
+@pytest.mark.parametrize("num_rows", [3, 23, 24, 60])
+def test_rows_are_keyed_separately(num_rows: int) -> None:
+    """Few rows, whose keys are computed one by one, and many, whose keys are computed as arrays."""
+    seeds = [3, 3, 2**64 - 1, 2**32, *(2**63 + 7 * i for i in range(56))][:num_rows]
+    positions = [0, 1, 1, 2**32 - 1, *(11 * i for i in range(56))][:num_rows]
     together = noise_bits_rows(seeds, positions, all_ids(50))
+    assert together.shape == (num_rows, 50)
     for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
         assert together[row].tolist() == noise_bits(seed, position, all_ids(50)).tolist()
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.table import PageTable
-from paceline.spec_decode.accept.device_walk import read_verdicts, upload_trees, walk_device
+from paceline.spec_decode.accept.device_trees import upload_trees
+from paceline.spec_decode.accept.device_walk import read_verdicts, walk_device
 from paceline.spec_decode.accept.verify import walk
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import build_tree

@@ -7,6 +7,7 @@ import torch
 from paceline.kvcache.device_pages import DevicePages
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
+from paceline.kvcache.unit_table import UnitTable
 
 GQA = KvLayer(LayerKind.GQA, LayerOwner.TARGET, num_kv_heads=3, head_dim=8)
 WIDE = KvLayer(LayerKind.GQA, LayerOwner.TARGET, num_kv_heads=8, head_dim=128)
@@ -32,7 +33,7 @@ def random_pool(
     there = KvPool(layout, num_slots // page_size, page_size, device)
     for source, data in zip(truth.data, there.data, strict=True):
         data.copy_(source)
-    return truth, there, DevicePages(there._flat, layout, page_size)
+    return truth, there, DevicePages(UnitTable.of(there._flat, layout, page_size))
 
 
 def assert_same(truth: KvPool, there: KvPool) -> None:

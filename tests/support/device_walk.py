@@ -6,7 +6,8 @@ import random
 
 import torch
 
-from paceline.spec_decode.accept.device_walk import read_verdicts, upload_trees, walk_device
+from paceline.spec_decode.accept.device_trees import upload_trees
+from paceline.spec_decode.accept.device_walk import read_verdicts, walk_device
 from paceline.spec_decode.accept.verify import Verdict, walk
 from paceline.spec_decode.trees.tree import DraftTree, build_tree
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from paceline.spec_decode.accept.acceptance import RULES, RuleFunction, TargetRows
+from paceline.spec_decode.accept.acceptance import RULES, RuleFunction, TargetRows, Verification
 from paceline.spec_decode.accept.coins import CoinSource
 from paceline.spec_decode.trees.tree import DraftTree
 from support.enumeration import Choose, Model, Probs, Round, Tokens, normalised, ranked
@@ -151,7 +151,7 @@ def rounds(
         tree = drafting.tree(model, prefix, shape, budget, choose)
         target: TargetRows = TableRows(model, prefix, tree, choose, node_law)
         coins = coins_of(choose)
-        verdict = function(tree, target, coins, len(prefix), lambda token: token == stop, budget)
+        verdict = function(Verification(tree, target, coins, len(prefix), lambda token: token == stop, budget))
         tokens = tuple(verdict.committed(tree))
         if isinstance(coins, ScriptedCoins):  # each committed position has coins of its own, now and in later rounds
             positions = {position for position, _ in coins.thrown}

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from kv_transfer.handoff.block import TARGET_KV, RowBlock
 from kv_transfer.handoff.sender import HandoffSender
 from kv_transfer.handoff.staging import StagingRing
 from kv_transfer.layout.reshard import Side, reshard
@@ -38,8 +39,7 @@ class Wire:
         self.sender = HandoffSender(
             pipe,
             self._post,
-            on_terminal=lambda ticket, ack: self.ended.append((ticket, ack.WhichOneof("body") or "")),
-            on_failed=lambda ticket, reason: self.ended.append((ticket, reason)),
+            on_ended=self._on_ended,
             on_link_lost=lambda reason: None,
             checksums=checksums,
         )
@@ -49,9 +49,17 @@ class Wire:
         )
         self.feeder._staging = StagingRing("cpu", timeout_s=staging_timeout_s)
 
+    def _on_ended(self, ticket: str, end: handoff_pb2.HandoffAck | str) -> None:
+        self.ended.append((ticket, end if isinstance(end, str) else end.WhichOneof("body") or ""))
+
     def _post(self, message: handoff_pb2.HandoffMessage) -> None:
         self.gate.wait(5.0)
         self.messages.append(message)
+
+    def rows(self, ticket: str, slots: torch.Tensor, first_token: int = 0) -> None:
+        """Feed the rows of both layers at ``slots``."""
+        tokens = range(first_token, first_token + len(slots))
+        self.feeder.rows(ticket, RowBlock(TARGET_KV, range(2), tokens), slots)
 
     def kinds(self) -> list[str | None]:
         return [message.WhichOneof("body") for message in self.messages]

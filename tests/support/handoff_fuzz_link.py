@@ -10,8 +10,9 @@ import torch
 
 from decode_node.sink import ReservedPages
 from decode_node.stream import EventQueue
+from kv_transfer.handoff.block import RowBlock
 from kv_transfer.handoff.cut import message_sizes
-from kv_transfer.handoff.state import ByteClass, HandoffState
+from kv_transfer.handoff.state import HandoffState
 from kv_transfer.layout.reshard import ReshardPlan, Side, reshard
 from kv_transfer.layout.rows import RowSource
 from kv_transfer.transports.base import TransportError
@@ -44,10 +45,10 @@ class WatchedSink(ReservedPages):
 
     world: World
 
-    def write_kv(self, ticket: str, byte_class: ByteClass, *where: Any) -> None:
+    def write_kv(self, ticket: str, block: RowBlock, data: torch.Tensor) -> None:
         self.world.between()
         try:
-            super().write_kv(ticket, byte_class, *where)
+            super().write_kv(ticket, block, data)
         except StalePage as stale:
             self.world.faults.append(f"{ticket}: a row of a released page would have been written: {stale}")
             raise
@@ -101,8 +102,7 @@ class FuzzLink:
             self.sender = SteppedSender(
                 Interrupted(send_end, world.between),
                 self.to_decode.append,
-                on_terminal=self._terminal,
-                on_failed=lambda ticket, reason: world.ended(self, ticket, reason),
+                on_ended=self._ended,
                 on_link_lost=lambda reason: None,
             )
             source = WatchedSource(world.prefill.kv, reshard(Side(layout), Side(layout)), self._gathers)
@@ -112,13 +112,13 @@ class FuzzLink:
         self.abort, self.bytes_sent, self.lost = self.feeder.abort, self.sender.bytes_sent, self.sender.link_lost
         self.sending_s, self.groups = self.sender.sending_s, self.feeder.groups
 
-    def begin(self, ticket: str, first_token: int, num_tokens: int) -> None:
+    def begin(self, ticket: str, tokens: range) -> None:
         seq = self.world.p_engine._jobs[ticket].seq
         assert seq is not None
         self.refs[ticket] = tuple(seq.table.pages)
         self.feeder.lost_target.discard(ticket)
         self.world.begun[ticket] += 1
-        self.feeder.begin(ticket, first_token, num_tokens)
+        self.feeder.begin(ticket, tokens)
 
     def _gathers(self) -> None:
         """The midst of a gather: whatever happens there, the pages stay until it is over."""
@@ -131,8 +131,11 @@ class FuzzLink:
     def _gone(self, reason: str) -> None:
         self.gone = True
 
-    def _terminal(self, ticket: str, ack: HandoffAck) -> None:
-        """Only when the receiver is done with the ticket may the source forget it."""
+    def _ended(self, ticket: str, ack: HandoffAck | str) -> None:
+        """Only when the receiver is done with the ticket, or the link is dead, may the source forget it."""
+        if isinstance(ack, str):
+            self.world.ended(self, ticket, ack)
+            return
         ready, handoff = ack.HasField("ready"), self.world.handoffs.get(ticket)
         if self.receiver.alive and self.receiver.in_flight(ticket):
             self.world.faults.append(f"{ticket}: ended at the sender while the receiver waits for it")

@@ -11,13 +11,15 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from kv_transfer.handoff.block import DRAFT_KV, TARGET_KV, RowBlock
+from kv_transfer.handoff.coverage import ExpectedRows
 from kv_transfer.handoff.receiver import HandoffReceiver
 from kv_transfer.handoff.sender import HandoffSender
-from kv_transfer.handoff.state import DRAFT_KV, TARGET_KV, ByteClass, Handoff, HandoffPlan, HandoffState
+from kv_transfer.handoff.state import Handoff, HandoffState
 from kv_transfer.transports.base import Transport, byte_view
 from kv_transfer.transports.loopback import loopback_pair
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
-from paceline.v1.handoff_pb2 import Chunk, HandoffAck, HandoffMessage, State
+from paceline.v1.handoff_pb2 import HandoffAck, HandoffMessage, State
 
 torch.set_num_threads(1)
 LAYOUT = KvLayout(
@@ -33,6 +35,7 @@ LAYOUT = KvLayout(
 TARGET, DRAFT = range(0, 3), range(3, 5)
 HIDDEN_SIZE = 12
 FIRST, NUM = 16, 50  # decode holds 16 tokens of the prefix
+TOKENS = range(FIRST, FIRST + NUM)
 
 
 def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 5.0) -> None:
@@ -56,35 +59,26 @@ class DictSink:
         self.ready_error: Exception | None = None
 
     def reserve(self, ticket: str, num_tokens: int = NUM) -> Handoff:
-        plan = HandoffPlan(LAYOUT, FIRST, num_tokens, HIDDEN_SIZE)
-        handoff = Handoff(ticket, time.monotonic, plan, reserve_deadline_s=60, handoff_deadline_s=60)
+        expected = ExpectedRows(LAYOUT, range(FIRST, FIRST + num_tokens), HIDDEN_SIZE)
+        handoff = Handoff(ticket, time.monotonic, expected, reserve_deadline_s=60, handoff_deadline_s=60)
         self.handoffs[ticket] = handoff
         return handoff
 
     def lookup(self, ticket: str) -> Handoff | None:
         return self.handoffs.get(ticket)
 
-    def write_kv(
-        self,
-        ticket: str,
-        byte_class: ByteClass,
-        first_layer: int,
-        num_layers: int,
-        first_token: int,
-        num_tokens: int,
-        data: Tensor,
-    ) -> None:
+    def write_kv(self, ticket: str, block: RowBlock, data: Tensor) -> None:
         assert self.write_gate.wait(10)
         if self.write_error is not None:
             raise self.write_error
         assert data.dtype is LAYOUT.dtype
-        start = 0
-        for layer in range(first_layer, first_layer + num_layers):
+        start, num_tokens = 0, len(block.tokens)
+        for layer in block.layers:
             width = LAYOUT.layers[layer].row_elems
-            block = data[start : start + num_tokens * width].view(num_tokens, width)
+            rows = data[start : start + num_tokens * width].view(num_tokens, width)
             start += num_tokens * width
-            for i in range(num_tokens):
-                self.rows[ticket, layer, first_token + i] = block[i].clone()
+            for token, row in zip(block.tokens, rows, strict=True):
+                self.rows[ticket, layer, token] = row.clone()
         assert start == data.numel()
 
     def ready(self, ticket: str, state: State, hidden: Tensor) -> None:
@@ -142,8 +136,7 @@ class Link:
         self.sender = HandoffSender(
             self.send_end,
             self.post,
-            on_terminal=lambda ticket, ack: self.terminal.append((ticket, ack.WhichOneof("body") or "")),
-            on_failed=lambda ticket, reason: self.failed.append((ticket, reason)),
+            on_ended=self.on_ended,
             on_link_lost=self.lost.append,
             max_queued_bytes=max_queued_bytes,
             enqueue_timeout_s=enqueue_timeout_s,
@@ -154,6 +147,12 @@ class Link:
         self.posted.append(message)
         self.receiver.feed(message)
 
+    def on_ended(self, ticket: str, end: HandoffAck | str) -> None:
+        if isinstance(end, str):
+            self.failed.append((ticket, end))
+        else:
+            self.terminal.append((ticket, end.WhichOneof("body") or ""))
+
     def on_ack(self, ack: HandoffAck) -> None:
         self.acks.append(ack)
         self.sender.acknowledge(ack)
@@ -161,11 +160,11 @@ class Link:
     def put(self, ticket: str, prompt: Prompt, layers: range, tokens: range) -> None:
         byte_class = DRAFT_KV if layers.start in DRAFT else TARGET_KV
         data = prompt.flat(layers, tokens)
-        self.sender.chunk(ticket, byte_class, layers.start, len(layers), tokens.start, len(tokens), data)
+        self.sender.chunk(ticket, RowBlock(byte_class, layers, tokens), data)
 
     def hand_over(self, ticket: str, prompt: Prompt) -> None:
         """In pieces: layer groups and token ranges."""
-        self.sender.begin(ticket, FIRST, NUM)
+        self.sender.begin(ticket, TOKENS)
         for tokens in (range(16, 40), range(40, 66)):
             self.put(ticket, prompt, range(0, 2), tokens)
             self.put(ticket, prompt, range(2, 3), tokens)
@@ -230,7 +229,7 @@ def jam(link: Link) -> None:
     write_gate."""
     link.sink.write_gate.clear()
     link.sink.reserve("busy")
-    link.sender.begin("busy", FIRST, NUM)
+    link.sender.begin("busy", TOKENS)
     for token in range(FIRST, FIRST + 6):
         link.put("busy", Prompt(0), TARGET, range(token, token + 1))
     wait_for(lambda: sum(m.WhichOneof("body") == "chunk" for m in link.posted) == 4, "a full window")
@@ -244,14 +243,5 @@ def raw(link: Link, message: HandoffMessage, data: Tensor | None = None) -> None
 
 
 def raw_chunk(ticket: str, num_bytes: int, first_token: int = FIRST, num_tokens: int = 4) -> HandoffMessage:
-    return HandoffMessage(
-        ticket=ticket,
-        chunk=Chunk(
-            byte_class=TARGET_KV,
-            first_layer=0,
-            num_layers=1,
-            first_token=first_token,
-            num_tokens=num_tokens,
-            num_bytes=num_bytes,
-        ),
-    )
+    block = RowBlock(TARGET_KV, range(1), range(first_token, first_token + num_tokens))
+    return HandoffMessage(ticket=ticket, chunk=block.to_proto(num_bytes))

@@ -26,7 +26,7 @@ def problems(world: World) -> list[str]:
     for link in world.links:
         found += [
             f"{ticket}: in flight, but its pages are nobody's"
-            for ticket in list(link.receiver._in_flight)
+            for ticket in link.receiver._in_flight.tickets
             if ticket not in world.d_engine.streams
         ]
         found += _released_sources(world, link)
@@ -68,7 +68,7 @@ def problems_at_the_end(world: World) -> list[str]:
     for runner, held in ((world.prefill, world.p_engine._jobs), (world.decode, world.d_engine.streams)):
         cached = runner.prefix.num_pages if runner.prefix else 0
         found += [f"{name} still holds pages" for name in held]
-        if runner.allocator.num_free + cached != runner.allocator.num_pages or runner.allocator.num_quarantined:
+        if runner.allocator.num_free + cached != runner.allocator.num_pages:
             found.append(f"{runner.allocator.num_free} of {runner.allocator.num_pages} pages came back")
         found += runner.problems()
     return found

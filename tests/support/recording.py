@@ -79,7 +79,7 @@ def _write(func: Any, new: Any, kept: Any) -> None:
 @contextmanager
 def plain_torch() -> Iterator[None]:
     """Models built inside run what runs on a GPU: torch's operations, not the C++ kernels, which no tape can see."""
-    modules = ("linear", "heads", "ops", "routing")
+    modules = ("linear", "per_head_linear", "ops", "routing")
     patches = [mock.patch(f"paceline.layers.{module}.load_kernels", return_value=None) for module in modules]
     for patch in patches:
         patch.start()

@@ -28,8 +28,6 @@ from typing import Protocol
 import torch
 
 from paceline.request import FinishReason
-from paceline.sampling.probs import target_probs
-from paceline.sampling.sampler import RowContext, sample_rows
 from paceline.spec_decode.accept.coins import CoinSource
 from paceline.spec_decode.accept.verify import Verdict, walk
 from paceline.spec_decode.trees.tree import DraftTree
@@ -49,72 +47,37 @@ class TargetRows(Protocol):
 
 
 @dataclass(frozen=True)
-class LogitRows:
-    """``TargetRows`` over the logits of a verification forward."""
+class Verification:
+    """What a rule decides over: the tree of one sequence and the target's word on it."""
 
-    logits: torch.Tensor  # float32 [num_nodes, V]
-    contexts: Sequence[RowContext]  # one per node
-
-    def sample(self, node: int) -> int:
-        return sample_rows(self.logits[node : node + 1], [self.contexts[node]])[0]
-
-    def probs(self, node: int) -> torch.Tensor:
-        return target_probs(self.logits[node], self.contexts[node])
+    tree: DraftTree
+    target: TargetRows
+    coins: CoinSource
+    root_position: int  # absolute position m of the tree's root
+    is_stop: Callable[[int], bool]
+    max_new_tokens: int  # at least 1; rules raise ValueError otherwise
 
 
-class RuleFunction(Protocol):
-    """An acceptance rule: what one round commits."""
-
-    def __call__(
-        self,
-        tree: DraftTree,
-        target: TargetRows,
-        coins: CoinSource,
-        root_position: int,
-        is_stop: Callable[[int], bool],
-        max_new_tokens: int,
-    ) -> Verdict:
-        """root_position: absolute position m of the tree's root. max_new_tokens: at least 1, else ValueError."""
+RuleFunction = Callable[[Verification], Verdict]  # what one round commits
 
 
-def sample(
-    tree: DraftTree,
-    target: TargetRows,
-    coins: CoinSource,
-    root_position: int,
-    is_stop: Callable[[int], bool],
-    max_new_tokens: int,
-) -> Verdict:
+def sample(v: Verification) -> Verdict:
     """The default rule (B5c); it throws no coin."""
-    return walk(tree, target.sample, is_stop, max_new_tokens)
+    return walk(v.tree, v.target.sample, v.is_stop, v.max_new_tokens)
 
 
-def rejection(
-    tree: DraftTree,
-    target: TargetRows,
-    coins: CoinSource,
-    root_position: int,
-    is_stop: Callable[[int], bool],
-    max_new_tokens: int,
-) -> Verdict:
+def rejection(v: Verification) -> Verdict:
     """Rejection sampling along a chain (B1): the recursive rule where each node has one child.
 
     ``tree.draft_probs[node]`` is the q that the child was drawn from; without it q is one-hot (B2). Raises ValueError
     for a tree that branches.
     """
-    if not tree.is_chain:
+    if not v.tree.is_chain:
         raise ValueError("rejection sampling takes chains; use the recursive rule for trees that branch")
-    return recursive(tree, target, coins, root_position, is_stop, max_new_tokens)
+    return recursive(v)
 
 
-def recursive(
-    tree: DraftTree,
-    target: TargetRows,
-    coins: CoinSource,
-    root_position: int,
-    is_stop: Callable[[int], bool],
-    max_new_tokens: int,
-) -> Verdict:
+def recursive(v: Verification) -> Verdict:
     """Recursive rejection over the siblings of each node, in the order of their index (B6; B5a without draft_probs).
 
     Exact when the children of a node are the first draws from q, all of them: a sibling that was pruned by its score
@@ -126,10 +89,10 @@ def recursive(
     """
 
     def decide(node: int) -> int:
-        position = root_position + tree.depths[node] + 1
-        return _decide(target.probs(node), _draft_law(tree, node), _children(tree, node), coins, position)
+        position = v.root_position + v.tree.depths[node] + 1
+        return _decide(v.target.probs(node), _draft_law(v.tree, node), _children(v.tree, node), v.coins, position)
 
-    return walk(tree, decide, is_stop, max_new_tokens)
+    return walk(v.tree, decide, v.is_stop, v.max_new_tokens)
 
 
 def _children(tree: DraftTree, node: int) -> list[int]:
@@ -189,48 +152,40 @@ def _normalised(weights: torch.Tensor) -> torch.Tensor | None:
     return weights / total if 0.0 < total < math.inf else None
 
 
-def typical(
-    tree: DraftTree,
-    target: TargetRows,
-    coins: CoinSource,
-    root_position: int,
-    is_stop: Callable[[int], bool],
-    max_new_tokens: int,
-) -> Verdict:
+def typical(v: Verification) -> Verdict:
     """Typical acceptance (C3): LOSSY, the text leaves the target's law wherever a draft is accepted.
 
     Token x is accepted after a node of law p iff p(x) > min(epsilon, delta * exp(-entropy(p))), entropy in nats. The
     longest accepted path wins, of equally long ones the likeliest, then the lowest node; one token is drawn from p at
     its end. A path that ends in a stop token needs none.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if v.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {v.max_new_tokens}")
     laws: dict[int, torch.Tensor] = {}
 
     def law(node: int) -> torch.Tensor:
         if node not in laws:
-            laws[node] = target.probs(node)
+            laws[node] = v.target.probs(node)
         return laws[node]
 
-    end = _typical_end(tree, law, is_stop, max_new_tokens)
-    path = tuple(tree.path(end)[1:])
-    if path and is_stop(tree.token_ids[end]):
-        return Verdict(path[:-1], tree.token_ids[end], FinishReason.STOP)
-    token = coins.pick(law(end), root_position + len(path) + 1, 0)
-    if is_stop(token):
+    end = _typical_end(v, law)
+    path = tuple(v.tree.path(end)[1:])
+    if path and v.is_stop(v.tree.token_ids[end]):
+        return Verdict(path[:-1], v.tree.token_ids[end], FinishReason.STOP)
+    token = v.coins.pick(law(end), v.root_position + len(path) + 1, 0)
+    if v.is_stop(token):
         return Verdict(path, token, FinishReason.STOP)
-    return Verdict(path, token, FinishReason.LENGTH if len(path) + 1 >= max_new_tokens else None)
+    return Verdict(path, token, FinishReason.LENGTH if len(path) + 1 >= v.max_new_tokens else None)
 
 
-def _typical_end(
-    tree: DraftTree, law: Callable[[int], torch.Tensor], is_stop: Callable[[int], bool], max_new_tokens: int
-) -> int:
+def _typical_end(v: Verification, law: Callable[[int], torch.Tensor]) -> int:
     """The last node of the accepted path that wins, 0 when nothing was accepted."""
+    tree = v.tree
     log_likelihood = {0: 0.0}  # of the accepted nodes that can be descended into
     end, best = 0, (0, 0.0)
     for node in range(1, tree.num_nodes):
         parent, token = tree.parents[node], tree.token_ids[node]
-        if parent not in log_likelihood or tree.depths[node] >= max_new_tokens:
+        if parent not in log_likelihood or tree.depths[node] >= v.max_new_tokens:
             continue
         p = law(parent)
         chance = float(p[token])
@@ -239,7 +194,7 @@ def _typical_end(
         score = log_likelihood[parent] + math.log(chance)
         if (tree.depths[node], score) > best:
             end, best = node, (tree.depths[node], score)
-        if not is_stop(token):
+        if not v.is_stop(token):
             log_likelihood[node] = score
     return end
 

@@ -5,16 +5,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
+from paceline.spec_decode.accept.device_trees import PATH, STOP, TOO_LONG, DeviceTrees
 from paceline.triton_support import EXACT, next_power_of_2, on_device_of
-
-if TYPE_CHECKING:
-    from paceline.spec_decode.accept.device_walk import DeviceTrees
 
 MIN_BLOCK = 16  # small trees share one compiled kernel
 
@@ -59,8 +55,6 @@ def _walk_kernel(
 
 def walk(trees: DeviceTrees, sampled: torch.Tensor) -> torch.Tensor:
     """``device_walk.walk_device``."""
-    from paceline.spec_decode.accept.device_walk import PATH, STOP, TOO_LONG
-
     num_seqs = trees.max_new_tokens.shape[0]
     result = torch.empty(num_seqs, PATH + trees.max_path, dtype=torch.int32, device=sampled.device)
     with on_device_of(sampled):

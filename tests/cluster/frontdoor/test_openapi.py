@@ -14,10 +14,9 @@ from jsonschema import Draft202012Validator, validators  # type: ignore[import-u
 
 from cluster.frontdoor import openapi
 from cluster.frontdoor.http import create_app
-from cluster.frontdoor.openai_fields import CHAT, COMPLETION
-from cluster.frontdoor.openai_types import ApiRequest, parse_chat, parse_completion
+from cluster.frontdoor.openai_parse import ApiRequest, parse_chat, parse_completion
 from cluster.routing.metrics import Metrics
-from fuzz.schema_values import allowed, wrong
+from fuzz.schema_values import allowed, inlined, wrong
 from paceline.errors import InvalidRequest
 from paceline.request import RANGES
 from support.fake_router import FakeRouter
@@ -30,12 +29,18 @@ _CHECKER = Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, value
 Strict = validators.extend(Draft202012Validator, type_checker=_CHECKER)
 Parse = Callable[[dict[str, Any], str], ApiRequest]
 TOGETHER = {"best_of", "stream_options", "max_tokens", "top_logprobs"}  # what fields mean together, no schema says
-BODIES: list[tuple[Parse, Mapping[str, Any]]] = [(parse_completion, COMPLETION.schema), (parse_chat, CHAT.schema)]
+BODIES: list[tuple[Parse, str]] = [(parse_completion, "CompletionRequest"), (parse_chat, "ChatRequest")]
 
 
 @pytest.fixture
 def document(router: FakeRouter) -> dict[str, Any]:
     return openapi.document(create_app(router, Metrics()))
+
+
+def schema_of(document: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A schema of the document by itself."""
+    made: dict[str, Any] = inlined({"$ref": f"#/components/schemas/{name}"}, document["components"])
+    return made
 
 
 def refusal(parse: Parse, body: Any) -> str:
@@ -56,11 +61,12 @@ def _is_text(body: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("parse", "schema"), BODIES)
+@pytest.mark.parametrize(("parse", "name"), BODIES)
 @pytest.mark.parametrize("make", [allowed, wrong])
 def test_the_parser_takes_what_the_schema_allows(
-    parse: Parse, schema: Mapping[str, Any], make: Callable[..., Any]
+    document: dict[str, Any], parse: Parse, name: str, make: Callable[..., Any]
 ) -> None:
+    schema = schema_of(document, name)
     check, rng, seen = Strict(schema), random.Random(7), Counter[bool]()
     for _ in range(400):
         body = make(rng, schema)
@@ -72,9 +78,10 @@ def test_the_parser_takes_what_the_schema_allows(
     assert seen[True] == 400 if make is allowed else seen[False] > 200
 
 
-@pytest.mark.parametrize(("parse", "schema"), BODIES)
-def test_every_field_is_documented(parse: Parse, schema: Mapping[str, Any]) -> None:
+@pytest.mark.parametrize(("parse", "body"), BODIES)
+def test_every_field_is_documented(document: dict[str, Any], parse: Parse, body: str) -> None:
     """Each is taken with a value of its schema, and one that is not in the document is refused by its name."""
+    schema = schema_of(document, body)
     required = {name: GOOD_CHAT.get(name, GOOD_COMPLETION.get(name)) for name in schema["required"]}
     needs = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}, "best_of": {}}
     for name, field in schema["properties"].items():
@@ -118,7 +125,7 @@ async def test_answers_are_as_the_document_says(
             check(name, await client.post(path, json={**body, **more}))
     details = (await client.post(COMPLETIONS, json=GOOD_COMPLETION)).json()["paceline"]
     for part in ("speculation", "timing", "nodes", "handoff"):
-        schema = document["components"]["schemas"]["Details"]["properties"][part]
+        schema = schema_of(document, "Details")["properties"][part]
         assert details[part].keys() == schema["properties"].keys(), part
     check("Models", await client.get("/v1/models"))
     check("Health", await client.get("/health"))

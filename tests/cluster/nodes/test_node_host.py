@@ -37,6 +37,10 @@ class PretendedNode:
         self.may_stop = threading.Event()
         self.may_stop.set()
 
+    @property
+    def shell(self) -> PretendedNode:
+        return self
+
     async def start(self) -> str:
         if self.failure is not None:
             raise self.failure

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from cluster.contract import public_wire
-from cluster.contract.plan import GenerationRequest
-from cluster.frontdoor.openai_types import parse_completion
+from cluster.contract.generation import GenerationRequest
+from cluster.frontdoor.openai_parse import parse_completion
 from paceline.errors import InvalidRequest, NodeUnavailable, Overloaded
 from paceline.results import Generation
 from paceline.v1 import inference_pb2

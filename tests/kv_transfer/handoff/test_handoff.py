@@ -8,7 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kv_transfer.handoff.state import DRAFT_KV, HIDDEN, META, TARGET_KV, ByteClass, Handoff, HandoffPlan, HandoffState
+from kv_transfer.handoff.block import DRAFT_KV, HIDDEN, META, TARGET_KV, ByteClass, RowBlock
+from kv_transfer.handoff.coverage import ExpectedRows
+from kv_transfer.handoff.state import Handoff, HandoffState
 from paceline.errors import HandoffFailed
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 
@@ -32,8 +34,8 @@ class Clock:
 
 
 def make(first_token: int = 2, num_tokens: int = 4, draft_required: bool = True, clock: Clock | None = None) -> Handoff:
-    plan = HandoffPlan(LAYOUT, first_token, num_tokens, HIDDEN_SIZE, draft_required)
-    return Handoff("t", clock or Clock(), plan, reserve_deadline_s=10, handoff_deadline_s=3)
+    expected = ExpectedRows(LAYOUT, range(first_token, first_token + num_tokens), HIDDEN_SIZE, draft_required)
+    return Handoff("t", clock or Clock(), expected, reserve_deadline_s=10, handoff_deadline_s=3)
 
 
 def size(layers: range, num_tokens: int) -> int:
@@ -41,11 +43,11 @@ def size(layers: range, num_tokens: int) -> int:
 
 
 def put(handoff: Handoff, byte_class: ByteClass, layers: range, tokens: range) -> None:
-    handoff.chunk(byte_class, layers.start, len(layers), tokens.start, len(tokens), size(layers, len(tokens)))
+    handoff.chunk(RowBlock(byte_class, layers, tokens), size(layers, len(tokens)))
 
 
 def complete(handoff: Handoff) -> None:
-    handoff.begin(2, 4)
+    handoff.begin(range(2, 6))
     put(handoff, TARGET_KV, range(0, 2), range(2, 6))
     put(handoff, DRAFT_KV, range(2, 3), range(2, 6))
     handoff.state(1, HIDDEN_SIZE * 2)
@@ -54,7 +56,7 @@ def complete(handoff: Handoff) -> None:
 def test_the_whole_way() -> None:
     clock = Clock()
     handoff = make(clock=clock)
-    handoff.begin(2, 4, "link-1")
+    handoff.begin(range(2, 6), "link-1")
     put(handoff, TARGET_KV, range(1, 2), range(4, 6))  # any order, any cut
     put(handoff, TARGET_KV, range(0, 2), range(2, 4))
     put(handoff, TARGET_KV, range(0, 1), range(4, 6))
@@ -84,7 +86,7 @@ def test_the_whole_way() -> None:
 
 def test_nothing_to_send_is_complete_at_once() -> None:
     handoff = make(first_token=6, num_tokens=0)
-    handoff.begin(6, 0)
+    handoff.begin(range(6, 6))
     handoff.state(0, 0)
     assert handoff.status is HandoffState.READY
 
@@ -106,10 +108,13 @@ def test_nothing_to_send_is_complete_at_once() -> None:
 )
 def test_a_wrong_chunk_fails_closed(args: tuple[ByteClass, int, int, int, int, int], words: str) -> None:
     handoff = make()
-    handoff.begin(2, 4)
-    assert words in (handoff.chunk_problem(*args) or "")
+    handoff.begin(range(2, 6))
+    byte_class, first_layer, num_layers, first_token, num_tokens, num_bytes = args
+    layers, tokens = range(first_layer, first_layer + num_layers), range(first_token, first_token + num_tokens)
+    block = RowBlock(byte_class, layers, tokens)
+    assert words in (handoff.chunk_problem(block, num_bytes) or "")
     with pytest.raises(HandoffFailed, match=words):
-        handoff.chunk(*args)
+        handoff.chunk(block, num_bytes)
     assert handoff.status is HandoffState.FAILED
     assert words in (handoff.failure or "")
     assert sum(handoff.bytes_by_class.values()) == 0
@@ -117,7 +122,7 @@ def test_a_wrong_chunk_fails_closed(args: tuple[ByteClass, int, int, int, int, i
 
 def test_an_overlap_in_one_layer_fails_closed() -> None:
     handoff = make()
-    handoff.begin(2, 4)
+    handoff.begin(range(2, 6))
     put(handoff, TARGET_KV, range(1, 2), range(3, 4))
     with pytest.raises(HandoffFailed, match="twice"):
         put(handoff, TARGET_KV, range(0, 2), range(2, 6))
@@ -126,7 +131,7 @@ def test_an_overlap_in_one_layer_fails_closed() -> None:
 
 def test_a_gap_fails_closed() -> None:
     handoff = make()
-    handoff.begin(2, 4)
+    handoff.begin(range(2, 6))
     put(handoff, TARGET_KV, range(0, 2), range(2, 5))
     put(handoff, TARGET_KV, range(0, 1), range(5, 6))
     put(handoff, DRAFT_KV, range(2, 3), range(2, 6))
@@ -138,7 +143,7 @@ def test_a_gap_fails_closed() -> None:
 def test_draft_rows_that_no_draft_came_with_may_be_some() -> None:
     for required, tokens, ready in ((True, 3, False), (True, 4, True), (False, 0, True), (False, 3, True)):
         handoff = make(draft_required=required)
-        handoff.begin(2, 4)
+        handoff.begin(range(2, 6))
         put(handoff, TARGET_KV, range(0, 2), range(2, 6))
         if tokens:
             put(handoff, DRAFT_KV, range(2, 3), range(2, 2 + tokens))
@@ -149,7 +154,7 @@ def test_draft_rows_that_no_draft_came_with_may_be_some() -> None:
 def test_draft_rows_may_be_left_out_only_whole_and_only_when_allowed() -> None:
     for required, tokens, ready in ((True, 0, False), (False, 0, True), (False, 3, False), (False, 4, True)):
         handoff = make(draft_required=required)
-        handoff.begin(2, 4)
+        handoff.begin(range(2, 6))
         put(handoff, TARGET_KV, range(0, 2), range(2, 6))
         if tokens:
             put(handoff, DRAFT_KV, range(2, 3), range(2, 2 + tokens))
@@ -160,7 +165,7 @@ def test_draft_rows_may_be_left_out_only_whole_and_only_when_allowed() -> None:
 @pytest.mark.parametrize(("rows", "num_bytes"), [(1, 9), (1, 0), (0, 10), (7, 70), (2**32 - 1, 10)])
 def test_wrong_hidden_rows_fail_closed(rows: int, num_bytes: int) -> None:
     handoff = make()
-    handoff.begin(2, 4)
+    handoff.begin(range(2, 6))
     put(handoff, TARGET_KV, range(0, 2), range(2, 6))
     put(handoff, DRAFT_KV, range(2, 3), range(2, 6))
     with pytest.raises(HandoffFailed, match="hidden"):
@@ -172,21 +177,21 @@ def test_begin_must_announce_what_is_reserved() -> None:
     handoff = make()
     for first, num in ((1, 5), (2, 5), (3, 3), (2, 3)):
         with pytest.raises(HandoffFailed, match="reserved"):
-            handoff.begin(first, num)
+            handoff.begin(range(first, first + num))
         assert handoff.status is HandoffState.RESERVED
 
 
 def test_a_second_begin_does_not_disturb_the_first() -> None:
     handoff = make()
-    handoff.begin(2, 4, "a")
+    handoff.begin(range(2, 6), "a")
     with pytest.raises(HandoffFailed, match="begin while sending"):
-        handoff.begin(2, 4, "b")
+        handoff.begin(range(2, 6), "b")
     assert (handoff.status, handoff.link_id) == (HandoffState.SENDING, "a")
 
 
 def test_fail_reserved_is_refused_once_a_link_began() -> None:
     handoff = make()
-    handoff.begin(2, 4)
+    handoff.begin(range(2, 6))
     assert not handoff.fail_reserved("left")
     assert handoff.status is HandoffState.SENDING
     handoff = make()
@@ -194,7 +199,7 @@ def test_fail_reserved_is_refused_once_a_link_began() -> None:
     assert not handoff.fail_reserved("again")
     assert handoff.failure == "left"
     with pytest.raises(HandoffFailed):
-        handoff.begin(2, 4)
+        handoff.begin(range(2, 6))
 
 
 def test_ready_and_terminal_states_refuse_what_comes_late() -> None:
@@ -220,7 +225,7 @@ def test_deadlines_count_from_reservation_and_from_the_first_byte() -> None:
     assert handoff.expired(110.0) is None
     assert "reservation" in (handoff.expired(110.1) or "")
     clock.now = 109.0
-    handoff.begin(2, 4)
+    handoff.begin(range(2, 6))
     assert handoff.expired(112.0) is None
     assert "did not finish" in (handoff.expired(112.1) or "")
     put(handoff, TARGET_KV, range(0, 2), range(2, 6))
@@ -258,7 +263,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(first=st.sampled_from([1, 2, 2, 2]), num=st.sampled_from([3, 4, 4, 4]))
     def begin(self, first: int, num: int) -> None:
         was = self.handoff.status
-        accepted = self.attempt(self.handoff.begin, first, num)
+        accepted = self.attempt(self.handoff.begin, range(first, first + num))
         assert accepted == (was is HandoffState.RESERVED and (first, num) == (2, 4))
 
     @rule(
@@ -280,8 +285,7 @@ class AnyOrder(RuleBasedStateMachine):
         )
         num_bytes = sum(LAYOUT.layers[layer].row_elems for layer in span if layer < 3) * 2 * len(positions) + wrong
         byte_class = DRAFT_KV if draft else TARGET_KV
-        args = (byte_class, span.start, len(span), positions.start, len(positions), num_bytes)
-        assert self.attempt(self.handoff.chunk, *args) == legal
+        assert self.attempt(self.handoff.chunk, RowBlock(byte_class, span, positions), num_bytes) == legal
         if legal:
             self.rows |= rows
 

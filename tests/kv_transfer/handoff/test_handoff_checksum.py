@@ -15,9 +15,10 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from cluster.commands.cli import app
-from cluster.contract.plan import GenerationRequest
+from cluster.contract.generation import GenerationRequest
+from kv_transfer.handoff.block import DRAFT_KV, HIDDEN, META, TARGET_KV
 from kv_transfer.handoff.checksum import crc32
-from kv_transfer.handoff.state import DRAFT_KV, HIDDEN, META, TARGET_KV, HandoffState
+from kv_transfer.handoff.state import HandoffState
 from kv_transfer.transports.base import Pending, Transport, byte_view
 from kv_transfer.transports.loopback import loopback_pair
 from kv_transfer.transports.torch_dist import open_transport
@@ -195,7 +196,7 @@ def test_a_state_without_a_sum_is_refused_where_one_is_asked_for() -> None:
 def test_a_state_without_rows_has_a_sum_too() -> None:
     with open_link(send_sums=True, check_sums=True) as link:
         link.sink.reserve("t", num_tokens=0)
-        link.sender.begin("t", FIRST, 0)
+        link.sender.begin("t", range(FIRST, FIRST))
         link.sender.state("t", State(first_token_id=7))
         wait_for(lambda: link.terminal == [("t", "ready")], "the hand-off")
 

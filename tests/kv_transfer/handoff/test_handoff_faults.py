@@ -8,8 +8,9 @@ from contextlib import suppress
 import pytest
 import torch
 
+from kv_transfer.handoff.block import TARGET_KV
 from kv_transfer.handoff.receiver import HandoffReceiver
-from kv_transfer.handoff.state import TARGET_KV, HandoffState
+from kv_transfer.handoff.state import HandoffState
 from kv_transfer.transports.base import MESSAGE_BYTES
 from kv_transfer.transports.loopback import loopback_pair
 from paceline.errors import HandoffFailed
@@ -21,6 +22,7 @@ from support.handoff_link import (
     HIDDEN_SIZE,
     NUM,
     TARGET,
+    TOKENS,
     Link,
     Prompt,
     open_link,
@@ -34,7 +36,7 @@ torch.set_num_threads(1)
 
 def test_unknown_ticket_is_drained_and_refused() -> None:
     with open_link() as link:
-        link.sender.begin("ghost", FIRST, NUM)
+        link.sender.begin("ghost", TOKENS)
         with suppress(HandoffFailed):  # the refusal may be quicker
             link.put("ghost", Prompt(0), TARGET, range(16, 66))
         wait_for(lambda: link.terminal == [("ghost", "failed")], "the refusal")
@@ -95,7 +97,8 @@ def test_a_protocol_fault_fails_closed(fault: str, words: str) -> None:
 
 def play_fault(link: Link, fault: str) -> None:
     prompt = Prompt(0)
-    link.sender.begin("t", FIRST - 1 if fault == "wrong range" else FIRST, NUM)
+    first = FIRST - 1 if fault == "wrong range" else FIRST
+    link.sender.begin("t", range(first, first + NUM))
     wait_for(lambda: link.posted, "Begin")
     if fault == "begun twice":
         link.post(link.posted[0])
@@ -113,11 +116,11 @@ def play_fault(link: Link, fault: str) -> None:
 def test_a_second_link_cannot_take_over_a_ticket() -> None:
     with open_link() as link, open_link() as other:
         other.sink = link.sink
-        other.receiver._sink = link.sink
+        other.receiver._in_flight._sink = other.receiver._intake._sink = link.sink
         handoff = link.sink.reserve("t")
-        link.sender.begin("t", FIRST, NUM)
+        link.sender.begin("t", TOKENS)
         wait_for(lambda: handoff.status is HandoffState.SENDING, "Begin")
-        other.sender.begin("t", FIRST, NUM)
+        other.sender.begin("t", TOKENS)
         other.sender.abort("t", "foreign")
         wait_for(lambda: other.terminal == [("t", "failed")], "the refusal")
         assert handoff.status is HandoffState.SENDING
@@ -145,7 +148,7 @@ def test_the_owner_fails_an_overdue_ticket() -> None:
     with open_link() as link:
         handoff = link.sink.reserve("t")
         assert not link.receiver.fail("t", "not in flight yet")
-        link.sender.begin("t", FIRST, NUM)
+        link.sender.begin("t", TOKENS)
         wait_for(lambda: handoff.status is HandoffState.SENDING, "Begin")
         assert link.receiver.fail("t", "overdue")
         assert link.failure("t") == "overdue"
@@ -158,7 +161,7 @@ def test_a_failure_is_told_only_after_the_write_in_progress() -> None:
     with open_link() as link:
         link.sink.reserve("t")
         link.sink.write_gate.clear()
-        link.sender.begin("t", FIRST, NUM)
+        link.sender.begin("t", TOKENS)
         link.put("t", Prompt(0), TARGET, range(16, 66))
         wait_for(lambda: link.sink.handoffs["t"].bytes_by_class[TARGET_KV], "the write")
         assert link.receiver.fail("t", "overdue")

@@ -7,7 +7,8 @@ import time
 import pytest
 import torch
 
-from kv_transfer.handoff.state import DRAFT_KV, HIDDEN, META, TARGET_KV, HandoffState
+from kv_transfer.handoff.block import DRAFT_KV, HIDDEN, META, TARGET_KV
+from kv_transfer.handoff.state import HandoffState
 from paceline.errors import HandoffFailed
 from paceline.v1.handoff_pb2 import Begin as BeginMessage
 from paceline.v1.handoff_pb2 import Cancelled, HandoffAck, HandoffMessage, Hello, Ready, State
@@ -16,6 +17,7 @@ from support.handoff_link import (
     HIDDEN_SIZE,
     NUM,
     TARGET,
+    TOKENS,
     Prompt,
     jam,
     narrow_window,
@@ -58,7 +60,7 @@ def test_bytes_and_counters() -> None:
 def test_a_state_without_hidden_rows() -> None:
     with open_link() as link:
         link.sink.reserve("t", num_tokens=0)
-        link.sender.begin("t", FIRST, 0)
+        link.sender.begin("t", range(FIRST, FIRST))
         link.sender.state("t", State(first_token_id=1))
         wait_for(lambda: link.terminal == [("t", "ready")], "the acknowledgement")
         assert link.sink.ready_states["t"][1].shape == (0, HIDDEN_SIZE)
@@ -74,7 +76,7 @@ def test_hello_is_accepted() -> None:
 def test_abort_midway() -> None:
     with open_link() as link:
         link.sink.reserve("t")
-        link.sender.begin("t", FIRST, NUM)
+        link.sender.begin("t", TOKENS)
         link.put("t", Prompt(0), range(0, 2), range(16, 40))
         wait_for(lambda: len(link.posted) == 2, "Begin and the chunk")
         link.sender.abort("t", "prefill gave up")
@@ -90,7 +92,7 @@ def test_abort_before_anything_was_sent() -> None:
     with narrow_window(), open_link() as link:
         jam(link)
         handoff = link.sink.reserve("t")
-        link.sender.begin("t", FIRST, NUM)
+        link.sender.begin("t", TOKENS)
         link.sender.abort("t", "changed its mind")
         link.sink.write_gate.set()
         wait_for(lambda: link.terminal == [("t", "failed")], "the end of the aborted ticket")
@@ -102,7 +104,7 @@ def test_abort_before_anything_was_sent() -> None:
 def test_cancel_midway() -> None:
     with open_link() as link:
         link.sink.reserve("t")
-        link.sender.begin("t", FIRST, NUM)
+        link.sender.begin("t", TOKENS)
         link.put("t", Prompt(0), range(0, 2), range(16, 40))
         written = 2 * 24
         wait_for(lambda: len(link.sink.rows) == written, "the rows of the first chunk")
@@ -118,7 +120,7 @@ def test_cancel_midway() -> None:
 def test_chunks_after_a_cancel_are_dropped_and_an_abort_takes_their_place() -> None:
     with narrow_window(), open_link() as link:
         jam(link)
-        link.sender.begin("t", FIRST, NUM)
+        link.sender.begin("t", TOKENS)
         link.put("t", Prompt(0), TARGET, range(16, 40))
         link.sender.acknowledge(HandoffAck(ticket="t", cancelled=Cancelled()))
         link.put("t", Prompt(0), TARGET, range(40, 66))
@@ -172,7 +174,7 @@ def test_a_cancel_while_the_hidden_rows_arrive_wins() -> None:
 def test_a_ready_for_a_hand_off_without_state_is_ignored() -> None:
     with open_link() as link:
         link.sink.reserve("t")
-        link.sender.begin("t", FIRST, NUM)
+        link.sender.begin("t", TOKENS)
         link.sender.acknowledge(HandoffAck(ticket="t", ready=Ready()))
         assert link.sender.open_tickets == ("t",)
         assert link.terminal == []

@@ -14,9 +14,8 @@ from kv_transfer.transports.base import Transport, TransportError
 from paceline.errors import DeadlineExceeded
 from paceline.v1.handoff_pb2 import Abort, HandoffMessage
 from support.handoff_link import (
-    FIRST,
-    NUM,
     TARGET,
+    TOKENS,
     Link,
     Prompt,
     open_link,
@@ -31,7 +30,7 @@ def test_queue_is_bounded_in_bytes_and_time() -> None:
     with open_link(max_queued_bytes=4 * row, enqueue_timeout_s=0.1) as link:
         link.sink.write_gate.clear()
         link.sink.reserve("t")
-        link.sender.begin("t", FIRST, NUM)
+        link.sender.begin("t", TOKENS)
         # One row in the write that is held, two in the pipe, one on the wire, three queued.
         for token in range(16, 23):
             wait_for(lambda: link.sender._outbox.has_room(row), "room")
@@ -62,7 +61,7 @@ def test_a_lost_link_fails_every_ticket_once() -> None:
         tickets = ("a", "b")
         for ticket in tickets:
             link.sink.reserve(ticket)
-            link.sender.begin(ticket, FIRST, NUM)
+            link.sender.begin(ticket, TOKENS)
         wait_for(lambda: all(h.status is HandoffState.SENDING for h in link.sink.handoffs.values()), "Begins")
         link.send_end.abort()  # as a peer's death looks to a transport
         link.put("a", Prompt(0), TARGET, range(16, 66))
@@ -76,7 +75,7 @@ def test_a_lost_link_fails_every_ticket_once() -> None:
         assert (len(link.lost), len(link.receiver_lost)) == (1, 1)
         assert not link.sender.alive
         with pytest.raises(TransportError, match="dead"):
-            link.sender.begin("c", FIRST, NUM)
+            link.sender.begin("c", TOKENS)
         with pytest.raises(TransportError, match="dead"):
             link.receiver.feed(HandoffMessage(ticket="a", abort=Abort()))
 
@@ -109,7 +108,7 @@ def test_buffers_are_quarantined_while_a_receive_or_a_send_is_stuck() -> None:
     with open_link(transports=stuck) as link:
         for ticket in ("on wire", "waiting"):
             link.sink.reserve(ticket)
-            link.sender.begin(ticket, FIRST, NUM)
+            link.sender.begin(ticket, TOKENS)
         link.put("on wire", Prompt(0), TARGET, range(16, 66))
         assert stuck[0].entered.wait(5)
         assert stuck[1].entered.wait(5)
@@ -131,7 +130,7 @@ def test_buffers_are_quarantined_while_a_receive_or_a_send_is_stuck() -> None:
 def test_close_fails_what_is_open_and_is_not_a_loss() -> None:
     link = Link()
     handoff = link.sink.reserve("t")
-    link.sender.begin("t", FIRST, NUM)
+    link.sender.begin("t", TOKENS)
     wait_for(lambda: handoff.status is HandoffState.SENDING, "Begin")
     assert link.sender.close(5)
     assert link.receiver.close(5)

@@ -7,15 +7,17 @@ import pytest
 import torch
 
 import kv_transfer.handoff.cut
+from kv_transfer.handoff.block import TARGET_KV, RowBlock
 from kv_transfer.handoff.outbox import Outgoing
-from kv_transfer.handoff.state import TARGET_KV, HandoffState
-from paceline.v1.handoff_pb2 import Chunk, HandoffMessage, State
+from kv_transfer.handoff.state import HandoffState
+from paceline.v1.handoff_pb2 import HandoffMessage, State
 from support.handoff_link import (
     DRAFT,
     FIRST,
     LAYOUT,
     NUM,
     TARGET,
+    TOKENS,
     Link,
     Prompt,
     narrow_window,
@@ -37,7 +39,7 @@ def check_still_works(link: Link) -> None:
     """A later hand-off arrives as it was sent."""
     link.sink.reserve("after")
     prompt = Prompt(99)
-    link.sender.begin("after", FIRST, NUM)
+    link.sender.begin("after", TOKENS)
     for tokens in PIECES:
         link.put("after", prompt, TARGET, tokens)
         link.put("after", prompt, DRAFT, tokens)
@@ -48,7 +50,7 @@ def check_still_works(link: Link) -> None:
 
 def open_rows(link: Link, ticket: str) -> Outgoing:
     """All target rows, announced."""
-    chunk = link.sender.open_chunk(ticket, TARGET_KV, TARGET.start, len(TARGET), FIRST, NUM, NUM * TOKEN_BYTES)
+    chunk = link.sender.open_chunk(ticket, RowBlock(TARGET_KV, TARGET, TOKENS), NUM * TOKEN_BYTES)
     assert chunk is not None
     return chunk
 
@@ -66,7 +68,7 @@ def written(link: Link) -> set[int]:
 def test_rows_are_written_message_by_message() -> None:
     with open_link() as link:
         link.sink.reserve("t")
-        link.sender.begin("t", FIRST, NUM)
+        link.sender.begin("t", TOKENS)
         chunk, done = open_rows(link, "t"), []
         for i, tokens in enumerate(PIECES):
             assert give(link, chunk, tokens, done)
@@ -81,16 +83,16 @@ def test_rows_are_written_message_by_message() -> None:
         assert link.sender.bytes_sent("t")[TARGET_KV] == NUM * TOKEN_BYTES
         assert [m.chunk.num_tokens for m in link.posted if m.HasField("chunk")] == [50, *[10] * 5]
         refused: list[str] = []
-        rows = torch.zeros(24000, dtype=torch.uint8)
+        rows, block = torch.zeros(24000, dtype=torch.uint8), RowBlock(TARGET_KV, TARGET, range(FIRST, FIRST + 100))
         with pytest.raises(ValueError, match="24000 bytes are several messages"):
-            link.sender.chunk("u", TARGET_KV, 0, 3, FIRST, 100, rows, lambda: refused.append("u"))
+            link.sender.chunk("u", block, rows, lambda: refused.append("u"))
         assert refused == ["u"]
 
 
 def test_an_abort_in_the_midst_ends_behind_the_last_message() -> None:
     with open_link() as link:
         link.sink.reserve("t")
-        link.sender.begin("t", FIRST, NUM)
+        link.sender.begin("t", TOKENS)
         chunk = open_rows(link, "t")
         assert give(link, chunk, PIECES[0])
         link.sender.abort("t", "the caller left")
@@ -106,12 +108,12 @@ def test_a_chunk_that_is_dropped_before_it_is_announced_wants_no_bytes() -> None
     with narrow_window(), open_link() as link:
         link.sink.write_gate.clear()
         link.sink.reserve("busy")
-        link.sender.begin("busy", FIRST, NUM)
+        link.sender.begin("busy", TOKENS)
         first = open_rows(link, "busy")
         for tokens in PIECES:
             give(link, first, tokens)
         link.sink.reserve("t")
-        link.sender.begin("t", FIRST, NUM)
+        link.sender.begin("t", TOKENS)
         done: list[range] = []
         chunk = open_rows(link, "t")
         assert give(link, chunk, PIECES[0], done)
@@ -130,7 +132,7 @@ def test_a_chunk_that_is_dropped_before_it_is_announced_wants_no_bytes() -> None
 def test_a_ticket_that_ends_at_the_receiver_is_not_written_any_more(ended_by: str) -> None:
     with open_link() as link:
         link.sink.reserve("t")
-        link.sender.begin("t", FIRST, NUM)
+        link.sender.begin("t", TOKENS)
         chunk = open_rows(link, "t")
         if ended_by == "write error":
             link.sink.write_error = RuntimeError("no page")
@@ -162,7 +164,7 @@ def test_a_ticket_that_ends_at_the_receiver_is_not_written_any_more(ended_by: st
 def test_credit_is_told_within_a_chunk() -> None:
     with narrow_window(), open_link() as link:
         link.sink.reserve("t")
-        link.sender.begin("t", FIRST, NUM)
+        link.sender.begin("t", TOKENS)
         chunk = open_rows(link, "t")
         give(link, chunk, PIECES[0])
         wait_for(lambda: any(ack.HasField("credit") for ack in link.acks), "credit for the first message")
@@ -177,7 +179,7 @@ def test_credit_is_told_within_a_chunk() -> None:
 def test_a_link_lost_in_the_midst_gives_every_buffer_back_once() -> None:
     with open_link() as link:
         link.sink.reserve("t")
-        link.sender.begin("t", FIRST, NUM)
+        link.sender.begin("t", TOKENS)
         done: list[range] = []
         link.sink.write_gate.clear()
         chunk = open_rows(link, "t")
@@ -193,17 +195,10 @@ def test_a_link_lost_in_the_midst_gives_every_buffer_back_once() -> None:
 def test_a_sum_over_several_messages_is_refused() -> None:
     with open_link(send_sums=True, check_sums=True) as link:
         handoff = link.sink.reserve("t")
-        link.sender.begin("t", FIRST, NUM)
+        link.sender.begin("t", TOKENS)
         wait_for(lambda: handoff.status is HandoffState.SENDING, "Begin")
-        body = Chunk(
-            byte_class=TARGET_KV,
-            num_layers=len(TARGET),
-            first_token=FIRST,
-            num_tokens=20,
-            num_bytes=20 * TOKEN_BYTES,
-            checksum=0,
-        )
-        raw(link, HandoffMessage(ticket="t", chunk=body))
+        block = RowBlock(TARGET_KV, TARGET, range(FIRST, FIRST + 20))
+        raw(link, HandoffMessage(ticket="t", chunk=block.to_proto(20 * TOKEN_BYTES, checksum=0)))
         for _ in range(2):
             link.send_end.send(torch.zeros(10 * TOKEN_BYTES, dtype=torch.uint8))
         link.sender.abort("t", "seen")

@@ -11,7 +11,8 @@ from functools import partial
 import pytest
 import torch
 
-from kv_transfer.handoff.state import DRAFT_KV, HIDDEN, META, TARGET_KV, HandoffState
+from kv_transfer.handoff.block import DRAFT_KV, HIDDEN, META, TARGET_KV
+from kv_transfer.handoff.state import HandoffState
 from kv_transfer.transports.base import Transport, byte_view
 from kv_transfer.transports.loopback import loopback_pair
 from kv_transfer.transports.rendezvous import Store

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kv_transfer.handoff.block import DRAFT_KV, TARGET_KV, RowBlock
+from kv_transfer.handoff.coverage import ExpectedRows
 from kv_transfer.handoff.receiver import HandoffReceiver
 from kv_transfer.handoff.sender import HandoffSender
-from kv_transfer.handoff.state import DRAFT_KV, TARGET_KV, ByteClass, Handoff, HandoffPlan, HandoffState
+from kv_transfer.handoff.state import Handoff, HandoffState
 from kv_transfer.layout.parts import PartJoin, part_ticket
 from kv_transfer.layout.reshard import ReshardPlan, Side, plans_into
 from kv_transfer.layout.rows import RowSource, RowTarget
@@ -20,6 +22,7 @@ from kv_transfer.transports.base import Transport
 from paceline.kvcache.layout import KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.v1.handoff_pb2 import HandoffAck, HandoffMessage, State
+from support.pool_rows import write_rows
 
 HIDDEN_SIZE = 12
 OWNERS = ((TARGET_KV, LayerOwner.TARGET), (DRAFT_KV, LayerOwner.DRAFT))
@@ -62,9 +65,9 @@ def fill(pool: KvPool, slots: Tensor, rows: Sequence[Tensor]) -> None:
     """Store a rank's share of rows, [tokens, planes, heads, width] by layer."""
     for index, tensor in enumerate(rows):
         if tensor.shape[1] == 1:
-            pool.write_latent(index, slots, tensor[:, 0, 0])
+            write_rows(pool, index, slots, tensor[:, 0, 0])
         else:
-            pool.write(index, slots, tensor[:, 0], tensor[:, 1])
+            write_rows(pool, index, slots, tensor[:, 0], tensor[:, 1])
 
 
 def read(pool: KvPool, slots: Tensor) -> list[Tensor]:
@@ -103,8 +106,9 @@ class Landing:
         self.targets = {part_ticket(ticket, plan): RowTarget(rank.pool, plan) for plan in plans}
         self.handoffs = {}
         for part, target in self.targets.items():
-            plan = HandoffPlan(target.plan.wire, first, count, HIDDEN_SIZE, False, target.plan.name)
-            self.handoffs[part] = Handoff(part, time.monotonic, plan, reserve_deadline_s=60, handoff_deadline_s=60)
+            tokens, name = range(first, first + count), target.plan.name
+            expected = ExpectedRows(target.plan.wire, tokens, HIDDEN_SIZE, False, name)
+            self.handoffs[part] = Handoff(part, time.monotonic, expected, reserve_deadline_s=60, handoff_deadline_s=60)
         self.join = PartJoin(self.targets, self.give_up, rank.done)
 
     def give_up(self, part: str, reason: str) -> None:
@@ -120,18 +124,9 @@ class Landing:
     def lookup(self, ticket: str) -> Handoff | None:
         return self.handoffs.get(ticket)
 
-    def write_kv(
-        self,
-        ticket: str,
-        byte_class: ByteClass,
-        first_layer: int,
-        num_layers: int,
-        first_token: int,
-        num_tokens: int,
-        data: Tensor,
-    ) -> None:
-        slots = self.rank.slots[first_token : first_token + num_tokens]
-        self.targets[ticket].scatter(range(first_layer, first_layer + num_layers), slots, data)
+    def write_kv(self, ticket: str, block: RowBlock, data: Tensor) -> None:
+        slots = self.rank.slots[block.tokens.start : block.tokens.stop]
+        self.targets[ticket].scatter(block.layers, slots, data)
 
     def ready(self, ticket: str, state: State, hidden: Tensor) -> None:
         if len(hidden):
@@ -208,19 +203,19 @@ class Sharded:
     ) -> None:
         self.messages[part], self.sources[part] = [], source
 
-        def on_terminal(ticket: str, ack: HandoffAck) -> None:
-            if ack.WhichOneof("body") == "ready":
+        def on_ended(ticket: str, end: HandoffAck | str) -> None:
+            if isinstance(end, str):
+                join.failed(ticket, end)
+            elif end.WhichOneof("body") == "ready":
                 join.ready(ticket)
             else:
-                join.failed(ticket, ack.failed.reason)
+                join.failed(ticket, end.failed.reason)
 
         def post(message: HandoffMessage) -> None:
             self.messages[part].append(message)
             receiver.feed(message)
 
-        sender = HandoffSender(
-            ends[0], post, on_terminal=on_terminal, on_failed=join.failed, on_link_lost=lambda reason: None
-        )
+        sender = HandoffSender(ends[0], post, on_ended=on_ended, on_link_lost=lambda reason: None)
         receiver = HandoffReceiver(ends[1], landing, sender.acknowledge, link_id=part)
         self.senders[part], landing.receivers[part] = sender, receiver
 
@@ -228,7 +223,7 @@ class Sharded:
         """All of one part; or, with ``upto``, that many of its rows and no State."""
         sender, source = self.senders[part], self.sources[part]
         rank = next(rank for rank in self.prefill if rank.side == source.plan.source)
-        sender.begin(part, self.first, self.total - self.first, source.plan.name if name is None else name)
+        sender.begin(part, range(self.first, self.total), source.plan.name if name is None else name)
         for byte_class, owner in OWNERS[: 2 if draft else 1]:
             layers = self.layouts[0].layer_range(owner)
             for group in (layers[:1], layers[1:]):  # layer groups, as they finish
@@ -238,7 +233,7 @@ class Sharded:
                     end = min(start + PIECE_TOKENS, upto or self.total)
                     data = source.gather(group, rank.slots[start:end])
                     assert data.nbytes == (end - start) * source.token_bytes(group)
-                    sender.chunk(part, byte_class, group.start, len(group), start, end - start, data)
+                    sender.chunk(part, RowBlock(byte_class, group, range(start, end)), data)
         if upto is None:
             sender.state(part, State(first_token_id=5), self.hidden.to(source.dtype) if source.plan.lead else None)
 

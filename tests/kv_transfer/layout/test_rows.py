@@ -16,6 +16,7 @@ from kv_transfer.transports.base import byte_view
 from paceline.errors import ConfigError
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
+from support.pool_rows import write_rows
 from tests.kv_transfer.layout.sharded import cut, fill, make_pool, random_rows, read, scattered_slots
 
 torch.set_num_threads(1)
@@ -126,7 +127,7 @@ def test_cast_rows_round_as_torch_does() -> None:
     source, target = make_pool(Side(layout), 2, 2), make_pool(Side(kept), 2, 1)
     slots = torch.tensor([1, 0])
     rows = torch.stack((special, torch.full((8,), float("nan"))))
-    source.write_latent(0, slots, rows)
+    write_rows(source, 0, slots, rows)
     plan = reshard(Side(layout), Side(kept))
     wire = RowSource(source, plan)
     assert wire.dtype is torch.bfloat16

@@ -11,8 +11,7 @@ import torch
 
 from paceline.request import SamplingParams
 from paceline.spec_decode.accept import acceptance
-from paceline.spec_decode.accept.acceptance import RULES, TargetRows
-from paceline.spec_decode.accept.coins import CoinSource
+from paceline.spec_decode.accept.acceptance import RULES, Verification
 from paceline.spec_decode.accept.verify import Verdict
 from paceline.spec_decode.trees.tree import DraftTree
 from support.enumerate_acceptance import (
@@ -113,18 +112,11 @@ def test_typical_acceptance_is_lossy(shape: str, drafting: Drafting) -> None:
 # ---- mutants ------------------------------------------------------------------------------------------------------
 
 
-def without_bonus(
-    tree: DraftTree,
-    target: TargetRows,
-    coins: CoinSource,
-    root_position: int,
-    is_stop: Callable[[int], bool],
-    max_new_tokens: int,
-) -> Verdict:
+def without_bonus(v: Verification) -> Verdict:
     """Draws no bonus after a leaf: the leaf's own token stands in."""
-    verdict = acceptance.rejection(tree, target, coins, root_position, is_stop, max_new_tokens)
-    if verdict.path and verdict.path[-1] == tree.num_nodes - 1:
-        return replace(verdict, new_token=tree.token_ids[-1])
+    verdict = acceptance.rejection(v)
+    if verdict.path and verdict.path[-1] == v.tree.num_nodes - 1:
+        return replace(verdict, new_token=v.tree.token_ids[-1])
     return verdict
 
 
@@ -218,7 +210,7 @@ def test_duplicate_siblings_are_not_counted_twice() -> None:
 
     def first_token(choose: Choose) -> Tokens:
         rows = TableRows(model, (), tree, choose)
-        verdict = acceptance.recursive(tree, rows, ScriptedCoins(choose), 0, lambda _: False, 2)
+        verdict = acceptance.recursive(Verification(tree, rows, ScriptedCoins(choose), 0, lambda _: False, 2))
         return tuple(verdict.committed(tree)[:1])
 
     assert law(first_token)[0,] == pytest.approx(0.3, abs=EXACT)
@@ -230,7 +222,7 @@ def test_duplicate_siblings_are_not_counted_twice() -> None:
 def refused(rule: str, tree: DraftTree, max_new_tokens: int = 3) -> None:
     choose = partial(max, key=None)
     rows = TableRows(Model(3, 0), (), tree, choose)
-    RULES[rule].function(tree, rows, ScriptedCoins(choose), 0, lambda _: False, max_new_tokens)
+    RULES[rule].function(Verification(tree, rows, ScriptedCoins(choose), 0, lambda _: False, max_new_tokens))
 
 
 def test_rejection_refuses_a_tree_that_branches() -> None:

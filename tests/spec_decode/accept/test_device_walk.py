@@ -8,15 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.request import FinishReason
-from paceline.spec_decode.accept.device_walk import (
-    FINISH,
-    LENGTH,
-    NEW_TOKEN,
-    PATH,
-    read_verdicts,
-    upload_trees,
-    walk_device,
-)
+from paceline.spec_decode.accept.device_trees import FINISH, LENGTH, NEW_TOKEN, PATH, upload_trees
+from paceline.spec_decode.accept.device_walk import read_verdicts, walk_device
 from paceline.spec_decode.accept.verify import Verdict
 from paceline.spec_decode.trees.tree import DraftTree, build_tree
 from support.device_walk import check_walks

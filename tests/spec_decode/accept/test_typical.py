@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.request import FinishReason
-from paceline.spec_decode.accept.acceptance import typical
+from paceline.spec_decode.accept.acceptance import Verification, typical
 from paceline.spec_decode.accept.coins import Coins
 from paceline.spec_decode.accept.verify import Verdict
 from paceline.spec_decode.trees.tree import DraftTree, build_tree
@@ -39,7 +39,9 @@ class Rows:
 
 def verdict(pairs: list[tuple[int, int]], laws: dict[int, list[float]], budget: int = 9, seed: int = 0) -> Verdict:
     tree = build_tree(0, pairs, V, 16, 8)
-    return typical(tree, Rows(tree, laws), Coins(seed), ROOT_POSITION, lambda token: token == STOP, budget)
+    return typical(
+        Verification(tree, Rows(tree, laws), Coins(seed), ROOT_POSITION, lambda token: token == STOP, budget)
+    )
 
 
 def certain(token: int) -> list[float]:
@@ -58,7 +60,8 @@ def test_the_threshold(law: list[float], threshold: float, accepted: set[int]) -
     assert min(0.09, 0.3 * math.exp(-entropy)) == pytest.approx(threshold, rel=1e-3)
     tree = [build_tree(0, [(-1, token)], V, 2, 1) for token in range(V)]
     laws = {token: law if token == 0 else certain(0) for token in range(V)}
-    taken = [typical(t, Rows(t, laws), Coins(0), ROOT_POSITION, lambda _: False, 9).path == (1,) for t in tree[1:]]
+    asked = [Verification(t, Rows(t, laws), Coins(0), ROOT_POSITION, lambda _: False, 9) for t in tree[1:]]
+    taken = [typical(verification).path == (1,) for verification in asked]
     assert {token for token, was in enumerate(taken, start=1) if was} == accepted - {0}
 
 

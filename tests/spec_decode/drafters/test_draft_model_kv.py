@@ -28,6 +28,7 @@ from support.draft_model_drafting import (
     model_of,
     prefill,
 )
+from support.pool_rows import write_rows
 
 # ---- its KV
 
@@ -107,7 +108,7 @@ def test_a_sequence_without_draft_kv_catches_up(monkeypatch: pytest.MonkeyPatch)
     seq.draft_rows = 0
     for layer in runner.kv.layout.layer_range(LayerOwner.DRAFT):
         slots = seq.table.slots[:60].long()
-        runner.kv.write(layer, slots, *(torch.full_like(t, 3.0) for t in runner.kv.read(layer, slots)))
+        write_rows(runner.kv, layer, slots, *(torch.full_like(t, 3.0) for t in runner.kv.read(layer, slots)))
     rows = model_of(runner).rows
     accepted = []
     for _ in range(6):
@@ -163,7 +164,7 @@ def test_rows_stay_within_the_announced_slots(shape: str) -> None:
     m, layer = 8, LAYERS
     past = seq.table.slots[m : m + 40].long()
     for owned in runner.kv.layout.layer_range(LayerOwner.DRAFT):
-        runner.kv.write(owned, past, *(torch.full_like(t, 3.0) for t in runner.kv.read(owned, past)))
+        write_rows(runner.kv, owned, past, *(torch.full_like(t, 3.0) for t in runner.kv.read(owned, past)))
     drafter.propose([seq], [DraftBudget(8, 4)])
     key, _ = runner.kv.read(layer, past)
     written = int((key != 3.0).flatten(1).any(1).nonzero().max()) + 1 if budget.num_draft_tokens else 0

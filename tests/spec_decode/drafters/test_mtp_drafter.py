@@ -14,6 +14,7 @@ from paceline.models.llama import LlamaModel
 from paceline.spec_decode.base import DraftBudget, DraftSampling, TreeKind
 from paceline.spec_decode.drafters.mtp import MtpDrafter
 from paceline.spec_decode.sequence import Sequence
+from support.pool_rows import write_rows
 from support.tiny_model import primary_of, tiny_request, tiny_runner
 
 
@@ -103,7 +104,7 @@ def make_markov(runner: ModelRunner) -> None:
     model = runner.model
     assert isinstance(model, LlamaModel)
     model.lm_head = Linear(model.embedding.roll(1, 0), out_float32=True)  # token t is followed by t + 1
-    hidden = runner.hidden_size
+    hidden = runner.model.spec.hidden_size
     for module in drafter.modules:
         module.block.o_proj._packed.zero_()
         module.block.down_proj._packed.zero_()
@@ -141,7 +142,7 @@ def test_keeping_rows_that_rest_on_drafts_is_noticed() -> None:
         saved = [runner.kv.read(layer, slot) for slot in slots]
         make(items)
         for slot, rows in zip(slots, saved, strict=True):
-            runner.kv.write(layer, slot, *rows)
+            write_rows(runner.kv, layer, slot, *rows)
 
     runner.drafter.extend = keep_first  # type: ignore[method-assign]
     runner.decode([seq])

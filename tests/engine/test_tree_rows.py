@@ -5,27 +5,42 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.request import SamplingParams
+from paceline.engine.tree_rows import TreeRows, row_context
+from paceline.kvcache.allocator import PageAllocator
+from paceline.kvcache.table import PageTable
+from paceline.request import SamplingParams, SequenceRequest
 from paceline.sampling.params import process
-from paceline.sampling.sampler import RowContext, sample_rows
-from paceline.spec_decode.accept.acceptance import RULES, LogitRows
+from paceline.sampling.sampler import sample_rows
+from paceline.spec_decode.accept.acceptance import RULES, Verification
 from paceline.spec_decode.accept.coins import Coins
-from paceline.spec_decode.accept.verify import walk
+from paceline.spec_decode.accept.verify import Verdict, walk
+from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree, build_tree
 
 V = 8
-ROOT_POSITION = 5
 PROMPT = (1, 2, 3, 4)
 OUTPUT = (6, 0)
+ROOT_POSITION = len(PROMPT) + len(OUTPUT) - 1
 
 
-def rows_of(tree: DraftTree, params: SamplingParams) -> LogitRows:
+def rows_of(tree: DraftTree, params: SamplingParams) -> TreeRows:
     logits = torch.randn(tree.num_nodes, V, generator=torch.Generator().manual_seed(3)) * 1.5
+    seq = Sequence.start(SequenceRequest("r", PROMPT, params, OUTPUT), PageTable(PageAllocator(1), 1))
+    seq.num_computed = ROOT_POSITION
+    return TreeRows(seq, tree, logits, None)
+
+
+def plain_samples(rows: TreeRows) -> list[int]:
+    """What plain decoding would sample after each node, had it come by its path."""
     contexts = []
-    for node in range(tree.num_nodes):
-        path = tuple(tree.token_ids[i] for i in tree.path(node)[1:])
-        contexts.append(RowContext(params, ROOT_POSITION + tree.depths[node] + 1, PROMPT, OUTPUT, path))
-    return LogitRows(logits, contexts)
+    for node, depth in enumerate(rows.tree.depths):
+        path = tuple(rows.tree.token_ids[i] for i in rows.tree.path(node)[1:])
+        contexts.append(row_context(rows.seq, path, ROOT_POSITION + depth + 1))
+    return sample_rows(rows.logits, contexts)
+
+
+def judged(rule: str, rows: TreeRows, seed: int) -> Verdict:
+    return RULES[rule].function(Verification(rows.tree, rows, Coins(seed), ROOT_POSITION, lambda _: False, 9))
 
 
 TREE = build_tree(0, [(-1, token) for token in range(V)] + [(t, t) for t in range(V)], V, 32, 4)
@@ -34,8 +49,8 @@ TREE = build_tree(0, [(-1, token) for token in range(V)] + [(t, t) for t in rang
 @pytest.mark.parametrize("seed", range(20))
 def test_the_default_rule_commits_what_plain_decoding_samples(seed: int) -> None:
     rows = rows_of(TREE, SamplingParams(seed=seed, top_p=0.95, presence_penalty=0.4))
-    verdict = RULES["sample"].function(TREE, rows, Coins(seed), ROOT_POSITION, lambda _: False, 9)
-    assert verdict == walk(TREE, sample_rows(rows.logits, rows.contexts), lambda _: False, 9)
+    verdict = judged("sample", rows, seed)
+    assert verdict == walk(TREE, plain_samples(rows), lambda _: False, 9)
     assert len(verdict.path) > 0
 
 
@@ -52,5 +67,4 @@ def test_penalties_see_the_path_of_the_node() -> None:
 def test_greedy_rows_give_the_greedy_tokens_under_every_rule(rule: str) -> None:
     chain = build_tree(0, [(-1, int(rows_of(TREE, SamplingParams()).logits[0].argmax()))], V, 4, 2)
     rows = rows_of(chain, SamplingParams(temperature=0.0))
-    verdict = RULES[rule].function(chain, rows, Coins(3), ROOT_POSITION, lambda _: False, 9)
-    assert verdict.committed(chain) == sample_rows(rows.logits, rows.contexts)
+    assert judged(rule, rows, 3).committed(chain) == plain_samples(rows)

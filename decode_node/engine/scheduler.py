@@ -3,15 +3,15 @@
 A stream's life on this node, one owner per edge (the engine thread)::
 
     WAITING --pages reserved--> RESERVED --hand-off complete--> RUNNING --finish reason--> RELEASED
-       |                           |  |`-its hidden rows--> DRAFTING --digested-----^         ^
+       |                           |  |`-its hidden rows--> DRAFTING --last row-----^         ^
        |                           |  `--local prefill--> PREFILLING --first token--^         |
        |                           |                          |                     |         |
        +--deadline, cancel---------+--hand-off terminal-------+--cancel-------------+---------+
 
 Pages for the worst case (prompt, every token it may emit, one round of draft slots) are taken before the hand-off
 begins, so a running stream never waits for memory and never has to be preempted. Hidden rows that came in place of
-draft KV are digested in chunks between rounds, first come, first served, so that they stall no running stream. A stream
-that came without draft state runs at once; its hidden rows are computed again in chunks, where no such work waits.
+draft KV go to the drafter in chunks between rounds, first come, first served, so that they stall no running stream. A
+stream that came without draft state runs at once; its rows are computed again in chunks, where no such work waits.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class DecodeScheduler(Generic[S]):
         self._prefilling.append(stream)
 
     def draft(self, stream: S) -> None:
-        """Let the drafter digest this stream's hidden rows, interleaved with decode rounds."""
+        """Prefill the drafter from this stream's hidden rows, interleaved with decode rounds."""
         self._drafting.append(stream)
 
     def recover(self, stream: S) -> None:
@@ -116,7 +116,7 @@ class DecodeScheduler(Generic[S]):
         self._ready.append(stream)
 
     def next_draft(self) -> tuple[S, int] | None:
-        """Whose hidden rows are digested next, and how many at most."""
+        """Whose hidden rows the drafter gets next, and how many at most."""
         return (self._drafting[0], self._limits.chunk_tokens) if self._drafting else None
 
     def next_chunks(self) -> list[tuple[S, PrefillChunk]]:

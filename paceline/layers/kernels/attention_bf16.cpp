@@ -1,0 +1,3 @@
+#include "attention.h"
+
+DEFINE_ATTEND(bf16, bf16)

@@ -1,0 +1,3 @@
+#include "attention.h"
+
+DEFINE_ATTEND(f32, float)

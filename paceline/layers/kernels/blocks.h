@@ -1,0 +1,117 @@
+// Blocks of a matrix product that linear layers of every kind are made of. Weights [N, K] are packed once. bf16:
+// [N/16][K/32][16 pairs of k][16 n][2], zero padded (the AMX and VNNI order). fp32: [N/16][K][16].
+#pragma once
+#include "common.h"
+
+template <class O>
+static inline void store_cols(O* out, v16 acc, const float* bias, int64_t n0, int64_t N) {
+  float t[16];
+  store16(t, acc);
+  int64_t count = std::min<int64_t>(16, N - n0);
+  for (int64_t i = 0; i < count; i++) put(out + n0 + i, bias ? t[i] + bias[n0 + i] : t[i]);
+}
+
+// Columns [n0, n0 + 16 NB) of M rows with vector registers; M <= 6 keeps M * NB accumulators in registers.
+template <int M, int NB, class O>
+static void block_f32(const float* x, int64_t ldx, const float* w, int64_t K, O* out, int64_t ldo, const float* bias,
+                      int64_t n0, int64_t N) {
+  v16 acc[M][NB] = {};
+  for (int64_t k = 0; k < K; k++)
+    for (int b = 0; b < NB; b++) {
+      v16 wv = load16(w + (b * K + k) * 16);
+      for (int m = 0; m < M; m++) acc[m][b] += wv * x[m * ldx + k];
+    }
+  for (int m = 0; m < M; m++)
+    for (int b = 0; b < NB; b++) store_cols(out + m * ldo, acc[m][b], bias, n0 + b * 16, N);
+}
+
+template <int M, int NB, class O>
+static void block_bf16(const bf16* x, int64_t ldx, const bf16* w, int64_t KB, O* out, int64_t ldo, const float* bias,
+                       int64_t n0, int64_t N) {
+  v16 acc[M][NB] = {};
+  for (int64_t kp = 0; kp < KB * 16; kp++)
+    for (int b = 0; b < NB; b++) {
+      const bf16* wp = w + ((int64_t)b * KB * 16 + kp) * 32;
+#ifdef USE_AVX512BF16
+      __m512bh wv = (__m512bh)_mm512_loadu_si512(wp);
+      for (int m = 0; m < M; m++) {
+        uint32_t pair; memcpy(&pair, x + m * ldx + kp * 2, 4);
+        acc[m][b] = (v16)_mm512_dpbf16_ps((__m512)acc[m][b], (__m512bh)_mm512_set1_epi32(pair), wv);
+      }
+#else
+      u16x32 both = *(const u16x32*)wp;
+      v16 even = (v16)(both << 16), odd = (v16)(both & 0xffff0000u);
+      for (int m = 0; m < M; m++) {
+        acc[m][b] += even * to_float(x[m * ldx + kp * 2]);
+        acc[m][b] += odd * to_float(x[m * ldx + kp * 2 + 1]);
+      }
+#endif
+    }
+  for (int m = 0; m < M; m++)
+    for (int b = 0; b < NB; b++) store_cols(out + m * ldo, acc[m][b], bias, n0 + b * 16, N);
+}
+
+#define BY_ROWS(M, CALL)                                          \
+  switch (M) {                                                    \
+    case 1: { constexpr int R = 1; CALL; break; }                 \
+    case 2: { constexpr int R = 2; CALL; break; }                 \
+    case 3: { constexpr int R = 3; CALL; break; }                 \
+    case 4: { constexpr int R = 4; CALL; break; }                 \
+    case 5: { constexpr int R = 5; CALL; break; }                 \
+    default: { constexpr int R = 6; CALL; break; }                \
+  }
+
+#ifdef USE_AMX
+struct alignas(64) TileConfig { uint8_t palette, start_row, reserved[14]; uint16_t colsb[16]; uint8_t rows[16]; };
+
+// Tiles: 0-3 sums (2 row blocks x 2 column blocks), 4-5 x, 6-7 w. rows: of the first and second row block.
+static void amx_configure(int rows0, int rows1) {
+  TileConfig c = {};
+  c.palette = 1;
+  c.rows[0] = c.rows[1] = c.rows[4] = rows0;
+  c.rows[2] = c.rows[3] = c.rows[5] = rows1;
+  c.rows[6] = c.rows[7] = 16;
+  for (int t = 0; t < 8; t++) c.colsb[t] = c.rows[t] ? 64 : 0;  // an unused tile must have neither
+  _tile_loadconfig(&c);
+}
+
+template <class O>
+static void amx_store(const float* tile, int rows, O* out, int64_t ldo, const float* bias, int64_t n0, int64_t N) {
+  for (int m = 0; m < rows; m++) {
+    v16 v = load16(tile + m * 16);
+    if (!bias && n0 + 16 <= N) store16(out + m * ldo + n0, v);
+    else store_cols(out + m * ldo, v, bias, n0, N);
+  }
+}
+
+// Up to 32 rows, 32 columns (two = whether the second 16 exist).
+template <class O>
+static void amx_block(const bf16* x, int64_t ldx, int rows0, int rows1, const bf16* w, int64_t KB, bool two, O* out,
+                      int64_t ldo, const float* bias, int64_t n0, int64_t N) {
+  alignas(64) float sums[4][256];
+  const bf16* x1 = x + 16 * ldx;
+  const bf16* w1 = w + KB * 512;
+  _tile_zero(0); _tile_zero(1);
+  if (rows1) { _tile_zero(2); _tile_zero(3); }
+  for (int64_t kb = 0; kb < KB; kb++) {
+    _tile_loadd(4, x + kb * 32, ldx * 2);
+    _tile_loadd(6, w + kb * 512, 64);
+    _mm_prefetch((const char*)(w + kb * 512 + 4096), _MM_HINT_T0);
+    _tile_dpbf16ps(0, 4, 6);
+    if (two) { _tile_loadd(7, w1 + kb * 512, 64); _tile_dpbf16ps(1, 4, 7); }
+    if (rows1) {
+      _tile_loadd(5, x1 + kb * 32, ldx * 2);
+      _tile_dpbf16ps(2, 5, 6);
+      if (two) _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, sums[0], 64);
+  amx_store(sums[0], rows0, out, ldo, bias, n0, N);
+  if (two) { _tile_stored(1, sums[1], 64); amx_store(sums[1], rows0, out, ldo, bias, n0 + 16, N); }
+  if (rows1) {
+    _tile_stored(2, sums[2], 64);
+    amx_store(sums[2], rows1, out + 16 * ldo, ldo, bias, n0, N);
+    if (two) { _tile_stored(3, sums[3], 64); amx_store(sums[3], rows1, out + 16 * ldo, ldo, bias, n0 + 16, N); }
+  }
+}
+#endif

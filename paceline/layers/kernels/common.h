@@ -1,0 +1,87 @@
+// Row-invariant CPU kernels (docs/internals/exactness.md): every output element is computed by one fixed sequence of operations that
+// depends on its own row and the weights alone. How many rows there are, which neighbours they have, how many
+// threads run, where a key lies in the pool: none of it changes a bit.
+//
+// Plain C ABI, called through ctypes. T is bf16 (stored as uint16_t) or float. Compiled for the host's instruction set:
+//   AMX-BF16 > AVX512-BF16 > any (GCC vector extensions) for bf16 products; vector extensions for fp32.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#if defined(__AVX512BF16__) && defined(__AVX512F__) && !defined(PACELINE_GENERIC)
+#define USE_AVX512BF16 1
+#include <immintrin.h>
+#endif
+#if defined(USE_AVX512BF16) && defined(__AMX_BF16__) && !defined(PACELINE_NO_AMX)
+#define USE_AMX 1
+#endif
+
+typedef uint16_t bf16;
+typedef float v16 __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t u16x32 __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t h16 __attribute__((vector_size(32), aligned(2), may_alias));
+
+// How many threads a parallel region begins with now (host.cpp). The calling thread's own OpenMP setting is not what
+// counts, and no bit depends on the number.
+extern "C" int pl_threads();
+
+static inline float to_float(bf16 x) { uint32_t u = (uint32_t)x << 16; float f; memcpy(&f, &u, 4); return f; }
+static inline float to_float(float x) { return x; }
+static inline void put(bf16* p, float f) {  // round to nearest even; NaN stays NaN
+  uint32_t u; memcpy(&u, &f, 4);
+  *p = (f != f) ? 0x7fc0 : (bf16)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+static inline void put(float* p, float f) { *p = f; }
+static inline v16 load16(const float* p) { return *(const v16*)p; }
+static inline v16 load16(const bf16* p) { return (v16)(__builtin_convertvector(*(const h16*)p, u16x32) << 16); }
+static inline void store16(float* p, v16 x) { *(v16*)p = x; }
+static inline void store16(bf16* p, v16 x) {
+  u16x32 u = (u16x32)x;
+  u = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  *(h16*)p = __builtin_convertvector(u, h16);
+}
+static inline v16 splat(float f) { return v16{} + f; }
+static inline float hsum(v16 x) {  // one fixed tree
+#ifdef USE_AVX512BF16
+  __m256 a = _mm256_add_ps(_mm512_castps512_ps256((__m512)x), _mm512_extractf32x8_ps((__m512)x, 1));
+  __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
+#else
+  float a[16]; memcpy(a, &x, 64);
+  for (int w = 8; w; w /= 2) for (int i = 0; i < w; i++) a[i] += a[i + w];
+  return a[0];
+#endif
+}
+static inline float hmax(v16 x) {
+#ifdef USE_AVX512BF16
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  float high = x[0];
+  for (int i = 1; i < 16; i++) high = std::max(high, x[i]);
+  return high;
+#endif
+}
+static inline v16 vmax(v16 a, v16 b) { return a > b ? a : b; }
+static inline v16 vexp(v16 x) {  // 2^n * polynomial; relative error below 2e-7 for x <= 0
+  x = vmax(x, splat(-87.0f));
+  v16 n = x * 1.44269504f;
+  v16 magic = splat(12582912.0f);  // rounds to an integer in the mantissa
+  v16 r = (n + magic) - magic;
+  v16 f = x - r * 0.693359375f;
+  f = f - r * -2.12194440e-4f;
+  v16 p = splat(1.9875691500e-4f);
+  p = p * f + 1.3981999507e-3f;
+  p = p * f + 8.3334519073e-3f;
+  p = p * f + 4.1665795894e-2f;
+  p = p * f + 1.6666665459e-1f;
+  p = p * f + 5.0000001201e-1f;
+  p = p * f * f + f + 1.0f;
+  typedef int32_t i32x16 __attribute__((vector_size(64)));
+  i32x16 e = __builtin_convertvector(r, i32x16);
+  return p * (v16)((e + 127) << 23);
+}

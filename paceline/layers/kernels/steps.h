@@ -1,0 +1,41 @@
+// The steps that a decoder layer is made of, each in the file of its name; T is bf16 or float.
+#pragma once
+#include "common.h"
+
+// out = x W^T + b. x: M rows at stride ldx. w: packed (blocks.h). bias: float, or null. O: bf16, or float for the sums themselves.
+template <class O>
+void linear_bf16(const bf16* x, int64_t M, int64_t ldx, const bf16* w, int64_t N, int64_t K, const float* bias, O* out);
+extern "C" void pl_linear_f32(const float* x, int64_t M, int64_t ldx, const float* w, int64_t N, int64_t K,
+                              const float* bias, float* out);
+
+// y = norm(x) * weight; with residual: residual += x first (rounded to T), y = norm(residual) * weight.
+template <class T>
+void rms_norm(const T* x, T* residual, const T* weight, int64_t rows, int64_t n, float eps, T* y);
+
+// out = silu(gate) * up; gate_up: [rows, 2 n], gate first.
+template <class T>
+void silu_mul(const T* gate_up, int64_t rows, int64_t n, T* out);
+
+// Rotates q into q_out and k into the pool, where v goes too.
+template <class T>
+void rope_write(const T* q, const T* k, const T* v, int64_t ldq, int64_t ldk, int64_t ldv, int64_t rows, int64_t Hq,
+                int64_t Hk, int64_t D, const float* table, const int64_t* positions, const int64_t* slots,
+                int64_t page_size, T* q_out, T* pool);
+
+// Returns 1, with nothing done, for a geometry that has no kernel.
+template <class T>
+int attend(const T* q, const T* pool, int64_t page_size, int64_t rows, int64_t Hq, int64_t Hk, int64_t D,
+           const int32_t* slots, const int64_t* slot_offsets, const int32_t* prefix_lens, const int32_t* tails,
+           const int64_t* tail_offsets, float scale, T* out);
+
+// Rotate-half rope of `heads` heads of D elements, rows at stride ld, by table[position] = D/2 cosines, D/2 sines.
+template <class T>
+static inline void rope_row(const T* in, int64_t heads, int64_t D, const float* table, T* out) {
+  int64_t half = D / 2;
+  for (int64_t h = 0; h < heads; h++)
+    for (int64_t i = 0; i < half; i++) {
+      float a = to_float(in[h * D + i]), b = to_float(in[h * D + half + i]), c = table[i], s = table[half + i];
+      put(out + h * D + i, a * c - b * s);
+      put(out + h * D + half + i, b * c + a * s);
+    }
+}
