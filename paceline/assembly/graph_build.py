@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from paceline.assembly.drafting import budget_of
 from paceline.attention.base import AttentionBackend
 from paceline.attention.padding import Scratch
 from paceline.config import NodeConfig
@@ -18,6 +17,7 @@ from paceline.models.base import TargetModel
 from paceline.spec_decode.base import Drafter, DraftSampling, TreeKind
 from paceline.spec_decode.drafters.feature import FeatureDrafter
 from paceline.spec_decode.drafters.head_graphs import HeadAt, HeadGraphs
+from paceline.spec_decode.drafters.plan import budget_of
 from paceline.speculation import AUTO
 
 log = logging.getLogger(__name__)
