@@ -122,7 +122,7 @@ class Stream:
     phase: StreamPhase = StreamPhase.WAITING
     seq: Sequence | None = None  # the engine, when the stream reaches the head of the line
     landing: Landing | None = None  # the engine, with the pages, unless local_prefill
-    draft_prefilled: int = 0  # the engine, while DRAFTING: tokens of the prompt whose rows the drafter has
+    draft_prefilled: int = 0  # the engine, while DRAFTING or recovering: tokens whose rows the drafter has
     left: bool = False  # the engine: the RPC is gone, pages wait for the end of the hand-off
     overdue: bool = False  # the engine: a deadline was applied to the hand-off
 

@@ -4,28 +4,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Annotated, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-DrafterName = Literal[
-    "default",
-    "auto",
-    "none",
-    "ngram",
-    "suffix",
-    "trie",
-    "lookahead",
-    "medusa",
-    "eagle",
-    "eagle3",
-    "mtp",
-    "draft_model",
-]
-WEIGHTLESS_DRAFTERS = ("none", "ngram", "suffix", "trie", "lookahead")  # may stand beside any other
+from paceline.speculation import DRAFTERS, TreeKind, drafter_choices, is_weightless
+
+
+def _known_drafter(value: str) -> str:
+    if value not in drafter_choices():
+        raise ValueError(f"must be one of {', '.join(drafter_choices())}")
+    return value
+
+
+DrafterName = Annotated[str, AfterValidator(_known_drafter), Field(json_schema_extra={"enum": list(drafter_choices())})]
 DtypeName = Literal["bf16", "fp32"]
-TreeName = Literal["chain", "static", "dynamic"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 DEFAULT_TREE_NODES = 16
@@ -68,8 +63,8 @@ class EngineConfig(Frozen):
     """GPU memory that CUDA graphs may take, in MiB. Batch sizes whose graph does not fit run without one."""
 
     drafter: Annotated[DrafterName, Group("Speculation")] = "default"
-    """Who proposes draft tokens. `default` takes the EAGLE-3 heads that ship for the model, else ngram; `auto` chooses
-    anew each round; `none` turns speculation off."""
+    """Who proposes draft tokens. `default` takes the EAGLE-3 heads that ship for the model, else the MTP modules of its
+    checkpoint, else ngram; `auto` chooses anew each round; `none` turns speculation off."""
 
     drafters: str = ""
     """Further drafters that a request may name, separated by commas: any of `none`, `ngram`, `suffix`, `trie`,
@@ -86,7 +81,7 @@ class EngineConfig(Frozen):
     num_draft_tokens: int = Field(default=4, ge=0, le=64)
     """K, how many tokens ahead a round drafts at most. 0 decodes plainly. Raise it where most drafts are accepted."""
 
-    tree: TreeName = "chain"
+    tree: TreeKind = TreeKind.CHAIN
     """Shape of a draft. `chain` has one candidate per position, `static` a fixed tree, `dynamic` grows where the draft
     is confident."""
 
@@ -117,7 +112,8 @@ class EngineConfig(Frozen):
     """Ends a draft where its best candidate is less likely than this. 0 never ends one early."""
 
     head_check: bool = True
-    """Measures at start, for at most 2 s, how often draft heads are right, and warns when they do not fit the model."""
+    """Measures at start, for at most 2 s, how often draft heads are right and what drafting takes. Warns when they
+    do not fit the model, or slow this host down."""
 
     page_size: Annotated[int, Group("KV cache and scheduling")] = Field(default=16, ge=1, le=1024)
     """Tokens per page of the KV cache. The prefix cache keeps whole pages."""
@@ -188,18 +184,18 @@ class EngineConfig(Frozen):
     @field_validator("drafters")
     @classmethod
     def _known(cls, value: str) -> str:
-        unknown = [name for name in _names(value) if name not in WEIGHTLESS_DRAFTERS]
+        unknown = [name for name in _names(value) if not is_weightless(name)]
         if unknown:
-            raise ValueError(f"{', '.join(unknown)}: only {', '.join(WEIGHTLESS_DRAFTERS)} can be added")
+            raise ValueError(f"{', '.join(unknown)}: only {', '.join(filter(is_weightless, DRAFTERS))} can be added")
         return value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.acceptance == "rejection" and self.tree != "chain":
+        if self.acceptance == "rejection" and self.tree is not TreeKind.CHAIN:
             raise ValueError("acceptance 'rejection' verifies chains: set tree to chain, or acceptance to recursive")
-        if self.draft_sampling == "sampled" and self.tree == "dynamic":
+        if self.draft_sampling == "sampled" and self.tree is TreeKind.DYNAMIC:
             raise ValueError("draft_sampling 'sampled' cannot be pruned by score: set tree to chain or static")
-        if self.expand_above and self.tree != "dynamic":
+        if self.expand_above and self.tree is not TreeKind.DYNAMIC:
             raise ValueError("expand_above says which nodes of dynamic trees grow: set tree to dynamic")
         if self.draft_sampling == "sampled" and self.acceptance == "typical":
             raise ValueError("draft_sampling 'sampled' needs acceptance sample, rejection or recursive")
@@ -213,7 +209,7 @@ class EngineConfig(Frozen):
     @property
     def nodes_budget(self) -> int:
         """Draft tokens of the largest tree."""
-        if self.tree == "chain" or self.tree_width == 1:
+        if self.tree is TreeKind.CHAIN or self.tree_width == 1:
             return self.num_draft_tokens
         widest = self.num_draft_tokens * self.tree_width
         return self.tree_nodes or min(widest, max(DEFAULT_TREE_NODES, self.num_draft_tokens))
@@ -226,7 +222,13 @@ class EngineConfig(Frozen):
 
 def choices_of(field: FieldInfo) -> tuple[str, ...]:
     """The words that an option takes; empty where it takes more than some words."""
-    return get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    kind, extra = field.annotation, field.json_schema_extra
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return tuple(member.value for member in kind)
+    words = extra.get("enum") if isinstance(extra, dict) else None
+    return tuple(map(str, words)) if isinstance(words, list) else ()
 
 
 def _names(listed: str) -> list[str]:

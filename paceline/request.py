@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from paceline.errors import InvalidRequest, quoted
+from paceline.speculation import TreeKind
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
@@ -97,9 +98,6 @@ class SamplingParams:
             raise InvalidRequest("top_p", f"must be above 0 and at most 1, got {self.top_p}")
 
 
-TREES = ("chain", "static", "dynamic")  # a deployment with one of them can give those before it as well
-
-
 class DraftLimits(Protocol):
     """What a deployment drafts when a request asks for nothing, and at most: its configuration."""
 
@@ -129,7 +127,8 @@ class SpeculationParams:
             gives = f"must be at most {most.num_draft_tokens}, which this deployment drafts"
             raise InvalidRequest("speculation.num_draft_tokens", f"{gives}; got {depth}")
         tree = most.tree if self.tree is None else self.tree
-        if tree not in (given := TREES[: TREES.index(most.tree) + 1]):
+        kinds = list(TreeKind)
+        if tree not in (given := kinds[: kinds.index(TreeKind(most.tree)) + 1]):
             gives = f"must be {' or '.join(given)} in this deployment"
             raise InvalidRequest("speculation.tree", f"{gives}; got {quoted(tree)}")
         widest = 1 if tree == "chain" else most.tree_width

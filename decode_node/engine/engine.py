@@ -66,16 +66,22 @@ class DecodeEngine:
         """Hand-offs that brought no draft state though there is a drafter to feed."""
         return self._handoffs.missing_drafts
 
+    @property
+    def recovered_drafts(self) -> int:
+        """Streams among them whose drafter has caught up."""
+        return self._work.recovered_drafts
+
     # -- one step ----------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Reserve for who waits, then run chunks of local prefill, a chunk of draft prefill and a round. False when
-        there was nothing to run."""
+        """Reserve for who waits, then run chunks of local prefill, a chunk of draft prefill and a round, and
+        where no prefill waited a chunk for a drafter that got nothing. False when there was nothing to run."""
         self._reservations.reserve()
         prefilled = self._work.prefill()
         draft_prefilled = self._work.draft_prefill()
         decoded = self._work.decode()
-        worked = prefilled or draft_prefilled or decoded
+        recovered = not prefilled and not draft_prefilled and self._work.recover()
+        worked = prefilled or draft_prefilled or decoded or recovered
         if not worked and not self.streams:
             self.pages.check()
         return worked

@@ -16,11 +16,11 @@ from decode_node.engine.ends import StreamEnds
 from decode_node.engine.scheduler import DecodeScheduler
 from decode_node.stream import Stream, StreamPhase
 from kv_transfer.handoff.state import HandoffState
-from paceline.config import WEIGHTLESS_DRAFTERS
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import HandoffFailed
 from paceline.kvcache.layout import LayerOwner
 from paceline.spec_decode.sequence import DraftState, Sequence
+from paceline.speculation import is_weightless
 from paceline.v1 import handoff_pb2
 from paceline.wire import finish_reason_from_proto
 
@@ -76,9 +76,13 @@ class Handoffs:
             stream.phase = StreamPhase.DRAFTING
             self._scheduler.draft(stream)
         else:
-            self._count_missing_draft(stream, seq)
             stream.phase = StreamPhase.RUNNING
             self._scheduler.run(stream)
+            if self._lacks_draft(stream, seq):
+                self.missing_drafts += 1
+                log.warning("%s came without draft state: its drafter starts late", stream.request.request_id)
+                stream.draft_prefilled = seq.draft_rows
+                self._scheduler.recover(stream)
 
     def failed(self, ticket: str, reason: str) -> None:
         """The hand-off is over and nothing of it is used: pages return, the RPC ends with ABORTED."""
@@ -119,14 +123,13 @@ class Handoffs:
         tokens_alone = runner.handoff.row_width == 0 and len(runner.drafter.kv_layers) > 0
         return tokens_alone or stream.landing.handoff.hidden_complete
 
-    def _count_missing_draft(self, stream: Stream, seq: Sequence) -> None:
+    def _lacks_draft(self, stream: Stream, seq: Sequence) -> bool:
+        """Whether the drafter has rows of its own, and those of the prompt should have come, but did not."""
         layers = len(self._runner.kv.layout.layer_range(LayerOwner.DRAFT))
-        wanted = layers and self._runner.handoff.mode != "none"
-        if wanted and seq.draft_rows < seq.num_prefill and not _weightless(stream):
-            self.missing_drafts += 1
-            log.warning("%s came without draft state: speculation starts late", stream.request.request_id)
+        wanted = layers > 0 and self._runner.handoff.mode != "none" and not _weightless(stream)
+        return wanted and seq.draft_rows < seq.num_prefill
 
 
 def _weightless(stream: Stream) -> bool:
     """The request chose a drafter that has no rows."""
-    return stream.request.speculation.drafter in WEIGHTLESS_DRAFTERS
+    return is_weightless(stream.request.speculation.drafter)

@@ -10,7 +10,8 @@ A stream's life on this node, one owner per edge (the engine thread)::
 
 Pages for the worst case (prompt, every token it may emit, one round of draft slots) are taken before the hand-off
 begins, so a running stream never waits for memory and never has to be preempted. Hidden rows that came in place of
-draft KV go to the drafter in chunks between rounds, first come, first served, so that they stall no running stream.
+draft KV go to the drafter in chunks between rounds, first come, first served, so that they stall no running stream. A
+stream that came without draft state runs at once; its rows are computed again in chunks, where no such work waits.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class DecodeScheduler(Generic[S]):
         self._line: WaitingLine[S] = WaitingLine(limits.max_waiting)
         self._prefilling: list[S] = []
         self._drafting: list[S] = []
+        self._recovering: list[S] = []  # they decode meanwhile
         self._ready: list[S] = []
 
     @property
@@ -94,6 +96,18 @@ class DecodeScheduler(Generic[S]):
         """Prefill the drafter from this stream's hidden rows, interleaved with decode rounds."""
         self._drafting.append(stream)
 
+    def recover(self, stream: S) -> None:
+        """Compute this running stream's hidden rows again for the drafter, where steps have room."""
+        self._recovering.append(stream)
+
+    def next_recovery(self) -> tuple[S, int] | None:
+        """Whose rows are computed again next, and how many at most."""
+        return (self._recovering[0], self._limits.chunk_tokens) if self._recovering else None
+
+    def end_recovery(self, stream: S) -> None:
+        """The drafter has all of this stream's rows, or is not to get them."""
+        self._recovering.remove(stream)
+
     def run(self, stream: S) -> None:
         """Decode this stream from the next round on."""
         for members in (self._prefilling, self._drafting):
@@ -119,6 +133,6 @@ class DecodeScheduler(Generic[S]):
         """Forget a stream, wherever it stands."""
         if self._line.discard(stream):
             return
-        for members in (self._prefilling, self._drafting, self._ready):
+        for members in (self._prefilling, self._drafting, self._recovering, self._ready):
             if stream in members:
                 members.remove(stream)

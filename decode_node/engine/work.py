@@ -1,4 +1,5 @@
-"""The three kinds of work in a step: chunks of local prefill, a chunk of draft prefill, a draft-verify round.
+"""The kinds of work in a step: chunks of local prefill, a chunk of draft prefill, a draft-verify round, and a chunk of
+rows for a drafter that got none.
 Everything here runs on the engine thread.
 
 Each asks the scheduler who is next, runs the model, and tells the streams what came of it. It returns whether there was
@@ -7,6 +8,7 @@ anything to do.
 
 from __future__ import annotations
 
+import logging
 import time
 
 from decode_node.engine.ends import StreamEnds
@@ -17,6 +19,8 @@ from paceline.request import TokenLogprobs
 from paceline.v1 import node_pb2
 from paceline.wire import logprobs_to_proto, round_to_proto
 
+log = logging.getLogger(__name__)
+
 
 class ModelWork:
     """Runs the model for the streams that the scheduler names. Work that raises ends its own streams and no others."""
@@ -25,6 +29,7 @@ class ModelWork:
         self._runner = runner
         self._scheduler = scheduler
         self._ends = ends
+        self.recovered_drafts = 0  # streams that came without draft state and whose drafter has caught up
 
     def prefill(self) -> bool:
         """Compute chunks of the prompts that are prefilled here."""
@@ -65,6 +70,27 @@ class ModelWork:
         if end == seq.num_prefill:
             landing.hidden.drop()
             self._run(stream)
+        return True
+
+    def recover(self) -> bool:
+        """Compute a chunk of a stream's hidden rows again, for its drafter. The stream decodes meanwhile."""
+        if (work := self._scheduler.next_recovery()) is None:
+            return False
+        stream, most = work
+        seq = stream.seq
+        assert seq is not None
+        began, start = time.monotonic(), stream.draft_prefilled
+        try:
+            end = self._runner.recover_draft(seq, start, most)
+        except Exception:
+            log.error("%s goes on without its drafter", stream.request.request_id, exc_info=True)
+            self._scheduler.end_recovery(stream)
+            return True
+        stream.draft_prefilled = end
+        stream.trace.record("draft recovery", began, time.monotonic(), first_token=start, end_token=end)
+        if end == seq.num_computed:
+            self._scheduler.end_recovery(stream)
+            self.recovered_drafts += 1
         return True
 
     def decode(self) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.assembly.drafting import budget_of, plan_drafter, plan_export
+from paceline.assembly.drafting import plan_drafter, plan_export
 from paceline.assembly.graph_build import SCRATCH_PAGES, capture_graphs, wants_graphs
 from paceline.assembly.head_check import check_heads
 from paceline.assembly.measure import measure_costs
@@ -28,9 +28,10 @@ from paceline.models.config import ModelSpec
 from paceline.models.hub import resolve_model
 from paceline.models.loader import weights_digest
 from paceline.models.registry import load_target
-from paceline.spec_decode.drafters.auto import AUTO
+from paceline.spec_decode.drafters.plan import budget_of
 from paceline.spec_decode.length.adaptive import make_policy
 from paceline.spec_decode.length.cost import CostTable
+from paceline.speculation import AUTO
 
 log = logging.getLogger(__name__)
 
@@ -54,9 +55,10 @@ def build_runner(config: NodeConfig, *, decodes: bool = True) -> ModelRunner:
     runner = assemble(
         config, model, RunnerIdentity(Path(config.model).name, weights_digest(folder), kernel_set()), decodes=decodes
     )
+    weighed = config.adaptive == "goodput" or config.drafter == AUTO
     if decodes and config.head_check:
-        check_heads(runner, folder)
-    if decodes and (config.adaptive == "goodput" or config.drafter == AUTO):
+        check_heads(runner, folder, weighed=weighed)
+    if decodes and weighed:
         measure_costs(runner, config.max_running)
     return runner
 

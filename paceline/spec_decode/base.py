@@ -13,17 +13,10 @@ import torch
 from paceline.kvcache.layout import KvLayer
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree
+from paceline.speculation import TreeKind as TreeKind
 
 if TYPE_CHECKING:
     from paceline.spec_decode.unread import UnreadChains
-
-
-class TreeKind(enum.StrEnum):
-    """Shape of the trees a drafter makes."""
-
-    CHAIN = "chain"  # one candidate per depth
-    STATIC = "static"  # the drafter's fixed shape: ranks per depth, decided before any draft
-    DYNAMIC = "dynamic"  # expanded where the draft is confident (EAGLE-2, algorithms.md D3)
 
 
 class DraftSampling(enum.StrEnum):
@@ -72,7 +65,7 @@ class ExtendItem:
 
 
 class Drafter(ABC):
-    """Proposes trees. Per-sequence state lives on the Sequence, weights and scratch here."""
+    """Proposes trees. Per-sequence state lives on the Sequence, weights and buffers here."""
 
     name: str
     kv_layers: tuple[KvLayer, ...] = ()  # further layers of the target's pages
@@ -86,6 +79,11 @@ class Drafter(ABC):
 
     hits: int = 0  # rounds in which a drafter that copies earlier text found something to draft
     misses: int = 0  # and in which it did not
+
+    @property
+    def primary(self) -> Drafter:
+        """The one drafter that may have KV layers, rows and state: itself, unless it stands for several."""
+        return self
 
     @abstractmethod
     def extend(self, items: Seq[ExtendItem]) -> None:

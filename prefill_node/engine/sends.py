@@ -11,11 +11,11 @@ from collections.abc import Sequence as Seq
 from functools import partial
 
 from kv_transfer.handoff.block import DRAFT_KV, TARGET_KV, ByteClass, RowBlock
-from paceline.config import WEIGHTLESS_DRAFTERS
 from paceline.engine.model_runner import ModelRunner, PrefillChunk, SampledToken
 from paceline.kvcache.layout import LayerOwner
 from paceline.models.base import AfterLayer
 from paceline.spec_decode.drafters.row_exporter import take_rows
+from paceline.speculation import is_weightless
 from paceline.v1 import handoff_pb2
 from paceline.wire import finish_reason_to_proto, logprobs_to_proto
 from prefill_node.groups import MIN_BYTES
@@ -126,4 +126,4 @@ class Sends:
 
 def _weightless(job: PrefillJob) -> bool:
     """The request chose a drafter that has no rows."""
-    return job.request.speculation.drafter in WEIGHTLESS_DRAFTERS
+    return is_weightless(job.request.speculation.drafter)

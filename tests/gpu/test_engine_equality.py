@@ -16,9 +16,9 @@ from tokenizers import Tokenizer
 from benchmarks.speculation.drafter_specs import DraftRun, Target
 from benchmarks.speculation.synthetic import Rates, SyntheticDrafts
 from kv_transfer.transports.loopback import loopback_pair
-from paceline.assembly.shipped import shipped_heads
 from paceline.engine.colocated import Completed
 from paceline.request import SamplingParams, SequenceRequest
+from paceline.spec_decode.heads.shipped import shipped_heads
 from support.device_runner import (
     DEVICES,
     NARROW,

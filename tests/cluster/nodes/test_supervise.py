@@ -320,15 +320,7 @@ async def test_stops_side_by_side_once_and_restarts_nothing() -> None:
     beside = threading.Barrier(3)
     for handle in nodes.handles:
         handle.beside = beside
-    watched: list[bool] = []
-
-    async def reachable(address: str) -> bool:
-        watched.extend(not task.done() for task in supervisor._tasks)
-        return True
-
-    supervisor.reachable = reachable
     await supervisor.stop(1.5)
-    assert watched == [False] * 9  # nobody watches any more when the first of the three is stopped
     assert not beside.broken
     await supervisor.stop(1.5)
     for handle in nodes.handles:

@@ -78,9 +78,9 @@ def kept_too_much() -> Iterator[None]:
     def propose(self: DraftModelDrafter, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[DraftTree]:
         trees = make_rows(self, seqs, budgets)
         for seq, tree in zip(seqs, trees, strict=True):
-            written = seq.scratch.get("draft_model")
+            written = seq.memory.get("draft_model")
             if isinstance(written, Written):
-                seq.scratch["draft_model"] = Written(written.start, (*written.token_ids, tree.token_ids[-1]))
+                seq.memory["draft_model"] = Written(written.start, (*written.token_ids, tree.token_ids[-1]))
         return trees
 
     with pytest.MonkeyPatch.context() as patch:
@@ -114,7 +114,7 @@ def test_children_are_what_the_path_alone_proposes(shape: str) -> None:
             logits = plain_logits(runner, [*seq.token_ids, *path])[-1]
             assert children == logits.topk(len(children)).indices.tolist()
             widths.add(len(children))
-        seq.scratch.clear()
+        seq.memory.clear()
     assert len(widths) > 1 or shape in ("chain", "comb")
 
 

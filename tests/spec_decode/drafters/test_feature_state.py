@@ -75,6 +75,22 @@ def test_a_chunk_before_the_last_leaves_rows_and_no_candidates() -> None:
     assert (seq.draft, seq.draft_rows) == (None, 5)
 
 
+def test_prompts_that_end_together_keep_one_row_each() -> None:
+    """A hand-off sends all of ``hidden``."""
+    runner = make()
+    seqs = [runner.new_sequence(tiny_request(PROMPT[: 6 + i], index=i, max_tokens=8)) for i in range(3)]
+    for seq in seqs:
+        seq.table.ensure(40)
+    runner.prefill([PrefillChunk(seq, 0, seq.num_prefill) for seq in seqs])
+    for i, seq in enumerate(seqs):
+        alone = prefill(runner, PROMPT[: 6 + i], index=i)
+        assert seq.draft is not None
+        assert alone.draft is not None
+        assert seq.draft.hidden.shape == (1, runner.hidden_size)
+        assert torch.equal(seq.draft.hidden, alone.draft.hidden)
+        assert torch.equal(seq.draft.proposal_ids, alone.draft.proposal_ids)
+
+
 def test_rows_found_in_the_prefix_cache_are_kept() -> None:
     runner = make(prefix_cache=True, page_size=4)
     prompt = [*range(3, 20)]

@@ -219,7 +219,7 @@ def repeating(index: int, drafter: str | None = "auto") -> Sequence:
     """A sequence that ends as it went before, so that a copy is worth trying."""
     seq = bare_sequence(index, [*range(10, 30), *range(10, 20)], drafter)
     seq.token_ids[-1] = 20
-    seq.draft = object()  # type: ignore[assignment]
+    seq.draft = DraftState(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 64))
     return seq
 
 
