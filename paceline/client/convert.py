@@ -64,7 +64,10 @@ _REQUEST = ("model", "request_id", "tenant", "priority")
 
 
 def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
-    """TypeError on an unknown option or a value of the wrong type, ValueError on one that no field can hold."""
+    """The request for ``prompt`` with ``options`` (GenerateOptions).
+
+    TypeError on an unknown option or a value of the wrong type, ValueError on one that no field can hold.
+    """
     unknown = options.keys() - GenerateOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"unknown option {sorted(unknown)[0]!r}; known: {', '.join(GenerateOptions.__annotations__)}")
@@ -94,7 +97,7 @@ def _is_chat(prompt: Sequence[Any]) -> bool:
 
 
 def chat_message(messages: Messages) -> inference_pb2.Chat:
-    """TypeError when a message has other keys than role and content."""
+    """A chat as a message. TypeError when a message has other keys than role and content."""
     for message in messages:
         if set(message) != {"role", "content"}:
             raise TypeError(f"a chat message has exactly role and content, got {sorted(message)}")
@@ -102,7 +105,7 @@ def chat_message(messages: Messages) -> inference_pb2.Chat:
 
 
 def tokenize_request(prompt: str | Messages) -> inference_pb2.TokenizeRequest:
-    """Of a text or a chat."""
+    """The request to tokenize a text or a chat. TypeError for messages as ``chat_message`` raises it."""
     if isinstance(prompt, str):
         return inference_pb2.TokenizeRequest(text=prompt)
     return inference_pb2.TokenizeRequest(chat=chat_message(prompt))
@@ -169,7 +172,7 @@ def generation(message: inference_pb2.GenerateResponse) -> Generation:
 
 
 def model_info(message: inference_pb2.ModelInfoResponse) -> ModelInfo:
-    """What is served."""
+    """What is served and how."""
     nodes = tuple(
         NodeInfo(n.id, n.role, n.address, n.running, n.waiting, n.free_pages, n.total_pages) for n in message.nodes
     )
