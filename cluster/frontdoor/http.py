@@ -37,7 +37,7 @@ __all__ = ["HttpServer", "create_app", "serve_http"]
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 8 * 2**20
-MAX_DISCARDED_BYTES = 4 * MAX_BODY_BYTES  # of a body that is too large; a client that still sends sees no answer
+MAX_DISCARDED_BYTES = 4 * MAX_BODY_BYTES  # read of a body too large; a client that sends on sees no answer
 BODY_TIMEOUT_S = 60.0
 SEND_TIMEOUT_S = 60.0
 

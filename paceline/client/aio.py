@@ -95,8 +95,13 @@ class AsyncClient:
         retries: int = DEFAULT_RETRIES,
         options: Sequence[tuple[str, Any]] = (),
     ) -> None:
-        """address: ``host:port`` of a router's gRPC, or of several. retries: how often in a row, without a new chunk, a
-        stream that broke is asked for again. options: gRPC channel options, over the defaults."""
+        """Nothing is connected before the first call.
+
+        address: ``host:port`` of a router's gRPC, or of several, which are used in this order when one fails.
+        timeout: seconds for a whole call, retries included.
+        retries: how often in a row, without a new chunk, a stream that broke is asked for again.
+        options: gRPC channel options, over the SDK's own.
+        """
         self._timeout, self._retries = timeout, retries
         self._routers: Routers[grpc.aio.Channel] = Routers(
             address,
@@ -107,34 +112,54 @@ class AsyncClient:
     async def generate(
         self, prompt: Prompt, /, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Generation:
-        """Generate and wait for all of it. prompt: text, token ids, or chat messages; options: GenerateOptions."""
+        """Generate and wait for all choices.
+
+        prompt: a text, token ids, or chat messages (a list of ``{"role": ..., "content": ...}``).
+        timeout: seconds, in place of the client's.
+        options: those of GenerateOptions. TypeError for an unknown one or a value of a wrong type, ValueError for one
+        that no request can hold.
+        """
         request = convert.generate_request(prompt, options)
         return convert.generation(await self._call("Generate", request, timeout))
 
     async def chat(
         self, messages: Messages, /, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Generation:
-        """Answer a chat; the model's template is applied by the router."""
+        """Answer a chat: ``generate`` with messages alone.
+
+        messages: turns with ``role`` and ``content``; the router applies the model's chat template.
+        timeout, options: as for ``generate``.
+        """
         return await self.generate(messages, timeout=timeout, **options)
 
     def stream(
         self, prompt: Prompt, /, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncChunkStream:
-        """Generate, as it comes. Errors are raised while iterating."""
+        """Generate, and iterate over what each round commits. The server's errors are raised while iterating.
+
+        prompt, timeout, options: as for ``generate``. Chunks of several choices (``n``) come interleaved. Close the
+        stream, or leave its context, to cancel what is left.
+        """
         request = convert.generate_request(prompt, options)
         return AsyncChunkStream(self._routers, StreamProgress(request), self._patience(timeout))
 
     async def tokenize(self, prompt: str | Messages, /, *, timeout: float | None = None) -> Tokenization:
-        """Token ids of a text or a chat."""
+        """Token ids of a prompt, as ``generate`` would take it.
+
+        prompt: a text or chat messages. timeout: seconds, in place of the client's.
+        """
         request = convert.tokenize_request(prompt)
         return convert.tokenization(await self._call("Tokenize", request, timeout))
 
     async def model_info(self, *, timeout: float | None = None) -> ModelInfo:
-        """What is served and how."""
+        """What is served and how: model, limits, drafters, nodes. timeout: seconds, in place of the client's."""
         return convert.model_info(await self._call("ModelInfo", inference_pb2.ModelInfoRequest(), timeout))
 
     async def trace(self, request_id: str, /, *, timeout: float | None = None) -> RequestTrace:
-        """When what happened to one of the latest requests, on the router and all nodes. Raises NotFound."""
+        """When what happened to one of the latest requests, on the router and all nodes. NotFound when it is not kept.
+
+        request_id: the one that was given, or ``completion.request_id``. timeout: seconds, in place of the client's.
+        """
         request = trace_pb2.TraceRequest(request_id=request_id)
         return trace_from_proto(request_id, await self._call("Trace", request, timeout))
 

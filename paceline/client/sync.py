@@ -92,8 +92,13 @@ class Client:
         retries: int = DEFAULT_RETRIES,
         options: Sequence[tuple[str, Any]] = (),
     ) -> None:
-        """address: ``host:port`` of a router's gRPC, or of several. retries: how often in a row, without a new chunk, a
-        stream that broke is asked for again. options: gRPC channel options, over the defaults."""
+        """Nothing is connected before the first call.
+
+        address: ``host:port`` of a router's gRPC, or of several, which are used in this order when one fails.
+        timeout: seconds for a whole call, retries included.
+        retries: how often in a row, without a new chunk, a stream that broke is asked for again.
+        options: gRPC channel options, over the SDK's own.
+        """
         self._timeout, self._retries = timeout, retries
         self._routers: Routers[grpc.Channel] = Routers(
             address,
@@ -104,34 +109,54 @@ class Client:
     def generate(
         self, prompt: Prompt, /, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Generation:
-        """Generate and wait for all of it. prompt: text, token ids, or chat messages; options: GenerateOptions."""
+        """Generate and wait for all choices.
+
+        prompt: a text, token ids, or chat messages (a list of ``{"role": ..., "content": ...}``).
+        timeout: seconds, in place of the client's.
+        options: those of GenerateOptions. TypeError for an unknown one or a value of a wrong type, ValueError for one
+        that no request can hold.
+        """
         request = convert.generate_request(prompt, options)
         return convert.generation(self._call("Generate", request, timeout))
 
     def chat(
         self, messages: Messages, /, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Generation:
-        """Answer a chat; the model's template is applied by the router."""
+        """Answer a chat: ``generate`` with messages alone.
+
+        messages: turns with ``role`` and ``content``; the router applies the model's chat template.
+        timeout, options: as for ``generate``.
+        """
         return self.generate(messages, timeout=timeout, **options)
 
     def stream(
         self, prompt: Prompt, /, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> ChunkStream:
-        """Generate, as it comes. Errors are raised while iterating."""
+        """Generate, and iterate over what each round commits. The server's errors are raised while iterating.
+
+        prompt, timeout, options: as for ``generate``. Chunks of several choices (``n``) come interleaved. Close the
+        stream, or leave its context, to cancel what is left.
+        """
         request = convert.generate_request(prompt, options)
         return ChunkStream(self._routers, StreamProgress(request), self._patience(timeout))
 
     def tokenize(self, prompt: str | Messages, /, *, timeout: float | None = None) -> Tokenization:
-        """Token ids of a text or a chat."""
+        """Token ids of a prompt, as ``generate`` would take it.
+
+        prompt: a text or chat messages. timeout: seconds, in place of the client's.
+        """
         request = convert.tokenize_request(prompt)
         return convert.tokenization(self._call("Tokenize", request, timeout))
 
     def model_info(self, *, timeout: float | None = None) -> ModelInfo:
-        """What is served and how."""
+        """What is served and how: model, limits, drafters, nodes. timeout: seconds, in place of the client's."""
         return convert.model_info(self._call("ModelInfo", inference_pb2.ModelInfoRequest(), timeout))
 
     def trace(self, request_id: str, /, *, timeout: float | None = None) -> RequestTrace:
-        """When what happened to one of the latest requests, on the router and all nodes. Raises NotFound."""
+        """When what happened to one of the latest requests, on the router and all nodes. NotFound when it is not kept.
+
+        request_id: the one that was given, or ``completion.request_id``. timeout: seconds, in place of the client's.
+        """
         request = trace_pb2.TraceRequest(request_id=request_id)
         return trace_from_proto(request_id, self._call("Trace", request, timeout))
 

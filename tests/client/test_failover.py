@@ -171,7 +171,7 @@ async def test_a_router_process_is_killed(redis_server: Embedded, upto: int) -> 
             *command,
             *(record.to_json() for record in nodes.registry.nodes()),
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(PROCESS.parents[1])},
+            env={**os.environ, "PYTHONPATH": f"{PROCESS.parents[1]}:{PROCESS.parents[2]}"},
         )
         assert process.stdout is not None
         port = int(await asyncio.wait_for(process.stdout.readline(), 60))

@@ -60,7 +60,7 @@ def test_generate_prints_json(server: Server) -> None:
     command = [paceline(), "generate", QUESTIONS[0], "--server", server.grpc, "--chat", "--json"]
     options = ["--max-tokens", "24", "--temperature", "0", "--seed", "3"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=60, check=True)
-    answer = json.loads(done.stdout)
+    (answer,) = json.loads(done.stdout)["choices"]
     assert answer["text"].startswith("The capital of France is Paris.")
     assert len(answer["token_ids"]) == answer["usage"]["completion_tokens"] == 24
     assert answer["finish_reason"] == "length"
