@@ -94,7 +94,7 @@ def settled(pid: int) -> tuple[Resident, ...]:
     while True:
         processes = tree(pid)
         sums = [*sums[-STEADY_POLLS + 1 :], sum(process.pss for process in processes)]
-        if len(sums) == STEADY_POLLS and max(sums) - min(sums) < STEADY_BYTES or time.monotonic() > deadline:
+        if (len(sums) == STEADY_POLLS and max(sums) - min(sums) < STEADY_BYTES) or time.monotonic() > deadline:
             return processes
         time.sleep(POLL_S)
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kv_transfer.handoff.receiver import HandoffReceiver, HandoffSink
+from kv_transfer.handoff.receiver import HandoffReceiver
+from kv_transfer.handoff.sink import HandoffSink
 from kv_transfer.layout.compat import check_pairing
 from kv_transfer.transports.base import TransportError
 from kv_transfer.transports.rendezvous import Store, create_store

@@ -14,14 +14,15 @@ from contextlib import aclosing
 
 import grpc.aio
 
-from decode_node.engine.admission import HandoffDeadlines, num_slots
 from decode_node.engine.engine import DecodeEngine
+from decode_node.engine.reservations import HandoffDeadlines, num_slots
 from decode_node.engine.scheduler import DecodeLimits
 from decode_node.links import HostContext, LinkHost
 from decode_node.service import DecodeService
 from decode_node.sink import ReservedPages
 from decode_node.stream import EventQueue, Stream
 from paceline.config import NodeConfig
+from paceline.engine.fingerprint import fingerprint_of
 from paceline.engine.model_runner import ModelRunner
 from paceline.node.shell import NodeShell, load_model
 from paceline.serving.validate import check_request
@@ -45,7 +46,7 @@ class DecodeNode:
         config = self._config
         runner = self._given_runner or await load_model(config, decodes=True)
         self._runner = runner
-        fingerprint = runner.fingerprint()
+        fingerprint = fingerprint_of(runner)
         streams: dict[str, Stream] = {}
         sink = ReservedPages(runner, streams, self._ready, self._failed)
         self._links = await LinkHost.start(HostContext(self._node_id, fingerprint, config, runner.kv.device, sink))
@@ -103,6 +104,7 @@ class DecodeNode:
             local_prefill_up_to=request.local_prefill_up_to,
         )
         check_request(self._runner, stream.request, num_slots(self._runner, stream))
+        stream.request.speculation.check_within(self._config)
         stream.trace = self.shell.recorder.open(stream.request.request_id, "decode")
         return stream
 

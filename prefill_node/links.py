@@ -205,8 +205,7 @@ class LinkPool:
         sender = HandoffSender(
             transport,
             control.post,
-            on_terminal=lambda ticket, ack: context.ended(ticket, _failure(ack)),
-            on_failed=context.ended,
+            on_ended=lambda ticket, end: context.ended(ticket, _failure(end)),
             on_link_lost=lambda reason: notify(loop, self._lost, address, paired.link_id, reason),
             on_sent=context.sent,
             checksums=config.handoff_checksum,
@@ -253,5 +252,7 @@ async def _tear_down(link: Link, control: _Control) -> None:
     await control.close()
 
 
-def _failure(ack: handoff_pb2.HandoffAck) -> str | None:
-    return None if ack.WhichOneof("body") == "ready" else ack.failed.reason or "refused"
+def _failure(end: handoff_pb2.HandoffAck | str) -> str | None:
+    if isinstance(end, str):
+        return end
+    return None if end.WhichOneof("body") == "ready" else end.failed.reason or "refused"

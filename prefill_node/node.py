@@ -14,6 +14,7 @@ import grpc.aio
 
 from kv_transfer.handoff.block import described
 from paceline.config import NodeConfig
+from paceline.engine.fingerprint import fingerprint_of
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import InvalidRequest, PacelineError, RequestCancelled
 from paceline.node.shell import NodeShell, load_model
@@ -45,7 +46,7 @@ class PrefillNode:
         config = self._config
         runner = self._given_runner or await load_model(config, decodes=False)
         self._runner = runner
-        fingerprint = runner.fingerprint()
+        fingerprint = fingerprint_of(runner)
         limits = PrefillLimits(config.prefill_chunk_tokens, config.max_running, config.max_waiting)
         # Decode answers at its own hand-off deadline at the latest; one message may be late by its timeout.
         answer_timeout_s = config.handoff_deadline_s + 2 * config.transfer_timeout_s

@@ -20,6 +20,7 @@ from kv_transfer.handoff.block import TARGET_KV, RowBlock
 from kv_transfer.handoff.cut import message_sizes
 from kv_transfer.transports.torch_dist import TorchDistTransport, create_store, open_transport
 from paceline.config import NodeConfig
+from paceline.engine.fingerprint import fingerprint_of
 from paceline.errors import PacelineError
 from paceline.host_memory import host_zeros
 from paceline.kvcache.layout import LayerOwner
@@ -92,7 +93,7 @@ class RowsNode:
         """An address where nobody listens: nothing is asked of it by RPC."""
         self._loop = asyncio.get_running_loop()
         context = LinkContext(
-            "rows-0", self._runner.fingerprint(), self._config, self._runner.kv, self._on_ended, self._on_sent
+            "rows-0", fingerprint_of(self._runner), self._config, self._runner.kv, self._on_ended, self._on_sent
         )
         self._links = LinkPool(context)
         return "127.0.0.1:0"

@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster.contract.plan import GenerationRequest
+from cluster.contract.generation import GenerationRequest
 from cluster.frontdoor import openapi
 from cluster.frontdoor.http_errors import HttpProblem, dumps, model_not_found, problem_for
 from cluster.frontdoor.http_server import HttpServer, serve_http

@@ -1,4 +1,6 @@
-"""The resume journal: what another router needs to go on with a stream whose router died (design section 7).
+"""The resume journal: what another router needs to go on with a stream whose router died.
+
+docs/internals/architecture.md#a-router-dies tells how it is used.
 
 The text of a generation depends on its admitted request and seed alone, so an entry is that request with every default
 resolved, and nothing more; which tokens were received is what the client itself knows best. Nothing here is awaited by

@@ -3,7 +3,7 @@
 A node's record lives under a key that expires; its LeaseKeeper writes it again every quarter of the lease, but only
 while the node's engine loop ticks, so that a stopped or wedged process loses its lease like a dead one. Generations
 fence: once generation g of a node was seen, a lower one is refused. Routers poll the records into a view that they keep
-when Redis goes away (design section 7).
+when Redis goes away (docs/internals/failures.md#the-failure-table).
 
 Keys, all under the namespace: ``node:{id}`` record, ``nodes`` set of ids, ``generation:{id}`` highest seen, ``epoch``
 a random mark that is gone when Redis lost its data.

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 
-from decode_node.engine.admission import Admission, HandoffDeadlines
 from decode_node.engine.ends import StreamEnds
 from decode_node.engine.handoffs import Handoffs, LinkControl
-from decode_node.engine.rounds import Rounds
+from decode_node.engine.reservations import HandoffDeadlines, Reservations
 from decode_node.engine.scheduler import DecodeLimits, DecodeScheduler
+from decode_node.engine.work import ModelWork
 from decode_node.stream import Stream, StreamPhase
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import Overloaded
@@ -40,8 +40,8 @@ class DecodeEngine:
         self.pages = PageLedger(runner, "decode")
         self._scheduler: DecodeScheduler[Stream] = DecodeScheduler(limits)
         self._ends = StreamEnds(runner, self._scheduler, streams, self.pages)
-        self._admission = Admission(runner, self._scheduler, deadlines, self._ends)
-        self._rounds = Rounds(runner, self._scheduler, self._ends)
+        self._reservations = Reservations(runner, self._scheduler, deadlines, self._ends)
+        self._work = ModelWork(runner, self._scheduler, self._ends)
         self._handoffs = Handoffs(runner, self._scheduler, streams, self._ends, links)
 
     # -- what it tells, from any thread ------------------------------------------------------------------------
@@ -71,10 +71,10 @@ class DecodeEngine:
     def step(self) -> bool:
         """Reserve for who waits, then run chunks of local prefill, a chunk of draft prefill and a round. False when
         there was nothing to run."""
-        self._admission.admit()
-        prefilled = self._rounds.prefill()
-        draft_prefilled = self._rounds.draft_prefill()
-        decoded = self._rounds.decode()
+        self._reservations.reserve()
+        prefilled = self._work.prefill()
+        draft_prefilled = self._work.draft_prefill()
+        decoded = self._work.decode()
         worked = prefilled or draft_prefilled or decoded
         if not worked and not self.streams:
             self.pages.check()
@@ -86,7 +86,7 @@ class DecodeEngine:
         """Queue a stream for pages; raises Overloaded when the line is full."""
         self._scheduler.add(stream)
         self.streams[stream.ticket] = stream
-        self._admission.admit()  # now, so that a burst counts against the line only when there is no room
+        self._reservations.reserve()  # now, so that a burst counts against the line only when there is no room
 
     def handoff_ready(self, ticket: str, state: handoff_pb2.State, draft: DraftState | None) -> None:
         """Every row of a hand-off is in place. ``draft``: the drafter's state, where it crossed."""

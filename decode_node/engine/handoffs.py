@@ -114,14 +114,14 @@ class Handoffs:
     def _owes_draft_prefill(self, stream: Stream) -> bool:
         """Whether hidden rows came for the drafter, or it needs nothing but the tokens."""
         runner = self._runner
-        if runner.handoff != "hidden_states" or stream.landing is None or _weightless(stream):
+        if runner.handoff.mode != "hidden_states" or stream.landing is None or _weightless(stream):
             return False
-        tokens_alone = runner.row_width == 0 and len(runner.drafter.kv_layers) > 0
+        tokens_alone = runner.handoff.row_width == 0 and len(runner.drafter.kv_layers) > 0
         return tokens_alone or stream.landing.handoff.hidden_complete
 
     def _count_missing_draft(self, stream: Stream, seq: Sequence) -> None:
         layers = len(self._runner.kv.layout.layer_range(LayerOwner.DRAFT))
-        wanted = layers and self._runner.handoff != "none"
+        wanted = layers and self._runner.handoff.mode != "none"
         if wanted and seq.draft_rows < seq.num_prefill and not _weightless(stream):
             self.missing_drafts += 1
             log.warning("%s came without draft state: speculation starts late", stream.request.request_id)

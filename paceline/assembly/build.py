@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from paceline.assembly.drafting import budget_of, plan_drafter, plan_export
-from paceline.assembly.graph_build import SCRATCH_PAGES, add_graphs, wants_graphs
+from paceline.assembly.graph_build import SCRATCH_PAGES, capture_graphs, wants_graphs
 from paceline.assembly.head_check import check_heads
 from paceline.assembly.measure import measure_costs
 from paceline.assembly.selfcheck import is_bit_exact
 from paceline.attention.select import attention_for
 from paceline.config import NodeConfig
-from paceline.engine.model_runner import ModelRunner, RunnerIdentity, RunnerLimits
+from paceline.engine.handoff_contents import HandoffContents
+from paceline.engine.model_runner import KvMemory, ModelRunner, RunnerIdentity, RunnerLimits
 from paceline.errors import ConfigError
 from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.layout import KvLayout
@@ -74,26 +76,26 @@ def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity, *
     spec = model.spec
     attention = attention_for(model.device, spec.num_heads, spec.num_kv_heads, spec.head_dim, config.attention)
     drafter = plan.make(kv, attention)
-    prefix = None
-    if config.prefix_cache:
-        prefix = PrefixCache(allocator, config.page_size, drafter.lookahead, identity.namespace(plan.digest))
     budget = budget_of(config)
     spec_slots = max(budget.max_nodes, drafter.draft_slots(budget))
-    limits = RunnerLimits(
-        _max_model_len(config, spec, spec_slots),
-        budget,
-        config.acceptance,
-        config.handoff,
-        config.handoff_rows,
-        config.handoff_checksum,
-    )
+    max_model_len = _max_model_len(config, spec, spec_slots)
+    contents = HandoffContents.of(config, drafter, spec.hidden_size)
     exact = is_bit_exact(model, kv, allocator, attention)
     log.info("kernels %s: this host is %s", identity.kernels, "bit-exact" if exact else "NOT bit-exact")
-    policy = make_policy("fixed" if config.adaptive == "off" else config.adaptive, costs, drafter=drafter.name)
-    runner = ModelRunner(model, drafter, kv, allocator, prefix, attention, limits, identity, plan.digest, exact, policy)
-    if graphs:
-        add_graphs(runner, config)
-    return runner
+    identity = replace(identity, drafter_weights=plan.digest, bit_exact=exact)
+    prefix = None
+    if config.prefix_cache:
+        prefix = PrefixCache(allocator, config.page_size, drafter.lookahead, identity.namespace())
+    return ModelRunner(
+        model,
+        drafter,
+        KvMemory(kv, allocator, prefix),
+        attention,
+        RunnerLimits(max_model_len, budget, config.acceptance, contents),
+        identity,
+        make_policy("fixed" if config.adaptive == "off" else config.adaptive, costs, drafter=drafter.name),
+        capture_graphs(config, model, drafter, kv, attention, max_model_len + spec_slots) if graphs else None,
+    )
 
 
 def _max_model_len(config: NodeConfig, spec: ModelSpec, spec_slots: int) -> int:

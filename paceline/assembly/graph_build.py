@@ -6,13 +6,16 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+from paceline.assembly.drafting import budget_of
+from paceline.attention.base import AttentionBackend
 from paceline.attention.padding import Scratch
 from paceline.config import NodeConfig
 from paceline.engine.buckets import MemoryBound, batch_sizes, row_counts
 from paceline.engine.graphs import GraphLimits, TargetGraphs
-from paceline.engine.model_runner import ModelRunner
+from paceline.kvcache.pool import KvPool
 from paceline.layers.graph_capture import Capture, CudaCapture
-from paceline.spec_decode.base import DraftSampling, TreeKind
+from paceline.models.base import TargetModel
+from paceline.spec_decode.base import Drafter, DraftSampling, TreeKind
 from paceline.spec_decode.drafters.auto import AUTO
 from paceline.spec_decode.drafters.feature import FeatureDrafter
 from paceline.spec_decode.drafters.head_graphs import HeadAt, HeadGraphs
@@ -29,32 +32,33 @@ def wants_graphs(config: NodeConfig) -> bool:
     return config.cuda_graphs and config.device.startswith("cuda")
 
 
-def add_graphs(runner: ModelRunner, config: NodeConfig, capture: Capture | None = None) -> None:
-    """Capture, within ``graph_memory_mib``. The pool's last page must be no one's (SCRATCH_PAGES).
+def capture_graphs(
+    config: NodeConfig, model: TargetModel, drafter: Drafter, kv: KvPool, attention: AttentionBackend, max_len: int
+) -> TargetGraphs:
+    """Capture the target's forwards over a pool, and those of the drafter's head, within ``graph_memory_mib``.
 
-    capture: how; None: as CUDA graphs of the runner's device.
+    The pool's last page must be no one's (SCRATCH_PAGES). max_len: positions of a sequence, draft slots included.
     """
-    capture = capture or CudaCapture(runner.model.device)
-    scratch = Scratch(runner.kv.num_pages - SCRATCH_PAGES, runner.page_size)
-    budget = runner.limits.budget
+    capture = CudaCapture(model.device)
+    scratch = Scratch(kv.num_pages - SCRATCH_PAGES, kv.page_size)
+    budget = budget_of(config)
     varies = config.adaptive != "off" or config.drafter == AUTO or config.min_confidence > 0.0
     limits = GraphLimits(
         max_batch=config.max_running,
         max_rows=budget.max_nodes,
         varies=varies or budget.tree is TreeKind.DYNAMIC,
         tree=budget.tree is not TreeKind.CHAIN and budget.tree_width > 1,
-        max_len=runner.limits.max_model_len + runner.spec_slots,
+        max_len=max_len,
     )
     bound = MemoryBound(config.graph_memory_mib << 20)
-    graphs = TargetGraphs(runner.model, runner.kv, runner.attention, runner.drafter.aux_layers, scratch, capture)
+    graphs = TargetGraphs(model, kv, attention, drafter.aux_layers, scratch, capture)
     graphs.capture_all(limits, bound, lambda buckets: showing("capturing CUDA graphs", buckets))
-    runner.graphs = graphs
-    if (drafter := _feature_drafter(runner)) is not None and budget.num_draft_tokens:
-        drafter.graphs = _head_graphs(drafter, limits, budget.num_draft_tokens, scratch, capture, bound)
+    if (stepping := _feature_drafter(drafter)) is not None and budget.num_draft_tokens:
+        stepping.graphs = _head_graphs(stepping, limits, budget.num_draft_tokens, scratch, capture, bound)
+    return graphs
 
 
-def _feature_drafter(runner: ModelRunner) -> FeatureDrafter | None:
-    drafter = runner.drafter
+def _feature_drafter(drafter: Drafter) -> FeatureDrafter | None:
     primary = drafter.primary if isinstance(drafter, SelectingDrafter) else drafter
     return primary if isinstance(primary, FeatureDrafter) else None
 

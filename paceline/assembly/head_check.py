@@ -1,6 +1,6 @@
 """Are the heads those of this target? Asked once, on a few built-in prompts, before a node serves.
 
-Heads that do not fit change no text: they are only accepted less, and nobody would notice (algorithms.md E, F9).
+Heads that do not fit change no text: they are only accepted less, and nobody would notice (algorithms.md E12, H7).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from paceline.client import convert
 from paceline.client.channel import CHANNEL_OPTIONS, DEFAULT_TIMEOUT_S
 from paceline.client.convert import GenerateOptions, Messages, Prompt
 from paceline.client.failover import DEFAULT_RETRIES, Patience, Routers
-from paceline.client.resume import Received
+from paceline.client.progress import StreamProgress
 from paceline.errors import PacelineError, RequestCancelled
 from paceline.results import Chunk, Generation, ModelInfo, RequestTrace, Tokenization
 from paceline.rpc.wire_errors import error_from_rpc
@@ -23,11 +23,11 @@ from paceline.wire import trace_from_proto
 class AsyncChunkStream(AsyncIterator[Chunk]):
     """Chunks of one generation, once, whichever routers bring them. Closing it, or dropping it, cancels the request."""
 
-    def __init__(self, routers: Routers[grpc.aio.Channel], received: Received, patience: Patience) -> None:
+    def __init__(self, routers: Routers[grpc.aio.Channel], progress: StreamProgress, patience: Patience) -> None:
         self._loop = asyncio.get_running_loop()
-        self._routers, self._received, self._patience = routers, received, patience
+        self._routers, self._progress, self._patience = routers, progress, patience
         self._closed = False
-        self._open(received.request)
+        self._open(progress.request)
 
     def _open(self, request: inference_pb2.GenerateRequest) -> None:
         self._router, stub = self._routers.current
@@ -42,7 +42,7 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
                 continue
             if message is grpc.aio.EOF:
                 raise StopAsyncIteration
-            self._received.take(message)
+            self._progress.take(message)
             self._patience.progressed()
             return convert.chunk(message)
 
@@ -50,17 +50,17 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
         """Ask the next router for the rest. Raises when there is none, or no use in it."""
         if self._closed:
             raise error_from_rpc(error) from None
-        if self._received.complete:  # only the end of the stream was lost
+        if self._progress.complete:  # only the end of the stream was lost
             raise StopAsyncIteration
         try:
-            pause = self._patience.pause_s(error, started=self._received.started)
+            pause = self._patience.pause_s(error, started=self._progress.started)
         except PacelineError as known:
             raise known from None
         self._routers.failed(self._router)
         await asyncio.sleep(pause)
         if self._closed:
             raise RequestCancelled("the stream was closed")
-        self._open(self._received.resuming())
+        self._open(self._progress.resuming())
 
     async def aclose(self) -> None:
         """Cancel what is left of the request. Idempotent."""
@@ -122,7 +122,7 @@ class AsyncClient:
     ) -> AsyncChunkStream:
         """Generate, as it comes. Errors are raised while iterating."""
         request = convert.generate_request(prompt, options)
-        return AsyncChunkStream(self._routers, Received(request), self._patience(timeout))
+        return AsyncChunkStream(self._routers, StreamProgress(request), self._patience(timeout))
 
     async def tokenize(self, prompt: str | Messages, /, *, timeout: float | None = None) -> Tokenization:
         """Token ids of a text or a chat."""

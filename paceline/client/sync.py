@@ -12,7 +12,7 @@ from paceline.client import convert
 from paceline.client.channel import CHANNEL_OPTIONS, DEFAULT_TIMEOUT_S
 from paceline.client.convert import GenerateOptions, Messages, Prompt
 from paceline.client.failover import DEFAULT_RETRIES, Patience, Routers
-from paceline.client.resume import Received
+from paceline.client.progress import StreamProgress
 from paceline.errors import PacelineError, RequestCancelled
 from paceline.results import Chunk, Generation, ModelInfo, RequestTrace, Tokenization
 from paceline.rpc.wire_errors import error_from_rpc
@@ -23,10 +23,10 @@ from paceline.wire import trace_from_proto
 class ChunkStream(Iterator[Chunk]):
     """Chunks of one generation, once, whichever routers bring them. Closing it, or dropping it, cancels the request."""
 
-    def __init__(self, routers: Routers[grpc.Channel], received: Received, patience: Patience) -> None:
-        self._routers, self._received, self._patience = routers, received, patience
+    def __init__(self, routers: Routers[grpc.Channel], progress: StreamProgress, patience: Patience) -> None:
+        self._routers, self._progress, self._patience = routers, progress, patience
         self._closed = threading.Event()
-        self._open(received.request)
+        self._open(progress.request)
 
     def _open(self, request: inference_pb2.GenerateRequest) -> None:
         self._router, stub = self._routers.current
@@ -39,7 +39,7 @@ class ChunkStream(Iterator[Chunk]):
             except grpc.RpcError as error:
                 self._go_on_after(error)
                 continue
-            self._received.take(message)
+            self._progress.take(message)
             self._patience.progressed()
             return convert.chunk(message)
 
@@ -47,16 +47,16 @@ class ChunkStream(Iterator[Chunk]):
         """Ask the next router for the rest. Raises when there is none, or no use in it."""
         if self._closed.is_set():
             raise error_from_rpc(error) from None
-        if self._received.complete:  # only the end of the stream was lost
+        if self._progress.complete:  # only the end of the stream was lost
             raise StopIteration
         try:
-            pause = self._patience.pause_s(error, started=self._received.started)
+            pause = self._patience.pause_s(error, started=self._progress.started)
         except PacelineError as known:
             raise known from None
         self._routers.failed(self._router)
         if self._closed.wait(pause):
             raise RequestCancelled("the stream was closed")
-        self._open(self._received.resuming())
+        self._open(self._progress.resuming())
         if self._closed.is_set():  # by another thread, which could not see the new call
             self._call.cancel()
 
@@ -119,7 +119,7 @@ class Client:
     ) -> ChunkStream:
         """Generate, as it comes. Errors are raised while iterating."""
         request = convert.generate_request(prompt, options)
-        return ChunkStream(self._routers, Received(request), self._patience(timeout))
+        return ChunkStream(self._routers, StreamProgress(request), self._patience(timeout))
 
     def tokenize(self, prompt: str | Messages, /, *, timeout: float | None = None) -> Tokenization:
         """Token ids of a text or a chat."""

@@ -11,102 +11,74 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from paceline.engine.rounds import Drafted, Judged
 from paceline.kvcache.layout import LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.sampling.device import BROKEN, sample_rows_device
 from paceline.sampling.params import has_penalty
 from paceline.sampling.sampler import RowContext
-from paceline.spec_decode.accept.device_trees import LENGTH, PATH, upload_trees
+from paceline.spec_decode.accept.device_trees import LENGTH, PATH, DeviceTrees, upload_trees
 from paceline.spec_decode.accept.device_walk import read_verdicts, walk_device
-from paceline.spec_decode.accept.verify import Verdict
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree
-from paceline.spec_decode.unread import UnreadChains
 
 
 @dataclass(frozen=True)
-class Judged:
-    """What the target made of every tree; its KV rows are compacted."""
+class DeviceJudge:
+    """See ``Judge``: the default rule. Both methods raise FloatingPointError for a row that is asked for a token and
+    whose best logit is not finite."""
 
-    verdicts: list[Verdict]
-    argmax: list[list[int]]  # its best token at each node of each tree; empty where nobody asked
-    trees: list[DraftTree]  # with the tokens that only the device knew
+    kv: KvPool
+    takes_unread = True
 
+    def first_tokens(self, seqs: Seq[Sequence], logits: torch.Tensor) -> list[int]:
+        """See Judge. Waits once."""
+        contexts = [
+            RowContext(seq.request.params, seq.num_prefill, seq.request.prompt_token_ids, seq.output_token_ids, ())
+            for seq in seqs
+        ]
+        tokens: list[int] = sample_rows_device(logits, contexts).tolist()
+        for seq, token in zip(seqs, tokens, strict=True):
+            check_token(token, seq.num_prefill)
+        return tokens
 
-def judge(
-    kv: KvPool,
-    seqs: Seq[Sequence],
-    trees: Seq[DraftTree],
-    logits: torch.Tensor,
-    tokens_left: Seq[int],
-    *,
-    want_argmax: bool,
-    unread: UnreadChains | None = None,
-) -> Judged:
-    """logits: float32 [nodes of all trees, V]. tokens_left: how many tokens each sequence may still get, >= 1. unread:
-    where ``trees`` are its blank ones; no sequence has penalties then, which depend on a node's path.
+    def judge(self, drafted: Drafted, logits: torch.Tensor, *, want_argmax: bool) -> Judged:
+        """See Judge. Waits once. No sequence of unread drafts has penalties, which depend on a node's path."""
+        seqs, trees, unread = drafted.seqs, drafted.trees, drafted.unread
+        rows = [row for seq, tree in zip(seqs, trees, strict=True) for row in _rows(seq, tree)]
+        sampled = sample_rows_device(logits, rows)
+        there = self._upload(drafted, logits.device)
+        if unread is not None:
+            unread.put_into_walk(there.token_ids)
+        walked = walk_device(there, sampled)
+        if there.slots.numel():
+            layers = self.kv.layout.layer_range(LayerOwner.TARGET)
+            self.kv.keep_paths(layers, there.slots, there.starts, walked[:, LENGTH], walked[:, PATH:])
+        best = logits.argmax(dim=1).to(torch.int32) if want_argmax else walked.new_empty(0)
+        drawn = walked.new_empty(0) if unread is None else unread.for_walk
+        words = torch.cat((walked.view(-1), best, drawn)).cpu()  # the one wait
+        told, best, drawn = words.split_with_sizes([walked.numel(), best.numel(), drawn.numel()])
+        verdicts = read_verdicts(told.view(walked.shape))
+        for seq, verdict in zip(seqs, verdicts, strict=True):
+            check_token(verdict.new_token, seq.num_computed + len(verdict.path) + 1)
+        argmax = torch.split_with_sizes(best, drafted.sizes) if want_argmax else ()
+        read = list(trees) if unread is None else unread.read_trees(seqs, drawn.tolist())
+        # A chain that ends before a token outside the vocabulary has fewer nodes than were verified.
+        kept = [tokens[: tree.num_nodes].tolist() for tree, tokens in zip(read, argmax, strict=False)]
+        return Judged(verdicts, kept, read)
 
-    Raises FloatingPointError when a walk reaches a row whose best logit is not finite.
-    """
-    device = logits.device
-    rows = [row for seq, tree in zip(seqs, trees, strict=True) for row in _rows(seq, tree)]
-    sampled = sample_rows_device(logits, rows)
-    branches = not all(tree.is_chain for tree in trees)  # the accepted part of a chain lies in place
-    there = upload_trees(
-        trees,
-        [seq.request.params.stop_token_ids for seq in seqs],
-        tokens_left,
-        device,
-        _slots(seqs, trees) if branches else None,
-    )
-    if unread is not None:
-        unread.put_into_walk(there.token_ids)
-    walked = walk_device(there, sampled)
-    if branches:
-        layers = kv.layout.layer_range(LayerOwner.TARGET)
-        kv.keep_paths(layers, there.slots, there.starts, walked[:, LENGTH], walked[:, PATH:])
-    best = logits.argmax(dim=1).to(torch.int32) if want_argmax else walked.new_empty(0)
-    drafted = walked.new_empty(0) if unread is None else unread.for_walk
-    words = torch.cat((walked.view(-1), best, drafted)).cpu()  # the one wait
-    told, best, drafted = words.split_with_sizes([walked.numel(), best.numel(), drafted.numel()])
-    verdicts = read_verdicts(told.view(walked.shape))
-    for seq, verdict in zip(seqs, verdicts, strict=True):
-        check_token(verdict.new_token, seq.num_computed + len(verdict.path) + 1)
-    sizes = [tree.num_nodes for tree in trees]
-    argmax = torch.split_with_sizes(best, sizes) if want_argmax else ()
-    read = list(trees) if unread is None else unread.read_trees(seqs, drafted.tolist())
-    # A chain that ends before a token outside the vocabulary has fewer nodes than were verified.
-    kept = [tokens[: tree.num_nodes].tolist() for tree, tokens in zip(read, argmax, strict=False)]
-    return Judged(verdicts, kept, read)
-
-
-def first_tokens(seqs: Seq[Sequence], logits: torch.Tensor) -> list[int]:
-    """Tokens after the prompts of ``seqs``. logits: float32 [len(seqs), V]. Waits once.
-
-    Raises FloatingPointError when the best logit of a row is not finite.
-    """
-    contexts = [
-        RowContext(seq.request.params, seq.num_prefill, seq.request.prompt_token_ids, seq.output_token_ids, ())
-        for seq in seqs
-    ]
-    tokens: list[int] = sample_rows_device(logits, contexts).tolist()
-    for seq, token in zip(seqs, tokens, strict=True):
-        check_token(token, seq.num_prefill)
-    return tokens
+    def _upload(self, drafted: Drafted, device: torch.device) -> DeviceTrees:
+        """With slots only where a tree branches: the accepted part of a chain lies in place."""
+        seqs, trees = drafted.seqs, drafted.trees
+        slots = None if all(tree.is_chain for tree in trees) else _slots(seqs, trees)
+        stops = [seq.request.params.stop_token_ids for seq in seqs]
+        return upload_trees(trees, stops, drafted.tokens_left, device, slots)
 
 
 def check_token(token: int, position: int) -> None:
     """Raise FloatingPointError for a token that could not be sampled."""
     if token == BROKEN:
         raise FloatingPointError(f"logits at position {position} are not finite")
-
-
-def accepted_rows(rows: torch.Tensor, path: Seq[int]) -> torch.Tensor:
-    """Rows of the root and of the nodes of ``path``. rows: [num_nodes, width]; a view where they lie together."""
-    nodes = [0, *path]
-    if nodes == list(range(len(nodes))):
-        return rows[: len(nodes)]
-    return rows[nodes]
 
 
 def _rows(seq: Sequence, tree: DraftTree) -> list[RowContext]:

@@ -7,7 +7,6 @@ compact the pool, let the drafter digest what was accepted. All methods run on o
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -15,11 +14,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from paceline.attention.base import AttentionBackend, ForwardBatch, Segment
-from paceline.engine.device_round import accepted_rows, first_tokens, judge
+from paceline.engine.device_round import DeviceJudge
 from paceline.engine.graphs import TargetGraphs
-from paceline.engine.tree_rows import ObserveLogits, TreeRows, row_context
+from paceline.engine.handoff_contents import HandoffContents
+from paceline.engine.host_round import HostJudge
+from paceline.engine.rounds import Drafted, Judge, Judged, accepted_rows, commit, count
+from paceline.engine.tree_rows import ObserveLogits
 from paceline.kvcache.allocator import PageAllocator
-from paceline.kvcache.layout import KvLayout, LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.kvcache.prefix import PrefixCache
 from paceline.kvcache.table import PageTable
@@ -29,21 +30,10 @@ from paceline.request import FinishReason, SequenceRequest, TokenLogprobs
 from paceline.results import Round
 from paceline.sampling.logprobs import token_logprobs
 from paceline.sampling.params import has_penalty
-from paceline.sampling.sampler import sample_rows
-from paceline.sampling.topk import argmax_lowest
-from paceline.spec_decode.accept.acceptance import RULES, Verification
-from paceline.spec_decode.accept.coins import Coins
-from paceline.spec_decode.accept.verify import Verdict
+from paceline.spec_decode.accept.acceptance import RULES
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem, TreeKind
 from paceline.spec_decode.length.adaptive import FixedLength, LengthPolicy
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.trees.tree import DraftTree
-from paceline.spec_decode.unread import UnreadChains
-from paceline.v1.handoff_pb2 import Fingerprint
-
-log = logging.getLogger(__name__)
-
-HANDOFF_PROTOCOL = 2  # version of handoff.proto's meaning
 
 
 @dataclass(frozen=True)
@@ -79,14 +69,12 @@ class RoundResult:
 
 @dataclass(frozen=True)
 class RunnerLimits:
-    """Bounds of a deployment."""
+    """What a deployment fixes for all requests."""
 
     max_model_len: int
     budget: DraftBudget  # the largest tree
-    acceptance: str = "sample"
-    handoff: str = "draft_kv"  # what crosses besides target KV: draft_kv, hidden_states or none
-    handoff_rows: str = "fused"  # or raw
-    handoff_checksum: bool = False  # bytes that cross carry a sum
+    acceptance: str  # name of a rule
+    handoff: HandoffContents
 
 
 @dataclass(frozen=True)
@@ -96,10 +84,21 @@ class RunnerIdentity:
     model: str
     weights: str  # digest
     kernels: str
+    drafter_weights: str = ""  # digest; empty: it has none
+    bit_exact: bool = False  # whether this host gives a row the same bits however it is batched
 
-    def namespace(self, drafter_digest: str) -> str:
+    def namespace(self) -> str:
         """Root of the prefix cache's keys."""
-        return f"{self.model}/{self.weights}/{drafter_digest}"
+        return f"{self.model}/{self.weights}/{self.drafter_weights}"
+
+
+@dataclass(frozen=True)
+class KvMemory:
+    """The pages of a node, who holds them, and which of them may be met again."""
+
+    pool: KvPool
+    allocator: PageAllocator
+    prefix: PrefixCache | None
 
 
 class ModelRunner:
@@ -109,23 +108,21 @@ class ModelRunner:
         self,
         model: TargetModel,
         drafter: Drafter,
-        kv: KvPool,
-        allocator: PageAllocator,
-        prefix: PrefixCache | None,
+        memory: KvMemory,
         attention: AttentionBackend,
         limits: RunnerLimits,
         identity: RunnerIdentity,
-        drafter_digest: str = "",
-        bit_exact: bool = False,
         policy: LengthPolicy | None = None,
+        graphs: TargetGraphs | None = None,
     ) -> None:
-        self.identity, self.drafter_digest, self.bit_exact = identity, drafter_digest, bit_exact
-        self.model, self.drafter, self.kv, self.allocator = model, drafter, kv, allocator
-        self.prefix, self.attention, self.limits = prefix, attention, limits
+        """policy: how many tokens to draft; None: as many as a request may have. graphs: of the same model and pool."""
+        self.model, self.drafter, self.attention, self.graphs = model, drafter, attention, graphs
+        self.kv, self.allocator, self.prefix = memory.pool, memory.allocator, memory.prefix
+        self.limits, self.identity, self.bit_exact = limits, identity, identity.bit_exact
+        self.handoff = limits.handoff
         self.rule = RULES[limits.acceptance]
         self.policy = policy or FixedLength()
         self.samples_on_device = model.device.type == "cuda"  # else on the host, row by row as a rule asks
-        self.graphs: TargetGraphs | None = None  # whoever assembles a node on a GPU captures them
         self.observe_logits: ObserveLogits | None = None
 
     @property
@@ -144,11 +141,6 @@ class ModelRunner:
         return self.model.spec.vocab_size
 
     @property
-    def hidden_size(self) -> int:
-        """Width of the hidden rows that a hand-off carries: the drafter's own."""
-        return self.drafter.state_width or self.model.spec.hidden_size
-
-    @property
     def dtype(self) -> torch.dtype:
         """Of weights, KV and hidden rows."""
         return self.model.dtype
@@ -157,46 +149,6 @@ class ModelRunner:
     def spec_slots(self) -> int:
         """Slots past the m committed rows that a round may write: the largest tree, or what drafting it takes."""
         return max(self.limits.budget.max_nodes, self.drafter.draft_slots(self.limits.budget))
-
-    @property
-    def handoff(self) -> str:
-        """What crosses besides target KV: draft_kv, hidden_states or none."""
-        return self.limits.handoff
-
-    @property
-    def fuses(self) -> bool:
-        """Hidden rows cross fused."""
-        return self.limits.handoff_rows == "fused" and self.drafter.fused_width > 0
-
-    @property
-    def row_width(self) -> int:
-        """Elements of a hidden row that a hand-off brings for each token; 0: none cross."""
-        if self.handoff != "hidden_states":
-            return 0
-        return self.drafter.fused_width if self.fuses else self.drafter.row_width
-
-    def fingerprint(self) -> Fingerprint:
-        """What a peer must match (handoff.proto): of the drafter, as much as what crosses depends on. Page size and
-        draft length may differ."""
-        mode, layout = self.handoff, self.kv.layout
-        if mode != "draft_kv":
-            target = layout.layer_range(LayerOwner.TARGET)
-            layout = KvLayout(layout.layers[target.start : target.stop], layout.dtype)
-        bound = mode == "draft_kv" or (mode == "hidden_states" and self.fuses)
-        return Fingerprint(
-            protocol=HANDOFF_PROTOCOL,
-            model=self.identity.model,
-            weights=self.identity.weights,
-            dtype=str(self.dtype).removeprefix("torch."),
-            layout=layout.text(),
-            drafter="" if mode == "none" else self.drafter.name,
-            drafter_modules=len(self.drafter.kv_layers) if mode == "draft_kv" else 0,
-            drafter_weights=self.drafter_digest if bound else "",
-            hidden_size=self.hidden_size if mode == "draft_kv" else self.row_width,
-            handoff_mode=mode,
-            checksum="crc32" if self.limits.handoff_checksum else "",
-            kernels=self.identity.kernels,
-        )
 
     # ---- sequences
 
@@ -241,11 +193,10 @@ class ModelRunner:
         sampled: list[SampledToken | None] = [None] * len(chunks)
         if final:
             logits = self.model.logits(torch.stack([hidden[i][-1] for i in final]))
-            tokens: Seq[int | None] = [None] * len(final)
-            if self.samples_on_device and self.observe_logits is None:
-                tokens = first_tokens([chunks[i].seq for i in final], logits)
-            for i, row, token in zip(final, logits, tokens, strict=True):
-                sampled[i] = self._first_token(chunks[i].seq, row, token)
+            ending = [chunks[i].seq for i in final]
+            tokens = self._judge(by_default_rule=True).first_tokens(ending, logits)
+            for i, seq, row, token in zip(final, ending, logits, tokens, strict=True):
+                sampled[i] = self._first_token(seq, row, token)
         items = []
         for chunk, rows in zip(chunks, torch.split_with_sizes(draft_rows, sizes), strict=True):
             chunk.seq.num_computed = chunk.end
@@ -262,12 +213,7 @@ class ModelRunner:
             return seq.draft_rows
         return max(seq.cached_tokens, seq.draft_rows - max(0, self.drafter.lookahead - 1))
 
-    def _first_token(self, seq: Sequence, logits: torch.Tensor, token_id: int | None) -> SampledToken:
-        """token_id: where the device sampled it already."""
-        if self.observe_logits is not None:
-            self.observe_logits(seq, seq.num_prefill, logits)
-        if token_id is None:
-            token_id = sample_rows(logits[None], [row_context(seq, (), seq.num_prefill)])[0]
+    def _first_token(self, seq: Sequence, logits: torch.Tensor, token_id: int) -> SampledToken:
         seq.token_ids.append(token_id)
         if token_id in seq.request.params.stop_token_ids:
             seq.finish_reason = FinishReason.STOP
@@ -281,64 +227,72 @@ class ModelRunner:
 
         rows: [end - start, row_width]. After the last ones it can draft.
         """
-        self.drafter.extend([ExtendItem(seq, start, end, rows, end == seq.num_prefill, fused=self.fuses)])
+        self.drafter.extend([ExtendItem(seq, start, end, rows, end == seq.num_prefill, fused=self.handoff.fused)])
 
     # ---- decode
 
     def decode(self, seqs: Seq[Sequence]) -> list[RoundResult]:
         """One draft-verify round. Each table must reach ``num_computed + spec_slots`` or the budget's own need."""
         clock = time.perf_counter
+        greedy = all(seq.request.params.temperature == 0.0 for seq in seqs)
+        judge = self._judge(by_default_rule=greedy or self.rule is RULES["sample"])
         began = clock()
-        trees, unread = self._propose(seqs)
-        drafted = clock()
-        segments = [self._segment(seq, tree) for seq, tree in zip(seqs, trees, strict=True)]
-        sizes = [tree.num_nodes for tree in trees]
-        hidden, rows = self.forward(segments, late=None if unread is None else unread.for_target())
+        drafted = self._propose(seqs, judge)
+        proposed = clock()
+        hidden, rows = self.forward(drafted.segments(), late=drafted.late_tokens())
         logits = self.model.logits(hidden)
-        judged = None
-        if self._judges_on_device(seqs):
-            left, want_argmax = [self._tokens_left(seq) for seq in seqs], self.drafter.needs_argmax
-            judged = judge(self.kv, seqs, trees, logits, left, want_argmax=want_argmax, unread=unread)
-            trees = judged.trees
-        verdicts, items = [], []
-        parts = zip(torch.split_with_sizes(rows, sizes), torch.split_with_sizes(logits, sizes), strict=True)
-        for i, (seq, tree, (mine, scores)) in enumerate(zip(seqs, trees, parts, strict=True)):
-            verdict = self._verify(seq, tree, scores) if judged is None else judged.verdicts[i]
-            if self.drafter.needs_argmax:
-                self.drafter.observe(seq, tree, argmax_lowest(scores).tolist() if judged is None else judged.argmax[i])
-            start = seq.num_computed
-            verdicts.append((verdict, self._commit(seq, tree, verdict, scores, compacted=judged is not None)))
-            if seq.finish_reason is None:
-                kept = mine[[0, *verdict.path]] if judged is None else accepted_rows(mine, verdict.path)
-                items.append(ExtendItem(seq, start, seq.num_computed, kept, final=True))
+        judged = judge.judge(drafted, logits, want_argmax=self.drafter.needs_argmax)
+        logprobs, items = self._commit(drafted, judged, rows, logits)
         verified = clock()
         if items and self.drafter.needs_extend:
             self.drafter.extend(items)
         extended = clock()
-        accepted = [len(verdict.path) for verdict, _ in verdicts]
-        self.policy.observe(seqs, trees, accepted, drafted - began, extended - drafted)
-        draft_s, verify_s = drafted - began + extended - verified, verified - drafted
-        return [
-            self._result(seq, tree, verdict, logprobs, draft_s, verify_s)
-            for seq, tree, (verdict, logprobs) in zip(seqs, trees, verdicts, strict=True)
-        ]
+        accepted = [len(verdict.path) for verdict in judged.verdicts]
+        self.policy.observe(seqs, judged.trees, accepted, proposed - began, extended - verified)
+        draft_s, verify_s = proposed - began + extended - verified, verified - proposed
+        results = []
+        for seq, tree, verdict, probs in zip(seqs, judged.trees, judged.verdicts, logprobs, strict=True):
+            drafter, depth = tree.drafter or self.drafter.name, max(tree.depths)
+            done = Round(tree.num_draft_tokens, len(verdict.path), depth, drafter, draft_s, verify_s)
+            count(seq, done)
+            results.append(RoundResult(tuple(verdict.committed(tree)), probs, done))
+        return results
 
-    def _propose(self, seqs: Seq[Sequence]) -> tuple[list[DraftTree], UnreadChains | None]:
-        """The round's trees; blank ones, and their tokens on the device, where the host can do without them until the
-        verdict. It cannot where a penalty depends on a node's path, or drafting is timed."""
+    def _propose(self, seqs: Seq[Sequence], judge: Judge) -> Drafted:
+        """The round's trees; unread where the judge can do without their tokens until the verdict. It cannot where a
+        penalty depends on a node's path, or drafting is timed."""
         budgets = self.policy.decide(seqs, [self._budget(seq) for seq in seqs])
-        if self._judges_on_device(seqs) and not self.policy.needs_draft_time:
+        left = [self._tokens_left(seq) for seq in seqs]
+        if judge.takes_unread and not self.policy.needs_draft_time:
             blind = not any(has_penalty(seq.request.params) for seq in seqs)
             unread = self.drafter.propose_unread(seqs, budgets) if blind else None
             if unread is not None:
-                return unread.blank_trees(seqs), unread
-        return self.drafter.propose(seqs, budgets), None
+                return Drafted(seqs, unread.blank_trees(seqs), left, unread)
+        return Drafted(seqs, self.drafter.propose(seqs, budgets), left)
 
-    def _judges_on_device(self, seqs: Seq[Sequence]) -> bool:
-        """Where the default rule decides, and nobody wants to see logits."""
-        if not self.samples_on_device or self.observe_logits is not None:
-            return False
-        return self.rule is RULES["sample"] or all(seq.request.params.temperature == 0.0 for seq in seqs)
+    def _judge(self, *, by_default_rule: bool) -> Judge:
+        """On the device where the default rule decides, and nobody wants to see logits."""
+        if self.samples_on_device and self.observe_logits is None and by_default_rule:
+            return DeviceJudge(self.kv)
+        return HostJudge(self.kv, self.rule, self.observe_logits)
+
+    def _commit(
+        self, drafted: Drafted, judged: Judged, rows: torch.Tensor, logits: torch.Tensor
+    ) -> tuple[list[tuple[TokenLogprobs, ...]], list[ExtendItem]]:
+        """Log-probabilities of each sequence's new tokens, and what the drafter is to digest of those that go on.
+
+        rows: what the drafter is given of every node; logits: float32 [nodes, V].
+        """
+        logprobs, items = [], []
+        of_each, logits_of_each = (torch.split_with_sizes(tensor, drafted.sizes) for tensor in (rows, logits))
+        for i, (seq, mine, scores) in enumerate(zip(drafted.seqs, of_each, logits_of_each, strict=True)):
+            tree, verdict, start = judged.trees[i], judged.verdicts[i], seq.num_computed
+            if self.drafter.needs_argmax:
+                self.drafter.observe(seq, tree, judged.argmax[i])
+            logprobs.append(commit(seq, tree, verdict, scores))
+            if seq.finish_reason is None:
+                items.append(ExtendItem(seq, start, seq.num_computed, accepted_rows(mine, verdict.path), final=True))
+        return logprobs, items
 
     def _budget(self, seq: Sequence) -> DraftBudget:
         """Caps of algorithms.md A4; decided before the round's randomness. A request may only ask for less."""
@@ -358,59 +312,6 @@ class ModelRunner:
     def _tokens_left(self, seq: Sequence) -> int:
         asked = seq.request.params.max_tokens - seq.num_output
         return min(asked, self.max_model_len - len(seq.token_ids))
-
-    @staticmethod
-    def _segment(seq: Sequence, tree: DraftTree) -> Segment:
-        if tree.is_chain:
-            return Segment.linear(tree.token_ids, seq.num_computed, seq.table.slots)
-        return Segment.tree(tree.token_ids, tree.parents, seq.num_computed, seq.table.slots)
-
-    def _verify(self, seq: Sequence, tree: DraftTree, logits: torch.Tensor) -> Verdict:
-        """The deployment's acceptance rule; a greedy request needs no probabilities."""
-        params = seq.request.params
-        rule = self.rule if params.temperature > 0.0 else RULES["sample"]
-        stops, left = params.stop_token_ids, self._tokens_left(seq)
-        target = TreeRows(seq, tree, logits, self.observe_logits)
-        coins = Coins(params.seed or 0)
-        return rule.function(Verification(tree, target, coins, seq.num_computed, stops.__contains__, left))
-
-    def _commit(
-        self, seq: Sequence, tree: DraftTree, verdict: Verdict, logits: torch.Tensor, *, compacted: bool
-    ) -> tuple[TokenLogprobs, ...]:
-        """Compact the target's rows onto the accepted path (D6), append the tokens; their log-probabilities."""
-        start, nodes = seq.num_computed, [0, *verdict.path]
-        if not compacted and nodes != list(range(len(nodes))):
-            slots = seq.table.slots[start : start + tree.num_nodes].to(torch.int64)
-            self.kv.copy_slots(self.kv.layout.layer_range(LayerOwner.TARGET), slots[nodes], slots[: len(nodes)])
-        tokens = (*(tree.token_ids[node] for node in verdict.path), verdict.new_token)
-        seq.token_ids.extend(tokens)
-        seq.num_computed = start + len(nodes)
-        seq.finish_reason = verdict.finish_reason
-        top = seq.request.params.top_logprobs
-        if top is None:
-            return ()
-        return tuple(token_logprobs(logits[n], t, top) for n, t in zip(nodes, tokens, strict=True))
-
-    def _result(
-        self,
-        seq: Sequence,
-        tree: DraftTree,
-        verdict: Verdict,
-        logprobs: tuple[TokenLogprobs, ...],
-        draft_s: float,
-        verify_s: float,
-    ) -> RoundResult:
-        drafter = tree.drafter or self.drafter.name
-        done = Round(tree.num_draft_tokens, len(verdict.path), max(tree.depths), drafter, draft_s, verify_s)
-        seq.stats.add(done.num_draft_tokens, done.depth, done.num_accepted, drafter, draft_s, verify_s)
-        if log.isEnabledFor(logging.DEBUG):
-            rate = done.num_accepted / max(done.depth, 1)
-            log.debug(
-                "%s round %d: %s drafted %d, accepted %d of depth %d (%.2f), draft %.1f ms, verify %.1f ms",
-                seq.request.request_id, seq.stats.rounds, drafter, done.num_draft_tokens, done.num_accepted,
-                done.depth, rate, 1e3 * draft_s, 1e3 * verify_s,
-            )  # fmt: skip
-        return RoundResult(tuple(verdict.committed(tree)), logprobs, done)
 
     # ---- shared
 

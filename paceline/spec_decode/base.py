@@ -29,7 +29,7 @@ class TreeKind(enum.StrEnum):
 class DraftSampling(enum.StrEnum):
     """How candidates are chosen from the drafter's distribution q."""
 
-    COUPLED = "coupled"  # top-k of log q + the target's own noise at that position (design 5.3); greedy at T=0
+    COUPLED = "coupled"  # top-k of log q + the target's own noise at that position (algorithms.md B10); greedy at T=0
     GREEDY = "greedy"  # top-k of q: q counts as one-hot (algorithms.md B2)
     SAMPLED = "sampled"  # drawn from q without replacement, by noise of their own; trees carry q (B1, B6)
 

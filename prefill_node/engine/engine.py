@@ -20,8 +20,8 @@ from paceline.serving.ledger import PageLedger
 from paceline.tracing import NO_TRACE, Trace
 from paceline.v1 import inference_pb2, node_pb2
 from paceline.wire import finish_reason_to_proto, logprobs_to_proto
-from prefill_node.engine.handover import Handover
 from prefill_node.engine.scheduler import PrefillLimits, PrefillScheduler
+from prefill_node.engine.sends import Sends
 from prefill_node.job import JobPhase, PrefillJob
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class PrefillEngine:
     def __init__(self, runner: ModelRunner, limits: PrefillLimits, answer_timeout_s: float) -> None:
         self._runner = runner
         self._scheduler: PrefillScheduler[PrefillJob] = PrefillScheduler(limits)
-        self._handover = Handover(runner)
+        self._sends = Sends(runner)
         self._answer_timeout_s = answer_timeout_s
         self._jobs: dict[str, PrefillJob] = {}  # by ticket, until RELEASED
         self.pages = PageLedger(runner, "prefill")
@@ -71,10 +71,10 @@ class PrefillEngine:
             if not self._jobs:
                 self.pages.check()
             return False
-        self._handover.send_cached_rows(step)
+        self._sends.cached_rows(step)
         began = time.monotonic()
         try:
-            results = self._runner.prefill([chunk for _, chunk in step], self._handover.sends_of(step))
+            results = self._runner.prefill([chunk for _, chunk in step], self._sends.after_layer_of(step))
         except Exception as error:
             log.exception("prefill step of %s failed", [job.request.request_id for job, _ in step])
             for job, _ in step:
@@ -95,7 +95,7 @@ class PrefillEngine:
         """Take pages for the whole prompt; False when the pool lacks them now."""
         if job.seq is None:
             # Cached rows have KV but no hidden rows: of those that are to cross, all are computed.
-            most = job.first_token if self._runner.row_width else None
+            most = job.first_token if self._runner.handoff.row_width else None
             job.seq = self._runner.new_sequence(job.request, most)
         try:
             job.seq.table.ensure(job.seq.num_prefill + 1)
@@ -109,7 +109,7 @@ class PrefillEngine:
     def _postprocess(self, job: PrefillJob, sampled: SampledToken | None) -> None:
         """``sampled``: the first token, after a prompt's last chunk."""
         if sampled is None:
-            self._handover.send_chunk(job)
+            self._sends.chunk(job)
             return
         job.computed_at = time.monotonic()
         job.trace.record("first token", job.computed_at)
@@ -117,7 +117,7 @@ class PrefillEngine:
         self._scheduler.discard(job)
         job.phase = JobPhase.HANDING_OVER
         job.waits_until = time.monotonic() + self._answer_timeout_s
-        self._handover.send_end(job, sampled)
+        self._sends.end(job, sampled)
 
     # -- what RPCs, links and timers post ----------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from paceline.assembly.drafting import DrafterPlan, plan_drafter
 from paceline.assembly.shipped import resolve_drafter, with_real_drafter
 from paceline.config import EngineConfig, NodeConfig, ServeConfig
 from paceline.engine.colocated import ColocatedEngine
+from paceline.engine.fingerprint import fingerprint_of
 from paceline.errors import ConfigError
 from paceline.models.base import TargetModel
 from paceline.models.registry import load_target
@@ -84,7 +85,7 @@ async def test_router_requests_and_nodes_call_it_by_one_name(heads: Path) -> Non
         assert (info.drafter, info.drafters) == ("eagle3", ("eagle3", "suffix"))
         assert made.router.served.drafters == info.drafters
     runner = tiny_runner(drafter="default", drafters="suffix")
-    assert runner.fingerprint().drafter == runner.drafter.name == "eagle3"
+    assert fingerprint_of(runner).drafter == runner.drafter.name == "eagle3"
     for asked, drafted in (("eagle3", "eagle3"), ("suffix", "suffix"), (None, "eagle3")):
         (done,) = ColocatedEngine(runner).generate([asking(asked)])
         assert set(done.stats.rounds_by_drafter) == {drafted}

@@ -50,7 +50,7 @@ def agreeing() -> ModelRunner:
     for block in (*runner.model.layers, head.module.block):
         block.o_proj._packed.mul_(0.02)  # type: ignore[attr-defined]
         block.down_proj._packed.mul_(0.02)  # type: ignore[attr-defined]
-    eye = torch.eye(runner.hidden_size)
+    eye = torch.eye(runner.model.spec.hidden_size)
     head.module.eh_proj = Linear(torch.cat((eye, 0.1 * eye), dim=1).to(runner.dtype))
     runner.model.lm_head = Linear(runner.model.embedding.roll(1, 0) * 0.25, out_float32=True)
     return runner

@@ -94,7 +94,7 @@ async def test_wire_bytes_equal_the_formula(case: str, heads: Path) -> None:
             assert modules == len(runner.drafter.kv_layers)
             assert sent.target_kv == rows * layout.token_bytes(LayerOwner.TARGET) == rows * 2 * 2 * 2 * 16 * 2
             assert sent.draft_kv == rows * layout.token_bytes(LayerOwner.DRAFT) == rows * modules * 2 * 2 * 16 * 2
-            assert sent.hidden == hidden_rows * runner.hidden_size * 2
+            assert sent.hidden == hidden_rows * runner.handoff.hidden_size * 2
             assert 0 < sent.meta < 2000
 
 

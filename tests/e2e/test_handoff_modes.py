@@ -1,4 +1,4 @@
-"""What crosses besides target KV: hidden rows in place of draft KV, or nothing (algorithms.md H2, H4; design 4)."""
+"""What crosses besides target KV: hidden rows in place of draft KV, or nothing (algorithms.md H2, H4)."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import pytest
 from fakes.redis_servers import Embedded
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.contract.plan import GenerationRequest
+from cluster.contract.generation import GenerationRequest
 from cluster.nodes import host
 from cluster.nodes.host import NodeHost
 from cluster.routing.router import Router

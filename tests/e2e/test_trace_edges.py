@@ -180,7 +180,7 @@ async def test_off() -> None:
 
 
 async def test_router_and_real_nodes_in_one_timeline() -> None:
-    from cluster.contract.plan import GenerationRequest
+    from cluster.contract.generation import GenerationRequest
     from cluster.state.registry_types import NodeRecord
     from paceline.request import SamplingParams
 

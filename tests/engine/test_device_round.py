@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from paceline.engine.colocated import ColocatedEngine
-from paceline.engine.device_round import accepted_rows, check_token
+from paceline.engine.device_round import check_token
+from paceline.engine.host_round import HostJudge
 from paceline.engine.model_runner import ModelRunner
+from paceline.engine.rounds import accepted_rows
 from paceline.request import SequenceRequest
 from support.tiny_model import tiny_request, tiny_runner
 
@@ -48,8 +50,8 @@ def test_the_devices_rounds_are_the_hosts(name: str, monkeypatch: pytest.MonkeyP
     on_host = answers(tiny_runner(**VARIANTS[name]))
     runner = tiny_runner(**VARIANTS[name])
     runner.samples_on_device = True
-    monkeypatch.setattr(ModelRunner, "_verify", None)  # nothing goes the other way
-    monkeypatch.setattr("paceline.engine.model_runner.sample_rows", None)
+    for method in ("judge", "first_tokens"):
+        monkeypatch.setattr(HostJudge, method, None)  # nothing goes the other way
     assert answers(runner) == on_host
 
 

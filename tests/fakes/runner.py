@@ -14,7 +14,8 @@ from typing import cast
 import torch
 
 from paceline.config import NodeConfig
-from paceline.engine.model_runner import ModelRunner, PrefillChunk, RoundResult, SampledToken
+from paceline.engine.handoff_contents import HandoffContents
+from paceline.engine.model_runner import ModelRunner, PrefillChunk, RoundResult, RunnerIdentity, SampledToken
 from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
@@ -23,8 +24,8 @@ from paceline.kvcache.table import PageTable
 from paceline.models.base import AfterLayer
 from paceline.request import FinishReason, SequenceRequest, TokenLogprobs
 from paceline.results import Round
+from paceline.spec_decode.drafters.none import NoDrafter
 from paceline.spec_decode.sequence import DraftState, Sequence
-from paceline.v1 import handoff_pb2
 
 VOCAB = 1000
 HIDDEN = 8
@@ -68,10 +69,11 @@ class FakeRunner:
         self.prefix = PrefixCache(self.allocator, config.page_size, 1, "fake") if config.prefix_cache else None
         self.max_model_len = config.max_model_len or 512
         self.vocab_size = VOCAB
-        self.hidden_size = HIDDEN
         self.dtype = torch.float32
         self.bit_exact = True
-        self.handoff, self.row_width = "draft_kv", 0
+        self.handoff = HandoffContents("draft_kv", HIDDEN)
+        self.identity = RunnerIdentity("fake", weights, "none")
+        self.drafter = NoDrafter()
         self.spec_slots = 1 + config.num_draft_tokens
         self.step_s = step_s
         self.fail_next = False
@@ -79,27 +81,12 @@ class FakeRunner:
         self.gate.set()
         self.batch_sizes: list[int] = []  # of decode rounds
         self.prefill_sizes: list[int] = []  # prompts in a prefill step
-        self._weights = weights
         self._drafts = config.num_draft_tokens
 
     @property
     def runner(self) -> ModelRunner:
         """Itself, for the type checker."""
         return cast(ModelRunner, self)
-
-    def fingerprint(self) -> handoff_pb2.Fingerprint:
-        return handoff_pb2.Fingerprint(
-            protocol=1,
-            model="fake",
-            weights=self._weights,
-            dtype="float32",
-            layout=self.kv.layout.text(),
-            drafter="fake",
-            drafter_modules=1,
-            hidden_size=HIDDEN,
-            handoff_mode="draft_kv",
-            kernels="none",
-        )
 
     def new_sequence(self, request: SequenceRequest, most_cached: int | None = None) -> Sequence:
         assert most_cached is None

@@ -8,7 +8,8 @@ from collections.abc import Sequence as Seq
 import pytest
 import torch
 
-from paceline.engine.device_round import first_tokens, judge
+from paceline.engine.device_round import DeviceJudge
+from paceline.engine.rounds import Drafted
 from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.pool import KvPool
 from paceline.kvcache.table import PageTable
@@ -61,11 +62,12 @@ def test_rounds(chains: bool) -> None:
         seqs = sequences(rng, 12, truth)
         trees = random_trees(rng, seqs, chains)
         logits = 0.5 * torch.randn(sum(tree.num_nodes for tree in trees), VOCAB)
-        left = [rng.choice([1, 3, 50]) for _ in seqs]
-        expected = judge(truth, seqs, trees, logits, left, want_argmax=True)
-        assert judge(there, seqs, trees, logits.to(CUDA), left, want_argmax=True) == expected
+        drafted = Drafted(seqs, trees, [rng.choice([1, 3, 50]) for _ in seqs])
+        on_host, on_device = DeviceJudge(truth), DeviceJudge(there)
+        expected = on_host.judge(drafted, logits, want_argmax=True)
+        assert on_device.judge(drafted, logits.to(CUDA), want_argmax=True) == expected
         assert_same(truth, there)
         longest = max(longest, *(len(verdict.path) for verdict in expected.verdicts))
         rows = logits[: len(seqs)]
-        assert first_tokens(seqs, rows.to(CUDA)) == first_tokens(seqs, rows)
+        assert on_device.first_tokens(seqs, rows.to(CUDA)) == on_host.first_tokens(seqs, rows)
     assert longest >= 2

@@ -165,7 +165,7 @@ async def test_a_peer_that_never_answers_costs_its_link() -> None:
         (link,) = nodes.decode._links._links.values()
         link.ack = lambda ack: None  # type: ignore[method-assign]
         assert link.receiver is not None
-        link.receiver._ack = lambda ack: None
+        link.receiver._in_flight._ack = lambda ack: None
         assert await status_of(nodes.open_prefill(request, reserved)) is grpc.StatusCode.ABORTED
         decode.cancel()
         await nodes.wait_for_release()

@@ -110,7 +110,7 @@ def make_agreeable(runner: ModelRunner) -> None:
     for block in (*runner.model.layers, head.module.block):  # type: ignore[attr-defined]
         block.o_proj._packed.mul_(0.02)
         block.down_proj._packed.mul_(0.02)
-    join = torch.cat((torch.eye(runner.hidden_size), 0.1 * torch.eye(runner.hidden_size)), dim=1)
+    join = torch.cat((torch.eye(runner.model.spec.hidden_size), 0.1 * torch.eye(runner.model.spec.hidden_size)), dim=1)
     head.module.eh_proj = Linear(join.to(runner.dtype))
     assert isinstance(runner.model, LlamaModel)
     runner.model.lm_head = Linear(runner.model.embedding.roll(1, 0) * 0.25, out_float32=True)

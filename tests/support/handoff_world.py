@@ -15,8 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from decode_node.engine.admission import HandoffDeadlines
 from decode_node.engine.engine import DecodeEngine
+from decode_node.engine.reservations import HandoffDeadlines
 from decode_node.engine.scheduler import DecodeLimits
 from decode_node.stream import Stream, StreamPhase
 from kv_transfer.handoff.state import Handoff, HandoffState
@@ -34,17 +34,17 @@ RESERVE_S, HANDOFF_S, ANSWER_S = 5.0, 5.0, 9.0
 MAX_LINKS = 6
 TIMED = (
     "prefill_node.engine.engine",
-    "decode_node.engine.admission",
+    "decode_node.engine.reservations",
     "decode_node.engine.engine",
     "decode_node.engine.handoffs",
-    "decode_node.engine.rounds",
+    "decode_node.engine.work",
 )
 SMALL = {  # bytes, so that a chunk of 6 tokens leaves layer by layer, in several messages, and credit runs out
     "prefill_node.groups.MIN_BYTES": 1,
     "prefill_node.groups.MESSAGE_BYTES": 512,
     "kv_transfer.handoff.cut.MESSAGE_BYTES": 256,
     "kv_transfer.handoff.cut.CHUNK_BYTES": 1536,
-    "prefill_node.engine.handover.MIN_BYTES": 1,
+    "prefill_node.engine.sends.MIN_BYTES": 1,
     "kv_transfer.handoff.outbox.WINDOW_BYTES": 1024,
     "kv_transfer.handoff.staging.CREDIT_BYTES": 256,
     # The size of a buffer: thousands of worlds wait for the garbage collector.

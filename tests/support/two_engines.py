@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from decode_node.engine.admission import HandoffDeadlines
 from decode_node.engine.engine import DecodeEngine
+from decode_node.engine.reservations import HandoffDeadlines
 from decode_node.engine.scheduler import DecodeLimits
 from decode_node.sink import ReservedPages
 from decode_node.stream import EventQueue, Stream
@@ -66,6 +66,13 @@ class Events(EventQueue):
         if isinstance(event, PacelineError):
             raise event
         return event
+
+
+def failure_of(end: handoff_pb2.HandoffAck | str) -> str | None:
+    """Why a hand-off failed, as its sender was told; None: it did not."""
+    if isinstance(end, str):
+        return end
+    return None if end.HasField("ready") else end.failed.reason
 
 
 class Decode:
@@ -144,8 +151,7 @@ class Prefill:
         self.sender = HandoffSender(
             transport,
             post,
-            on_terminal=lambda ticket, ack: self._ended(ticket, None if ack.HasField("ready") else ack.failed.reason),
-            on_failed=self._ended,
+            on_ended=lambda ticket, end: self._ended(ticket, failure_of(end)),
             on_link_lost=lambda reason: None,
         )
         layout = runner.kv.layout

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.contract.plan import GenerationRequest
+from cluster.contract.generation import GenerationRequest
 from cluster.routing.router import Router
 from cluster.state.registry_types import NodeRecord
 from paceline.config import ServeConfig

@@ -15,7 +15,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from cluster.commands.cli import app
-from cluster.contract.plan import GenerationRequest
+from cluster.contract.generation import GenerationRequest
 from kv_transfer.handoff.block import DRAFT_KV, HIDDEN, META, TARGET_KV
 from kv_transfer.handoff.checksum import crc32
 from kv_transfer.handoff.state import HandoffState

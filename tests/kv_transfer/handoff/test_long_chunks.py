@@ -83,11 +83,9 @@ def test_rows_are_written_message_by_message() -> None:
         assert link.sender.bytes_sent("t")[TARGET_KV] == NUM * TOKEN_BYTES
         assert [m.chunk.num_tokens for m in link.posted if m.HasField("chunk")] == [50, *[10] * 5]
         refused: list[str] = []
-        rows = torch.zeros(24000, dtype=torch.uint8)
+        rows, block = torch.zeros(24000, dtype=torch.uint8), RowBlock(TARGET_KV, TARGET, range(FIRST, FIRST + 100))
         with pytest.raises(ValueError, match="24000 bytes are several messages"):
-            link.sender.chunk(
-                "u", RowBlock(TARGET_KV, TARGET, range(FIRST, FIRST + 100)), rows, lambda: refused.append("u")
-            )
+            link.sender.chunk("u", block, rows, lambda: refused.append("u"))
         assert refused == ["u"]
 
 

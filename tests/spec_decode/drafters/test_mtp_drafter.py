@@ -104,7 +104,7 @@ def make_markov(runner: ModelRunner) -> None:
     model = runner.model
     assert isinstance(model, LlamaModel)
     model.lm_head = Linear(model.embedding.roll(1, 0), out_float32=True)  # token t is followed by t + 1
-    hidden = runner.hidden_size
+    hidden = runner.model.spec.hidden_size
     for module in drafter.modules:
         module.block.o_proj._packed.zero_()
         module.block.down_proj._packed.zero_()

@@ -27,7 +27,7 @@ class HandoffDeadlines:
     handoff_s: float  # from Begin to State
 
 
-class Admission:
+class Reservations:
     """Lets streams in, first come, first served, each with pages for the worst case."""
 
     def __init__(
@@ -42,13 +42,13 @@ class Admission:
         self._deadlines = deadlines
         self._ends = ends
 
-    def admit(self) -> None:
+    def reserve(self) -> None:
         """Reserve for the head of the line while there are pages."""
-        for stream, error in self._scheduler.reserve(self._reserve):
+        for stream, error in self._scheduler.reserve(self._reserve_for):
             log.error("reserving for %s failed", stream.request.request_id, exc_info=error)
             self._ends.fail(stream, PacelineError(f"reservation failed: {error!r}"))
 
-    def _reserve(self, stream: Stream) -> bool:
+    def _reserve_for(self, stream: Stream) -> bool:
         """Take pages for the worst case; False when the pool lacks them now."""
         if stream.seq is None:
             stream.seq = self._runner.new_sequence(stream.request)
@@ -77,9 +77,9 @@ class Admission:
         expected = ExpectedRows(
             layout=self._runner.kv.layout,
             tokens=range(seq.cached_tokens, seq.num_prefill),
-            hidden_size=self._runner.hidden_size,
+            hidden_size=self._runner.handoff.hidden_size,
             draft_required=False,  # missing draft state is never an error, only slower
-            row_width=self._runner.row_width,
+            row_width=self._runner.handoff.row_width,
         )
         handoff = Handoff(
             stream.ticket,

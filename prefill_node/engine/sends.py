@@ -1,4 +1,4 @@
-"""What of a job leaves for its decode node, and when. Everything here runs on the engine thread.
+"""What of a job is sent to its decode node, and when. Everything here runs on the engine thread.
 
 Rows leave at the layer that completes a group (groups.py), in the midst of a step. Hidden rows, draft rows and the seed
 of decoding, which are behind the last layer, leave after it.
@@ -24,7 +24,7 @@ from prefill_node.job import PrefillJob
 Step = Seq[tuple[PrefillJob, PrefillChunk]]
 
 
-class Handover:
+class Sends:
     """Gives the rows of jobs to their links. Each job is begun with its first rows."""
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -32,7 +32,7 @@ class Handover:
         self._target_layers = runner.kv.layout.layer_range(LayerOwner.TARGET)
         self._draft_layers = runner.kv.layout.layer_range(LayerOwner.DRAFT)
 
-    def send_cached_rows(self, step: Step) -> None:
+    def cached_rows(self, step: Step) -> None:
         """Before a job's first chunk: the rows that the prefix cache had and decode lacks."""
         for job, chunk in step:
             if not job.begun and job.first_token < chunk.start:
@@ -40,7 +40,7 @@ class Handover:
                 self._send_rows(job, TARGET_KV, self._target_layers, job.first_token, chunk.start)
                 self._send_draft(job, last=False)
 
-    def sends_of(self, step: Step) -> AfterLayer:
+    def after_layer_of(self, step: Step) -> AfterLayer:
         """What a step does after each layer: send the rows of the groups that are complete with it."""
         due: dict[int, list[Callable[[], None]]] = {}
         for job, chunk in step:
@@ -56,13 +56,13 @@ class Handover:
 
         return after_layer
 
-    def send_chunk(self, job: PrefillJob) -> None:
+    def chunk(self, job: PrefillJob) -> None:
         """After a chunk that is not the last one: its hidden rows, and draft rows if they are worth a message."""
         self._begin(job)
         self._send_hidden(job)
         self._send_draft(job, last=False)
 
-    def send_end(self, job: PrefillJob, sampled: SampledToken) -> None:
+    def end(self, job: PrefillJob, sampled: SampledToken) -> None:
         """After the last chunk: its hidden rows, the rest of the draft rows, then the seed of decoding. A request that
         its first token ended has no draft state and needs none."""
         seq = job.seq

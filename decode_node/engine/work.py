@@ -18,7 +18,7 @@ from paceline.v1 import node_pb2
 from paceline.wire import logprobs_to_proto, round_to_proto
 
 
-class Rounds:
+class ModelWork:
     """Runs the model for the streams that the scheduler names. Work that raises ends its own streams and no others."""
 
     def __init__(self, runner: ModelRunner, scheduler: DecodeScheduler[Stream], ends: StreamEnds) -> None:
