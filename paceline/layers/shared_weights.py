@@ -1,6 +1,6 @@
 """Weights that the nodes of a host have in common: what one of them keeps, the others need not keep a second time.
 
-The deployment opens a memory file (``WeightFile``) and gives its path to its nodes. While a node loads its model inside
+The deployment opens a memory file (``layers.weight_file``) and gives its path to its nodes. While a node loads its model inside
 ``shared_weights(path)``, ``kept`` puts tensors into the file, or finds them there. A tensor is found by comparing every
 byte with what this node would have kept otherwise, so nothing about the file has to be trusted: other weights, another
 dtype or other kernels are other bytes and get places of their own.
@@ -43,26 +43,6 @@ _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes, _libc.memcmp.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_int
 
 
-class WeightFile:
-    """The memory file. It has the length of the host's memory; what nobody has written takes none of it."""
-
-    def __init__(self) -> None:
-        """Raises OSError where the host has no memory files."""
-        self._file = os.memfd_create("paceline-weights", os.MFD_CLOEXEC)
-        os.ftruncate(self._file, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-    @property
-    def path(self) -> str:
-        """Where processes of the same user and host can open it until it is closed here."""
-        return f"/proc/{os.getpid()}/fd/{self._file}"
-
-    def close(self) -> None:
-        """Let go of it; what nodes have mapped stays theirs. Idempotent."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-
 class _Shelf:
     """The file as a node that loads its model sees it."""
 
@@ -73,6 +53,8 @@ class _Shelf:
             self._size = os.fstat(self._file).st_size
             self._writable = mmap.mmap(self._file, self._size)
             self._readable = mmap.mmap(self._file, self._size, prot=mmap.PROT_READ)
+            for view in (self._writable, self._readable):
+                view.madvise(mmap.MADV_HUGEPAGE)  # where shmem_enabled is advise
         except BaseException:
             os.close(self._file)
             raise
