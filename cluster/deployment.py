@@ -149,7 +149,7 @@ class Deployment:
         threads = config.threads_per_node or max(1, (os.cpu_count() or 1) // len(wanted))
         shares = not config.threads_per_node and config.device == "cpu"
         log.info("%d nodes %s", len(wanted), "share their host's cores" if shares else f"with {threads} threads each")
-        node_config = config.node(threads, secrets.token_hex(8) if shares else "")
+        node_config = config.node(threads, secrets.token_hex(8) if shares else "", self._open_weight_file())
         slots = {node.node_id: number for number, node in enumerate(wanted)}
         nodes = await asyncio.to_thread(RayNodes, wanted, registry_url, config.lease_ttl_s, config.node_interface)
         self._stops.append(("placement", nodes.close))
@@ -164,6 +164,22 @@ class Deployment:
         self._stops.append(("nodes", supervisor.stop))
         await supervisor.start()
         return supervisor
+
+    def _open_weight_file(self) -> str:
+        """Path of the memory file for the nodes' weights; empty where they are on other hosts, or each is better off
+        with weights of its own."""
+        from paceline.layers.weight_file import WeightFile, huge_pages_need_own_memory
+
+        config = self.config
+        if config.ray_address != "local" or config.device != "cpu" or huge_pages_need_own_memory():
+            return ""
+        try:
+            file = WeightFile()
+        except OSError as error:
+            log.warning("each node keeps weights of its own: %s", error)
+            return ""
+        self._stops.append(("weight file", file.close))
+        return file.path
 
     async def _introduce(self, slots: list[Slot]) -> Served:
         """Pair every prefill node with every decode node now, so that a mismatch shows before the first request."""

@@ -248,6 +248,9 @@ class NodeConfig(EngineConfig):
     cores_slot: int = Field(default=0, ge=0, le=255)
     """Number of this node in its group."""
 
+    weight_file: str = ""
+    """Memory file in which the nodes of a host keep their weights together. Empty: each node keeps its own."""
+
     host: str = "127.0.0.1"
     """Address that the node listens on and that its peers reach it at."""
 
@@ -335,10 +338,10 @@ class ServeConfig(EngineConfig):
     drain_timeout_s: Annotated[float, Group("Shutdown")] = Field(default=10.0, ge=0)
     """Seconds that running requests get to finish when the deployment stops or a node changes its role."""
 
-    def node(self, threads: int, cores_group: str = "") -> NodeConfig:
+    def node(self, threads: int, cores_group: str = "", weight_file: str = "") -> NodeConfig:
         """The part that one node needs."""
         shared = {name: getattr(self, name) for name in EngineConfig.model_fields}
-        return NodeConfig(**shared, threads=threads, cores_group=cores_group, host=self.host)
+        return NodeConfig(**shared, threads=threads, cores_group=cores_group, weight_file=weight_file, host=self.host)
 
     @property
     def host(self) -> str:

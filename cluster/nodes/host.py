@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import logging
 import os
@@ -10,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Coroutine, Mapping
+from contextlib import suppress
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
@@ -73,6 +75,12 @@ def make_node(role: str, node_id: str, config: NodeConfig) -> Node:
     raise ValueError(f"role {role!r} is neither prefill nor decode")
 
 
+def give_back_memory() -> None:
+    """Return what loading has freed to the system: glibc would keep it in the arenas of the threads that loaded."""
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 class NodeHost:
     """Made, ``start``ed and ``stop``ped once. Methods may be called from any thread."""
 
@@ -102,6 +110,7 @@ class NodeHost:
         self._publisher: CachePublisher | None = None
         self._stopping = threading.Lock()
         self._stopped = threading.Event()
+        give_back_memory()
 
     def start(self) -> str:
         """Start the node and register it; returns its gRPC address. Raises what the node's start raises, and
@@ -125,6 +134,7 @@ class NodeHost:
         # Modules, model and tables live as long as the process: full collections need not walk them again and again.
         gc.collect()
         gc.freeze()
+        give_back_memory()
         return self._address
 
     def stop(self, grace_s: float) -> None:

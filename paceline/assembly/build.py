@@ -23,6 +23,7 @@ from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.pool import KvPool
 from paceline.kvcache.prefix import PrefixCache
 from paceline.layers.build import kernel_set, set_threads
+from paceline.layers.shared_weights import shared_weights
 from paceline.models.base import TargetModel
 from paceline.models.config import ModelSpec
 from paceline.models.hub import resolve_model
@@ -51,10 +52,10 @@ def build_runner(config: NodeConfig, *, decodes: bool = True) -> ModelRunner:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", NCCL_NOTE)
     folder = resolve_model(config.model)
-    model = load_target(folder, DTYPES[config.dtype], device)
-    runner = assemble(
-        config, model, RunnerIdentity(Path(config.model).name, weights_digest(folder), kernel_set()), decodes=decodes
-    )
+    with shared_weights(config.weight_file):
+        model = load_target(folder, DTYPES[config.dtype], device)
+        identity = RunnerIdentity(Path(config.model).name, weights_digest(folder), kernel_set())
+        runner = assemble(config, model, identity, decodes=decodes)
     weighed = config.adaptive == "goodput" or config.drafter == AUTO
     if decodes and config.head_check:
         check_heads(runner, folder, weighed=weighed)

@@ -85,7 +85,7 @@ class LlamaModel(TargetModel):
         self.spec, self.dtype, self.device = spec, dtype, device
         weights = weights.onto(device)
         vocab = (spec.vocab_size, spec.hidden_size)
-        self.embedding = weights.take("model.embed_tokens.weight", vocab)
+        self.embedding = weights.take_table("model.embed_tokens.weight", vocab)
         self.layers = [
             DecoderLayer(spec, weights, f"model.layers.{i}", first_kv_layer + i) for i in range(spec.num_layers)
         ]
