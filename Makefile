@@ -59,6 +59,7 @@ check-style: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/python tests/support/proto_drift.py
+	$(BIN)/python tests/support/reference_pages.py
 
 fuzz: $(VENV)/.dev
 	PACELINE_FUZZ=10000 $(BIN)/python -m pytest tests/kv_transfer/handoff/test_handoff_fuzz.py -s -o timeout=3300 $(ARGS)
@@ -76,8 +77,9 @@ lock: $(VENV)/.dev  # ARGS='--upgrade-package torch': newer versions of one pack
 	UV_SYSTEM_CERTS=1 $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate \
 	  --all-extras --group setup --custom-compile-command 'make lock' $(ARGS) pyproject.toml -o requirements.lock
 
-proto: $(VENV)/.dev
+proto: $(VENV)/.dev  # stubs of proto/ and the generated pages of docs/
 	$(BIN)/python tests/support/proto_drift.py --write
+	$(BIN)/python tests/support/reference_pages.py --write
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks $(ARGS)
