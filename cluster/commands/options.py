@@ -124,8 +124,8 @@ def _default(value: object) -> str:
 
 def _values(info: FieldInfo) -> str:
     """Choices, or the range that ``Field`` gives."""
-    if words := choices_of(info):
-        return ", ".join(words)
+    if choices := choices_of(info):
+        return ", ".join(choices)
     bounds = {}
     for mark in info.metadata:
         for kind in ("ge", "gt", "le", "lt"):
