@@ -74,7 +74,7 @@ def test_without_shipped_heads_it_is_the_modules_of_the_targets_own_checkpoint(t
     for config in (asked, auto):
         runner = build_runner(config)
         assert (runner.drafter.name, len(runner.drafter.kv_layers)) == ("mtp", 2)
-        assert not runner.drafter_digest.startswith("untrained")
+        assert not runner.identity.drafter_weights.startswith("untrained")
         assert run(runner, [tiny_request(temperature=1.0)], batch=1)[0].token_ids == plain[0].token_ids
     write_tiny_head(heads / folder.name / "eagle3", "eagle3")
     assert with_real_drafter(asked).drafter == resolve_drafter(auto) == "eagle3"
