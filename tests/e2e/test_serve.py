@@ -20,6 +20,7 @@ from paceline.client import AsyncClient, Client, InvalidRequest, Overloaded, Pac
 from paceline.config import NodeConfig
 from paceline.v1 import node_pb2, node_pb2_grpc
 from support.exactness import run
+from support.needs import needs_kernels
 from support.prompts import QUESTIONS, prompt_requests
 from support.server import Server, paceline, serve
 
@@ -81,6 +82,7 @@ def test_bytes_equal_the_formula(server: Server, smollm2_folder: Path) -> None:
     assert completion.handoff.draft_kv == completion.handoff.hidden == 0
 
 
+@needs_kernels
 async def test_text_equals_one_process(
     server: Server, smollm2_folder: Path, references: dict[tuple[str, float], tuple[int, ...]]
 ) -> None:
@@ -200,6 +202,7 @@ def test_reflection_and_health(server: Server) -> None:
     assert "paceline_requests_total" in httpx.get(f"http://{server.http}/metrics", timeout=10).text
 
 
+@needs_kernels
 async def test_a_killed_decode_node_is_replaced_and_its_streams_go_on(
     server: Server, smollm2_folder: Path, references: dict[tuple[str, float], tuple[int, ...]]
 ) -> None:
