@@ -6,6 +6,8 @@ import asyncio
 import logging
 import os
 import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import grpc.aio
@@ -18,11 +20,14 @@ from cluster.state.registry import NodeDirectory
 from paceline.assembly.shipped import with_real_drafter
 from paceline.config import ServeConfig
 from paceline.errors import NodeUnavailable, PairingRefused
+from paceline.phases import phase
 from paceline.v1 import node_pb2, node_pb2_grpc
 
 log = logging.getLogger(__name__)
 
+Tell = Callable[[str, str], None]  # (what is waited for, details)
 RPC_TIMEOUT_S = 30.0
+PHASE_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -37,9 +42,11 @@ class Served:
 class Deployment:
     """``start`` brings everything up or raises; ``stop`` ends everything that was started, in reverse."""
 
-    def __init__(self, config: ServeConfig) -> None:
-        """Raises ConfigError when the heads that ``default`` would draft with cannot be told."""
+    def __init__(self, config: ServeConfig, tell: Tell | None = None) -> None:
+        """tell: called with what the start is waiting for. Raises ConfigError when the heads that ``default`` would
+        draft with cannot be told."""
         self.config = with_real_drafter(config)  # once, for nodes, requests, ModelInfo and metrics alike
+        self._tell = tell
         self.grpc_address = ""
         self.http_address = ""
         self.admin_address = ""
@@ -54,22 +61,24 @@ class Deployment:
             raise
 
     async def _start(self) -> None:
-        # Late: the parts import ray, fastapi and more.
-        from cluster.frontdoor.http import create_app, serve_http
-        from cluster.frontdoor.service import serve_grpc
-        from cluster.nodes.admin import serve_admin
-        from cluster.routing.metrics import Metrics
-        from cluster.routing.router import Router
-        from cluster.state.cache_events import CacheWatcher
-        from cluster.state.journal import open_journal
-        from paceline.models.hub import resolve_model
-        from paceline.text.tokenizer import Tokenizer
-
         config = self.config
-        folder = await asyncio.to_thread(resolve_model, config.model)
-        tokenizer = Tokenizer.from_folder(folder)
-        self._start_ray()
+        ray = self._start_ray()
         registry_url = self._start_registry()
+        with self._waiting_for("the front door's modules"):  # while Ray starts: they import fastapi and more
+            from cluster.frontdoor.http import create_app, serve_http
+            from cluster.frontdoor.service import serve_grpc
+            from cluster.nodes.admin import serve_admin
+            from cluster.routing.metrics import Metrics
+            from cluster.routing.router import Router
+            from cluster.state.cache_events import CacheWatcher
+            from cluster.state.journal import open_journal
+            from paceline.models.hub import resolve_model
+            from paceline.text.tokenizer import Tokenizer
+
+            folder = await asyncio.to_thread(resolve_model, config.model)
+            tokenizer = Tokenizer.from_folder(folder)
+        with self._waiting_for("Ray"):
+            await asyncio.shield(ray)
         node_logs = NodeLogs()
         self._stops.append(("node logs", node_logs.close))  # after the nodes, for their last words
         self.supervisor = await self._start_nodes(registry_url)
@@ -83,7 +92,8 @@ class Deployment:
         self._stops.append(("cached prefixes", watcher.close))
         self.supervisor.has_lease = self.directory.holds  # a node that stopped without dying is replaced too
         self.supervisor.reachable = host_answers
-        served = await self._introduce(self.supervisor.slots)
+        with self._waiting_for("nodes to pair"):
+            served = await self._introduce(self.supervisor.slots)
         self.served = served
         self.metrics = Metrics()
         self.metrics.watch_nodes(self.directory.nodes)
@@ -115,11 +125,30 @@ class Deployment:
         self.http_address = f"{host}:{http.port}"
         self.grpc_address = f"{split_address(config.grpc)[0]}:{server.port}"
 
-    def _start_ray(self) -> None:
-        from cluster.nodes.launch import start_ray, stop_ray
+    @contextmanager
+    def _waiting_for(self, what: str) -> Iterator[None]:
+        if self._tell is not None:
+            self._tell(what, "")
+        with phase(what):
+            yield
 
-        start_ray(self.config.ray_address)
-        self._stops.append(("ray", stop_ray))
+    def _start_ray(self) -> asyncio.Future[None]:
+        """Begins on a thread, which goes on when the start is cancelled: ``stop`` waits for it."""
+        with self._waiting_for("Ray's modules"):
+            from cluster.nodes.launch import start_ray, stop_ray
+
+        config = self.config
+        loop = asyncio.get_running_loop()
+        nodes = config.prefill_nodes + config.decode_nodes
+        starting = loop.run_in_executor(None, start_ray, config.ray_address, nodes)
+
+        async def stop() -> None:
+            await asyncio.wait([starting])
+            if starting.exception() is None:
+                stop_ray()
+
+        self._stops.append(("ray", stop))
+        return starting
 
     def _start_registry(self) -> str:
         config = self.config
@@ -151,7 +180,8 @@ class Deployment:
         log.info("%d nodes %s", len(wanted), "share their host's cores" if shares else f"with {threads} threads each")
         node_config = config.node(threads, secrets.token_hex(8) if shares else "", self._open_weight_file())
         slots = {node.node_id: number for number, node in enumerate(wanted)}
-        nodes = await asyncio.to_thread(RayNodes, wanted, registry_url, config.lease_ttl_s, config.node_interface)
+        with self._waiting_for("Ray to place nodes"):
+            nodes = await asyncio.to_thread(RayNodes, wanted, registry_url, config.lease_ttl_s, config.node_interface)
         self._stops.append(("placement", nodes.close))
 
         def launch(role: str, node_id: str, generation: int) -> RayNode:
@@ -162,8 +192,24 @@ class Deployment:
         for role, count, _ in roles:
             supervisor.want(role, count)
         self._stops.append(("nodes", supervisor.stop))
-        await supervisor.start()
+        told = asyncio.create_task(self._tell_phases(supervisor.slots))
+        try:
+            with self._waiting_for(f"{len(wanted)} nodes"):
+                await supervisor.start()
+        finally:
+            told.cancel()
         return supervisor
+
+    async def _tell_phases(self, slots: list[Slot]) -> None:
+        """Tell what each node that has not started is at, until cancelled."""
+        from cluster.nodes.launch import RayNode
+
+        while self._tell is not None:
+            await asyncio.sleep(PHASE_POLL_S)
+            nodes = [slot.handle for slot in slots if not slot.address and isinstance(slot.handle, RayNode)]
+            phases = await asyncio.gather(*(asyncio.to_thread(node.phase) for node in nodes))
+            details = [f"{node.node_id} is {at}" for node, at in zip(nodes, phases, strict=True) if at]
+            self._tell(f"{len(slots)} nodes", ", ".join(details))
 
     def _open_weight_file(self) -> str:
         """Path of the memory file for the nodes' weights; empty where they are on other hosts, or each is better off
