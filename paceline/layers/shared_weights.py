@@ -63,7 +63,7 @@ class _Shelf:
         self._end = 0  # of the records known so far
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
-    def keep(self, shape: Sequence[int], dtype: torch.dtype, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    def keep(self, shape: Sequence[int], dtype: torch.dtype, fill: Callable[[torch.Tensor], object]) -> torch.Tensor:
         """See ``kept``. Raises OSError when the file is full, or locked for too long."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if self._scratch.numel() < num_bytes:
@@ -114,7 +114,7 @@ class _Shelf:
         offset = header + ALIGNMENT
         if offset + _aligned(num_bytes) + ALIGNMENT > self._size:
             raise OSError(errno.ENOSPC, "the memory file is full")
-        self._writable[offset : offset + num_bytes] = memoryview(wanted.numpy())
+        self._writable[offset : offset + num_bytes] = wanted.numpy().data
         HEADER.pack_into(self._writable, header, num_bytes)
         self._read_headers()
         return offset
@@ -152,7 +152,7 @@ def _opened(path: str) -> _Shelf | None:
         return None
 
 
-def kept(shape: Sequence[int], dtype: torch.dtype, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
+def kept(shape: Sequence[int], dtype: torch.dtype, fill: Callable[[torch.Tensor], object]) -> torch.Tensor:
     """A CPU tensor that ``fill`` has filled, every byte of it. Inside ``shared_weights`` it lies in memory that nodes
     share, and a write to it ends the process."""
     shelf = _shelf.get()
