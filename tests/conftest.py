@@ -95,5 +95,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Genera
     reasons = (report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", []))
     lacking = Counter(reason.removeprefix("needs ") for reason in reasons if reason.startswith("needs "))
     if lacking:
-        told = ", ".join(f"{what} ({count} tests)" for what, count in sorted(lacking.items()))
-        terminalreporter.write_line(f"not checked here, for want of: {told}")
+        told = ", ".join(f"{what} ({count})" for what, count in sorted(lacking.items()))
+        terminalreporter.write_line(f"not checked here (tests left out): {told}")
