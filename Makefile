@@ -5,14 +5,20 @@ TORCH ?= auto
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
-# Whole deployments, hosts, and what uses both cores: these run alone, all others side by side.
-ALONE := tests/chaos tests/multihost tests/soak tests/e2e/test_handoff_benchmark.py tests/e2e/test_prefix_routing.py \
-  tests/e2e/test_role_switch.py tests/e2e/test_serve.py tests/e2e/test_serve_mtp.py
+# A deployment is a dozen Python processes. Without bytecode files each of them compiles all that it imports, which takes
+# longer than the import itself, so the files are written whatever the caller's environment says.
+export PYTHONDONTWRITEBYTECODE :=
+# Faults and hosts that are watched by the clock: these run alone, all others side by side.
+ALONE := tests/chaos tests/multihost tests/soak tests/e2e/test_prefix_routing.py
 
-.PHONY: setup demo serve test check fuzz fuzz-surface chaos soak proto bench clean help
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# xdist would begin files of few tests last, and those are the longest.
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
+
+.PHONY: setup demo serve test quick check check-types check-style fuzz fuzz-surface chaos soak proto bench clean help
 
 help:
-	@echo "make setup | demo | serve | test | check | fuzz | fuzz-surface | chaos | soak | proto | bench | clean   (ARGS='...' is passed on)"
+	@echo "make setup | demo | serve | test | quick | check | fuzz | fuzz-surface | chaos | soak | proto | bench | clean   (ARGS='...' is passed on)"
 
 $(VENV)/.node: pyproject.toml requirements.lock deploy/install.py
 	$(PYTHON) deploy/install.py --venv $(VENV) --torch $(TORCH)
@@ -33,18 +39,27 @@ serve: $(VENV)/.node
 test: $(VENV)/.dev check
 	$(BIN)/paceline pull smollm2-135m-instruct
 ifeq ($(ARGS),)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=20 --durations-min=5 -n 2 --dist loadfile $(ALONE:%=--ignore=%)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=30 --durations-min=5 $(ALONE)
+	$(PYTEST) --durations=20 --durations-min=5 $(SIDE_BY_SIDE) $(ALONE:%=--ignore=%)
+	$(PYTEST) --durations=30 --durations-min=5 $(ALONE)
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
 
+quick: $(VENV)/.dev
+	$(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not real_model and not e2e and not multihost" $(ARGS)
+
 check: $(VENV)/.dev
+	@$(MAKE) --no-print-directory -j 2 check-types check-style
+
+check-types: $(VENV)/.dev
+	$(BIN)/mypy
+
+check-style: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tests/support/proto_drift.py
+	$(BIN)/python tests/support/reference_pages.py
 
 fuzz: $(VENV)/.dev
 	PACELINE_FUZZ=10000 $(BIN)/python -m pytest tests/kv_transfer/handoff/test_handoff_fuzz.py -s -o timeout=3300 $(ARGS)
@@ -62,8 +77,9 @@ lock: $(VENV)/.dev  # ARGS='--upgrade-package torch': newer versions of one pack
 	UV_SYSTEM_CERTS=1 $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate \
 	  --all-extras --group setup --custom-compile-command 'make lock' $(ARGS) pyproject.toml -o requirements.lock
 
-proto: $(VENV)/.dev
+proto: $(VENV)/.dev  # stubs of proto/ and the generated pages of docs/
 	$(BIN)/python tests/support/proto_drift.py --write
+	$(BIN)/python tests/support/reference_pages.py --write
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks $(ARGS)

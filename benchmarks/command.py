@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 PIPE_WIDTH = 140  # characters of a line that no terminal bounds
 
-bench = typer.Typer(help="What speculation is worth on this machine.", no_args_is_help=True, add_completion=False)
+bench = typer.Typer(
+    help="Measure speculation and the hand-off on this machine.", no_args_is_help=True, add_completion=False
+)
 messages = Console(stderr=True, highlight=False)
 tables_on = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
@@ -28,18 +30,22 @@ DraftersOption = Annotated[
 ]
 PromptsOption = Annotated[Path, typer.Option(help='JSON lines: Spec-Bench\'s format, or {"prompt": ...}.')]
 TokensOption = Annotated[int, typer.Option(min=1, help="Tokens to generate per prompt at most.")]
-TemperatureOption = Annotated[float, typer.Option(min=0.0, max=100.0, help="0 is greedy.")]
-DtypeOption = Annotated[str, typer.Option(help="bf16 or fp32.")]
-DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
-ThreadsOption = Annotated[int, typer.Option(min=0, help="0: one per core.")]
+TemperatureOption = Annotated[
+    float, typer.Option(min=0.0, max=100.0, help="Randomness of sampling; 0 takes the likeliest token.")
+]
+DtypeOption = Annotated[str, typer.Option(help="Number format: bf16 or fp32.")]
+DeviceOption = Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")]
+ThreadsOption = Annotated[int, typer.Option(min=0, help="Cores to compute on; 0 takes all.")]
 LimitOption = Annotated[int | None, typer.Option(min=1, help="Prompts of each category at most.")]
-LongestOption = Annotated[int, typer.Option(min=1, help="Longer prompts are left out, and counted.")]
+LongestOption = Annotated[int, typer.Option(min=1, help="Longer prompts are left out and counted, in tokens.")]
 ContextOption = Annotated[
     int, typer.Option(min=0, help="Other prompts' texts go before each question until it has so many tokens; 0: none.")
 ]
 ChatOption = Annotated[bool, typer.Option(help="Apply the model's chat template.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="Of the sampling; each prompt adds its number.")]
-TurnsOption = Annotated[Literal["first", "all"], typer.Option(help="User turns of a Spec-Bench question.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Seed of sampling; each prompt adds its number.")]
+TurnsOption = Annotated[
+    Literal["first", "all"], typer.Option(help="How many user turns of a Spec-Bench question to ask.")
+]
 BatchesOption = Annotated[str, typer.Option(help="Batch sizes, separated by commas.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the results here.")]
 PlotOption = Annotated[Path | None, typer.Option(help="Draw the plot here (PNG); beside --json when not given.")]
@@ -66,7 +72,7 @@ def speculation(
     plot: PlotOption = None,
     markdown: MarkdownOption = None,
 ) -> None:
-    """Every drafter on every prompt, one at a time: acceptance length, tokens/s, speed-up over none, costs."""
+    """Run every drafter on every prompt, one at a time: acceptance length, tokens/s, speed-up over none, costs."""
     from benchmarks import jobs, plots, tables
 
     outputs = jobs.Outputs(json, plot, markdown)
@@ -113,7 +119,8 @@ def sweep(
     plot: PlotOption = None,
     markdown: MarkdownOption = None,
 ) -> None:
-    """Drafters over batch sizes: where speculation stops paying. Exit code 1 when an adaptive run falls behind."""
+    """Run drafters over batch sizes, to see where speculation stops paying. Exit code 1 when an adaptive run falls
+    behind."""
     from benchmarks import jobs, plots, tables
 
     outputs = jobs.Outputs(json, plot, markdown)
@@ -146,16 +153,18 @@ def sweep(
 @bench.command()
 def handoff(
     model: ModelOption = "smollm2-135m-instruct",
-    prompt_tokens: Annotated[int, typer.Option(min=32, help="Of the prompt that is handed over.")] = 2000,
-    chunk_tokens: Annotated[int, typer.Option(min=1, help="Of one prefill step.")] = 256,
-    drafter: Annotated[str, typer.Option(help="Of the deployment.")] = "default",
+    prompt_tokens: Annotated[int, typer.Option(min=32, help="Tokens of the prompt that is handed over.")] = 2000,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens of one prefill step.")] = 256,
+    drafter: Annotated[str, typer.Option(help="Drafter of the deployment.")] = "default",
     dtype: DtypeOption = "bf16",
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions; medians are shown.")] = 7,
-    launches: Annotated[int, typer.Option(min=1, help="Of the nodes, which share the repetitions.")] = 5,
+    launches: Annotated[
+        int, typer.Option(min=1, help="How often the nodes are started; launches share the repetitions.")
+    ] = 5,
     json: JsonOption = None,
     markdown: MarkdownOption = None,
 ) -> None:
-    """A hand-off beside its prefill, against a raw gloo copy. Exit code 1 when a bound is missed."""
+    """Time a hand-off beside its prefill, against a raw gloo copy. Exit code 1 when a bound is missed."""
     from benchmarks import jobs, tables
     from benchmarks.handoff import bench as bench_handoff
     from benchmarks.handoff.report import HandoffSettings, handoff_grid

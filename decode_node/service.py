@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
+from paceline.node.shell import NodeShell
 from paceline.rpc.calls import answer_stream, answering_errors
 from paceline.v1 import handoff_pb2, node_pb2, node_pb2_grpc, trace_pb2
 
-if TYPE_CHECKING:
-    from decode_node.node import DecodeNode
-
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class DecodeCalls(Protocol):
+    """What a decode node does for callers; ``decode_node.node.DecodeNode``."""
+
+    def decode(self, request: node_pb2.DecodeRequest) -> AsyncGenerator[node_pb2.DecodeEvent, None]: ...
+
+    async def pair(self, request: handoff_pb2.PairRequest) -> handoff_pb2.PairResponse: ...
+
+    def handoff(
+        self, messages: AsyncIterable[handoff_pb2.HandoffMessage]
+    ) -> AsyncGenerator[handoff_pb2.HandoffAck, None]: ...
 
 
 class DecodeService(node_pb2_grpc.DecodeNodeServicer):
     """From proto, call, to proto."""
 
-    def __init__(self, node: DecodeNode) -> None:
+    def __init__(self, node: DecodeCalls, shell: NodeShell) -> None:
         self._node = node
+        self._shell = shell
 
     async def Decode(self, request: node_pb2.DecodeRequest, context: Context) -> None:  # type: ignore[override]
         await answer_stream(self._node.decode(request), context)
@@ -37,7 +48,7 @@ class DecodeService(node_pb2_grpc.DecodeNodeServicer):
         await answer_stream(self._node.handoff(request_iterator), context)
 
     async def Status(self, request: node_pb2.StatusRequest, context: Context) -> node_pb2.StatusResponse:
-        return self._node.status()
+        return self._shell.status()
 
     async def Trace(self, request: trace_pb2.TraceRequest, context: Context) -> trace_pb2.TraceResponse:
-        return self._node.trace(request.request_id)
+        return self._shell.trace(request.request_id)

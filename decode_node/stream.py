@@ -23,7 +23,7 @@ MAX_PENDING_EVENTS = 64  # rounds that a client may lag behind before its sequen
 
 
 class StreamPhase(enum.Enum):
-    """Where a stream stands; the edges are in scheduler.py."""
+    """Where a stream stands; the edges are in engine/scheduler.py."""
 
     WAITING = "waiting"
     RESERVED = "reserved"
@@ -70,7 +70,7 @@ class EventQueue:
 
 
 class HiddenRows:
-    """Hidden rows of a hand-off as they arrive, until the drafter has digested them.
+    """Hidden rows of a hand-off as they arrive, until the drafter has computed its own rows from them.
 
     Written by one receiver thread; read by the engine once the hand-off is ready.
     """
@@ -93,7 +93,7 @@ class HiddenRows:
         return self._rows[start - self._first : end - self._first]
 
     def drop(self) -> None:
-        """They are digested."""
+        """Free the rows, which nobody needs any more."""
         self._rows = None
 
 
@@ -122,7 +122,7 @@ class Stream:
     phase: StreamPhase = StreamPhase.WAITING
     seq: Sequence | None = None  # the engine, when the stream reaches the head of the line
     landing: Landing | None = None  # the engine, with the pages, unless local_prefill
-    digested: int = 0  # the engine, while DRAFTING: prompt rows that the drafter has
+    draft_prefilled: int = 0  # the engine, while DRAFTING or recovering: tokens whose rows the drafter has
     left: bool = False  # the engine: the RPC is gone, pages wait for the end of the hand-off
     overdue: bool = False  # the engine: a deadline was applied to the hand-off
 

@@ -4,27 +4,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from enum import Enum
+from typing import Annotated, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
-DrafterName = Literal[
-    "default",
-    "auto",
-    "none",
-    "ngram",
-    "suffix",
-    "trie",
-    "lookahead",
-    "medusa",
-    "eagle",
-    "eagle3",
-    "mtp",
-    "draft_model",
-]
-WEIGHTLESS_DRAFTERS = ("none", "ngram", "suffix", "trie", "lookahead")  # may stand beside any other
+from paceline.speculation import DRAFTERS, TreeKind, drafter_choices, is_weightless
+
+
+def _known_drafter(value: str) -> str:
+    if value not in drafter_choices():
+        raise ValueError(f"must be one of {', '.join(drafter_choices())}")
+    return value
+
+
+DrafterName = Annotated[str, AfterValidator(_known_drafter), Field(json_schema_extra={"enum": list(drafter_choices())})]
 DtypeName = Literal["bf16", "fp32"]
-TreeName = Literal["chain", "static", "dynamic"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 DEFAULT_TREE_NODES = 16
@@ -67,8 +63,8 @@ class EngineConfig(Frozen):
     """GPU memory that CUDA graphs may take, in MiB. Batch sizes whose graph does not fit run without one."""
 
     drafter: Annotated[DrafterName, Group("Speculation")] = "default"
-    """Who proposes draft tokens. `default` takes the EAGLE-3 heads that ship for the model, else ngram; `auto` chooses
-    anew each round; `none` turns speculation off."""
+    """Who proposes draft tokens. `default` takes the EAGLE-3 heads that ship for the model, else the MTP modules of its
+    checkpoint, else ngram; `auto` chooses anew each round; `none` turns speculation off."""
 
     drafters: str = ""
     """Further drafters that a request may name, separated by commas: any of `none`, `ngram`, `suffix`, `trie`,
@@ -85,7 +81,7 @@ class EngineConfig(Frozen):
     num_draft_tokens: int = Field(default=4, ge=0, le=64)
     """K, how many tokens ahead a round drafts at most. 0 decodes plainly. Raise it where most drafts are accepted."""
 
-    tree: TreeName = "chain"
+    tree: TreeKind = TreeKind.CHAIN
     """Shape of a draft. `chain` has one candidate per position, `static` a fixed tree, `dynamic` grows where the draft
     is confident."""
 
@@ -116,7 +112,8 @@ class EngineConfig(Frozen):
     """Ends a draft where its best candidate is less likely than this. 0 never ends one early."""
 
     head_check: bool = True
-    """Measures at start, for at most 2 s, how often draft heads are right, and warns when they do not fit the model."""
+    """Measures at start, for at most 2 s, how often draft heads are right and what drafting takes. Warns when they
+    do not fit the model, or slow this host down."""
 
     page_size: Annotated[int, Group("KV cache and scheduling")] = Field(default=16, ge=1, le=1024)
     """Tokens per page of the KV cache. The prefix cache keeps whole pages."""
@@ -187,18 +184,18 @@ class EngineConfig(Frozen):
     @field_validator("drafters")
     @classmethod
     def _known(cls, value: str) -> str:
-        unknown = [name for name in _names(value) if name not in WEIGHTLESS_DRAFTERS]
+        unknown = [name for name in _names(value) if not is_weightless(name)]
         if unknown:
-            raise ValueError(f"{', '.join(unknown)}: only {', '.join(WEIGHTLESS_DRAFTERS)} can be added")
+            raise ValueError(f"{', '.join(unknown)}: only {', '.join(filter(is_weightless, DRAFTERS))} can be added")
         return value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.acceptance == "rejection" and self.tree != "chain":
+        if self.acceptance == "rejection" and self.tree is not TreeKind.CHAIN:
             raise ValueError("acceptance 'rejection' verifies chains: set tree to chain, or acceptance to recursive")
-        if self.draft_sampling == "sampled" and self.tree == "dynamic":
+        if self.draft_sampling == "sampled" and self.tree is TreeKind.DYNAMIC:
             raise ValueError("draft_sampling 'sampled' cannot be pruned by score: set tree to chain or static")
-        if self.expand_above and self.tree != "dynamic":
+        if self.expand_above and self.tree is not TreeKind.DYNAMIC:
             raise ValueError("expand_above says which nodes of dynamic trees grow: set tree to dynamic")
         if self.draft_sampling == "sampled" and self.acceptance == "typical":
             raise ValueError("draft_sampling 'sampled' needs acceptance sample, rejection or recursive")
@@ -212,7 +209,7 @@ class EngineConfig(Frozen):
     @property
     def nodes_budget(self) -> int:
         """Draft tokens of the largest tree."""
-        if self.tree == "chain" or self.tree_width == 1:
+        if self.tree is TreeKind.CHAIN or self.tree_width == 1:
             return self.num_draft_tokens
         widest = self.num_draft_tokens * self.tree_width
         return self.tree_nodes or min(widest, max(DEFAULT_TREE_NODES, self.num_draft_tokens))
@@ -223,6 +220,17 @@ class EngineConfig(Frozen):
         return tuple(dict.fromkeys((self.drafter, *_names(self.drafters))))
 
 
+def choices_of(field: FieldInfo) -> tuple[str, ...]:
+    """The words that an option takes; empty where it takes more than some words."""
+    kind, extra = field.annotation, field.json_schema_extra
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return tuple(member.value for member in kind)
+    words = extra.get("enum") if isinstance(extra, dict) else None
+    return tuple(map(str, words)) if isinstance(words, list) else ()
+
+
 def _names(listed: str) -> list[str]:
     return [name for item in listed.split(",") if (name := item.strip())]
 
@@ -231,7 +239,17 @@ class NodeConfig(EngineConfig):
     """One node, prefill or decode."""
 
     threads: int = Field(default=1, ge=1)
-    """Cores that the node computes on."""
+    """Cores that the node computes on where it does not share them."""
+
+    cores_group: str = ""
+    """Nodes of a host with the same group share its cores: those that work get equal parts. Empty: this one has
+    `threads`."""
+
+    cores_slot: int = Field(default=0, ge=0, le=255)
+    """Number of this node in its group."""
+
+    weight_file: str = ""
+    """Memory file in which the nodes of a host keep their weights together. Empty: each node keeps its own."""
 
     host: str = "127.0.0.1"
     """Address that the node listens on and that its peers reach it at."""
@@ -247,7 +265,8 @@ class ServeConfig(EngineConfig):
     """Processes that generate tokens."""
 
     threads_per_node: int = Field(default=0, ge=0)
-    """Cores that each node computes on. 0 divides this host's cores by the number of nodes, at least 1 each."""
+    """Cores that each node computes on. 0 lets the nodes of a host share all of its cores: those that work have equal
+    parts, and one that works alone has them all."""
 
     standby: bool = True
     """Keeps a process with everything imported, about 300 MB, ready to replace the only decode node within seconds."""
@@ -319,10 +338,10 @@ class ServeConfig(EngineConfig):
     drain_timeout_s: Annotated[float, Group("Shutdown")] = Field(default=10.0, ge=0)
     """Seconds that running requests get to finish when the deployment stops or a node changes its role."""
 
-    def node(self, threads: int) -> NodeConfig:
+    def node(self, threads: int, cores_group: str = "", weight_file: str = "") -> NodeConfig:
         """The part that one node needs."""
         shared = {name: getattr(self, name) for name in EngineConfig.model_fields}
-        return NodeConfig(**shared, threads=threads, host=self.host)
+        return NodeConfig(**shared, threads=threads, cores_group=cores_group, weight_file=weight_file, host=self.host)
 
     @property
     def host(self) -> str:

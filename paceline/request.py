@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
-from paceline.errors import InvalidRequest
+from paceline.errors import InvalidRequest, quoted
+from paceline.speculation import TreeKind
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
@@ -96,17 +98,43 @@ class SamplingParams:
             raise InvalidRequest("top_p", f"must be above 0 and at most 1, got {self.top_p}")
 
 
-TREES = ("chain", "static", "dynamic")
+class DraftLimits(Protocol):
+    """What a deployment drafts when a request asks for nothing, and at most: its configuration."""
+
+    @property
+    def num_draft_tokens(self) -> int: ...
+
+    @property
+    def tree(self) -> str: ...
+
+    @property
+    def tree_width(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class SpeculationParams:
-    """Per-request speculation. None keeps the deployment's value; values are capped by the deployment's."""
+    """Per-request speculation. None keeps the deployment's value; more than the deployment gives is refused."""
 
     num_draft_tokens: int | None = None  # K; 0 turns speculation off for this request
     tree_width: int | None = None  # candidates per expanded node; 1 is a chain
     drafter: str | None = None  # one of the deployment's list
     tree: str | None = None  # chain, static or dynamic
+
+    def check_within(self, most: DraftLimits) -> None:
+        """Raise InvalidRequest naming the first field that asks for more than ``most``."""
+        depth, width = self.num_draft_tokens, self.tree_width
+        if depth is not None and depth > most.num_draft_tokens:
+            gives = f"must be at most {most.num_draft_tokens}, which this deployment drafts"
+            raise InvalidRequest("speculation.num_draft_tokens", f"{gives}; got {depth}")
+        tree = most.tree if self.tree is None else self.tree
+        kinds = list(TreeKind)
+        if tree not in (given := kinds[: kinds.index(TreeKind(most.tree)) + 1]):
+            gives = f"must be {' or '.join(given)} in this deployment"
+            raise InvalidRequest("speculation.tree", f"{gives}; got {quoted(tree)}")
+        widest = 1 if tree == "chain" else most.tree_width
+        if width is not None and width > widest:
+            gives = f"must be at most {widest} for a {tree} draft of this deployment"
+            raise InvalidRequest("speculation.tree_width", f"{gives}; got {width}")
 
 
 @dataclass(frozen=True)

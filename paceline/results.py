@@ -15,7 +15,7 @@ class Usage:
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt, found in a prefix cache
+    cached_tokens: int = 0  # tokens of the prompt that were found in a prefix cache
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Round:
 
     num_draft_tokens: int
     num_accepted: int
-    depth: int = 0  # of the tree
+    depth: int = 0  # depth of the tree
     drafter: str = ""  # who drafted
     draft_s: float = 0.0  # seconds of the whole batch's round
     verify_s: float = 0.0
@@ -84,7 +84,7 @@ class Completion:
     timing: Timing = Timing()
     nodes: ServedBy = ServedBy()
     handoff: HandoffBytes = HandoffBytes()
-    seed: int = 0  # of this choice: the same request with it and n=1 gives this choice again
+    seed: int = 0  # the choice's own: the same request with it and n=1 gives this choice again
     request_id: str = ""
 
 
@@ -93,9 +93,9 @@ class Chunk:
     """What became known of one choice. ``completion`` is set on its last chunk, which may bring no token."""
 
     choice: int
-    first_index: int  # of token_ids[0] among the tokens of the choice
+    first_index: int  # index of token_ids[0] among the tokens of the choice
     token_ids: tuple[int, ...] = ()
-    text: str = ""  # that became certain; empty while a character or a stop string is incomplete
+    text: str = ""  # text that became certain; empty while a character or a stop string is incomplete
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token when asked for
     round: Round | None = None
     completion: Completion | None = None
@@ -179,8 +179,8 @@ class TraceEvent:
     """Something that happened to a sequence on a node: a span, or a moment when it has no end. Times are Unix time."""
 
     node: str
-    track: str  # what of the node: request, choice, prefill, send, decode, receive
-    sequence: str  # request id; of several choices, ``#`` and the choice's number follow
+    track: str  # which part of the node: request, choice, prefill, send, decode, receive
+    sequence: str  # request id; with several choices, ``#`` and the choice's number follow
     attempt: int  # 1 for the first time that this node served the sequence
     name: str
     start_s: float

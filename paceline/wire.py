@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from paceline.errors import InvalidRequest, quoted
-from paceline.request import TREES, FinishReason, SamplingParams, SequenceRequest, SpeculationParams, TokenLogprobs
+from paceline.request import FinishReason, SamplingParams, SequenceRequest, SpeculationParams, TokenLogprobs
 from paceline.results import RequestTrace, Round, TraceEvent
+from paceline.speculation import TreeKind
 from paceline.v1 import common_pb2, node_pb2, trace_pb2
 
 _FINISH: dict[FinishReason | None, common_pb2.FinishReason.ValueType] = {
@@ -87,8 +88,8 @@ def speculation_from_proto(message: common_pb2.Speculation) -> SpeculationParams
         raise InvalidRequest("speculation.num_draft_tokens", f"must not be negative, got {depth}")
     if width is not None and width < 1:
         raise InvalidRequest("speculation.tree_width", f"must be at least 1, got {width}")
-    if tree is not None and tree not in TREES:
-        raise InvalidRequest("speculation.tree", f"must be one of {', '.join(TREES)}, got {quoted(tree)}")
+    if tree is not None and tree not in list(TreeKind):
+        raise InvalidRequest("speculation.tree", f"must be one of {', '.join(TreeKind)}, got {quoted(tree)}")
     return SpeculationParams(depth, width, drafter, tree)
 
 

@@ -19,7 +19,7 @@ from paceline.v1 import handoff_pb2, node_pb2
 
 
 class JobPhase(enum.Enum):
-    """Where a job stands; the edges are in scheduler.py."""
+    """Where a job stands; the edges are in engine/scheduler.py."""
 
     WAITING = "waiting"
     COMPUTING = "computing"

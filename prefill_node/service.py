@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
+from paceline.node.shell import NodeShell
 from paceline.rpc.calls import answer_stream, answering_errors
 from paceline.v1 import node_pb2, node_pb2_grpc, trace_pb2
 
-if TYPE_CHECKING:
-    from prefill_node.node import PrefillNode
-
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class PrefillCalls(Protocol):
+    """What a prefill node does for callers; ``prefill_node.node.PrefillNode``."""
+
+    def prefill(self, request: node_pb2.PrefillRequest) -> AsyncGenerator[node_pb2.PrefillEvent, None]: ...
+
+    async def connect(self, decode_address: str) -> node_pb2.ConnectResponse: ...
 
 
 class PrefillService(node_pb2_grpc.PrefillNodeServicer):
     """From proto, call, to proto."""
 
-    def __init__(self, node: PrefillNode) -> None:
+    def __init__(self, node: PrefillCalls, shell: NodeShell) -> None:
         self._node = node
+        self._shell = shell
 
     async def Prefill(self, request: node_pb2.PrefillRequest, context: Context) -> None:  # type: ignore[override]
         await answer_stream(self._node.prefill(request), context)
@@ -31,7 +39,7 @@ class PrefillService(node_pb2_grpc.PrefillNodeServicer):
         raise AssertionError("unreachable: the context was aborted")
 
     async def Status(self, request: node_pb2.StatusRequest, context: Context) -> node_pb2.StatusResponse:
-        return self._node.status()
+        return self._shell.status()
 
     async def Trace(self, request: trace_pb2.TraceRequest, context: Context) -> trace_pb2.TraceResponse:
-        return self._node.trace(request.request_id)
+        return self._shell.trace(request.request_id)

@@ -1,11 +1,20 @@
-"""Shared fixtures."""
+"""Shared fixtures, what a worker may hold, and what a run could not check."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import re
 import sys
+from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+
+MIB = 1 << 20
+COLLECT_AT_BYTES = 100 * MIB
+WORKER_LIMIT_BYTES = 2048 * MIB
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +32,68 @@ def one_thread_one_seed() -> None:
     if torch is not None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
+
+
+def memory(field: str) -> int:
+    """Bytes of this process: VmRSS is what it holds, VmHWM the most that it ever held; 0 where there is no /proc."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except FileNotFoundError:
+        return 0
+    return int(re.search(rf"{field}:\s+(\d+) kB", status)[1]) << 10  # type: ignore[index]
+
+
+class WorkerMemory:
+    """Keeps a worker small, and fails the test in which it grew past the limit.
+
+    A deployment is full of reference cycles, so its weights and pages wait for Python's collector, which counts objects
+    and not bytes: dozens of deployments may wait at once. glibc keeps what it is given back unless told to trim.
+    """
+
+    def __init__(self) -> None:
+        self.after_collection = self.at_file_start = memory("VmRSS")
+        self.told = False
+        self.trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
+        yield
+        ends_file = nextitem is None or nextitem.path != item.path  # its own fixtures are gone
+        if memory("VmRSS") > (self.at_file_start if ends_file else self.after_collection) + COLLECT_AT_BYTES:
+            gc.collect()
+            self.trim(0)
+            self.after_collection = memory("VmRSS")
+        if ends_file:
+            self.at_file_start = memory("VmRSS")
+        peak = memory("VmHWM")
+        torch = sys.modules.get("torch")
+        on_gpu = torch is not None and torch.cuda.is_initialized()  # its driver alone maps gigabytes
+        if peak > WORKER_LIMIT_BYTES and not self.told and not on_gpu:
+            self.told = True
+            limit = WORKER_LIMIT_BYTES // MIB
+            pytest.fail(f"the worker grew to {peak // MIB} MiB here; the limit is {limit} MiB", pytrace=False)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(WorkerMemory())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what tests/slow.txt names."""
+    slow = set(Path(__file__).with_name("slow.txt").read_text().splitlines())
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        if test in slow or test.partition("::")[0] in slow:
+            item.add_marker("slow")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
+    """End with one line of all that this machine lacks, from skip reasons that begin with "needs"."""
+    yield
+    reasons = (report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", []))
+    lacking = Counter(reason.removeprefix("needs ") for reason in reasons if reason.startswith("needs "))
+    if lacking:
+        told = ", ".join(f"{what} ({count})" for what, count in sorted(lacking.items()))
+        terminalreporter.write_line(f"not checked here (tests left out): {told}")

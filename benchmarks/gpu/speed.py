@@ -15,11 +15,11 @@ from benchmarks.gpu.clock import Clock, Sample
 from benchmarks.gpu.shapes import RandomWeights
 from benchmarks.speculation.drafter_specs import DraftRun, Target
 from benchmarks.speculation.synthetic import SyntheticDrafts
-from paceline.assembly.shipped import shipped_heads
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import InvalidRequest
 from paceline.request import SequenceRequest
 from paceline.serving.chunking import plan_chunks
+from paceline.spec_decode.heads.shipped import shipped_heads
 from paceline.text.tokenizer import Tokenizer
 
 PREFILL_ROWS = 8192

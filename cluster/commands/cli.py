@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import signal
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import typer
 
 from cluster.commands.console import errors
 from cluster.commands.fetch import fetch_model
+from cluster.commands.generate import generate
 from cluster.commands.options import ServeHelp, load_config, serve_parameters
 from cluster.commands.role import role
 from cluster.commands.trace import trace
@@ -34,6 +34,7 @@ app.command("make-corpus")(make_corpus)
 app.command("train-drafter")(train_drafter)
 app.command("trace")(trace)
 app.command("role")(role)
+app.command("generate")(generate)
 
 
 def add_registered_commands() -> None:
@@ -83,8 +84,8 @@ def with_serve_options(run: Callable[[ServeConfig], None]) -> Callable[..., None
 
 
 @app.command()
-def pull(model: Annotated[str, typer.Argument(help="A known model, e.g. smollm2-135m-instruct.")]) -> None:
-    """Fetch a model, convert it once, print its folder."""
+def pull(model: Annotated[str, typer.Argument(help="A known model, e.g. smollm2-135m-instruct, or a hub id.")]) -> None:
+    """Fetch a model, convert it if need be, print its folder."""
     typer.echo(fetch_model(model))
 
 
@@ -95,16 +96,18 @@ def serve(config: ServeConfig) -> None:
 
 
 async def _serve(config: ServeConfig) -> None:
+    from cluster.commands.progress import start_progress
     from cluster.deployment import Deployment
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    deployment = Deployment(config)
-    starting = asyncio.create_task(deployment.start())
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    with start_progress(errors, lines=config.log_level in ("debug", "info")) as tell:
+        deployment = Deployment(config, tell)
+        starting = asyncio.create_task(deployment.start())
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
@@ -132,38 +135,3 @@ def demo(config: ServeConfig) -> None:
 
 app.command("serve", cls=ServeHelp)(with_serve_options(serve))
 app.command("demo", cls=ServeHelp)(with_serve_options(demo))
-
-
-@app.command()
-def generate(
-    prompt: Annotated[str, typer.Argument(help="The prompt, or the user's message with --chat.")],
-    server: Annotated[str, typer.Option(help="HOST:PORT of a router's gRPC.")] = "127.0.0.1:50051",
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus mass.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Same request, same seed, same text.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
-) -> None:
-    """Generate text from a running deployment; streams unless --json."""
-    from cluster.commands.generate_json import answer_json
-    from paceline.client import Client
-
-    options: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "seed": seed,
-        "stop": tuple(stop or ()),
-    }
-    messages = [{"role": "user", "content": prompt}]
-    with Client(server) as client:
-        if as_json:
-            done = client.chat(messages, **options) if chat else client.generate(prompt, **options)
-            typer.echo(json.dumps(answer_json(done.choices[0]), ensure_ascii=False, indent=2))
-            return
-        for chunk in client.stream(messages if chat else prompt, **options):
-            typer.echo(chunk.text, nl=False)
-            sys.stdout.flush()
-        typer.echo()

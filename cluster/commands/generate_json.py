@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import asdict
 from typing import Any
 
-from paceline.client import Choice
+from paceline.client import Choice, Generation, TokenLogprobs
 
 
-def answer_json(choice: Choice) -> dict[str, Any]:
-    """One choice with its numbers."""
-    done = choice.completion
-    speculation, timing = done.speculation, done.timing
+def generation_json(done: Generation) -> dict[str, Any]:
+    """All choices with their numbers, under the SDK's names."""
     return {
-        "text": choice.text,
-        "token_ids": list(choice.token_ids),
-        "finish_reason": str(done.finish_reason),
-        "usage": {
-            "prompt_tokens": done.usage.prompt_tokens,
-            "completion_tokens": done.usage.completion_tokens,
-            "cached_tokens": done.usage.cached_tokens,
-        },
-        "speculation": {
-            "rounds": speculation.rounds,
-            "draft_tokens": speculation.draft_tokens,
-            "accepted_tokens": speculation.accepted_tokens,
-            "acceptance_length": speculation.acceptance_length,
-            "accepted_per_position": list(speculation.accepted_per_position),
-            "rounds_by_drafter": dict(speculation.rounds_by_drafter),
-            "draft_s": speculation.draft_s,
-            "verify_s": speculation.verify_s,
-            "lossless": speculation.lossless,
-        },
-        "timing": {
-            "ttft_s": timing.ttft_s,
-            "e2e_s": timing.e2e_s,
-            "decode_tokens_per_s": timing.decode_tokens_per_s,
-        },
-        "nodes": {"prefill": done.nodes.prefill, "decode": done.nodes.decode},
-        "seed": done.seed,
+        "request_id": done.request_id,
+        "model": done.model,
+        "choices": [_choice(choice) for choice in done.choices],
     }
+
+
+def _choice(choice: Choice) -> dict[str, Any]:
+    numbers = asdict(choice.completion)
+    del numbers["request_id"]
+    return {
+        "index": choice.index,
+        "text": choice.text,
+        "token_ids": choice.token_ids,
+        "logprobs": [_logprobs(entry) for entry in choice.logprobs],
+        **numbers,
+    }
+
+
+def _logprobs(entry: TokenLogprobs) -> dict[str, Any]:
+    """JSON has no infinity: a token that cannot come has a log-probability of null."""
+    return {
+        "logprob": _finite(entry.logprob),
+        "top_ids": entry.top_ids,
+        "top_logprobs": [_finite(logprob) for logprob in entry.top_logprobs],
+    }
+
+
+def _finite(logprob: float) -> float | None:
+    return logprob if math.isfinite(logprob) else None

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any
 
 import typer
 import yaml
@@ -20,7 +20,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from typer.core import TyperCommand
 
-from paceline.config import Group, ServeConfig
+from paceline.config import Group, ServeConfig, choices_of
 from paceline.errors import ConfigError
 
 PREFIX = "PACELINE_"
@@ -112,7 +112,7 @@ def serve_options() -> list[Option]:
     options, group = [], ""
     for name, info in ServeConfig.model_fields.items():
         group = next((mark.title for mark in info.metadata if isinstance(mark, Group)), group)
-        kind = info.annotation if isinstance(info.annotation, type) else str
+        kind = info.annotation if isinstance(info.annotation, type) and not choices_of(info) else str
         description = " ".join((info.description or "").split())
         options.append(Option(name, group, kind, _default(info.default), _values(info), description))
     return options
@@ -124,8 +124,8 @@ def _default(value: object) -> str:
 
 def _values(info: FieldInfo) -> str:
     """Choices, or the range that ``Field`` gives."""
-    if get_origin(info.annotation) is not None:
-        return ", ".join(map(str, get_args(info.annotation)))
+    if choices := choices_of(info):
+        return ", ".join(choices)
     bounds = {}
     for mark in info.metadata:
         for kind in ("ge", "gt", "le", "lt"):

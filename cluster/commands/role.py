@@ -10,11 +10,13 @@ START_TIMEOUT_S = 600.0  # it drains, then loads the model
 
 
 def role(
-    node_id: Annotated[str, typer.Argument(help="E.g. prefill-1; ModelInfo and the log of serve list them.")],
-    to: Annotated[str, typer.Argument(help="prefill or decode.")],
+    node_id: Annotated[
+        str, typer.Argument(help="Id of the node, e.g. prefill-1. The log of serve at --log-level info names them.")
+    ],
+    to: Annotated[str, typer.Argument(help="The role to take: prefill or decode.")],
     admin: Annotated[str, typer.Option(help="HOST:PORT that the deployment was given as --admin.")] = "127.0.0.1:50052",
 ) -> None:
-    """Drain a node and start it again in another role; requests go on meanwhile."""
+    """Let a node finish its work, then start it again in another role. Requests go on meanwhile."""
     import grpc
 
     from paceline.errors import NodeUnavailable

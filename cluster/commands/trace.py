@@ -13,11 +13,11 @@ errors = Console(stderr=True, highlight=False)
 
 
 def trace(
-    request_id: Annotated[str, typer.Argument(help="Of one of the latest requests, e.g. req-0f3a...")],
+    request_id: Annotated[str, typer.Argument(help="Id of one of the latest requests, e.g. req-0f3a...")],
     router: Annotated[str, typer.Option(help="HOST:PORT of a router's gRPC.")] = "127.0.0.1:50051",
-    out: Annotated[Path | None, typer.Option(help="File to write; without it the trace is printed.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write. Not given: the trace is printed.")] = None,
 ) -> None:
-    """Write when what happened to a request, on the router and all nodes, as Chrome trace JSON (ui.perfetto.dev)."""
+    """Write the timeline of a request, on the router and all nodes, for ui.perfetto.dev (Chrome trace JSON)."""
     from paceline.client import Client
     from paceline.trace_file import chrome_trace
 

@@ -25,28 +25,45 @@ messages = Console(stderr=True, highlight=False)
 
 
 def train_drafter(
-    head: Annotated[str, typer.Argument(help="eagle3, eagle, mtp, mtp3 or medusa.")],
-    corpus: Annotated[list[Path], typer.Option(help="JSON lines with prompt_ids and answer_ids; .xz and .gz too.")],
-    out: Annotated[Path, typer.Option(help="Checkpoint, history and plot; the head goes to OUT/head.")],
-    model: Annotated[str, typer.Option(help="A known model, a folder or a hub id.")] = "smollm2-135m-instruct",
-    minutes: Annotated[float, typer.Option(min=0.01, help="Bound of this run; a later run goes on from OUT.")] = 60.0,
-    steps: Annotated[int, typer.Option(min=1, help="Bound of this run, whichever ends first.")] = 1_000_000,
-    learning_rate: Annotated[float, typer.Option(min=1e-7, max=1.0, help="Peak.")] = 6e-4,
-    tokens_per_step: Annotated[int, typer.Option(min=1, help="Tokens of an optimiser step.")] = 512,
+    head: Annotated[str, typer.Argument(help="Kind of head: eagle3, eagle, mtp, mtp3 or medusa.")],
+    corpus: Annotated[
+        list[Path],
+        typer.Option(
+            help="JSON lines with prompt_ids and answer_ids, from make-corpus; .xz and .gz too. May be repeated."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for checkpoint, history and plot. The head goes to OUT/head.")],
+    model: Annotated[
+        str, typer.Option(help="The target: a known model, a folder or a hub id.")
+    ] = "smollm2-135m-instruct",
+    minutes: Annotated[
+        float, typer.Option(min=0.01, help="Longest time of this run. A later run goes on from OUT.")
+    ] = 60.0,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Optimiser steps of this run at most, if its minutes last.")
+    ] = 1_000_000,
+    learning_rate: Annotated[
+        float, typer.Option(min=1e-7, max=1.0, help="Highest learning rate of the schedule.")
+    ] = 6e-4,
+    tokens_per_step: Annotated[int, typer.Option(min=1, help="Tokens that one optimiser step trains on.")] = 512,
     draft_steps: Annotated[
-        int, typer.Option(min=0, help="Draft steps trained in this run; 0: all. The first ones carry most.")
+        int, typer.Option(min=0, help="Draft positions to train in this run, first ones first; 0 trains all.")
     ] = 0,
     share: Annotated[
         list[str] | None,
-        typer.Option(help="SOURCE=PART: of each epoch, only this part of the samples whose source begins so."),
+        typer.Option(
+            help="SOURCE=PART uses only this part, 0 to 1, of the samples whose source begins so. May be repeated."
+        ),
     ] = None,
     prompts: Annotated[
         bool, typer.Option("--prompts", help="Train on the prompts' tokens too, not answers only.")
     ] = False,
-    cache: Annotated[Path | None, typer.Option(help="The target's features; default: below OUT.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    threads: Annotated[int, typer.Option(min=0, help="0: one per core.")] = 0,
-    held_out: Annotated[int, typer.Option(min=1, help="Samples never trained on.")] = 200,
+    cache: Annotated[
+        Path | None, typer.Option(help="Folder for the target's hidden rows. Not given: OUT/features.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
+    threads: Annotated[int, typer.Option(min=0, help="Cores to compute on; 0 takes all.")] = 0,
+    held_out: Annotated[int, typer.Option(min=1, help="Samples to measure on; none of them is trained on.")] = 200,
 ) -> None:
     """Train a draft head on the target's own answers; resumable, CPU or CUDA."""
     from draft_training.job import HEADS, Job, run_job
@@ -92,17 +109,22 @@ def parse_shares(items: Sequence[str]) -> dict[str, float]:
 
 
 def make_corpus(
-    out: Annotated[Path, typer.Option(help="JSON lines; a run goes on where the file ends.")],
+    out: Annotated[Path, typer.Option(help="File to write, in JSON lines. A run goes on where the file ends.")],
     model: Annotated[str, typer.Option(help="A known model, a folder or a hub id.")] = "smollm2-135m-instruct",
     prompts: Annotated[
-        list[Path] | None, typer.Option(help='JSON lines {"prompt": ..., "source": ...}; .xz and .gz too.')
+        list[Path] | None,
+        typer.Option(help='JSON lines {"prompt": ..., "source": ...}; .xz and .gz too. May be repeated.'),
     ] = None,
-    self_made: Annotated[int, typer.Option(min=0, help="Prompts that the model makes itself, after those.")] = 0,
-    max_answer_tokens: Annotated[int, typer.Option(min=1, help="Longer answers are cut there.")] = 256,
-    batch: Annotated[int, typer.Option(min=1, max=4096, help="Sequences that run together.")] = 64,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Same options, same seed: same corpus.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    threads: Annotated[int, typer.Option(min=0, help="0: one per core.")] = 0,
+    self_made: Annotated[
+        int, typer.Option(min=0, help="Prompts that the model makes itself, after those of files.")
+    ] = 0,
+    max_answer_tokens: Annotated[int, typer.Option(min=1, help="Length at which answers are cut, in tokens.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, max=4096, help="Sequences that are generated together.")] = 64,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="The same seed and options give the same corpus.")
+    ] = 0,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
+    threads: Annotated[int, typer.Option(min=0, help="Cores to compute on; 0 takes all.")] = 0,
 ) -> None:
     """Make a corpus of the target's own answers, to train draft heads on; resumable."""
     missing = [path for path in prompts or () if not path.is_file()]

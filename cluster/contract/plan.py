@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
 import uuid
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from cluster.contract.generation import (
+    MAX_PRIORITY,
+    MAX_STOP_TOKEN_IDS,
+    Chat,
+    GenerationRequest,
+    Prompt,
+    check_count,
+    check_generation_id,
+    check_name,
+    check_unicode,
+)
 from paceline.errors import InvalidRequest, PacelineError, quoted
-from paceline.request import SamplingParams, SequenceRequest, SpeculationParams, derive_seed
+from paceline.request import DraftLimits, SamplingParams, SequenceRequest, SpeculationParams, derive_seed
 
 DEFAULT_MAX_TOKENS = 1024  # when the request names none and the context leaves as much
-MAX_PRIORITY = 10  # and the least is its negative
-MAX_NAME_CHARS = 256  # of a request id, a tenant
-MAX_STOP_TOKEN_IDS = 1024
-MAX_MESSAGES = 8192  # of a chat, and text parts of a message: each costs some time of the event loop
 SEED_BITS = 53  # a drawn seed survives readers that keep numbers as doubles
-GENERATION_ID = re.compile(r"[A-Za-z0-9_-]{22,128}")  # room for 128 random bits: the id is a capability
 THREAD_ABOVE_CHARS = 20_000  # longer texts are tokenized off the event loop
 CHARS_PER_TURN = 40  # what a template adds to each message, about
 
@@ -38,64 +43,6 @@ class TokenizerLike(Protocol):
 
 
 @dataclass(frozen=True)
-class ChatMessage:
-    """One turn."""
-
-    role: str
-    content: str
-
-
-@dataclass(frozen=True)
-class Chat:
-    """A conversation; the model's template makes it a prompt."""
-
-    messages: tuple[ChatMessage, ...]
-
-
-Prompt = str | tuple[int, ...] | Chat
-
-
-@dataclass(frozen=True)
-class Received:
-    """What a client has of a choice: tokens before ``next_index``, given here or, when empty, to be made again."""
-
-    choice: int
-    next_index: int
-    token_ids: tuple[int, ...] = ()
-    complete: bool = False
-
-
-@dataclass(frozen=True)
-class Resume:
-    """What a client has of a stream that broke. ``plan_digest`` is empty when it has not even that."""
-
-    plan_digest: bytes = b""
-    choices: tuple[Received, ...] = ()
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    """What a client asks.
-
-    ``max_tokens`` stands for ``sampling.max_tokens``, which is not looked at; None is what the context leaves, at most
-    DEFAULT_MAX_TOKENS. An empty ``model`` is the one served, an empty ``request_id`` is made. ``generation_id`` names a
-    stream that other routers may go on with, which ``resume`` asks for. ``priority``: the higher one of a tenant's
-    waiting requests goes first.
-    """
-
-    prompt: Prompt
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    max_tokens: int | None = None
-    speculation: SpeculationParams = field(default_factory=SpeculationParams)
-    model: str = ""
-    request_id: str = ""
-    tenant: str = ""
-    generation_id: str = ""
-    resume: Resume | None = None
-    priority: int = 0
-
-
-@dataclass(frozen=True)
 class Plan:
     """A request ready for the nodes."""
 
@@ -106,7 +53,7 @@ class Plan:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and output at most, all choices together."""
+        """Tokens of prompt and output at most, all choices together."""
         return sum(len(seq.prompt_token_ids) + seq.params.max_tokens for seq in self.sequences)
 
     @property
@@ -116,16 +63,17 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Served:
-    """What is served."""
+class ServedModel:
+    """What is served: requests are checked against it."""
 
     model: str
     max_model_len: int
     vocab_size: int
-    drafters: tuple[str, ...] = ()
+    drafters: tuple[str, ...]  # what a request may name as its drafter, the deployment's own first
+    drafts: DraftLimits
 
 
-async def make_plan(request: GenerationRequest, served: Served, tokenizer: TokenizerLike) -> Plan:
+async def make_plan(request: GenerationRequest, served: ServedModel, tokenizer: TokenizerLike) -> Plan:
     """Raise InvalidRequest naming the first field that is wrong."""
     _check_names(request, served)
     prompt = await tokenize(request.prompt, tokenizer)
@@ -157,7 +105,13 @@ async def make_plan(request: GenerationRequest, served: Served, tokenizer: Token
     return Plan(request_id, admitted, params.stop, sequences)
 
 
-def _check_speculation(asked: SpeculationParams, served: Served) -> None:
+def _check_speculation(asked: SpeculationParams, served: ServedModel) -> None:
+    asked.check_within(served.drafts)
+    if asked.num_draft_tokens and served.drafters == ("none",):
+        raise InvalidRequest(
+            "speculation.num_draft_tokens",
+            f"must be 0, since this deployment serves without a drafter; got {asked.num_draft_tokens}",
+        )
     if asked.drafter is not None and asked.drafter not in served.drafters:
         known = ", ".join(served.drafters)
         raise InvalidRequest("speculation.drafter", f"{quoted(asked.drafter)} is none of this deployment's: {known}")
@@ -169,7 +123,7 @@ async def tokenize(prompt: Prompt, tokenizer: TokenizerLike) -> tuple[int, ...]:
         return prompt
     if isinstance(prompt, Chat):
         return await _tokenize_chat(prompt, tokenizer)
-    _check_unicode("prompt", prompt)
+    check_unicode("prompt", prompt)
     if not prompt:
         raise InvalidRequest("prompt", "must not be empty")
     if len(prompt) > THREAD_ABOVE_CHARS:
@@ -181,8 +135,8 @@ async def _tokenize_chat(chat: Chat, tokenizer: TokenizerLike) -> tuple[int, ...
     if not chat.messages:
         raise InvalidRequest("messages", "must not be empty")
     for i, message in enumerate(chat.messages):
-        _check_unicode(f"messages[{i}].content", message.content)
-        _check_unicode(f"messages[{i}].role", message.role)
+        check_unicode(f"messages[{i}].content", message.content)
+        check_unicode(f"messages[{i}].role", message.role)
         if not message.role:
             raise InvalidRequest(f"messages[{i}].role", "must not be empty")
     messages = [{"role": message.role, "content": message.content} for message in chat.messages]
@@ -196,34 +150,7 @@ async def _tokenize_chat(chat: Chat, tokenizer: TokenizerLike) -> tuple[int, ...
         raise InvalidRequest("messages", f"the chat template refuses them: {error}") from None
 
 
-def _check_unicode(where: str, text: str) -> None:
-    """JSON can spell half a surrogate pair, which is no text."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise InvalidRequest(where, "is not valid Unicode: a lone surrogate") from None
-
-
-def check_count(where: str, count: int, most: int) -> None:
-    """Raise InvalidRequest when a list has more items than are looked at."""
-    if count > most:
-        raise InvalidRequest(where, f"at most {most} items, got {count}")
-
-
-def check_name(where: str, name: str) -> None:
-    """Raise InvalidRequest unless ``name`` is one that a request, or a tenant, may have."""
-    if len(name) > MAX_NAME_CHARS:
-        raise InvalidRequest(where, f"at most {MAX_NAME_CHARS} characters")
-    _check_unicode(where, name)
-
-
-def check_generation_id(generation_id: str) -> None:
-    """Raise InvalidRequest unless it is empty or one that nobody guesses."""
-    if generation_id and not GENERATION_ID.fullmatch(generation_id):
-        raise InvalidRequest("generation_id", "must be 22 to 128 letters, digits, '-' and '_', of 128 random bits")
-
-
-def _check_names(request: GenerationRequest, served: Served) -> None:
+def _check_names(request: GenerationRequest, served: ServedModel) -> None:
     if request.model and request.model != served.model:
         raise InvalidRequest("model", f"{quoted(request.model)} is not served here, {served.model!r} is")
     check_name("request_id", request.request_id)
@@ -233,7 +160,7 @@ def _check_names(request: GenerationRequest, served: Served) -> None:
     check_generation_id(request.generation_id)
 
 
-def _check_prompt(prompt: tuple[int, ...], given: Prompt, served: Served) -> None:
+def _check_prompt(prompt: tuple[int, ...], given: Prompt, served: ServedModel) -> None:
     where = "messages" if isinstance(given, Chat) else "prompt"
     if not prompt:
         raise InvalidRequest(where, "must not be empty")
@@ -247,7 +174,7 @@ def _check_prompt(prompt: tuple[int, ...], given: Prompt, served: Served) -> Non
 
 
 def _resolve(
-    request: GenerationRequest, served: Served, num_prompt: int, eos_token_ids: Collection[int]
+    request: GenerationRequest, served: ServedModel, num_prompt: int, eos_token_ids: Collection[int]
 ) -> SamplingParams:
     """Every default filled in, max_tokens within the context, the model's end tokens among the stop tokens."""
     asked, room = request.sampling, served.max_model_len - num_prompt
@@ -261,7 +188,7 @@ def _resolve(
     asked = replace(asked, stop_token_ids=distinct)
     replace(asked, max_tokens=max_tokens).validate(served.vocab_size)
     for text in asked.stop:
-        _check_unicode("stop", text)
+        check_unicode("stop", text)
     stop_ids = asked.stop_token_ids if asked.ignore_eos else (*asked.stop_token_ids, *eos_token_ids)
     resolved = replace(
         asked,

@@ -1,14 +1,16 @@
-"""The router's data to the public messages."""
+"""The public messages to what a client asks, and the router's answers to public messages."""
 
 from __future__ import annotations
 
-from cluster.contract.plan import (
+import hashlib
+
+from cluster.contract.generation import (
     MAX_MESSAGES,
     Chat,
     ChatMessage,
     GenerationRequest,
     Prompt,
-    Received,
+    ReceivedChoice,
     Resume,
     check_count,
 )
@@ -25,6 +27,8 @@ from paceline.wire import (
     speculation_from_proto,
     speculation_to_proto,
 )
+
+PLAN_DIGEST_BYTES = 16
 
 
 def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequest:
@@ -50,12 +54,13 @@ def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequ
 
 def _resume(message: inference_pb2.Resume) -> Resume:
     check_count("resume.choices", len(message.choices), MAX_N)
-    choices = (Received(c.choice, c.next_index, tuple(c.token_ids), c.complete) for c in message.choices)
+    choices = (ReceivedChoice(c.choice, c.next_index, tuple(c.token_ids), c.complete) for c in message.choices)
     return Resume(message.plan_digest, tuple(choices))
 
 
 def admitted_request(request: GenerationRequest) -> inference_pb2.GenerateRequest:
-    """A request with every default resolved, as ``generation_request`` reads it; without id and resume."""
+    """A request as admitted, with every default resolved; ``generation_request`` reads it back. It has no generation id
+    and no resume."""
     assert isinstance(request.prompt, tuple)
     return inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=request.prompt),
@@ -66,6 +71,32 @@ def admitted_request(request: GenerationRequest) -> inference_pb2.GenerateReques
         tenant=request.tenant,
         priority=request.priority,
     )
+
+
+def plan_digest(admitted: GenerationRequest) -> bytes:
+    """Names everything that the text depends on, so that a resume that would make another one is refused. Takes a
+    request as admitted."""
+    message = admitted_request(admitted)
+    message.ClearField("request_id")
+    message.ClearField("priority")
+    return hashlib.sha256(message.SerializeToString(deterministic=True)).digest()[:PLAN_DIGEST_BYTES]
+
+
+def resumable(generation_id: str, admitted: GenerationRequest) -> inference_pb2.Resumable:
+    """What a client keeps of a stream to go on with it at another router."""
+    seed = admitted.sampling.seed
+    assert seed is not None  # every default is resolved
+    return inference_pb2.Resumable(generation_id=generation_id, seed=seed, plan_digest=plan_digest(admitted))
+
+
+def journal_entry(admitted: GenerationRequest) -> bytes:
+    """A request as admitted, as the journal keeps it."""
+    return admitted_request(admitted).SerializeToString(deterministic=True)
+
+
+def from_journal_entry(entry: bytes) -> GenerationRequest:
+    """The request of ``journal_entry``."""
+    return generation_request(inference_pb2.GenerateRequest.FromString(entry))
 
 
 def _prompt(message: inference_pb2.GenerateRequest) -> Prompt:

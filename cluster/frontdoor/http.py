@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster.contract.plan import GenerationRequest
+from cluster.contract.generation import GenerationRequest
 from cluster.frontdoor import openapi
 from cluster.frontdoor.http_errors import HttpProblem, dumps, model_not_found, problem_for
 from cluster.frontdoor.http_server import HttpServer, serve_http
@@ -37,7 +37,7 @@ __all__ = ["HttpServer", "create_app", "serve_http"]
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 8 * 2**20
-MAX_DISCARDED_BYTES = 4 * MAX_BODY_BYTES  # of a body that is too large; a client that still sends sees no answer
+MAX_DISCARDED_BYTES = 4 * MAX_BODY_BYTES  # read of a body too large; a client that sends on sees no answer
 BODY_TIMEOUT_S = 60.0
 SEND_TIMEOUT_S = 60.0
 

@@ -60,7 +60,7 @@ class _Connection(H11Protocol):  # type: ignore[misc, unused-ignore]
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Of uvicorn, which calls it for bytes that are no HTTP."""
+        """Overrides uvicorn's, which calls it for bytes that are no HTTP."""
         self._refuse(HttpProblem(400, "what was sent is not an HTTP/1.1 request", code="invalid_http"))
 
     def _await_head(self) -> None:

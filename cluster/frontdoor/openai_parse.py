@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.contract.plan import Chat, ChatMessage, GenerationRequest, Prompt
+from cluster.contract.generation import Chat, ChatMessage, GenerationRequest, Prompt
 from cluster.frontdoor.json_models import read
 from cluster.frontdoor.openai_requests import (
     ALL_TOP_K,

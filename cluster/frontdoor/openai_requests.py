@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from cluster.contract.plan import MAX_MESSAGES, MAX_NAME_CHARS, MAX_PRIORITY, MAX_STOP_TOKEN_IDS
+from cluster.contract.generation import MAX_MESSAGES, MAX_NAME_CHARS, MAX_PRIORITY, MAX_STOP_TOKEN_IDS
 from cluster.frontdoor.json_models import INT64_MIN, UINT64_MAX, JsonObject, Neutral, Text, at_most
 from paceline.request import INT32_MAX, MAX_BIAS, MAX_LOGIT_BIAS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, RANGES
 

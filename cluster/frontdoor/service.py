@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from cluster.contract import public_wire
 from cluster.contract.plan import Plan
-from cluster.routing.resume import UnknownGeneration, digest_of
+from cluster.routing.resume import UnknownGeneration
 from cluster.routing.router import Router
 from paceline.errors import ConfigError, DeadlineExceeded, InvalidRequest
 from paceline.rpc.calls import MAX_MESSAGE_BYTES, answering_errors, end_server, make_server
@@ -61,7 +61,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 async for chunk in chunks:
                     message = public_wire.generate_chunk(chunk)
                     if plans:
-                        message.resumable.CopyFrom(_resumable(asked.generation_id, plans.pop()))
+                        message.resumable.CopyFrom(public_wire.resumable(asked.generation_id, plans.pop().admitted))
                     await _write(context, message)
 
     async def Tokenize(
@@ -97,12 +97,6 @@ async def _answering_unknown(context: Context) -> AsyncIterator[None]:
         yield
     except UnknownGeneration as error:
         await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
-
-
-def _resumable(generation_id: str, plan: Plan) -> inference_pb2.Resumable:
-    seed = plan.admitted.sampling.seed
-    assert seed is not None  # every default is resolved
-    return inference_pb2.Resumable(generation_id=generation_id, seed=seed, plan_digest=digest_of(plan.admitted))
 
 
 async def _write(context: Context, chunk: inference_pb2.GenerateChunk) -> None:

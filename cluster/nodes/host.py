@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
+from contextlib import suppress
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import redis
@@ -23,6 +26,7 @@ from cluster.state.registry_types import NodeRecord
 from paceline.config import NodeConfig
 from paceline.errors import NodeUnavailable
 from paceline.logs import configure_logging
+from paceline.phases import current_phase, phase
 from paceline.v1.inference_pb2 import NodeInfo
 
 log = logging.getLogger(__name__)
@@ -33,12 +37,8 @@ STOP_MARGIN_S = 15.0  # past the grace
 LOOP_STALL_S = 2.0
 
 
-class Node(Protocol):
-    """prefill_node.node.PrefillNode or decode_node.node.DecodeNode."""
-
-    async def start(self) -> str: ...
-
-    async def stop(self, grace_s: float) -> None: ...
+class Shell(Protocol):
+    """What a started node tells of itself; paceline.node.shell.NodeShell."""
 
     def alive(self) -> bool: ...
 
@@ -47,6 +47,19 @@ class Node(Protocol):
     def prefix_cache(self) -> KeySource | None: ...
 
     def fingerprint_digest(self) -> str: ...
+
+
+class Node(Protocol):
+    """prefill_node.node.PrefillNode or decode_node.node.DecodeNode."""
+
+    @property
+    def shell(self) -> Shell: ...
+
+    def counts(self) -> dict[str, Any]: ...
+
+    async def start(self) -> str: ...
+
+    async def stop(self, grace_s: float) -> None: ...
 
 
 def make_node(role: str, node_id: str, config: NodeConfig) -> Node:
@@ -63,6 +76,12 @@ def make_node(role: str, node_id: str, config: NodeConfig) -> Node:
     raise ValueError(f"role {role!r} is neither prefill nor decode")
 
 
+def give_back_memory() -> None:
+    """Return what loading has freed to the system: glibc would keep it in the arenas of the threads that loaded."""
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 class NodeHost:
     """Made, ``start``ed and ``stop``ped once. Methods may be called from any thread."""
 
@@ -75,13 +94,17 @@ class NodeHost:
         registry_url: str,
         lease_ttl_s: float,
         interface: str = "",
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """interface: the node listens at its address, whatever ``config.host`` says."""
+        """interface: the node listens at its address, whatever ``config.host`` says. environment: variables of the
+        process, set before torch is imported, which reads them once."""
+        os.environ.update(environment)
         configure_logging(config.log_level, config.log_format, node_id)
         self._role, self._node_id, self._generation = role, node_id, generation
         self._config = config.model_copy(update={"host": own_address(config.host, interface)})
         self._registry_url, self._lease_ttl_s = registry_url, lease_ttl_s
-        self._node = make_node(role, node_id, self._config)
+        with phase("importing"):
+            self._node = make_node(role, node_id, self._config)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="node-loop", daemon=True)
         self._address = ""
@@ -89,6 +112,7 @@ class NodeHost:
         self._publisher: CachePublisher | None = None
         self._stopping = threading.Lock()
         self._stopped = threading.Event()
+        give_back_memory()
 
     def start(self) -> str:
         """Start the node and register it; returns its gRPC address. Raises what the node's start raises, and
@@ -99,12 +123,13 @@ class NodeHost:
             self._registry_url, self._record(), self._lease_ttl_s, self._alive, self._load, on_fenced=self._fenced
         )
         try:
-            keeper.start()
+            with phase("registering"):
+                keeper.start()
         except (redis.RedisError, Fenced) as error:
             keeper.close()
             raise NodeUnavailable(f"{self._node_id} cannot be registered: {error}") from None
         self._keeper = keeper
-        cache = self._node.prefix_cache()
+        cache = self._node.shell.prefix_cache()
         if cache is not None:
             node = self._node_id, self._generation
             self._publisher = CachePublisher(self._registry_url, node, cache, self._lease_ttl_s)
@@ -112,6 +137,7 @@ class NodeHost:
         # Modules, model and tables live as long as the process: full collections need not walk them again and again.
         gc.collect()
         gc.freeze()
+        give_back_memory()
         return self._address
 
     def stop(self, grace_s: float) -> None:
@@ -144,7 +170,7 @@ class NodeHost:
                 self._loop.close()
 
     def status(self) -> dict[str, Any]:
-        """Who this is, whether it ticks, and its load once started."""
+        """Who this is, whether it ticks, what its start is at, and its load once started."""
         started = bool(self._address) and not self._stopped.is_set()
         return {
             "id": self._node_id,
@@ -153,6 +179,7 @@ class NodeHost:
             "address": self._address,
             "alive": started and self._alive(),
             "fenced": self._keeper is not None and self._keeper.fenced,
+            "phase": current_phase(),
             **(self._load() if started else {}),
         }
 
@@ -170,7 +197,7 @@ class NodeHost:
             hostname=socket.gethostname(),
             started_at=time.time(),
             model=self._config.model,
-            fingerprint_digest=self._node.fingerprint_digest(),
+            fingerprint_digest=self._node.shell.fingerprint_digest(),
             log=stderr_file(),
         )
 
@@ -186,13 +213,14 @@ class NodeHost:
         """Engine thread and event loop both tick."""
         ticked = threading.Event()
         self._loop.call_soon_threadsafe(ticked.set)
-        return ticked.wait(LOOP_STALL_S) and self._node.alive()
+        return ticked.wait(LOOP_STALL_S) and self._node.shell.alive()
 
-    def _load(self) -> dict[str, int]:
-        info = self._node.load()
+    def _load(self) -> dict[str, Any]:
+        info = self._node.shell.load()
         return {
             "running": info.running,
             "waiting": info.waiting,
             "free_pages": info.free_pages,
             "total_pages": info.total_pages,
+            **self._node.counts(),
         }

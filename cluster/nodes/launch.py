@@ -26,11 +26,13 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.nodes.private_ray import start_private_ray
+
 log = logging.getLogger(__name__)
 
-OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum: no tensor ever goes through it
 PLACEMENT_TIMEOUT_S = 60.0
 STATUS_TIMEOUT_S = 10.0
+PHASE_TIMEOUT_S = 1.0
 AGENT_TIMEOUT_S = 2.0  # for Ray's helpers to end by themselves
 CPU_SHARE = 0.01  # nodes pin their own threads; Ray only has to place them
 
@@ -45,14 +47,7 @@ def start_ray(address: str, num_cpus: int | None = None) -> None:
     """
     if address == "local":
         before = set(psutil.Process().children())
-        ray.init(
-            address="local",
-            num_cpus=num_cpus or os.cpu_count(),
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            configure_logging=False,
-        )
+        start_private_ray(num_cpus or os.cpu_count() or 1)
         _private.extend(child for child in psutil.Process().children() if child not in before)
         return
     try:
@@ -133,7 +128,8 @@ class RayNodes:
 
     def _process(self, role: str, node_id: str, generation: int, config: NodeConfig) -> RayNode:
         """Its actor is never restarted by Ray: the supervisor makes the next generation, under a name of its own (a
-        dead actor's name stays taken while a handle lives)."""
+        dead actor's name stays taken while a handle lives). It sets its environment itself: a ``runtime_env`` would
+        keep it from the workers that Ray has started already."""
         environment = {"OMP_NUM_THREADS": str(config.threads), "OMP_WAIT_POLICY": "passive"}
         if self._interface:
             environment["NCCL_SOCKET_IFNAME"] = f"={self._interface}"  # exactly this one; without = it is a prefix
@@ -144,10 +140,11 @@ class RayNodes:
             max_restarts=0,
             max_task_retries=0,
             max_concurrency=4,  # wait_stopped holds one thread for life; start, stop and status have the others
-            runtime_env={"env_vars": environment},
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, self._bundles[node_id]),
         )
-        handle = actor.remote(role, node_id, generation, config, self._registry_url, self._lease_ttl_s, self._interface)
+        handle = actor.remote(
+            role, node_id, generation, config, self._registry_url, self._lease_ttl_s, self._interface, environment
+        )
         return RayNode(node_id, role, handle)
 
     def close(self) -> None:
@@ -196,6 +193,14 @@ class RayNode:
         except ray.exceptions.RayError as error:
             raise NodeUnavailable(f"{self.node_id} does not answer: {error}") from error
         return status
+
+    def phase(self) -> str:
+        """What its start is at; empty where it does not answer at once."""
+        try:
+            at: str = ray.get(self._actor.status.remote(), timeout=PHASE_TIMEOUT_S)["phase"]
+        except ray.exceptions.RayError:
+            return ""
+        return at
 
     def died(self, timeout_s: float = 0.0) -> bool:
         """Whether the process is gone or was stopped; waits for it at most ``timeout_s``."""

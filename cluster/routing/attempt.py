@@ -1,4 +1,4 @@
-"""One try of one choice on one pair of nodes (design section 4).
+"""One try of one choice on one pair of nodes (docs/internals/architecture.md#a-request).
 
     Decode -> Reserved -> Prefill -> FirstToken -> the client | HandedOff | Tokens ... -> Finished
 

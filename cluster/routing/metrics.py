@@ -1,12 +1,18 @@
-"""What the router counts, for Prometheus. Acceptance length counts the bonus token."""
+"""What the router counts, for Prometheus: /metrics and docs/metrics.md show it.
+
+A help text names the labels and their values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 
+from cluster.state.registry_types import NodeRecord
 from paceline.results import Completion, HandoffBytes
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -16,64 +22,85 @@ _GAP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 _HANDOFF_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _E2E_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
 _LENGTHS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16)
+# Name without "paceline_": help text, then labels. A help text names the values of the labels.
+_COUNTERS: dict[str, tuple[str, ...]] = {
+    "requests": ("Requests that ended, by status: ok, cancelled or the class of the error.", "status"),
+    "prompt_tokens": ("Prompt tokens of completed choices; a request with n choices counts its prompt n times.",),
+    "cached_prompt_tokens": ("Prompt tokens of completed choices that came from a prefix cache.",),
+    "prefix_hint_tokens": (
+        "Prompt tokens that chosen nodes were expected to have in their prefix caches, by role: prefill or decode.",
+        "role",
+    ),
+    "prefix_hit_tokens": (
+        "Prompt tokens that chosen nodes did have in their prefix caches, by role: prefill or decode.",
+        "role",
+    ),
+    "bypassed": ("Prompts so short that a decode node computed them itself (option bypass_tokens).",),
+    "completion_tokens": ("Output tokens sent to clients.",),
+    "retries": ("Attempts at a choice that failed and were made again, by class of the error.", "error"),
+    "spec_rounds": ("Draft-verify rounds of completed choices, one target forward each.",),
+    "spec_draft_tokens": ("Draft tokens that the target verified.",),
+    "spec_accepted_tokens": ("Draft tokens that were accepted; bonus tokens do not count.",),
+    "spec_rounds_by_drafter": ("Draft-verify rounds of completed choices, by drafter.", "drafter"),
+    "spec_draft_seconds": ("Seconds of drafting; a round of several choices counts once for each.",),
+    "spec_verify_seconds": ("Seconds of target forwards and acceptance; a round counts once for each choice.",),
+    "spec_lossy_choices": ("Completed choices whose acceptance rule may change the text (typical).",),
+    "spec_drafted_per_position": (
+        "Rounds that drafted a token at this position; 1 is the first after the last committed token.",
+        "position",
+    ),
+    "spec_accepted_per_position": ("Rounds that accepted a draft token at this position.", "position"),
+    "handoff_bytes": (
+        "Bytes handed over from prefill to decode nodes, by byte_class: target_kv, draft_kv, hidden or meta.",
+        "byte_class",
+    ),
+}
+_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "time_to_first_token_seconds": ("Seconds from a request's arrival to the first token of a choice.", _TTFT_S),
+    "inter_token_seconds": ("Seconds per output token after the first; a round's tokens share its time.", _GAP_S),
+    "request_seconds": ("Seconds from a request's arrival to the end of a choice.", _E2E_S),
+    "queue_seconds": ("Seconds that a request waited at the router before it ran; refused ones do not count.", _TTFT_S),
+    "handoff_exposed_seconds": (
+        "Seconds from the end of a prompt's computation to the acknowledgement of its hand-off.",
+        _HANDOFF_S,
+    ),
+    "handoff_transfer_seconds": ("Seconds during which bytes of a hand-off were being sent.", _HANDOFF_S),
+    "spec_acceptance_length": ("Tokens that a choice gained per round, the bonus token included.", _LENGTHS),
+}
+_GAUGES: dict[str, tuple[str, ...]] = {
+    "requests_running": ("Requests that run now.",),
+    "requests_queued": ("Requests that wait at the router for their turn.",),
+    "node_breaker": ("Circuit breaker of a node: 0 closed (in use), 0.5 half-open, 1 open (left out).", "node"),
+}
+_NODE_GAUGES: dict[str, tuple[str, str]] = {  # and the field of the node's record
+    "node_sequences_running": ("Sequences that a node works on now.", "running"),
+    "node_sequences_waiting": ("Sequences that wait on a node for KV pages.", "waiting"),
+    "node_kv_pages": ("KV pages of a node (option kv_cache_tokens over page_size).", "total_pages"),
+    "node_kv_pages_free": ("KV pages that new sequences can get on a node; cached prefixes give way.", "free_pages"),
+}
 
 
 class Metrics:
     """One registry per deployment, so that two in one process do not mix."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = into = CollectorRegistry()
         self._before_render: list[Callable[[], None]] = []
+        self._counters = {
+            name: Counter(f"paceline_{name}", text, labels, registry=into)
+            for name, (text, *labels) in _COUNTERS.items()
+        }
+        self._histograms = {
+            name: Histogram(f"paceline_{name}", text, buckets=buckets, registry=into)
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }
+        self._gauges = {
+            name: Gauge(f"paceline_{name}", text, labels, registry=into) for name, (text, *labels) in _GAUGES.items()
+        }
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"paceline_{name}", text, labels, registry=self.registry)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"paceline_{name}", text, buckets=buckets, registry=self.registry)
-
-        self._requests = counter("requests", "Requests by how they ended.", "status")
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished choices.")
-        self._cached_tokens = counter("cached_prompt_tokens", "Of them, found in a prefix cache.")
-        self._hint_tokens = counter("prefix_hint_tokens", "Tokens that a node was chosen for having cached.", "role")
-        self._hit_tokens = counter("prefix_hit_tokens", "Tokens that it did have cached.", "role")
-        self._bypassed = counter("bypassed", "Prompts so short that their decode node computed them.")
-        self._output_tokens = counter("completion_tokens", "Tokens sent to clients.")
-        self._retries = counter("retries", "Attempts that failed and were made again, by error.", "error")
-        self._rounds = counter("spec_rounds", "Draft-verify rounds.")
-        self._drafted = counter("spec_draft_tokens", "Draft tokens proposed.")
-        self._accepted = counter("spec_accepted_tokens", "Draft tokens accepted.")
-        self._rounds_of = counter("spec_rounds_by_drafter", "Rounds by who drafted.", "drafter")
-        self._draft_s = counter("spec_draft_seconds", "Time in drafting, of the rounds that choices took part in.")
-        self._verify_s = counter("spec_verify_seconds", "Time in verification, likewise.")
-        self._lossy = counter("spec_lossy_choices", "Choices decoded under a lossy acceptance rule (typical).")
-        self._drafted_at = counter("spec_drafted_per_position", "Rounds that drafted at a depth.", "position")
-        self._accepted_at = counter("spec_accepted_per_position", "Rounds that accepted at a depth.", "position")
-        self._handoff_bytes = counter("handoff_bytes", "Bytes handed over from prefill to decode.", "byte_class")
-        self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token, per choice.", _TTFT_S)
-        self._gap = histogram("inter_token_seconds", "Time per token after the first.", _GAP_S)
-        self._e2e = histogram("request_seconds", "Arrival to the end of a choice.", _E2E_S)
-        self._exposed = histogram(
-            "handoff_exposed_seconds", "End of prefill compute to the acknowledgement.", _HANDOFF_S
-        )
-        self._transfer = histogram(
-            "handoff_transfer_seconds", "Time in which bytes of a hand-off were being sent.", _HANDOFF_S
-        )
-        self._length = histogram("spec_acceptance_length", "Tokens per round of a choice, bonus counted.", _LENGTHS)
-        self._queue_s = histogram("queue_seconds", "Wait for its turn of a request that got one.", _TTFT_S)
-        self._running = Gauge("paceline_requests_running", "Requests that run.", registry=self.registry)
-        self._queued = Gauge("paceline_requests_queued", "Requests that wait for their turn.", registry=self.registry)
-        self._breakers = Gauge(
-            "paceline_node_breaker",
-            "Circuit breaker of a node: 0 closed, 0.5 half-open, 1 open.",
-            ["node"],
-            registry=self.registry,
-        )
-        self._nodes = Gauge("paceline_nodes", "Nodes under a live lease.", ["role"], registry=self.registry)
-
-    def set_nodes(self, prefill: int, decode: int) -> None:
-        """Nodes alive, by role."""
-        self._nodes.labels("prefill").set(prefill)
-        self._nodes.labels("decode").set(decode)
+    def watch_nodes(self, nodes: Callable[[], Sequence[NodeRecord]]) -> None:
+        """Show what nodes report with their leases. nodes: those alive; called at every scrape."""
+        self.registry.register(NodeMetrics(nodes))
 
     def before_render(self, refresh: Callable[[], None]) -> None:
         """Have gauges set by ``refresh`` whenever they are read."""
@@ -81,84 +108,125 @@ class Metrics:
 
     def set_breakers(self, states: Mapping[str, float]) -> None:
         """By node id: 0 closed, 0.5 half-open, 1 open; nodes that are not there are forgotten."""
-        self._breakers.clear()
+        self._gauges["node_breaker"].clear()
         for node_id, state in states.items():
-            self._breakers.labels(node_id).set(state)
+            self._gauges["node_breaker"].labels(node_id).set(state)
 
     def set_queued(self, requests: int) -> None:
         """Requests that wait for their turn."""
-        self._queued.set(requests)
+        self._gauges["requests_queued"].set(requests)
 
     def request_started(self, queued_s: float) -> None:
         """A request runs, after ``queued_s`` in the queue."""
-        self._running.inc()
-        self._queue_s.observe(queued_s)
+        self._gauges["requests_running"].inc()
+        self._histograms["queue_seconds"].observe(queued_s)
 
     def request_ended(self, status: str) -> None:
         """A request that ran is over. status: ok, cancelled, or the error's class."""
-        self._running.dec()
-        self._requests.labels(status).inc()
+        self._gauges["requests_running"].dec()
+        self._counters["requests"].labels(status).inc()
 
     def request_refused(self, status: str) -> None:
         """A request is over and never ran."""
-        self._requests.labels(status).inc()
+        self._counters["requests"].labels(status).inc()
 
     def first_token(self, seconds: float) -> None:
         """The first token of a choice is on its way."""
-        self._ttft.observe(seconds)
-        self._output_tokens.inc()
+        self._histograms["time_to_first_token_seconds"].observe(seconds)
+        self._counters["completion_tokens"].inc()
 
     def tokens(self, count: int, seconds: float) -> None:
         """``count`` more tokens of a choice, ``seconds`` after those before them."""
-        self._output_tokens.inc(count)
+        self._counters["completion_tokens"].inc(count)
         for _ in range(count):
-            self._gap.observe(seconds / count)
+            self._histograms["inter_token_seconds"].observe(seconds / count)
 
     def prefix_hit(self, role: str, hinted_tokens: int, cached_tokens: int) -> None:
         """A node was chosen for what the index says of its prefix cache, and has said what it has."""
-        self._hint_tokens.labels(role).inc(hinted_tokens)
-        self._hit_tokens.labels(role).inc(cached_tokens)
+        self._counters["prefix_hint_tokens"].labels(role).inc(hinted_tokens)
+        self._counters["prefix_hit_tokens"].labels(role).inc(cached_tokens)
 
     def bypassed(self) -> None:
         """A decode node computed a short prompt itself though there was a prefill node."""
-        self._bypassed.inc()
+        self._counters["bypassed"].inc()
 
     def retried(self, error: str) -> None:
         """An attempt failed with this class of error."""
-        self._retries.labels(error).inc()
+        self._counters["retries"].labels(error).inc()
 
     def handed_off(self, handoff: HandoffBytes, exposed_s: float, transfer_s: float) -> None:
         """A hand-off is complete."""
         for name in ("target_kv", "draft_kv", "hidden", "meta"):
-            self._handoff_bytes.labels(name).inc(getattr(handoff, name))
-        self._exposed.observe(exposed_s)
-        self._transfer.observe(transfer_s)
+            self._counters["handoff_bytes"].labels(name).inc(getattr(handoff, name))
+        self._histograms["handoff_exposed_seconds"].observe(exposed_s)
+        self._histograms["handoff_transfer_seconds"].observe(transfer_s)
 
     def choice_ended(self, completion: Completion) -> None:
         """A choice is complete."""
         usage, spec = completion.usage, completion.speculation
-        self._prompt_tokens.inc(usage.prompt_tokens)
-        self._cached_tokens.inc(usage.cached_tokens)
-        self._e2e.observe(completion.timing.e2e_s)
-        self._rounds.inc(spec.rounds)
-        self._drafted.inc(spec.draft_tokens)
-        self._accepted.inc(spec.accepted_tokens)
+        self._counters["prompt_tokens"].inc(usage.prompt_tokens)
+        self._counters["cached_prompt_tokens"].inc(usage.cached_tokens)
+        self._histograms["request_seconds"].observe(completion.timing.e2e_s)
+        self._counters["spec_rounds"].inc(spec.rounds)
+        self._counters["spec_draft_tokens"].inc(spec.draft_tokens)
+        self._counters["spec_accepted_tokens"].inc(spec.accepted_tokens)
         for counts, metric in (
-            (spec.drafted_per_position, self._drafted_at),
-            (spec.accepted_per_position, self._accepted_at),
+            (spec.drafted_per_position, self._counters["spec_drafted_per_position"]),
+            (spec.accepted_per_position, self._counters["spec_accepted_per_position"]),
         ):
             for position, count in enumerate(counts, 1):
                 metric.labels(str(position)).inc(count)
         for drafter, rounds in spec.rounds_by_drafter.items():
-            self._rounds_of.labels(drafter).inc(rounds)
-        self._draft_s.inc(spec.draft_s)
-        self._verify_s.inc(spec.verify_s)
-        self._lossy.inc(not spec.lossless)
+            self._counters["spec_rounds_by_drafter"].labels(drafter).inc(rounds)
+        self._counters["spec_draft_seconds"].inc(spec.draft_s)
+        self._counters["spec_verify_seconds"].inc(spec.verify_s)
+        self._counters["spec_lossy_choices"].inc(not spec.lossless)
         if spec.rounds:
-            self._length.observe(spec.acceptance_length)
+            self._histograms["spec_acceptance_length"].observe(spec.acceptance_length)
 
     def render(self) -> bytes:
         """The text exposition."""
         for refresh in self._before_render:
             refresh()
         return generate_latest(self.registry)
+
+
+class NodeMetrics(Collector):
+    """What nodes report with their leases; a node that is gone has no series."""
+
+    def __init__(self, nodes: Callable[[], Sequence[NodeRecord]]) -> None:
+        self._nodes = nodes
+
+    def collect(self) -> Iterable[Metric]:
+        """See Collector."""
+        nodes = self._nodes()
+        alive = GaugeMetricFamily(
+            "paceline_nodes", "Nodes under a live lease, by role: prefill or decode.", None, ["role"]
+        )
+        for role in ("prefill", "decode"):
+            alive.add_metric([role], sum(node.role == role for node in nodes))
+        yield alive
+        for name, (text, field) in _NODE_GAUGES.items():
+            gauge = GaugeMetricFamily(f"paceline_{name}", text, None, ["node"])
+            for node in nodes:
+                gauge.add_metric([node.id], getattr(node, field))
+            yield gauge
+        missing = CounterMetricFamily(
+            "paceline_node_missing_drafts",
+            "Sequences that reached a decode node without the state of their drafter, so that speculation began late.",
+            None,
+            ["node"],
+        )
+        copies = CounterMetricFamily(
+            "paceline_node_copy_rounds",
+            "Rounds in which a drafter of the node looked for text to copy, by result: hit (it drafted) or miss.",
+            None,
+            ["node", "drafter", "result"],
+        )
+        for node in nodes:
+            missing.add_metric([node.id], node.missing_drafts)
+            for drafter, (hits, misses) in node.copies.items():
+                copies.add_metric([node.id, drafter, "hit"], hits)
+                copies.add_metric([node.id, drafter, "miss"], misses)
+        yield missing
+        yield copies

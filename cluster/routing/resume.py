@@ -1,4 +1,4 @@
-"""Going on with a stream that another router began (design section 7).
+"""Going on with a stream that another router began (docs/internals/architecture.md#a-router-dies).
 
 The request comes from the journal, or from the client's own copy; both are planned like any other, and the digest of
 the plan says whether it is the one that was admitted. What the client has is either given back as tokens, which the
@@ -7,23 +7,21 @@ nodes take like a replay, or made again silently; either way the text goes on at
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
 from cluster.contract import public_wire
-from cluster.contract.plan import Chat, GenerationRequest, Plan, Received, Resume, check_generation_id
+from cluster.contract.generation import Chat, GenerationRequest, ReceivedChoice, Resume, check_generation_id
+from cluster.contract.plan import Plan
 from cluster.state.journal import Journal, journal_key
 from paceline.errors import InvalidRequest, NodeUnavailable, PacelineError
 from paceline.request import MAX_N
-from paceline.v1 import inference_pb2
 
 log = logging.getLogger(__name__)
 
-DIGEST_BYTES = 16
-NOTHING: Mapping[int, Received] = {}
+NOTHING: Mapping[int, ReceivedChoice] = {}
 
 
 class UnknownGeneration(PacelineError):
@@ -37,8 +35,7 @@ def journaled(journal: Journal | None, plan: Plan, generation_id: str) -> Iterat
     if journal is None or not generation_id:
         yield
         return
-    entry = public_wire.admitted_request(plan.admitted).SerializeToString(deterministic=True)
-    kept = journal.keep(journal_key(plan.admitted.tenant, generation_id), entry)
+    kept = journal.keep(journal_key(plan.admitted.tenant, generation_id), public_wire.journal_entry(plan.admitted))
     complete = False
     try:
         yield
@@ -46,14 +43,6 @@ def journaled(journal: Journal | None, plan: Plan, generation_id: str) -> Iterat
     finally:
         if kept is not None:
             journal.release(kept, complete=complete)
-
-
-def digest_of(admitted: GenerationRequest) -> bytes:
-    """Names everything that the answer depends on. Requires a request with every default resolved."""
-    message = public_wire.admitted_request(admitted)
-    message.ClearField("request_id")
-    message.ClearField("priority")
-    return hashlib.sha256(message.SerializeToString(deterministic=True)).digest()[:DIGEST_BYTES]
 
 
 async def find_admitted(request: GenerationRequest, journal: Journal | None) -> GenerationRequest:
@@ -73,7 +62,7 @@ async def find_admitted(request: GenerationRequest, journal: Journal | None) -> 
             raise
         stored = None
     if stored is not None:
-        digest = digest_of(stored)
+        digest = public_wire.plan_digest(stored)
         if resume.plan_digest in (b"", digest):
             log.info("%s goes on here, from the journal", stored.request_id)
             return replace(stored, generation_id=request.generation_id, resume=Resume(digest, resume.choices))
@@ -90,12 +79,12 @@ async def _read(request: GenerationRequest, journal: Journal | None) -> Generati
     if journal is None or not request.generation_id:
         return None
     entry = await journal.read(journal_key(request.tenant, request.generation_id))
-    if entry is None:
-        return None
-    return public_wire.generation_request(inference_pb2.GenerateRequest.FromString(entry))
+    return None if entry is None else public_wire.from_journal_entry(entry)
 
 
-def received_of(plan: Plan, request: GenerationRequest, vocab_size: int, replayable: bool) -> Mapping[int, Received]:
+def received_of(
+    plan: Plan, request: GenerationRequest, vocab_size: int, replayable: bool
+) -> Mapping[int, ReceivedChoice]:
     """What the client has, by choice; all of it checked. replayable: the same request makes the same tokens, whatever
     is drafted; else they must come from the client.
 
@@ -104,12 +93,12 @@ def received_of(plan: Plan, request: GenerationRequest, vocab_size: int, replaya
     resume = request.resume
     if resume is None:
         return NOTHING
-    if (resume.plan_digest or resume.choices) and resume.plan_digest != digest_of(plan.admitted):
+    if (resume.plan_digest or resume.choices) and resume.plan_digest != public_wire.plan_digest(plan.admitted):
         raise UnknownGeneration(
             f"generation {request.generation_id!r} is not in the journal, and the request sent with the resume is not "
             "the one that was admitted (its seed and plan_digest are on the first chunk of the stream)"
         )
-    found: dict[int, Received] = {}
+    found: dict[int, ReceivedChoice] = {}
     for received in resume.choices:
         _check(received, plan, vocab_size, replayable)
         if received.choice in found:
@@ -118,7 +107,7 @@ def received_of(plan: Plan, request: GenerationRequest, vocab_size: int, replaya
     return found
 
 
-def _check(received: Received, plan: Plan, vocab_size: int, replayable: bool) -> None:
+def _check(received: ReceivedChoice, plan: Plan, vocab_size: int, replayable: bool) -> None:
     def require(holds: bool, what: str) -> None:
         if not holds:
             raise InvalidRequest("resume.choices", f"choice {received.choice}: {what}")

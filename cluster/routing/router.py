@@ -1,4 +1,4 @@
-"""The router: admits requests, chooses nodes, puts the answers together (design sections 4 and 7).
+"""The router: admits requests, chooses nodes, puts the answers together (docs/internals/architecture.md#a-request).
 
 Life of a request: admitted -> planned -> queued for its turn -> one task per choice, each of attempts on pairs of nodes
 -> over. Chunks of all choices meet in one bounded queue; a client that reads slowly holds its nodes back. Closing the
@@ -14,7 +14,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
-from cluster.contract.plan import GenerationRequest, Plan, Prompt, Received, Served, TokenizerLike, make_plan, tokenize
+from cluster.contract.generation import GenerationRequest, Prompt, ReceivedChoice
+from cluster.contract.plan import Plan, ServedModel, TokenizerLike, make_plan, tokenize
 from cluster.routing.admission import Admission, Place
 from cluster.routing.attempt import Attempt, Surroundings
 from cluster.routing.bypass import Bypass
@@ -63,14 +64,14 @@ class Router:
         detokenizer: DetokenizerFactory | None = None,
         journal: Journal | None = None,
         prefixes: PrefixIndex | None = None,
-    ) -> None:
+    ) -> None:  # a parameter for each part that it does not own; those that may be left out have a name
         """model_name: what requests may call the model. bit_exact: what the nodes' probe said. detokenizer: makes one
         per choice from tokenizer, prompt ids and stop strings; the default is paceline.text.tokenizer's. journal: of
         streams that other routers may go on with; started, and closed by its owner. prefixes: what nodes are thought
         to have cached; None: they are chosen by load alone."""
         self.config = config
         self.tokenizer = tokenizer
-        self.served = Served(model_name, max_model_len, vocab_size, config.selectable)
+        self.served = ServedModel(model_name, max_model_len, vocab_size, config.selectable, config)
         self.metrics = metrics if metrics is not None else Metrics()
         self._admission = Admission(config.max_inflight, config.max_queued, config.queue_timeout_s)
         self._registry = registry
@@ -225,7 +226,7 @@ class Router:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._tasks.difference_update(tasks)
 
-    def _choices(self, plan: Plan, received: Mapping[int, Received], started_at: float) -> list[ChoiceRun]:
+    def _choices(self, plan: Plan, received: Mapping[int, ReceivedChoice], started_at: float) -> list[ChoiceRun]:
         """Those that the client does not have to the end. Raises InvalidRequest."""
         lossless = self.config.acceptance != "typical"
         runs = []

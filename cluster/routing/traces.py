@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from cluster.contract.plan import check_name
+from cluster.contract.generation import check_name
 from cluster.routing.node_calls import NodeCalls, NodeFailure
 from cluster.state.registry_types import NodeRecord
 from paceline.errors import InvalidRequest, NotFound

@@ -1,4 +1,6 @@
-"""The resume journal: what another router needs to go on with a stream whose router died (design section 7).
+"""The resume journal: what another router needs to go on with a stream whose router died.
+
+docs/internals/architecture.md#a-router-dies tells how it is used.
 
 The text of a generation depends on its admitted request and seed alone, so an entry is that request with every default
 resolved, and nothing more; which tokens were received is what the client itself knows best. Nothing here is awaited by
@@ -59,6 +61,19 @@ class Kept:
     expires_at: float = -math.inf  # in Redis
 
 
+def journal_counters(registry: CollectorRegistry) -> tuple[Counter, Counter]:
+    """Entries written, and entries dropped by reason."""
+    written = Counter("paceline_journal_writes", "Entries written to the resume journal.", registry=registry)
+    dropped = Counter(
+        "paceline_journal_dropped",
+        "Streams that another router cannot resume from the journal, by reason: full (newer entries took the room), "
+        "size (the request is too large) or age (Redis was away for too long).",
+        ["reason"],
+        registry=registry,
+    )
+    return written, dropped
+
+
 class Journal:
     """A router's side of the journal. ``start`` it on the event loop that uses it, ``close`` it."""
 
@@ -91,14 +106,7 @@ class Journal:
         self._closing = False
         self._task: asyncio.Task[None] | None = None
         into = registry if registry is not None else CollectorRegistry()
-        self._written = Counter("paceline_journal_writes", "Entries written to the resume journal.", registry=into)
-        self._dropped = Counter(
-            "paceline_journal_dropped",
-            "Generations that another router cannot resume from the journal, by reason: full (the oldest gave way), "
-            "size (the request is too large), age (Redis was away for too long).",
-            ["reason"],
-            registry=into,
-        )
+        self._written, self._dropped = journal_counters(into)
 
     # -- used by streams: none of it waits ---------------------------------------------------------------------
 

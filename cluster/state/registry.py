@@ -3,7 +3,7 @@
 A node's record lives under a key that expires; its LeaseKeeper writes it again every quarter of the lease, but only
 while the node's engine loop ticks, so that a stopped or wedged process loses its lease like a dead one. Generations
 fence: once generation g of a node was seen, a lower one is refused. Routers poll the records into a view that they keep
-when Redis goes away (design section 7).
+when Redis goes away (docs/internals/failures.md#the-failure-table).
 
 Keys, all under the namespace: ``node:{id}`` record, ``nodes`` set of ids, ``generation:{id}`` highest seen, ``epoch``
 a random mark that is gone when Redis lost its data.
@@ -83,12 +83,12 @@ class LeaseKeeper:
         record: NodeRecord,
         lease_ttl_s: float,
         alive: Callable[[], bool],
-        load: Callable[[], Mapping[str, int]],
+        load: Callable[[], Mapping[str, Any]],
         namespace: str = "paceline",
         on_fenced: Callable[[], None] = lambda: None,
     ) -> None:
-        """alive: whether the engine loop ticked lately; load: running, waiting, free_pages, total_pages; on_fenced:
-        called once, from the keeper's thread, when a newer generation took over."""
+        """alive: whether the engine loop ticked lately; load: see ``NodeRecord.with_load``; on_fenced: called once,
+        from the keeper's thread, when a newer generation took over."""
         self._client = redis.Redis.from_url(
             url,
             socket_timeout=OPERATION_TIMEOUT_S,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,13 @@ class NodeRecord:
     waiting: int = 0
     free_pages: int = 0
     total_pages: int = 0
+    missing_drafts: int = 0  # sequences that came without the state of their drafter, since the node started
+    # Rounds in which a drafter that copies found something, and in which it did not, by its name; likewise.
+    copies: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
-    def with_load(self, load: Mapping[str, int]) -> NodeRecord:
-        """The same node with the numbers of ``load``: running, waiting, free_pages, total_pages."""
-        return replace(
-            self,
-            running=load["running"],
-            waiting=load["waiting"],
-            free_pages=load["free_pages"],
-            total_pages=load["total_pages"],
-        )
+    def with_load(self, load: Mapping[str, Any]) -> NodeRecord:
+        """The same node with the fields of ``load``: from ``running`` on."""
+        return replace(self, **load)
 
     def to_json(self) -> str:
         """As it is stored."""
@@ -47,7 +45,7 @@ class NodeRecord:
         content = json.loads(body)
         if not isinstance(content, dict):
             raise ValueError("a node's record must be a mapping")
-        known = {field.name for field in fields(cls)}
+        known = {known.name for known in fields(cls)}
         try:
             return cls(**{key: value for key, value in content.items() if key in known})
         except TypeError as error:  # a field without default is missing

@@ -1,8 +1,8 @@
-"""The queue between the owner of a link and its sender thread: bounded in bytes, in messages, and by the receiver's
-credit."""
+"""The queue of a link's sending end: bounded in bytes, in messages, and by the receiver's credit."""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,15 +24,15 @@ def nothing() -> None:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Bytes of one message."""
+class Payload:
+    """The bytes of one message."""
 
     data: Tensor  # flat and contiguous
     produced: torch.cuda.Event | None  # has happened when ``data`` is filled
     done: Callable[[], None]  # told once, when ``data`` is sent or dropped; must not block
 
     @classmethod
-    def of(cls, data: Tensor, done: Callable[[], None] = nothing) -> Part:
+    def of(cls, data: Tensor, done: Callable[[], None] = nothing) -> Payload:
         """``data`` is filled when what the caller's current stream holds is done. ValueError when it has gaps."""
         if data.dim() != 1 or not data.is_contiguous():
             raise ValueError("chunk data must be flat and contiguous")
@@ -45,12 +45,12 @@ class Part:
 
 @dataclass(eq=False)
 class Outgoing:
-    """A control message and the bytes that it announces, which may be given later, in parts."""
+    """A control message and the bytes that it announces, which may be given later, message by message."""
 
     message: HandoffMessage
     byte_class: ByteClass
     num_bytes: int  # that are announced
-    parts: deque[Part]  # given, not started
+    payloads: deque[Payload]  # given, not due
     unsent: int = 0  # bytes that are not off yet
     began: float | None = None  # when the first of them left, monotonic clock
     announced: bool = False
@@ -58,29 +58,33 @@ class Outgoing:
 
     @classmethod
     def of(cls, ticket: str, body: Body, byte_class: ByteClass = META, num_bytes: int = 0) -> Outgoing:
-        """Of a ticket, with no part yet."""
+        """A message about ``ticket``, with no payload yet."""
         return cls(_message(ticket, body), byte_class, num_bytes, deque(), num_bytes)
 
-    def give(self, part: Part) -> None:
-        """Its next bytes; dropped with it."""
+    def give(self, payload: Payload) -> None:
+        """Add its next bytes; they are dropped with it."""
         if self.dropped:
-            part.done()
+            payload.done()
         else:
-            self.parts.append(part)
+            self.payloads.append(payload)
 
 
 class Outbox:
     """First in, first out: QUEUED --announced, as far as credit goes--> ANNOUNCED --all sent--> gone.
 
-    What is announced must be sent, whatever becomes of its ticket: the receiver waits for the bytes. Not thread-safe:
-    the sender holds its own lock around every call.
+    What is announced must be sent, whatever becomes of its ticket: the receiver waits for the bytes. ``changed`` is
+    the one lock of a sending end: it guards the outbox, the tickets and the pump, is held around every call, and is
+    notified of every change. Nothing is written to the wire under it.
     """
 
     def __init__(self, max_bytes: int) -> None:
+        self.changed = threading.Condition()
+        self.closed: str | None = None  # why the link is dead
         self._max_bytes = max_bytes
         self._queued: deque[Outgoing] = deque()
         self._announced: deque[Outgoing] = deque()
-        self._waiting_bytes = 0  # of both
+        self._in_hand: list[Outgoing] = []  # a message of each is being started or awaited, on a dead link too
+        self._waiting_bytes = 0  # of what is queued or announced
         self._uncredited = 0  # bytes announced that the receiver has not taken in
 
     def __len__(self) -> int:
@@ -102,7 +106,7 @@ class Outbox:
         self._waiting_bytes += item.num_bytes
 
     def announce(self) -> Iterator[Outgoing]:
-        """What to post and start now, in order: as far as the receiver's credit goes."""
+        """What to post and start now, in order, as far as the receiver's credit goes."""
         while self._queued and (not self._queued[0].num_bytes or self._uncredited < WINDOW_BYTES):
             item = self._queued.popleft()
             self._uncredited += item.num_bytes
@@ -119,9 +123,17 @@ class Outbox:
         """The receiver has taken ``num_bytes`` more in."""
         self._uncredited = max(0, self._uncredited - num_bytes)
 
+    def hold(self, item: Outgoing) -> None:
+        """The transport gets a message of ``item``, or is waited for; until `let_go` its ticket cannot end."""
+        self._in_hand.append(item)
+
+    def let_go(self, item: Outgoing) -> None:
+        """Undo one `hold`."""
+        self._in_hand.remove(item)
+
     def must_send(self, ticket: str) -> bool:
-        """Something of ``ticket`` is announced and not off yet."""
-        return any(item.message.ticket == ticket for item in self._announced)
+        """Something of ``ticket`` is announced and not off yet, or in the hands of the transport."""
+        return any(item.message.ticket == ticket for item in (*self._announced, *self._in_hand))
 
     def drop(self, ticket: str) -> None:
         """Forget what is queued of a ticket."""
@@ -132,8 +144,9 @@ class Outbox:
             else:
                 self._queued.append(item)
 
-    def drop_all(self) -> None:
-        """The link is dead: forget everything. Started parts are told done by whoever waits for them."""
+    def close(self, reason: str) -> None:
+        """The link is dead: forget everything. Whoever waits for a payload that is due or started tells it done."""
+        self.closed = reason
         for item in (*self._announced, *self._queued):
             self._forget(item)
         self._announced.clear()
@@ -142,9 +155,9 @@ class Outbox:
     def _forget(self, item: Outgoing) -> None:
         self._waiting_bytes -= item.num_bytes
         item.dropped = True
-        for part in item.parts:
-            part.done()
-        item.parts.clear()
+        for payload in item.payloads:
+            payload.done()
+        item.payloads.clear()
 
 
 def _message(ticket: str, body: Body) -> HandoffMessage:

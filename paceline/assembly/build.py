@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.assembly.drafting import budget_of, plan_drafter, plan_export
+from paceline.assembly.drafting import plan_drafter, plan_export
 from paceline.assembly.graph_build import SCRATCH_PAGES, capture_graphs, wants_graphs
 from paceline.assembly.head_check import check_heads
 from paceline.assembly.measure import measure_costs
@@ -23,14 +23,17 @@ from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.pool import KvPool
 from paceline.kvcache.prefix import PrefixCache
 from paceline.layers.build import kernel_set, set_threads
+from paceline.layers.shared_weights import shared_weights
 from paceline.models.base import TargetModel
 from paceline.models.config import ModelSpec
 from paceline.models.hub import resolve_model
 from paceline.models.loader import weights_digest
 from paceline.models.registry import load_target
-from paceline.spec_decode.drafters.auto import AUTO
+from paceline.phases import phase
+from paceline.spec_decode.drafters.plan import budget_of
 from paceline.spec_decode.length.adaptive import make_policy
 from paceline.spec_decode.length.cost import CostTable
+from paceline.speculation import AUTO
 
 log = logging.getLogger(__name__)
 
@@ -50,14 +53,18 @@ def build_runner(config: NodeConfig, *, decodes: bool = True) -> ModelRunner:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", NCCL_NOTE)
     folder = resolve_model(config.model)
-    model = load_target(folder, DTYPES[config.dtype], device)
-    runner = assemble(
-        config, model, RunnerIdentity(Path(config.model).name, weights_digest(folder), kernel_set()), decodes=decodes
-    )
+    with shared_weights(config.weight_file):
+        with phase("loading the model"):
+            model = load_target(folder, DTYPES[config.dtype], device)
+        identity = RunnerIdentity(Path(config.model).name, weights_digest(folder), kernel_set())
+        runner = assemble(config, model, identity, decodes=decodes)
+    weighed = config.adaptive == "goodput" or config.drafter == AUTO
     if decodes and config.head_check:
-        check_heads(runner, folder)
-    if decodes and (config.adaptive == "goodput" or config.drafter == AUTO):
-        measure_costs(runner, config.max_running)
+        with phase("checking the draft heads"):
+            check_heads(runner, folder, weighed=weighed)
+    if decodes and weighed:
+        with phase("measuring what rounds cost"):
+            measure_costs(runner, config.max_running)
     return runner
 
 
@@ -66,7 +73,8 @@ def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity, *
     where draft KV is to cross."""
     costs = CostTable.assumed(ASSUMED_STEP_S)
     drafts = decodes or config.handoff == "draft_kv"
-    plan = plan_drafter(config, model, costs) if drafts else plan_export(config, model)
+    with phase("loading the drafter"):
+        plan = plan_drafter(config, model, costs) if drafts else plan_export(config, model)
     layout = KvLayout((*model.kv_layers, *plan.kv_layers), model.dtype)
     num_pages = -(-config.kv_cache_tokens // config.page_size)
     graphs = decodes and wants_graphs(config)
@@ -79,7 +87,8 @@ def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity, *
     spec_slots = max(budget.max_nodes, drafter.draft_slots(budget))
     max_model_len = _max_model_len(config, spec, spec_slots)
     contents = HandoffContents.of(config, drafter, spec.hidden_size)
-    exact = is_bit_exact(model, kv, allocator, attention)
+    with phase("checking bits"):
+        exact = is_bit_exact(model, kv, allocator, attention)
     log.info("kernels %s: this host is %s", identity.kernels, "bit-exact" if exact else "NOT bit-exact")
     identity = replace(identity, drafter_weights=plan.digest, bit_exact=exact)
     prefix = None

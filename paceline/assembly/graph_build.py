@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from paceline.assembly.drafting import budget_of
 from paceline.attention.base import AttentionBackend
 from paceline.attention.padding import Scratch
 from paceline.config import NodeConfig
@@ -16,10 +15,10 @@ from paceline.kvcache.pool import KvPool
 from paceline.layers.graph_capture import Capture, CudaCapture
 from paceline.models.base import TargetModel
 from paceline.spec_decode.base import Drafter, DraftSampling, TreeKind
-from paceline.spec_decode.drafters.auto import AUTO
 from paceline.spec_decode.drafters.feature import FeatureDrafter
 from paceline.spec_decode.drafters.head_graphs import HeadAt, HeadGraphs
-from paceline.spec_decode.drafters.select import SelectingDrafter
+from paceline.spec_decode.drafters.plan import budget_of
+from paceline.speculation import AUTO
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ def capture_graphs(
 
 
 def _feature_drafter(drafter: Drafter) -> FeatureDrafter | None:
-    primary = drafter.primary if isinstance(drafter, SelectingDrafter) else drafter
+    primary = drafter.primary
     return primary if isinstance(primary, FeatureDrafter) else None
 
 

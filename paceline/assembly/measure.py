@@ -12,15 +12,15 @@ from dataclasses import replace
 
 import torch
 
-from paceline.assembly.scratch import ScratchSequences
+from paceline.assembly.trial_sequences import TrialSequences
 from paceline.attention.base import Segment
-from paceline.config import WEIGHTLESS_DRAFTERS
 from paceline.engine.model_runner import ModelRunner
 from paceline.request import SpeculationParams
 from paceline.sampling.topk import argmax_lowest
 from paceline.spec_decode.base import ExtendItem
 from paceline.spec_decode.length.cost import CostTable, MeasureGrid
 from paceline.spec_decode.sequence import Sequence
+from paceline.speculation import is_weightless
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def measure_costs(runner: ModelRunner, max_batch: int, grid: MeasureGrid = Measu
     costs = runner.policy.costs
     if costs is None:
         return
-    has_weights = runner.drafter.name not in WEIGHTLESS_DRAFTERS
+    has_weights = not is_weightless(runner.drafter.name)
     most = runner.limits.budget.max_nodes
     rows = tuple(n for n in grid.rows_per_seq if n < max(2 * most, 3))  # of a tree, and once past it
     slots = max(rows[-1], runner.spec_slots)
@@ -50,8 +50,8 @@ def measure_costs(runner: ModelRunner, max_batch: int, grid: MeasureGrid = Measu
     log.info("measuring step costs, at most %g s", grid.limit_s)
     # Target steps and drafts share the time.
     grid = replace(grid, batches=batches, rows_per_seq=rows, limit_s=grid.limit_s / (2 if has_weights else 1))
-    with ScratchSequences(runner) as scratch:
-        bench = Bench(runner, scratch, slots)
+    with TrialSequences(runner) as trial:
+        bench = Bench(runner, trial, slots)
         costs.target = CostTable.measure(bench.target_s, grid).target
         depths = tuple(d for d in grid.rows_per_seq if d <= runner.limits.budget.num_draft_tokens)
         if has_weights and depths:
@@ -64,10 +64,10 @@ def measure_costs(runner: ModelRunner, max_batch: int, grid: MeasureGrid = Measu
 
 
 class Bench:
-    """Runs one step or one draft and takes its time, over as many scratch sequences as are asked for."""
+    """Runs one step or one draft and takes its time, over as many trial sequences as are asked for."""
 
-    def __init__(self, runner: ModelRunner, scratch: ScratchSequences, num_slots: int) -> None:
-        self.runner, self.scratch, self.num_slots = runner, scratch, num_slots
+    def __init__(self, runner: ModelRunner, trial: TrialSequences, num_slots: int) -> None:
+        self.runner, self.trial, self.num_slots = runner, trial, num_slots
 
     def target_s(self, batch: int, rows: int) -> float:
         """Seconds of a target step of ``rows`` rows over ``batch`` sequences, up to the best token of each row."""
@@ -94,10 +94,10 @@ class Bench:
         return time.perf_counter() - began
 
     def _first(self, batch: int) -> list[Sequence]:
-        vocab, seqs = self.runner.vocab_size, self.scratch.seqs
+        vocab, seqs = self.runner.vocab_size, self.trial.seqs
         missing = range(len(seqs), batch)
         if missing:
             prompts = [[(7919 * i + 13 * p) % vocab for p in range(PROMPT_TOKENS)] for i in missing]
             speculation = SpeculationParams(drafter=self.runner.drafter.name)
-            self.scratch.add(prompts, MAX_TOKENS, self.num_slots, speculation)
+            self.trial.add(prompts, MAX_TOKENS, self.num_slots, speculation)
         return seqs[:batch]

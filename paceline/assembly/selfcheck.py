@@ -1,4 +1,4 @@
-"""The invariance probe (design 5.6): does this host give a row the same bits however it is batched?
+"""The invariance probe (docs/internals/exactness.md): does this host give a row the same bits however it is batched?
 
 Run on the real weights when a node starts; its answer goes to the log and to ModelInfo.
 """

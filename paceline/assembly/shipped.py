@@ -1,6 +1,6 @@
-"""The heads that come with Paceline, and what ``default`` and ``auto`` stand for where they are or are not.
+"""What ``default`` and ``auto`` stand for: the heads that were given, that ship, or that the model brings along.
 
-The router asks too, so nothing here needs torch, unless a folder of heads was given and must be looked into.
+The router asks too, so nothing here needs torch, unless there are heads that must be looked into.
 """
 
 from __future__ import annotations
@@ -9,16 +9,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from paceline.config import EngineConfig
+from paceline.spec_decode.heads.shipped import own_modules, shipped_heads
+from paceline.speculation import AUTO, DEFAULT, DRAFTERS
 
-SHIPPED = Path(__file__).resolve().parents[2] / "heads"  # beside the packages: folders by model, then by drafter
-HEADS_FOR_AUTO = ("eagle3", "mtp", "eagle", "medusa")  # order of preference (algorithms.md L1)
+DEFAULT_HEADS = ("eagle3",)  # of the heads that ship, those that ``default`` takes; ``auto`` takes any
 Config = TypeVar("Config", bound=EngineConfig)
-
-
-def shipped_heads(model: str, drafter: str) -> Path | None:
-    """The folder of the heads that come with Paceline for a model, if there are any."""
-    folder = SHIPPED / Path(model).name / drafter
-    return folder if (folder / "config.json").is_file() else None
 
 
 def with_real_drafter(config: Config) -> Config:
@@ -26,17 +21,18 @@ def with_real_drafter(config: Config) -> Config:
 
     Raises ConfigError when the heads of ``drafter_path`` cannot be told.
     """
-    return config.model_copy(update={"drafter": resolve_drafter(config)}) if config.drafter == "default" else config
+    return config.model_copy(update={"drafter": resolve_drafter(config)}) if config.drafter == DEFAULT else config
 
 
 def resolve_drafter(config: EngineConfig) -> str:
     """The drafter that has the deployment's heads: ``default`` and ``auto`` are decided by what there is."""
-    if config.drafter not in ("default", "auto"):
+    if config.drafter not in (DEFAULT, AUTO):
         return config.drafter
     if config.drafter_path:
         return _kind_of(Path(config.drafter_path))
-    wanted = HEADS_FOR_AUTO if config.drafter == "auto" else ("eagle3",)
-    return next((name for name in wanted if shipped_heads(config.model, name)), "ngram")
+    wanted = DRAFTERS if config.drafter == AUTO else DEFAULT_HEADS
+    found = next((name for name in wanted if shipped_heads(config.model, name)), None)
+    return found or ("mtp" if own_modules(config.model) else "ngram")
 
 
 def _kind_of(folder: Path) -> str:

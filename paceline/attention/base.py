@@ -3,7 +3,7 @@
 A forward takes rows of several sequences at once. Every row stands at an absolute position and sees exactly the
 positions 0..own of its own sequence; where those positions live in the pool (slots) is given per sequence by a
 position-to-slot list. A row of a draft tree reads its ancestors instead of its siblings, through its own tail of
-slots, so that it computes the same as the same row decoded plainly (design 5.6).
+slots, so that it computes the same as the same row decoded plainly (docs/internals/exactness.md).
 """
 
 from __future__ import annotations

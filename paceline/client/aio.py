@@ -12,7 +12,7 @@ from paceline.client import convert
 from paceline.client.channel import CHANNEL_OPTIONS, DEFAULT_TIMEOUT_S
 from paceline.client.convert import GenerateOptions, Messages, Prompt
 from paceline.client.failover import DEFAULT_RETRIES, Patience, Routers
-from paceline.client.resume import Received
+from paceline.client.progress import StreamProgress
 from paceline.errors import PacelineError, RequestCancelled
 from paceline.results import Chunk, Generation, ModelInfo, RequestTrace, Tokenization
 from paceline.rpc.wire_errors import error_from_rpc
@@ -23,11 +23,11 @@ from paceline.wire import trace_from_proto
 class AsyncChunkStream(AsyncIterator[Chunk]):
     """Chunks of one generation, once, whichever routers bring them. Closing it, or dropping it, cancels the request."""
 
-    def __init__(self, routers: Routers[grpc.aio.Channel], received: Received, patience: Patience) -> None:
+    def __init__(self, routers: Routers[grpc.aio.Channel], progress: StreamProgress, patience: Patience) -> None:
         self._loop = asyncio.get_running_loop()
-        self._routers, self._received, self._patience = routers, received, patience
+        self._routers, self._progress, self._patience = routers, progress, patience
         self._closed = False
-        self._open(received.request)
+        self._open(progress.request)
 
     def _open(self, request: inference_pb2.GenerateRequest) -> None:
         self._router, stub = self._routers.current
@@ -42,7 +42,7 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
                 continue
             if message is grpc.aio.EOF:
                 raise StopAsyncIteration
-            self._received.take(message)
+            self._progress.take(message)
             self._patience.progressed()
             return convert.chunk(message)
 
@@ -50,17 +50,17 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
         """Ask the next router for the rest. Raises when there is none, or no use in it."""
         if self._closed:
             raise error_from_rpc(error) from None
-        if self._received.complete:  # only the end of the stream was lost
+        if self._progress.complete:  # only the end of the stream was lost
             raise StopAsyncIteration
         try:
-            pause = self._patience.pause_s(error, started=self._received.started)
+            pause = self._patience.pause_s(error, started=self._progress.started)
         except PacelineError as known:
             raise known from None
         self._routers.failed(self._router)
         await asyncio.sleep(pause)
         if self._closed:
             raise RequestCancelled("the stream was closed")
-        self._open(self._received.resuming())
+        self._open(self._progress.resuming())
 
     async def aclose(self) -> None:
         """Cancel what is left of the request. Idempotent."""
@@ -95,8 +95,13 @@ class AsyncClient:
         retries: int = DEFAULT_RETRIES,
         options: Sequence[tuple[str, Any]] = (),
     ) -> None:
-        """address: ``host:port`` of a router's gRPC, or of several. retries: how often in a row, without a new chunk, a
-        stream that broke is asked for again. options: gRPC channel options, over the defaults."""
+        """Nothing is connected before the first call.
+
+        address: ``host:port`` of a router's gRPC, or of several, which are used in this order when one fails.
+        timeout: seconds for a whole call, retries included.
+        retries: how often in a row, without a new chunk, a stream that broke is asked for again.
+        options: gRPC channel options, over the SDK's own.
+        """
         self._timeout, self._retries = timeout, retries
         self._routers: Routers[grpc.aio.Channel] = Routers(
             address,
@@ -107,34 +112,54 @@ class AsyncClient:
     async def generate(
         self, prompt: Prompt, /, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Generation:
-        """Generate and wait for all of it. prompt: text, token ids, or chat messages; options: GenerateOptions."""
+        """Generate and wait for all choices.
+
+        prompt: a text, token ids, or chat messages (a list of ``{"role": ..., "content": ...}``).
+        timeout: seconds, in place of the client's.
+        options: those of GenerateOptions. TypeError for an unknown one or a value of a wrong type, ValueError for one
+        that no request can hold.
+        """
         request = convert.generate_request(prompt, options)
         return convert.generation(await self._call("Generate", request, timeout))
 
     async def chat(
         self, messages: Messages, /, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Generation:
-        """Answer a chat; the model's template is applied by the router."""
+        """Answer a chat: ``generate`` with messages alone.
+
+        messages: turns with ``role`` and ``content``; the router applies the model's chat template.
+        timeout, options: as for ``generate``.
+        """
         return await self.generate(messages, timeout=timeout, **options)
 
     def stream(
         self, prompt: Prompt, /, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncChunkStream:
-        """Generate, as it comes. Errors are raised while iterating."""
+        """Generate, and iterate over what each round commits. The server's errors are raised while iterating.
+
+        prompt, timeout, options: as for ``generate``. Chunks of several choices (``n``) come interleaved. Close the
+        stream, or leave its context, to cancel what is left.
+        """
         request = convert.generate_request(prompt, options)
-        return AsyncChunkStream(self._routers, Received(request), self._patience(timeout))
+        return AsyncChunkStream(self._routers, StreamProgress(request), self._patience(timeout))
 
     async def tokenize(self, prompt: str | Messages, /, *, timeout: float | None = None) -> Tokenization:
-        """Token ids of a text or a chat."""
+        """Token ids of a prompt, as ``generate`` would take it.
+
+        prompt: a text or chat messages. timeout: seconds, in place of the client's.
+        """
         request = convert.tokenize_request(prompt)
         return convert.tokenization(await self._call("Tokenize", request, timeout))
 
     async def model_info(self, *, timeout: float | None = None) -> ModelInfo:
-        """What is served and how."""
+        """What is served and how: model, limits, drafters, nodes. timeout: seconds, in place of the client's."""
         return convert.model_info(await self._call("ModelInfo", inference_pb2.ModelInfoRequest(), timeout))
 
     async def trace(self, request_id: str, /, *, timeout: float | None = None) -> RequestTrace:
-        """When what happened to one of the latest requests, on the router and all nodes. Raises NotFound."""
+        """When what happened to one of the latest requests, on the router and all nodes. NotFound when it is not kept.
+
+        request_id: the one that was given, or ``completion.request_id``. timeout: seconds, in place of the client's.
+        """
         request = trace_pb2.TraceRequest(request_id=request_id)
         return trace_from_proto(request_id, await self._call("Trace", request, timeout))
 

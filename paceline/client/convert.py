@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
 from paceline.request import FinishReason
 from paceline.results import (
@@ -28,32 +28,35 @@ Prompt = str | Sequence[int] | Messages
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Options of a generation; what is left out, or None, takes the server's default (the OpenAI API's)."""
+    """Options of a generation. What is left out, or None, takes the server's default, which is the OpenAI API's.
 
-    max_tokens: int | None
-    min_tokens: int | None
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    repetition_penalty: float | None
-    logit_bias: Mapping[int, float] | None
-    seed: int | None
-    stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    ignore_eos: bool | None
-    top_logprobs: int | None  # 0: of the chosen token alone
-    n: int | None
-    num_draft_tokens: int | None  # K of speculation; 0 turns it off
-    tree_width: int | None  # candidates per expanded node
-    drafter: str | None  # one of the deployment's
-    tree: str | None  # chain, static or dynamic
-    model: str | None
-    request_id: str | None
-    tenant: str | None  # scope of the prefix cache
-    priority: int | None  # -10 to 10: among the tenant's requests that wait, the higher one goes first
+    The text beside a type says what the option means; ``paceline generate --help`` shows the same.
+    """
+
+    max_tokens: Annotated[int | None, "Tokens to generate at most. The server's default is 1,024."]
+    min_tokens: Annotated[int | None, "Tokens before which no end-of-sequence or stop token is taken."]
+    temperature: Annotated[float | None, "0 takes the most likely token; 1 is the model's own distribution."]
+    top_p: Annotated[float | None, "Sample from the fewest tokens that have this probability together; 1 keeps all."]
+    top_k: Annotated[int | None, "Sample from this many most likely tokens; 0 keeps all."]
+    min_p: Annotated[float | None, "Drop tokens less likely than this share of the most likely one's probability."]
+    presence_penalty: Annotated[float | None, "Subtracted from the logit of every token that was generated; -2 to 2."]
+    frequency_penalty: Annotated[float | None, "Subtracted as often as the token was generated; -2 to 2."]
+    repetition_penalty: Annotated[float | None, "Divides the logits of tokens of prompt and output; 1 is none."]
+    logit_bias: Annotated[Mapping[int, float] | None, "Added to the logits of token ids, -100 to 100: ID=BIAS."]
+    seed: Annotated[int | None, "The same request with the same seed gives the same text. Drawn when not given."]
+    stop: Annotated[str | Sequence[str] | None, "Text that ends the answer and is not part of it; at most 16."]
+    stop_token_ids: Annotated[Sequence[int] | None, "Token ids that end the answer."]
+    ignore_eos: Annotated[bool | None, "Go on after the model's end-of-sequence token."]
+    top_logprobs: Annotated[int | None, "Log-probabilities of so many best tokens; 0: of the chosen token alone."]
+    n: Annotated[int | None, "Choices, each with a seed of its own derived from the request's; at most 16."]
+    num_draft_tokens: Annotated[int | None, "Draft tokens on a path (K), at most the deployment's; 0 drafts nothing."]
+    tree_width: Annotated[int | None, "Candidates per expanded node of the draft tree, at most the deployment's."]
+    drafter: Annotated[str | None, "Who drafts: one of the deployment's drafters."]
+    tree: Annotated[str | None, "Shape of the draft: chain, static or dynamic, as far as the deployment gives it."]
+    model: Annotated[str | None, "The model that is expected to be served; another one is refused."]
+    request_id: Annotated[str | None, "Names the request in logs and traces; made by the router when not given."]
+    tenant: Annotated[str | None, "Scope of the prefix cache and of the router's fairness."]
+    priority: Annotated[int | None, "-10 to 10: among the tenant's requests that wait, the higher one goes first."]
 
 
 _SPECULATION = ("num_draft_tokens", "tree_width", "drafter", "tree")
@@ -61,7 +64,10 @@ _REQUEST = ("model", "request_id", "tenant", "priority")
 
 
 def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
-    """TypeError on an unknown option or a value of the wrong type, ValueError on one that no field can hold."""
+    """The request for ``prompt`` with ``options`` (GenerateOptions).
+
+    TypeError on an unknown option or a value of the wrong type, ValueError on one that no field can hold.
+    """
     unknown = options.keys() - GenerateOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"unknown option {sorted(unknown)[0]!r}; known: {', '.join(GenerateOptions.__annotations__)}")
@@ -91,7 +97,7 @@ def _is_chat(prompt: Sequence[Any]) -> bool:
 
 
 def chat_message(messages: Messages) -> inference_pb2.Chat:
-    """TypeError when a message has other keys than role and content."""
+    """A chat as a message. TypeError when a message has other keys than role and content."""
     for message in messages:
         if set(message) != {"role", "content"}:
             raise TypeError(f"a chat message has exactly role and content, got {sorted(message)}")
@@ -99,7 +105,7 @@ def chat_message(messages: Messages) -> inference_pb2.Chat:
 
 
 def tokenize_request(prompt: str | Messages) -> inference_pb2.TokenizeRequest:
-    """Of a text or a chat."""
+    """The request to tokenize a text or a chat. TypeError for messages as ``chat_message`` raises it."""
     if isinstance(prompt, str):
         return inference_pb2.TokenizeRequest(text=prompt)
     return inference_pb2.TokenizeRequest(chat=chat_message(prompt))
@@ -166,7 +172,7 @@ def generation(message: inference_pb2.GenerateResponse) -> Generation:
 
 
 def model_info(message: inference_pb2.ModelInfoResponse) -> ModelInfo:
-    """What is served."""
+    """What is served and how."""
     nodes = tuple(
         NodeInfo(n.id, n.role, n.address, n.running, n.waiting, n.free_pages, n.total_pages) for n in message.nodes
     )

@@ -229,6 +229,23 @@ class ModelRunner:
         """
         self.drafter.extend([ExtendItem(seq, start, end, rows, end == seq.num_prefill, fused=self.handoff.fused)])
 
+    def recover_draft(self, seq: Sequence, start: int, most: int) -> int:
+        """Let the drafter digest rows of a running sequence that never came to it, from ``start`` on, ``most`` at most;
+        returns where to go on. At ``num_computed`` it can draft. Not in the midst of a round.
+
+        The target computes their hidden rows again. Its committed KV is read and stays as it is: what is written again
+        goes to slots past it, which are free between two rounds.
+        """
+        spare = seq.table.slots[seq.num_computed :].tolist()
+        end = min(start + min(most, len(spare)), seq.num_computed)
+        rows = torch.empty(end - start, 0)
+        if self.drafter.row_width:
+            places, seen = range(start, end), range(start + 1, end + 1)
+            again = Segment(seq.token_ids[start:end], places, spare[: end - start], seq.table.slots, seen)
+            _, rows = self.forward([again])
+        self.drafter.extend([ExtendItem(seq, start, end, rows, final=end == seq.num_computed)])
+        return end
+
     # ---- decode
 
     def decode(self, seqs: Seq[Sequence]) -> list[RoundResult]:

@@ -2,7 +2,7 @@
 
 A *slot* names one token's place in every layer: ``page * page_size + offset``. Bytes that leave the pool are in
 canonical order (layer, token, then K heads, then V heads), which knows no page size: what ``gather`` of one pool
-gives, ``scatter`` of another takes (design 6).
+gives, ``scatter`` of another takes (docs/internals/architecture.md#memory).
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from paceline.phases import phase
+
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).with_name("kernels")
@@ -57,7 +59,7 @@ def compile_kernels(extra_flags: tuple[str, ...] = ()) -> Path:
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+    with phase("compiling the CPU kernels"), tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         built = Path(scratch) / "kernels.so"
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             objects = list(pool.map(lambda file: _compile(compiler, flags, file, Path(scratch)), _translation_units()))

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.layers.build import load_kernels
+from paceline.layers.shared_weights import kept
 
 
 class Linear:
@@ -32,10 +33,12 @@ class Linear:
         weight = weight.contiguous()
         is_bf16 = weight.dtype is torch.bfloat16
         elems = self.library.pl_packed_elems(self.out_features, self.in_features, int(is_bf16))
-        packed = torch.empty(elems, dtype=weight.dtype)
         pack = self.library.pl_pack_bf16 if is_bf16 else self.library.pl_pack_f32
-        pack(weight.data_ptr(), self.out_features, self.in_features, packed.data_ptr())
-        return packed
+
+        def fill(packed: torch.Tensor) -> None:
+            pack(weight.data_ptr(), self.out_features, self.in_features, packed.data_ptr())
+
+        return kept((elems,), weight.dtype, fill)
 
     @property
     def address(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from paceline.layers.build import load_kernels
+from paceline.layers.shared_weights import kept
 
 
 class HeadsLinear:
@@ -23,12 +24,14 @@ class HeadsLinear:
         assert self._library is not None
         is_bf16 = self.dtype is torch.bfloat16
         elems = self._library.pl_packed_elems(self.out_features, self.in_features, int(is_bf16))
-        packed = torch.empty(self.heads, elems, dtype=self.dtype)
         pack = self._library.pl_pack_bf16 if is_bf16 else self._library.pl_pack_f32
-        for one, target in zip(weight, packed, strict=True):
-            one = one.contiguous()
-            pack(one.data_ptr(), self.out_features, self.in_features, target.data_ptr())
-        return packed
+
+        def fill(packed: torch.Tensor) -> None:
+            for one, target in zip(weight, packed, strict=True):
+                one = one.contiguous()
+                pack(one.data_ptr(), self.out_features, self.in_features, target.data_ptr())
+
+        return kept((self.heads, elems), self.dtype, fill)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """x: [T, heads, in_features]; fills out: [T, heads, out_features]. Elements lie together, rows and heads need

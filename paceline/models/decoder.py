@@ -37,7 +37,7 @@ class DecoderModel(TargetModel, Generic[Layer]):
         self.spec, self.dtype, self.device = spec, dtype, device
         weights = weights.onto(device)
         vocab = (spec.vocab_size, spec.hidden_size)
-        self.embedding = weights.take("model.embed_tokens.weight", vocab)
+        self.embedding = weights.take_table("model.embed_tokens.weight", vocab)
         self.layers = [make_layer(weights, i) for i in range(spec.num_layers)]
         self.norm = weights.take("model.norm.weight", (spec.hidden_size,))
         head = self.embedding if spec.tie_word_embeddings else weights.take("lm_head.weight", vocab)

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from paceline.errors import ConfigError
+from paceline.layers.shared_weights import SMALLEST, kept
 from paceline.model_files import read_json
 
 HARMLESS = ("rotary_emb.inv_freq",)  # derived from the config, written by old versions of transformers
@@ -43,7 +44,16 @@ class WeightBag:
         tensor = self._tensors[name]
         if shape is not None and tuple(tensor.shape) != tuple(shape):
             raise ConfigError("model", f"tensor {name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
-        return tensor if self._device is None else tensor.to(self._device)
+        if self._device is not None:
+            tensor = tensor.to(self._device)
+        # A view would keep the whole file in memory for as long as a norm lives.
+        return tensor.clone() if tensor.nbytes < SMALLEST else tensor
+
+    def take_table(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+        """``take`` of a tensor that is used as it is, such as an embedding: on the CPU a copy, shared where weights
+        are (layers.shared_weights)."""
+        table = self.take(name, shape)
+        return kept(shape, table.dtype, lambda copy: copy.copy_(table)) if table.device.type == "cpu" else table
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor that is still there. Raises ConfigError when it is missing."""

@@ -109,9 +109,9 @@ async def answer_stream(answers: AsyncGenerator[Any, None], context: grpc.aio.Se
             await context.write(answer)
 
 
-def error_from_rpc(error: grpc.aio.AioRpcError, peer: str) -> PacelineError:
-    """The error that a peer's status stands for. A peer that did not answer in time is unavailable: the deadline was
-    that of one call between nodes, not of the request."""
+def error_from_peer(error: grpc.aio.AioRpcError, peer: str) -> PacelineError:
+    """The error that the status of a call between two nodes stands for. A peer that did not answer in time is
+    unavailable: the deadline was that of the call, not of a request, as it is in `wire_errors.error_from_rpc`."""
     details = f"{peer}: {error.details()}"
     if error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
         return NodeUnavailable(details)

@@ -1,5 +1,5 @@
-"""Bytes that are no message of their RPC's type are the caller's fault, and are told so: gRPC itself would answer
-UNKNOWN, as for a bug of the server."""
+"""Refuses what cannot be parsed as its RPC's message with INVALID_ARGUMENT, since it is the caller's fault. gRPC itself
+would answer UNKNOWN, as for a bug of the server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RefuseMalformed(grpc.aio.ServerInterceptor):
-    """INVALID_ARGUMENT for what cannot be parsed, on every RPC of the server."""
+    """Answers a request that cannot be parsed with INVALID_ARGUMENT, on every RPC of the server."""
 
     async def intercept_service(
         self,
@@ -38,20 +38,20 @@ class RefuseMalformed(grpc.aio.ServerInterceptor):
 
 @dataclass(frozen=True)
 class _Malformed:
-    """Stands in for the message, since gRPC lets nobody answer while it deserializes."""
+    """Stands in for the message until the handler runs, since gRPC lets nobody answer while it deserializes."""
 
     error: InvalidRequest
 
 
 def malformed(descriptor: Descriptor, data: bytes, error: DecodeError) -> InvalidRequest:
-    """What is wrong with ``data``, which ``error`` says is no message of this type."""
-    if field := _field_of_no_text(descriptor, data):
+    """The error for ``data``, which failed to parse as ``descriptor`` with ``error``; it names the field if it can."""
+    if field := _field_not_utf8(descriptor, data):
         return InvalidRequest(field, "is not valid UTF-8")
     return InvalidRequest("request", f"is not a {descriptor.full_name}: {str(error).rpartition(': ')[2]}")
 
 
-def _field_of_no_text(descriptor: Descriptor, data: bytes) -> str:
-    """Path of the first string that is no UTF-8; empty when there is none, or the bytes are no message at all."""
+def _field_not_utf8(descriptor: Descriptor, data: bytes) -> str:
+    """The path of the first string that is not UTF-8. Empty when there is none, and when the bytes are no message."""
     try:
         fields: Any = UnknownFieldSet(Empty.FromString(data))
     except DecodeError:
@@ -61,14 +61,14 @@ def _field_of_no_text(descriptor: Descriptor, data: bytes) -> str:
         if field is None or item.wire_type != LENGTH_DELIMITED:
             continue
         if field.message_type is not None:
-            if inner := _field_of_no_text(field.message_type, item.data):
+            if inner := _field_not_utf8(field.message_type, item.data):
                 return f"{field.name}.{inner}"
-        elif field.type == FieldDescriptor.TYPE_STRING and not _is_text(item.data):
+        elif field.type == FieldDescriptor.TYPE_STRING and not _is_utf8(item.data):
             return str(field.name)
     return ""
 
 
-def _is_text(data: bytes) -> bool:
+def _is_utf8(data: bytes) -> bool:
     try:
         data.decode("utf-8")
     except UnicodeDecodeError:
@@ -77,7 +77,7 @@ def _is_text(data: bytes) -> bool:
 
 
 def _refusing(handler: Any) -> Any:
-    """The handler, but that what its deserializer does not take is answered."""
+    """A handler that refuses what ``handler`` cannot deserialize, and otherwise does the same."""
     deserialize = handler.request_deserializer
     descriptor = deserialize.__self__.DESCRIPTOR  # generated code passes the message class's FromString
 
@@ -94,7 +94,7 @@ def _refusing(handler: Any) -> Any:
 
 
 def _checking(behave: Any, streams_in: bool) -> Any:
-    """``behave`` with the request, or the stream of them, checked in front of it; of the same kind of function."""
+    """A function of the same kind as ``behave`` that checks the request, or each request of a stream, before it."""
 
     async def checked(request: Any, context: Context) -> Any:
         return _each(request, context) if streams_in else await _well_formed(request, context)

@@ -1,7 +1,7 @@
 """Position-keyed randomness: noise is a function of (request seed, absolute position, token id) and of nothing else.
 
 There is no generator state, so migration, replay, preemption and verification of a whole draft tree in one forward
-all see the noise that plain decoding would have seen (design: "Exactness").
+all see the noise that plain decoding would have seen (algorithms.md B5c).
 
 Use: with E = -log u exponential, ``argmin(E / p)`` is a draw from p: an exponential race, in which token i finishes at
 an exponential time of rate p_i and the first to finish wins with probability p_i. It equals ``argmax(log p + gumbel)``

@@ -12,7 +12,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from paceline.serving.cores import CoreShare
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +33,10 @@ class EngineLoop:
     limited by the node (concurrent RPCs, queue lengths, pages).
     """
 
-    def __init__(self, name: str, step: Callable[[], bool]) -> None:
+    def __init__(self, name: str, step: Callable[[], bool], cores: CoreShare | None = None) -> None:
+        """cores: told when there is work; None where cores are not shared."""
         self._step = step
+        self._cores = cores
         self._inbox: deque[Callable[[], None]] = deque()
         self._condition = threading.Condition()
         self._stopping = False
@@ -96,6 +101,7 @@ class EngineLoop:
         while not self._stopping:
             self._beat = time.monotonic()
             self._woken = False
+            self._say_busy(True)
             try:
                 self._run_inbox()
                 worked = self._step()
@@ -104,10 +110,15 @@ class EngineLoop:
                 time.sleep(ERROR_PAUSE_S)
                 continue
             if not worked:
+                self._say_busy(False)
                 with self._condition:
                     if not (self._inbox or self._stopping or self._woken):
                         self._condition.wait(IDLE_TICK_S)
         self._run_inbox()  # releases that were posted last
+
+    def _say_busy(self, busy: bool) -> None:
+        if self._cores is not None:
+            self._cores.busy = busy
 
     def _run_inbox(self) -> None:
         while True:

@@ -13,23 +13,16 @@ import torch
 from paceline.kvcache.layout import KvLayer
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree
+from paceline.speculation import TreeKind as TreeKind
 
 if TYPE_CHECKING:
     from paceline.spec_decode.unread import UnreadChains
 
 
-class TreeKind(enum.StrEnum):
-    """Shape of the trees a drafter makes."""
-
-    CHAIN = "chain"  # one candidate per depth
-    STATIC = "static"  # the drafter's fixed shape: ranks per depth, decided before any draft
-    DYNAMIC = "dynamic"  # expanded where the draft is confident (EAGLE-2, algorithms.md D3)
-
-
 class DraftSampling(enum.StrEnum):
     """How candidates are chosen from the drafter's distribution q."""
 
-    COUPLED = "coupled"  # top-k of log q + the target's own noise at that position (design 5.3); greedy at T=0
+    COUPLED = "coupled"  # top-k of log q + the target's own noise at that position (algorithms.md B10); greedy at T=0
     GREEDY = "greedy"  # top-k of q: q counts as one-hot (algorithms.md B2)
     SAMPLED = "sampled"  # drawn from q without replacement, by noise of their own; trees carry q (B1, B6)
 
@@ -72,7 +65,7 @@ class ExtendItem:
 
 
 class Drafter(ABC):
-    """Proposes trees. Per-sequence state lives on the Sequence, weights and scratch here."""
+    """Proposes trees. Per-sequence state lives on the Sequence, weights and buffers here."""
 
     name: str
     kv_layers: tuple[KvLayer, ...] = ()  # further layers of the target's pages
@@ -83,6 +76,14 @@ class Drafter(ABC):
     state_width: int = 0  # elements of a row of DraftState.hidden; 0: the drafter keeps no such rows
     row_width: int = 0  # elements of a hidden row that extend reads; 0: it reads tokens alone
     fused_width: int = 0  # of the same row after ``fuse``; 0: there is nothing to fuse
+
+    hits: int = 0  # rounds in which a drafter that copies earlier text found something to draft
+    misses: int = 0  # and in which it did not
+
+    @property
+    def primary(self) -> Drafter:
+        """The one drafter that may have KV layers, rows and state: itself, unless it stands for several."""
+        return self
 
     @abstractmethod
     def extend(self, items: Seq[ExtendItem]) -> None:
@@ -124,3 +125,7 @@ class Drafter(ABC):
 
         One that is handed over before its first round does not end here, and is not told.
         """
+
+    def copies(self) -> dict[str, tuple[int, int]]:
+        """Hits and misses of every drafter in here that was asked to copy, by its name."""
+        return {self.name: (self.hits, self.misses)} if self.hits or self.misses else {}

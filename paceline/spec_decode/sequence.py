@@ -47,13 +47,20 @@ class Sequence:
     draft_rows: int = 0  # exact draft KV rows (of the first module); the drafter advances it
     stats: SpecStats = field(default_factory=SpecStats)
     finish_reason: FinishReason | None = None
-    scratch: dict[str, object] = field(default_factory=dict)  # drafters' own indexes, rebuilt from token_ids at need
+    memory: dict[str, object] = field(
+        default_factory=dict
+    )  # what drafters and choosers keep; rebuilt from token_ids at need
 
     @classmethod
     def start(cls, request: SequenceRequest, table: PageTable) -> Sequence:
         """A sequence before its prefill."""
         tokens = [*request.prompt_token_ids, *request.output_token_ids]
         return cls(request=request, token_ids=tokens, num_prefill=len(tokens), table=table)
+
+    @property
+    def has_candidates(self) -> bool:
+        """Whether the drafter left something to draft from; it leaves none before it has every committed row."""
+        return self.draft is not None and self.draft.proposal_ids.shape[0] > 0
 
     @property
     def num_output(self) -> int:

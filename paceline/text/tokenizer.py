@@ -103,10 +103,6 @@ class Tokenizer:
             data = self._bytes[token_id] = self._to_bytes(token)
         return data
 
-    def token_text(self, token_id: int) -> str:
-        """Text of one token by itself, special tokens and a leading space included."""
-        return self.token_bytes(token_id).decode("utf-8", "replace")
-
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
     ) -> list[int]:

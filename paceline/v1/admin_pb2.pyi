@@ -18,11 +18,14 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class SetRoleRequest(_message.Message):
+    """Which node is to serve which role."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NODE_ID_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
+    """Id of the node, e.g. decode-1."""
     role: _builtins.str
     """prefill or decode"""
     def __init__(
@@ -41,6 +44,8 @@ Global___SetRoleRequest: _TypeAlias = SetRoleRequest  # noqa: Y015
 
 @_typing.final
 class SetRoleResponse(_message.Message):
+    """The node as it serves now."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NODE_ID_FIELD_NUMBER: _builtins.int
@@ -48,9 +53,13 @@ class SetRoleResponse(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
+    """Id of the node in its new role."""
     role: _builtins.str
+    """prefill or decode."""
     generation: _builtins.int
+    """Counts the starts of the node: it is above that of the process that was drained."""
     address: _builtins.str
+    """HOST:PORT of its gRPC."""
     def __init__(
         self,
         *,

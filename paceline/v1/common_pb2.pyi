@@ -26,16 +26,25 @@ class _FinishReason:
 class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
+    """It has not ended."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
+    """An end-of-sequence token, a stop token or a stop text."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
+    """max_tokens or the end of the context."""
     FINISH_REASON_ABORT: _FinishReason.ValueType  # 3
+    """It was cancelled."""
 
-class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
+class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
+    """Why a choice ended."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
+"""It has not ended."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
+"""An end-of-sequence token, a stop token or a stop text."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
+"""max_tokens or the end of the context."""
 FINISH_REASON_ABORT: FinishReason.ValueType  # 3
+"""It was cancelled."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -83,25 +92,43 @@ class SamplingParams(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
+    """0 takes the most likely token; 1 is the model's own distribution."""
     top_p: _builtins.float
+    """Keep the fewest tokens that have this probability together; above 0, 1 keeps all."""
     top_k: _builtins.int
+    """Keep this many most likely tokens; 0 keeps all."""
     min_p: _builtins.float
+    """Drop tokens less likely than this share of the most likely one's probability."""
     presence_penalty: _builtins.float
+    """Subtracted from the logit of every token that was generated; -2 to 2."""
     frequency_penalty: _builtins.float
+    """Subtracted as often as the token was generated; -2 to 2."""
     repetition_penalty: _builtins.float
+    """Divides positive and multiplies negative logits of tokens of prompt and output; 1 is none."""
     seed: _builtins.int
+    """The same request with the same seed gives the same tokens. Unset: the router draws one and reports it."""
     max_tokens: _builtins.int
+    """Tokens to generate at most. Unset: 1,024, or what the context leaves."""
     min_tokens: _builtins.int
+    """Before so many tokens no end-of-sequence or stop token is taken."""
     ignore_eos: _builtins.bool
+    """Go on after the model's end-of-sequence token."""
     top_logprobs: _builtins.int
     """Unset: no logprobs. 0: the chosen token's. N: also the N most likely."""
     n: _builtins.int
+    """Choices, each with a seed that is derived from the request's; at most 16."""
     @_builtins.property
-    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]: ...
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Added to the logits of token ids; -100 to 100, at most 1,024 of them."""
+
     @_builtins.property
-    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts that end the answer and are not part of it; at most 16."""
+
     @_builtins.property
-    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids that end the answer, besides the model's own; at most 1,024."""
+
     def __init__(
         self,
         *,
@@ -179,7 +206,9 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class Speculation(_message.Message):
-    """Per-request speculation, capped by the deployment's own values."""
+    """Per-request speculation. Unset fields keep the deployment's values; more than the deployment gives is
+    INVALID_ARGUMENT, naming the field.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -188,11 +217,13 @@ class Speculation(_message.Message):
     DRAFTER_FIELD_NUMBER: _builtins.int
     TREE_FIELD_NUMBER: _builtins.int
     num_draft_tokens: _builtins.int
+    """Draft tokens on a path (K); 0 turns speculation off."""
     tree_width: _builtins.int
+    """Candidates per expanded node of a tree; 1 makes a chain."""
     drafter: _builtins.str
     """One of the deployment's drafters (ModelInfo.drafters)."""
     tree: _builtins.str
-    """chain, static or dynamic."""
+    """chain, static or dynamic. A static deployment can give chains, a dynamic one all three."""
     def __init__(
         self,
         *,
@@ -226,16 +257,23 @@ Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):
+    """Log-probabilities under the model's own distribution, before temperature, penalties and biases."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LOGPROB_FIELD_NUMBER: _builtins.int
     TOP_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     logprob: _builtins.float
+    """The chosen token's."""
     @_builtins.property
-    def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The most likely tokens, best first, as many as were asked for."""
+
     @_builtins.property
-    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Their log-probabilities, in the same order."""
+
     def __init__(
         self,
         *,
@@ -272,8 +310,9 @@ class Round(_message.Message):
     drafter: _builtins.str
     """Who drafted."""
     draft_s: _builtins.float
-    """Seconds of the whole batch's round: drafting (propose and extend), and the target's forward with acceptance."""
+    """Seconds of the whole batch's round that went to drafting (propose and extend)."""
     verify_s: _builtins.float
+    """Seconds of the target's forward and the acceptance."""
     def __init__(
         self,
         *,

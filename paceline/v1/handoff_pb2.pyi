@@ -27,18 +27,29 @@ class _ByteClass:
 class _ByteClassEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ByteClass.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     BYTE_CLASS_UNSPECIFIED: _ByteClass.ValueType  # 0
+    """Never sent."""
     BYTE_CLASS_TARGET_KV: _ByteClass.ValueType  # 1
+    """KV of the target model."""
     BYTE_CLASS_DRAFT_KV: _ByteClass.ValueType  # 2
+    """KV of the drafter."""
     BYTE_CLASS_HIDDEN: _ByteClass.ValueType  # 3
+    """Hidden rows that the drafter reads."""
     BYTE_CLASS_META: _ByteClass.ValueType  # 4
+    """Everything else."""
 
-class ByteClass(_ByteClass, metaclass=_ByteClassEnumTypeWrapper): ...
+class ByteClass(_ByteClass, metaclass=_ByteClassEnumTypeWrapper):
+    """What bytes are."""
 
 BYTE_CLASS_UNSPECIFIED: ByteClass.ValueType  # 0
+"""Never sent."""
 BYTE_CLASS_TARGET_KV: ByteClass.ValueType  # 1
+"""KV of the target model."""
 BYTE_CLASS_DRAFT_KV: ByteClass.ValueType  # 2
+"""KV of the drafter."""
 BYTE_CLASS_HIDDEN: ByteClass.ValueType  # 3
+"""Hidden rows that the drafter reads."""
 BYTE_CLASS_META: ByteClass.ValueType  # 4
+"""Everything else."""
 Global___ByteClass: _TypeAlias = ByteClass  # noqa: Y015
 
 @_typing.final
@@ -60,17 +71,25 @@ class Fingerprint(_message.Message):
     KERNELS_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
+    """Version of the hand-off."""
     model: _builtins.str
+    """Name of the model."""
     weights: _builtins.str
     """Hash over the names, shapes and bytes' digest of the weights."""
     dtype: _builtins.str
+    """Data type of the rows that cross."""
     layout: _builtins.str
     """Canonical text of every KV layer."""
     drafter: _builtins.str
+    """Who drafts."""
     drafter_modules: _builtins.int
+    """How many modules it chains."""
     drafter_weights: _builtins.str
+    """As weights, of the drafter."""
     hidden_size: _builtins.int
+    """Width of a hidden row."""
     handoff_mode: _builtins.str
+    """What crosses besides target KV: draft_kv, hidden_states or none."""
     kernels: _builtins.str
     """Kernel set and instruction set: bits depend on it."""
     checksum: _builtins.str
@@ -101,13 +120,18 @@ Global___Fingerprint: _TypeAlias = Fingerprint  # noqa: Y015
 
 @_typing.final
 class PairRequest(_message.Message):
+    """A prefill node asks for a link."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PREFILL_NODE_ID_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     prefill_node_id: _builtins.str
+    """Its id."""
     @_builtins.property
-    def fingerprint(self) -> Global___Fingerprint: ...
+    def fingerprint(self) -> Global___Fingerprint:
+        """What it serves."""
+
     def __init__(
         self,
         *,
@@ -134,11 +158,17 @@ class PairResponse(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     DECODE_NODE_ID_FIELD_NUMBER: _builtins.int
     link_id: _builtins.str
+    """Names the link."""
     store_host: _builtins.str
+    """Host of the store."""
     store_port: _builtins.int
+    """Port of the store."""
     decode_node_id: _builtins.str
+    """Its id."""
     @_builtins.property
-    def fingerprint(self) -> Global___Fingerprint: ...
+    def fingerprint(self) -> Global___Fingerprint:
+        """What the decode node serves."""
+
     def __init__(
         self,
         *,
@@ -173,15 +203,25 @@ class HandoffMessage(_message.Message):
     ticket: _builtins.str
     """Empty for Hello."""
     @_builtins.property
-    def hello(self) -> Global___Hello: ...
+    def hello(self) -> Global___Hello:
+        """First on a stream."""
+
     @_builtins.property
-    def begin(self) -> Global___Begin: ...
+    def begin(self) -> Global___Begin:
+        """First of a ticket."""
+
     @_builtins.property
-    def chunk(self) -> Global___Chunk: ...
+    def chunk(self) -> Global___Chunk:
+        """KV rows follow on the data link."""
+
     @_builtins.property
-    def state(self) -> Global___State: ...
+    def state(self) -> Global___State:
+        """Last of a ticket that went well."""
+
     @_builtins.property
-    def abort(self) -> Global___Abort: ...
+    def abort(self) -> Global___Abort:
+        """Last of a ticket that did not."""
+
     def __init__(
         self,
         *,
@@ -210,6 +250,7 @@ class Hello(_message.Message):
 
     LINK_ID_FIELD_NUMBER: _builtins.int
     link_id: _builtins.str
+    """The link_id of PairResponse."""
     def __init__(
         self,
         *,
@@ -225,6 +266,8 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class Begin(_message.Message):
+    """A hand-off begins."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
@@ -265,11 +308,17 @@ class Chunk(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     byte_class: Global___ByteClass.ValueType
+    """What the rows are."""
     first_layer: _builtins.int
+    """Rows of this layer and the following ones."""
     num_layers: _builtins.int
+    """Number of layers."""
     first_token: _builtins.int
+    """Rows of this token and the following ones."""
     num_tokens: _builtins.int
+    """Number of tokens."""
     num_bytes: _builtins.int
+    """Bytes that follow on the data link."""
     checksum: _builtins.int
     """CRC-32 of the bytes that follow, where the deployment asks for it."""
     def __init__(
@@ -310,21 +359,31 @@ class State(_message.Message):
     PROPOSAL_PROBS_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     first_token_id: _builtins.int
+    """The token that prefill sampled."""
     finish_reason: _common_pb2.FinishReason.ValueType
     """The first token already ended the request: release, do not decode."""
     num_hidden_rows: _builtins.int
+    """Hidden rows that follow."""
     num_bytes: _builtins.int
+    """Their bytes."""
     proposal_depth: _builtins.int
     """Draft proposals, row-major [proposal_depth, proposal_width]."""
     proposal_width: _builtins.int
+    """Candidates at each depth."""
     checksum: _builtins.int
     """As Chunk's."""
     @_builtins.property
-    def logprobs(self) -> _common_pb2.TokenLogprobs: ...
+    def logprobs(self) -> _common_pb2.TokenLogprobs:
+        """The first token's; set when top_logprobs was."""
+
     @_builtins.property
-    def proposal_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def proposal_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids of the candidates."""
+
     @_builtins.property
-    def proposal_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def proposal_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Their probabilities, in the same order."""
+
     def __init__(
         self,
         *,
@@ -356,10 +415,13 @@ Global___State: _TypeAlias = State  # noqa: Y015
 
 @_typing.final
 class Abort(_message.Message):
+    """The sender gives a ticket up."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
+    """Why, for logs."""
     def __init__(
         self,
         *,
@@ -386,6 +448,7 @@ class HandoffAck(_message.Message):
     CANCELLED_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
     ticket: _builtins.str
+    """Which hand-off; empty for hello and credit."""
     @_builtins.property
     def hello(self) -> Global___Ready:
         """The stream is accepted."""
@@ -404,7 +467,7 @@ class HandoffAck(_message.Message):
 
     @_builtins.property
     def credit(self) -> Global___Credit:
-        """Of the link, without a ticket: so many more bytes may be sent."""
+        """For the whole link, without a ticket: so many more bytes may be sent."""
 
     def __init__(
         self,
@@ -428,6 +491,8 @@ Global___HandoffAck: _TypeAlias = HandoffAck  # noqa: Y015
 
 @_typing.final
 class Ready(_message.Message):
+    """Nothing more is to be said."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -443,10 +508,13 @@ Global___Ready: _TypeAlias = Ready  # noqa: Y015
 
 @_typing.final
 class Failed(_message.Message):
+    """The receiver gives a ticket up."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
+    """Why."""
     def __init__(
         self,
         *,
@@ -462,6 +530,8 @@ Global___Failed: _TypeAlias = Failed  # noqa: Y015
 
 @_typing.final
 class Cancelled(_message.Message):
+    """Nothing more is to be said."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -483,6 +553,7 @@ class Credit(_message.Message):
 
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     num_bytes: _builtins.int
+    """How many."""
     def __init__(
         self,
         *,

@@ -21,12 +21,16 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class ChatMessage(_message.Message):
+    """One turn of a chat."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
+    """system, user or assistant, as far as the model's chat template knows it."""
     content: _builtins.str
+    """The text of the turn."""
     def __init__(
         self,
         *,
@@ -43,11 +47,15 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class Chat(_message.Message):
+    """A conversation; the router applies the model's chat template."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
+        """In their order; at most 8,192."""
+
     def __init__(
         self,
         *,
@@ -63,11 +71,15 @@ Global___Chat: _TypeAlias = Chat  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
+    """A prompt that is tokenized already."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of the model's vocabulary."""
+
     def __init__(
         self,
         *,
@@ -83,6 +95,8 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
+    """What a client asks."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: _builtins.int
@@ -97,6 +111,7 @@ class GenerateRequest(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     text: _builtins.str
+    """A text that the router tokenizes."""
     model: _builtins.str
     """Empty: the model served."""
     request_id: _builtins.str
@@ -104,19 +119,27 @@ class GenerateRequest(_message.Message):
     tenant: _builtins.str
     """Scope of the prefix cache."""
     generation_id: _builtins.str
-    """Of a stream: names it, so that another router can go on with it. Whoever knows it, and the tenant, can read the
+    """Names a stream, so that another router can go on with it. Whoever knows it, and the tenant, can read the
     answer: 128 random bits or more, as 22 to 128 letters, digits, "-" and "_". Empty: the router makes one.
     """
     priority: _builtins.int
     """-10 to 10. While requests wait, the higher one of a tenant goes first; between tenants it says nothing."""
     @_builtins.property
-    def token_ids(self) -> Global___TokenIds: ...
+    def token_ids(self) -> Global___TokenIds:
+        """Token ids, taken as they are."""
+
     @_builtins.property
-    def chat(self) -> Global___Chat: ...
+    def chat(self) -> Global___Chat:
+        """Messages for the model's chat template."""
+
     @_builtins.property
-    def sampling(self) -> _common_pb2.SamplingParams: ...
+    def sampling(self) -> _common_pb2.SamplingParams:
+        """How tokens are chosen; unset: the defaults of the OpenAI API."""
+
     @_builtins.property
-    def speculation(self) -> _common_pb2.Speculation: ...
+    def speculation(self) -> _common_pb2.Speculation:
+        """How tokens are drafted; unset: as the deployment does. It never changes the text."""
+
     @_builtins.property
     def resume(self) -> Global___Resume:
         """Go on with generation_id, which broke. The other fields are used when the journal does not have it (any more)."""
@@ -155,7 +178,7 @@ class Resume(_message.Message):
     PLAN_DIGEST_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
     plan_digest: _builtins.bytes
-    """Of Resumable; empty when no chunk was received."""
+    """The plan_digest of Resumable; empty when no chunk was received."""
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Received]:
         """Choices of which anything was received."""
@@ -176,6 +199,8 @@ Global___Resume: _TypeAlias = Resume  # noqa: Y015
 
 @_typing.final
 class Received(_message.Message):
+    """What a client has of one choice."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CHOICE_FIELD_NUMBER: _builtins.int
@@ -183,6 +208,7 @@ class Received(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     COMPLETE_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
+    """Which of the n choices."""
     next_index: _builtins.int
     """Tokens before this index are not sent again."""
     complete: _builtins.bool
@@ -217,10 +243,11 @@ class Resumable(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     PLAN_DIGEST_FIELD_NUMBER: _builtins.int
     generation_id: _builtins.str
+    """The request's generation_id."""
     seed: _builtins.int
     """Drawn by the router when the request had none; to be set in the request that resumes."""
     plan_digest: _builtins.bytes
-    """Of the request with every default resolved: a resume that would make another text is refused."""
+    """Names the request with every default resolved: a resume that would make another text is refused."""
     def __init__(
         self,
         *,
@@ -238,6 +265,8 @@ Global___Resumable: _TypeAlias = Resumable  # noqa: Y015
 
 @_typing.final
 class GenerateChunk(_message.Message):
+    """What became known of one choice."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CHOICE_FIELD_NUMBER: _builtins.int
@@ -255,11 +284,17 @@ class GenerateChunk(_message.Message):
     text: _builtins.str
     """Text that became certain with these tokens; may be empty while a character or a stop string is incomplete."""
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """New tokens, in order."""
+
     @_builtins.property
-    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]: ...
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """One per token when top_logprobs was set."""
+
     @_builtins.property
-    def round(self) -> _common_pb2.Round: ...
+    def round(self) -> _common_pb2.Round:
+        """The round that brought the tokens; unset for the first token."""
+
     @_builtins.property
     def completion(self) -> Global___Completion:
         """Set on the last chunk of the choice."""
@@ -292,14 +327,19 @@ Global___GenerateChunk: _TypeAlias = GenerateChunk  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
+    """Tokens of one choice."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
+    """Tokens of the prompt."""
     completion_tokens: _builtins.int
+    """Tokens that were generated."""
     cached_tokens: _builtins.int
+    """Tokens of the prompt that were found in a prefix cache."""
     def __init__(
         self,
         *,
@@ -317,6 +357,8 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class SpeculationStats(_message.Message):
+    """What the rounds of one choice drafted and had accepted."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -351,19 +393,27 @@ class SpeculationStats(_message.Message):
     VERIFY_S_FIELD_NUMBER: _builtins.int
     LOSSLESS_FIELD_NUMBER: _builtins.int
     rounds: _builtins.int
+    """Draft-verify rounds."""
     draft_tokens: _builtins.int
+    """Tokens drafted, over all rounds."""
     accepted_tokens: _builtins.int
+    """Draft tokens accepted, over all rounds."""
     acceptance_length: _builtins.float
     """Tokens committed per round, the bonus counted."""
     draft_s: _builtins.float
-    """Seconds of the rounds that this choice took part in: drafting, and verification by the target."""
+    """Seconds of drafting in the rounds that this choice took part in."""
     verify_s: _builtins.float
+    """Seconds of verification by the target in those rounds."""
     lossless: _builtins.bool
     """False when the deployment's acceptance rule is lossy (typical)."""
     @_builtins.property
-    def accepted_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def accepted_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rounds that accepted the draft token at this depth, by depth."""
+
     @_builtins.property
-    def drafted_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def drafted_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rounds that drafted a token at this depth, by depth."""
+
     @_builtins.property
     def accepted_per_round(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Accepted path length of every round, in order."""
@@ -397,14 +447,19 @@ Global___SpeculationStats: _TypeAlias = SpeculationStats  # noqa: Y015
 
 @_typing.final
 class Timing(_message.Message):
+    """Times of one choice, measured by the router."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TTFT_S_FIELD_NUMBER: _builtins.int
     E2E_S_FIELD_NUMBER: _builtins.int
     DECODE_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     ttft_s: _builtins.float
+    """Seconds from the request's arrival to the first token."""
     e2e_s: _builtins.float
+    """Seconds from the request's arrival to the end."""
     decode_tokens_per_s: _builtins.float
+    """Tokens after the first over the seconds that they took."""
     def __init__(
         self,
         *,
@@ -422,6 +477,8 @@ Global___Timing: _TypeAlias = Timing  # noqa: Y015
 
 @_typing.final
 class HandoffBytes(_message.Message):
+    """Bytes that crossed from prefill to decode."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TARGET_KV_FIELD_NUMBER: _builtins.int
@@ -429,9 +486,13 @@ class HandoffBytes(_message.Message):
     HIDDEN_FIELD_NUMBER: _builtins.int
     META_FIELD_NUMBER: _builtins.int
     target_kv: _builtins.int
+    """KV of the target model."""
     draft_kv: _builtins.int
+    """KV of the drafter."""
     hidden: _builtins.int
+    """Hidden rows that the drafter reads."""
     meta: _builtins.int
+    """Everything else."""
     def __init__(
         self,
         *,
@@ -450,12 +511,16 @@ Global___HandoffBytes: _TypeAlias = HandoffBytes  # noqa: Y015
 
 @_typing.final
 class ServedBy(_message.Message):
+    """Ids of the nodes that served the choice last. Equal ids: the decode node computed the prompt itself."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PREFILL_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
     prefill: _builtins.str
+    """The prefill node."""
     decode: _builtins.str
+    """The decode node."""
     def __init__(
         self,
         *,
@@ -487,18 +552,31 @@ class Completion(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
+    """Why it ended."""
     seed: _builtins.int
+    """The choice's own seed: the same request with it and n = 1 gives this choice again."""
     request_id: _builtins.str
+    """The request's id, for logs and traces."""
     @_builtins.property
-    def usage(self) -> Global___Usage: ...
+    def usage(self) -> Global___Usage:
+        """Its tokens."""
+
     @_builtins.property
-    def speculation(self) -> Global___SpeculationStats: ...
+    def speculation(self) -> Global___SpeculationStats:
+        """What was drafted and accepted."""
+
     @_builtins.property
-    def timing(self) -> Global___Timing: ...
+    def timing(self) -> Global___Timing:
+        """How long it took."""
+
     @_builtins.property
-    def nodes(self) -> Global___ServedBy: ...
+    def nodes(self) -> Global___ServedBy:
+        """Who served it."""
+
     @_builtins.property
-    def handoff(self) -> Global___HandoffBytes: ...
+    def handoff(self) -> Global___HandoffBytes:
+        """What crossed between them."""
+
     def __init__(
         self,
         *,
@@ -521,6 +599,8 @@ Global___Completion: _TypeAlias = Completion  # noqa: Y015
 
 @_typing.final
 class Choice(_message.Message):
+    """One complete choice."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     INDEX_FIELD_NUMBER: _builtins.int
@@ -529,13 +609,21 @@ class Choice(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     COMPLETION_FIELD_NUMBER: _builtins.int
     index: _builtins.int
+    """Which of the n choices."""
     text: _builtins.str
+    """The whole text, without the stop text that ended it."""
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """All tokens, stop token included."""
+
     @_builtins.property
-    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]: ...
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """One per token when top_logprobs was set."""
+
     @_builtins.property
-    def completion(self) -> Global___Completion: ...
+    def completion(self) -> Global___Completion:
+        """How it ended."""
+
     def __init__(
         self,
         *,
@@ -555,15 +643,21 @@ Global___Choice: _TypeAlias = Choice  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
+    """A complete answer."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """The request's id, for logs and traces."""
     model: _builtins.str
+    """The model that is served."""
     @_builtins.property
-    def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Choice]: ...
+    def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Choice]:
+        """All n choices, by index."""
+
     def __init__(
         self,
         *,
@@ -581,13 +675,18 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class TokenizeRequest(_message.Message):
+    """What to turn into token ids."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
+    """A text, as a prompt is tokenized."""
     @_builtins.property
-    def chat(self) -> Global___Chat: ...
+    def chat(self) -> Global___Chat:
+        """Messages for the model's chat template."""
+
     def __init__(
         self,
         *,
@@ -606,13 +705,18 @@ Global___TokenizeRequest: _TypeAlias = TokenizeRequest  # noqa: Y015
 
 @_typing.final
 class TokenizeResponse(_message.Message):
+    """The tokens."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
+    """Tokens of prompt and output that the model takes together."""
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As a prompt has them, special tokens included."""
+
     def __init__(
         self,
         *,
@@ -629,6 +733,8 @@ Global___TokenizeResponse: _TypeAlias = TokenizeResponse  # noqa: Y015
 
 @_typing.final
 class ModelInfoRequest(_message.Message):
+    """Nothing is asked."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -644,6 +750,8 @@ Global___ModelInfoRequest: _TypeAlias = ModelInfoRequest  # noqa: Y015
 
 @_typing.final
 class NodeInfo(_message.Message):
+    """One node as the router sees it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ID_FIELD_NUMBER: _builtins.int
@@ -654,12 +762,19 @@ class NodeInfo(_message.Message):
     FREE_PAGES_FIELD_NUMBER: _builtins.int
     TOTAL_PAGES_FIELD_NUMBER: _builtins.int
     id: _builtins.str
+    """Its id, e.g. decode-0."""
     role: _builtins.str
+    """prefill or decode."""
     address: _builtins.str
+    """HOST:PORT of its gRPC."""
     running: _builtins.int
+    """Sequences that it works on."""
     waiting: _builtins.int
+    """Sequences that wait there."""
     free_pages: _builtins.int
+    """KV pages that are free."""
     total_pages: _builtins.int
+    """KV pages that it has."""
     def __init__(
         self,
         *,
@@ -681,6 +796,8 @@ Global___NodeInfo: _TypeAlias = NodeInfo  # noqa: Y015
 
 @_typing.final
 class ModelInfoResponse(_message.Message):
+    """What is served and how."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
@@ -695,18 +812,27 @@ class ModelInfoResponse(_message.Message):
     TREE_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
+    """What requests may name as their model."""
     dtype: _builtins.str
+    """Data type of weights and KV, bf16 or fp32."""
     max_model_len: _builtins.int
+    """Tokens of prompt and output that the model takes together."""
     vocab_size: _builtins.int
+    """Token ids are below it."""
     drafter: _builtins.str
+    """The deployment's own drafter."""
     num_draft_tokens: _builtins.int
+    """Draft tokens on a path (K); a request may ask for fewer."""
     bit_exact: _builtins.bool
     """Whether the start-up probe found this host's kernels bit-exact across batch, chunk and tree."""
     tree: _builtins.str
+    """Shape of its drafts: chain, static or dynamic."""
     acceptance: _builtins.str
     """Acceptance rule; every one but typical is lossless."""
     @_builtins.property
-    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeInfo]: ...
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeInfo]:
+        """The nodes that are alive."""
+
     @_builtins.property
     def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What a request may name as its drafter."""

@@ -34,17 +34,25 @@ class SequenceRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """The request's id; with several choices, # and the choice's number follow."""
     cache_salt: _builtins.str
+    """The tenant: scope of the prefix cache."""
     @_builtins.property
-    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The prompt."""
+
     @_builtins.property
     def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that an earlier attempt already emitted."""
 
     @_builtins.property
-    def sampling(self) -> _common_pb2.SamplingParams: ...
+    def sampling(self) -> _common_pb2.SamplingParams:
+        """The seed is set, n is 1, and there are no stop texts: those are the router's business."""
+
     @_builtins.property
-    def speculation(self) -> _common_pb2.Speculation: ...
+    def speculation(self) -> _common_pb2.Speculation:
+        """How tokens are drafted."""
+
     def __init__(
         self,
         *,
@@ -65,6 +73,8 @@ Global___SequenceRequest: _TypeAlias = SequenceRequest  # noqa: Y015
 
 @_typing.final
 class PrefillRequest(_message.Message):
+    """One prompt to compute and hand over."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
@@ -72,11 +82,15 @@ class PrefillRequest(_message.Message):
     DECODE_ADDRESS_FIELD_NUMBER: _builtins.int
     DECODE_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     ticket: _builtins.str
+    """The decode node's reservation."""
     decode_address: _builtins.str
+    """HOST:PORT of the decode node's gRPC."""
     decode_cached_tokens: _builtins.int
     """Tokens of the prefix that decode already holds."""
     @_builtins.property
-    def sequence(self) -> Global___SequenceRequest: ...
+    def sequence(self) -> Global___SequenceRequest:
+        """What is asked."""
+
     def __init__(
         self,
         *,
@@ -95,12 +109,16 @@ Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
 
 @_typing.final
 class PrefillEvent(_message.Message):
+    """What a prefill node tells of one prompt."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     HANDED_OFF_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def first_token(self) -> Global___FirstToken: ...
+    def first_token(self) -> Global___FirstToken:
+        """The prompt is computed."""
+
     @_builtins.property
     def handed_off(self) -> Global___HandedOff:
         """The hand-off is terminal and acknowledged; pages are released."""
@@ -123,6 +141,8 @@ Global___PrefillEvent: _TypeAlias = PrefillEvent  # noqa: Y015
 
 @_typing.final
 class FirstToken(_message.Message):
+    """The first token of the output."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_ID_FIELD_NUMBER: _builtins.int
@@ -130,10 +150,15 @@ class FirstToken(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
+    """The token."""
     finish_reason: _common_pb2.FinishReason.ValueType
+    """Set when the token ends the request."""
     cached_tokens: _builtins.int
+    """Tokens of the prompt that were found in this node's cache."""
     @_builtins.property
-    def logprobs(self) -> _common_pb2.TokenLogprobs: ...
+    def logprobs(self) -> _common_pb2.TokenLogprobs:
+        """Set when top_logprobs was."""
+
     def __init__(
         self,
         *,
@@ -154,6 +179,8 @@ Global___FirstToken: _TypeAlias = FirstToken  # noqa: Y015
 
 @_typing.final
 class HandedOff(_message.Message):
+    """The end of a hand-off."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     BYTES_FIELD_NUMBER: _builtins.int
@@ -164,7 +191,9 @@ class HandedOff(_message.Message):
     transfer_s: _builtins.float
     """Seconds in which bytes of this hand-off were being sent."""
     @_builtins.property
-    def bytes(self) -> _inference_pb2.HandoffBytes: ...
+    def bytes(self) -> _inference_pb2.HandoffBytes:
+        """Bytes that crossed."""
+
     def __init__(
         self,
         *,
@@ -182,10 +211,13 @@ Global___HandedOff: _TypeAlias = HandedOff  # noqa: Y015
 
 @_typing.final
 class ConnectRequest(_message.Message):
+    """Which decode node to pair with."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DECODE_ADDRESS_FIELD_NUMBER: _builtins.int
     decode_address: _builtins.str
+    """HOST:PORT of its gRPC."""
     def __init__(
         self,
         *,
@@ -201,12 +233,16 @@ Global___ConnectRequest: _TypeAlias = ConnectRequest  # noqa: Y015
 
 @_typing.final
 class ConnectResponse(_message.Message):
+    """The link between the two."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LINK_ID_FIELD_NUMBER: _builtins.int
     DECODE_NODE_ID_FIELD_NUMBER: _builtins.int
     link_id: _builtins.str
+    """Names the link."""
     decode_node_id: _builtins.str
+    """Id of the decode node."""
     def __init__(
         self,
         *,
@@ -223,6 +259,8 @@ Global___ConnectResponse: _TypeAlias = ConnectResponse  # noqa: Y015
 
 @_typing.final
 class DecodeRequest(_message.Message):
+    """One sequence to decode."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
@@ -233,7 +271,9 @@ class DecodeRequest(_message.Message):
     local_prefill_up_to: _builtins.int
     """It is to do so as well when it has to compute no more prompt tokens than these."""
     @_builtins.property
-    def sequence(self) -> Global___SequenceRequest: ...
+    def sequence(self) -> Global___SequenceRequest:
+        """What is asked."""
+
     def __init__(
         self,
         *,
@@ -251,17 +291,25 @@ Global___DecodeRequest: _TypeAlias = DecodeRequest  # noqa: Y015
 
 @_typing.final
 class DecodeEvent(_message.Message):
+    """What a decode node tells of one sequence."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RESERVED_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def reserved(self) -> Global___Reserved: ...
+    def reserved(self) -> Global___Reserved:
+        """First."""
+
     @_builtins.property
-    def tokens(self) -> Global___Tokens: ...
+    def tokens(self) -> Global___Tokens:
+        """What a round committed."""
+
     @_builtins.property
-    def finished(self) -> Global___Finished: ...
+    def finished(self) -> Global___Finished:
+        """Last."""
+
     def __init__(
         self,
         *,
@@ -281,13 +329,17 @@ Global___DecodeEvent: _TypeAlias = DecodeEvent  # noqa: Y015
 
 @_typing.final
 class Reserved(_message.Message):
+    """Pages are set aside."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TICKET_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_FIELD_NUMBER: _builtins.int
     ticket: _builtins.str
+    """Names the reservation in the hand-off."""
     cached_tokens: _builtins.int
+    """Tokens of the prompt that this node holds already: they need not cross."""
     local_prefill: _builtins.bool
     """This node computes the prompt itself: no hand-off is to come."""
     def __init__(
@@ -323,11 +375,17 @@ class Tokens(_message.Message):
     cached_tokens: _builtins.int
     """With local_prefill: prompt tokens found in this node's cache."""
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """New tokens, in order."""
+
     @_builtins.property
-    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]: ...
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """One per token when top_logprobs was set."""
+
     @_builtins.property
-    def round(self) -> _common_pb2.Round: ...
+    def round(self) -> _common_pb2.Round:
+        """The round that committed them."""
+
     def __init__(
         self,
         *,
@@ -349,10 +407,13 @@ Global___Tokens: _TypeAlias = Tokens  # noqa: Y015
 
 @_typing.final
 class Finished(_message.Message):
+    """The sequence is over; its pages are released."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
+    """Why it ended."""
     def __init__(
         self,
         *,
@@ -368,6 +429,8 @@ Global___Finished: _TypeAlias = Finished  # noqa: Y015
 
 @_typing.final
 class StatusRequest(_message.Message):
+    """Nothing is asked."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -383,6 +446,8 @@ Global___StatusRequest: _TypeAlias = StatusRequest  # noqa: Y015
 
 @_typing.final
 class StatusResponse(_message.Message):
+    """Load and identity of a node."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NODE_FIELD_NUMBER: _builtins.int
@@ -394,17 +459,25 @@ class StatusResponse(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     bit_exact: _builtins.bool
+    """Whether its kernels are bit-exact across batch, chunk and tree."""
     draining: _builtins.bool
+    """It takes no new requests."""
     held: _builtins.int
     """Requests whose pages are not back yet."""
     integrity: _builtins.str
     """Empty when allocator and pool are whole; else the first violation."""
     max_model_len: _builtins.int
+    """Tokens of prompt and output that it takes together."""
     vocab_size: _builtins.int
+    """Token ids are below it."""
     @_builtins.property
-    def node(self) -> _inference_pb2.NodeInfo: ...
+    def node(self) -> _inference_pb2.NodeInfo:
+        """Its load."""
+
     @_builtins.property
-    def fingerprint(self) -> _handoff_pb2.Fingerprint: ...
+    def fingerprint(self) -> _handoff_pb2.Fingerprint:
+        """What a peer must agree on."""
+
     def __init__(
         self,
         *,

@@ -28,7 +28,8 @@ if _version_not_supported:
 
 
 class PrefillNodeStub:
-    """Missing associated documentation comment in .proto file."""
+    """What the router asks of a prefill node.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -59,7 +60,8 @@ class PrefillNodeStub:
 
 
 class PrefillNodeServicer:
-    """Missing associated documentation comment in .proto file."""
+    """What the router asks of a prefill node.
+    """
 
     def Prefill(self, request, context):
         """Compute the prompt, answer the first token, hand everything over to the decode node that issued the ticket.
@@ -121,7 +123,8 @@ def add_PrefillNodeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PrefillNode:
-    """Missing associated documentation comment in .proto file."""
+    """What the router asks of a prefill node.
+    """
 
     @staticmethod
     def Prefill(request,
@@ -233,7 +236,8 @@ class PrefillNode:
 
 
 class DecodeNodeStub:
-    """Missing associated documentation comment in .proto file."""
+    """What the router and prefill nodes ask of a decode node.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -269,7 +273,8 @@ class DecodeNodeStub:
 
 
 class DecodeNodeServicer:
-    """Missing associated documentation comment in .proto file."""
+    """What the router and prefill nodes ask of a decode node.
+    """
 
     def Decode(self, request, context):
         """Reserve pages, then stream the tokens of one sequence once its hand-off is complete.
@@ -343,7 +348,8 @@ def add_DecodeNodeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DecodeNode:
-    """Missing associated documentation comment in .proto file."""
+    """What the router and prefill nodes ask of a decode node.
+    """
 
     @staticmethod
     def Decode(request,

@@ -29,6 +29,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class PrefillNodeStub:
+    """What the router asks of a prefill node."""
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
@@ -44,6 +46,8 @@ class PrefillNodeStub:
 
 @_typing.type_check_only
 class PrefillNodeAsyncStub(PrefillNodeStub):
+    """What the router asks of a prefill node."""
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.UnaryStreamMultiCallable[_node_pb2.PrefillRequest, _node_pb2.PrefillEvent]  # type: ignore[assignment]
     """Compute the prompt, answer the first token, hand everything over to the decode node that issued the ticket."""
@@ -55,6 +59,8 @@ class PrefillNodeAsyncStub(PrefillNodeStub):
     """When what happened here to one of the latest requests; no event when nothing is kept of it."""
 
 class PrefillNodeServicer(metaclass=_abc_1.ABCMeta):
+    """What the router asks of a prefill node."""
+
     @_abc_1.abstractmethod
     def Prefill(
         self,
@@ -90,6 +96,8 @@ class PrefillNodeServicer(metaclass=_abc_1.ABCMeta):
 def add_PrefillNodeServicer_to_server(servicer: PrefillNodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class DecodeNodeStub:
+    """What the router and prefill nodes ask of a decode node."""
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
@@ -107,6 +115,8 @@ class DecodeNodeStub:
 
 @_typing.type_check_only
 class DecodeNodeAsyncStub(DecodeNodeStub):
+    """What the router and prefill nodes ask of a decode node."""
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     Decode: _aio.UnaryStreamMultiCallable[_node_pb2.DecodeRequest, _node_pb2.DecodeEvent]  # type: ignore[assignment]
     """Reserve pages, then stream the tokens of one sequence once its hand-off is complete."""
@@ -120,6 +130,8 @@ class DecodeNodeAsyncStub(DecodeNodeStub):
     """When what happened here to one of the latest requests; no event when nothing is kept of it."""
 
 class DecodeNodeServicer(metaclass=_abc_1.ABCMeta):
+    """What the router and prefill nodes ask of a decode node."""
+
     @_abc_1.abstractmethod
     def Decode(
         self,

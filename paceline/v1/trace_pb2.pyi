@@ -20,10 +20,13 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class TraceRequest(_message.Message):
+    """Which request is asked about."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """The request's id, as the client gave it or the answer told it."""
     def __init__(
         self,
         *,
@@ -49,7 +52,9 @@ class TraceResponse(_message.Message):
     dropped: _builtins.int
     """Events beyond what a node keeps of one sequence."""
     @_builtins.property
-    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___TraceEvent]: ...
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___TraceEvent]:
+        """By their start."""
+
     @_builtins.property
     def silent(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """From the router: nodes that did not answer in time."""
@@ -125,17 +130,27 @@ class TraceEvent(_message.Message):
     NUMBERS_FIELD_NUMBER: _builtins.int
     TEXTS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
+    """Id of the node, or router."""
     track: _builtins.str
     """What of the node: request, choice, prefill, send, decode, receive."""
     sequence: _builtins.str
+    """Id of the request; with several choices, # and the choice's number follow."""
     attempt: _builtins.int
+    """1 for the first time that this node served the sequence."""
     name: _builtins.str
+    """What happened, e.g. chunk or first token."""
     start_s: _builtins.float
+    """When it began."""
     end_s: _builtins.float
+    """When it ended; unset for a moment."""
     @_builtins.property
-    def numbers(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    def numbers(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Details that are numbers, by name."""
+
     @_builtins.property
-    def texts(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def texts(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Details that are texts, by name."""
+
     def __init__(
         self,
         *,

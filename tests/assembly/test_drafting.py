@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.speculation.drafter_specs import parse_drafters
 from cluster.deployment import Deployment
-from paceline.assembly import shipped
-from paceline.assembly.drafting import DrafterPlan, plan_drafter
+from paceline.assembly.build import build_runner
+from paceline.assembly.drafting import plan_drafter
 from paceline.assembly.shipped import resolve_drafter, with_real_drafter
 from paceline.config import EngineConfig, NodeConfig, ServeConfig
 from paceline.engine.colocated import ColocatedEngine
@@ -22,7 +23,9 @@ from paceline.models.base import TargetModel
 from paceline.models.registry import load_target
 from paceline.request import SequenceRequest, SpeculationParams
 from paceline.spec_decode.drafters.feature import FeatureDrafter
+from paceline.spec_decode.drafters.plan import DrafterPlan
 from paceline.spec_decode.heads import detect as formats
+from paceline.spec_decode.heads import shipped
 from paceline.spec_decode.heads.formats.files import HeadFiles, open_head
 from paceline.spec_decode.length.cost import CostTable
 from support.exactness import run
@@ -59,6 +62,26 @@ def test_default_is_what_ships(heads: Path) -> None:
     auto = EngineConfig(model="tiny", drafter="auto")
     assert with_real_drafter(auto) is auto
     assert resolve_drafter(auto) == "eagle3"
+
+
+def test_without_shipped_heads_it_is_the_modules_of_the_targets_own_checkpoint(tmp_path: Path, heads: Path) -> None:
+    """Heads that ship come first; a checkpoint that has no modules, whatever its config.json says, has none."""
+    folder = write_folder(tmp_path / "tiny-deepseek")
+    asked = NodeConfig(model=str(folder), dtype="bf16", kv_cache_tokens=2048, max_model_len=256, head_check=False)
+    auto = asked.model_copy(update={"drafter": "auto"})
+    assert with_real_drafter(asked).drafter == resolve_drafter(auto) == "mtp"
+    plain = run(build_runner(asked.model_copy(update={"drafter": "none"})), [tiny_request(temperature=1.0)], batch=1)
+    for config in (asked, auto):
+        runner = build_runner(config)
+        assert (runner.drafter.name, len(runner.drafter.kv_layers)) == ("mtp", 2)
+        assert not runner.identity.drafter_weights.startswith("untrained")
+        assert run(runner, [tiny_request(temperature=1.0)], batch=1)[0].token_ids == plain[0].token_ids
+    write_tiny_head(heads / folder.name / "eagle3", "eagle3")
+    assert with_real_drafter(asked).drafter == resolve_drafter(auto) == "eagle3"
+    target_only = {n: t for n, t in load_file(folder / "model.safetensors").items() if "enorm" not in n}
+    save_file(target_only, folder / "model.safetensors")
+    shutil.rmtree(heads / folder.name / "eagle3")
+    assert with_real_drafter(asked).drafter == resolve_drafter(auto) == "ngram"
 
 
 @pytest.mark.parametrize("drafter", ["eagle", "eagle3", "medusa", "mtp"])

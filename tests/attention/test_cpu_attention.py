@@ -13,10 +13,11 @@ from paceline.attention.cpu import CpuAttention
 from paceline.attention.torch_paged import TorchAttention
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
-from paceline.layers.build import load_kernels, set_threads
+from paceline.layers.build import set_threads
+from support.needs import needs_kernels
 from support.pool_rows import write_rows
 
-pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler: the kernels cannot be built")
+pytestmark = needs_kernels
 
 GEOMETRIES = [(9, 3, 64), (4, 4, 32), (8, 1, 128), (4, 2, 16), (6, 2, 96)]
 DTYPES = [torch.bfloat16, torch.float32]
@@ -180,7 +181,7 @@ def test_neighbours_in_a_batch_change_nothing() -> None:
 
 
 def test_sdpa_in_place_of_the_kernel_fails_the_invariance_check() -> None:
-    """The mutant named by the design: torch's SDPA depends on the number of query rows."""
+    """The mutant that docs/internals/exactness.md names: torch's SDPA depends on the number of query rows."""
     case = Case(torch.bfloat16, (9, 3, 64), 16)
 
     def sdpa(start: int, end: int) -> torch.Tensor:

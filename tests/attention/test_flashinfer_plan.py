@@ -239,7 +239,7 @@ def test_backends_by_device() -> None:
         attention_for(CPU, 4, 2, 16, "flashinfer")
 
 
-@pytest.mark.skipif(find_spec("flashinfer") is None, reason="FlashInfer is not installed")
+@pytest.mark.skipif(find_spec("flashinfer") is None, reason="needs FlashInfer")
 @pytest.mark.parametrize(
     "name",
     ["BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper", "mla.BatchMLAPagedAttentionWrapper"],

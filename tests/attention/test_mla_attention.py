@@ -14,9 +14,10 @@ from paceline.attention.torch_paged import TorchAttention
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.layers.build import load_kernels, set_threads
+from support.needs import needs_kernels
 from support.pool_rows import write_rows
 
-pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler: the kernels cannot be built")
+pytestmark = needs_kernels
 
 GEOMETRIES = [(8, 576, 512), (5, 64, 48), (1, 32, 16), (6, 90, 70)]  # heads, latent, value; the last fits no vector
 DTYPES = [torch.bfloat16, torch.float32]
@@ -136,7 +137,7 @@ def test_a_sibling_is_not_seen() -> None:
 
 
 def test_sdpa_in_place_of_the_kernel_fails_the_invariance_check() -> None:
-    """The mutant named by the design: torch's SDPA depends on the number of query rows."""
+    """The mutant that docs/internals/exactness.md names: torch's SDPA depends on the number of query rows."""
     case = Case(torch.bfloat16, GEOMETRIES[0])
 
     def sdpa(start: int, end: int) -> torch.Tensor:

@@ -125,6 +125,6 @@ def test_crossover(curve: list[tuple[int, float]], expected: float | None) -> No
 
 
 def test_plot_is_a_png(report: SweepReport, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
     plots.plot_sweep(dataclasses.replace(report, crossovers={"ngram": 2.5}), tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

@@ -18,7 +18,7 @@ ENGINE = (
     "benchmarks.gpu.__main__",
     "benchmarks.pack_weights",
 )
-NODES = ("prefill_node.engine", "prefill_node.feeder", "decode_node.engine", "decode_node.sink")
+NODES = ("prefill_node.engine.engine", "prefill_node.feeder", "decode_node.engine.engine", "decode_node.sink")
 SCRIPT = """
 import importlib, importlib.abc, sys
 

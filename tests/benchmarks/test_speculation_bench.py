@@ -241,6 +241,6 @@ def test_without_matplotlib(report: Report, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_plot_is_a_png(report: Report, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
     outputs(report, Outputs(json=tmp_path / "x.json"))
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

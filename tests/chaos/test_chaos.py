@@ -25,11 +25,12 @@ from chaos.sockets import who_listens
 from multihost.small_model import SPEC, write_model
 from paceline.client import AsyncClient, Client, PacelineError
 from paceline.v1 import node_pb2, node_pb2_grpc
+from support.needs import needs_kernels
 from support.server import Server
 from support.server import serve as serving
 from support.untrained_heads import write_tiny_head
 
-pytestmark = pytest.mark.e2e
+pytestmark = [needs_kernels, pytest.mark.e2e]
 
 LAYOUTS = {
     "spare": {"nodes": 2, "drafter": "eagle3", "handoff": "draft_kv", "gap_s": (2.5, 6.0)},

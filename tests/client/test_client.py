@@ -67,7 +67,7 @@ async def test_every_option_arrives() -> None:
         "ignore_eos": True,
         "top_logprobs": 0,
     }
-    async with served() as (made, _, address), AsyncClient(address) as client:
+    async with served(tree="static") as (made, _, address), AsyncClient(address) as client:
         await client.generate([1, 2, 3], **options, num_draft_tokens=2, tree_width=3, tenant="t", stop="zzz")
         (sequence,) = made.nodes["decode-0"].sequences
         assert sequence.prompt_token_ids == (1, 2, 3)

@@ -30,7 +30,7 @@ from paceline.client import (
     failover,
 )
 from paceline.client.failover import Patience, Routers
-from paceline.client.resume import Received
+from paceline.client.progress import StreamProgress
 from paceline.request import derive_seed
 from paceline.v1 import inference_pb2
 from support.scripted_nodes import Fleet, fleet, letters
@@ -171,7 +171,7 @@ async def test_a_router_process_is_killed(redis_server: Embedded, upto: int) -> 
             *command,
             *(record.to_json() for record in nodes.registry.nodes()),
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(PROCESS.parents[1])},
+            env={**os.environ, "PYTHONPATH": f"{PROCESS.parents[1]}:{PROCESS.parents[2]}"},
         )
         assert process.stdout is not None
         port = int(await asyncio.wait_for(process.stdout.readline(), 60))
@@ -268,7 +268,7 @@ async def test_a_stream_that_cannot_be_resumed_says_why(redis_server: Embedded) 
         stream = client.stream("hello", max_tokens=12, seed=5)
         for _ in range(3):
             await anext(stream)
-        stream._received.request.text = "jello"  # as when its chat template has the time of day in it
+        stream._progress.request.text = "jello"  # as when its chat template has the time of day in it
         await two.a.die()  # first: it may be about to write to the journal
         with redis.Redis.from_url(redis_server.url) as server:
             server.flushall()
@@ -313,7 +313,7 @@ async def test_closing_while_it_reconnects() -> None:
 
 
 def test_a_gap_or_a_repetition_is_not_handed_out() -> None:
-    received = Received(inference_pb2.GenerateRequest(text="hello"))
+    received = StreamProgress(inference_pb2.GenerateRequest(text="hello"))
     received.take(inference_pb2.GenerateChunk(token_ids=[1, 2]))
     for wrong in (0, 1, 3):
         with pytest.raises(PacelineError, match="not 2"):
@@ -322,7 +322,7 @@ def test_a_gap_or_a_repetition_is_not_handed_out() -> None:
     assert received.complete
     with pytest.raises(PacelineError):
         received.take(inference_pb2.GenerateChunk(first_index=2, token_ids=[7]))
-    assert len({Received(inference_pb2.GenerateRequest()).request.generation_id for _ in range(100)}) == 100
+    assert len({StreamProgress(inference_pb2.GenerateRequest()).request.generation_id for _ in range(100)}) == 100
 
 
 class Failure(grpc.RpcError):

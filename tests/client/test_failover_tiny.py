@@ -16,6 +16,7 @@ from cluster.state.journal import Journal
 from cluster.state.registry_types import NodeRecord
 from paceline.client import AsyncClient, Chunk, FinishReason
 from paceline.config import NodeConfig, ServeConfig
+from support.needs import needs_kernels
 from support.node_pair import Pair, pair
 from support.scripted_nodes import ByteTokenizer
 from support.tiny_model import VOCAB, tiny_runner
@@ -53,7 +54,7 @@ class Registry:
     pair: Pair
 
     def nodes(self) -> list[NodeRecord]:
-        infos = self.pair.prefill_node.load(), self.pair.decode_node.load()
+        infos = self.pair.prefill_node.shell.load(), self.pair.decode_node.shell.load()
         return [
             NodeRecord(i.id, i.role, 1, i.address, free_pages=i.free_pages, total_pages=i.total_pages) for i in infos
         ]
@@ -137,6 +138,7 @@ class Asker:
             return answers(chunks), len(chunks)
 
 
+@needs_kernels
 @pytest.mark.parametrize("case", CASES)
 async def test_a_router_dies_at_every_index(redis_server: Embedded, case: str) -> None:
     drafter, options = CASES[case]
@@ -148,6 +150,7 @@ async def test_a_router_dies_at_every_index(redis_server: Embedded, case: str) -
             assert (await asker.ask(upto))[0] == undisturbed, upto
 
 
+@needs_kernels
 async def test_a_stop_string_across_the_cut(redis_server: Embedded) -> None:
     async with nodes("none") as make:
         options = {"temperature": 1.0, "seed": 4, **PENALTIES}

@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from paceline.request import SpeculationParams
 from paceline.v1 import common_pb2
 from tests.fakes.nodes import cluster, node_config, sequence_request
 from tests.fakes.runner import expected_output
@@ -144,6 +145,8 @@ async def test_pairing_mismatch_is_refused_with_both_fingerprints() -> None:
         ({"prompt": (5000,)}, "prompt_token_ids"),
         ({"max_tokens": 600}, "max_tokens"),
         ({"max_tokens": 3, "output_token_ids": (1, 2, 3)}, "output_token_ids"),
+        ({"speculation": SpeculationParams(num_draft_tokens=3)}, "speculation.num_draft_tokens"),  # the node drafts 2
+        ({"speculation": SpeculationParams(tree="static")}, "speculation.tree"),
     ],
 )
 async def test_bad_requests_name_the_field(changes: dict[str, object], field: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from decode_node.scheduler import DecodeLimits, DecodeScheduler
+from decode_node.engine.scheduler import DecodeLimits, DecodeScheduler
 from paceline.errors import Overloaded
 from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.table import PageTable

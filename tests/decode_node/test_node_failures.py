@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from kv_transfer.transports.torch_dist import GlooTransport
+from kv_transfer.transports.gloo import GlooTransport
 from paceline.request import SequenceRequest
 from paceline.v1 import node_pb2
 from paceline.wire import sequence_to_proto
@@ -48,7 +48,7 @@ async def reserve(nodes: Cluster, request: SequenceRequest) -> tuple[Any, Any]:
 async def test_client_leaves_after_the_reservation() -> None:
     async with cluster() as nodes:
         decode, _ = await reserve(nodes, sequence_request())
-        assert nodes.decode.load().free_pages < nodes.decode.load().total_pages
+        assert nodes.decode.shell.load().free_pages < nodes.decode.shell.load().total_pages
         decode.cancel()
         await nodes.wait_for_release()
         await assert_serves(nodes)
@@ -120,8 +120,8 @@ async def test_pages_stay_held_while_a_transfer_may_write_them(monkeypatch: pyte
         await follower
         await asyncio.sleep(0.3)
         for node in (nodes.prefill, nodes.decode):
-            assert node.status().held == 1
-            assert node.load().free_pages < node.load().total_pages
+            assert node.shell.status().held == 1
+            assert node.shell.load().free_pages < node.shell.load().total_pages
         go_on.set()
         await nodes.wait_for_release()
         await assert_serves(nodes)
@@ -154,10 +154,10 @@ async def test_client_leaves_while_waiting_for_pages() -> None:
         first, _ = await reserve(nodes, sequence_request(num_prompt=80))
         second = nodes.open_decode(sequence_request(num_prompt=80))
         follower = asyncio.create_task(status_of(second))
-        await wait_until(lambda: nodes.decode.load().waiting == 1, 5.0, "the second to wait")
+        await wait_until(lambda: nodes.decode.shell.load().waiting == 1, 5.0, "the second to wait")
         second.cancel()
         await follower
-        await wait_until(lambda: nodes.decode.load().waiting == 0, 5.0, "the line to empty")
+        await wait_until(lambda: nodes.decode.shell.load().waiting == 0, 5.0, "the line to empty")
         first.cancel()
         await nodes.wait_for_release()
         await assert_serves(nodes)
@@ -224,7 +224,7 @@ async def test_broken_link_fails_its_handoffs_and_nothing_else() -> None:
         running = sequence_request(max_tokens=60)
         survivor = asyncio.create_task(nodes.generate(running))
         await wait_until(lambda: len(nodes.decode_runner.batch_sizes) > 0, 5.0, "the survivor to decode")
-        await wait_until(lambda: nodes.prefill.status().held == 0, 5.0, "the acknowledgement of its hand-off")
+        await wait_until(lambda: nodes.prefill.shell.status().held == 0, 5.0, "the acknowledgement of its hand-off")
         nodes.prefill_runner.step_s = 0.1
         victim = sequence_request(num_prompt=200)
         decode, reserved = await reserve(nodes, victim)
@@ -277,7 +277,7 @@ async def test_step_that_raises_fails_its_sequences_only() -> None:
         assert await status_of(decode) is grpc.StatusCode.INTERNAL
         assert "the forward broke" in (await decode.details())
         assert await prefill is grpc.StatusCode.OK
-        assert nodes.decode.alive()
+        assert nodes.decode.shell.alive()
         await nodes.wait_for_release()
         await assert_serves(nodes)
 
@@ -322,16 +322,16 @@ async def test_draining_node_refuses_new_and_finishes_old() -> None:
         nodes.decode_runner.gate.clear()  # in the midst of its first round
         request = sequence_request(max_tokens=40)
         running = asyncio.create_task(nodes.generate(request))
-        await wait_until(lambda: nodes.decode.load().running == 1, 5.0, "decoding")
-        await wait_until(lambda: nodes.prefill.status().held == 0, 5.0, "the acknowledgement of the hand-off")
+        await wait_until(lambda: nodes.decode.shell.load().running == 1, 5.0, "decoding")
+        await wait_until(lambda: nodes.prefill.shell.status().held == 0, 5.0, "the acknowledgement of the hand-off")
         stopping = asyncio.create_task(nodes.decode.stop(9.0))
         await asyncio.sleep(0.05)
-        assert nodes.decode.status().draining
+        assert nodes.decode.shell.status().draining
         assert await status_of(nodes.open_decode(sequence_request())) is grpc.StatusCode.UNAVAILABLE
         nodes.decode_runner.gate.set()
         assert (await running).output == expected_output(request)
         await stopping
-        assert not nodes.decode.alive()
+        assert not nodes.decode.shell.alive()
 
 
 async def test_a_stopped_node_leaves_no_thread_behind() -> None:

@@ -38,7 +38,7 @@ async def test_an_abort_at_the_last_decode_step_strands_no_page() -> None:
             event = await anext(aiter(decode))
             async for _event in nodes.open_prefill(request, event.reserved):
                 pass
-            await wait_until(lambda: nodes.decode.load().running == 1, 5.0, "the last round")
+            await wait_until(lambda: nodes.decode.shell.load().running == 1, 5.0, "the last round")
             decode.cancel()
             await asyncio.sleep(0.02)  # the engine is held in its forward: it hears of the end after the step
             nodes.decode_runner.gate.set()
@@ -56,7 +56,7 @@ async def test_an_abort_at_the_last_prefill_step_strands_no_page() -> None:
             event = await anext(aiter(decode))
             prefill = nodes.open_prefill(request, event.reserved)
             reading = asyncio.ensure_future(anext(aiter(prefill)))
-            await wait_until(lambda: nodes.prefill.status().held == 1, 5.0, "the only chunk")
+            await wait_until(lambda: nodes.prefill.shell.status().held == 1, 5.0, "the only chunk")
             prefill.cancel()
             decode.cancel()
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
@@ -75,7 +75,7 @@ async def test_a_request_that_needs_the_whole_pool_is_served() -> None:
         reserved: list[int] = []
         serving = asyncio.create_task(serves(nodes, request))
         while not serving.done():
-            reserved.append(nodes.decode.load().free_pages)
+            reserved.append(nodes.decode.shell.load().free_pages)
             await asyncio.sleep(0.001)
         await serving
         assert min(reserved) == 0

@@ -21,6 +21,7 @@ from paceline.models.llama import LlamaModel
 from paceline.request import SamplingParams, SequenceRequest
 from paceline.spec_decode.drafters.draft_model import CATCH_UP_ROWS
 from support.exactness import run
+from support.needs import needs_kernels
 from support.node_pair import pair
 from support.prompts import prompt_requests
 from support.related_heads import MAX_LEN, kindred_target, write_kindred
@@ -157,6 +158,7 @@ async def test_together_drafts_are_right_and_wrong(case: str, together: Together
         assert all(r.accepted for r in rounds.values()), "each length says something of where its drafts came from"
 
 
+@needs_kernels
 @pytest.mark.parametrize("mode", ["draft_kv", "hidden_states"])
 @pytest.mark.parametrize("case", CASES)
 async def test_rounds_equal_the_one_process_run(
@@ -170,6 +172,7 @@ async def test_raw_rows(target: LlamaModel, heads: Path, together: Together) -> 
     assert differing(together("eagle3"), await handed_over("eagle3", "raw rows", target, heads)) == []
 
 
+@needs_kernels
 @pytest.mark.parametrize("case", WEIGHTLESS)
 async def test_without_state_lookups_have_the_same_rounds(
     case: str, target: LlamaModel, heads: Path, together: Together
@@ -177,6 +180,7 @@ async def test_without_state_lookups_have_the_same_rounds(
     assert differing(together(case), await handed_over(case, "none", target, heads)) == []
 
 
+@needs_kernels
 @pytest.mark.parametrize("case", BEHIND)
 async def test_without_state_heads_give_way_to_ngram(
     case: str, target: LlamaModel, heads: Path, together: Together
@@ -223,6 +227,7 @@ def same_from(start: int, together: Rounds, apart: Rounds) -> None:
     assert apart.accepted > 0
 
 
+@needs_kernels
 @pytest.mark.real_model
 @pytest.mark.timeout(600)
 async def test_shipped_heads_after_2000_tokens(smollm2_folder: Path) -> None:

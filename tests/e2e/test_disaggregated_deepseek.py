@@ -7,13 +7,13 @@ import torch
 
 from paceline.config import NodeConfig
 from paceline.kvcache.layout import LayerOwner
-from paceline.layers.build import load_kernels
 from support.exactness import run
+from support.needs import needs_kernels
 from support.node_pair import pair
 from support.tiny_deepseek import tiny_deepseek_runner, write_mtp_folder
 from support.tiny_model import tiny_request
 
-pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler: the kernels cannot be built")
+pytestmark = needs_kernels
 
 LATENT_BYTES = (48 + 16) * 2  # kv_lora_rank and rope part, bf16
 

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config import WEIGHTLESS_DRAFTERS
 from paceline.engine.model_runner import ModelRunner
 from paceline.kvcache.layout import LayerOwner
+from paceline.speculation import is_weightless
 from paceline.v1.node_pb2 import HandedOff
 from support.exactness_matrix import CASES, Case, Cell, Matrix, Watch, half_cross, matrix, over_budget
+from support.needs import needs_kernels
 from support.node_pair import pair
 from support.real_weights import Weights
 
-pytestmark = [pytest.mark.real_model, pytest.mark.timeout(600)]
+pytestmark = [needs_kernels, pytest.mark.real_model, pytest.mark.timeout(600)]
 
 STATEFUL = [name for name, case in CASES.items() if case.stateful and name != "eagle3, greedy drafts"]
 BUSY = 8  # requests in flight, of 11: later ones join a running batch
@@ -70,6 +71,6 @@ async def check(target: Matrix, weights: Weights, case: Case, cells: list[Cell],
 def complete(cell: Cell, sent: HandedOff, decode: ModelRunner) -> bool:
     """As many draft rows crossed as target rows, and none for a drafter that has no use for them."""
     width = {owner: decode.kv.layout.token_bytes(owner) for owner in LayerOwner}
-    if cell.drafter in WEIGHTLESS_DRAFTERS:
+    if is_weightless(cell.drafter):
         return sent.bytes.draft_kv == 0
     return sent.bytes.draft_kv * width[LayerOwner.TARGET] == sent.bytes.target_kv * width[LayerOwner.DRAFT]

@@ -1,4 +1,4 @@
-"""Prefill and decode apart on the real model: 20 prompts x 64 tokens, temperature 0 and 1.
+"""Prefill and decode apart on the real model: 20 prompts x 64 tokens, temperature 0 or 1.
 
 Tokens, logit bits and rounds equal the one-process run. Every drafter and fp32: test_disaggregated_matrix.py."""
 
@@ -11,10 +11,11 @@ import pytest
 from paceline.assembly.build import assemble, build_runner
 from paceline.config import NodeConfig
 from support.exactness import run
+from support.needs import needs_kernels
 from support.node_pair import pair
-from support.prompts import prompt_requests
+from support.prompts import one_temperature_each, prompt_requests
 
-pytestmark = [pytest.mark.real_model, pytest.mark.timeout(600)]
+pytestmark = [needs_kernels, pytest.mark.real_model, pytest.mark.timeout(600)]
 
 
 async def test_apart_equals_together(smollm2_folder: Path) -> None:
@@ -24,14 +25,14 @@ async def test_apart_equals_together(smollm2_folder: Path) -> None:
             "dtype": "bf16",
             "drafter": "mtp",
             "num_draft_tokens": 4,
-            "kv_cache_tokens": 16384,
+            "kv_cache_tokens": 8192,
             "prefill_chunk_tokens": 48,
             "max_running": 16,
         }
     )
     first = build_runner(config)
-    requests = prompt_requests(smollm2_folder, 64)
-    together = run(first, requests, batch=40)
+    requests = one_temperature_each(prompt_requests(smollm2_folder, 64))
+    together = run(first, requests, batch=20)
     decode_config = config.model_copy(update={"page_size": 64})
     prefill, decode = (assemble(c, first.model, first.identity) for c in (config, decode_config))
     async with pair(config, prefill, decode) as nodes:

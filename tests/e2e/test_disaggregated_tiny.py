@@ -10,6 +10,7 @@ from paceline.config import NodeConfig
 from paceline.kvcache.layout import LayerOwner
 from paceline.request import SequenceRequest
 from support.exactness import run
+from support.needs import needs_kernels
 from support.node_pair import pair
 from support.tiny_model import tiny_request, tiny_runner
 from support.untrained_heads import write_tiny_head
@@ -62,7 +63,7 @@ def requests() -> list[SequenceRequest]:
     return [tiny_request(index=i, **extra) for i, extra in enumerate(extras)]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=needs_kernels), "fp32"])
 @pytest.mark.parametrize("case", CASES)
 async def test_apart_equals_together(dtype: str, case: str, heads: Path) -> None:
     options = options_of(case, heads)

@@ -1,4 +1,4 @@
-"""What crosses besides target KV: hidden rows in place of draft KV, or nothing (algorithms.md H2, H4; design 4)."""
+"""What crosses besides target KV: hidden rows in place of draft KV, or nothing (algorithms.md H2, H4)."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ async def test_nothing_crosses_and_decode_drafts_from_tokens(case: str, heads: P
                 assert answer.handed_off is not None
                 assert answer.handed_off.bytes.draft_kv == answer.handed_off.bytes.hidden == 0
             await nodes.all_released()
-        assert nodes.decode_node.status().held == 0
+        assert nodes.decode_node.shell.status().held == 0
 
 
 async def test_a_request_that_needs_no_rows_gets_none(heads: Path) -> None:

@@ -19,6 +19,7 @@ from paceline.results import TraceEvent
 from paceline.v1 import trace_pb2
 from paceline.wire import trace_from_proto
 from support.exactness import run
+from support.needs import NO_KERNELS
 from support.node_pair import Pair, pair
 from support.tiny_deepseek import tiny_deepseek_runner, write_mtp_folder
 from support.tiny_model import tiny_request, tiny_runner
@@ -39,7 +40,7 @@ def every_layer_is_a_message() -> Iterator[None]:
     layer_bytes = 5 * 2 * 2 * 16 * 2  # of a chunk; 5 * (48 + 16) * 2 with latents
     with (
         patch("prefill_node.groups.MIN_BYTES", 1),
-        patch("prefill_node.engine.MIN_BYTES", 1),
+        patch("prefill_node.engine.sends.MIN_BYTES", 1),
         patch("prefill_node.groups.MESSAGE_BYTES", layer_bytes),
     ):
         yield
@@ -90,7 +91,7 @@ async def chunks_sent(nodes: Pair, request: SequenceRequest, byte_class: str) ->
 @pytest.mark.parametrize("case", CASES)
 async def test_apart_equals_together(case: str, heads: Path) -> None:
     if case == "deepseek" and load_kernels() is None:
-        pytest.skip("no C++ compiler: the kernels cannot be built")
+        pytest.skip(NO_KERNELS)
     options = options_of(case, heads)
     together = run(make_runner(case, options, 16, True), requests())
     prefill, decode = make_runner(case, options, 16, False), make_runner(case, options, 8, True)
@@ -105,7 +106,7 @@ async def test_apart_equals_together(case: str, heads: Path) -> None:
 async def test_messages_are_single_layers_and_their_bytes_the_formula(case: str, heads: Path) -> None:
     """H4: the cut changes no byte count but that of the descriptors."""
     if case == "deepseek" and load_kernels() is None:
-        pytest.skip("no C++ compiler: the kernels cannot be built")
+        pytest.skip(NO_KERNELS)
     options = options_of(case, heads) | {"prefix_cache": False}
     prefill, decode = make_runner(case, options, 16, False), make_runner(case, options, 8, True)
     async with pair(node_config(options), prefill, decode) as nodes:

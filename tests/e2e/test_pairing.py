@@ -1,4 +1,4 @@
-"""Nodes that do not fit are refused at pairing, with both fingerprints (design section 7)."""
+"""Nodes that do not fit are refused at pairing, with both fingerprints (algorithms.md H3)."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import pytest
 from fakes.redis_servers import Embedded
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.contract.plan import GenerationRequest
+from cluster.contract.generation import GenerationRequest
 from cluster.nodes import host
 from cluster.nodes.host import NodeHost
 from cluster.routing.router import Router
@@ -71,11 +71,11 @@ class Deployment:
         def same() -> bool:
             idle = not any(node.running or node.waiting for node in self.directory.nodes())
             for made in self.hosts:
-                load = made._node.load()
+                load = made._node.shell.load()
                 if load.running or load.waiting or load.free_pages != load.total_pages:
                     return False
                 held = self.watcher.index.get((made._node_id, made._generation))
-                cache = made._node.prefix_cache()
+                cache = made._node.shell.prefix_cache()
                 if held is None or held.keys != set(cache._entries):  # type: ignore[union-attr]
                     return False
             return idle and len(self.directory.nodes()) == 4

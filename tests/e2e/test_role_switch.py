@@ -10,9 +10,10 @@ import pytest
 
 from multihost.small_model import write_model
 from paceline.client import AsyncClient
+from support.needs import needs_kernels
 from support.server import Server, paceline, serve
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [needs_kernels, pytest.mark.e2e, pytest.mark.timeout(300)]
 
 OPTIONS = ("--prefill-nodes", "2", "--decode-nodes", "1", "--drafter", "ngram", "--kv-cache-tokens", "32768")
 NOTICE_TIMEOUT_S = 10.0  # until the router has read what the registry knows

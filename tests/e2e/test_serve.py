@@ -20,6 +20,7 @@ from paceline.client import AsyncClient, Client, InvalidRequest, Overloaded, Pac
 from paceline.config import NodeConfig
 from paceline.v1 import node_pb2, node_pb2_grpc
 from support.exactness import run
+from support.needs import needs_kernels
 from support.prompts import QUESTIONS, prompt_requests
 from support.server import Server, paceline, serve
 
@@ -60,7 +61,7 @@ def test_generate_prints_json(server: Server) -> None:
     command = [paceline(), "generate", QUESTIONS[0], "--server", server.grpc, "--chat", "--json"]
     options = ["--max-tokens", "24", "--temperature", "0", "--seed", "3"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=60, check=True)
-    answer = json.loads(done.stdout)
+    (answer,) = json.loads(done.stdout)["choices"]
     assert answer["text"].startswith("The capital of France is Paris.")
     assert len(answer["token_ids"]) == answer["usage"]["completion_tokens"] == 24
     assert answer["finish_reason"] == "length"
@@ -81,6 +82,7 @@ def test_bytes_equal_the_formula(server: Server, smollm2_folder: Path) -> None:
     assert completion.handoff.draft_kv == completion.handoff.hidden == 0
 
 
+@needs_kernels
 async def test_text_equals_one_process(
     server: Server, smollm2_folder: Path, references: dict[tuple[str, float], tuple[int, ...]]
 ) -> None:
@@ -200,6 +202,7 @@ def test_reflection_and_health(server: Server) -> None:
     assert "paceline_requests_total" in httpx.get(f"http://{server.http}/metrics", timeout=10).text
 
 
+@needs_kernels
 async def test_a_killed_decode_node_is_replaced_and_its_streams_go_on(
     server: Server, smollm2_folder: Path, references: dict[tuple[str, float], tuple[int, ...]]
 ) -> None:

@@ -128,7 +128,7 @@ async def test_the_client_leaves_while_rows_cross() -> None:
         await wait_until(lambda: any(landing.handoff.bytes_by_class.values()), 5.0, "the first rows")
         prefill.cancel()
         await follower
-        await wait_until(lambda: nodes.prefill._active == 0, 5.0, "the prefill node to notice")
+        await wait_until(lambda: nodes.prefill.shell._active == 0, 5.0, "the prefill node to notice")
         decode.cancel()
         await wait_until(lambda: stream.left, 5.0, "the decode node to notice")
         nodes.prefill_runner.gate.set()
@@ -180,13 +180,13 @@ async def test_off() -> None:
 
 
 async def test_router_and_real_nodes_in_one_timeline() -> None:
-    from cluster.contract.plan import GenerationRequest
+    from cluster.contract.generation import GenerationRequest
     from cluster.state.registry_types import NodeRecord
     from paceline.request import SamplingParams
 
     async with cluster() as nodes:
         registry = FakeRegistry()
-        for info in (nodes.prefill.load(), nodes.decode.load()):
+        for info in (nodes.prefill.shell.load(), nodes.decode.shell.load()):
             registry.records[info.id] = NodeRecord(
                 info.id, info.role, 1, info.address, free_pages=info.free_pages, total_pages=info.total_pages
             )

@@ -12,17 +12,17 @@ import torch.nn.functional as F
 from paceline.engine.fingerprint import fingerprint_of
 from paceline.engine.model_runner import ModelRunner
 from paceline.kvcache.layout import LayerOwner
-from paceline.layers.build import load_kernels
 from paceline.models.moe import MoeMlp
 from paceline.request import SequenceRequest
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree, build_tree
 from support.exactness import Outcome, run
+from support.needs import needs_kernels
 from support.tiny_deepseek import tiny_deepseek_runner, write_mtp_folder
 from support.tiny_model import VOCAB, tiny_request
 
-pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler: the kernels cannot be built")
+pytestmark = needs_kernels
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 VARIANTS: dict[str, tuple[dict[str, object], dict[str, int]]] = {

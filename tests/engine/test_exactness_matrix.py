@@ -2,7 +2,8 @@
 trees mixed in one batch, draft lengths fixed and adaptive, bf16 and fp32; and for drafters that mean harm.
 
 The bits of every logit behind a token are compared, too: our kernels are row-invariant in both dtypes. The
-disaggregated half is tests/e2e/test_disaggregated_matrix.py.
+disaggregated half is tests/e2e/test_disaggregated_matrix.py. Tests of a dtype stand together: one target is loaded at a
+time.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import pytest
 
 from support.adversaries import KINDS, Adversary
 from support.exactness_matrix import CASES, Case, Cell, Matrix, chain_cross, full_cross, half_cross, matrix, over_budget
+from support.needs import needs_kernels
 from support.real_weights import Weights
 
-pytestmark = [pytest.mark.real_model, pytest.mark.timeout(600)]
+pytestmark = [needs_kernels, pytest.mark.real_model, pytest.mark.timeout(600)]
 
 ONCE = ("none", "eagle3, greedy drafts")  # adaptive lengths have nothing to add to them
 VARYING = [name for name in CASES if name not in ONCE]
+FP32 = (("off", 0), ("goodput", 1), ("window", 0), ("off", 1), ("goodput", 0), ("window", 1))  # taken in turn
 
 
 @pytest.fixture(scope="session")
@@ -26,12 +29,12 @@ def weights(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> W
     return Weights(smollm2_folder, tmp_path_factory.getbasetemp() / "matrix_weights")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def bf16(smollm2_folder: Path) -> Matrix:
     return matrix(smollm2_folder, "bf16")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def fp32(smollm2_folder: Path) -> Matrix:
     return matrix(smollm2_folder, "fp32")
 
@@ -67,18 +70,6 @@ def test_bf16_adaptive_chains(name: str, bf16: Matrix, weights: Weights) -> None
     check(bf16, weights, CASES[name], cells, tree="chain", adaptive="goodput", page_size=16)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_fp32_fixed_lengths(name: str, fp32: Matrix, weights: Weights) -> None:
-    cells = half_cross(CASES[name], parity=0, max_tokens=12)
-    check(fp32, weights, CASES[name], cells, tree="dynamic", adaptive="off")
-
-
-@pytest.mark.parametrize("name", VARYING)
-def test_fp32_adaptive_lengths(name: str, fp32: Matrix, weights: Weights) -> None:
-    cells = half_cross(CASES[name], parity=1, max_tokens=12)
-    check(fp32, weights, CASES[name], cells, tree="dynamic", adaptive="goodput")
-
-
 def adversary(target: Matrix, kind: str) -> Adversary:
     """It knows what the target will say."""
     answers = {(target.prompts[p], t): plain.token_ids for (p, t), plain in target.plain.items()}
@@ -101,15 +92,6 @@ def test_adversarial_drafts_change_nothing(kind: str, bf16: Matrix, weights: Wei
         assert max(max(a.outcome.accepted_per_round, default=0) for a in answers) == 8
 
 
-def test_right_drafts_behind_wrong_ones_in_fp32(fp32: Matrix, weights: Weights) -> None:
-    cells = half_cross(CASES["none"], parity=1, max_tokens=24)
-    runner = fp32.runner(fp32.config_of(CASES["none"], weights, tree="dynamic", tree_nodes=16))
-    runner.drafter = adversary(fp32, "right behind wrong")
-    answers, tally = fp32.together(runner, cells)
-    assert fp32.differing(cells, answers) == []
-    assert tally.off_spine > 0
-
-
 def test_the_matrix_is_whole() -> None:
     """Every K, tree and temperature occurs together, for fixed lengths in one batch, for adaptive ones in two."""
     case = CASES["ngram"]
@@ -129,3 +111,19 @@ def test_the_plain_answers_are_worth_comparing(bf16: Matrix) -> None:
     plain = bf16.plain
     assert min(len(answer.token_ids) for answer in plain.values()) < 24
     assert all(plain[prompt, 0.0].token_ids != plain[prompt, 1.0].token_ids for prompt in ("list", "planets"))
+
+
+@pytest.mark.parametrize(("name", "adaptive", "parity"), [(n, *FP32[i % len(FP32)]) for i, n in enumerate(CASES)])
+def test_fp32(name: str, adaptive: str, parity: int, fp32: Matrix, weights: Weights) -> None:
+    """Every drafter once: what all of them do with every kind of length is seen in bf16."""
+    cells = half_cross(CASES[name], parity, max_tokens=12)
+    check(fp32, weights, CASES[name], cells, tree="dynamic", adaptive=adaptive)
+
+
+def test_right_drafts_behind_wrong_ones_in_fp32(fp32: Matrix, weights: Weights) -> None:
+    cells = half_cross(CASES["none"], parity=1, max_tokens=24)
+    runner = fp32.runner(fp32.config_of(CASES["none"], weights, tree="dynamic", tree_nodes=16))
+    runner.drafter = adversary(fp32, "right behind wrong")
+    answers, tally = fp32.together(runner, cells)
+    assert fp32.differing(cells, answers) == []
+    assert tally.off_spine > 0

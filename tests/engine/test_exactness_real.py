@@ -1,4 +1,4 @@
-"""The signature on the real model: 20 prompts x 64 tokens at temperature 0 and 1, one process. bf16: bits and tokens.
+"""The signature on the real model: 20 prompts x 64 tokens at temperature 0 or 1, one process. bf16: bits and tokens.
 
 Batches, chunks, pages and caches; which drafter drafts is varied in test_exactness_matrix.py. fp32:
 test_exactness_real_fp32.py. Apart: tests/e2e/test_disaggregated_real.py.
@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from support.exactness import run
+from support.needs import needs_kernels
 from support.real_engines import VARIANTS, Engines
 
-pytestmark = [pytest.mark.real_model, pytest.mark.timeout(900)]
+pytestmark = [needs_kernels, pytest.mark.real_model, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree, build_tree
 from support.exactness import Outcome, run
+from support.needs import needs_kernels
 from support.tiny_model import VOCAB, tiny_request, tiny_runner
 from support.untrained_heads import write_tiny_head
 
@@ -100,6 +101,7 @@ def differing(got: Seq[Outcome], expected: Seq[Outcome]) -> list[int]:
     return [i for i, (g, e) in pairs if (g.token_ids, g.logit_bits) != (e.token_ids, e.logit_bits)]
 
 
+@needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tokens_and_logit_bits(dtype: str, variant: str, plain: dict[str, list[Outcome]], heads: Path) -> None:
@@ -169,6 +171,7 @@ class Adversary(Drafter):
         return build_tree(last, pairs, VOCAB, budget.max_nodes, budget.num_draft_tokens)
 
 
+@needs_kernels
 @pytest.mark.parametrize("kind", ["same", "end of sequence", "out of vocabulary", "empty", "over-long", "random"])
 def test_adversarial_drafts_change_nothing(kind: str, plain: dict[str, list[Outcome]]) -> None:
     runner = tiny_runner("bf16", drafter="none", num_draft_tokens=4)
@@ -176,6 +179,7 @@ def test_adversarial_drafts_change_nothing(kind: str, plain: dict[str, list[Outc
     assert differing(outcomes(runner, batch=4), plain["bf16"]) == []
 
 
+@needs_kernels
 def test_resumed_requests_continue_the_same_text(plain: dict[str, list[Outcome]]) -> None:
     """Migration: prompt and emitted tokens replayed elsewhere give the rest of the text, penalties included."""
     runner = tiny_runner("bf16", drafter="mtp")
@@ -252,6 +256,7 @@ def make_useful(runner: ModelRunner) -> None:
     runner.drafter.propose = with_answers  # type: ignore[method-assign]
 
 
+@needs_kernels
 def test_off_spine_acceptance_is_compacted(plain: dict[str, list[Outcome]]) -> None:
     """The same useful trees without the mutation: accepted off the spine, compacted, and exact."""
     runner = tiny_runner("bf16", drafter="mtp", num_draft_tokens=3, tree="static", tree_width=6)

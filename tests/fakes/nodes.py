@@ -17,7 +17,7 @@ import torch
 from decode_node.node import DecodeNode
 from paceline.config import NodeConfig
 from paceline.request import SamplingParams, SequenceRequest
-from paceline.v1 import common_pb2, node_pb2, node_pb2_grpc
+from paceline.v1 import common_pb2, inference_pb2, node_pb2, node_pb2_grpc
 from paceline.wire import sequence_to_proto
 from prefill_node.node import PrefillNode
 from tests.fakes.runner import FakeRunner
@@ -128,14 +128,14 @@ class Cluster:
     async def wait_for_release(self, timeout_s: float = 8.0) -> None:
         """Until no node holds a page for a request; then the books must be whole and every page free."""
         nodes = (self.prefill, self.decode)
-        await wait_until(lambda: all(node.status().held == 0 for node in nodes), timeout_s, "pages to return")
+        await wait_until(lambda: all(node.shell.status().held == 0 for node in nodes), timeout_s, "pages to return")
 
         def idle() -> bool:  # what a node tells of its load is of its last step, or of the end of its last request
-            return all(load.free_pages == load.total_pages and not load.running for load in (n.load() for n in nodes))
+            return all(load.free_pages == load.total_pages and not load.running for load in map(_load, nodes))
 
         await wait_until(idle, timeout_s, "every page to be told free")
         assert self.prefill_runner.problems() == self.decode_runner.problems() == []
-        assert [node.status().integrity for node in nodes] == ["", ""]
+        assert [node.shell.status().integrity for node in nodes] == ["", ""]
 
     async def _follow_prefill(self, request: SequenceRequest, outcome: Outcome) -> None:
         assert outcome.reserved is not None
@@ -150,6 +150,10 @@ class Cluster:
     async def _follow(decode: Any, outcome: Outcome) -> None:
         async for event in decode:
             outcome.add(event)
+
+
+def _load(node: PrefillNode | DecodeNode) -> inference_pb2.NodeInfo:
+    return node.shell.load()
 
 
 async def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:

@@ -38,7 +38,7 @@ class DebianRedis:
     def __init__(self) -> None:
         binary = shutil.which("redis-server")
         if binary is None:
-            pytest.skip("redis-server is not on PATH (apt-get install redis-server)")
+            pytest.skip("needs redis-server")
         self._port = _free_port("127.0.0.1")
         self.url = f"redis://127.0.0.1:{self._port}/0"
         options = ["--port", str(self._port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--hz", "50"]

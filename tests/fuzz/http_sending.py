@@ -16,9 +16,10 @@ from fuzz.http_socket import Reply, exchange
 # JSON Schema takes 2.0 for an integer; clients that write it mean a number.
 _CHECKER = Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
 _Strict = validators.extend(Draft202012Validator, type_checker=_CHECKER)
-# What only fields together decide, or the deployment's context, vocabulary, model and drafters.
+# What only fields together decide, or the deployment's context, vocabulary, model, drafters and their limits.
 TOGETHER = {
-    *("prompt", "messages", "model", "logit_bias", "stop_token_ids", "speculation.drafter", "max_tokens", "min_tokens"),
+    *("prompt", "messages", "model", "logit_bias", "stop_token_ids", "max_tokens", "min_tokens"),
+    *("speculation.drafter", "speculation.num_draft_tokens", "speculation.tree", "speculation.tree_width"),
     *("best_of", "top_logprobs", "stream_options", "body"),
 }
 

@@ -1,7 +1,7 @@
 """The signature on a GPU: tokens never depend on drafter, tree, batch or layout. The same bodies run on CPU.
 
 In fp32 tokens are equal. In bf16 a row's bits may depend on how many rows the kernel had, so texts may part where the
-two best tokens are next to equal, and nowhere else (design 5.7).
+two best tokens are next to equal, and nowhere else (algorithms.md J3).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from tokenizers import Tokenizer
 from benchmarks.speculation.drafter_specs import DraftRun, Target
 from benchmarks.speculation.synthetic import Rates, SyntheticDrafts
 from kv_transfer.transports.loopback import loopback_pair
-from paceline.assembly.shipped import shipped_heads
 from paceline.engine.colocated import Completed
 from paceline.request import SamplingParams, SequenceRequest
+from paceline.spec_decode.heads.shipped import shipped_heads
 from support.device_runner import (
     DEVICES,
     NARROW,
@@ -179,7 +179,7 @@ def test_apart_equals_together(device: str, case: str, mode: str, heads: dict[st
 def real_target(device: str) -> Target:
     folder = smollm2_folder()
     if folder is None:
-        pytest.skip(f"SmolLM2 is not here: set {SMOLLM2_VARIABLE} to its folder")
+        pytest.skip(f"needs SmolLM2 (its folder in {SMOLLM2_VARIABLE})")
     return Target.load(folder, "smollm2-135m-instruct", dtype="fp32", device=device, threads=1)
 
 

@@ -21,7 +21,7 @@ from support.paged_batches import Tables, filled_pool, num_rows, random_batch
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(find_spec("flashinfer") is None, reason="FlashInfer is not installed"),
+    pytest.mark.skipif(find_spec("flashinfer") is None, reason="needs FlashInfer"),
     pytest.mark.filterwarnings("ignore"),  # FlashInfer's own
 ]
 PAGES = 400

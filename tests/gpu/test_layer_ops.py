@@ -17,7 +17,7 @@ if has_triton():
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(not has_triton(), reason="triton is not installed"),
+    pytest.mark.skipif(not has_triton(), reason="needs triton"),
 ]
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)

@@ -13,13 +13,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kv_transfer.transports.rendezvous import Store
-from kv_transfer.transports.torch_dist import Sentinel, create_store, open_transport
+from kv_transfer.transports.registry import open_transport
+from kv_transfer.transports.rendezvous import Store, create_store
+from kv_transfer.transports.sentinel import Sentinel
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import HandoffFailed
+from paceline.layers.build import load_kernels
 from paceline.request import SequenceRequest
 from paceline.v1.handoff_pb2 import HandoffMessage
 from support.device_runner import GPU, NARROW, answers, device_runner, mixed_requests, texts, write_heads
+from support.needs import NO_KERNELS
 from support.prefill_peer import HOST, JOIN_S, NCCL_ENVIRONMENT, PrefillPeer
 from support.two_engines import WAIT_S, Decode
 
@@ -136,6 +139,8 @@ def test_pools_and_texts_are_equal(backend: str, device: str, store: Store, draf
 @pytest.mark.parametrize(("backend", "device"), PATHS)
 def test_a_peer_killed_in_mid_transfer(backend: str, device: str, store: Store, drafting: dict[str, object]) -> None:
     """The survivor fails that request alone, serves others on the same device, and takes a new link at once."""
+    if device == "cpu" and load_kernels() is None:
+        pytest.skip(NO_KERNELS)  # one prompt is found where it was computed alone, and its bits are compared
     decode = Decode(decode_runner(device, drafting))
     asked = mixed_requests()
     link = PeerLink(store, decode, backend, device, "hang", **drafting)

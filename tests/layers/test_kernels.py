@@ -18,12 +18,13 @@ from paceline.layers.ops import (
     silu_mul_reference,
 )
 from paceline.layers.rotary import rope_table
+from support.needs import needs_kernels
 
 DTYPES = [torch.bfloat16, torch.float32]
 SHAPES = [(960, 576), (576, 1536), (40, 24), (33, 100)]
 ROWS = [1, 2, 3, 5, 6, 7, 8, 13, 16, 17, 31, 32, 33, 47, 48, 64, 65, 100, 128]
 
-pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler: the kernels cannot be built")
+pytestmark = needs_kernels
 
 
 def tolerance(dtype: torch.dtype) -> dict[str, float]:

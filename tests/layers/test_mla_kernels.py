@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.layers.build import load_kernels, set_threads
+from paceline.layers.build import set_threads
 from paceline.layers.ops import latent_write, latent_write_reference
 from paceline.layers.per_head_linear import HeadsLinear, heads_linear_reference
 from paceline.layers.rotary import rope_table
 from paceline.layers.routing import RoutingRule, route, route_reference
+from support.needs import needs_kernels
 
-pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler: the kernels cannot be built")
+pytestmark = needs_kernels
 
 DTYPES = [torch.bfloat16, torch.float32]
 ROWS = [1, 2, 3, 6, 7, 16, 17, 32, 33, 47]

@@ -13,13 +13,14 @@ from paceline.attention.cpu import CpuAttention
 from paceline.attention.torch_paged import TorchAttention
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
-from paceline.layers.build import load_kernels, set_threads
+from paceline.layers.build import set_threads
 from paceline.layers.linear import Linear
 from paceline.layers.rotary import rope_table
 from paceline.models.base import ForwardContext
 from paceline.models.block import Block, BlockWeights
+from support.needs import needs_kernels
 
-pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler: the kernels cannot be built")
+pytestmark = needs_kernels
 
 PAGE, PAGES = 16, 32
 SLOTS = torch.randperm(PAGE * PAGES, generator=torch.Generator().manual_seed(3)).to(torch.int32)
@@ -162,7 +163,7 @@ def test_bits_do_not_depend_on_the_threads() -> None:
 
 
 def test_a_row_does_not_depend_on_those_beside_it() -> None:
-    """Two rows of one chunk alone, each after the other, as the chunk has them (design 5.6)."""
+    """Two rows of one chunk alone, each after the other, as the chunk has them (docs/internals/exactness.md)."""
     case = Case(SHAPES["SmolLM2"], torch.bfloat16, [Segment.linear([0, 0], 50, SLOTS)])
     context = ForwardContext.build(case.batch, case.kv, CpuAttention())
     both = case.block.run(case.added, case.residual.clone(), case.input_norm, case.table, context)

@@ -15,15 +15,15 @@ from paceline.attention.torch_paged import TorchAttention
 from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerOwner
 from paceline.kvcache.pool import KvPool
-from paceline.layers.build import load_kernels
 from paceline.models.base import ForwardContext, TargetModel
 from paceline.models.loader import WeightBag
 from paceline.models.registry import load_target
 from paceline.spec_decode.heads.mtp import MtpModule
+from support.needs import needs_kernels
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # transformers' own
-    pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler: the kernels cannot be built"),
+    needs_kernels,
 ]
 
 SHAPE: dict[str, Any] = {

@@ -29,8 +29,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def lan(model_folder: Path) -> Iterator[Lan]:
     """The hosts, off again at the end. Skips where there can be none."""
-    if reason := missing():
-        pytest.skip(f"no hosts can be made here: {reason}")
+    if absent := missing():
+        pytest.skip(f"needs {absent}")
     environment = {"PACELINE_HOME": str(cache_folder())}
     environment |= {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     # Not pytest's own folder: it would keep the hosts' files of the last three runs.

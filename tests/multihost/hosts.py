@@ -72,18 +72,18 @@ SetEnv {environment}
 
 
 def missing() -> str:
-    """Why there can be no such hosts here; empty when there can."""
+    """What this machine lacks to have such hosts; empty when it lacks nothing."""
     if os.geteuid() != 0:
-        return "network namespaces need root"
+        return "root (network namespaces)"
     absent = {package for program, package in PROGRAMS.items() if _program(program) is None}
     if absent:
-        return f"packages are not installed: {', '.join(sorted(absent))}"
+        return " and ".join(sorted(absent))
     if not os.access("/dev/net/tun", os.W_OK):
-        return "/dev/net/tun cannot be opened"
+        return "a writable /dev/net/tun"
     spaces = ["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc"]
     bridge = f"ip link add {BRIDGE} type bridge && ip link add v0 type veth peer name v1"
     tried = subprocess.run([*spaces, "sh", "-c", bridge], capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
-    return f"namespaces, a bridge or veth are refused: {tried.stderr.strip()}" if tried.returncode else ""
+    return f"namespaces, a bridge and veth: {tried.stderr.strip()}" if tried.returncode else ""
 
 
 def _program(name: str) -> str | None:

@@ -38,8 +38,8 @@ print(statistics.median(trips))
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Lan:
-    if reason := missing():
-        pytest.skip(f"no hosts can be made here: {reason}")
+    if absent := missing():
+        pytest.skip(f"needs {absent}")
     return Lan(tmp_path / "lan")
 
 

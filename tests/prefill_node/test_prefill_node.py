@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from kv_transfer.transports.torch_dist import GlooTransport
+from kv_transfer.transports.gloo import GlooTransport
 from paceline.v1 import node_pb2
 from paceline.wire import sequence_to_proto
 from tests.fakes.nodes import Cluster, cluster, node_config, sequence_request, wait_until
@@ -56,7 +56,7 @@ async def test_the_first_token_does_not_wait_for_the_transfer(monkeypatch: pytes
             if event.HasField("handed_off"):
                 assert event.handed_off.exposed_s > 0.5
             else:  # no byte has left, and rows are still to be read from the pages
-                assert nodes.prefill.load().free_pages < nodes.prefill.load().total_pages
+                assert nodes.prefill.shell.load().free_pages < nodes.prefill.shell.load().total_pages
                 await asyncio.sleep(0.6)
                 go_on.set()
         assert seen == ["first_token", "handed_off"]
@@ -114,7 +114,7 @@ async def test_a_prompt_waits_for_pages_until_its_deadline() -> None:
         nodes.prefill_runner.step_s = 0.5  # five seconds for the first prompt
         reserved = [await reserve(nodes, num_prompt=80, seed=i) for i in range(2)]
         first = asyncio.create_task(status_of(nodes.open_prefill(reserved[0][0], reserved[0][2])))
-        await wait_until(lambda: nodes.prefill.status().held == 1, 5.0, "the first prompt to have its pages")
+        await wait_until(lambda: nodes.prefill.shell.status().held == 1, 5.0, "the first prompt to have its pages")
         second = nodes.open_prefill(reserved[1][0], reserved[1][2])
         assert await status_of(second) is grpc.StatusCode.DEADLINE_EXCEEDED
         assert await first is grpc.StatusCode.OK
@@ -130,10 +130,10 @@ async def test_a_caller_that_leaves_the_line_holds_nothing() -> None:
         first = asyncio.create_task(status_of(nodes.open_prefill(reserved[0][0], reserved[0][2])))
         call = nodes.open_prefill(reserved[1][0], reserved[1][2])
         second = asyncio.create_task(status_of(call))
-        await wait_until(lambda: nodes.prefill.load().waiting == 1, 5.0, "the second to wait")
+        await wait_until(lambda: nodes.prefill.shell.load().waiting == 1, 5.0, "the second to wait")
         call.cancel()
         await second
-        await wait_until(lambda: nodes.prefill.load().waiting == 0, 5.0, "the line to empty")
+        await wait_until(lambda: nodes.prefill.shell.load().waiting == 0, 5.0, "the line to empty")
         assert await first is grpc.StatusCode.OK
         for _, decode, _ in reserved:
             decode.cancel()
@@ -145,8 +145,8 @@ async def test_several_prompts_share_a_step() -> None:
         nodes.prefill_runner.gate.clear()
         reserved = [await reserve(nodes, num_prompt=12, seed=i) for i in range(3)]
         followers = [asyncio.create_task(status_of(nodes.open_prefill(r, t))) for r, _, t in reserved]
-        await wait_until(lambda: nodes.prefill.status().held > 0, 5.0, "the first prompt")
-        await wait_until(lambda: nodes.prefill._active == 3, 5.0, "the others")
+        await wait_until(lambda: nodes.prefill.shell.status().held > 0, 5.0, "the first prompt")
+        await wait_until(lambda: nodes.prefill.shell._active == 3, 5.0, "the others")
         await asyncio.sleep(0.1)  # and turns of the event loop in which they are posted
         nodes.prefill_runner.gate.set()
         assert {await follower for follower in followers} == {grpc.StatusCode.OK}
@@ -165,7 +165,7 @@ async def test_a_peer_that_never_answers_costs_its_link() -> None:
         (link,) = nodes.decode._links._links.values()
         link.ack = lambda ack: None  # type: ignore[method-assign]
         assert link.receiver is not None
-        link.receiver._ack = lambda ack: None
+        link.receiver._in_flight._ack = lambda ack: None
         assert await status_of(nodes.open_prefill(request, reserved)) is grpc.StatusCode.ABORTED
         decode.cancel()
         await nodes.wait_for_release()
@@ -202,9 +202,9 @@ async def test_status_names_the_node() -> None:
             assert status.integrity == ""
             assert status.max_model_len == 512
             assert status.vocab_size == 1000
-        assert nodes.prefill.fingerprint_digest() == nodes.decode.fingerprint_digest()
-        assert nodes.prefill.alive()
-        assert nodes.decode.alive()
+        assert nodes.prefill.shell.fingerprint_digest() == nodes.decode.shell.fingerprint_digest()
+        assert nodes.prefill.shell.alive()
+        assert nodes.decode.shell.alive()
 
 
 async def test_load_is_told_while_the_engine_takes_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ async def test_load_is_told_while_the_engine_takes_a_prompt(monkeypatch: pytest.
         request, decode, reserved = await reserve(nodes)
         follower = asyncio.create_task(status_of(nodes.open_prefill(request, reserved)))
         await wait_until(taken.is_set, 5.0, "the prompt")
-        load = nodes.prefill.load()
+        load = nodes.prefill.shell.load()
         told.set()
         assert (load.running, load.waiting) == (0, 1)
         assert await follower is grpc.StatusCode.OK

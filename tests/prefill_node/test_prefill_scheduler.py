@@ -11,7 +11,7 @@ from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.table import PageTable
 from paceline.request import SamplingParams, SequenceRequest
 from paceline.spec_decode.sequence import Sequence
-from prefill_node.scheduler import PrefillLimits, PrefillScheduler
+from prefill_node.engine.scheduler import PrefillLimits, PrefillScheduler
 
 
 @dataclass(eq=False)

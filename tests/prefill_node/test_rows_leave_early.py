@@ -101,7 +101,8 @@ async def test_pages_stay_until_the_forward_is_over(who: str) -> None:
             link[0].lost("pulled")
         await wait_until(lambda: landing.handoff.status is HandoffState.FAILED, 10.0, "the hand-off's end at decode")
         await asyncio.sleep(0.1)
-        assert nodes.prefill.load().free_pages < nodes.prefill.load().total_pages, "the engine still computes on them"
+        load = nodes.prefill.shell.load()
+        assert load.free_pages < load.total_pages, "the engine still computes on them"
         midst.go_on.set()
         await follower
         await nodes.wait_for_release()
@@ -136,7 +137,7 @@ async def test_rows_of_the_cache_leave_before_the_first_forward() -> None:
         prompt = tuple(range(40))
         await nodes.generate(sequence_request(prompt=prompt, max_tokens=1))
         await nodes.wait_for_release()
-        await nodes.decode._loop.call(lambda: nodes.decode_runner.prefix.evict(1000))  # type: ignore[union-attr]
+        await nodes.decode.shell.loop.call(lambda: nodes.decode_runner.prefix.evict(1000))  # type: ignore[union-attr]
         nodes.prefill_runner.gate.clear()
         _, decode, prefill, reserved = await start(nodes, prompt=prompt)
         follower = asyncio.create_task(status_of(prefill))

@@ -21,6 +21,7 @@ from paceline.errors import (
     quoted,
 )
 from paceline.request import FinishReason, SamplingParams, SequenceRequest, SpeculationParams, TokenLogprobs
+from paceline.rpc.calls import error_from_peer
 from paceline.rpc.wire_errors import MAX_DETAILS_BYTES, error_from_rpc, error_from_status, metadata_for, status_for
 from paceline.v1 import common_pb2, node_pb2
 from paceline.wire import (
@@ -143,6 +144,16 @@ def test_a_failed_call_names_its_peer_but_not_in_place_of_a_field() -> None:
     bug = error_from_rpc(rpc_error(grpc.StatusCode.UNKNOWN, "boom"), "decode-0")
     assert type(bug) is PacelineError
     assert str(bug) == "decode-0: UNKNOWN: boom"
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED])
+def test_a_peer_that_does_not_answer_is_unavailable(code: grpc.StatusCode) -> None:
+    """A call between two nodes has a deadline of its own; a request's deadline stays what it is."""
+    silent = rpc_error(code, "no answer")
+    error = error_from_peer(silent, "decode node at 10.0.0.2")
+    assert type(error) is NodeUnavailable
+    assert str(error) == "decode node at 10.0.0.2: no answer"
+    assert type(error_from_rpc(silent)) in (DeadlineExceeded, RequestCancelled)
 
 
 def test_a_message_too_large_is_the_callers_mistake() -> None:

@@ -7,13 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from paceline.triton_support import has_triton
 from support import compile_kernels
+from support.needs import needs_triton
 
 
-@pytest.mark.skipif(not has_triton(), reason="triton is not installed")
+@needs_triton
 def test_all_kernels_compile(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+from fakes.wait import wait_for
 
 from paceline.layers import build
 from paceline.serving import cores
 from paceline.serving.cores import CoreShare
+from paceline.serving.loop import EngineLoop
 
 CORES = 5
 
@@ -94,3 +97,24 @@ def test_a_link_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="test"):
         CoreShare("test", 0, folder)
     assert target.read_text() == "x"
+
+
+def test_an_engine_says_when_it_works(tmp_path: Path) -> None:
+    share = CoreShare("test", 0, tmp_path)
+    seen: list[bool] = []
+    slept, work = threading.Event(), iter([True, True, False])
+
+    def step() -> bool:
+        seen.append(share.busy)
+        if next(work, False):
+            return True
+        slept.set()
+        return False
+
+    loop = EngineLoop("engine-test", step, share)
+    loop.start()
+    assert slept.wait(10)
+    wait_for(lambda: not share.busy)
+    assert loop.stop(10)
+    assert all(seen)
+    share.close()

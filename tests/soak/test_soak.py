@@ -29,12 +29,13 @@ from soak.asks import make_asks
 from soak.calls import Calls
 from soak.load import Load
 from soak.processes import Slope, Watch, grown, table, trends
+from support.needs import needs_kernels
 from support.server import serve as serving
 from support.tiny_chat import CHAT_VOCAB
 from support.tiny_model import tiny_spec
 from support.untrained_heads import write_tiny_head
 
-pytestmark = pytest.mark.e2e
+pytestmark = [needs_kernels, pytest.mark.e2e]
 
 SHORT_REQUESTS, SHORT_SEED, SHORT_EACH = 150, 23020, 2
 AT_ONCE = 16

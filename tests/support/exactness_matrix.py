@@ -285,7 +285,7 @@ def over_budget(cells: Seq[Cell], answers: Seq[Answer], named: bool = False) -> 
     return wrong
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=1)
 def matrix(target: Path, dtype: str) -> Matrix:
-    """One per dtype and test session: both test files compare with the same plain answers."""
+    """One at a time, kept until the other dtype is asked for: weights and plain answers of both fill a worker."""
     return Matrix(target, dtype)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
-from cluster.contract.plan import GenerationRequest
+from cluster.contract.generation import GenerationRequest
 from paceline.request import FinishReason, SamplingParams, TokenLogprobs
 from paceline.results import (
     Chunk,

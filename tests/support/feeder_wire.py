@@ -39,8 +39,7 @@ class Wire:
         self.sender = HandoffSender(
             pipe,
             self._post,
-            on_terminal=lambda ticket, ack: self.ended.append((ticket, ack.WhichOneof("body") or "")),
-            on_failed=lambda ticket, reason: self.ended.append((ticket, reason)),
+            on_ended=self._on_ended,
             on_link_lost=lambda reason: None,
             checksums=checksums,
         )
@@ -49,6 +48,9 @@ class Wire:
             self.sender, source, torch.device("cpu"), lambda ticket, reason: self.refused.append((ticket, reason))
         )
         self.feeder._staging = StagingRing("cpu", timeout_s=staging_timeout_s)
+
+    def _on_ended(self, ticket: str, end: handoff_pb2.HandoffAck | str) -> None:
+        self.ended.append((ticket, end if isinstance(end, str) else end.WhichOneof("body") or ""))
 
     def _post(self, message: handoff_pb2.HandoffMessage) -> None:
         self.gate.wait(5.0)

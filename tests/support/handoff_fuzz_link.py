@@ -102,8 +102,7 @@ class FuzzLink:
             self.sender = SteppedSender(
                 Interrupted(send_end, world.between),
                 self.to_decode.append,
-                on_terminal=self._terminal,
-                on_failed=lambda ticket, reason: world.ended(self, ticket, reason),
+                on_ended=self._ended,
                 on_link_lost=lambda reason: None,
             )
             source = WatchedSource(world.prefill.kv, reshard(Side(layout), Side(layout)), self._gathers)
@@ -132,8 +131,11 @@ class FuzzLink:
     def _gone(self, reason: str) -> None:
         self.gone = True
 
-    def _terminal(self, ticket: str, ack: HandoffAck) -> None:
-        """Only when the receiver is done with the ticket may the source forget it."""
+    def _ended(self, ticket: str, ack: HandoffAck | str) -> None:
+        """Only when the receiver is done with the ticket, or the link is dead, may the source forget it."""
+        if isinstance(ack, str):
+            self.world.ended(self, ticket, ack)
+            return
         ready, handoff = ack.HasField("ready"), self.world.handoffs.get(ticket)
         if self.receiver.alive and self.receiver.in_flight(ticket):
             self.world.faults.append(f"{ticket}: ended at the sender while the receiver waits for it")

@@ -136,8 +136,7 @@ class Link:
         self.sender = HandoffSender(
             self.send_end,
             self.post,
-            on_terminal=lambda ticket, ack: self.terminal.append((ticket, ack.WhichOneof("body") or "")),
-            on_failed=lambda ticket, reason: self.failed.append((ticket, reason)),
+            on_ended=self.on_ended,
             on_link_lost=self.lost.append,
             max_queued_bytes=max_queued_bytes,
             enqueue_timeout_s=enqueue_timeout_s,
@@ -147,6 +146,12 @@ class Link:
     def post(self, message: HandoffMessage) -> None:
         self.posted.append(message)
         self.receiver.feed(message)
+
+    def on_ended(self, ticket: str, end: HandoffAck | str) -> None:
+        if isinstance(end, str):
+            self.failed.append((ticket, end))
+        else:
+            self.terminal.append((ticket, end.WhichOneof("body") or ""))
 
     def on_ack(self, ack: HandoffAck) -> None:
         self.acks.append(ack)

@@ -26,7 +26,7 @@ def problems(world: World) -> list[str]:
     for link in world.links:
         found += [
             f"{ticket}: in flight, but its pages are nobody's"
-            for ticket in list(link.receiver._in_flight)
+            for ticket in link.receiver._in_flight.tickets
             if ticket not in world.d_engine.streams
         ]
         found += _released_sources(world, link)

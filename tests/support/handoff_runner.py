@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 import torch
 
 from paceline.config import NodeConfig
+from paceline.engine.handoff_contents import HandoffContents
 from paceline.engine.model_runner import PrefillChunk, RoundResult, SampledToken
 from paceline.models.base import AfterLayer
 from paceline.spec_decode.drafters.row_exporter import KEPT
@@ -21,8 +22,7 @@ class FuzzRunner(FakeRunner):
 
     def __init__(self, config: NodeConfig, mode: str, faults: list[str]) -> None:
         super().__init__(config)
-        self.handoff = mode
-        self.row_width = HIDDEN if mode == "hidden_states" else 0
+        self.handoff = HandoffContents(mode, HIDDEN, HIDDEN if mode == "hidden_states" else 0)
         self._faults = faults
         self.between: Callable[[], None] = lambda: None  # the midst of a forward, after each layer
 
@@ -33,8 +33,8 @@ class FuzzRunner(FakeRunner):
 
     def prefill(self, chunks: Seq[PrefillChunk], after_layer: AfterLayer | None = None) -> list[SampledToken | None]:
         results = super().prefill(chunks, self._interrupted(after_layer))
-        for chunk in chunks if self.row_width else ():
-            kept = chunk.seq.scratch.setdefault(KEPT, [])
+        for chunk in chunks if self.handoff.row_width else ():
+            kept = chunk.seq.memory.setdefault(KEPT, [])
             assert isinstance(kept, list)
             kept.append((chunk.start, self._hidden(chunk.seq, chunk.start, chunk.end)))
         return results
@@ -45,6 +45,10 @@ class FuzzRunner(FakeRunner):
             self._faults.append(f"{seq.request.request_id}: wrong hidden rows")
         if end == seq.num_prefill:
             self._catch_up(seq)
+
+    def recover_draft(self, seq: Sequence, start: int, most: int) -> int:
+        """Rounds catch up by themselves, so there is nothing left to do but to count."""
+        return min(start + most, seq.num_computed)
 
     def decode(self, seqs: Seq[Sequence]) -> list[RoundResult]:
         for seq in seqs:

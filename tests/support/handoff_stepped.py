@@ -15,7 +15,6 @@ from unittest.mock import patch
 import torch
 
 from kv_transfer.handoff.block import DRAFT_KV, TARGET_KV, RowBlock
-from kv_transfer.handoff.posted import Started
 from kv_transfer.handoff.receiver import HandoffReceiver
 from kv_transfer.handoff.sender import HandoffSender
 from kv_transfer.handoff.staging import StagingRing
@@ -74,22 +73,16 @@ class Interrupted(Transport):
 class SteppedSender(HandoffSender):
     """One message a turn."""
 
-    _turns = 0
     busy = False
-
-    def _next(self) -> Started | None:
-        if self._turns == 0 or (not self._started and self._dead is None):
-            return None
-        self._turns -= 1
-        return super()._next()
 
     def turn(self) -> bool:
         """False when there is nothing to send or no credit, or the thread is in the midst of a send."""
-        if self.busy or not self._started:
+        if self.busy or not self._pump._started:
             return False
-        self.busy, self._turns = True, 1
+        self.busy = True
         try:
-            self._run()
+            if (started := self._pump._next()) is not None:
+                self._pump._see_through(started)
         finally:
             self.busy = False
         return True
@@ -98,28 +91,20 @@ class SteppedSender(HandoffSender):
 class SteppedReceiver(HandoffReceiver):
     """One message, or one ticket to fail, a turn; after the link's end the rest of the thread's life in one."""
 
-    _turns = 0
     _over = False
     busy = False
 
-    def _next(self) -> HandoffMessage | tuple[str, str] | None:
-        if self._dead is None and (self._turns == 0 or not (self._queue or self._to_fail)):
-            return None
-        self._turns -= 1
-        return super()._next()
-
-    def _end(self) -> None:
-        if self._dead is not None:
-            self._over = True
-            super()._end()
-
     def turn(self) -> bool:
         """False when there is nothing to do, or the thread is in the midst of a receive."""
-        if self.busy or self._over or (self._dead is None and not (self._queue or self._to_fail)):
+        if self.busy or self._over or (self.alive and not self._control.waiting):
             return False
-        self.busy, self._turns = True, 1
+        self.busy = True
         try:
-            self._run()
+            if self.alive and (work := self._control.next()) is not None:
+                self._do(work)
+            if not self.alive:
+                self._over = True
+                self._run()
         finally:
             self.busy = False
         return True
@@ -127,11 +112,12 @@ class SteppedReceiver(HandoffReceiver):
     @property
     def next_message(self) -> HandoffMessage | None:
         """What a turn would take; None: nothing, or a ticket to fail."""
-        return self._queue[0] if self._queue and not self._to_fail else None
+        control = self._control
+        return control._messages[0] if control._messages and not control._to_fail else None
 
     def in_flight(self, ticket: str) -> bool:
         """Begun here and not over."""
-        return ticket in self._in_flight
+        return self._in_flight.get(ticket) is not None
 
 
 class _TurnQueue:

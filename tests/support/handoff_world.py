@@ -15,28 +15,36 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from decode_node.engine import DecodeEngine, HandoffDeadlines
-from decode_node.scheduler import DecodeLimits
+from decode_node.engine.engine import DecodeEngine
+from decode_node.engine.reservations import HandoffDeadlines
+from decode_node.engine.scheduler import DecodeLimits
 from decode_node.stream import Stream, StreamPhase
 from kv_transfer.handoff.state import Handoff, HandoffState
 from paceline.config import NodeConfig
 from paceline.errors import PacelineError, RequestCancelled
 from paceline.request import SamplingParams, SequenceRequest
 from paceline.v1.handoff_pb2 import Abort, Begin, Cancelled, Failed, HandoffAck, HandoffMessage, Ready, State
-from prefill_node.engine import PrefillEngine
+from prefill_node.engine.engine import PrefillEngine
+from prefill_node.engine.scheduler import PrefillLimits
 from prefill_node.job import JobPhase, PrefillJob
-from prefill_node.scheduler import PrefillLimits
 from support.handoff_fuzz_link import FuzzLink, ListEvents, WatchedSink
 from support.handoff_runner import FuzzRunner
 
 RESERVE_S, HANDOFF_S, ANSWER_S = 5.0, 5.0, 9.0
 MAX_LINKS = 6
+TIMED = (
+    "prefill_node.engine.engine",
+    "decode_node.engine.reservations",
+    "decode_node.engine.engine",
+    "decode_node.engine.handoffs",
+    "decode_node.engine.work",
+)
 SMALL = {  # bytes, so that a chunk of 6 tokens leaves layer by layer, in several messages, and credit runs out
     "prefill_node.groups.MIN_BYTES": 1,
     "prefill_node.groups.MESSAGE_BYTES": 512,
     "kv_transfer.handoff.cut.MESSAGE_BYTES": 256,
     "kv_transfer.handoff.cut.CHUNK_BYTES": 1536,
-    "prefill_node.engine.MIN_BYTES": 1,
+    "prefill_node.engine.sends.MIN_BYTES": 1,
     "kv_transfer.handoff.outbox.WINDOW_BYTES": 1024,
     "kv_transfer.handoff.staging.CREDIT_BYTES": 256,
     # The size of a buffer: thousands of worlds wait for the garbage collector.
@@ -60,7 +68,7 @@ class World:
         self._stack = ExitStack()
         self.now = 100.0
         clock = SimpleNamespace(monotonic=lambda: self.now)
-        for module in ("prefill_node.engine", "decode_node.engine"):
+        for module in TIMED:
             self._stack.enter_context(patch(f"{module}.time", clock))
         for name, value in SMALL.items():
             self._stack.enter_context(patch(name, value))
@@ -78,13 +86,12 @@ class World:
         )
         self.p_engine = PrefillEngine(self.prefill.runner, PrefillLimits(6, 3, 4), ANSWER_S)
         self.d_engine = DecodeEngine(
-            self.decode.runner, DecodeLimits(3, 4, 6), HandoffDeadlines(reserve_s=RESERVE_S, handoff_s=HANDOFF_S)
+            self.decode.runner, DecodeLimits(3, 4, 6), HandoffDeadlines(RESERVE_S, HANDOFF_S), {}, self
         )
         self.p_inbox: deque[Callable[[], None]] = deque()
         self.d_inbox: deque[Callable[[], None]] = deque()
         self.sink = WatchedSink(self.decode.runner, self.d_engine.streams, self._on_ready, self._on_failed)
         self.sink.world = self
-        self.d_engine.bind(self)
         self.links: list[FuzzLink] = []
         self.asked: list[Asked] = []
         self.handoffs: dict[str, Handoff] = {}
@@ -263,7 +270,7 @@ class World:
             self.faults.append(f"{ticket}: ended while its bytes are still to be sent")
         self.told_prefill[ticket] += 1
         link.refs.pop(ticket, None)
-        self.p_inbox.append(lambda: self.p_engine.handoff_ended(ticket, failure))
+        self.p_inbox.append(lambda: self.p_engine.handoff_ended(ticket, failure, self.now))
 
     def _on_ready(self, ticket: str, state: State, draft: Any) -> None:
         self.d_inbox.append(lambda: self.d_engine.handoff_ready(ticket, state, draft))

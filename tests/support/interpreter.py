@@ -22,7 +22,7 @@ def run_again_interpreted(file: str) -> None:
     if INTERPRETED:
         pytest.skip("this is the process with the interpreter")
     if not has_triton():
-        pytest.skip("triton is not installed")
+        pytest.skip("needs triton")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", file]
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)

@@ -13,7 +13,7 @@ from decode_node.node import DecodeNode
 from paceline.config import NodeConfig
 from paceline.engine.model_runner import ModelRunner
 from paceline.request import SequenceRequest
-from paceline.v1 import node_pb2, node_pb2_grpc
+from paceline.v1 import inference_pb2, node_pb2, node_pb2_grpc
 from paceline.wire import sequence_to_proto
 from prefill_node.node import PrefillNode
 from support.exactness import LogitBits, Outcome
@@ -100,17 +100,20 @@ class Pair:
     async def all_released(self, timeout_s: float = 10.0) -> None:
         """Until both nodes hold nothing; then the books must be whole."""
         async with asyncio.timeout(timeout_s):
-            while any(node.status().held for node in (self.prefill_node, self.decode_node)):
+            while any(node.shell.status().held for node in (self.prefill_node, self.decode_node)):
                 await asyncio.sleep(0.02)
-            while any(node.load().running for node in (self.prefill_node, self.decode_node)):
+            while any(load.running for load in self._loads()):
                 await asyncio.sleep(0.02)
             # A node forgets a request before its pages are back; what it tells of free pages comes after.
-            while any(n.load().free_pages < n.load().total_pages for n in (self.prefill_node, self.decode_node)):
+            while any(load.free_pages < load.total_pages for load in self._loads()):
                 await asyncio.sleep(0.02)
         for runner in (self.prefill, self.decode):
             cached = runner.prefix.num_pages if runner.prefix is not None else 0
             assert runner.allocator.check_integrity() == []
             assert runner.allocator.num_free + cached == runner.allocator.num_pages
+
+    def _loads(self) -> list[inference_pb2.NodeInfo]:
+        return [node.shell.load() for node in (self.prefill_node, self.decode_node)]
 
 
 async def _first_token(prefilling: asyncio.Task[None], answer: Answer) -> None:

@@ -44,3 +44,8 @@ def prompt_requests(folder: Path, max_tokens: int) -> list[SequenceRequest]:
             params = SamplingParams(temperature=temperature, seed=100 + i, max_tokens=max_tokens, stop_token_ids=(EOS,))
             requests.append(SequenceRequest(f"q{i}t{temperature:g}", ids, params))
     return requests
+
+
+def one_temperature_each(requests: list[SequenceRequest]) -> list[SequenceRequest]:
+    """Half of ``prompt_requests``: every question once, greedy and sampled in turn."""
+    return [request for i, request in enumerate(requests) if i % 4 in (0, 3)]

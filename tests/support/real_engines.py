@@ -8,7 +8,7 @@ from paceline.assembly.build import assemble, build_runner
 from paceline.config import NodeConfig
 from paceline.engine.model_runner import ModelRunner
 from support.exactness import run
-from support.prompts import prompt_requests
+from support.prompts import one_temperature_each, prompt_requests
 
 NUM_TOKENS = 64
 Options = dict[str, object]
@@ -19,8 +19,8 @@ VARIANTS: dict[str, tuple[Options, How]] = {
         {"drafter": "ngram", "num_draft_tokens": 8, "tree": "static", "tree_width": 3, "page_size": 64},
         {"batch": 8},
     ),
-    "mtp K=4, chunks of 7": ({"drafter": "mtp", "num_draft_tokens": 4}, {"batch": 40, "chunk_tokens": 7}),
-    "chunks of 1": ({"drafter": "none", "page_size": 64}, {"batch": 40, "chunk_tokens": 1}),
+    "mtp K=4, chunks of 7": ({"drafter": "mtp", "num_draft_tokens": 4}, {"batch": 20, "chunk_tokens": 7}),
+    "chunks of 1": ({"drafter": "none", "page_size": 64}, {"batch": 20, "chunk_tokens": 1}),
 }
 
 
@@ -28,10 +28,10 @@ class Engines:
     """Runners over one loaded target, and its plain answers: no drafts, no prefix cache."""
 
     def __init__(self, folder: Path, dtype: str, batch: int) -> None:
-        options = {"model": str(folder), "dtype": dtype, "drafter": "none", "threads": 1, "kv_cache_tokens": 16384}
+        options = {"model": str(folder), "dtype": dtype, "drafter": "none", "threads": 1, "kv_cache_tokens": 8192}
         self.config = NodeConfig.model_validate(options)
         self.first = build_runner(self.config)
-        self.requests = prompt_requests(folder, NUM_TOKENS)
+        self.requests = one_temperature_each(prompt_requests(folder, NUM_TOKENS))
         self.plain = run(self.variant(prefix_cache=False), self.requests, batch=batch)
 
     def variant(self, **options: object) -> ModelRunner:

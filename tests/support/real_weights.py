@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from draft_training.export import write_head
 from draft_training.start import HeadOptions, Source, build_head
-from paceline.assembly.shipped import shipped_heads
+from paceline.spec_decode.heads.shipped import shipped_heads
 
 
 class Weights:

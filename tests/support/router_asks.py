@@ -6,7 +6,7 @@ import asyncio
 from contextlib import aclosing
 from typing import Any
 
-from cluster.contract.plan import GenerationRequest
+from cluster.contract.generation import GenerationRequest
 from paceline.request import SamplingParams
 from paceline.results import Chunk, Generation
 from support.scripted_nodes import Fleet, letters

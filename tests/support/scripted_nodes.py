@@ -104,6 +104,8 @@ class Script:
     skip_at: int | None = None  # leaves this index out, once
     cached_tokens: int = 0
     round_pause_s: float = 0.0
+    begins: list[node_pb2.PrefillEvent | None] = field(default_factory=list)
+    """What the next Prefill calls answer alone, one each, in place of all else; None: nothing at all."""
 
 
 @dataclass
@@ -275,6 +277,10 @@ class FakePrefill(node_pb2_grpc.PrefillNodeServicer):
             self.node.tickets.append(request.ticket)
             if self.node.script.gate is not None:
                 await self.node.script.gate.wait()
+            if self.node.script.begins:
+                if (only := self.node.script.begins.pop(0)) is not None:
+                    await context.write(only)
+                return
             await self.node.maybe_die(0, context)
             index = len(sequence.output_token_ids)
             token_id = output_token(sequence, index)

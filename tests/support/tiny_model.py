@@ -13,7 +13,6 @@ from paceline.models.llama_shapes import model_shapes
 from paceline.models.loader import WeightBag
 from paceline.request import SamplingParams, SequenceRequest
 from paceline.spec_decode.base import Drafter
-from paceline.spec_decode.drafters.select import SelectingDrafter
 
 VOCAB = 199
 
@@ -63,8 +62,7 @@ def tiny_runner(
 
 def primary_of(runner: ModelRunner) -> Drafter:
     """The drafter that has the deployment's heads, whatever stands beside it."""
-    drafter = runner.drafter
-    return drafter.primary if isinstance(drafter, SelectingDrafter) else drafter
+    return runner.drafter.primary
 
 
 def tiny_request(

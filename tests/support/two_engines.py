@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from decode_node.engine import DecodeEngine, HandoffDeadlines
-from decode_node.scheduler import DecodeLimits
+from decode_node.engine.engine import DecodeEngine
+from decode_node.engine.reservations import HandoffDeadlines
+from decode_node.engine.scheduler import DecodeLimits
 from decode_node.sink import ReservedPages
 from decode_node.stream import EventQueue, Stream
 from kv_transfer.handoff.block import ByteClass
@@ -29,10 +30,10 @@ from paceline.errors import PacelineError
 from paceline.request import SequenceRequest
 from paceline.serving.loop import EngineLoop
 from paceline.v1 import handoff_pb2
-from prefill_node.engine import PrefillEngine
+from prefill_node.engine.engine import PrefillEngine
+from prefill_node.engine.scheduler import PrefillLimits
 from prefill_node.feeder import RowFeeder
 from prefill_node.job import PrefillJob
-from prefill_node.scheduler import PrefillLimits
 
 CHUNK_TOKENS = 5
 WAIT_S = 60.0
@@ -67,14 +68,20 @@ class Events(EventQueue):
         return event
 
 
+def failure_of(end: handoff_pb2.HandoffAck | str) -> str | None:
+    """Why a hand-off failed, as its sender was told; None: it did not."""
+    if isinstance(end, str):
+        return end
+    return None if end.HasField("ready") else end.failed.reason
+
+
 class Decode:
     """The decode side, over one link after another."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
         deadlines = HandoffDeadlines(reserve_s=WAIT_S, handoff_s=WAIT_S)
-        self.engine = DecodeEngine(runner, DecodeLimits(8, 32, CHUNK_TOKENS), deadlines)
-        self.engine.bind(self)
+        self.engine = DecodeEngine(runner, DecodeLimits(8, 32, CHUNK_TOKENS), deadlines, {}, self)
         self.landed: dict[str, str] = {}  # pool_digest of each hand-off by ticket, before decoding touched it
         self._sink = ReservedPages(runner, self.engine.streams, self._ready, self._failed)
         self._receiver: HandoffReceiver | None = None
@@ -144,8 +151,7 @@ class Prefill:
         self.sender = HandoffSender(
             transport,
             post,
-            on_terminal=lambda ticket, ack: self._ended(ticket, None if ack.HasField("ready") else ack.failed.reason),
-            on_failed=self._ended,
+            on_ended=lambda ticket, end: self._ended(ticket, failure_of(end)),
             on_link_lost=lambda reason: None,
         )
         layout = runner.kv.layout
@@ -190,4 +196,4 @@ class Prefill:
         assert self.runner.allocator.check_integrity() == []
 
     def _ended(self, ticket: str, failure: str | None) -> None:
-        self._loop.post(lambda: self.engine.handoff_ended(ticket, failure))
+        self._loop.post(lambda: self.engine.handoff_ended(ticket, failure, time.monotonic()))

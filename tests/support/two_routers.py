@@ -8,7 +8,8 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.contract.plan import GenerationRequest, Plan
+from cluster.contract.generation import GenerationRequest
+from cluster.contract.plan import Plan
 from cluster.frontdoor.service import GrpcServer, serve_grpc
 from cluster.routing.router import Router
 from cluster.state.journal import Journal, open_journal

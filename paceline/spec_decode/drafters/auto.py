@@ -33,9 +33,9 @@ from paceline.spec_decode.length.cost import COPY_SHARE, CostTable
 from paceline.spec_decode.length.rates import POOL_DECAY, REQUEST_DECAY, WidthCounts, pool_rates, reach, request_rates
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree
+from paceline.speculation import NONE
 
-AUTO, NONE = "auto", "none"
-SCRATCH = "auto"
+MEMORY = "auto"
 CHAIN, TREE = "chain", "tree"
 MATCH_CLASSES = ((8, "match 8+"), (4, "match 4-7"), (2, "match 2-3"), (1, "match 1"))  # least length, longest first
 LONGEST_MATCH = 8  # longer ones count as this
@@ -46,7 +46,7 @@ PROBE_GAP = 8  # rounds of a sequence between two of its trials of one arm
 MOST_ALLOWANCE = 8.0  # plain steps saved up at most
 QUARTERS = 4
 
-Plan = tuple[tuple[str, DraftBudget], ...]  # drafters to ask in order, until one finds something; never empty
+AskingOrder = tuple[tuple[str, DraftBudget], ...]  # drafters to ask in order, until one finds something; never empty
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class AutoChooser:
         self._seconds.clear()
         self._sharers.clear()
 
-    def choose(self, seq: Sequence, budget: DraftBudget, *, primary_ready: bool) -> Plan:
+    def choose(self, seq: Sequence, budget: DraftBudget, *, primary_ready: bool) -> AskingOrder:
         """Drafters to ask for the next tree. primary_ready: it has what it drafts from."""
         state = self._state(seq)
         self._learn(seq, state)
@@ -202,7 +202,7 @@ class AutoChooser:
                 break
         return tuple(plan) or ((NONE, budget),)
 
-    def settle(self, seq: Sequence, budget: DraftBudget, plan: Plan) -> Plan:
+    def settle(self, seq: Sequence, budget: DraftBudget, plan: AskingOrder) -> AskingOrder:
         """A plan of this round, once all are made: the primary's draft steps take about the same for one sequence as
         for all, so it drafts only where those that chose it gain more by it together than it and their rows take."""
         state = self._state(seq)
@@ -326,7 +326,7 @@ class AutoChooser:
 
     @staticmethod
     def _state(seq: Sequence) -> AutoState:
-        state = seq.scratch.get(SCRATCH)
+        state = seq.memory.get(MEMORY)
         if not isinstance(state, AutoState):
-            state = seq.scratch[SCRATCH] = AutoState()
+            state = seq.memory[MEMORY] = AutoState()
         return state

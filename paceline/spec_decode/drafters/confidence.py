@@ -3,9 +3,9 @@
 Greedy drafts, and greedy requests: q of the candidate, as in EAGLE-2 (arXiv 2406.16858).
 
 Coupled drafts of a sampled request are the first arrivals of a race, token i arriving at T_i = E_i / q_i, and the
-target runs the race over p with the *same* E (design 5.3). Given the arrivals, q_i is no longer the chance that i
-wins: an unlikely token with a tiny E_i has won the drafter's race and will win the target's unless p is much lower
-there. If the target's log p differs from log q by Gumbel errors of scale 1 / B, independent over tokens, then
+target runs the race over p with the *same* E (algorithms.md B10). Given the arrivals, q_i is no longer the chance
+that i wins: an unlikely token with a tiny E_i has won the drafter's race and will win the target's unless p is much
+lower there. If the target's log p differs from log q by Gumbel errors of scale 1 / B, independent over tokens, then
 token i wins with probability exactly T_i^-B / sum_j T_j^-B. The sum over the tokens that arrived after the last
 candidate k follows from the race itself: what is left arrives as a Poisson stream of rate 1 - q_1 - ... - q_k from T_k
 on, and sums to (1 - q_1 - ... - q_k) * T_k^(1-B) / (B - 1).

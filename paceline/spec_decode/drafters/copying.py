@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import heapq
 import sys
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
-from paceline.spec_decode.base import DraftBudget, TreeKind
+from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem, TreeKind
 from paceline.spec_decode.sequence import Sequence
+from paceline.spec_decode.trees.tree import DraftTree, build_tree
 
 GRAM_SIZES = (8, 4, 2, 1)  # searched for in this order
 MAX_MATCH = GRAM_SIZES[0]  # longer matches count as this
@@ -54,7 +56,7 @@ class OwnText:
     @classmethod
     def of(cls, seq: Sequence) -> str:
         """The sequence's text as of now; drafters share it."""
-        own = seq.scratch.setdefault("text", OwnText())
+        own = seq.memory.setdefault("text", OwnText())
         assert isinstance(own, OwnText)
         if own.digested < len(seq.token_ids):
             start = max(own.digested, len(seq.token_ids) - MAX_TOKENS)
@@ -101,7 +103,7 @@ def longest_first(occurrences: Iterable[Occurrence]) -> list[Occurrence]:
 
 
 @dataclass(frozen=True)
-class Growth:
+class CopyLimits:
     """Bounds of one proposal."""
 
     max_nodes: int  # root not counted
@@ -111,13 +113,13 @@ class Growth:
     min_confidence: float = 0.0  # of a node among its siblings
 
     @classmethod
-    def within(cls, budget: DraftBudget, min_probability: float = MIN_PROBABILITY) -> Growth:
+    def within(cls, budget: DraftBudget, min_probability: float = MIN_PROBABILITY) -> CopyLimits:
         """What a budget allows."""
         width = 1 if budget.tree is TreeKind.CHAIN else budget.tree_width
         return cls(budget.max_nodes - 1, budget.num_draft_tokens, width, min_probability, budget.min_confidence)
 
 
-def grow(occurrences: list[Occurrence], bounds: Growth) -> list[tuple[int, int]]:
+def grow(occurrences: list[Occurrence], bounds: CopyLimits) -> list[tuple[int, int]]:
     """(parent, token) pairs for build_tree: best-first expansion by path probability. Width 1 gives a chain."""
     pairs: list[tuple[int, int]] = []
     heap: list[tuple[float, int, int, int, str, list[Occurrence]]] = []  # -probability, serial, parent, depth, ...
@@ -159,3 +161,33 @@ def followers(at: Seq[Occurrence]) -> list[tuple[str, float, list[Occurrence]]]:
                 after.append((length + 1, text, index + 1))
     ranked = sorted(probability.items(), key=lambda item: -item[1])
     return [(token, likely, further[token]) for token, likely in ranked]
+
+
+class CopyingDrafter(Drafter):
+    """A drafter that only looks at tokens: a subclass says which (parent, token) pairs it drafts."""
+
+    def __init__(self, vocab_size: int) -> None:
+        """Raises ValueError for a vocabulary that copying cannot hold."""
+        check_vocab(vocab_size)
+        self.vocab_size = vocab_size
+        self.hits = 0  # rounds with at least one draft token
+        self.misses = 0
+
+    def extend(self, items: Seq[ExtendItem]) -> None:
+        """Needs no hidden rows; tokens are read when proposing."""
+
+    def propose(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[DraftTree]:
+        """See Drafter."""
+        return [self._propose(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
+
+    def _propose(self, seq: Sequence, budget: DraftBudget) -> DraftTree:
+        pairs: list[tuple[int, int]] = []
+        if budget.num_draft_tokens:
+            pairs = self._pairs(seq, budget)
+            self.hits += bool(pairs)
+            self.misses += not pairs
+        return build_tree(seq.token_ids[-1], pairs, self.vocab_size, budget.max_nodes, budget.num_draft_tokens)
+
+    @abstractmethod
+    def _pairs(self, seq: Sequence, budget: DraftBudget) -> list[tuple[int, int]]:
+        """What to draft, for ``build_tree``; the budget allows at least one token."""

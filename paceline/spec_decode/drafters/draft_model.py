@@ -21,6 +21,8 @@ from itertools import takewhile
 import torch
 
 from paceline.attention.base import AttentionBackend, ForwardBatch, Segment
+from paceline.attention.select import attention_for
+from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.kvcache.pool import KvPool
 from paceline.models.base import ForwardContext, TargetModel
@@ -28,6 +30,8 @@ from paceline.spec_decode.base import DraftBudget, Drafter, DraftSampling, Exten
 from paceline.spec_decode.drafters.candidates import Candidates, choose
 from paceline.spec_decode.drafters.confidence import log_values
 from paceline.spec_decode.drafters.growing import GrowingDraft, grown_tree, hang, next_levels, static_choices
+from paceline.spec_decode.drafters.plan import DrafterPlan, budget_of
+from paceline.spec_decode.heads.draft_model import load_draft_model
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.expand import ROOT, DynamicGrowth, Growth, StaticGrowth
 from paceline.spec_decode.trees.static_trees import RankPath, fitted_counts
@@ -87,7 +91,7 @@ class DraftModelDrafter(Drafter):
         static_tree: Seq[RankPath] = (),
     ) -> None:
         """attention: for the draft model's heads. first_layer: the pool's layer that holds the draft's layer 0. width:
-        candidates of each node. static_tree: see ``choices``; none means a comb of the budget's width.
+        candidates of each node. static_tree: see ``static_trees``; none means a comb of the budget's width.
 
         Raises ConfigError when the two models cannot share tokens or pages.
         """
@@ -147,7 +151,7 @@ class DraftModelDrafter(Drafter):
         while self._add_level(active):
             pass
         for draft in active:
-            draft.seq.scratch[self.name] = Written(draft.committed, tuple(draft.in_place))
+            draft.seq.memory[self.name] = Written(draft.committed, tuple(draft.in_place))
         return [grown_tree(draft, self.target.spec.vocab_size, self.name) for draft in drafts]
 
     def _is_dynamic(self, budget: DraftBudget) -> bool:
@@ -215,7 +219,7 @@ class DraftModelDrafter(Drafter):
 
 def _came_true(seq: Sequence, end: int) -> int:
     """How many rows from ``seq.draft_rows`` on the last round left exact, now that tokens before ``end`` have KV."""
-    written = seq.scratch.pop(DraftModelDrafter.name, None)
+    written = seq.memory.pop(DraftModelDrafter.name, None)
     if not isinstance(written, Written) or written.start != seq.draft_rows:
         return 0
     pairs = zip(written.token_ids, seq.token_ids[written.start : end], strict=False)
@@ -239,3 +243,18 @@ def check_pair(target: TargetModel, draft: TargetModel) -> None:
         differ.append(f"dtype {draft.dtype} (target {target.dtype})")
     if differ:
         raise ConfigError("drafter_path", f"the draft model does not fit the target: {', '.join(differ)}")
+
+
+def plan(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:
+    """See PlanDrafter."""
+    if not config.drafter_path:
+        raise ConfigError("drafter_path", "the draft model's folder or name is needed")
+    first = len(model.kv_layers)
+    draft, digest = load_draft_model(config.drafter_path, model, first)
+
+    def make(kv: KvPool, attention: AttentionBackend) -> Drafter:
+        spec, width = draft.spec, budget_of(config).tree_width
+        own = attention_for(model.device, spec.num_heads, spec.num_kv_heads, spec.head_dim, config.attention)
+        return DraftModelDrafter(model, draft, kv, own, first, width, DraftSampling(config.draft_sampling))
+
+    return DrafterPlan(draft.kv_layers, digest, make)

@@ -76,7 +76,7 @@ class FeatureDrafter(Drafter):
         static_tree: Seq[RankPath] = (),
         expand_above: float | None = None,
     ) -> None:
-        """width: candidates kept of each row. static_tree: see ``choices``; none means a comb of the budget's
+        """width: candidates kept of each row. static_tree: see ``static_trees``; none means a comb of the budget's
         width. expand_above: dynamic trees expand every node whose path has this probability (0 < it <= 1) instead of
         the budget's width a level. Raises ConfigError."""
         self.name, self.model, self.head, self.kv, self.attention = name, model, head, kv, attention

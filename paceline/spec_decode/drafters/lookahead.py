@@ -13,8 +13,11 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from paceline.config import EngineConfig
+from paceline.models.base import TargetModel
 from paceline.request import UINT64_MAX, derive_seed
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem, TreeKind
+from paceline.spec_decode.drafters.plan import DrafterPlan, plan_weightless
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree, build_tree
 
@@ -89,6 +92,7 @@ class LookaheadState:
     pool: NgramPool
     fillers: list[int]  # what random window tokens are drawn from
     seed: int
+    num_learnt: int  # tokens of the sequence whose n-grams are in the pool, or are not wanted there
     step: Step | None = None  # proposed and not yet observed
 
     def filler(self, position: int) -> int:
@@ -97,7 +101,7 @@ class LookaheadState:
 
 
 @dataclass
-class Plan:
+class StepPairs:
     """(parent, token) pairs for build_tree, and which pair each window cell is."""
 
     pairs: list[tuple[int, int]] = field(default_factory=list)
@@ -131,14 +135,14 @@ class Plan:
 class LookaheadDrafter(Drafter):
     """Jacobi windows and n-gram guesses.
 
-    Wants a budget of kind STATIC, width above 1, num_draft_tokens = lookahead_depth(levels, window) and tree_nodes =
-    lookahead_nodes(levels, window, guesses) - 1. With less, the rightmost columns and the oldest guesses stay out;
-    window cells that were not verified are filled with random prompt tokens. A chain budget gets the newest guess,
-    or column 0 when there is none.
+    A chain budget gets the newest guess, or nothing: a column of the window that few rounds refined is seldom right.
+    The window needs a budget of kind STATIC, width above 1, num_draft_tokens = lookahead_depth(levels, window) and
+    tree_nodes = lookahead_nodes(levels, window, guesses) - 1. With less, the rightmost columns and the oldest guesses
+    stay out; window cells that were not verified are filled with random prompt tokens.
 
     levels: N, length of an n-gram (its first token counted), at least 2. window: W columns. guesses: G n-grams kept
-    per first token and verified at most. eos_token_ids are kept out of window and pool. pool_from_prompt: fill the
-    pool with the n-grams of the tokens known when drafting begins.
+    per first token and verified at most. eos_token_ids are kept out of window and pool. pool_from_text: fill the
+    pool with the n-grams of prompt and committed output, too.
     """
 
     name = "lookahead"
@@ -151,13 +155,13 @@ class LookaheadDrafter(Drafter):
         levels: int = 5,
         window: int = 7,
         guesses: int = 7,
-        pool_from_prompt: bool = True,
+        pool_from_text: bool = True,
     ) -> None:
         if levels < 2 or window < 1 or guesses < 1:
             raise ValueError("levels must be at least 2, window and guesses at least 1")
         self.vocab_size, self.eos = vocab_size, frozenset(eos_token_ids)
         self.levels, self.window, self.guesses = levels, window, guesses
-        self.pool_from_prompt = pool_from_prompt
+        self.pool_from_text = pool_from_text
         self.hits = 0  # rounds with at least one guess
         self.misses = 0
 
@@ -173,6 +177,7 @@ class LookaheadDrafter(Drafter):
         if budget.num_draft_tokens == 0:
             return DraftTree((root,), (-1,), (0,))
         state = self._state(seq)
+        self._learn_text(state, seq.token_ids)
         full = len(state.levels) == self.levels - 1
         guesses = state.pool.get(root) if full else []
         self.hits += bool(guesses)
@@ -182,14 +187,12 @@ class LookaheadDrafter(Drafter):
         state.step = Step(tree, len(seq.token_ids) - 1, plan.nodes(tree))
         return tree
 
-    def _plan(self, levels: Levels, guesses: list[tuple[int, ...]], budget: DraftBudget) -> Plan:
+    def _plan(self, levels: Levels, guesses: list[tuple[int, ...]], budget: DraftBudget) -> StepPairs:
         """Guesses may take half of a narrow budget, at least one; the window comes next, further guesses last."""
-        plan, room, length = Plan(), budget.max_nodes - 1, self.levels - 1
+        plan, room, length = StepPairs(), budget.max_nodes - 1, self.levels - 1
         if budget.tree is TreeKind.CHAIN or budget.tree_width == 1:
             if guesses:
                 plan.add_chain(guesses[0])
-            elif len(levels) - 1 <= budget.num_draft_tokens:
-                plan.add_column(levels, 0)
             return plan
         sure = min(len(guesses), max(1, room // 2 // length))
         for guess in guesses[:sure]:
@@ -204,25 +207,30 @@ class LookaheadDrafter(Drafter):
         return plan
 
     def _state(self, seq: Sequence) -> LookaheadState:
-        state = seq.scratch.get(self.name)
+        state = seq.memory.get(self.name)
         if state is None:
-            state = seq.scratch[self.name] = self._start(seq)
+            state = seq.memory[self.name] = self._start(seq)
         assert isinstance(state, LookaheadState)
         return state
 
     def _start(self, seq: Sequence) -> LookaheadState:
-        tokens, pool = seq.token_ids, NgramPool(self.guesses)
-        if self.pool_from_prompt:
-            for i in range(max(0, len(tokens) - MAX_POOL_KEYS), len(tokens) - self.levels + 1):
-                self._learn(pool, tokens[i], tuple(tokens[i + 1 : i + self.levels]))
+        tokens = seq.token_ids
         end = seq.request.prompt_token_ids[-MAX_POOL_KEYS:]
         prompt = [t for t in end if t not in self.eos and 0 <= t < self.vocab_size]
         anything = next((t for t in range(self.vocab_size) if t not in self.eos), 0)
         seed = ((seq.request.params.seed or 0) ^ WINDOW_STREAM) & UINT64_MAX
-        state = LookaheadState([[]], pool, prompt or [anything], seed)
+        learnt = max(0, len(tokens) - MAX_POOL_KEYS)
+        state = LookaheadState([[]], NgramPool(self.guesses), prompt or [anything], seed, learnt)
         after = range(len(tokens), len(tokens) + self.window + self.levels - 3)
         state.levels[0] = [state.filler(position) for position in after]
         return state
+
+    def _learn_text(self, state: LookaheadState, tokens: Seq[int]) -> None:
+        """Enter the n-grams that the text has had since the last round: what followed a token is the newest guess."""
+        end = len(tokens) - self.levels + 1
+        for i in range(state.num_learnt, end if self.pool_from_text else 0):
+            self._learn(state.pool, tokens[i], tuple(tokens[i + 1 : i + self.levels]))
+        state.num_learnt = max(state.num_learnt, end)
 
     def _learn(self, pool: NgramPool, key: int, continuation: tuple[int, ...]) -> None:
         if self.eos.isdisjoint(continuation):  # the walk never goes past an end-of-sequence token
@@ -230,7 +238,7 @@ class LookaheadDrafter(Drafter):
 
     def observe(self, seq: Sequence, tree: DraftTree, argmax: Seq[int]) -> None:
         """One Jacobi step: the window moves by one position, finished n-grams enter the pool (column 0's newest)."""
-        state = seq.scratch.get(self.name)
+        state = seq.memory.get(self.name)
         if not isinstance(state, LookaheadState) or state.step is None or state.step.tree != tree:
             return
         step, state.step = state.step, None
@@ -252,4 +260,9 @@ class LookaheadDrafter(Drafter):
 
     def finish(self, seq: Sequence) -> None:
         """Forget window and pool."""
-        seq.scratch.pop(self.name, None)
+        seq.memory.pop(self.name, None)
+
+
+def plan(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:
+    """See PlanDrafter."""
+    return plan_weightless(LookaheadDrafter(model.spec.vocab_size, model.spec.eos_token_ids))

@@ -3,7 +3,7 @@
 Off by one: with last committed token t_m the last true hidden row is h_{m-1}. The LM head predicted t_m from it, which
 is sampled already; head k (from 0) predicts t_{m+1+k}, the candidates of depth k + 1. Heads do not see each other's
 tokens, so the candidates are a Cartesian product, of which a tree keeps a part: ``choices`` decided beforehand, best
-built from measured acceptance (``choices.best_choices``), or the best of this very request's product.
+built from measured acceptance (``static_trees.best_choices``), or the best of this very request's product.
 """
 
 from __future__ import annotations
@@ -16,13 +16,19 @@ from itertools import takewhile
 import torch
 import torch.nn.functional as F
 
+from paceline.attention.base import AttentionBackend
+from paceline.config import EngineConfig
 from paceline.errors import ConfigError
+from paceline.kvcache.pool import KvPool
 from paceline.layers.linear import Linear
 from paceline.models.base import TargetModel
 from paceline.models.loader import WeightBag
 from paceline.spec_decode.base import DraftBudget, Drafter, DraftSampling, ExtendItem, TreeKind
 from paceline.spec_decode.drafters.candidates import Candidates, choose
 from paceline.spec_decode.drafters.confidence import log_values
+from paceline.spec_decode.drafters.plan import DrafterPlan, budget_of, heads_folder
+from paceline.spec_decode.heads.detect import read_head
+from paceline.spec_decode.heads.formats.config import HeadKind
 from paceline.spec_decode.sequence import DraftState, Sequence
 from paceline.spec_decode.trees.static_trees import (
     MEDUSA_RATES,
@@ -241,3 +247,17 @@ class MedusaDrafter(Drafter):
         values = log_values(state.proposal_ids, state.proposal_probs, params, positions, coupled=coupled)
         rates: list[list[float]] = values.exp()[:, :width].tolist()
         return rates
+
+
+def plan(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:
+    """See PlanDrafter."""
+    folder = heads_folder(name, config)
+    found = read_head(folder, model.dtype, model.device)
+    if found.kind is not HeadKind.MEDUSA:
+        raise ConfigError("drafter", f"{folder} holds {found.kind} weights, not those of --drafter {name}")
+    heads = MedusaHeads(model, found.tensors)
+
+    def make(kv: KvPool, attention: AttentionBackend) -> Drafter:
+        return MedusaDrafter(model, heads, budget_of(config).tree_width, None, DraftSampling(config.draft_sampling))
+
+    return DrafterPlan((), found.digest, make)

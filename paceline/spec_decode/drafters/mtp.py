@@ -11,21 +11,29 @@ g^{k-1} of the first rewritten row: that one row per module is what ``DraftState
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from paceline.attention.base import AttentionBackend, ForwardBatch, Segment
+from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.kvcache.pool import KvPool
 from paceline.models.base import ForwardContext, TargetModel
 from paceline.spec_decode.base import DraftBudget, Drafter, DraftSampling, ExtendItem, TreeKind
 from paceline.spec_decode.drafters.candidates import choose
 from paceline.spec_decode.drafters.confidence import log_values
-from paceline.spec_decode.heads.mtp import MtpModule, mtp_kv_layers
+from paceline.spec_decode.drafters.feature import FeatureDrafter
+from paceline.spec_decode.drafters.plan import DrafterPlan, budget_of
+from paceline.spec_decode.heads.mtp import MtpHead, MtpModule, load_mtp, mtp_kv_layers
+from paceline.spec_decode.heads.shipped import own_modules, shipped_heads
 from paceline.spec_decode.sequence import DraftState, Sequence
 from paceline.spec_decode.trees.tree import DraftTree, build_tree, comb
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -202,3 +210,30 @@ class MtpDrafter(Drafter):
         sure = log_values(ids, probs, params, positions, coupled=coupled)[:, 0].exp().tolist()
         unsure = (d for d, confidence in enumerate(sure) if confidence < budget.min_confidence)
         return next(unsure, depth - 1) + 1
+
+
+def plan(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:
+    """See PlanDrafter: one module is stepped like an EAGLE head, several are chained."""
+    path = str(_folder(config, model) or "")
+    if not path:
+        log.warning("no --drafter-path: MTP heads are untrained; the text is right, but almost no draft is accepted")
+    modules, digest = load_mtp(path, model, config.mtp_modules, model.rope_table())
+    if config.expand_above and len(modules) > 1:
+        raise ConfigError("expand_above", "chained MTP modules draft no dynamic trees")
+
+    def make(kv: KvPool, attention: AttentionBackend) -> Drafter:
+        width, sampling = budget_of(config).tree_width, DraftSampling(config.draft_sampling)
+        if len(modules) == 1:
+            head, above = MtpHead(model, modules[0]), config.expand_above or None
+            return FeatureDrafter(name, model, head, kv, attention, width, sampling, expand_above=above)
+        return MtpDrafter(model, modules, kv, attention, width, sampling)
+
+    return DrafterPlan(mtp_kv_layers(model.kv_layers, len(modules)), digest, make)
+
+
+def _folder(config: EngineConfig, model: TargetModel) -> Path | None:
+    """Modules that were given, that ship in this number, or that lie in the target's own checkpoint."""
+    if config.drafter_path:
+        return Path(config.drafter_path)
+    name = "mtp" if config.mtp_modules == 1 else f"mtp{config.mtp_modules}"
+    return shipped_heads(config.model, name) or (own_modules(config.model) if model.spec.num_mtp_modules else None)

@@ -10,11 +10,14 @@ from collections.abc import Sequence as Seq
 
 import torch
 
+from paceline.config import EngineConfig
+from paceline.models.base import TargetModel
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
+from paceline.spec_decode.drafters.plan import DrafterPlan, plan_weightless
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree, build_tree
 
-KEPT = "rows to hand over"  # in Sequence.scratch
+KEPT = "rows to hand over"  # in Sequence.memory
 
 
 class RowExporter(Drafter):
@@ -39,7 +42,7 @@ class RowExporter(Drafter):
         """See Drafter: keep the rows."""
         for item in items:
             rows = item.hidden.clone() if self._fuse is None else self._fuse(item.hidden)
-            kept = item.seq.scratch.setdefault(KEPT, [])
+            kept = item.seq.memory.setdefault(KEPT, [])
             assert isinstance(kept, list)
             kept.append((item.start, rows))
 
@@ -50,6 +53,11 @@ class RowExporter(Drafter):
 
 def take_rows(seq: Sequence) -> list[tuple[int, torch.Tensor]]:
     """(first row, rows [n, row_width]) kept since the last call, in order."""
-    kept = seq.scratch.pop(KEPT, [])
+    kept = seq.memory.pop(KEPT, [])
     assert isinstance(kept, list)
     return kept
+
+
+def export_rows(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:
+    """See PlanDrafter: the target's own hidden rows."""
+    return plan_weightless(RowExporter(name, model.spec.vocab_size, model.spec.hidden_size))

@@ -17,13 +17,14 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
-from paceline.spec_decode.drafters.auto import AUTO, NONE, AutoChooser, Plan
+from paceline.spec_decode.drafters.auto import AskingOrder, AutoChooser
 from paceline.spec_decode.drafters.none import NoDrafter
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree
 from paceline.spec_decode.unread import UnreadChains
+from paceline.speculation import AUTO, NONE
 
-SCRATCH = "held"
+MEMORY = "held"
 MAX_HELD_ROWS = 64  # of one sequence: bounds their memory, and how long the step that takes them all may be
 
 
@@ -36,7 +37,7 @@ class Held:
     @classmethod
     def of(cls, seq: Sequence) -> Held:
         """The sequence's."""
-        held = seq.scratch.setdefault(SCRATCH, cls())
+        held = seq.memory.setdefault(MEMORY, cls())
         assert isinstance(held, cls)
         return held
 
@@ -77,7 +78,7 @@ class SelectingDrafter(Drafter):
                 raise ConfigError("drafter", f"{name} keeps KV rows or state: only the primary drafter may")
             if name in (primary.name, AUTO):
                 raise ConfigError("drafter", f"{name} is given twice")
-        self.primary, self._chooser = primary, chooser
+        self._primary, self._chooser = primary, chooser
         self._drafters = {primary.name: primary, **others}
         self._drafters.setdefault(NONE, NoDrafter())
         self.choices = (*self._drafters, *([AUTO] if chooser is not None else []))
@@ -101,6 +102,11 @@ class SelectingDrafter(Drafter):
         self.needs_extend = any(drafter.needs_extend for drafter in self._drafters.values())
         self.needs_argmax = any(drafter.needs_argmax for drafter in self._drafters.values())
 
+    @property
+    def primary(self) -> Drafter:
+        """See Drafter."""
+        return self._primary
+
     def choice(self, seq: Sequence) -> str:
         """The drafter of a request, or ``auto``."""
         asked = seq.request.speculation.drafter or self.default
@@ -108,7 +114,7 @@ class SelectingDrafter(Drafter):
 
     def fuse(self, rows: torch.Tensor) -> torch.Tensor:
         """See Drafter."""
-        return self.primary.fuse(rows)
+        return self._primary.fuse(rows)
 
     def draft_slots(self, budget: DraftBudget) -> int:
         """See Drafter: of the drafter that writes most."""
@@ -118,7 +124,7 @@ class SelectingDrafter(Drafter):
         """See Drafter."""
         for name, drafter in self._drafters.items():
             mine = [item for item in items if drafter.needs_extend and self._may_use(name, item.seq)]
-            now = [item for item in mine if drafter is not self.primary or not self._held(item)]
+            now = [item for item in mine if drafter is not self._primary or not self._held(item)]
             if now:
                 drafter.extend(now)
         self._digest([item.seq for item in items if Held.of(item.seq).num_rows > MAX_HELD_ROWS])
@@ -126,7 +132,7 @@ class SelectingDrafter(Drafter):
     def _held(self, item: ExtendItem) -> bool:
         """Hold back a decoded row, if the primary may not be asked next and could draft already."""
         seq = item.seq
-        if not (self._patient or self.choice(seq) == AUTO) or seq.draft is None or item.start < seq.num_prefill:
+        if not (self._patient or self.choice(seq) == AUTO) or not seq.has_candidates or item.start < seq.num_prefill:
             return False
         Held.of(seq).items.append(replace(item, hidden=item.hidden.clone()))  # its memory may be the next round's
         return True
@@ -135,7 +141,7 @@ class SelectingDrafter(Drafter):
         """Give the primary what was held back of ``seqs``."""
         items = [held.take() for seq in seqs if (held := Held.of(seq)).items]
         if items:
-            self.primary.extend(items)
+            self._primary.extend(items)
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[DraftTree]:
         """See Drafter. A plan's later drafters are asked where the earlier found nothing; a primary that steps comes
@@ -144,7 +150,7 @@ class SelectingDrafter(Drafter):
         trees: list[DraftTree | None] = [None] * len(seqs)
         step = 0
         waiting = list(range(len(seqs)))
-        last = self.primary.name if self.primary.needs_extend else ""
+        last = self._primary.name if self._primary.needs_extend else ""
         for_primary: list[int] = []
         while waiting:
             groups: dict[str, list[int]] = {}
@@ -167,12 +173,12 @@ class SelectingDrafter(Drafter):
 
     def propose_unread(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> UnreadChains | None:
         """See Drafter: where all sequences are the primary's, by their own choice."""
-        if self._chooser is not None or any(self.choice(seq) != self.primary.name for seq in seqs):
+        if self._chooser is not None or any(self.choice(seq) != self._primary.name for seq in seqs):
             return None
-        if self._fallback is not None and self.primary.state_width and any(seq.draft is None for seq in seqs):
+        if self._fallback is not None and self._primary.state_width and not all(seq.has_candidates for seq in seqs):
             return None
         self._digest([seq for seq, budget in zip(seqs, budgets, strict=True) if budget.num_draft_tokens])
-        return self.primary.propose_unread(seqs, budgets)
+        return self._primary.propose_unread(seqs, budgets)
 
     def observe(self, seq: Sequence, tree: DraftTree, argmax: Seq[int]) -> None:
         """See Drafter: to the one that made the tree."""
@@ -188,19 +194,23 @@ class SelectingDrafter(Drafter):
             if self._may_use(name, seq):
                 drafter.finish(seq)
 
+    def copies(self) -> dict[str, tuple[int, int]]:
+        """See Drafter."""
+        return {name: counts for drafter in self._drafters.values() for name, counts in drafter.copies().items()}
+
     def _may_use(self, name: str, seq: Sequence) -> bool:
         choice = self.choice(seq)
         return choice == name or (choice == AUTO and self._chooser is not None and name in self._chooser.drafters)
 
-    def _plans(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[Plan]:
-        plans: list[Plan] = []
+    def _plans(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[AskingOrder]:
+        plans: list[AskingOrder] = []
         if self._chooser is not None:
             self._chooser.start_round(len(seqs))
         for seq, budget in zip(seqs, budgets, strict=True):
             choice = self.choice(seq)
             # A drafter without hidden rows of its own (a draft model) drafts from tokens and KV alone.
-            ready = seq.draft is not None or self.primary.state_width == 0
-            if choice == self.primary.name and not ready and self._fallback is not None:
+            ready = seq.has_candidates or self._primary.state_width == 0
+            if choice == self._primary.name and not ready and self._fallback is not None:
                 plans.append(((self._fallback, budget),))
             elif choice == AUTO and self._chooser is not None:
                 plans.append(self._chooser.choose(seq, budget, primary_ready=ready))
@@ -228,5 +238,5 @@ class SelectingDrafter(Drafter):
             trees[i] = replace(tree, drafter=name)
 
     @staticmethod
-    def _goes_on(tree: DraftTree | None, plan: Plan, step: int) -> bool:
+    def _goes_on(tree: DraftTree | None, plan: AskingOrder, step: int) -> bool:
         return step < len(plan) and tree is not None and tree.num_draft_tokens == 0

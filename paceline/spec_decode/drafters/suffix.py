@@ -10,29 +10,29 @@ the paper takes the best score.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-
-from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
+from paceline.config import EngineConfig
+from paceline.models.base import TargetModel
+from paceline.spec_decode.base import DraftBudget
 from paceline.spec_decode.drafters.copying import (
     MAX_MATCH,
     MIN_PROBABILITY,
-    Growth,
+    CopyingDrafter,
+    CopyLimits,
     Occurrence,
     OwnText,
-    check_vocab,
     find,
     grow,
     longest_first,
     own_occurrences,
 )
+from paceline.spec_decode.drafters.plan import DrafterPlan, plan_weightless
 from paceline.spec_decode.drafters.tenants import TenantOutputs
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.trees.tree import DraftTree, build_tree
 
 OTHERS_DISCOUNT = 0.5  # a match in another text counts as that much shorter: the request's own win ties
 
 
-class SuffixDrafter(Drafter):
+class SuffixDrafter(CopyingDrafter):
     """Suffix decoding over each request's tokens and its tenant's finished outputs.
 
     min_probability: drafting stops below this estimated path probability. shared_tokens: finished output tokens kept
@@ -51,26 +51,12 @@ class SuffixDrafter(Drafter):
     ) -> None:
         if not 0.0 < min_probability <= 1.0:
             raise ValueError(f"min_probability must be in (0, 1], got {min_probability}")
-        check_vocab(vocab_size)
-        self.vocab_size, self.min_probability = vocab_size, min_probability
+        super().__init__(vocab_size)
+        self.min_probability = min_probability
         self.outputs = TenantOutputs(self.name, shared_tokens, max_tenants)
-        self.hits = 0  # rounds with at least one draft token
-        self.misses = 0
 
-    def extend(self, items: Seq[ExtendItem]) -> None:
-        """Needs no hidden rows; tokens are read when proposing."""
-
-    def propose(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[DraftTree]:
-        """See Drafter."""
-        return [self._propose(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
-
-    def _propose(self, seq: Sequence, budget: DraftBudget) -> DraftTree:
-        pairs: list[tuple[int, int]] = []
-        if budget.num_draft_tokens:
-            pairs = grow(self._occurrences(seq), Growth.within(budget, self.min_probability))
-            self.hits += bool(pairs)
-            self.misses += not pairs
-        return build_tree(seq.token_ids[-1], pairs, self.vocab_size, budget.max_nodes, budget.num_draft_tokens)
+    def _pairs(self, seq: Sequence, budget: DraftBudget) -> list[tuple[int, int]]:
+        return grow(self._occurrences(seq), CopyLimits.within(budget, self.min_probability))
 
     def _occurrences(self, seq: Sequence) -> list[Occurrence]:
         text, others = OwnText.of(seq), self.outputs.text(seq)
@@ -80,3 +66,8 @@ class SuffixDrafter(Drafter):
     def finish(self, seq: Sequence) -> None:
         """Learn from the output, once."""
         self.outputs.learn(seq)
+
+
+def plan(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:
+    """See PlanDrafter."""
+    return plan_weightless(SuffixDrafter(model.spec.vocab_size))

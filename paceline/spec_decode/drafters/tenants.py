@@ -66,7 +66,7 @@ class TenantOutputs:
     def __init__(self, drafter: str, max_tokens: int, max_tenants: int) -> None:
         if max_tokens < 0:
             raise ValueError(f"the number of shared tokens must be at least 0, got {max_tokens}")
-        self._learnt = f"{drafter} learnt"  # marks a sequence, in its scratch
+        self._learnt = f"{drafter} learnt"  # marks a sequence, in its memory
         self._max_tokens = max_tokens
         self.tenants = TenantCache(lambda: FinishedTexts(max_tokens), max_tenants)
 
@@ -78,7 +78,7 @@ class TenantOutputs:
     def learn(self, seq: Sequence) -> None:
         """Keep a finished sequence's output, once."""
         output = seq.output_token_ids
-        if self._learnt in seq.scratch or len(output) < MIN_LEARNT_TOKENS or self._max_tokens <= MIN_LEARNT_TOKENS:
+        if self._learnt in seq.memory or len(output) < MIN_LEARNT_TOKENS or self._max_tokens <= MIN_LEARNT_TOKENS:
             return
-        seq.scratch[self._learnt] = True
+        seq.memory[self._learnt] = True
         self.tenants.get(seq.request.cache_salt).add(output)

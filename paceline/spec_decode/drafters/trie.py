@@ -15,20 +15,22 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem, TreeKind
+from paceline.config import EngineConfig
+from paceline.models.base import TargetModel
+from paceline.spec_decode.base import DraftBudget, TreeKind
 from paceline.spec_decode.drafters.copying import (
     BOUNDARY,
     MAX_MATCH,
+    CopyingDrafter,
     Occurrence,
     OwnText,
-    check_vocab,
     find,
     longest_first,
     own_occurrences,
 )
+from paceline.spec_decode.drafters.plan import DrafterPlan, plan_weightless
 from paceline.spec_decode.drafters.tenants import TenantOutputs
 from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.trees.tree import DraftTree, build_tree
 
 Place = tuple[Seq[Occurrence], Seq[Occurrence]]  # where the same path stands in the prompt and in outputs
 Ranking = Callable[[int, int], float]  # (count in the prompt, count in outputs) -> score; 0 is never drafted
@@ -112,7 +114,7 @@ class Branches:
             place = best.place
 
 
-class TrieDrafter(Drafter):
+class TrieDrafter(CopyingDrafter):
     """Trie retrieval over each prompt, its output, and its tenant's finished outputs.
 
     output_weight (w): rank is (1-w) * prompt count + w * output count. min_prompt_share, min_output_share: of the
@@ -136,28 +138,15 @@ class TrieDrafter(Drafter):
             raise ValueError(f"output_weight must be between 0 and 1, got {output_weight}")
         if min(min_prompt_share, min_output_share) < 0.0 or min_prompt_share + min_output_share > 1.0:
             raise ValueError("the shares must not be negative nor add up to more than 1")
-        check_vocab(vocab_size)
-        self.vocab_size, self.output_weight = vocab_size, output_weight
+        super().__init__(vocab_size)
+        self.output_weight = output_weight
         self.min_prompt_share, self.min_output_share = min_prompt_share, min_output_share
         self.outputs = TenantOutputs(self.name, shared_tokens, max_tenants)
-        self.hits = 0  # rounds with at least one draft token
-        self.misses = 0
 
-    def extend(self, items: Seq[ExtendItem]) -> None:
-        """Needs no hidden rows; tokens are read when proposing."""
-
-    def propose(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[DraftTree]:
-        """See Drafter."""
-        return [self._propose(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
-
-    def _propose(self, seq: Sequence, budget: DraftBudget) -> DraftTree:
+    def _pairs(self, seq: Sequence, budget: DraftBudget) -> list[tuple[int, int]]:
         branches = Branches(budget.max_nodes - 1, budget.num_draft_tokens)
-        if budget.num_draft_tokens:
-            self._retrieve(seq, budget, branches)
-            self.hits += bool(branches.pairs)
-            self.misses += not branches.pairs
-        root = seq.token_ids[-1]
-        return build_tree(root, branches.pairs, self.vocab_size, budget.max_nodes, budget.num_draft_tokens)
+        self._retrieve(seq, budget, branches)
+        return branches.pairs
 
     def _retrieve(self, seq: Sequence, budget: DraftBudget, branches: Branches) -> None:
         """Longest suffix first; shorter ones fill what room is left."""
@@ -190,3 +179,8 @@ class TrieDrafter(Drafter):
     def finish(self, seq: Sequence) -> None:
         """Learn from the output, once."""
         self.outputs.learn(seq)
+
+
+def plan(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:
+    """See PlanDrafter."""
+    return plan_weightless(TrieDrafter(model.spec.vocab_size))

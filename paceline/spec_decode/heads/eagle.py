@@ -1,7 +1,8 @@
 """EAGLE-1/2 (arXiv 2401.15077, 2406.16858) and EAGLE-3 (arXiv 2503.01840) heads over the paged pool (algorithms.md C).
 
 EAGLE-2 is EAGLE-1's weights under dynamic trees. A head's layer has its own geometry: heads, widths and rope may all
-differ from the target's. Rows keep their bits whatever rows lie beside them, as in the target (design 5).
+differ from the target's. Rows keep their bits whatever rows lie beside them, as in the target
+(docs/internals/exactness.md).
 """
 
 from __future__ import annotations

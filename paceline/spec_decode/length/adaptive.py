@@ -2,7 +2,7 @@
 
 A policy decides before the round, from what earlier rounds showed and what they cost, never from the round's own
 randomness (B7). It only lowers what the deployment and the request allow. Its memory of a sequence is
-``seq.scratch["length"]``; a sequence that arrives without one starts young.
+``seq.memory["length"]``; a sequence that arrives without one starts young.
 
 ========= ===================================================================================================
 fixed     what the request and the deployment allow
@@ -29,7 +29,7 @@ from paceline.spec_decode.length.rates import POOL_DECAY, REQUEST_DECAY, WidthCo
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree
 
-SCRATCH = "length"
+MEMORY = "length"
 PolicyName = Literal["fixed", "window", "goodput"]
 
 
@@ -121,9 +121,9 @@ class WindowLength(LengthPolicy):
             state.length = max(state.length - 1, self.least)
 
     def _state(self, seq: Sequence) -> WindowState:
-        state = seq.scratch.get(SCRATCH)
+        state = seq.memory.get(MEMORY)
         if not isinstance(state, WindowState):
-            state = seq.scratch[SCRATCH] = WindowState(self.start, deque(maxlen=self.window))
+            state = seq.memory[MEMORY] = WindowState(self.start, deque(maxlen=self.window))
         return state
 
 
@@ -204,9 +204,9 @@ class GoodputLength(LengthPolicy):
         return self._pools.setdefault(name, WidthCounts(POOL_DECAY))
 
     def _state(self, seq: Sequence) -> GoodputState:
-        state = seq.scratch.get(SCRATCH)
+        state = seq.memory.get(MEMORY)
         if not isinstance(state, GoodputState):
-            state = seq.scratch[SCRATCH] = GoodputState(self.drafter)
+            state = seq.memory[MEMORY] = GoodputState(self.drafter)
         return state
 
 

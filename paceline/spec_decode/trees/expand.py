@@ -3,7 +3,7 @@
 Whoever drafts adds candidates under the root, then asks for the next ``level`` of nodes to expand, runs one draft
 forward over them, adds what came out, and so on until a level is empty. ``kept`` is the tree.
 
-* ``StaticGrowth``: rank paths decided beforehand (``choices``);
+* ``StaticGrowth``: rank paths decided beforehand (``static_trees``);
 * ``DynamicGrowth``: EAGLE-2 (arXiv 2406.16858): the ``width`` best nodes of a level are expanded; or, with a
   threshold, every node whose path is probable enough. Either way the best of everything drafted are kept.
 """
@@ -84,7 +84,7 @@ class Growth(ABC):
 
 
 class StaticGrowth(Growth):
-    """The rank paths whose numbers of children are ``counts`` (``choices.child_counts``)."""
+    """The rank paths whose numbers of children are ``counts`` (``static_trees.child_counts``)."""
 
     def __init__(self, counts: Mapping[RankPath, int]) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from cluster.contract.plan import MAX_MESSAGES, MAX_STOP_TOKEN_IDS
+from cluster.contract.generation import MAX_MESSAGES, MAX_STOP_TOKEN_IDS
 from cluster.frontdoor.service import SERVICE, serve_grpc
 from paceline.request import MAX_N, MAX_STOP_STRINGS
 from paceline.rpc.wire_errors import FIELD_KEY

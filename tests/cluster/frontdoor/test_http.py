@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.contract.plan import Chat, ChatMessage
+from cluster.contract.generation import Chat, ChatMessage
 from paceline.request import SpeculationParams
 from support.fake_router import MODEL, FakeRouter
 from support.http_app import CHAT, CHATS, COMPLETION, COMPLETIONS, events

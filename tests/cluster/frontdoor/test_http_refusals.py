@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.contract.plan import MAX_MESSAGES
+from cluster.contract.generation import MAX_MESSAGES
 from cluster.frontdoor import http as http_module
 from cluster.frontdoor.json_body import MAX_CONTAINERS
 from paceline.errors import (

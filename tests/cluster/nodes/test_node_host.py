@@ -11,12 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from fakes.wait import wait_for
 
 from cluster.nodes import host
 from cluster.nodes.host import NodeHost
+from cluster.nodes.node_logs import stderr_file
 from cluster.state.embedded_redis import EmbeddedRedis
 from cluster.state.registry import LeaseKeeper, NodeDirectory
 from cluster.state.registry_types import NodeRecord
@@ -37,6 +39,10 @@ class PretendedNode:
         self.may_stop = threading.Event()
         self.may_stop.set()
 
+    @property
+    def shell(self) -> PretendedNode:
+        return self
+
     async def start(self) -> str:
         if self.failure is not None:
             raise self.failure
@@ -51,6 +57,9 @@ class PretendedNode:
 
     def load(self) -> NodeInfo:
         return NodeInfo(running=1, waiting=2, free_pages=3, total_pages=4)
+
+    def counts(self) -> dict[str, Any]:
+        return {"missing_drafts": 5, "copies": {"ngram": (6, 7)}}
 
     def prefix_cache(self) -> None:
         return None
@@ -117,10 +126,13 @@ def test_registers_what_it_is(server: EmbeddedRedis, node_host: NodeHost) -> Non
         started_at=pytest.approx(time.time(), abs=30),
         model="m",
         fingerprint_digest="digest",
+        log=stderr_file(),
         running=1,
         waiting=2,
         free_pages=3,
         total_pages=4,
+        missing_drafts=5,
+        copies={"ngram": [6, 7]},
     )
     status = node_host.status()
     assert (status["alive"], status["fenced"], status["free_pages"]) == (True, False, 3)

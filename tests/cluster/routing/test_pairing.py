@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
+from cluster.routing.attempt import Pair
+from cluster.routing.breaker import FAILURES_TO_OPEN, OPEN_S, SUCCESSES_TO_CLOSE, Breakers
 from cluster.routing.node_calls import NodeCalls, NodeFailure
 from cluster.routing.pairing import Pairing, Tries
 from cluster.state.registry_types import NodeRecord
@@ -119,6 +122,31 @@ async def test_a_suspected_node_is_connected_to_again_though_nobody_asks_for_a_n
         await server.stop(0)
         await calls.close()
         reserved.close()
+
+
+def test_attempts_that_succeed_close_a_breaker_that_is_half_open(case: Case) -> None:
+    now = 0.0
+    case.pairing.breakers = breakers = Breakers(lambda: now)
+    node = case.nodes[0]
+    attempt: Any = SimpleNamespace(pair=Pair(node, None))
+    for _ in range(FAILURES_TO_OPEN):
+        with pytest.raises(NodeFailure), case.pairing.judged(attempt):
+            raise NodeFailure(node, NodeUnavailable("broken"))
+    assert breakers.state(node) == "open"
+    now = OPEN_S
+    for _ in range(SUCCESSES_TO_CLOSE):
+        assert breakers.state(node) == "half_open"
+        with case.pairing.judged(attempt):
+            pass
+    assert breakers.state(node) == "closed"
+
+
+def test_pauses_between_attempts_double() -> None:
+    error = NodeUnavailable("gone")
+    pauses = [Tries(failures=number).backoff_s(error) for number in range(4)]
+    assert pauses[0] == 0.0
+    assert pauses[1] > 0
+    assert pauses[2:] == [2 * pauses[1], 4 * pauses[1]]
 
 
 async def test_a_connection_is_tried_for_and_its_loss_is_seen() -> None:

@@ -354,12 +354,13 @@ async def test_more_tokens_than_there_are(redis_server: Embedded) -> None:
         assert (error.code(), "has 3 tokens" in str(error.details())) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
-async def test_a_rule_whose_text_depends_on_drafts_needs_the_tokens(redis_server: Embedded) -> None:
+@pytest.mark.parametrize("upto", [1, 3])
+async def test_a_rule_whose_text_depends_on_drafts_needs_the_tokens(redis_server: Embedded, upto: int) -> None:
     async with routers(redis_server.url, acceptance="rejection") as (_, two):
-        before = await part(two, ask(), 3)
+        before = await part(two, ask(), upto)
         error = await refused(two.b, resume(before))
         assert "token_ids are needed" in str(error.details())
-        assert (await stream(two.b, resume(before, tokens=True))).text[0] == TEXT[3:12]
+        assert (await stream(two.b, resume(before, tokens=True))).text[0] == TEXT[upto:12]
 
 
 async def test_redis_dies_and_returns_under_a_stream() -> None:

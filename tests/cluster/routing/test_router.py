@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.contract.plan import Chat, ChatMessage, GenerationRequest
+from cluster.contract.generation import Chat, ChatMessage, GenerationRequest
 from paceline.errors import (
     InvalidRequest,
 )

@@ -18,6 +18,7 @@ from paceline.errors import (
     PacelineError,
 )
 from paceline.results import HandoffBytes, Usage
+from paceline.v1 import node_pb2
 from support.router_asks import TEXT, answer, ask, check_indexes, chunks
 from support.scripted_nodes import Script, fleet, letters
 
@@ -128,6 +129,16 @@ async def test_prefill_that_dies_is_replaced_by_another(die_after: int, death: g
         assert "".join(chunk.text for chunk in first) == TEXT[:10]
         assert len(made.nodes["decode-0"].sequences) >= 2
         assert len(made.nodes["decode-0"].sequences[1].output_token_ids) == die_after
+        await made.idle()
+
+
+@pytest.mark.parametrize("only", [None, node_pb2.PrefillEvent(handed_off=node_pb2.HandedOff())])
+async def test_a_prefill_stream_that_begins_without_a_token_is_tried_again(only: node_pb2.PrefillEvent | None) -> None:
+    """An empty one is no fault of the router, and token 0 is not taken from one that begins otherwise."""
+    async with fleet() as made:
+        made.nodes["prefill-0"].script.begins = [only]
+        assert (await answer(made, ask())).text == TEXT[:10]
+        assert not made.nodes["prefill-0"].script.begins
         await made.idle()
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.contract import public_wire
-from cluster.contract.plan import GenerationRequest
+from cluster.contract.generation import GenerationRequest
 from cluster.frontdoor.openai_parse import parse_completion
 from paceline.errors import InvalidRequest, NodeUnavailable, Overloaded
 from paceline.results import Generation

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.contract.plan import GenerationRequest
+from cluster.contract.generation import GenerationRequest
 from cluster.routing.router import Router
 from cluster.state.registry_types import NodeRecord
 from paceline.config import ServeConfig
@@ -34,7 +34,7 @@ class Registry:
     nodes_: Cluster
 
     def nodes(self) -> list[NodeRecord]:
-        infos = self.nodes_.prefill.load(), self.nodes_.decode.load()
+        infos = self.nodes_.prefill.shell.load(), self.nodes_.decode.shell.load()
         return [
             NodeRecord(i.id, i.role, 1, i.address, free_pages=i.free_pages, total_pages=i.total_pages) for i in infos
         ]

@@ -66,7 +66,7 @@ def test_serves_privately_and_leaves_nothing() -> None:
 def test_dies_with_a_killed_parent(setpriv: bool, tmp_path: Path) -> None:
     path = os.environ["PATH"] if setpriv else str(tmp_path)
     if setpriv and not any((Path(folder) / "setpriv").exists() for folder in path.split(":")):
-        pytest.skip("util-linux's setpriv is not on PATH")
+        pytest.skip("needs setpriv")
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PATH": path}
     )

@@ -98,6 +98,35 @@ async def test_an_entry_is_there_at_once_and_goes_soon_after_its_answer(server: 
         assert stored(server) == {KEYS[0]: b"request"}
 
 
+async def test_an_entry_is_written_once_until_it_needs_it_again(embedded: Embedded) -> None:
+    async with running(embedded.url) as made:
+        kept = made.journal.keep(KEYS[0], b"request")
+        assert kept is not None
+        await until(lambda: kept.written_at > 0)
+        await asyncio.sleep(0.2)  # nothing is due meanwhile
+        assert made.registry.get_sample_value("paceline_journal_writes_total") == 1
+    journal = made.journal
+    for early_s, due in ((1.0, []), (0.0, [KEYS[0]])):
+        kept.written_at = time.monotonic() - 60.0 / module.REFRESHES_PER_TTL + early_s
+        journal._sweep_at = 0.0
+        journal._sweep()
+        assert list(journal._due) == due
+
+
+async def test_what_redis_still_has_counts_until_it_expires(embedded: Embedded) -> None:
+    """Else total_bytes would bound what runs, and not what lies in Redis."""
+    async with running(embedded.url) as made:
+        journal, kept = made.journal, made.journal.keep(KEYS[0], b"request")
+        assert kept is not None
+        journal.release(kept, complete=False)
+        await until(lambda: not journal._due and kept.expires_at > 0)
+    for expires_in_s, held in ((30.0, [KEYS[0]]), (-1.0, [])):
+        kept.expires_at = time.monotonic() + expires_in_s
+        journal._sweep_at = 0.0
+        journal._sweep()
+        assert (list(journal._held), journal._bytes > 0) == (held, bool(held))
+
+
 async def test_what_broke_stays_for_its_whole_life(embedded: Embedded) -> None:
     async with running(embedded.url) as made:
         kept = made.journal.keep(KEYS[0], b"request")

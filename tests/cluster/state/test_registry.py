@@ -166,6 +166,16 @@ async def test_listeners_hear_of_joins_drains_and_leaves_only(directory: NodeDir
     ]
 
 
+async def test_a_drain_is_told_at_once(server: Server, keepers: Keepers) -> None:
+    """Not with the next heartbeat: routers would send work until then."""
+    keeper = keepers.start("decode-0", ttl_s=60.0)
+    keeper.drain()
+    with redis.Redis.from_url(server.url) as client:
+        record = client.get("paceline:node:decode-0")
+    assert record is not None
+    assert json.loads(record)["state"] == "draining"
+
+
 async def test_an_engine_that_does_not_tick_loses_its_lease(directory: NodeDirectory, keepers: Keepers) -> None:
     ticks = {"decode-0": True, "decode-1": True}
 

@@ -56,13 +56,12 @@ def test_a_receiver_that_gives_no_credit_loses_the_link(monkeypatch: pytest.Monk
     monkeypatch.setattr(kv_transfer.handoff.outbox, "WINDOW_BYTES", 8)
     send_end, _ = loopback_pair()
     posted: list[HandoffMessage] = []
-    failed: list[tuple[str, str]] = []
+    ended: list[tuple[str, HandoffAck | str]] = []
     lost: list[str] = []
     sender = HandoffSender(
         send_end,
         posted.append,
-        on_terminal=lambda ticket, ack: None,
-        on_failed=lambda ticket, reason: failed.append((ticket, reason)),
+        on_ended=lambda ticket, end: ended.append((ticket, end)),
         on_link_lost=lost.append,
     )
     try:
@@ -72,13 +71,15 @@ def test_a_receiver_that_gives_no_credit_loses_the_link(monkeypatch: pytest.Monk
             data = torch.zeros(8, dtype=torch.uint8)
             sender.chunk("t", RowBlock(TARGET_KV, range(1), range(i, i + 1)), data, lambda i=i: given_back.append(i))  # type: ignore[misc]
         wait_for(lambda: given_back == [0], "the first chunk")
-        with sender._cond:  # so that the thread waits for so short a time only once the second chunk is announced
-            sender._enqueue_timeout_s = 0.3
+        with (
+            sender._outbox.changed
+        ):  # so that the thread waits for so short a time only once the second chunk is announced
+            sender._pump._credit_timeout_s = 0.3
             sender.acknowledge(HandoffAck(credit=Credit(num_bytes=8)))
             assert [m.WhichOneof("body") for m in posted] == ["begin", "chunk", "chunk"]
         wait_for(lambda: bool(lost), "the end of the link")
         assert lost == ["no credit from the receiver within 0.3 s"]
-        assert failed == [("t", lost[0])]
+        assert ended == [("t", lost[0])]
         assert given_back == [0, 1, 2]
         assert [m.WhichOneof("body") for m in posted] == ["begin", "chunk", "chunk"]
     finally:

@@ -116,7 +116,7 @@ def play_fault(link: Link, fault: str) -> None:
 def test_a_second_link_cannot_take_over_a_ticket() -> None:
     with open_link() as link, open_link() as other:
         other.sink = link.sink
-        other.receiver._sink = link.sink
+        other.receiver._in_flight._sink = other.receiver._intake._sink = link.sink
         handoff = link.sink.reserve("t")
         link.sender.begin("t", TOKENS)
         wait_for(lambda: handoff.status is HandoffState.SENDING, "Begin")

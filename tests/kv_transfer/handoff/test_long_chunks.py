@@ -85,9 +85,7 @@ def test_rows_are_written_message_by_message() -> None:
         refused: list[str] = []
         rows, block = torch.zeros(24000, dtype=torch.uint8), RowBlock(TARGET_KV, TARGET, range(FIRST, FIRST + 100))
         with pytest.raises(ValueError, match="24000 bytes are several messages"):
-            link.sender.chunk(
-                "u", RowBlock(TARGET_KV, TARGET, range(FIRST, FIRST + 100)), rows, lambda: refused.append("u")
-            )
+            link.sender.chunk("u", block, rows, lambda: refused.append("u"))
         assert refused == ["u"]
 
 

@@ -21,10 +21,11 @@ from kv_transfer.handoff.coverage import ExpectedRows
 from kv_transfer.handoff.receiver import HandoffReceiver
 from kv_transfer.handoff.sender import HandoffSender
 from kv_transfer.handoff.state import Handoff, HandoffState
-from kv_transfer.transports.base import Transport, TransportError, byte_view
-from kv_transfer.transports.gloo import Rank
-from kv_transfer.transports.rendezvous import Store
-from kv_transfer.transports.torch_dist import Sentinel, TorchDistTransport, create_store, open_transport
+from kv_transfer.transports.base import Rank, Transport, TransportError, byte_view
+from kv_transfer.transports.registry import open_transport
+from kv_transfer.transports.rendezvous import Store, create_store
+from kv_transfer.transports.sentinel import Sentinel
+from kv_transfer.transports.torch_dist import TorchDistTransport
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.v1.handoff_pb2 import Begin, Chunk, HandoffAck, HandoffMessage, State
 from tests.kv_transfer.handoff.peer_process import send_slowly
@@ -181,7 +182,7 @@ def test_a_sender_killed_in_mid_message_leaves_the_pages_quarantined(start: Call
     receiver = HandoffReceiver(whole, sink, lambda ack: None)
     links.append(receiver)
     buffer = torch.zeros(NUM_BYTES, dtype=torch.uint8)
-    receiver._staging._free.append(buffer)
+    receiver._intake._staging._free.append(buffer)
     receiver.feed(HandoffMessage(ticket="t", begin=Begin(first_token=0, num_tokens=TOKENS)))
     chunk = Chunk(byte_class=TARGET_KV, num_layers=1, num_tokens=TOKENS, num_bytes=NUM_BYTES)
     receiver.feed(HandoffMessage(ticket="t", chunk=chunk))
@@ -210,14 +211,13 @@ def test_a_receiver_killed_in_mid_message_leaves_the_source_quarantined(start: C
     transport, sentinel = peer.open(lambda reason: links[0].link_lost(reason))
     whole = WholeMessage(transport)
 
-    def unexpected(ticket: str, ack: HandoffAck) -> None:
-        raise AssertionError(f"{ticket} was acknowledged by a dead peer")
+    def on_ended(ticket: str, end: HandoffAck | str) -> None:
+        failed.append(ticket if isinstance(end, str) else f"{ticket} was acknowledged by a dead peer")
 
     sender = HandoffSender(
         whole,
         lambda message: None,
-        on_terminal=unexpected,
-        on_failed=lambda ticket, reason: failed.append(ticket),
+        on_ended=on_ended,
         on_link_lost=lambda reason: None,
         max_queued_bytes=2 * NUM_BYTES,
     )

@@ -203,19 +203,19 @@ class Sharded:
     ) -> None:
         self.messages[part], self.sources[part] = [], source
 
-        def on_terminal(ticket: str, ack: HandoffAck) -> None:
-            if ack.WhichOneof("body") == "ready":
+        def on_ended(ticket: str, end: HandoffAck | str) -> None:
+            if isinstance(end, str):
+                join.failed(ticket, end)
+            elif end.WhichOneof("body") == "ready":
                 join.ready(ticket)
             else:
-                join.failed(ticket, ack.failed.reason)
+                join.failed(ticket, end.failed.reason)
 
         def post(message: HandoffMessage) -> None:
             self.messages[part].append(message)
             receiver.feed(message)
 
-        sender = HandoffSender(
-            ends[0], post, on_terminal=on_terminal, on_failed=join.failed, on_link_lost=lambda reason: None
-        )
+        sender = HandoffSender(ends[0], post, on_ended=on_ended, on_link_lost=lambda reason: None)
         receiver = HandoffReceiver(ends[1], landing, sender.acknowledge, link_id=part)
         self.senders[part], landing.receivers[part] = sender, receiver
 

@@ -12,10 +12,10 @@ from kv_transfer.layout.rows import RowSource, RowTarget
 from kv_transfer.transports.base import byte_view
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
-from paceline.layers.build import load_kernels
+from support.needs import needs_kernels
 from tests.kv_transfer.layout.sharded import make_pool, scattered_slots
 
-pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler: torch moves the rows")
+pytestmark = needs_kernels
 
 torch.set_num_threads(1)
 LAYOUT = KvLayout(

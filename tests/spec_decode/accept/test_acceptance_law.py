@@ -2,8 +2,8 @@
 
 Drafts are drawn by ``candidates.choose``, the target's law comes from ``target_probs``, the coins are real. Two rounds
 make two tokens, so the draft noise of the second position is used twice where the first round rejects. The rules are
-plain Python: 10,000 generations in each of ten cells of the table below, over 64 or 256 joint outcomes. Seeds are
-fixed: a pass stays a pass.
+plain Python: 5,000 generations in each of ten cells of the table below, over 64 or 256 joint outcomes. A right rule
+fails one with probability P_FAIL. Seeds are fixed: a pass stays a pass.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from paceline.spec_decode.drafters.candidates import DRAFT_STREAM, choose
 from paceline.spec_decode.trees.tree import DraftTree, build_tree, comb
 from support.goodness_of_fit import chi_square
 
-GENERATIONS = 10_000
+GENERATIONS = 5_000
 MUTANT_GENERATIONS = 4_000
+OWN_STREAM_GENERATIONS = 10_000
 ROOT_POSITION = 20
 P_FAIL = 1e-4
 ROOT = 0  # the last committed token of every generation
@@ -216,4 +217,4 @@ def test_coins_that_forget_the_position_are_caught() -> None:
 
 def test_coins_of_the_drafts_own_stream_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coins_module, "COIN_STREAM", DRAFT_STREAM)
-    assert caught("recursive", 3, generations=GENERATIONS)
+    assert caught("recursive", 3, generations=OWN_STREAM_GENERATIONS)

@@ -14,6 +14,7 @@ from paceline.spec_decode.drafters.auto import Arm, AutoChooser, CopyIndex, Pend
 from paceline.spec_decode.drafters.ngram import NgramDrafter
 from paceline.spec_decode.drafters.none import NoDrafter
 from paceline.spec_decode.drafters.select import SelectingDrafter
+from paceline.spec_decode.length.cost import COPY_SHARE, DRAFT_SHARE, CostTable
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree, build_tree
 from support.simulated_rounds import Costs, bare_sequence, chain_tree, commit
@@ -240,6 +241,35 @@ def test_draft_steps_that_too_few_would_share_are_not_made(
     assert [plan[0][0] for plan in settled] == (["head"] * good if drafts else ["none"] * good) + ["none"] * (16 - good)
 
 
+@pytest.mark.parametrize(("deep_gain", "drafts"), [(0.9, True), (0.2, False)])
+def test_all_that_share_draft_steps_wait_for_the_deepest(deep_gain: float, drafts: bool) -> None:
+    """By hand, for a batch of 2: tokens worth (0.5 + deep_gain) / 2 plain steps against 4 draft steps of 0.15 each."""
+    flat = Costs(lambda batch, rows: 1.0, {"head": 0.15})
+    auto = AutoChooser(flat.table(), "head", [])
+    auto.start_round(2)
+    auto._sharers = [(0.5, 1, 1), (deep_gain, 4, 4)]  # tokens gained, rows, depth
+    budget = DraftBudget(4)
+    plan = auto.settle(bare_sequence(), budget, (("head", budget),))
+    assert plan[0][0] == ("head" if drafts else "none")
+
+
+def test_the_rows_of_all_that_share_draft_steps_are_paid_for() -> None:
+    """By hand, for a batch of 2: 0.8 / 2 plain steps against 2 rows of 0.2 each and a draft step of 0.1."""
+    steep = Costs(lambda batch, rows: 1.0 + 0.2 * (rows - batch), {"head": 0.1})
+    auto = AutoChooser(steep.table(), "head", [])
+    auto.start_round(2)
+    auto._sharers = [(0.5, 1, 1), (0.3, 1, 1)]
+    budget = DraftBudget(4)
+    assert auto.settle(bare_sequence(), budget, (("head", budget),)) == (("none", budget),)
+
+
+def test_copies_cost_next_to_nothing_until_they_are_timed() -> None:
+    table = CostTable.assumed(1.0)
+    AutoChooser(table, "head", ["ngram", "suffix"])
+    assert [table.draft_seconds(name, 1, 4) for name in ("ngram", "suffix")] == [4 * COPY_SHARE] * 2
+    assert table.draft_seconds("head", 1, 4) == 4 * DRAFT_SHARE
+
+
 def test_copies_and_trials_go_on_where_draft_steps_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     flat = Costs(lambda batch, rows: 1.0 + 0.002 * (rows - 1), {"head": 0.3, "ngram": 0.001})
     auto = AutoChooser(flat.table(), "head", ["ngram"])
@@ -319,6 +349,7 @@ def test_match_length() -> None:
     assert length([4, 4, 4]) == 2
     assert length([4] * 20) == 8
     assert length([9, 1, 2, 3, 8, 1, 2, 5, 9, 1, 2]) == 2  # of the most recent pair
+    assert length([1, 2, 9, 2, 5, 1, 2]) == 2  # a pair comes before a more recent token
     tokens = [random.Random(1).randrange(4) for _ in range(60)]
     growing = CopyIndex()
     for end in range(1, 61):

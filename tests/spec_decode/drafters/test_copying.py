@@ -17,7 +17,7 @@ from paceline.spec_decode.drafters.copying import (
     MAX_MATCH,
     MAX_OCCURRENCES,
     MAX_TOKENS,
-    Growth,
+    CopyLimits,
     Occurrence,
     OwnText,
     check_vocab,
@@ -110,7 +110,7 @@ def test_chains_are_those_of_the_rule() -> None:
     for _ in range(300):
         tokens, least = random_tokens(rng, 120), rng.choice((0.0113, 0.0517, 0.2019))
         ends = slow_find(tokens, tokens, range(1, len(tokens)))
-        pairs = grow(own_occurrences(text_of(tokens)), Growth(6, 6, 1, least))
+        pairs = grow(own_occurrences(text_of(tokens)), CopyLimits(6, 6, 1, least))
         assert [parent for parent, _ in pairs] == list(range(-1, len(pairs) - 1))
         assert [token for _, token in pairs] == slow_chain(tokens, ends, 6, least)
         lengths.add(len(pairs))
@@ -140,7 +140,7 @@ def test_a_tree_takes_the_likeliest_nodes() -> None:
     grown = 0
     for _ in range(100):
         tokens = random_tokens(rng, 150)
-        occurrences, bounds = own_occurrences(text_of(tokens)), Growth(7, 4, 3, 0.02)
+        occurrences, bounds = own_occurrences(text_of(tokens)), CopyLimits(7, 4, 3, 0.02)
         pairs = grow(occurrences, bounds)
         every: list[tuple[float, tuple[int, ...]]] = []
 
@@ -172,7 +172,7 @@ def test_texts_of_others_are_searched_whole_and_not_across_their_ends() -> None:
     assert list(find(text, text_of([3, 4]), len(text))) == [(1, text, 5)]  # 4, without the 3 of the text before
     (discounted,) = find(text, tail, len(text), discount=0.5)
     assert discounted[0] == 1.5
-    (pair,) = grow([discounted], Growth(8, 8, 1))
+    (pair,) = grow([discounted], CopyLimits(8, 8, 1))
     assert pair == (-1, 9)  # and ends with its text
 
 
@@ -186,10 +186,10 @@ def test_a_discounted_match_stands_between_its_length_and_the_shorter_one() -> N
 
 def test_bounds_of_a_budget() -> None:
     tree = DraftBudget(5, 3, TreeKind.STATIC, 12, min_confidence=0.3)
-    assert Growth.within(tree, 0.1) == Growth(12, 5, 3, 0.1, 0.3)
+    assert CopyLimits.within(tree, 0.1) == CopyLimits(12, 5, 3, 0.1, 0.3)
     chain = DraftBudget(5, 3, TreeKind.CHAIN, 12)
-    assert Growth.within(chain) == Growth(5, 5, 1)
-    assert grow(own_occurrences(text_of([1, 2, 3, 1, 2])), Growth.within(DraftBudget(0))) == []
+    assert CopyLimits.within(chain) == CopyLimits(5, 5, 1)
+    assert grow(own_occurrences(text_of([1, 2, 3, 1, 2])), CopyLimits.within(DraftBudget(0))) == []
 
 
 def test_own_text_follows_the_sequence_and_is_bounded() -> None:

@@ -30,6 +30,7 @@ from support.draft_model_drafting import (
     prefill,
 )
 from support.exactness import Outcome, run
+from support.needs import needs_kernels
 from support.tiny_model import VOCAB, tiny_request, tiny_runner
 
 # ---- a draft model that is the target
@@ -77,9 +78,9 @@ def kept_too_much() -> Iterator[None]:
     def propose(self: DraftModelDrafter, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[DraftTree]:
         trees = make_rows(self, seqs, budgets)
         for seq, tree in zip(seqs, trees, strict=True):
-            written = seq.scratch.get("draft_model")
+            written = seq.memory.get("draft_model")
             if isinstance(written, Written):
-                seq.scratch["draft_model"] = Written(written.start, (*written.token_ids, tree.token_ids[-1]))
+                seq.memory["draft_model"] = Written(written.start, (*written.token_ids, tree.token_ids[-1]))
         return trees
 
     with pytest.MonkeyPatch.context() as patch:
@@ -97,6 +98,7 @@ def test_feeding_one_token_after_a_full_accept_is_noticed() -> None:
 # ---- trees against their paths run alone
 
 
+@needs_kernels
 @pytest.mark.parametrize("shape", ["chain", "comb", "static", "dynamic"])
 def test_children_are_what_the_path_alone_proposes(shape: str) -> None:
     """D1, J5: every node's row sees the committed text and its own ancestors, nothing of its siblings."""
@@ -112,7 +114,7 @@ def test_children_are_what_the_path_alone_proposes(shape: str) -> None:
             logits = plain_logits(runner, [*seq.token_ids, *path])[-1]
             assert children == logits.topk(len(children)).indices.tolist()
             widths.add(len(children))
-        seq.scratch.clear()
+        seq.memory.clear()
     assert len(widths) > 1 or shape in ("chain", "comb")
 
 
@@ -177,6 +179,7 @@ def assert_same_text(got: list[Outcome], expected: list[Outcome]) -> None:
     assert [(o.token_ids, o.logit_bits) for o in got] == [(o.token_ids, o.logit_bits) for o in expected]
 
 
+@needs_kernels
 @pytest.mark.parametrize("sampling", DraftSampling)
 @pytest.mark.parametrize("shape", BUDGETS)
 def test_the_text_never_depends_on_it(shape: str, sampling: DraftSampling, plain: dict[str, list[Outcome]]) -> None:

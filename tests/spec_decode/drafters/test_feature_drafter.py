@@ -41,6 +41,7 @@ from support.feature_drafting import (
     ragged,
     state_is_exact,
 )
+from support.needs import needs_kernels
 from support.tiny_model import VOCAB, tiny_request
 
 # ---- what it proposes
@@ -247,6 +248,7 @@ def plain() -> list[Outcome]:
     return run(runner, requests())
 
 
+@needs_kernels
 @pytest.mark.parametrize("depth", [0, 1, 3, 8])
 @pytest.mark.parametrize(("shape", "sampling"), [*SERVED, ("threshold", COUPLED), ("threshold", GREEDY)])
 def test_tokens_and_logit_bits_equal_plain_decoding(

@@ -23,9 +23,11 @@ from support.feature_drafting import (
     rounds_stay_exact,
     state_is_exact,
 )
+from support.needs import needs_kernels
 from support.tiny_model import tiny_request
 
 
+@needs_kernels
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("shape", BUDGETS)
 def test_state_after_rounds_is_that_of_a_fresh_prefill(dtype: str, shape: str) -> None:
@@ -71,6 +73,22 @@ def test_a_chunk_before_the_last_leaves_rows_and_no_candidates() -> None:
     seq.draft = prefill(runner, PROMPT).draft  # of an earlier row: not to be drafted from
     runner.prefill([PrefillChunk(seq, 0, 5)])
     assert (seq.draft, seq.draft_rows) == (None, 5)
+
+
+def test_prompts_that_end_together_keep_one_row_each() -> None:
+    """A hand-off sends all of ``hidden``."""
+    runner = make()
+    seqs = [runner.new_sequence(tiny_request(PROMPT[: 6 + i], index=i, max_tokens=8)) for i in range(3)]
+    for seq in seqs:
+        seq.table.ensure(40)
+    runner.prefill([PrefillChunk(seq, 0, seq.num_prefill) for seq in seqs])
+    for i, seq in enumerate(seqs):
+        alone = prefill(runner, PROMPT[: 6 + i], index=i)
+        assert seq.draft is not None
+        assert alone.draft is not None
+        assert seq.draft.hidden.shape == (1, runner.drafter.state_width)
+        assert torch.equal(seq.draft.hidden, alone.draft.hidden)
+        assert torch.equal(seq.draft.proposal_ids, alone.draft.proposal_ids)
 
 
 def test_rows_found_in_the_prefix_cache_are_kept() -> None:

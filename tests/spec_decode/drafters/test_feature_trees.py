@@ -26,6 +26,7 @@ from support.feature_drafting import (
     ragged,
     state_is_exact,
 )
+from support.needs import needs_kernels
 
 
 def node_rows(recorder: Recorder, seq: Sequence) -> dict[tuple[int, ...], torch.Tensor]:
@@ -75,6 +76,7 @@ def nodes_are_exact(runner: ModelRunner, seqs: Seq[Sequence], budgets: Seq[Draft
 MIXED = [BUDGETS["dynamic"], BUDGETS["static"], BUDGETS["chain"], DraftBudget(2, 4, TreeKind.DYNAMIC, tree_nodes=5)]
 
 
+@needs_kernels
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("expand_above", [None, 0.02])
 def test_every_node_sees_the_text_and_its_own_path_alone(dtype: str, expand_above: float | None) -> None:

@@ -42,7 +42,7 @@ def full_budget(levels: int, window: int, guesses: int) -> DraftBudget:
 
 
 def state_of(seq: Sequence) -> LookaheadState:
-    state = seq.scratch["lookahead"]
+    state = seq.memory["lookahead"]
     assert isinstance(state, LookaheadState)
     return state
 
@@ -106,7 +106,7 @@ class Reference:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_window_and_pool_evolve_as_in_the_reference(shape: tuple[int, int, int]) -> None:
     levels, window, guesses = shape
-    drafter = LookaheadDrafter(VOCAB, {EOS}, levels, window, guesses, pool_from_prompt=False)
+    drafter = LookaheadDrafter(VOCAB, {EOS}, levels, window, guesses, pool_from_text=False)
     seq = new_sequence(PROMPT)
     propose(drafter, seq, full_budget(*shape))
     start = state_of(seq).levels[0]
@@ -213,7 +213,7 @@ def test_state_is_rebuilt_from_the_tokens() -> None:
     moved = new_sequence(PROMPT, seq.token_ids[len(PROMPT) :])
     drafter.finish(seq)
     drafter.finish(seq)
-    assert seq.scratch == {}
+    assert seq.memory == {}
     budget = full_budget(5, 7, 7)
     assert propose(drafter, seq, budget) == propose(drafter, moved, budget)
     assert len(state_of(moved).pool) == len(state_of(seq).pool) > 0
@@ -240,7 +240,24 @@ def test_narrow_budgets_are_kept_and_the_window_lives_on(nodes: int, depth: int)
     assert seq.token_ids == plain
 
 
-def test_a_chain_budget_gets_the_newest_guess_or_the_first_column() -> None:
+def test_a_chain_goes_on_as_the_text_did() -> None:
+    """Nothing in the prompt repeats; the answer counts to seven over and over."""
+
+    def counting(tokens: list[int]) -> int:
+        return 3 + (tokens[-1] - 2) % 7
+
+    drafter, rounds = LookaheadDrafter(VOCAB, {EOS}), 30
+    seq = new_sequence([40, 41, 42])
+    for _ in range(rounds):
+        play(drafter, seq, DraftBudget(4, 1, TreeKind.CHAIN), counting)
+    plain = [40, 41, 42]
+    while len(plain) < len(seq.token_ids):
+        plain.append(counting(plain))
+    assert seq.token_ids == plain
+    assert len(seq.token_ids) > 3 * rounds
+
+
+def test_a_chain_budget_gets_the_newest_guess_or_nothing() -> None:
     drafter = LookaheadDrafter(VOCAB, {EOS}, 4, 3, 2)
     seq, chain = new_sequence([5, 6, 7, 8, 5]), DraftBudget(6, 4, TreeKind.CHAIN, 20)
     assert propose(drafter, seq, chain).num_draft_tokens == 0  # level 0 alone has nothing below the root
@@ -248,17 +265,20 @@ def test_a_chain_budget_gets_the_newest_guess_or_the_first_column() -> None:
         drafter.observe(seq, tree := propose(drafter, seq, chain), argmax_of(toy, seq, tree))
     assert propose(drafter, seq, chain).token_ids == (5, 6, 7, 8)
     seq.token_ids.append(70)
-    first_column = [level[0] for level in state_of(seq).levels[1:]]
-    assert list(propose(drafter, seq, chain).token_ids[1:]) == first_column
+    assert propose(drafter, seq, chain).token_ids == (70,)
+    seq.token_ids += [9, 9, 9, 5, 6, 8, 8, 70]
+    assert propose(drafter, seq, chain).token_ids == (70, 9, 9, 9)  # what was written since is guessed from, too
+    seq.token_ids.append(5)
+    assert propose(drafter, seq, chain).token_ids == (5, 6, 8, 8)  # and goes before what is older
 
 
 def test_without_a_budget_nothing_happens() -> None:
     drafter = LookaheadDrafter(VOCAB, {EOS})
     seq = new_sequence(PROMPT)
     tree = propose(drafter, seq, DraftBudget(0, 4))
-    assert (tree.num_nodes, seq.scratch) == (1, {})
+    assert (tree.num_nodes, seq.memory) == (1, {})
     drafter.observe(seq, tree, [7])
-    assert seq.scratch == {}
+    assert seq.memory == {}
 
 
 def test_only_its_own_tree_moves_the_window_and_once() -> None:
@@ -293,7 +313,7 @@ def plain() -> list[Completed]:
 def test_text_is_that_of_plain_decoding(name: str, plain: list[Completed]) -> None:
     budget = (BUDGETS | {"full": full_budget(5, 7, 7)})[name]
     accepted = assert_same_text(LookaheadDrafter(VOCAB, {EOS, 21}), budget, plain)
-    assert accepted > 0 or name in ("zero", "one", "one, wide")
+    assert accepted > 0 or name in ("zero", "one", "one, wide", "chain")  # a chain finds nothing in so short a text
 
 
 @pytest.mark.parametrize("bad", [{"levels": 1}, {"window": 0}, {"guesses": 0}])

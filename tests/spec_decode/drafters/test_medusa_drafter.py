@@ -22,6 +22,7 @@ from support.medusa_drafting import (
     prefill,
     tensors,
 )
+from support.needs import needs_kernels
 from support.tiny_model import VOCAB, tiny_request, tiny_runner
 
 # ---- state
@@ -143,6 +144,7 @@ def assert_same_text(got: list[Outcome], expected: list[Outcome]) -> None:
     assert [(o.token_ids, o.logit_bits) for o in got] == [(o.token_ids, o.logit_bits) for o in expected]
 
 
+@needs_kernels
 @pytest.mark.parametrize("sampling", DraftSampling)
 @pytest.mark.parametrize("shape", BUDGETS)
 def test_the_text_never_depends_on_it(shape: str, sampling: DraftSampling, plain: dict[str, list[Outcome]]) -> None:

@@ -171,6 +171,14 @@ def test_trees_are_chains_or_combs() -> None:
     assert drafter.propose([seq], [DraftBudget(3, 3, min_confidence=1e-9)])[0].num_draft_tokens == 9
 
 
+def test_confidence_is_asked_of_the_modules_there_are() -> None:
+    """A budget deeper than the modules are many."""
+    runner = make_runner(2)
+    seq = prefill(runner, [5, 9, 3, 44], steps=100, temperature=1.0)
+    deep = DraftBudget(6, 1, TreeKind.CHAIN, min_confidence=1e-9)
+    assert chained(runner).propose([seq], [deep])[0].num_draft_tokens == 2
+
+
 def test_greedy_drafts_of_a_sampled_request_are_the_best_of_q() -> None:
     """And coupled ones are not: they follow the target's noise."""
     runner = make_runner(2, tree="static", tree_width=3)

@@ -22,6 +22,7 @@ from paceline.spec_decode.length.cost import CostTable
 from paceline.spec_decode.sequence import DraftState, Sequence
 from paceline.spec_decode.trees.tree import DraftTree
 from support.exactness import Outcome, run
+from support.needs import needs_kernels
 from support.simulated_rounds import bare_sequence, chain_tree
 from support.tiny_model import VOCAB, tiny_request, tiny_runner
 
@@ -218,7 +219,7 @@ def repeating(index: int, drafter: str | None = "auto") -> Sequence:
     """A sequence that ends as it went before, so that a copy is worth trying."""
     seq = bare_sequence(index, [*range(10, 30), *range(10, 20)], drafter)
     seq.token_ids[-1] = 20
-    seq.draft = object()  # type: ignore[assignment]
+    seq.draft = DraftState(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 64))
     return seq
 
 
@@ -319,6 +320,7 @@ def selecting_mtp(width: int) -> ModelRunner:
     return runner
 
 
+@needs_kernels
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("width", [1, 3])
 def test_a_batch_of_mixed_drafters_gives_the_same_text(batch: int, width: int) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from draft_training.corpus import Sample
 from draft_training.features import FeatureMaker
-from paceline.assembly.shipped import SHIPPED as ROOT
 from paceline.attention.base import ForwardBatch, Segment
 from paceline.attention.select import attention_for
 from paceline.kvcache.layout import KvLayout
@@ -33,6 +32,7 @@ from paceline.spec_decode.heads.base import DraftHead
 from paceline.spec_decode.heads.detect import load_head, read_head
 from paceline.spec_decode.heads.eagle import Eagle1Head, Eagle3Head
 from paceline.spec_decode.heads.mtp import MtpHead, load_mtp
+from paceline.spec_decode.heads.shipped import SHIPPED as ROOT
 from paceline.text.tokenizer import Tokenizer
 from support import head_files
 from support.plain_heads import PlainHead, PlainMedusa, PlainMtp, PlainTarget, read_files, read_plain

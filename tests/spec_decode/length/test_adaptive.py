@@ -256,6 +256,21 @@ def test_dear_drafts_ask_for_wide_trees(draft: float, width: int) -> None:
     assert max([Ladder((0.5, 0.25), 1), Ladder((0.8, 0.64), 8)], key=shares.goodput).rows == width
 
 
+def test_goodput_of_a_shape_is_of_its_best_depth_for_the_whole_batch() -> None:
+    """Rounds of 1 s and 0.1 s a row past the first, 0.2 s a draft step: depth 1 of 3 rows gives 1.8 tokens in
+    1 + 0.1 * 7 + 0.2 s at a batch of 2, depth 2 gives 2.2 in 1 + 0.1 * 13 + 0.4 s, depth 0 one in 1.1 s."""
+    shares = SharedView(CostTable.assumed(1.0, 0.1), 2, lambda depth: 0.2 * depth)
+    assert shares.goodput(Ladder((0.8, 0.4), 3)) == pytest.approx(1.8 / 1.9)
+    assert shares.goodput(Ladder((0.8, 1.9), 3)) == pytest.approx(3.7 / 2.7)
+    assert shares.goodput(Ladder((0.1,), 3)) == pytest.approx(1 / 1.1)
+
+
+def test_only_who_weighs_seconds_has_the_host_wait_for_drafts() -> None:
+    table = Costs(flat).table()
+    asks = {name: make_policy(name, table).needs_draft_time for name in ("fixed", "window", "goodput")}
+    assert asks == {"fixed": False, "window": False, "goodput": True}
+
+
 def test_depth_limits() -> None:
     assert depth_limits(0) == []
     assert depth_limits(3) == [1, 2, 3]

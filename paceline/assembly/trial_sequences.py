@@ -12,7 +12,7 @@ from paceline.request import SamplingParams, SequenceRequest, SpeculationParams
 from paceline.spec_decode.sequence import Sequence
 
 
-class ScratchSequences:
+class TrialSequences:
     """Greedy sequences on a runner; leaving the ``with`` block gives all pages back.
 
     They pass by ``new_sequence`` and ``release``, so neither the prefix cache nor a drafter that learns sees them.
@@ -36,7 +36,7 @@ class ScratchSequences:
         runner, chunks = self._runner, []
         params = SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens)
         for prompt in prompts:
-            request = SequenceRequest("scratch", tuple(prompt), params, speculation=speculation)
+            request = SequenceRequest("trial", tuple(prompt), params, speculation=speculation)
             seq = Sequence.start(request, PageTable(runner.allocator, runner.page_size))
             self.seqs.append(seq)
             seq.table.ensure(seq.num_prefill + num_slots)

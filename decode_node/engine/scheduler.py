@@ -3,14 +3,15 @@
 A stream's life on this node, one owner per edge (the engine thread)::
 
     WAITING --pages reserved--> RESERVED --hand-off complete--> RUNNING --finish reason--> RELEASED
-       |                           |  |`-its hidden rows--> DRAFTING --digested-----^         ^
+       |                           |  |`-its hidden rows--> DRAFTING --last row-----^         ^
        |                           |  `--local prefill--> PREFILLING --first token--^         |
        |                           |                          |                     |         |
        +--deadline, cancel---------+--hand-off terminal-------+--cancel-------------+---------+
 
 Pages for the worst case (prompt, every token it may emit, one round of draft slots) are taken before the hand-off
 begins, so a running stream never waits for memory and never has to be preempted. Hidden rows that came in place of
-draft KV are digested in chunks between rounds, first come, first served, so that they stall no running stream.
+draft KV go to the drafter in chunks between rounds, first come, first served, so that they stall no running stream. A
+stream that came without draft state runs at once; its rows are computed again in chunks, where no such work waits.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class DecodeScheduler(Generic[S]):
         self._line: WaitingLine[S] = WaitingLine(limits.max_waiting)
         self._prefilling: list[S] = []
         self._drafting: list[S] = []
+        self._recovering: list[S] = []  # they decode meanwhile
         self._ready: list[S] = []
 
     @property
@@ -91,8 +93,20 @@ class DecodeScheduler(Generic[S]):
         self._prefilling.append(stream)
 
     def draft(self, stream: S) -> None:
-        """Let the drafter digest this stream's hidden rows, interleaved with decode rounds."""
+        """Prefill the drafter from this stream's hidden rows, interleaved with decode rounds."""
         self._drafting.append(stream)
+
+    def recover(self, stream: S) -> None:
+        """Compute this running stream's hidden rows again for the drafter, where steps have room."""
+        self._recovering.append(stream)
+
+    def next_recovery(self) -> tuple[S, int] | None:
+        """Whose rows are computed again next, and how many at most."""
+        return (self._recovering[0], self._limits.chunk_tokens) if self._recovering else None
+
+    def end_recovery(self, stream: S) -> None:
+        """The drafter has all of this stream's rows, or is not to get them."""
+        self._recovering.remove(stream)
 
     def run(self, stream: S) -> None:
         """Decode this stream from the next round on."""
@@ -102,7 +116,7 @@ class DecodeScheduler(Generic[S]):
         self._ready.append(stream)
 
     def next_draft(self) -> tuple[S, int] | None:
-        """Whose hidden rows are digested next, and how many at most."""
+        """Whose hidden rows the drafter gets next, and how many at most."""
         return (self._drafting[0], self._limits.chunk_tokens) if self._drafting else None
 
     def next_chunks(self) -> list[tuple[S, PrefillChunk]]:
@@ -119,6 +133,6 @@ class DecodeScheduler(Generic[S]):
         """Forget a stream, wherever it stands."""
         if self._line.discard(stream):
             return
-        for members in (self._prefilling, self._drafting, self._ready):
+        for members in (self._prefilling, self._drafting, self._recovering, self._ready):
             if stream in members:
                 members.remove(stream)

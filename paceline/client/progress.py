@@ -10,7 +10,7 @@ from paceline.v1 import inference_pb2
 GENERATION_ID_BYTES = 16  # an idempotency key that is a capability too: nobody may guess it
 
 
-class Received:
+class StreamProgress:
     """The request of one stream, and what came of it so far. Memory: the token ids."""
 
     def __init__(self, request: inference_pb2.GenerateRequest) -> None:

@@ -1,0 +1,100 @@
+"""What a client asks, as plain data: every surface makes it of its own messages, and the router plans from it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from paceline.errors import InvalidRequest
+from paceline.request import SamplingParams, SpeculationParams
+
+MAX_PRIORITY = 10  # the lowest priority is its negative
+MAX_NAME_CHARS = 256  # a request id or a tenant is no longer
+MAX_STOP_TOKEN_IDS = 1024
+MAX_MESSAGES = 8192  # messages of a chat, and text parts of a message: each costs some time of the event loop
+GENERATION_ID = re.compile(r"[A-Za-z0-9_-]{22,128}")  # room for 128 random bits: the id is a capability
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    """One turn."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation; the model's template makes it a prompt."""
+
+    messages: tuple[ChatMessage, ...]
+
+
+Prompt = str | tuple[int, ...] | Chat
+
+
+@dataclass(frozen=True)
+class ReceivedChoice:
+    """What a client has of a choice: tokens before ``next_index``, given here or, when empty, to be made again."""
+
+    choice: int
+    next_index: int
+    token_ids: tuple[int, ...] = ()
+    complete: bool = False
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What a client has of a stream that broke. ``plan_digest`` is empty when it has not even that."""
+
+    plan_digest: bytes = b""
+    choices: tuple[ReceivedChoice, ...] = ()
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """What a client asks.
+
+    ``max_tokens`` stands for ``sampling.max_tokens``, which is not looked at; None is what the context leaves, at most
+    DEFAULT_MAX_TOKENS. An empty ``model`` is the one served, an empty ``request_id`` is made. ``generation_id`` names a
+    stream that other routers may go on with, which ``resume`` asks for. ``priority``: the higher one of a tenant's
+    waiting requests goes first.
+    """
+
+    prompt: Prompt
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int | None = None
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    model: str = ""
+    request_id: str = ""
+    tenant: str = ""
+    generation_id: str = ""
+    resume: Resume | None = None
+    priority: int = 0
+
+
+def check_count(where: str, count: int, most: int) -> None:
+    """Raise InvalidRequest when a list has more items than are looked at."""
+    if count > most:
+        raise InvalidRequest(where, f"at most {most} items, got {count}")
+
+
+def check_name(where: str, name: str) -> None:
+    """Raise InvalidRequest unless ``name`` is one that a request, or a tenant, may have."""
+    if len(name) > MAX_NAME_CHARS:
+        raise InvalidRequest(where, f"at most {MAX_NAME_CHARS} characters")
+    check_unicode(where, name)
+
+
+def check_generation_id(generation_id: str) -> None:
+    """Raise InvalidRequest unless it is empty or one that nobody guesses."""
+    if generation_id and not GENERATION_ID.fullmatch(generation_id):
+        raise InvalidRequest("generation_id", "must be 22 to 128 letters, digits, '-' and '_', of 128 random bits")
+
+
+def check_unicode(where: str, text: str) -> None:
+    """Raise InvalidRequest for half a surrogate pair, which JSON can spell and no text has."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise InvalidRequest(where, "is not valid Unicode: a lone surrogate") from None

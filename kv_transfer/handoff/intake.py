@@ -1,0 +1,128 @@
+"""Takes in the bytes that control messages announce, on the receiver thread of a link.
+
+Bytes are received into a staging buffer, then given to the sink; bytes of a ticket that is unknown, failed or cancelled
+are received too and thrown away, so that the stream stays in step. As bytes leave the staging buffer, whatever became
+of them, the sender gets credit for as many more.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from itertools import chain
+
+from torch import Tensor
+
+from kv_transfer.handoff.block import RowBlock, described
+from kv_transfer.handoff.checksum import checksum_problem
+from kv_transfer.handoff.control import ControlQueue
+from kv_transfer.handoff.cut import message_sizes, messages
+from kv_transfer.handoff.in_flight import InFlight
+from kv_transfer.handoff.sink import HandoffSink
+from kv_transfer.handoff.staging import NUM_BUFFERS, Staging
+from kv_transfer.handoff.state import Handoff
+from paceline.v1.handoff_pb2 import Credit, HandoffAck, HandoffMessage
+
+log = logging.getLogger(__name__)
+
+
+class Intake:
+    """``max_chunk_bytes`` and ``checksums``: see HandoffReceiver. TransportError from any method: the link broke."""
+
+    def __init__(
+        self,
+        staging: Staging,
+        sink: HandoffSink,
+        control: ControlQueue,
+        in_flight: InFlight,
+        *,
+        max_chunk_bytes: int,
+        checksums: bool,
+    ) -> None:
+        self._staging = staging
+        self._sink = sink
+        self._control = control
+        self._in_flight = in_flight
+        self._max_chunk_bytes = max_chunk_bytes
+        self._checksums = checksums
+
+    def chunk(self, message: HandoffMessage) -> None:
+        """Take the rows of a chunk, or throw them away."""
+        ticket, num_bytes = message.ticket, message.chunk.num_bytes
+        handoff = self._in_flight.get(ticket)
+        if handoff is None or self._in_flight.is_cancelled(ticket):
+            self._staging.drain(message_sizes(message))
+            return
+        block = RowBlock.of(message.chunk)
+        problem = handoff.chunk_problem(block, num_bytes)
+        if problem is None and num_bytes > self._max_chunk_bytes:
+            problem = f"a chunk of {num_bytes} bytes; at most {self._max_chunk_bytes} are taken"
+        if problem is None and self._checksums and len(message_sizes(message)) > 1:
+            problem = "a checksum over several messages, whose rows are used as they come"
+        if problem is not None:
+            self._staging.drain(message_sizes(message))
+            self._in_flight.fail(ticket, problem)
+            return
+        self._take_rows(message, block, handoff)
+
+    def state(self, message: HandoffMessage) -> None:
+        """Take the hidden rows of a State, which completes its hand-off, or throw them away."""
+        ticket, state = message.ticket, message.state
+        handoff = self._in_flight.get(ticket)
+        problem: str | None = "not in flight"
+        if handoff is not None:
+            drafts = state.proposal_depth > 0
+            problem = handoff.state_problem(state.num_hidden_rows, state.num_bytes, drafts=drafts)
+        if handoff is None or problem is not None:
+            self._staging.drain(message_sizes(message))
+            self._in_flight.fail_or_disown(ticket, problem or "")
+            return
+        began, expected = time.monotonic(), handoff.expected
+        hidden = self._staging.receive_new(state.num_hidden_rows, expected.hidden_size, expected.layout.dtype)
+        if self._is_corrupt(message, hidden):
+            return
+        handoff.trace.record("state received", began, time.monotonic(), **described(message))
+        self._in_flight.complete(message, hidden)
+
+    def give_credit(self) -> None:
+        """Tell the sender that it may send more, when it is worth a message."""
+        if (num_bytes := self._staging.credit()) > 0:
+            self._in_flight.answer(HandoffAck(credit=Credit(num_bytes=num_bytes)))
+
+    def _take_rows(self, message: HandoffMessage, block: RowBlock, handoff: Handoff) -> None:
+        """The rows of a chunk that `Handoff.chunk_problem` has passed, message by message. Those behind one that ends
+        the ticket are received and thrown away."""
+        ticket, parts = message.ticket, messages(block, message.chunk.num_bytes)
+        began = time.monotonic()
+        for i, (part, num_bytes) in enumerate(parts):
+            data = self._staging.receive(num_bytes).view(handoff.expected.layout.dtype)
+            rest = [size for _, size in parts[i + 1 :]]
+            self._staging.expect(chain(rest, self._control.announced_sizes(NUM_BUFFERS)))
+            if self._is_corrupt(message, data):
+                return
+            try:
+                if i == 0:
+                    handoff.chunk(block, message.chunk.num_bytes)
+                    handoff.count_meta(message.ByteSize())
+                self._sink.write_kv(ticket, part, data)
+            except Exception as error:
+                self._in_flight.fail(ticket, f"writing rows failed: {error}")
+            self.give_credit()
+            self._fail_overdue()
+            if self._in_flight.get(ticket) is None:
+                self._staging.drain(rest)
+                return
+        handoff.trace.record("chunk received", began, time.monotonic(), **described(message))
+
+    def _is_corrupt(self, message: HandoffMessage, data: Tensor) -> bool:
+        """Fail the ticket of bytes whose checksum is asked for and does not hold."""
+        problem = checksum_problem(message, data) if self._checksums else None
+        if problem is not None:
+            log.error("link %s, hand-off %s: %s", self._in_flight.link_id, message.ticket, problem)
+            self._in_flight.fail(message.ticket, problem)
+        return problem is not None
+
+    def _fail_overdue(self) -> None:
+        """Tickets whose deadline passed meanwhile do not wait for the end of a long chunk."""
+        while (overdue := self._control.next_to_fail()) is not None:
+            self._in_flight.fail(*overdue)

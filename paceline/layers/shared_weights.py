@@ -1,0 +1,171 @@
+"""Weights that the nodes of a host have in common: what one of them keeps, the others need not keep a second time.
+
+The deployment opens a memory file (``layers.weight_file``) and gives its path to its nodes. While a node loads its
+model inside ``shared_weights(path)``, ``kept`` puts tensors into the file, or finds them there. A tensor is found by
+comparing every byte with what this node would have kept otherwise, so nothing about the file has to be trusted: other
+weights, another dtype or other kernels are other bytes and get places of their own.
+
+The file is anonymous memory: it is on no disk, and the kernel frees it with the last process that has it open, however
+that process ends. Nodes use it through maps that cannot be written; while one loads, it has a second map to write with.
+
+Layout: records one after another, each a header (64-bit number of data bytes; 0 where no record begins yet) and the
+data, both at multiples of 64 bytes. A header is written after its data, under a lock of the file: a node that dies
+while it writes leaves no record.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import logging
+import math
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import numpy as np
+import torch
+
+log = logging.getLogger(__name__)
+
+ALIGNMENT = 64  # bytes, torch's own; kernels may load whole cache lines
+SMALLEST = 64 * 1024  # bytes; smaller tensors stay each node's own
+LOCK_TIMEOUT_S = 20.0  # a node that was stopped while it held the lock must not hold up the others for ever
+LOCK_POLL_S = 0.002
+HEADER = struct.Struct("<Q")
+
+_libc = ctypes.CDLL(None)
+_libc.memcmp.argtypes, _libc.memcmp.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_int
+
+
+class _Shelf:
+    """The file as a node that loads its model sees it."""
+
+    def __init__(self, path: str) -> None:
+        """Raises OSError and ValueError where there is no such file, or no address space for it."""
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._size = os.fstat(self._file).st_size
+            self._writable = mmap.mmap(self._file, self._size)
+            self._readable = mmap.mmap(self._file, self._size, prot=mmap.PROT_READ)
+            for view in (self._writable, self._readable):
+                view.madvise(mmap.MADV_HUGEPAGE)  # where shmem_enabled is advise
+        except BaseException:
+            os.close(self._file)
+            raise
+        self._address = int(np.frombuffer(self._readable, dtype=np.uint8).ctypes.data)
+        self._records: dict[int, list[int]] = {}  # offsets of data by number of bytes
+        self._end = 0  # of the records known so far
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def keep(self, shape: Sequence[int], dtype: torch.dtype, fill: Callable[[torch.Tensor], object]) -> torch.Tensor:
+        """See ``kept``. Raises OSError when the file is full, or locked for too long."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if self._scratch.numel() < num_bytes:
+            self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
+        wanted = self._scratch[:num_bytes]
+        fill(wanted.view(dtype).view(*shape))
+        with self._locked():
+            self._read_headers()
+            offset = self._found(wanted)
+            if offset is None:
+                offset = self._append(wanted)
+        data = (ctypes.c_uint8 * num_bytes).from_address(self._address + offset)
+        data.map = self._readable  # type: ignore[attr-defined]  # lives as long as the tensor
+        return torch.frombuffer(data, dtype=dtype).view(*shape)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(LOCK_POLL_S)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _read_headers(self) -> None:
+        while self._end + ALIGNMENT <= self._size:
+            (num_bytes,) = HEADER.unpack_from(self._readable, self._end)
+            if not num_bytes:
+                return
+            self._records.setdefault(num_bytes, []).append(self._end + ALIGNMENT)
+            self._end += ALIGNMENT + _aligned(num_bytes)
+
+    def _found(self, wanted: torch.Tensor) -> int | None:
+        for offset in self._records.get(wanted.numel(), ()):
+            if _libc.memcmp(self._address + offset, wanted.data_ptr(), wanted.numel()) == 0:
+                return offset
+        return None
+
+    def _append(self, wanted: torch.Tensor) -> int:
+        header, num_bytes = self._end, wanted.numel()
+        offset = header + ALIGNMENT
+        if offset + _aligned(num_bytes) + ALIGNMENT > self._size:
+            raise OSError(errno.ENOSPC, "the memory file is full")
+        self._writable[offset : offset + num_bytes] = wanted.numpy().data
+        HEADER.pack_into(self._writable, header, num_bytes)
+        self._read_headers()
+        return offset
+
+    def close(self) -> None:
+        """No more is kept; tensors stay mapped, for reading alone."""
+        self._writable.close()
+        os.close(self._file)
+
+
+_shelf: ContextVar[_Shelf | None] = ContextVar("shelf", default=None)
+
+
+@contextmanager
+def shared_weights(path: str) -> Iterator[None]:
+    """Inside, ``kept`` uses the memory file at ``path``; with an empty path, or where the file cannot be used, each
+    process keeps its own copy. Not nested."""
+    shelf = _opened(path)
+    token = _shelf.set(shelf)
+    try:
+        yield
+    finally:
+        _shelf.reset(token)
+        if shelf is not None:
+            shelf.close()
+
+
+def _opened(path: str) -> _Shelf | None:
+    if not path:
+        return None
+    try:
+        return _Shelf(path)
+    except (OSError, ValueError) as error:  # on another host, the path leads nowhere
+        log.info("this node keeps weights of its own: %s", error)
+        return None
+
+
+def kept(shape: Sequence[int], dtype: torch.dtype, fill: Callable[[torch.Tensor], object]) -> torch.Tensor:
+    """A CPU tensor that ``fill`` has filled, every byte of it. Inside ``shared_weights`` it lies in memory that nodes
+    share, and a write to it ends the process."""
+    shelf = _shelf.get()
+    if shelf is not None and math.prod(shape) * dtype.itemsize >= SMALLEST:
+        try:
+            return shelf.keep(shape, dtype, fill)
+        except OSError as error:
+            log.warning("%s: this node keeps the rest of its weights itself", error)
+            _shelf.set(None)
+    own = torch.empty(*shape, dtype=dtype)
+    fill(own)
+    return own
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

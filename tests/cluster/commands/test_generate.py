@@ -1,0 +1,145 @@
+"""``paceline generate`` has every option of the SDK, and what it is given arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import typer
+from click.testing import Result
+from typer.testing import CliRunner
+
+from cluster.commands.generate import generate
+from cluster.frontdoor.service import serve_grpc
+from paceline.client import AsyncClient, Client, GenerateOptions
+from support.scripted_nodes import Fleet, fleet, letters
+
+PROMPT = "hello"
+TEXT = letters(5, len(PROMPT), 64)
+GIVEN: dict[str, Any] = {
+    "max_tokens": 9,
+    "min_tokens": 2,
+    "temperature": 0.25,
+    "top_p": 0.5,
+    "top_k": 40,
+    "min_p": 0.125,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.5,
+    "logit_bias": {5: -1.5, 6: 2.0},
+    "seed": 5,
+    "stop": ["zzz", "yyy"],
+    "stop_token_ids": [7, 8],
+    "ignore_eos": True,
+    "top_logprobs": 1,
+    "n": 1,
+    "num_draft_tokens": 2,
+    "tree_width": 3,
+    "drafter": "suffix",
+    "tree": "static",
+    "model": "tiny",
+    "request_id": "mine",
+    "tenant": "team",
+    "priority": 3,
+}
+
+
+@asynccontextmanager
+async def served(**options: Any) -> AsyncIterator[tuple[Fleet, str]]:
+    async with fleet(**options) as nodes:
+        server = await serve_grpc(nodes.router, "127.0.0.1:0")
+        try:
+            yield nodes, f"127.0.0.1:{server.port}"
+        finally:
+            await server.stop(0)
+
+
+async def run(*arguments: str) -> Result:
+    """The command, on a thread: the server is on this loop."""
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(generate)
+    return await asyncio.to_thread(CliRunner().invoke, app, [PROMPT, *arguments])
+
+
+def arguments(name: str, value: Any) -> list[str]:
+    """How an option is written on the command line."""
+    flag = f"--{name.replace('_', '-')}"
+    if value is True:
+        return [flag]
+    values = [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else value
+    return [part for item in (values if isinstance(values, list) else [value]) for part in (flag, str(item))]
+
+
+def test_it_has_every_option_of_the_sdk() -> None:
+    options = inspect.signature(generate).parameters
+    connection = inspect.signature(Client.__init__).parameters
+    asked = {name for name, p in connection.items() if p.kind is p.KEYWORD_ONLY} - {"options"}
+    assert options.keys() == GenerateOptions.__annotations__.keys() | asked | {
+        *("prompt", "server", "chat", "system", "as_json"),
+    }
+    assert {name: options[name].default for name in asked} == {name: connection[name].default for name in asked}
+    assert inspect.signature(AsyncClient.__init__).parameters.keys() == connection.keys()
+    assert GIVEN.keys() == GenerateOptions.__annotations__.keys()
+
+
+async def test_every_option_arrives() -> None:
+    written = [part for name, value in GIVEN.items() for part in arguments(name, value)]
+    async with served(tree="static", drafter="ngram", drafters="suffix") as (nodes, address):
+        done = await run("--server", address, *written)
+        assert done.exit_code == 0, done.output
+        (sequence,) = nodes.nodes["decode-0"].sequences
+    speculation = sequence.speculation
+    for name in ("num_draft_tokens", "tree_width", "drafter", "tree"):
+        assert getattr(speculation, name) == GIVEN[name]
+    assert (sequence.request_id, sequence.cache_salt) == ("mine", "team")
+    for name in GIVEN.keys() - {"num_draft_tokens", "tree_width", "drafter", "tree", "model", "request_id"}:
+        if name in ("tenant", "priority", "stop"):  # the router's own
+            continue
+        value = GIVEN[name]
+        assert getattr(sequence.params, name) == (tuple(value) if isinstance(value, list) else value), name
+
+
+async def test_text_is_streamed_and_choices_are_listed() -> None:
+    async with served() as (_, address):
+        one = await run("--server", address, "--seed", "5", "--max-tokens", "4")
+        assert one.output == TEXT[:4] + "\n"
+        two = await run("--server", address, "--seed", "5", "--max-tokens", "4", "--n", "2")
+        assert [line[:4] for line in two.output.splitlines()] == ["[0] ", "[1] "]
+        assert two.output.splitlines()[0] == f"[0] {TEXT[:4]}"
+
+
+async def test_json_has_all_choices() -> None:
+    async with served() as (_, address):
+        done = await run(
+            "--server", address, "--seed", "5", "--max-tokens", "4", "--n", "2", "--json", "--top-logprobs", "1"
+        )
+    answer = json.loads(done.output)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert answer["choices"][0]["text"] == TEXT[:4]
+    for choice in answer["choices"]:
+        assert len(choice["token_ids"]) == len(choice["logprobs"]) == choice["usage"]["completion_tokens"] == 4
+        assert choice["finish_reason"] == "length"
+        assert choice["nodes"] == {"prefill": "prefill-0", "decode": "decode-0"}
+    assert answer["choices"][0]["seed"] == 5 != answer["choices"][1]["seed"]
+    assert (answer["model"], len(answer["request_id"]) > 4) == ("tiny", True)
+
+
+async def test_a_system_message_and_another_router() -> None:
+    async with served() as (nodes, address):
+        done = await run("--server", "127.0.0.1:1", "--server", address, "--system", "Be brief.", "--max-tokens", "2")
+        assert done.exit_code == 0, done.output
+        (sequence,) = nodes.nodes["decode-0"].sequences
+    prompt = bytes(sequence.prompt_token_ids).decode()
+    assert prompt.index("Be brief.") < prompt.index(PROMPT)
+
+
+@pytest.mark.parametrize("wrong", [("--top-k", str(2**40)), ("--logit-bias", "5"), ("--seed", "-1")])
+async def test_values_that_no_field_holds(wrong: tuple[str, str]) -> None:
+    done = await run("--server", "127.0.0.1:1", *wrong)
+    assert done.exit_code == 2
+    assert "Invalid value" in done.output

@@ -1,0 +1,91 @@
+"""Options of a deployment: where they come from, and what ``--help`` says of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from cluster.commands.cli import app, with_serve_options
+from cluster.commands.options import load_config, serve_options
+from paceline.config import EngineConfig, NodeConfig, ServeConfig
+from paceline.errors import ConfigError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Callable[[str], Path]:
+    def write(text: str) -> Path:
+        path = tmp_path / "options.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_the_command_line_overrides_the_environment_and_that_the_file(file: Callable[[str], Path]) -> None:
+    found = load_config(
+        {"max_running": 3, "max_waiting": None},
+        file("max-running: 1\nmax_waiting: 1\nmax_queued: 1\nadaptive: off\n"),
+        {"PACELINE_MAX_RUNNING": "2", "PACELINE_MAX_WAITING": "2", "PACELINE_HOME": "/x", "OTHER": "1"},
+    )
+    assert (found.max_running, found.max_waiting, found.max_queued, found.adaptive) == (3, 2, 1, "off")
+
+
+def test_wrong_options_are_named_with_their_place(file: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match=r"unknown option in environment") as unknown:
+        load_config({}, None, {"PACELINE_MAX_RUNING": "2"})
+    assert unknown.value.key == "max_runing"
+    with pytest.raises(ConfigError, match=r"options\.yaml: 0\)") as wrong:
+        load_config({}, file("max_running: 0"), {})
+    assert wrong.value.key == "max_running"
+
+
+@pytest.mark.parametrize("config", [EngineConfig, NodeConfig, ServeConfig])
+def test_every_option_has_a_description(config: type[EngineConfig]) -> None:
+    for name, info in config.model_fields.items():
+        text = " ".join((info.description or "").split())
+        assert 15 < len(text) <= 200, name
+        assert text.endswith("."), name
+
+
+def test_options_of_a_group_stand_together() -> None:
+    groups = [group for group, _ in groupby(serve_options(), key=lambda option: option.group)]
+    assert len(groups) == len(set(groups))
+    assert "" not in groups
+
+
+@pytest.mark.parametrize("command", ["serve", "demo"])
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help_shows_every_option_in_its_group(command: str, columns: int) -> None:
+    done = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": str(columns)})
+    assert done.exit_code == 0
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= columns
+    at = lines.index("Model")
+    shown = " ".join(" ".join(lines[at:]).split())  # without line breaks
+    for option in serve_options():
+        start = shown.index(f"{option.flag} ")
+        assert option.flag in " ".join(lines).split(), f"{option.flag} is cut"
+        facts = f"default {option.default} {option.description} ({option.variable})"
+        assert shown[start:].partition(facts)[0].startswith(option.flag), option.name
+        assert f" {option.values}" in shown[start : shown.index(facts)], option.name
+    titles = [group for group, _ in groupby(serve_options(), key=lambda option: option.group)]
+    assert [line for line in lines[at:] if line in titles] == titles
+
+
+@pytest.mark.parametrize(
+    ("given", "level"),
+    [([], "warning"), (["--verbose"], "info"), (["--verbose", "--log-level", "debug"], "debug")],
+)
+def test_verbose_is_short_for_a_log_level(given: list[str], level: str) -> None:
+    seen: list[ServeConfig] = []
+    made = typer.Typer()
+    made.command()(with_serve_options(seen.append))
+    done = CliRunner().invoke(made, given, catch_exceptions=False)
+    assert done.exit_code == 0
+    assert [config.log_level for config in seen] == [level]
+    assert seen[0].node(1).log_level == level
