@@ -35,7 +35,8 @@ def one_thread_one_seed() -> None:
 
 
 def memory(field: str) -> int:
-    """Bytes of this process: VmRSS is what it holds, VmHWM the most that it ever held; 0 where there is no /proc."""
+    """Bytes of this process: VmHWM is the most that it ever held, RssFile what of files it has mapped, RssAnon what it
+    holds beside them; 0 where there is no /proc."""
     try:
         status = Path("/proc/self/status").read_text()
     except FileNotFoundError:
@@ -51,21 +52,28 @@ class WorkerMemory:
     """
 
     def __init__(self) -> None:
-        self.after_collection = self.at_file_start = memory("VmRSS")
+        self.after_collection = self.at_file_start = memory("RssAnon")
         self.told = False
         self.trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
-        yield
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> Generator[None, object, object]:
+        result = yield  # until then the test holds its fixtures
         ends_file = nextitem is None or nextitem.path != item.path  # its own fixtures are gone
-        if memory("VmRSS") > (self.at_file_start if ends_file else self.after_collection) + COLLECT_AT_BYTES:
+        if memory("RssAnon") > (self.at_file_start if ends_file else self.after_collection) + COLLECT_AT_BYTES:
             gc.collect()
             self.trim(0)
-            self.after_collection = memory("VmRSS")
+            self.after_collection = memory("RssAnon")
         if ends_file:
-            self.at_file_start = memory("VmRSS")
-        peak = memory("VmHWM")
+            self.at_file_start = memory("RssAnon")
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self) -> Generator[None]:
+        yield
+        peak = memory("VmHWM") - memory("RssFile")  # libraries are there once for all workers
         torch = sys.modules.get("torch")
         on_gpu = torch is not None and torch.cuda.is_initialized()  # its driver alone maps gigabytes
         if peak > WORKER_LIMIT_BYTES and not self.told and not on_gpu:

@@ -30,7 +30,7 @@ class Engines:
     def __init__(self, folder: Path, dtype: str, batch: int) -> None:
         options = {"model": str(folder), "dtype": dtype, "drafter": "none", "threads": 1, "kv_cache_tokens": 8192}
         self.config = NodeConfig.model_validate(options)
-        self.first = build_runner(self.config)
+        self.first = build_runner(self.config.model_copy(update={"kv_cache_tokens": 256, "max_model_len": 0}))
         self.requests = one_temperature_each(prompt_requests(folder, NUM_TOKENS))
         self.plain = run(self.variant(prefix_cache=False), self.requests, batch=batch)
 
