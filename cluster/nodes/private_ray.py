@@ -8,12 +8,14 @@ module knows the class and the functions of Ray that start them, in the one vers
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import ray
 import ray._private.node
 import ray._private.services as services
-from ray import _raylet
+
+_raylet: Any = import_module("ray._raylet")  # compiled, without types
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum: no tensor ever goes through it
 AGENTS = ("dashboard_agent", "runtime_env_agent")

@@ -42,7 +42,8 @@ def cache_folder() -> Path:
     return Path(os.environ.get("PACELINE_HOME", Path.home() / ".cache" / "paceline"))
 
 
-def _cpu_identity() -> str:
+def cpu_identity() -> str:
+    """Model and instruction sets of this host's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -56,7 +57,7 @@ def compile_kernels(extra_flags: tuple[str, ...] = ()) -> Path:
     if compiler is None:
         raise RuntimeError("no C++ compiler found: install g++ (Debian: apt-get install g++)")
     flags = [*FLAGS, *extra_flags]
-    identity = "\0".join([_source_digest(), compiler, *flags, _cpu_identity()])
+    identity = "\0".join([_source_digest(), compiler, *flags, cpu_identity()])
     key = hashlib.blake2b(identity.encode(), digest_size=10).hexdigest()
     target = cache_folder() / "kernels" / f"{key}.so"
     if target.exists():
