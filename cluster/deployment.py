@@ -72,20 +72,20 @@ class Deployment:
 
     async def _start(self) -> None:
         config = self.config
-        ray = self._start_ray()
+        front_door = asyncio.get_running_loop().run_in_executor(None, _import_front_door)  # while Ray starts
+        with self._waiting_for("Ray"):
+            self._start_ray()
         registry_url = self._start_registry()
-        with self._waiting_for("the front door's modules"):  # while Ray starts: they import fastapi and more
+        with self._waiting_for("the front door's modules"):
+            await front_door
             from cluster.routing.metrics import Metrics
             from cluster.state.cache_events import CacheWatcher
             from cluster.state.journal import open_journal
             from paceline.models.hub import resolve_model
             from paceline.text.tokenizer import Tokenizer
 
-            import_module("cluster.frontdoor.http")
             folder = await asyncio.to_thread(resolve_model, config.model)
             tokenizer = Tokenizer.from_folder(folder)
-        with self._waiting_for("Ray"):
-            await asyncio.shield(ray)
         node_logs = NodeLogs()
         self._at_end("node logs", node_logs.close)  # after the nodes, for their last words
         self.directory = NodeDirectory(registry_url, config.lease_ttl_s)
@@ -160,23 +160,13 @@ class Deployment:
         with phase(what):
             yield
 
-    def _start_ray(self) -> asyncio.Future[None]:
-        """Begins on a thread, which goes on when the start is cancelled: ``stop`` waits for it."""
-        with self._waiting_for("Ray's modules"):
-            from cluster.nodes.launch import start_ray, stop_ray
+    def _start_ray(self) -> None:
+        """On this thread: the kernel ends Ray's processes with the thread that started them."""
+        from cluster.nodes.launch import start_ray, stop_ray
 
         config = self.config
-        loop = asyncio.get_running_loop()
-        nodes = config.prefill_nodes + config.decode_nodes
-        starting = loop.run_in_executor(None, start_ray, config.ray_address, nodes)
-
-        async def stop() -> None:
-            await asyncio.wait([starting])
-            if starting.exception() is None:
-                stop_ray()
-
-        self._at_end("ray", stop)
-        return starting
+        start_ray(config.ray_address, config.prefill_nodes + config.decode_nodes)
+        self._at_end("ray", stop_ray)
 
     def _start_registry(self) -> str:
         config = self.config
@@ -272,6 +262,12 @@ class Deployment:
         grace_s: what runs may go on for so long."""
         self._grace_s = grace_s
         await self._parts.aclose()
+
+
+def _import_front_door() -> None:
+    """What imports fastapi, jinja and more: a second of work."""
+    for name in ("cluster.frontdoor.http", "cluster.frontdoor.service", "cluster.routing.router"):
+        import_module(name)
 
 
 async def _connect(prefill: Slot, decode: Slot) -> None:

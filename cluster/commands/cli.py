@@ -95,14 +95,18 @@ def serve(config: ServeConfig) -> None:
     asyncio.run(_serve(config))
 
 
+def _on_signals(run: Callable[[], None]) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, run)
+
+
 async def _serve(config: ServeConfig) -> None:
     from cluster.commands.progress import start_progress
     from cluster.deployment import Deployment
 
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    _on_signals(stop.set)
     with start_progress(errors, lines=config.log_level in ("debug", "info")) as tell:
         deployment = Deployment(config, tell)
         starting = asyncio.create_task(deployment.start())
@@ -113,6 +117,7 @@ async def _serve(config: ServeConfig) -> None:
         await asyncio.gather(starting, return_exceptions=True)
         return
     await starting
+    _on_signals(stop.set)  # Ray has put its own handler of SIGTERM there, which ends the process at once
     exact = "bit-exact" if deployment.served.bit_exact else "not bit-exact"
     typer.echo(
         f"ready grpc={deployment.grpc_address} http={deployment.http_address} model={config.model} "

@@ -17,11 +17,13 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from paceline.file_lock import locked
 from paceline.phases import phase
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ FLAGS = (
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
 )
 COMPILE_TIMEOUT_S = 300
+LOCK_POLL_S = 0.2
 
 
 def cache_folder() -> Path:
@@ -60,13 +63,29 @@ def compile_kernels(extra_flags: tuple[str, ...] = ()) -> Path:
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with phase("compiling the CPU kernels"), tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+    with phase("compiling the CPU kernels"), _alone(target.with_suffix(".lock")):
+        if not target.exists():
+            _build([compiler, *flags], target)
+    return target
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Nodes that start together compile once. Where the lock cannot be had each compiles, which costs time alone."""
+    with path.open("w") as file, ExitStack() as stack:
+        with suppress(OSError):
+            stack.enter_context(locked(file.fileno(), COMPILE_TIMEOUT_S, LOCK_POLL_S))
+        yield
+
+
+def _build(command: Sequence[str], target: Path) -> None:
+    """command: the compiler and its flags."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         built = Path(scratch) / "kernels.so"
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            objects = list(pool.map(lambda file: _compile(compiler, flags, file, Path(scratch)), _translation_units()))
-        _run([compiler, *flags, "-shared", *map(str, objects), "-o", str(built)])
-        built.replace(target)  # atomic: two processes may build at once
-    return target
+            objects = list(pool.map(lambda file: _compile(command, file, Path(scratch)), _translation_units()))
+        _run([*command, "-shared", *map(str, objects), "-o", str(built)])
+        built.replace(target)  # atomic
 
 
 def _translation_units() -> list[Path]:
@@ -82,9 +101,9 @@ def _source_digest() -> str:
     return digest.hexdigest()
 
 
-def _compile(compiler: str, flags: Sequence[str], source: Path, into: Path) -> Path:
+def _compile(command: Sequence[str], source: Path, into: Path) -> Path:
     built = into / f"{source.stem}.o"
-    _run([compiler, *flags, "-c", str(source), "-o", str(built)])
+    _run([*command, "-c", str(source), "-o", str(built)])
     return built
 
 

@@ -17,19 +17,19 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import logging
 import math
 import mmap
 import os
 import struct
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import numpy as np
 import torch
+
+from paceline.file_lock import locked
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class _Shelf:
             self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
         wanted = self._scratch[:num_bytes]
         fill(wanted.view(dtype).view(*shape))
-        with self._locked():
+        with locked(self._file, LOCK_TIMEOUT_S, LOCK_POLL_S):
             self._read_headers()
             offset = self._found(wanted)
             if offset is None:
@@ -78,22 +78,6 @@ class _Shelf:
         data = (ctypes.c_uint8 * num_bytes).from_address(self._address + offset)
         data.map = self._readable  # type: ignore[attr-defined]  # lives as long as the tensor
         return torch.frombuffer(data, dtype=dtype).view(*shape)
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        deadline = time.monotonic() + LOCK_TIMEOUT_S
-        while True:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise
-                time.sleep(LOCK_POLL_S)
-        try:
-            yield
-        finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _read_headers(self) -> None:
         while self._end + ALIGNMENT <= self._size:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
 import os
@@ -10,15 +9,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
+from paceline.file_lock import locked
 from paceline.layers.build import cache_folder
 
 Progress = Callable[[str, float], None]  # (what, share done 0..1)
@@ -134,17 +133,11 @@ def _is_complete(target: Path) -> bool:
 @contextmanager
 def _lock(path: Path, timeout_s: float) -> Iterator[None]:
     """Hold ``path`` against other processes. Raises ConfigError when it is not free within ``timeout_s``."""
-    deadline = time.monotonic() + timeout_s
-    with path.open("w") as handle:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    message = f"another process has held {path} for {timeout_s:.0f} s"
-                    raise ConfigError("model", message) from None
-                time.sleep(LOCK_POLL_S)
+    with path.open("w") as handle, ExitStack() as stack:
+        try:
+            stack.enter_context(locked(handle.fileno(), timeout_s, LOCK_POLL_S))
+        except TimeoutError:
+            raise ConfigError("model", f"another process has held {path} for {timeout_s:.0f} s") from None
         yield
 
 

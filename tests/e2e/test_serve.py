@@ -18,6 +18,7 @@ import pytest
 from paceline.assembly.build import build_runner
 from paceline.client import AsyncClient, Client, InvalidRequest, Overloaded, PacelineError
 from paceline.config import NodeConfig
+from paceline.layers.weight_file import huge_pages_need_own_memory
 from paceline.v1 import node_pb2, node_pb2_grpc
 from support.exactness import run
 from support.needs import needs_kernels
@@ -50,11 +51,30 @@ def prompt_ids(folder: Path) -> dict[str, tuple[int, ...]]:
     return {q: requests[2 * i].prompt_token_ids for i, q in enumerate(QUESTIONS)}
 
 
+def node_processes(server: Server) -> list[psutil.Process]:
+    """Those of the four nodes."""
+    nodes = [process for process in server.processes() if "".join(process.cmdline()).startswith("ray::NodeHost")]
+    assert len(nodes) == 4
+    return nodes
+
+
 def test_nodes_come_before_nobody_and_behind_nobody(server: Server) -> None:
     """Ray's workers run at niceness 15 unless told otherwise: whatever else a host does would come before a token."""
-    nodes = [process for process in server.processes() if "".join(process.cmdline()).startswith("ray::NodeHost")]
-    assert len(nodes) >= 4
-    assert {process.nice() for process in nodes} == {psutil.Process(server.process.pid).nice()}
+    assert {process.nice() for process in node_processes(server)} == {psutil.Process(server.process.pid).nice()}
+
+
+def test_ray_runs_what_places_actors_and_no_more(server: Server) -> None:
+    """Each of the others is a Python process that imports Ray, at every start."""
+    others = {process.name() for process in server.processes()[1:] if process not in node_processes(server)}
+    assert others <= {"gcs_server", "raylet", "cat", "valkey-server", "redis-server"}
+
+
+@pytest.mark.skipif(huge_pages_need_own_memory(), reason="on this host nodes are faster with weights of their own")
+def test_nodes_have_their_weights_in_memory_together(server: Server) -> None:
+    maps = [Path(f"/proc/{node.pid}/maps").read_text() for node in node_processes(server)]
+    weights = [[line for line in text.splitlines() if "paceline-weights" in line] for text in maps]
+    assert [[line.split()[1] for line in lines] for lines in weights] == [["r--s"]] * 4  # nobody can write to them
+    assert len({line.split()[4] for lines in weights for line in lines}) == 1  # one file
 
 
 def test_generate_prints_json(server: Server) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,8 @@ def test_options_from_file_and_environment(
 
 def test_no_prefill_node(smollm2_folder: Path) -> None:
     """With no prefill node, decode computes prompts itself."""
-    with serve("--prefill-nodes", "0", "--drafter", "none") as server, Client(server.grpc) as client:
+    options = ("--prefill-nodes", "0", "--drafter", "none")
+    with serve(*options, end_with=signal.SIGTERM) as server, Client(server.grpc) as client:
         done = client.chat(MESSAGES, max_tokens=16, temperature=0.0).choices[0]
         assert done.text.strip().startswith(ANSWER[:34])  # in bf16 what follows depends on the processor
         assert done.completion.nodes.prefill == done.completion.nodes.decode == "decode-0"

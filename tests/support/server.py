@@ -41,8 +41,8 @@ def paceline() -> str:
 
 
 @contextmanager
-def serve(*options: str) -> Iterator[Server]:
-    """Serve on free ports; at the end Ctrl-C must drain, exit 0 and leave no process behind."""
+def serve(*options: str, end_with: signal.Signals = signal.SIGINT) -> Iterator[Server]:
+    """Serve on free ports; at the end Ctrl-C, or the signal given, must drain, exit 0 and leave no process behind."""
     with tempfile.TemporaryDirectory(prefix="paceline-test-") as folder:
         log = Path(folder) / "log"
         command = [paceline(), "serve", "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", "--verbose", *options]
@@ -56,7 +56,7 @@ def serve(*options: str) -> Iterator[Server]:
             print(log.read_text()[-6000:])
             raise
         finally:
-            left = _stop(server)
+            left = _stop(server, end_with)
         assert process.returncode == 0, log.read_text()[-3000:]
         assert left == [], left
 
@@ -74,9 +74,9 @@ def _ready(server: Server) -> tuple[str, str, str]:
     raise AssertionError(f"not ready: {server.log.read_text()[-3000:]}")
 
 
-def _stop(server: Server) -> list[str]:
+def _stop(server: Server, number: signal.Signals) -> list[str]:
     below = server.processes() if server.process.poll() is None else []
-    server.process.send_signal(signal.SIGINT)
+    server.process.send_signal(number)
     try:
         server.process.wait(STOP_DEADLINE_S)
     except subprocess.TimeoutExpired:
