@@ -14,6 +14,7 @@ from paceline.layers.build import kernel_set, set_threads
 from paceline.models.config import ModelSpec
 from paceline.models.hub import resolve_model
 from paceline.models.llama import LlamaModel
+from paceline.models.llama_shapes import model_shapes
 from paceline.models.loader import WeightBag
 
 WIDTH = 64  # of hidden rows and MLP
@@ -37,15 +38,8 @@ def thin_runner(config: NodeConfig, *, decodes: bool) -> ModelRunner:
 
 def _weights(spec: ModelSpec, dtype: torch.dtype) -> WeightBag:
     generator = torch.Generator().manual_seed(0)
-    kv = spec.num_kv_heads * spec.head_dim
-    shapes = {"model.embed_tokens.weight": (spec.vocab_size, WIDTH), "lm_head.weight": (spec.vocab_size, WIDTH)}
-    for i in range(spec.num_layers):
-        attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
-        shapes |= {f"{attention}.{name}_proj.weight": (kv, WIDTH) for name in "qkv"}
-        shapes |= {f"{attention}.o_proj.weight": (WIDTH, kv)}
-        shapes |= {f"{mlp}.{name}_proj.weight": (WIDTH, WIDTH) for name in ("gate", "up", "down")}
-    tensors = {name: (0.1 * torch.randn(shape, generator=generator)).to(dtype) for name, shape in shapes.items()}
-    norms = ["model.norm.weight"]
-    for i in range(spec.num_layers):
-        norms += [f"model.layers.{i}.{name}_layernorm.weight" for name in ("input", "post_attention")]
-    return WeightBag(tensors | {name: torch.ones(WIDTH, dtype=dtype) for name in norms})
+    tensors = {}
+    for name, shape in model_shapes(spec).items():
+        value = torch.ones(shape) if len(shape) == 1 else 0.1 * torch.randn(shape, generator=generator)
+        tensors[name] = value.to(dtype)
+    return WeightBag(tensors)

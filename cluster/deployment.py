@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import os
 import secrets
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 import grpc.aio
 
@@ -18,11 +23,20 @@ from cluster.state.registry import NodeDirectory
 from paceline.assembly.shipped import with_real_drafter
 from paceline.config import ServeConfig
 from paceline.errors import NodeUnavailable, PairingRefused
+from paceline.phases import phase
 from paceline.v1 import node_pb2, node_pb2_grpc
+
+if TYPE_CHECKING:
+    from cluster.routing.metrics import Metrics
+    from cluster.state.journal import Journal
+    from cluster.state.prefix_index import PrefixIndex
+    from paceline.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+Tell = Callable[[str, str], None]  # (what is waited for, details)
 RPC_TIMEOUT_S = 30.0
+PHASE_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -37,13 +51,16 @@ class Served:
 class Deployment:
     """``start`` brings everything up or raises; ``stop`` ends everything that was started, in reverse."""
 
-    def __init__(self, config: ServeConfig) -> None:
-        """Raises ConfigError when the heads that ``default`` would draft with cannot be told."""
+    def __init__(self, config: ServeConfig, tell: Tell | None = None) -> None:
+        """tell: called with what the start is waiting for. Raises ConfigError when the heads that ``default`` would
+        draft with cannot be told."""
         self.config = with_real_drafter(config)  # once, for nodes, requests, ModelInfo and metrics alike
+        self._tell = tell
         self.grpc_address = ""
         self.http_address = ""
         self.admin_address = ""
-        self._stops: list[tuple[str, object]] = []
+        self._parts = AsyncExitStack()  # what was started; each part ends by itself and lets the others end
+        self._grace_s = 0.0
 
     async def start(self) -> None:
         """Bring everything up. On failure nothing is left running."""
@@ -54,42 +71,50 @@ class Deployment:
             raise
 
     async def _start(self) -> None:
-        # Late: the parts import ray, fastapi and more.
-        from cluster.frontdoor.http import create_app, serve_http
-        from cluster.frontdoor.service import serve_grpc
-        from cluster.nodes.admin import serve_admin
-        from cluster.routing.metrics import Metrics
-        from cluster.routing.router import Router
-        from cluster.state.cache_events import CacheWatcher
-        from cluster.state.journal import open_journal
-        from paceline.models.hub import resolve_model
-        from paceline.text.tokenizer import Tokenizer
-
         config = self.config
-        folder = await asyncio.to_thread(resolve_model, config.model)
-        tokenizer = Tokenizer.from_folder(folder)
-        self._start_ray()
+        ray = self._start_ray()
         registry_url = self._start_registry()
+        with self._waiting_for("the front door's modules"):  # while Ray starts: they import fastapi and more
+            from cluster.routing.metrics import Metrics
+            from cluster.state.cache_events import CacheWatcher
+            from cluster.state.journal import open_journal
+            from paceline.models.hub import resolve_model
+            from paceline.text.tokenizer import Tokenizer
+
+            import_module("cluster.frontdoor.http")
+            folder = await asyncio.to_thread(resolve_model, config.model)
+            tokenizer = Tokenizer.from_folder(folder)
+        with self._waiting_for("Ray"):
+            await asyncio.shield(ray)
         node_logs = NodeLogs()
-        self._stops.append(("node logs", node_logs.close))  # after the nodes, for their last words
-        self.supervisor = await self._start_nodes(registry_url)
+        self._at_end("node logs", node_logs.close)  # after the nodes, for their last words
         self.directory = NodeDirectory(registry_url, config.lease_ttl_s)
         await self.directory.start()
-        self._stops.append(("directory", self.directory.close))
+        self._at_end("directory", self.directory.close)
+        self.supervisor = await self._start_nodes(registry_url)
         self.directory.on_change(node_logs.follow)
         node_logs.follow(self.directory.nodes())
         watcher = CacheWatcher(registry_url, self.directory.nodes, config.lease_ttl_s)
         await watcher.start()
-        self._stops.append(("cached prefixes", watcher.close))
-        self.supervisor.has_lease = self.directory.holds  # a node that stopped without dying is replaced too
-        self.supervisor.reachable = host_answers
-        served = await self._introduce(self.supervisor.slots)
-        self.served = served
-        self.metrics = Metrics()
-        self.metrics.watch_nodes(self.directory.nodes)
-        journal = open_journal(config, registry_url, self.metrics.registry)
+        self._at_end("cached prefixes", watcher.close)
+        with self._waiting_for("nodes to pair"):
+            self.served = await self._introduce(self.supervisor.slots)
+        metrics = Metrics()
+        metrics.watch_nodes(self.directory.nodes)
+        journal = open_journal(config, registry_url, metrics.registry)
         if journal is not None:
-            self._stops.append(("journal", journal.close))
+            self._at_end("journal", journal.close)
+        await self._open_front_door(tokenizer, metrics, journal, watcher.index)
+
+    async def _open_front_door(
+        self, tokenizer: Tokenizer, metrics: Metrics, journal: Journal | None, prefixes: PrefixIndex
+    ) -> None:
+        from cluster.frontdoor.http import create_app, serve_http
+        from cluster.frontdoor.service import serve_grpc
+        from cluster.nodes.admin import serve_admin
+        from cluster.routing.router import Router
+
+        config, served = self.config, self.served
         self.router = Router(
             self.directory,
             tokenizer,
@@ -97,29 +122,61 @@ class Deployment:
             config.model,
             served.max_model_len,
             served.vocab_size,
-            metrics=self.metrics,
+            metrics=metrics,
             bit_exact=served.bit_exact,
             journal=journal,
-            prefixes=watcher.index,
+            prefixes=prefixes,
         )
-        self._stops.append(("router", self.router.close))
+        self._at_end("router", self.router.close)
         host, port = split_address(config.http)
-        http = await serve_http(create_app(self.router, self.metrics), host, port)
-        self._stops.append(("http", http.stop))
+        http = await serve_http(create_app(self.router, metrics), host, port)
+        self._at_end("http", lambda: http.stop(self._grace_s))
         server = await serve_grpc(self.router, config.grpc)
-        self._stops.append(("grpc", server.stop))
+        self._at_end("grpc", lambda: server.stop(self._grace_s))
         if config.admin:
             admin = await serve_admin(self.supervisor, config.admin, config.drain_timeout_s)
-            self._stops.append(("admin", admin.stop))
+            self._at_end("admin", admin.stop)
             self.admin_address = f"{split_address(config.admin)[0]}:{admin.port}"
         self.http_address = f"{host}:{http.port}"
         self.grpc_address = f"{split_address(config.grpc)[0]}:{server.port}"
 
-    def _start_ray(self) -> None:
-        from cluster.nodes.launch import start_ray, stop_ray
+    def _at_end(self, name: str, end: Callable[[], object]) -> None:
+        """``stop`` calls ``end`` before those of all parts that were started earlier; it may return an awaitable."""
 
-        start_ray(self.config.ray_address)
-        self._stops.append(("ray", stop_ray))
+        async def stop() -> None:
+            try:
+                ended = end()
+                if inspect.isawaitable(ended):
+                    await ended
+            except Exception:  # one part that fails to stop must not keep the others running
+                log.exception("stopping %s failed", name)
+
+        self._parts.push_async_callback(stop)
+
+    @contextmanager
+    def _waiting_for(self, what: str) -> Iterator[None]:
+        if self._tell is not None:
+            self._tell(what, "")
+        with phase(what):
+            yield
+
+    def _start_ray(self) -> asyncio.Future[None]:
+        """Begins on a thread, which goes on when the start is cancelled: ``stop`` waits for it."""
+        with self._waiting_for("Ray's modules"):
+            from cluster.nodes.launch import start_ray, stop_ray
+
+        config = self.config
+        loop = asyncio.get_running_loop()
+        nodes = config.prefill_nodes + config.decode_nodes
+        starting = loop.run_in_executor(None, start_ray, config.ray_address, nodes)
+
+        async def stop() -> None:
+            await asyncio.wait([starting])
+            if starting.exception() is None:
+                stop_ray()
+
+        self._at_end("ray", stop)
+        return starting
 
     def _start_registry(self) -> str:
         config = self.config
@@ -129,7 +186,7 @@ class Deployment:
             server = EmbeddedRedis()
         else:  # nodes may be on other hosts
             server = EmbeddedRedis(tcp=True, host=own_address(config.host, config.node_interface))
-        self._stops.append(("redis", server.close))
+        self._at_end("redis", server.close)
         return server.url
 
     async def _start_nodes(self, registry_url: str) -> Supervisor:
@@ -151,19 +208,37 @@ class Deployment:
         log.info("%d nodes %s", len(wanted), "share their host's cores" if shares else f"with {threads} threads each")
         node_config = config.node(threads, secrets.token_hex(8) if shares else "", self._open_weight_file())
         slots = {node.node_id: number for number, node in enumerate(wanted)}
-        nodes = await asyncio.to_thread(RayNodes, wanted, registry_url, config.lease_ttl_s, config.node_interface)
-        self._stops.append(("placement", nodes.close))
+        with self._waiting_for("Ray to place nodes"):
+            nodes = await asyncio.to_thread(RayNodes, wanted, registry_url, config.lease_ttl_s, config.node_interface)
+        self._at_end("placement", nodes.close)
 
         def launch(role: str, node_id: str, generation: int) -> RayNode:
             own = node_config.model_copy(update={"cores_slot": slots[node_id]})
             return nodes.launch(role, node_id, generation, own)
 
-        supervisor = Supervisor(launch)
+        # A node that stopped without dying is replaced too.
+        supervisor = Supervisor(launch, has_lease=self.directory.holds, reachable=host_answers)
         for role, count, _ in roles:
             supervisor.want(role, count)
-        self._stops.append(("nodes", supervisor.stop))
-        await supervisor.start()
+        self._at_end("nodes", lambda: supervisor.stop(self._grace_s))
+        told = asyncio.create_task(self._tell_phases(supervisor.slots))
+        try:
+            with self._waiting_for(f"{len(wanted)} nodes"):
+                await supervisor.start()
+        finally:
+            told.cancel()
         return supervisor
+
+    async def _tell_phases(self, slots: list[Slot]) -> None:
+        """Tell what each node that has not started is at, until cancelled."""
+        from cluster.nodes.launch import RayNode
+
+        while self._tell is not None:
+            await asyncio.sleep(PHASE_POLL_S)
+            nodes = [slot.handle for slot in slots if not slot.address and isinstance(slot.handle, RayNode)]
+            phases = await asyncio.gather(*(asyncio.to_thread(node.phase) for node in nodes))
+            details = [f"{node.node_id} is {at}" for node, at in zip(nodes, phases, strict=True) if at]
+            self._tell(f"{len(slots)} nodes", ", ".join(details))
 
     def _open_weight_file(self) -> str:
         """Path of the memory file for the nodes' weights; empty where they are on other hosts, or each is better off
@@ -178,7 +253,7 @@ class Deployment:
         except OSError as error:
             log.warning("each node keeps weights of its own: %s", error)
             return ""
-        self._stops.append(("weight file", file.close))
+        self._at_end("weight file", file.close)
         return file.path
 
     async def _introduce(self, slots: list[Slot]) -> Served:
@@ -192,16 +267,11 @@ class Deployment:
         return Served(status.max_model_len, status.vocab_size, status.bit_exact)
 
     async def stop(self, grace_s: float) -> None:
-        """End everything, newest first; each part has its own deadline. Idempotent."""
-        while self._stops:
-            name, stop = self._stops.pop()
-            takes_grace = name in ("grpc", "http", "nodes")
-            try:
-                result = stop(grace_s) if takes_grace else stop()  # type: ignore[operator]
-                if asyncio.iscoroutine(result):
-                    await result
-            except Exception:  # one part that fails to stop must not keep the others running
-                log.exception("stopping %s failed", name)
+        """End everything, newest first; each part has its own deadline. Idempotent.
+
+        grace_s: what runs may go on for so long."""
+        self._grace_s = grace_s
+        await self._parts.aclose()
 
 
 async def _connect(prefill: Slot, decode: Slot) -> None:

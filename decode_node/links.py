@@ -23,9 +23,9 @@ from kv_transfer.handoff.receiver import HandoffReceiver
 from kv_transfer.handoff.sink import HandoffSink
 from kv_transfer.layout.compat import check_pairing
 from kv_transfer.transports.base import TransportError
+from kv_transfer.transports.registry import open_transport, transport_record
 from kv_transfer.transports.rendezvous import Store, create_store
 from kv_transfer.transports.sentinel import Sentinel
-from kv_transfer.transports.torch_dist import open_transport
 from paceline.config import NodeConfig
 from paceline.errors import NodeUnavailable, Overloaded, PacelineError
 from paceline.serving.loop import notify
@@ -173,7 +173,7 @@ class LinkHost:
     def _open(self, link: _Link) -> HandoffReceiver:
         """Open pipe and sentinel, in the order in which the prefill node does; blocks until it does."""
         context, config = self._context, self._context.config
-        device = context.device if config.transport == "nccl" else torch.device("cpu")
+        device = transport_record(config.transport).staging_device(context.device)
         timeout = config.transfer_timeout_s
         transport = open_transport(config.transport, self._store, link.link_id, 1, config.host, timeout, device)
         receiver = HandoffReceiver(

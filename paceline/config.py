@@ -63,8 +63,8 @@ class EngineConfig(Frozen):
     """GPU memory that CUDA graphs may take, in MiB. Batch sizes whose graph does not fit run without one."""
 
     drafter: Annotated[DrafterName, Group("Speculation")] = "default"
-    """Who proposes draft tokens. `default` takes the EAGLE-3 heads that ship for the model, else the MTP modules of its
-    checkpoint, else ngram; `auto` chooses anew each round; `none` turns speculation off."""
+    """Who proposes draft tokens. `default` is `auto` for a model with draft heads, else `ngram`. `auto` drafts what
+    pays in each round: with heads, by copying, or not. `none` turns speculation off."""
 
     drafters: str = ""
     """Further drafters that a request may name, separated by commas: any of `none`, `ngram`, `suffix`, `trie`,
@@ -79,7 +79,8 @@ class EngineConfig(Frozen):
     are chained, one per depth."""
 
     num_draft_tokens: int = Field(default=4, ge=0, le=64)
-    """K, how many tokens ahead a round drafts at most. 0 decodes plainly. Raise it where most drafts are accepted."""
+    """K, how many tokens ahead a round drafts at most. 0 decodes plainly. Raise it where most drafts are accepted.
+    `auto` has 8 where none is given."""
 
     tree: TreeKind = TreeKind.CHAIN
     """Shape of a draft. `chain` has one candidate per position, `static` a fixed tree, `dynamic` grows where the draft

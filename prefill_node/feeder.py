@@ -84,14 +84,14 @@ class RowFeeder:
         mark = self._side.mark()
         slots = slots.clone()  # the table's own tensor is reused when the table goes
         for chunk in chunks(block, token_bytes, one_message=self._sender.checksums):
-            self._put(ticket, partial(self._send_rows, ticket, chunk, _of(chunk, block, slots), mark))
+            self._put(ticket, partial(self._send_rows, ticket, chunk, _rows_of(chunk, block, slots), mark))
 
     def hidden_rows(self, ticket: str, rows: torch.Tensor, first_token: int) -> None:
         """Send ``rows`` [T, row_width], which nobody writes to any more; the first of them is token ``first_token``."""
         mark = self._side.mark()
         block = RowBlock(HIDDEN, NO_LAYERS, range(first_token, first_token + rows.shape[0]))
         for chunk in chunks(block, rows.shape[1] * self._source.dtype.itemsize, one_message=True):
-            self._put(ticket, partial(self._send_hidden, ticket, chunk, _of(chunk, block, rows), mark))
+            self._put(ticket, partial(self._send_hidden, ticket, chunk, _rows_of(chunk, block, rows), mark))
 
     def state(self, ticket: str, state: handoff_pb2.State, hidden: torch.Tensor | None) -> None:
         """Send the seed of decoding; ends the hand-off. ``hidden``: [rows, hidden_size], copied at once."""
@@ -139,7 +139,9 @@ class RowFeeder:
             if len(parts) == 1:
                 self._send_message(ticket, chunk, slots, num_bytes)
             elif (opened := self._sender.open_chunk(ticket, chunk, num_bytes)) is not None:
-                self._send_messages(ticket, opened, [(part, _of(part, chunk, slots), size) for part, size in parts])
+                self._send_messages(
+                    ticket, opened, [(part, _rows_of(part, chunk, slots), size) for part, size in parts]
+                )
 
     def _send_message(self, ticket: str, chunk: RowBlock, slots: torch.Tensor, num_bytes: int) -> None:
         """A chunk of one message is announced with its bytes, and not at all once its ticket has ended."""
@@ -200,7 +202,7 @@ class RowFeeder:
                 self._sender.abort(ticket, f"rows could not be sent: {error}")
 
 
-def _of(part: RowBlock, block: RowBlock, by_token: torch.Tensor) -> torch.Tensor:
+def _rows_of(part: RowBlock, block: RowBlock, by_token: torch.Tensor) -> torch.Tensor:
     """What ``by_token``, which has a row for each token of ``block``, holds of those of ``part``."""
     first = block.tokens.start
     return by_token[part.tokens.start - first : part.tokens.stop - first]

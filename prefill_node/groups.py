@@ -1,4 +1,4 @@
-"""Which layers of a chunk leave together. Pure.
+"""Which layers of a prompt chunk leave together. Pure.
 
 A group leaves as soon as its last layer is computed. Small messages cost line rate, large ones keep the end of the
 prompt waiting: the last group of a chunk, the only one that nothing is left to compute behind, is as small as a message
@@ -15,7 +15,8 @@ MIN_BYTES = 256 * 1024  # of a message, but for prompts and remainders that have
 
 
 def layer_groups(layer_bytes: Sequence[int], first_layer: int = 0) -> tuple[range, ...]:
-    """Cut layers ``first_layer``, ... into groups, in order. ``layer_bytes``: of a chunk's rows in each of them."""
+    """Cut layers ``first_layer``, ... into groups, in order. ``layer_bytes``: what the rows of a chunk take
+    in each of them."""
     groups: list[range] = []
     stop = len(layer_bytes)
     while stop > 0:

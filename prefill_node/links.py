@@ -16,14 +16,14 @@ import grpc
 import grpc.aio
 import torch
 
-from kv_transfer.handoff.block import ByteClass
+from kv_transfer.handoff.block import ByteClass, RowBlock
 from kv_transfer.handoff.sender import HandoffSender
 from kv_transfer.layout.compat import check_pairing, decode_layout
 from kv_transfer.layout.reshard import Side, reshard
 from kv_transfer.layout.rows import RowSource
+from kv_transfer.transports.registry import open_transport, transport_record
 from kv_transfer.transports.rendezvous import create_store
 from kv_transfer.transports.sentinel import Sentinel
-from kv_transfer.transports.torch_dist import open_transport
 from paceline.config import NodeConfig
 from paceline.errors import NodeUnavailable, Overloaded, PacelineError
 from paceline.kvcache.pool import KvPool
@@ -53,11 +53,15 @@ class LinkContext:
     @property
     def device(self) -> torch.device:
         """Where the transport reads from."""
-        return self.kv.device if self.config.transport == "nccl" else torch.device("cpu")
+        return transport_record(self.config.transport).staging_device(self.kv.device)
 
 
 class Link:
-    """An open link; the jobs' `Carrier`. Made by `LinkPool`."""
+    """An open link; the jobs' `Carrier`. Made by `LinkPool`.
+
+    What is to be sent goes to the feeder, which takes rows off the pool and passes everything on to the sender in
+    order; the sender knows what became of it.
+    """
 
     def __init__(
         self, link_id: str, decode_node_id: str, sender: HandoffSender, feeder: RowFeeder, sentinel: Sentinel
@@ -65,12 +69,40 @@ class Link:
         self.link_id = link_id
         self.decode_node_id = decode_node_id
         self._sender = sender
-        self._sentinel = sentinel
-        self.begin, self.rows, self.state, self.abort = feeder.begin, feeder.rows, feeder.state, feeder.abort
-        self.hidden_rows, self.groups = feeder.hidden_rows, feeder.groups
-        self.bytes_sent: Callable[[str], dict[ByteClass, int]] = sender.bytes_sent
-        self.sending_s: Callable[[str], float] = sender.sending_s
         self._feeder = feeder
+        self._sentinel = sentinel
+
+    def groups(self, layers: range, num_tokens: int) -> tuple[range, ...]:
+        """See `RowFeeder`."""
+        return self._feeder.groups(layers, num_tokens)
+
+    def begin(self, ticket: str, tokens: range) -> None:
+        """See `RowFeeder`."""
+        self._feeder.begin(ticket, tokens)
+
+    def rows(self, ticket: str, block: RowBlock, slots: torch.Tensor) -> None:
+        """See `RowFeeder`."""
+        self._feeder.rows(ticket, block, slots)
+
+    def hidden_rows(self, ticket: str, rows: torch.Tensor, first_token: int) -> None:
+        """See `RowFeeder`."""
+        self._feeder.hidden_rows(ticket, rows, first_token)
+
+    def state(self, ticket: str, state: handoff_pb2.State, hidden: torch.Tensor | None) -> None:
+        """See `RowFeeder`."""
+        self._feeder.state(ticket, state, hidden)
+
+    def abort(self, ticket: str, reason: str) -> None:
+        """See `RowFeeder`."""
+        self._feeder.abort(ticket, reason)
+
+    def bytes_sent(self, ticket: str) -> dict[ByteClass, int]:
+        """See `HandoffSender`."""
+        return self._sender.bytes_sent(ticket)
+
+    def sending_s(self, ticket: str) -> float:
+        """See `HandoffSender`."""
+        return self._sender.sending_s(ticket)
 
     @property
     def alive(self) -> bool:

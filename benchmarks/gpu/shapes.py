@@ -18,6 +18,7 @@ import torch
 
 from paceline.models.config import ModelSpec
 from paceline.models.llama import LlamaModel
+from paceline.models.llama_shapes import model_shapes
 from paceline.models.loader import WeightBag
 from paceline.spec_decode.heads.formats.config import Eagle3Config
 from paceline.spec_decode.heads.formats.eagle import vocabulary_tensors
@@ -47,13 +48,6 @@ _LLAMA_8B = ModelSpec(
     },
     max_position_embeddings=131072,
     tie_word_embeddings=False,
-    attention_bias=False,
-    attention_out_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    sliding_window=None,
-    eos_token_ids=(),
-    bos_token_id=None,
 )
 _QWEN3_06B = replace(
     _LLAMA_8B,
@@ -86,38 +80,12 @@ SHAPES = {"llama-8b": _LLAMA_8B, "qwen3-0.6b": _QWEN3_06B, "tiny": _TINY}
 DRAFT_VOCAB = {"llama-8b": 32000, "qwen3-0.6b": 32000, "tiny": 160}
 
 
-def target_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Tensors of a Llama-family checkpoint without biases, by transformers' names."""
-    hidden, wide, dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
-    q, kv = spec.num_heads * dim, spec.num_kv_heads * dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
-    for i in range(spec.num_layers):
-        layer = f"model.layers.{i}"
-        shapes |= {
-            f"{layer}.input_layernorm.weight": (hidden,),
-            f"{layer}.self_attn.q_proj.weight": (q, hidden),
-            f"{layer}.self_attn.k_proj.weight": (kv, hidden),
-            f"{layer}.self_attn.v_proj.weight": (kv, hidden),
-            f"{layer}.self_attn.o_proj.weight": (hidden, q),
-            f"{layer}.post_attention_layernorm.weight": (hidden,),
-            f"{layer}.mlp.gate_proj.weight": (wide, hidden),
-            f"{layer}.mlp.up_proj.weight": (wide, hidden),
-            f"{layer}.mlp.down_proj.weight": (hidden, wide),
-        }
-        if spec.qk_norm:
-            shapes |= {f"{layer}.self_attn.{name}_norm.weight": (dim,) for name in "qk"}
-    shapes["model.norm.weight"] = (hidden,)
-    if not spec.tie_word_embeddings:
-        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
-    return shapes
-
-
 class RandomWeights(Mapping[str, torch.Tensor]):
     """Random tensors of a spec, made when they are asked for, the same each time."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
         self._spec, self._dtype, self._device, self._seed = spec, dtype, device, seed
-        self._shapes = target_shapes(spec)
+        self._shapes = model_shapes(spec)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         shape = self._shapes[name]

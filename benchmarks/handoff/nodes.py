@@ -18,7 +18,9 @@ from benchmarks.thin_model import thin_runner
 from decode_node.node import DecodeNode
 from kv_transfer.handoff.block import TARGET_KV, RowBlock
 from kv_transfer.handoff.cut import message_sizes
-from kv_transfer.transports.torch_dist import TorchDistTransport, create_store, open_transport
+from kv_transfer.transports.base import Transport
+from kv_transfer.transports.registry import open_transport
+from kv_transfer.transports.rendezvous import create_store
 from paceline.config import NodeConfig
 from paceline.engine.fingerprint import fingerprint_of
 from paceline.errors import PacelineError
@@ -39,7 +41,7 @@ class RawEnd:
     """One end of a gloo pipe of its own that copies messages as a hand-off cuts them, out of as much memory into as
     much, and does nothing else."""
 
-    def __init__(self, transport: TorchDistTransport, sends: bool) -> None:
+    def __init__(self, transport: Transport, sends: bool) -> None:
         self._transport, self._sends = transport, sends
         self._buffer = host_zeros(0)
 

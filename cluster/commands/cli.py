@@ -96,16 +96,18 @@ def serve(config: ServeConfig) -> None:
 
 
 async def _serve(config: ServeConfig) -> None:
+    from cluster.commands.progress import start_progress
     from cluster.deployment import Deployment
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    deployment = Deployment(config)
-    starting = asyncio.create_task(deployment.start())
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    with start_progress(errors, lines=config.log_level in ("debug", "info")) as tell:
+        deployment = Deployment(config, tell)
+        starting = asyncio.create_task(deployment.start())
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)

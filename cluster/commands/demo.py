@@ -8,6 +8,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from cluster.commands.console import errors
+from cluster.commands.progress import start_progress
 from cluster.deployment import Deployment
 from paceline.config import ServeConfig
 
@@ -21,9 +23,9 @@ async def run_demo(config: ServeConfig) -> None:
 
     console = Console(highlight=False)
     local = config.model_copy(update={"grpc": "127.0.0.1:0", "http": "127.0.0.1:0"})
-    deployment = Deployment(local)
     began = time.monotonic()
-    with console.status(f"starting {local.prefill_nodes} prefill + {local.decode_nodes} decode node on Ray"):
+    with start_progress(errors, lines=local.log_level in ("debug", "info")) as tell:
+        deployment = Deployment(local, tell)
         await deployment.start()
     try:
         console.print(

@@ -20,6 +20,8 @@ def fetch_model(model: str) -> Path:
 
         def show(what: str, share: float) -> None:
             if what not in tasks:
+                if not errors.is_terminal:
+                    errors.print(f"{model}: {what}", soft_wrap=True)
                 tasks[what] = progress.add_task(f"{model}: {what}", total=1.0)
             progress.update(tasks[what], completed=share)
 

@@ -32,7 +32,7 @@ def sdk_parameters() -> list[inspect.Parameter]:
 
 
 def _parameter(name: str, kind: Any, text: str) -> inspect.Parameter:
-    command_type = _COMMAND_TYPES[kind]
+    command_type: Any = _COMMAND_TYPES[kind]
     flag = f"--{name.replace('_', '-')}"
     option = typer.Option(flag + (f"/--no-{flag[2:]}" if command_type is bool else ""))
     option.help = text + (" May be repeated." if command_type in (list[str], list[int]) else "")

@@ -26,6 +26,7 @@ from cluster.state.registry_types import NodeRecord
 from paceline.config import NodeConfig
 from paceline.errors import NodeUnavailable
 from paceline.logs import configure_logging
+from paceline.phases import current_phase, phase
 from paceline.v1.inference_pb2 import NodeInfo
 
 log = logging.getLogger(__name__)
@@ -102,7 +103,8 @@ class NodeHost:
         self._role, self._node_id, self._generation = role, node_id, generation
         self._config = config.model_copy(update={"host": own_address(config.host, interface)})
         self._registry_url, self._lease_ttl_s = registry_url, lease_ttl_s
-        self._node = make_node(role, node_id, self._config)
+        with phase("importing"):
+            self._node = make_node(role, node_id, self._config)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="node-loop", daemon=True)
         self._address = ""
@@ -121,7 +123,8 @@ class NodeHost:
             self._registry_url, self._record(), self._lease_ttl_s, self._alive, self._load, on_fenced=self._fenced
         )
         try:
-            keeper.start()
+            with phase("registering"):
+                keeper.start()
         except (redis.RedisError, Fenced) as error:
             keeper.close()
             raise NodeUnavailable(f"{self._node_id} cannot be registered: {error}") from None
@@ -167,7 +170,7 @@ class NodeHost:
                 self._loop.close()
 
     def status(self) -> dict[str, Any]:
-        """Who this is, whether it ticks, and its load once started."""
+        """Who this is, whether it ticks, what its start is at, and its load once started."""
         started = bool(self._address) and not self._stopped.is_set()
         return {
             "id": self._node_id,
@@ -176,6 +179,7 @@ class NodeHost:
             "address": self._address,
             "alive": started and self._alive(),
             "fenced": self._keeper is not None and self._keeper.fenced,
+            "phase": current_phase(),
             **(self._load() if started else {}),
         }
 

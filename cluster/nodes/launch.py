@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 PLACEMENT_TIMEOUT_S = 60.0
 STATUS_TIMEOUT_S = 10.0
+PHASE_TIMEOUT_S = 1.0
 AGENT_TIMEOUT_S = 2.0  # for Ray's helpers to end by themselves
 CPU_SHARE = 0.01  # nodes pin their own threads; Ray only has to place them
 
@@ -192,6 +193,14 @@ class RayNode:
         except ray.exceptions.RayError as error:
             raise NodeUnavailable(f"{self.node_id} does not answer: {error}") from error
         return status
+
+    def phase(self) -> str:
+        """What its start is at; empty where it does not answer at once."""
+        try:
+            at: str = ray.get(self._actor.status.remote(), timeout=PHASE_TIMEOUT_S)["phase"]
+        except ray.exceptions.RayError:
+            return ""
+        return at
 
     def died(self, timeout_s: float = 0.0) -> bool:
         """Whether the process is gone or was stopped; waits for it at most ``timeout_s``."""

@@ -1,17 +1,32 @@
 """A Ray of this deployment's own, on this machine: the processes that place actors and watch them, and no others.
 
-``ray.init`` also starts an autoscaler, a log monitor and an API server, each a Python process that imports Ray: seconds
-of every start and 200 MB, for a dashboard that is switched off, logs that go to no driver and hosts that never come.
-It has no option for any of them, so this module knows the class that starts them. A Ray that names its methods
-otherwise starts the processes as before.
+``ray.init`` also starts an autoscaler, a log monitor, an API server, and two agents for its dashboard and for runtime
+environments. Each is a Python process that imports Ray: seconds of every start and 350 MB, for a dashboard that is
+switched off, hosts that never come and environments that no actor asks for. It has no option for any of them, so this
+module knows the class and the functions of Ray that start them, in the one version that Paceline installs.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 import ray
 import ray._private.node
+import ray._private.services as services
+
+_raylet: Any = import_module("ray._raylet")  # compiled, without types
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum: no tensor ever goes through it
+AGENTS = ("dashboard_agent", "runtime_env_agent")
+STAND_IN = "cat"  # the raylet ends with its agents, and they with the pipe to their stdin that it holds
+AGENT_PORTS = (
+    _raylet.METRICS_AGENT_PORT_NAME,
+    _raylet.METRICS_EXPORT_PORT_NAME,
+    _raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME,
+    _raylet.RUNTIME_ENV_AGENT_PORT_NAME,
+)
+NO_PORT = -1  # what agents of a Ray without dashboard announce
 
 
 class SmallNode(ray._private.node.Node):  # type: ignore[misc]  # Ray has no types here
@@ -25,6 +40,29 @@ class SmallNode(ray._private.node.Node):  # type: ignore[misc]  # Ray has no typ
 
     def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
         """No dashboard."""
+
+    def start_raylet(self, *args: Any, **options: Any) -> None:
+        """With stand-ins for its agents, whose ports the raylet would otherwise wait for."""
+        for name in AGENT_PORTS:
+            _raylet.persist_port(self._session_dir, self._node_id, name, NO_PORT)
+        theirs = services.start_ray_process
+
+        def start(command: list[str], *more: Any, **further: Any) -> Any:
+            return theirs([_without_agent(word) for word in command], *more, **further)
+
+        services.start_ray_process = start
+        try:
+            super().start_raylet(*args, **options)
+        finally:
+            services.start_ray_process = theirs
+
+
+def _without_agent(word: str) -> str:
+    """An argument of the raylet; an agent's command is replaced by its stand-in."""
+    for agent in AGENTS:
+        if word.startswith(f"--{agent}_command="):
+            return f"--{agent}_command={STAND_IN}"
+    return word
 
 
 def start_private_ray(num_cpus: int) -> None:

@@ -64,7 +64,7 @@ class Router:
         detokenizer: DetokenizerFactory | None = None,
         journal: Journal | None = None,
         prefixes: PrefixIndex | None = None,
-    ) -> None:
+    ) -> None:  # a parameter for each part that it does not own; those that may be left out have a name
         """model_name: what requests may call the model. bit_exact: what the nodes' probe said. detokenizer: makes one
         per choice from tokenizer, prompt ids and stop strings; the default is paceline.text.tokenizer's. journal: of
         streams that other routers may go on with; started, and closed by its owner. prefixes: what nodes are thought

@@ -1,7 +1,7 @@
 """An opt-in CRC-32 over the bytes that follow a control message (``--handoff-checksum``).
 
-Taken by the sender when the bytes are staged, checked by the receiver before any of them is used: it hunts what changes
-them in between (a network card, a switch, memory, a transport of ours). It is no signature.
+The sender takes it when the bytes are staged, and the receiver checks it before it uses any of them: it hunts what
+changes them in between (a network card, a switch, memory, a transport of ours). It is no signature.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.v1.handoff_pb2 import HandoffMessage
 
 
 def crc32(data: Tensor) -> int:
-    """Of the bytes of a contiguous tensor in host memory. Lets other Python threads run meanwhile."""
+    """Sum the bytes of a contiguous tensor in host memory. Other Python threads run meanwhile."""
     return zlib.crc32(byte_view(data).numpy().data)
 
 

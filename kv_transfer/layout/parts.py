@@ -8,6 +8,8 @@ destinations) alike.
 
 The whole is ready only when every part is. After the first failure the others are given up, but the end is told only
 when none of them is under way any more: until then their links may read or write the pages.
+
+No node is sharded yet: the tests alone run this module, over real links, until nodes of several ranks use it.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 docs/internals/architecture.md#what-crosses says what travels, algorithms.md H4 in which order its bytes lie.
 
-A side runs on ``degree`` ranks. Of a GQA layer a rank holds a run of heads: ``num_kv_heads / degree`` of them or, with
-more ranks than heads, a single one, which ``degree / num_kv_heads`` neighbouring ranks hold alike. An MLA latent is one
-head that every rank holds.
+A side runs on ``degree`` ranks. A rank holds a run of the heads of a GQA layer: ``num_kv_heads / degree`` of them or,
+with more ranks than heads, a single one, which ``degree / num_kv_heads`` neighbouring ranks hold alike. An MLA latent
+is one head that every rank holds.
 
 A destination rank gets each of its heads from exactly one source rank. Where several hold a head, the destinations
 that need it are dealt to them in order and evenly: with N destinations and R sources, the i-th one is served by source
@@ -14,6 +14,9 @@ What two ranks have in common of a layer is one run of heads, so a pair has at m
 heads it covers (the number of pieces, not of bytes, is what a copy costs). On the wire the order is canonical (layer,
 token, then K heads, then V heads) over the heads of the slice. Both ends call `reshard` with the same two sides and get
 the same plan; its ``name`` crosses in Begin and a different one is refused.
+
+The nodes have one rank each, so far: they call `reshard` alone, and every head crosses. `plans_into`, `plans_from` and
+`ReshardPlan.lead` wait for nodes of several ranks; the tests run them over real links.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ CASTS = frozenset({(torch.float32, torch.bfloat16)})
 
 
 def num_heads(layer: KvLayer) -> int:
-    """Heads of a layer that can be dealt to ranks; a latent cannot be cut."""
+    """How many heads of a layer can be dealt to ranks; a latent cannot be cut."""
     return 1 if layer.kind is LayerKind.MLA else layer.num_kv_heads
 
 
@@ -128,7 +131,7 @@ class ReshardPlan:
         """
         if self.source.degree == self.dest.degree == 1:
             return ""
-        # Of the source's dtype nothing is said: decode issues tickets before it knows who will send.
+        # The source's dtype is left out: decode issues tickets before it knows who will send.
         held = (KvLayout(side.local.layers, self.wire.dtype).text() for side in (self.source, self.dest))
         parts = (f"{p.layer}:{p.source_head}>{p.dest_head}+{p.num_heads}x{p.width}" for p in self.slices)
         text = " | ".join((*held, self.wire.text(), *parts))
@@ -168,14 +171,14 @@ def reshard(source: Side, dest: Side) -> ReshardPlan:
 
 
 def plans_into(layout: KvLayout, source_degree: int, dest: Side) -> tuple[ReshardPlan, ...]:
-    """What ``dest`` receives for one sequence, one plan for each source rank that has to do with it. ``layout``: of
-    the sources, whole."""
+    """What ``dest`` receives for one sequence: a plan for each source rank that has to do with it. ``layout`` is the
+    whole model's, as the sources hold it."""
     plans = (reshard(Side(layout, source_degree, rank), dest) for rank in range(source_degree))
     return tuple(plan for plan in plans if plan.slices)
 
 
 def plans_from(source: Side, layout: KvLayout, dest_degree: int) -> tuple[ReshardPlan, ...]:
-    """What ``source`` sends for one sequence, one plan for each destination rank that it serves. ``layout``: of the
-    destinations, whole. Empty when the others of its replicas serve them all."""
+    """What ``source`` sends for one sequence: a plan for each destination rank that it serves. ``layout`` is the whole
+    model's, as the destinations hold it. Empty when the others of its replicas serve them all."""
     plans = (reshard(source, Side(layout, dest_degree, rank)) for rank in range(dest_degree))
     return tuple(plan for plan in plans if plan.slices)

@@ -37,7 +37,7 @@ class RowSource:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of everything that crosses, hidden rows too: the destination's."""
+        """The destination's: everything that crosses has it, hidden rows too."""
         return self.plan.wire.dtype
 
     def token_bytes(self, layers: range) -> int:
@@ -46,7 +46,7 @@ class RowSource:
 
     @property
     def device(self) -> torch.device:
-        """Of the pool."""
+        """Where the pool lies."""
         return self._pool.device
 
     def gather(self, layers: range, slots: Tensor, out: Tensor | None = None) -> Tensor:
@@ -65,7 +65,7 @@ class RowSource:
         return rows.to(self.dtype) if out is None else out.copy_(rows)
 
     def _gather_new(self, layers: range, slots: Tensor, num_elems: int) -> Tensor:
-        """Of the pool's dtype."""
+        """The rows in new memory, of the pool's dtype."""
         if self._at_once:
             return self._pool.gather(layers, slots)
         result = torch.empty(num_elems, dtype=self._pool.layout.dtype, device=self._pool.device)
@@ -154,17 +154,17 @@ class _Widths:
         self._before = list(accumulate((layer.row_elems for layer in wire.layers), initial=0))
 
     def of_token(self, layers: range) -> int:
-        """Of one token. ValueError when there are no such layers."""
+        """Elements of one token. ValueError when there are no such layers."""
         if layers and not 0 <= layers.start < layers.stop < len(self._before):
             raise ValueError(f"layers {layers} are outside a pool of {len(self._before) - 1} layers")
         return self._before[layers.stop] - self._before[layers.start] if layers else 0
 
     def of_rows(self, layers: range, slots: Tensor) -> int:
-        """Of all slots."""
+        """Elements of all slots."""
         return self.of_token(layers) * slots.shape[0]
 
     def sizes(self, layers: range, slots: Tensor) -> list[int]:
-        """Of each layer, for all slots."""
+        """Elements of all slots in each layer."""
         return [(self._before[layer + 1] - self._before[layer]) * slots.shape[0] for layer in layers]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ WINDOW_BYTES = 8 * MESSAGE_BYTES  # a chunk leaves while less than this waits fo
 CHUNK_BYTES = 8 * MESSAGE_BYTES  # that one descriptor announces, at most
 
 
+Rank = Literal[0, 1]  # of a link: 0 is prefill and sends, 1 is decode and receives
 Pending = Callable[[], None]  # waits until a started send or receive is done; TransportError as those raise it
 
 

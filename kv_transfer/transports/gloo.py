@@ -1,20 +1,24 @@
-"""2-rank gloo groups, built directly over a store and never registered globally."""
+"""Links over gloo, and the 2-rank gloo groups that they and the sentinels are made of.
+
+Gloo does not tell a receive in the middle of a message that its peer died; it blocks until the message timeout. Hence
+the sentinel, and hence messages that are small enough for a short timeout.
+"""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from kv_transfer.transports.base import TransportError
+from kv_transfer.transports.base import MESSAGE_BYTES, Pending, Rank, TransportError, byte_view, message_slices
 from kv_transfer.transports.rendezvous import Store, torch_dist
+from kv_transfer.transports.torch_dist import TorchDistTransport
 
 TAG = 0
 POISON_TAG = 1  # nothing is ever sent with it
-
-Rank = Literal[0, 1]
 
 
 def gloo_group(store: Store, prefix: str, rank: Rank, host: str, timeout_s: float) -> Any:
@@ -37,8 +41,46 @@ def poison(group: Any) -> None:
         group.recv([torch.zeros(1, dtype=torch.uint8)], 1 - group.rank(), POISON_TAG).wait(timedelta(milliseconds=1))
 
 
-def forget_keys(store: Store, prefix: str, rank: Rank) -> None:
-    """Delete a link's rendezvous keys; the decode node does it, whose own process hosts the store."""
-    if rank == 1:
-        with suppress(RuntimeError):
-            store.delete_prefix(f"{prefix}/")
+class GlooTransport(TorchDistTransport):
+    """CPU tensors; the group's timeout is the message timeout, from the start of each wait."""
+
+    def start_send(self, tensor: Tensor) -> Pending:
+        """See Transport. Posted at once: gloo asks the receiver whether it is there before a byte leaves."""
+        return self._start("send", tensor)
+
+    def start_recv(self, tensor: Tensor) -> Pending:
+        """See Transport."""
+        return self._start("recv", tensor)
+
+    def _start(self, verb: str, tensor: Tensor) -> Pending:
+        data = byte_view(tensor)
+        num_bytes = data.numel()
+        pieces = [data] if 0 < num_bytes <= MESSAGE_BYTES else [data[p] for p in message_slices(num_bytes)]
+        works: list[Any] = []
+
+        def post(group: Any) -> None:
+            works.extend(getattr(group, verb)([piece], 1 - self._rank, TAG) for piece in pieces)
+
+        def wait(_: Any) -> None:
+            for work in works:
+                work.wait()
+
+        self._guard(verb, num_bytes, post)
+        return lambda: self._guard(verb, num_bytes, wait)
+
+    def _exchange(self, group: Any, verb: str, data: Tensor) -> None:
+        getattr(group, verb)([data], 1 - self._rank, TAG).wait()
+
+    def _end_group(self, group: Any) -> None:
+        """Threads and sockets go with the last reference."""
+
+    def _abort_group(self, group: Any) -> None:
+        poison(group)
+
+
+def open_gloo(
+    store: Store, link_id: str, rank: Rank, host: str, timeout_s: float, device: torch.device
+) -> GlooTransport:
+    """See `registry.OpenTransport`. ``device`` is the host's memory, the only one that gloo moves."""
+    prefix = f"{link_id}/data"
+    return GlooTransport(gloo_group(store, prefix, rank, host, timeout_s), store, prefix, rank)

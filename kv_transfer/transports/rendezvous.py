@@ -15,12 +15,13 @@ import socketserver
 import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
 
 import torch.distributed as dist
 
-from kv_transfer.transports.base import TransportError
+from kv_transfer.transports.base import Rank, TransportError
 
 MAX_LINE = 64 * 1024  # bytes of one request or answer
 MAX_KEYS = 65536
@@ -247,3 +248,10 @@ def create_store(host: str, port: int, is_master: bool, timeout_s: float) -> Sto
     except (RuntimeError, OSError) as error:
         raise TransportError(f"rendezvous store at {host}:{port}: {error}") from error
     return store
+
+
+def forget_keys(store: Store, prefix: str, rank: Rank) -> None:
+    """Delete a link's rendezvous keys; the decode node does it, whose own process hosts the store."""
+    if rank == 1:
+        with suppress(RuntimeError):
+            store.delete_prefix(f"{prefix}/")

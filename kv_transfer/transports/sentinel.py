@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from kv_transfer.transports.gloo import TAG, Rank, forget_keys, gloo_group, poison
-from kv_transfer.transports.rendezvous import Store
+from kv_transfer.transports.base import Rank
+from kv_transfer.transports.gloo import TAG, gloo_group, poison
+from kv_transfer.transports.rendezvous import Store, forget_keys
 
 log = logging.getLogger(__name__)
 

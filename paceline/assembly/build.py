@@ -10,9 +10,11 @@ import torch
 
 from paceline.assembly.drafting import plan_drafter, plan_export
 from paceline.assembly.graph_build import SCRATCH_PAGES, capture_graphs, wants_graphs
-from paceline.assembly.head_check import check_heads
+from paceline.assembly.head_check import check_heads, judge
+from paceline.assembly.kept_figures import Figures, figures_key, keep_figures, read_figures
 from paceline.assembly.measure import measure_costs
 from paceline.assembly.selfcheck import is_bit_exact
+from paceline.assembly.shipped import with_real_drafter
 from paceline.attention.select import attention_for
 from paceline.config import NodeConfig
 from paceline.engine.handoff_contents import HandoffContents
@@ -29,6 +31,7 @@ from paceline.models.config import ModelSpec
 from paceline.models.hub import resolve_model
 from paceline.models.loader import weights_digest
 from paceline.models.registry import load_target
+from paceline.phases import phase
 from paceline.spec_decode.drafters.plan import budget_of
 from paceline.spec_decode.length.adaptive import make_policy
 from paceline.spec_decode.length.cost import CostTable
@@ -46,6 +49,7 @@ def build_runner(config: NodeConfig, *, decodes: bool = True) -> ModelRunner:
 
     decodes: also measure what only rounds need: their costs where they are weighed, the acceptance of heads.
     """
+    config = with_real_drafter(config)
     torch.set_num_threads(config.threads)
     set_threads(config.threads)
     device = torch.device(config.device)
@@ -53,15 +57,39 @@ def build_runner(config: NodeConfig, *, decodes: bool = True) -> ModelRunner:
         raise ConfigError("device", NCCL_NOTE)
     folder = resolve_model(config.model)
     with shared_weights(config.weight_file):
-        model = load_target(folder, DTYPES[config.dtype], device)
+        with phase("loading the model"):
+            model = load_target(folder, DTYPES[config.dtype], device)
         identity = RunnerIdentity(Path(config.model).name, weights_digest(folder), kernel_set())
         runner = assemble(config, model, identity, decodes=decodes)
-    weighed = config.adaptive == "goodput" or config.drafter == AUTO
-    if decodes and config.head_check:
-        check_heads(runner, folder, weighed=weighed)
-    if decodes and weighed:
-        measure_costs(runner, config.max_running)
+    if decodes:
+        _measure(runner, config, folder)
     return runner
+
+
+def _measure(runner: ModelRunner, config: NodeConfig, folder: Path) -> None:
+    """Check the heads and measure what rounds cost, or take from an earlier start what it found (kept_figures)."""
+    weighed = config.adaptive == "goodput" or config.drafter == AUTO
+    if not weighed and not config.head_check:
+        return
+    key = figures_key(runner, config)
+    costs, kept = runner.policy.costs, read_figures(key)
+    if kept is not None:
+        log.info("costs of rounds and the check of heads are those of an earlier start")
+        judge(runner.drafter.name, kept.heads, weighed=weighed)
+        if costs is not None and kept.target is not None:
+            costs.take(kept.target, kept.drafts)
+        return
+    heads = None
+    if config.head_check:
+        with phase("checking the draft heads"):
+            heads = check_heads(runner, folder, weighed=weighed)
+    if weighed:
+        with phase("measuring what rounds cost"):
+            measure_costs(runner, config.max_running)
+    if weighed and costs is not None:
+        keep_figures(key, Figures(costs.target, costs.timed_drafts(), heads))
+    else:
+        keep_figures(key, Figures(None, {}, heads))
 
 
 def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity, *, decodes: bool = True) -> ModelRunner:
@@ -69,7 +97,8 @@ def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity, *
     where draft KV is to cross."""
     costs = CostTable.assumed(ASSUMED_STEP_S)
     drafts = decodes or config.handoff == "draft_kv"
-    plan = plan_drafter(config, model, costs) if drafts else plan_export(config, model)
+    with phase("loading the drafter"):
+        plan = plan_drafter(config, model, costs) if drafts else plan_export(config, model)
     layout = KvLayout((*model.kv_layers, *plan.kv_layers), model.dtype)
     num_pages = -(-config.kv_cache_tokens // config.page_size)
     graphs = decodes and wants_graphs(config)
@@ -82,7 +111,8 @@ def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity, *
     spec_slots = max(budget.max_nodes, drafter.draft_slots(budget))
     max_model_len = _max_model_len(config, spec, spec_slots)
     contents = HandoffContents.of(config, drafter, spec.hidden_size)
-    exact = is_bit_exact(model, kv, allocator, attention)
+    with phase("checking bits"):
+        exact = is_bit_exact(model, kv, allocator, attention)
     log.info("kernels %s: this host is %s", identity.kernels, "bit-exact" if exact else "NOT bit-exact")
     identity = replace(identity, drafter_weights=plan.digest, bit_exact=exact)
     prefix = None

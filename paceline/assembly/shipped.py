@@ -10,18 +10,27 @@ from typing import TypeVar
 
 from paceline.config import EngineConfig
 from paceline.spec_decode.heads.shipped import own_modules, shipped_heads
-from paceline.speculation import AUTO, DEFAULT, DRAFTERS
+from paceline.speculation import AUTO, DEFAULT, DRAFTERS, is_weightless
 
-DEFAULT_HEADS = ("eagle3",)  # of the heads that ship, those that ``default`` takes; ``auto`` takes any
+AUTO_TOKENS = 8  # K of ``auto`` where none is asked for: its drafters choose their own length below it
 Config = TypeVar("Config", bound=EngineConfig)
 
 
 def with_real_drafter(config: Config) -> Config:
-    """``config`` with ``default`` replaced by the drafter it stands for here, so that everyone calls it by one name.
+    """``config`` with ``default`` replaced by the drafter it stands for here, so that everyone calls it by one name,
+    and with the draft length of ``auto`` where none is asked for.
 
-    Raises ConfigError when the heads of ``drafter_path`` cannot be told.
+    ``default`` is ``auto`` where there are heads: it drafts with them only as far as that pays on this host. Without
+    heads it is ngram. Raises ConfigError when the heads of ``drafter_path`` cannot be told.
     """
-    return config.model_copy(update={"drafter": resolve_drafter(config)}) if config.drafter == DEFAULT else config
+    update: dict[str, object] = {}
+    name = config.drafter
+    if name == DEFAULT:
+        found = resolve_drafter(config)
+        name = update["drafter"] = found if is_weightless(found) else AUTO
+    if name == AUTO and "num_draft_tokens" not in config.model_fields_set:
+        update["num_draft_tokens"] = AUTO_TOKENS
+    return config.model_copy(update=update)
 
 
 def resolve_drafter(config: EngineConfig) -> str:
@@ -30,8 +39,7 @@ def resolve_drafter(config: EngineConfig) -> str:
         return config.drafter
     if config.drafter_path:
         return _kind_of(Path(config.drafter_path))
-    wanted = DRAFTERS if config.drafter == AUTO else DEFAULT_HEADS
-    found = next((name for name in wanted if shipped_heads(config.model, name)), None)
+    found = next((name for name in DRAFTERS if shipped_heads(config.model, name)), None)
     return found or ("mtp" if own_modules(config.model) else "ngram")
 
 

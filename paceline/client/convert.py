@@ -33,7 +33,7 @@ class GenerateOptions(TypedDict, total=False):
     The text beside a type says what the option means; ``paceline generate --help`` shows the same.
     """
 
-    max_tokens: Annotated[int | None, "Tokens to generate at most; without it, up to 1,024 as the context allows."]
+    max_tokens: Annotated[int | None, "Tokens to generate at most. The server's default is 1,024."]
     min_tokens: Annotated[int | None, "Tokens before which no end-of-sequence or stop token is taken."]
     temperature: Annotated[float | None, "0 takes the most likely token; 1 is the model's own distribution."]
     top_p: Annotated[float | None, "Sample from the fewest tokens that have this probability together; 1 keeps all."]

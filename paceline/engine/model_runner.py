@@ -18,7 +18,7 @@ from paceline.engine.device_round import DeviceJudge
 from paceline.engine.graphs import TargetGraphs
 from paceline.engine.handoff_contents import HandoffContents
 from paceline.engine.host_round import HostJudge
-from paceline.engine.rounds import Drafted, Judge, Judged, accepted_rows, commit, count
+from paceline.engine.rounds import Drafted, Judge, Judged, accepted_rows, commit, counted
 from paceline.engine.tree_rows import ObserveLogits
 from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.pool import KvPool
@@ -267,13 +267,8 @@ class ModelRunner:
         accepted = [len(verdict.path) for verdict in judged.verdicts]
         self.policy.observe(seqs, judged.trees, accepted, proposed - began, extended - verified)
         draft_s, verify_s = proposed - began + extended - verified, verified - proposed
-        results = []
-        for seq, tree, verdict, probs in zip(seqs, judged.trees, judged.verdicts, logprobs, strict=True):
-            drafter, depth = tree.drafter or self.drafter.name, max(tree.depths)
-            done = Round(tree.num_draft_tokens, len(verdict.path), depth, drafter, draft_s, verify_s)
-            count(seq, done)
-            results.append(RoundResult(tuple(verdict.committed(tree)), probs, done))
-        return results
+        done = counted(seqs, judged, self.drafter.name, draft_s, verify_s)
+        return [RoundResult(tokens, probs, round_) for (tokens, round_), probs in zip(done, logprobs, strict=True)]
 
     def _propose(self, seqs: Seq[Sequence], judge: Judge) -> Drafted:
         """The round's trees; unread where the judge can do without their tokens until the verdict. It cannot where a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
@@ -89,15 +90,23 @@ def commit(seq: Sequence, tree: DraftTree, verdict: Verdict, logits: torch.Tenso
     return tuple(token_logprobs(logits[n], t, top) for n, t in zip((0, *verdict.path), tokens, strict=True))
 
 
-def count(seq: Sequence, done: Round) -> None:
-    """Enter a round in the sequence's statistics and in the log."""
-    seq.stats.add(done.num_draft_tokens, done.depth, done.num_accepted, done.drafter, done.draft_s, done.verify_s)
-    if log.isEnabledFor(logging.DEBUG):
-        log.debug(
-            "%s round %d: %s drafted %d, accepted %d of depth %d (%.2f), draft %.1f ms, verify %.1f ms",
-            seq.request.request_id, seq.stats.rounds, done.drafter, done.num_draft_tokens, done.num_accepted,
-            done.depth, done.num_accepted / max(done.depth, 1), 1e3 * done.draft_s, 1e3 * done.verify_s,
-        )  # fmt: skip
+def counted(
+    seqs: Seq[Sequence], judged: Judged, drafter: str, draft_s: float, verify_s: float
+) -> Iterator[tuple[tuple[int, ...], Round]]:
+    """Each sequence's new tokens and its round, which is entered in its statistics and in the log.
+
+    drafter: who made the trees that do not say; draft_s, verify_s: seconds of the whole batch.
+    """
+    for seq, tree, verdict in zip(seqs, judged.trees, judged.verdicts, strict=True):
+        name, accepted, depth = tree.drafter or drafter, len(verdict.path), max(tree.depths)
+        seq.stats.add(tree.num_draft_tokens, depth, accepted, name, draft_s, verify_s)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug(
+                "%s round %d: %s drafted %d, accepted %d of depth %d (%.2f), draft %.1f ms, verify %.1f ms",
+                seq.request.request_id, seq.stats.rounds, name, tree.num_draft_tokens, accepted,
+                depth, accepted / max(depth, 1), 1e3 * draft_s, 1e3 * verify_s,
+            )  # fmt: skip
+        yield tuple(verdict.committed(tree)), Round(tree.num_draft_tokens, accepted, depth, name, draft_s, verify_s)
 
 
 def _segment(seq: Sequence, tree: DraftTree) -> Segment:

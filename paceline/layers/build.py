@@ -22,6 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from paceline.phases import phase
+
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).with_name("kernels")
@@ -37,7 +39,8 @@ def cache_folder() -> Path:
     return Path(os.environ.get("PACELINE_HOME", Path.home() / ".cache" / "paceline"))
 
 
-def _cpu_identity() -> str:
+def cpu_identity() -> str:
+    """Model and instruction sets of this host's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -51,13 +54,13 @@ def compile_kernels(extra_flags: tuple[str, ...] = ()) -> Path:
     if compiler is None:
         raise RuntimeError("no C++ compiler found: install g++ (Debian: apt-get install g++)")
     flags = [*FLAGS, *extra_flags]
-    identity = "\0".join([_source_digest(), compiler, *flags, _cpu_identity()])
+    identity = "\0".join([_source_digest(), compiler, *flags, cpu_identity()])
     key = hashlib.blake2b(identity.encode(), digest_size=10).hexdigest()
     target = cache_folder() / "kernels" / f"{key}.so"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+    with phase("compiling the CPU kernels"), tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         built = Path(scratch) / "kernels.so"
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             objects = list(pool.map(lambda file: _compile(compiler, flags, file, Path(scratch)), _translation_units()))

@@ -1,9 +1,9 @@
 """Weights that the nodes of a host have in common: what one of them keeps, the others need not keep a second time.
 
 The deployment opens a memory file (``layers.weight_file``) and gives its path to its nodes. While a node loads its
-model inside ``shared_weights(path)``, ``kept`` puts tensors into the file, or finds them there. A tensor is found by comparing every
-byte with what this node would have kept otherwise, so nothing about the file has to be trusted: other weights, another
-dtype or other kernels are other bytes and get places of their own.
+model inside ``shared_weights(path)``, ``kept`` puts tensors into the file, or finds them there. A tensor is found by
+comparing every byte with what this node would have kept otherwise, so nothing about the file has to be trusted: other
+weights, another dtype or other kernels are other bytes and get places of their own.
 
 The file is anonymous memory: it is on no disk, and the kernel frees it with the last process that has it open, however
 that process ends. Nodes use it through maps that cannot be written; while one loads, it has a second map to write with.
@@ -63,7 +63,7 @@ class _Shelf:
         self._end = 0  # of the records known so far
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
-    def keep(self, shape: Sequence[int], dtype: torch.dtype, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    def keep(self, shape: Sequence[int], dtype: torch.dtype, fill: Callable[[torch.Tensor], object]) -> torch.Tensor:
         """See ``kept``. Raises OSError when the file is full, or locked for too long."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if self._scratch.numel() < num_bytes:
@@ -114,7 +114,7 @@ class _Shelf:
         offset = header + ALIGNMENT
         if offset + _aligned(num_bytes) + ALIGNMENT > self._size:
             raise OSError(errno.ENOSPC, "the memory file is full")
-        self._writable[offset : offset + num_bytes] = memoryview(wanted.numpy())
+        self._writable[offset : offset + num_bytes] = wanted.numpy().data
         HEADER.pack_into(self._writable, header, num_bytes)
         self._read_headers()
         return offset
@@ -152,9 +152,9 @@ def _opened(path: str) -> _Shelf | None:
         return None
 
 
-def kept(shape: Sequence[int], dtype: torch.dtype, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
-    """A CPU tensor that ``fill`` has filled, every byte of it; inside ``shared_weights`` in memory that processes
-    share, where writing to it ends the process."""
+def kept(shape: Sequence[int], dtype: torch.dtype, fill: Callable[[torch.Tensor], object]) -> torch.Tensor:
+    """A CPU tensor that ``fill`` has filled, every byte of it. Inside ``shared_weights`` it lies in memory that nodes
+    share, and a write to it ends the process."""
     shelf = _shelf.get()
     if shelf is not None and math.prod(shape) * dtype.itemsize >= SMALLEST:
         try:

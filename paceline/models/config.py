@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.model_files import read_eos_token_ids, read_json
-from paceline.models.deepseek_config import MlaSpec, MoeSpec, read_mla, read_moe, read_mtp_modules
+from paceline.models.deepseek_config import MlaSpec, MoeSpec
+from paceline.models.families import FAMILIES, Family
 
 log = logging.getLogger(__name__)
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "DeepseekV3ForCausalLM": "deepseek_v3",
-}
-DEEPSEEK = "deepseek_v3"
 # What each kind of rope scaling needs beside its name.
 ROPE_SCALINGS = {
     "default": (),
@@ -30,16 +23,15 @@ ROPE_SCALINGS = {
     "yarn": ("factor", "original_max_position_embeddings"),
 }
 YARN_OPTIONS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")  # absent or null: default
-DEFAULT_ROPE_THETA = 10000.0  # this and the next two are Hugging Face's own defaults
+DEFAULT_ROPE_THETA = 10000.0  # this and the next are Hugging Face's own defaults
 DEFAULT_RMS_NORM_EPS = 1e-6
-QWEN3_HEAD_DIM = 128
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """Shape of a target model. Sizes in elements."""
 
-    family: str  # llama, mistral, qwen2, qwen3 or deepseek_v3
+    family: str  # name of a record in families.py
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -52,13 +44,13 @@ class ModelSpec:
     rope_scaling: dict[str, Any] | None  # None: plain rope; else {"rope_type": "linear" | "llama3" | "yarn", ...}
     max_position_embeddings: int
     tie_word_embeddings: bool
-    attention_bias: bool  # on q, k, v (deepseek_v3: on the projections down to the ranks)
-    attention_out_bias: bool
-    mlp_bias: bool
-    qk_norm: bool  # RMSNorm on each head of q and k
-    sliding_window: int | None
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
+    attention_bias: bool = False  # on q, k, v (deepseek_v3: on the projections down to the ranks)
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm on each head of q and k
+    sliding_window: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
     mla: MlaSpec | None = None  # latent attention: deepseek_v3
     moe: MoeSpec | None = None  # experts: deepseek_v3
     num_mtp_modules: int = 0  # that the checkpoint may carry, as layers num_layers, num_layers + 1, ...
@@ -88,51 +80,43 @@ class ModelSpec:
         family = _family(raw)
         _refuse_unsupported(raw)
         heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
-        head_dim = raw.get("head_dim") or (QWEN3_HEAD_DIM if family == "qwen3" else hidden // heads)
-        deepseek = family == DEEPSEEK
-        mla = read_mla(raw) if deepseek else None
         theta, scaling = _rope(raw, family)
-        bias = bool(raw.get("attention_bias", False)) and family in ("llama", "qwen3", DEEPSEEK)  # others: not read
-        return cls(
-            family=family,
+        bias = bool(raw.get("attention_bias", False)) and family.reads_attention_bias
+        spec = cls(
+            family=family.name,
             vocab_size=int(raw["vocab_size"]),
             hidden_size=hidden,
             intermediate_size=int(raw["intermediate_size"]),
             num_layers=int(raw["num_hidden_layers"]),
             num_heads=heads,
             num_kv_heads=_kv_heads(raw, family, heads),
-            head_dim=mla.rope_dim if mla is not None else int(head_dim),
+            head_dim=int(raw.get("head_dim") or family.head_dim or hidden // heads),
             rms_norm_eps=float(raw.get("rms_norm_eps", DEFAULT_RMS_NORM_EPS)),
             rope_theta=theta,
             rope_scaling=scaling,
             max_position_embeddings=int(raw["max_position_embeddings"]),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            attention_bias=bias or family == "qwen2",
+            attention_bias=bias or family.qkv_bias,
             attention_out_bias=bias,
-            mlp_bias=bool(raw.get("mlp_bias", False)) and family == "llama",
-            qk_norm=family == "qwen3",
+            mlp_bias=bool(raw.get("mlp_bias", False)) and family.reads_mlp_bias,
+            qk_norm=family.qk_norm,
             sliding_window=_sliding_window(raw, family),
             eos_token_ids=eos_token_ids,
             bos_token_id=None if raw.get("bos_token_id") is None else int(raw["bos_token_id"]),
-            mla=mla,
-            moe=read_moe(raw) if deepseek else None,
-            num_mtp_modules=read_mtp_modules(raw) if deepseek else 0,
         )
+        return replace(spec, **family.read_fields(raw))
 
 
-def _family(raw: Mapping[str, Any]) -> str:
+def _family(raw: Mapping[str, Any]) -> Family:
     names = raw.get("architectures") or []
     for name in names:
-        if name in ARCHITECTURES:
-            return ARCHITECTURES[name]
-    raise ConfigError("model", f"architecture {names} is not supported; supported: {', '.join(ARCHITECTURES)}")
+        if name in FAMILIES:
+            return FAMILIES[name]
+    raise ConfigError("model", f"architecture {names} is not supported; supported: {', '.join(FAMILIES)}")
 
 
-def _kv_heads(raw: Mapping[str, Any], family: str, heads: int) -> int:
-    """Absent means one per query head only for Llama; the other families have other defaults, so they must say it."""
-    if family == DEEPSEEK:
-        return heads  # all heads read one latent row; the number means nothing
-    given = raw.get("num_key_value_heads", heads) if family == "llama" else raw["num_key_value_heads"]
+def _kv_heads(raw: Mapping[str, Any], family: Family, heads: int) -> int:
+    given = raw.get("num_key_value_heads", heads) if family.kv_heads_optional else raw["num_key_value_heads"]
     return int(given or heads)
 
 
@@ -145,15 +129,15 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
         raise ConfigError("model", f"hidden_act {activation!r} is not supported (silu)")
 
 
-def _rope(raw: Mapping[str, Any], family: str) -> tuple[float, dict[str, Any] | None]:
+def _rope(raw: Mapping[str, Any], family: Family) -> tuple[float, dict[str, Any] | None]:
     """(theta, scaling). transformers 5 writes ``rope_parameters`` where 4 wrote ``rope_theta`` and ``rope_scaling``."""
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     theta = float(rope.pop("rope_theta", None) or raw.get("rope_theta") or DEFAULT_ROPE_THETA)
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     rope.pop("type", None)
-    supported = [name for name in ROPE_SCALINGS if name != "yarn" or family == DEEPSEEK]
-    if kind not in supported:
-        raise ConfigError("model", f"rope scaling {kind!r} is not supported for {family} ({', '.join(supported)})")
+    if kind not in family.rope_scalings:
+        supported = ", ".join(family.rope_scalings)
+        raise ConfigError("model", f"rope scaling {kind!r} is not supported for {family.name} ({supported})")
     if (share := rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))) not in (None, 1.0):
         raise ConfigError("model", f"partial_rotary_factor {share} is not supported (1.0)")
     if kind == "default":
@@ -165,8 +149,8 @@ def _rope(raw: Mapping[str, Any], family: str) -> tuple[float, dict[str, Any] | 
     return theta, scaling
 
 
-def _sliding_window(raw: Mapping[str, Any], family: str) -> int | None:
-    if family in ("llama", DEEPSEEK) or not raw.get("use_sliding_window", family == "mistral"):
+def _sliding_window(raw: Mapping[str, Any], family: Family) -> int | None:
+    if family.sliding_window is None or not raw.get("use_sliding_window", family.sliding_window):
         return None
     window = raw.get("sliding_window")
     if window is None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from paceline.models.config import ModelSpec
 from paceline.models.deepseek_config import MlaSpec, MoeSpec
-
-Shapes = dict[str, tuple[int, ...]]
+from paceline.models.llama_shapes import Shapes
 
 
 def mla_of(spec: ModelSpec) -> MlaSpec:

@@ -13,9 +13,10 @@ from paceline.kvcache.layout import KvLayer, LayerKind, LayerOwner
 from paceline.layers.linear import Linear
 from paceline.layers.ops import add_rms_norm, latent_write, rms_norm
 from paceline.layers.per_head_linear import HeadsLinear
-from paceline.layers.rotary import rope_table, yarn_mscale
-from paceline.models.base import AuxCapture, ForwardContext, TargetModel
+from paceline.layers.rotary import yarn_mscale
+from paceline.models.base import ForwardContext
 from paceline.models.config import ModelSpec
+from paceline.models.decoder import DecoderModel
 from paceline.models.deepseek_shapes import layer_shapes, mla_of, moe_of
 from paceline.models.loader import WeightBag
 from paceline.models.moe import MoeMlp, SwiGlu, Take
@@ -118,49 +119,18 @@ class DeepseekDecoderLayer:
         return self.mlp(add_rms_norm(x, residual, self.post_norm, self.eps))
 
 
-class DeepseekV3Model(TargetModel):
-    """Embedding, decoder layers, final norm, LM head."""
+class DeepseekV3Model(DecoderModel[DeepseekDecoderLayer]):
+    """A model of the family. Its rope table is rope_dim wide."""
 
     def __init__(self, spec: ModelSpec, weights: WeightBag, dtype: torch.dtype, device: torch.device) -> None:
-        """Takes every tensor it needs from ``weights``; the caller checks that none is left."""
-        self.spec, self.dtype, self.device = spec, dtype, device
-        weights = weights.onto(device)
-        vocab = (spec.vocab_size, spec.hidden_size)
-        self.embedding = weights.take_table("model.embed_tokens.weight", vocab)
-        self.layers = [DeepseekDecoderLayer(spec, weights, f"model.layers.{i}", i, i) for i in range(spec.num_layers)]
-        self.norm = weights.take("model.norm.weight", (spec.hidden_size,))
-        head = self.embedding if spec.tie_word_embeddings else weights.take("lm_head.weight", vocab)
-        self.lm_head = Linear(head, out_float32=True)
-        table = rope_table(spec.head_dim, spec.rope_theta, spec.max_position_embeddings, spec.rope_scaling)
-        self.table = table.to(device)
-        layer = KvLayer(LayerKind.MLA, LayerOwner.TARGET, 1, mla_of(spec).latent_dim)
-        self.kv_layers = (layer,) * spec.num_layers
+        """See DecoderModel."""
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """See TargetModel."""
-        return self.embedding[token_ids]
+        def make_layer(weights: WeightBag, i: int) -> DeepseekDecoderLayer:
+            return DeepseekDecoderLayer(spec, weights, f"model.layers.{i}", i, i)
 
-    def forward(self, context: ForwardContext, aux: AuxCapture | None = None) -> torch.Tensor:
-        """See TargetModel."""
-        x = self.embed(context.batch.token_ids)
-        residual = torch.zeros_like(x)
-        for i, layer in enumerate(self.layers):
-            if aux is not None:
-                aux.see(i, x, residual)
-            x = layer(x, residual, self.table, context)
-            context.layer_done(i)
-        if aux is not None:
-            aux.see(len(self.layers), x, residual)
-        return add_rms_norm(x, residual, self.norm, self.spec.rms_norm_eps)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See TargetModel."""
-        return self.lm_head(hidden)
+        kv_layer = KvLayer(LayerKind.MLA, LayerOwner.TARGET, 1, mla_of(spec).latent_dim)
+        super().__init__(spec, weights, dtype, device, make_layer, kv_layer)
 
     def decoder_block(self, weights: WeightBag, prefix: str, kv_layer: int) -> DeepseekDecoderLayer:
         """See TargetModel. The block of an MTP module: of the kind that follows the target's last layer."""
         return DeepseekDecoderLayer(self.spec, weights, prefix, self.spec.num_layers, kv_layer)
-
-    def rope_table(self) -> torch.Tensor:
-        """See TargetModel; float32 [max_positions, rope_dim]."""
-        return self.table

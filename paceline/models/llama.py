@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from paceline.kvcache.layout import KvLayer, LayerKind, LayerOwner
 from paceline.layers.linear import Linear, fuse
-from paceline.layers.ops import add_rms_norm
-from paceline.layers.rotary import rope_table
-from paceline.models.base import AuxCapture, ForwardContext, TargetModel
+from paceline.models.base import ForwardContext
 from paceline.models.block import Block, BlockWeights
 from paceline.models.config import ModelSpec
+from paceline.models.decoder import DecoderModel
+from paceline.models.llama_shapes import layer_shapes
 from paceline.models.loader import WeightBag
 
 
@@ -21,40 +22,29 @@ class DecoderLayer(Block):
 
     def __init__(self, spec: ModelSpec, weights: WeightBag, prefix: str, kv_layer: int) -> None:
         """``prefix`` names the layer in the checkpoint, e.g. ``model.layers.0``; ``kv_layer`` its layer of the pool."""
-        hidden, dim = spec.hidden_size, spec.head_dim
-        sizes = (spec.num_heads * dim, spec.num_kv_heads * dim, spec.num_kv_heads * dim)
-        attn = f"{prefix}.self_attn"
-        names = ("q_proj", "k_proj", "v_proj")
-        qkv = [weights.take(f"{attn}.{name}.weight", (size, hidden)) for name, size in zip(names, sizes, strict=True)]
-        bias = None
-        if spec.attention_bias:
-            bias = torch.cat([weights.take(f"{attn}.{n}.bias", (s,)) for n, s in zip(names, sizes, strict=True)])
-        out_bias = weights.take(f"{attn}.o_proj.bias", (hidden,)) if spec.attention_out_bias else None
-        gate_up, down = self._mlp(spec, weights, f"{prefix}.mlp")
+        shapes = layer_shapes(spec)
+
+        def take(name: str) -> torch.Tensor:
+            return weights.take(f"{prefix}.{name}", shapes[name])
+
+        def linear(name: str, biased: bool) -> Linear:
+            return Linear(take(f"{name}_proj.weight"), take(f"{name}_proj.bias") if biased else None)
+
+        def fused(names: Sequence[str], biased: bool) -> Linear:
+            bias = torch.cat([take(f"{name}_proj.bias") for name in names]) if biased else None
+            return Linear(fuse([take(f"{name}_proj.weight") for name in names]), bias)
+
         parts = BlockWeights(
-            qkv=Linear(fuse(qkv), bias),
-            o=Linear(weights.take(f"{attn}.o_proj.weight", (hidden, sizes[0])), out_bias),
-            q_norm=weights.take(f"{attn}.q_norm.weight", (dim,)) if spec.qk_norm else None,
-            k_norm=weights.take(f"{attn}.k_norm.weight", (dim,)) if spec.qk_norm else None,
-            post_norm=weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
-            gate_up=gate_up,
-            down=down,
+            qkv=fused([f"self_attn.{n}" for n in "qkv"], spec.attention_bias),
+            o=linear("self_attn.o", spec.attention_out_bias),
+            q_norm=take("self_attn.q_norm.weight") if spec.qk_norm else None,
+            k_norm=take("self_attn.k_norm.weight") if spec.qk_norm else None,
+            post_norm=take("post_attention_layernorm.weight"),
+            gate_up=fused(("mlp.gate", "mlp.up"), spec.mlp_bias),
+            down=linear("mlp.down", spec.mlp_bias),
         )
         super().__init__(spec, parts, kv_layer)
-        self.input_norm = weights.take(f"{prefix}.input_layernorm.weight", (hidden,))
-
-    @staticmethod
-    def _mlp(spec: ModelSpec, weights: WeightBag, prefix: str) -> tuple[Linear, Linear]:
-        wide = (spec.intermediate_size, spec.hidden_size)
-        biases: list[torch.Tensor | None] = [None, None, None]
-        if spec.mlp_bias:
-            shapes = ((wide[0],), (wide[0],), (wide[1],))
-            names = ("gate_proj", "up_proj", "down_proj")
-            biases = [weights.take(f"{prefix}.{n}.bias", s) for n, s in zip(names, shapes, strict=True)]
-        gate, up = (weights.take(f"{prefix}.{name}.weight", wide) for name in ("gate_proj", "up_proj"))
-        both = torch.cat((biases[0], biases[1])) if biases[0] is not None and biases[1] is not None else None
-        down = Linear(weights.take(f"{prefix}.down_proj.weight", wide[::-1]), biases[2])
-        return Linear(fuse((gate, up)), both), down
+        self.input_norm = take("input_layernorm.weight")
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, table: torch.Tensor, context: ForwardContext
@@ -66,8 +56,8 @@ class DecoderLayer(Block):
         return self.run(x, residual, self.input_norm, table, context)
 
 
-class LlamaModel(TargetModel):
-    """Embedding, decoder layers, final norm, LM head."""
+class LlamaModel(DecoderModel[DecoderLayer]):
+    """A model of the family."""
 
     def __init__(
         self,
@@ -78,51 +68,18 @@ class LlamaModel(TargetModel):
         first_kv_layer: int = 0,
         kv_owner: LayerOwner = LayerOwner.TARGET,
     ) -> None:
-        """Takes every tensor it needs from ``weights``; the caller checks that none is left.
+        """See DecoderModel.
 
         first_kv_layer: the pool's layer that holds its layer 0; kv_owner: DRAFT for a model that drafts for another.
         """
-        self.spec, self.dtype, self.device = spec, dtype, device
-        weights = weights.onto(device)
-        vocab = (spec.vocab_size, spec.hidden_size)
-        self.embedding = weights.take_table("model.embed_tokens.weight", vocab)
-        self.layers = [
-            DecoderLayer(spec, weights, f"model.layers.{i}", first_kv_layer + i) for i in range(spec.num_layers)
-        ]
-        self.norm = weights.take("model.norm.weight", (spec.hidden_size,))
-        head = self.embedding if spec.tie_word_embeddings else weights.take("lm_head.weight", vocab)
-        self.lm_head = Linear(head, out_float32=True)
-        table = rope_table(spec.head_dim, spec.rope_theta, spec.max_position_embeddings, spec.rope_scaling)
-        self.table = table.to(device)
-        layer = KvLayer(LayerKind.GQA, kv_owner, spec.num_kv_heads, spec.head_dim)
-        self.kv_layers = (layer,) * spec.num_layers
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """See TargetModel."""
-        return self.embedding[token_ids]
+        def make_layer(weights: WeightBag, i: int) -> DecoderLayer:
+            return DecoderLayer(spec, weights, f"model.layers.{i}", first_kv_layer + i)
 
-    def forward(self, context: ForwardContext, aux: AuxCapture | None = None) -> torch.Tensor:
-        """See TargetModel."""
-        x = self.embed(context.batch.token_ids)
-        residual = torch.zeros_like(x)
-        for i, layer in enumerate(self.layers):
-            if aux is not None:
-                aux.see(i, x, residual)
-            x = layer(x, residual, self.table, context)
-            context.layer_done(i)
-        if aux is not None:
-            aux.see(len(self.layers), x, residual)
-        return add_rms_norm(x, residual, self.norm, self.spec.rms_norm_eps)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See TargetModel."""
-        return self.lm_head(hidden)
+        kv_layer = KvLayer(LayerKind.GQA, kv_owner, spec.num_kv_heads, spec.head_dim)
+        super().__init__(spec, weights, dtype, device, make_layer, kv_layer)
 
     def decoder_block(self, weights: WeightBag, prefix: str, kv_layer: int) -> DecoderLayer:
         """See TargetModel. Its MLP may have another width than the target's."""
         width = weights.shape(f"{prefix}.mlp.gate_proj.weight")[0]
         return DecoderLayer(replace(self.spec, intermediate_size=width), weights, prefix, kv_layer)
-
-    def rope_table(self) -> torch.Tensor:
-        """See TargetModel."""
-        return self.table

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 
 import torch
 
 from paceline.errors import ConfigError
 from paceline.models.base import TargetModel
-from paceline.models.config import DEEPSEEK, ModelSpec
-from paceline.models.deepseek_v3 import DeepseekV3Model
-from paceline.models.llama import LlamaModel
+from paceline.models.config import ModelSpec
+from paceline.models.families import FAMILIES
 from paceline.models.loader import LazyTensors, WeightBag, weight_files
 
 Builder = Callable[[ModelSpec, WeightBag, torch.dtype, torch.device], TargetModel]
-BUILDERS: dict[str, Builder] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LlamaModel),
-    DEEPSEEK: DeepseekV3Model,
-}
 KEPT_FLOAT32 = "e_score_correction_bias"  # bf16 would round away what it corrects, and choose other experts
 FP8_SCALE = "weight_scale_inv"
 
@@ -59,6 +55,13 @@ def open_checkpoint(folder: Path, dtype: torch.dtype) -> CheckpointTensors:
     return tensors
 
 
+def model_class(family: str) -> Builder:
+    """The class that runs the models of a family."""
+    module, _, name = next(record.model for record in FAMILIES.values() if record.name == family).partition(":")
+    found: Builder = getattr(import_module(module), name)
+    return found
+
+
 def load_target(folder: Path, dtype: torch.dtype, device: torch.device) -> TargetModel:
     """The target model of a Hugging Face folder; MTP modules in its checkpoint are left for the drafter.
 
@@ -68,7 +71,7 @@ def load_target(folder: Path, dtype: torch.dtype, device: torch.device) -> Targe
     tensors = open_checkpoint(folder, dtype)
     modules = tuple(f"model.layers.{spec.num_layers + k}." for k in range(spec.num_mtp_modules))
     bag = WeightBag(Part(tensors, frozenset(name for name in tensors if not name.startswith(modules))))
-    model = BUILDERS[spec.family](spec, bag, dtype, device)
+    model = model_class(spec.family)(spec, bag, dtype, device)
     bag.finish()
     return model
 

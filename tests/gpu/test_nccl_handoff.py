@@ -13,8 +13,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kv_transfer.transports.rendezvous import Store
-from kv_transfer.transports.torch_dist import Sentinel, create_store, open_transport
+from kv_transfer.transports.registry import open_transport
+from kv_transfer.transports.rendezvous import Store, create_store
+from kv_transfer.transports.sentinel import Sentinel
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import HandoffFailed
 from paceline.layers.build import load_kernels

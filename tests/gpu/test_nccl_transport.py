@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kv_transfer.transports.base import MESSAGE_BYTES
-from kv_transfer.transports.torch_dist import create_store
+from kv_transfer.transports.rendezvous import create_store
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,7 +42,7 @@ def tensors() -> list[torch.Tensor]:
 def run_rank(rank: int, port: int, behaviour: str) -> None:
     """One process: exchange every tensor; or, as ``lonely`` receiver, see the message timeout."""
     from kv_transfer.transports.base import TransportError, byte_view
-    from kv_transfer.transports.torch_dist import open_transport
+    from kv_transfer.transports.registry import open_transport
 
     store = create_store(HOST, port, is_master=False, timeout_s=60)
     transport = open_transport("nccl", store, f"link-{behaviour}", 1 if rank else 0, HOST, 20.0, "cuda:0")

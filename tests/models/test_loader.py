@@ -51,6 +51,18 @@ def test_reads_and_converts(tmp_path: Path, layout: Callable[[Path], Path]) -> N
     assert loaded["ids"].tolist() == [300, 301]
 
 
+def test_a_file_is_let_go_once_its_tensors_were_taken(tmp_path: Path) -> None:
+    """What stays, norms and tables, is copied: a view of the file would keep all of it in memory."""
+    folder = single(tmp_path, tensors() | {"table": torch.ones(512, 256)})
+    bag = WeightBag(load_weights(folder, torch.float32))
+    kept = [bag.take("a.weight"), bag.take("b.weight"), bag.take("ids"), bag.take_table("table", (512, 256))]
+    assert str(folder) in Path("/proc/self/maps").read_text()
+    bag.finish()
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+    assert torch.equal(kept[0], tensors()["a.weight"])
+    assert torch.equal(kept[3], torch.ones(512, 256))
+
+
 def test_each_tensor_is_taken_once(tmp_path: Path) -> None:
     bag = WeightBag(load_weights(single(tmp_path), torch.float32))
     assert bag.take("a.weight", (3, 4)).shape == (3, 4)

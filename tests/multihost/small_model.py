@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from paceline.models.config import ModelSpec
+from paceline.models.llama_shapes import model_shapes
 from support.tiny_chat import CHAT_VOCAB, write_chat_tokenizer
 from support.tiny_model import tiny_spec, tiny_weights
 
@@ -21,13 +22,7 @@ def write_model(folder: Path, spec: ModelSpec = SPEC) -> Path:
     """The folder, as a hub has it."""
     write_chat_tokenizer(folder)
     bag = tiny_weights(spec, torch.bfloat16, seed=3)
-    names = ["model.embed_tokens.weight", "model.norm.weight"]
-    for i in range(spec.num_layers):
-        layer = f"model.layers.{i}"
-        names += [f"{layer}.{n}_layernorm.weight" for n in ("input", "post_attention")]
-        names += [f"{layer}.self_attn.{n}_proj.weight" for n in "qkvo"]
-        names += [f"{layer}.mlp.{n}_proj.weight" for n in ("gate", "up", "down")]
-    save_file({name: bag.take(name) for name in names}, folder / "model.safetensors")
+    save_file({name: bag.take(name, shape) for name, shape in model_shapes(spec).items()}, folder / "model.safetensors")
     bag.finish()
     config = {
         "architectures": ["LlamaForCausalLM"],

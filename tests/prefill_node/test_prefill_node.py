@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from kv_transfer.transports.torch_dist import GlooTransport
+from kv_transfer.transports.gloo import GlooTransport
 from paceline.v1 import node_pb2
 from paceline.wire import sequence_to_proto
 from tests.fakes.nodes import Cluster, cluster, node_config, sequence_request, wait_until

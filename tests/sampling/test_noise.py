@@ -88,6 +88,13 @@ def test_tensor_noise_equals_array_noise() -> None:
     torch.testing.assert_close(exponential_noise([7], [3], vocab_size=1000), noise, rtol=1e-14, atol=0)
 
 
+def test_noise_off_the_cpu_is_of_the_ids_that_were_given() -> None:
+    """On the meta device, which takes the way of a GPU and has shapes alone."""
+    ids = torch.empty(2, 5, dtype=torch.int64, device="meta")
+    assert exponential_noise([7, 8], [3, 4], ids, vocab_size=1000).shape == (2, 5)
+    assert exponential_noise([7, 8], [3, 4], vocab_size=1000, device="meta").shape == (2, 1000)
+
+
 @pytest.mark.parametrize(("seed", "position"), [(-1, 0), (2**64, 0), (0, -1), (0, 2**32)])
 def test_keys_out_of_range_are_refused(seed: int, position: int) -> None:
     with pytest.raises(ValueError, match="unsigned"):

@@ -128,7 +128,9 @@ class PrefillPeer:
 def child(options: PeerOptions) -> None:
     """The process."""
     from kv_transfer.transports.base import Transport
-    from kv_transfer.transports.torch_dist import Sentinel, create_store, open_transport
+    from kv_transfer.transports.registry import open_transport
+    from kv_transfer.transports.rendezvous import create_store
+    from kv_transfer.transports.sentinel import Sentinel
     from paceline.v1.handoff_pb2 import HandoffAck
     from support.device_runner import device_runner
     from support.two_engines import Prefill

@@ -14,8 +14,9 @@ from paceline.config import NodeConfig
 from paceline.engine.model_runner import ModelRunner, RunnerIdentity
 from paceline.models.config import ModelSpec
 from paceline.models.deepseek_config import MlaSpec, MoeSpec
-from paceline.models.deepseek_shapes import Shapes, layer_shapes, mtp_shapes
+from paceline.models.deepseek_shapes import layer_shapes, mtp_shapes
 from paceline.models.deepseek_v3 import DeepseekV3Model
+from paceline.models.llama_shapes import Shapes, model_shapes
 from paceline.models.loader import WeightBag
 from support.tiny_model import VOCAB
 
@@ -49,11 +50,6 @@ def tiny_deepseek_spec(vocab_size: int = VOCAB, num_layers: int = 3) -> ModelSpe
         },
         max_position_embeddings=512,
         tie_word_embeddings=False,
-        attention_bias=False,
-        attention_out_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        sliding_window=None,
         eos_token_ids=(2,),
         bos_token_id=1,
         mla=MlaSpec(q_lora_rank=40, kv_lora_rank=48, nope_dim=24, rope_dim=16, value_dim=20, rope_interleave=True),
@@ -70,16 +66,6 @@ def tiny_deepseek_spec(vocab_size: int = VOCAB, num_layers: int = 3) -> ModelSpe
         ),
         num_mtp_modules=2,
     )
-
-
-def target_shapes(spec: ModelSpec) -> Shapes:
-    """Every tensor of the target."""
-    vocab = (spec.vocab_size, spec.hidden_size)
-    shapes: Shapes = {"model.embed_tokens.weight": vocab, "lm_head.weight": vocab}
-    shapes["model.norm.weight"] = (spec.hidden_size,)
-    for i in range(spec.num_layers):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer_shapes(spec, i).items()}
-    return shapes
 
 
 def module_shapes(spec: ModelSpec, num_modules: int) -> Shapes:
@@ -106,7 +92,7 @@ def random_tensors(shapes: Shapes, dtype: torch.dtype, seed: int) -> dict[str, t
 
 def target_tensors(spec: ModelSpec, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
     """A target that repeats itself at times, so that some drafts are accepted: its head leans to the embedding."""
-    tensors = random_tensors(target_shapes(spec), dtype, seed)
+    tensors = random_tensors(model_shapes(spec, lambda i: layer_shapes(spec, i)), dtype, seed)
     head, embedding = tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]
     tensors["lm_head.weight"] = 0.4 * head + 1.2 * embedding
     return tensors

@@ -9,6 +9,7 @@ from paceline.config import NodeConfig
 from paceline.engine.model_runner import ModelRunner, RunnerIdentity
 from paceline.models.config import ModelSpec
 from paceline.models.llama import LlamaModel
+from paceline.models.llama_shapes import model_shapes
 from paceline.models.loader import WeightBag
 from paceline.request import SamplingParams, SequenceRequest
 from paceline.spec_decode.base import Drafter
@@ -32,11 +33,6 @@ def tiny_spec(vocab_size: int = VOCAB, num_layers: int = 2) -> ModelSpec:
         rope_scaling=None,
         max_position_embeddings=512,
         tie_word_embeddings=True,
-        attention_bias=False,
-        attention_out_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        sliding_window=None,
         eos_token_ids=(2,),
         bos_token_id=1,
     )
@@ -45,27 +41,8 @@ def tiny_spec(vocab_size: int = VOCAB, num_layers: int = 2) -> ModelSpec:
 def tiny_weights(spec: ModelSpec, dtype: torch.dtype, seed: int = 0) -> WeightBag:
     """Random weights, scaled so that the next-token distribution is neither flat nor a spike."""
     generator = torch.Generator().manual_seed(seed)
-    hidden, wide = spec.hidden_size, spec.intermediate_size
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (spec.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    for i in range(spec.num_layers):
-        layer = f"model.layers.{i}"
-        shapes |= {
-            f"{layer}.input_layernorm.weight": (hidden,),
-            f"{layer}.post_attention_layernorm.weight": (hidden,),
-            f"{layer}.self_attn.q_proj.weight": (q, hidden),
-            f"{layer}.self_attn.k_proj.weight": (kv, hidden),
-            f"{layer}.self_attn.v_proj.weight": (kv, hidden),
-            f"{layer}.self_attn.o_proj.weight": (hidden, q),
-            f"{layer}.mlp.gate_proj.weight": (wide, hidden),
-            f"{layer}.mlp.up_proj.weight": (wide, hidden),
-            f"{layer}.mlp.down_proj.weight": (hidden, wide),
-        }
     tensors = {}
-    for name, shape in shapes.items():
+    for name, shape in model_shapes(spec).items():
         value = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * 0.35
         tensors[name] = value.to(dtype)
     return WeightBag(tensors)

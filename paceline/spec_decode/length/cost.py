@@ -147,6 +147,15 @@ class CostTable:
         cells = [[0.0, *(found.at(b, d) for d in found.columns)] for b in found.batches]
         self._keep(drafter, Grid(found.batches, (0, *found.columns), cells))
 
+    def timed_drafts(self) -> dict[str, Grid]:
+        """Grids of the drafters that were timed, columns their depths."""
+        return dict(self._drafts)
+
+    def take(self, target: Grid, drafts: Mapping[str, Grid]) -> None:
+        """Go on from what was measured before."""
+        self.target = target
+        self._drafts = dict(drafts)
+
     def estimate(self, batch: int, rows: float) -> float:
         """Seconds of a target step of ``rows`` rows over ``batch`` sequences.
 

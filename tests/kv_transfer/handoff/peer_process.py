@@ -18,7 +18,9 @@ from contextlib import suppress
 
 import torch
 
-from kv_transfer.transports.torch_dist import Sentinel, create_store, open_transport
+from kv_transfer.transports.registry import open_transport
+from kv_transfer.transports.rendezvous import create_store
+from kv_transfer.transports.sentinel import Sentinel
 
 HOST = "127.0.0.1"
 SLOW = 16 * 1024 * 1024  # bytes a second: a message of 128 MiB has a middle of seconds

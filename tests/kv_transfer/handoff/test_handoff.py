@@ -13,6 +13,7 @@ from kv_transfer.handoff.coverage import ExpectedRows
 from kv_transfer.handoff.state import Handoff, HandoffState
 from paceline.errors import HandoffFailed
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
+from paceline.tracing import Recorder
 
 LAYOUT = KvLayout(
     (
@@ -82,6 +83,22 @@ def test_the_whole_way() -> None:
         HandoffState.READY: 101.0,
         HandoffState.RELEASED: 101.0,
     }
+
+
+@pytest.mark.parametrize(("failure", "last"), [(None, "released"), ("the client left", "failed")])
+def test_every_state_that_is_entered_is_an_event_of_the_trace(failure: str | None, last: str) -> None:
+    recorder = Recorder(1)
+    expected = ExpectedRows(LAYOUT, range(2, 6), HIDDEN_SIZE)
+    handoff = Handoff(
+        "t", Clock(), expected, reserve_deadline_s=10, handoff_deadline_s=3, trace=recorder.open("r", "x")
+    )
+    complete(handoff)
+    _ = handoff.release() if failure is None else handoff.fail(failure)
+    names = [f"hand-off {state}" for state in ("reserved", "sending", "ready", last)]
+    events = recorder.read("r", "decode-0").events
+    assert [event.name for event in events] == names
+    assert events[0].attributes == {"first_token": 2, "num_tokens": 4}
+    assert [event.attributes["reason"] for event in events[1:]] == ["", "", failure or ""]
 
 
 def test_nothing_to_send_is_complete_at_once() -> None:

@@ -21,7 +21,7 @@ from kv_transfer.handoff.checksum import crc32
 from kv_transfer.handoff.state import HandoffState
 from kv_transfer.transports.base import Pending, Transport, byte_view
 from kv_transfer.transports.loopback import loopback_pair
-from kv_transfer.transports.torch_dist import open_transport
+from kv_transfer.transports.registry import open_transport
 from paceline.config import NodeConfig, ServeConfig
 from paceline.errors import HandoffFailed
 from paceline.kvcache.layout import LayerOwner

@@ -21,10 +21,11 @@ from kv_transfer.handoff.coverage import ExpectedRows
 from kv_transfer.handoff.receiver import HandoffReceiver
 from kv_transfer.handoff.sender import HandoffSender
 from kv_transfer.handoff.state import Handoff, HandoffState
-from kv_transfer.transports.base import Transport, TransportError, byte_view
-from kv_transfer.transports.gloo import Rank
-from kv_transfer.transports.rendezvous import Store
-from kv_transfer.transports.torch_dist import Sentinel, TorchDistTransport, create_store, open_transport
+from kv_transfer.transports.base import Rank, Transport, TransportError, byte_view
+from kv_transfer.transports.registry import open_transport
+from kv_transfer.transports.rendezvous import Store, create_store
+from kv_transfer.transports.sentinel import Sentinel
+from kv_transfer.transports.torch_dist import TorchDistTransport
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.v1.handoff_pb2 import Begin, Chunk, HandoffAck, HandoffMessage, State
 from tests.kv_transfer.handoff.peer_process import send_slowly

@@ -15,8 +15,8 @@ from kv_transfer.handoff.block import DRAFT_KV, HIDDEN, META, TARGET_KV
 from kv_transfer.handoff.state import HandoffState
 from kv_transfer.transports.base import Transport, byte_view
 from kv_transfer.transports.loopback import loopback_pair
-from kv_transfer.transports.rendezvous import Store
-from kv_transfer.transports.torch_dist import create_store, open_transport
+from kv_transfer.transports.registry import open_transport
+from kv_transfer.transports.rendezvous import Store, create_store
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.v1.handoff_pb2 import Begin, HandoffMessage
 from tests.kv_transfer.layout.sharded import HIDDEN_SIZE, Sharded, cut, random_rows, read

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from kv_transfer.transports.base import MESSAGE_BYTES, TransportError, byte_view
-from kv_transfer.transports.rendezvous import Store
-from kv_transfer.transports.torch_dist import Sentinel, TorchDistTransport, create_store, open_transport
+from kv_transfer.transports.registry import open_transport
+from kv_transfer.transports.rendezvous import Store, create_store
+from kv_transfer.transports.sentinel import Sentinel
+from kv_transfer.transports.torch_dist import TorchDistTransport
 from paceline.errors import ConfigError
 from support.open_files import left_beside, resources
 

@@ -86,7 +86,7 @@ def test_prompts_that_end_together_keep_one_row_each() -> None:
         alone = prefill(runner, PROMPT[: 6 + i], index=i)
         assert seq.draft is not None
         assert alone.draft is not None
-        assert seq.draft.hidden.shape == (1, runner.hidden_size)
+        assert seq.draft.hidden.shape == (1, runner.drafter.state_width)
         assert torch.equal(seq.draft.hidden, alone.draft.hidden)
         assert torch.equal(seq.draft.proposal_ids, alone.draft.proposal_ids)
 

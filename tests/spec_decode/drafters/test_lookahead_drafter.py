@@ -240,6 +240,23 @@ def test_narrow_budgets_are_kept_and_the_window_lives_on(nodes: int, depth: int)
     assert seq.token_ids == plain
 
 
+def test_a_chain_goes_on_as_the_text_did() -> None:
+    """Nothing in the prompt repeats; the answer counts to seven over and over."""
+
+    def counting(tokens: list[int]) -> int:
+        return 3 + (tokens[-1] - 2) % 7
+
+    drafter, rounds = LookaheadDrafter(VOCAB, {EOS}), 30
+    seq = new_sequence([40, 41, 42])
+    for _ in range(rounds):
+        play(drafter, seq, DraftBudget(4, 1, TreeKind.CHAIN), counting)
+    plain = [40, 41, 42]
+    while len(plain) < len(seq.token_ids):
+        plain.append(counting(plain))
+    assert seq.token_ids == plain
+    assert len(seq.token_ids) > 3 * rounds
+
+
 def test_a_chain_budget_gets_the_newest_guess_or_nothing() -> None:
     drafter = LookaheadDrafter(VOCAB, {EOS}, 4, 3, 2)
     seq, chain = new_sequence([5, 6, 7, 8, 5]), DraftBudget(6, 4, TreeKind.CHAIN, 20)
@@ -296,7 +313,7 @@ def plain() -> list[Completed]:
 def test_text_is_that_of_plain_decoding(name: str, plain: list[Completed]) -> None:
     budget = (BUDGETS | {"full": full_budget(5, 7, 7)})[name]
     accepted = assert_same_text(LookaheadDrafter(VOCAB, {EOS, 21}), budget, plain)
-    assert accepted > 0 or name in ("zero", "one", "one, wide")
+    assert accepted > 0 or name in ("zero", "one", "one, wide", "chain")  # a chain finds nothing in so short a text
 
 
 @pytest.mark.parametrize("bad", [{"levels": 1}, {"window": 0}, {"guesses": 0}])

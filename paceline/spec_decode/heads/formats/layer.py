@@ -16,6 +16,7 @@ from paceline.models.config import (
     YARN_OPTIONS,
     ModelSpec,
 )
+from paceline.models.llama_shapes import block_shapes
 
 log = logging.getLogger(__name__)
 
@@ -112,27 +113,7 @@ class LayerShape:
 
     def tensor_shapes(self, prefix: str, width: int) -> Shapes:
         """Attention over rows of ``width``, the norm after it and the MLP; norms before it are the head's own."""
-        hidden, wide, dim = self.hidden_size, self.intermediate_size, self.head_dim
-        q, kv = self.num_heads * dim, self.num_kv_heads * dim
-        shapes: Shapes = {
-            "self_attn.q_proj.weight": (q, width),
-            "self_attn.k_proj.weight": (kv, width),
-            "self_attn.v_proj.weight": (kv, width),
-            "self_attn.o_proj.weight": (hidden, q),
-            "post_attention_layernorm.weight": (hidden,),
-            "mlp.gate_proj.weight": (wide, hidden),
-            "mlp.up_proj.weight": (wide, hidden),
-            "mlp.down_proj.weight": (hidden, wide),
-        }
-        if self.attention_bias:
-            shapes |= {f"self_attn.{n}_proj.bias": (size,) for n, size in (("q", q), ("k", kv), ("v", kv))}
-        if self.attention_out_bias:
-            shapes["self_attn.o_proj.bias"] = (hidden,)
-        if self.mlp_bias:
-            shapes |= {f"mlp.{n}_proj.bias": (size,) for n, size in (("gate", wide), ("up", wide), ("down", hidden))}
-        if self.qk_norm:
-            shapes |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
-        return {f"{prefix}.{name}": shape for name, shape in shapes.items()}
+        return {f"{prefix}.{name}": shape for name, shape in block_shapes(self, width).items()}
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:

@@ -1,0 +1,85 @@
+"""Links over NCCL, from the memory of one GPU into that of another."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kv_transfer.transports.base import Rank, TransportError
+from kv_transfer.transports.gloo import TAG
+from kv_transfer.transports.rendezvous import Store, torch_dist
+from kv_transfer.transports.torch_dist import TorchDistTransport
+from paceline.errors import ConfigError
+
+NCCL_MAX_CTAS = 4  # thread blocks that a link may take from the GPU
+_POLL_S = 1e-4
+
+
+class NcclTransport(TorchDistTransport):
+    """CUDA tensors, on a stream of its own. Communicators are aborted, never destroyed: destroying is collective and
+    would wait for a dead peer."""
+
+    def __init__(
+        self, group: Any, store: Store, prefix: str, rank: Rank, device: torch.device, timeout_s: float
+    ) -> None:
+        super().__init__(group, store, prefix, rank)
+        self._device = device
+        self._timeout_s = timeout_s
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def _exchange(self, group: Any, verb: str, data: Tensor) -> None:
+        """In order with the caller's current stream. The wait is a poll: a kernel that waits for a dead peer ends only
+        by an abort."""
+        if not data.is_cuda:
+            raise ValueError("the nccl transport moves CUDA tensors only")
+        deadline = time.monotonic() + self._timeout_s
+        caller = torch.cuda.current_stream(self._device)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._stream.wait_stream(caller)
+            getattr(group, verb)([data], 1 - self._rank, TAG).wait()  # orders streams; does not block this thread
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+        while not done.query():  # type: ignore[no-untyped-call]
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"message timeout of {self._timeout_s:g} s")
+            time.sleep(_POLL_S)
+        if self._dead is not None:  # an aborted kernel completes too, with undefined data
+            raise RuntimeError(self._dead)
+
+    def _end_group(self, group: Any) -> None:
+        group.abort()
+
+    def _abort_group(self, group: Any) -> None:
+        group.abort()
+
+
+def open_nccl(
+    store: Store, link_id: str, rank: Rank, host: str, timeout_s: float, device: torch.device
+) -> NcclTransport:
+    """See `registry.OpenTransport`. NCCL finds the peer by the store alone, whatever ``host`` is."""
+    if not dist.is_nccl_available():
+        raise ConfigError("transport", "nccl is not in this build of torch; use gloo")
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise ConfigError("transport", f"nccl needs a CUDA device, not {device}; use gloo")
+    prefix = f"{link_id}/data"
+    # Errors are ours to handle: torch's default tears the process down, and its clean-up would end a kernel early and
+    # let it pass for a completed receive.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
+    options = torch_dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options.config.max_ctas = NCCL_MAX_CTAS
+    try:
+        group = torch_dist.ProcessGroupNCCL(torch_dist.PrefixStore(prefix, store), rank, 2, options)
+        transport = NcclTransport(group, store, prefix, rank, device, timeout_s)
+    except RuntimeError as error:
+        raise TransportError(f"link {prefix}: the peer did not join: {error}") from error
+    hello = torch.zeros(1, dtype=torch.uint8, device=device)  # the communicator is built by the first message
+    transport._send_message(hello) if rank == 0 else transport._recv_message(hello)
+    return transport

@@ -1,0 +1,72 @@
+"""What all families share around their layers: embedding, residual stream, final norm, LM head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+
+from paceline.kvcache.layout import KvLayer
+from paceline.layers.linear import Linear
+from paceline.layers.ops import add_rms_norm
+from paceline.layers.rotary import rope_table
+from paceline.models.base import AuxCapture, DecoderBlock, ForwardContext, TargetModel
+from paceline.models.config import ModelSpec
+from paceline.models.loader import WeightBag
+
+Layer = TypeVar("Layer", bound=DecoderBlock)
+
+
+class DecoderModel(TargetModel, Generic[Layer]):
+    """Embedding, decoder layers, final norm, LM head."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: WeightBag,
+        dtype: torch.dtype,
+        device: torch.device,
+        make_layer: Callable[[WeightBag, int], Layer],
+        kv_layer: KvLayer,
+    ) -> None:
+        """Takes every tensor it needs from ``weights``; the caller checks that none is left.
+
+        make_layer: layer i (0-based) from weights on ``device``; kv_layer: what each of them keeps of a token.
+        """
+        self.spec, self.dtype, self.device = spec, dtype, device
+        weights = weights.onto(device)
+        vocab = (spec.vocab_size, spec.hidden_size)
+        self.embedding = weights.take_table("model.embed_tokens.weight", vocab)
+        self.layers = [make_layer(weights, i) for i in range(spec.num_layers)]
+        self.norm = weights.take("model.norm.weight", (spec.hidden_size,))
+        head = self.embedding if spec.tie_word_embeddings else weights.take("lm_head.weight", vocab)
+        self.lm_head = Linear(head, out_float32=True)
+        table = rope_table(spec.head_dim, spec.rope_theta, spec.max_position_embeddings, spec.rope_scaling)
+        self.table = table.to(device)
+        self.kv_layers = (kv_layer,) * spec.num_layers
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See TargetModel."""
+        return self.embedding[token_ids]
+
+    def forward(self, context: ForwardContext, aux: AuxCapture | None = None) -> torch.Tensor:
+        """See TargetModel."""
+        x = self.embed(context.batch.token_ids)
+        residual = torch.zeros_like(x)
+        for i, layer in enumerate(self.layers):
+            if aux is not None:
+                aux.see(i, x, residual)
+            x = layer(x, residual, self.table, context)
+            context.layer_done(i)
+        if aux is not None:
+            aux.see(len(self.layers), x, residual)
+        return add_rms_norm(x, residual, self.norm, self.spec.rms_norm_eps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See TargetModel."""
+        return self.lm_head(hidden)
+
+    def rope_table(self) -> torch.Tensor:
+        """See TargetModel."""
+        return self.table

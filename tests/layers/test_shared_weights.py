@@ -1,0 +1,149 @@
+"""Weights that nodes of a host keep together: once, with the bytes that a node would have by itself, never written."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.layers import shared_weights as module
+from paceline.layers.linear import Linear
+from paceline.layers.shared_weights import kept, shared_weights
+from paceline.layers.weight_file import WeightFile, huge_pages_need_own_memory
+
+SHAPE = (300, 256)  # of bf16: above SMALLEST
+
+
+@pytest.fixture
+def file() -> Iterator[WeightFile]:
+    made = WeightFile()
+    yield made
+    made.close()
+
+
+def weight(seed: int) -> torch.Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+def keep(tensor: torch.Tensor) -> torch.Tensor:
+    return kept(tensor.shape, tensor.dtype, lambda copy: copy.copy_(tensor))
+
+
+def node(file: WeightFile, *seeds: int) -> list[torch.Tensor]:
+    """What a node that loads these weights keeps."""
+    with shared_weights(file.path):
+        return [keep(weight(seed)) for seed in seeds]
+
+
+def used(file: WeightFile) -> int:
+    """Bytes of memory that the file takes."""
+    return os.stat(file.path).st_blocks * 512
+
+
+def permissions(tensor: torch.Tensor) -> str:
+    """How the memory of a tensor is mapped, as /proc says it."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        low, high = (int(end, 16) for end in line.split()[0].split("-"))
+        if low <= tensor.data_ptr() < high:
+            return line.split()[1]
+    raise AssertionError("not mapped")
+
+
+def test_two_nodes_keep_one_copy(file: WeightFile) -> None:
+    first = node(file, 1, 2)
+    before = used(file)
+    assert before >= sum(tensor.nbytes for tensor in first)
+    second = node(file, 2, 1)
+    assert used(file) == before
+    assert [torch.equal(a, b) for a, b in zip(first, reversed(second), strict=True)] == [True, True]
+    assert torch.equal(first[0], weight(1))
+    assert torch.equal(first[1], weight(2))
+
+
+def test_nobody_can_write_to_it_and_it_outlives_the_file(file: WeightFile) -> None:
+    (tensor,) = node(file, 1)
+    assert permissions(tensor) == "r--s"
+    file.close()
+    file.close()
+    assert torch.equal(tensor, weight(1))
+
+
+def test_a_linear_gives_the_same_bits(file: WeightFile) -> None:
+    rows = torch.randn(3, SHAPE[1]).to(torch.bfloat16)
+    with shared_weights(file.path):
+        shared = Linear(weight(3))
+    assert permissions(shared._packed) == "r--s"
+    assert torch.equal(shared(rows), Linear(weight(3))(rows))
+
+
+def test_what_was_changed_in_the_file_is_not_used(file: WeightFile) -> None:
+    (tensor,) = node(file, 1)
+    with open(file.path, "r+b") as opened:
+        opened.seek(module.ALIGNMENT + tensor.nbytes - 1)
+        opened.write(b"\xab")
+    assert not torch.equal(tensor, weight(1))
+    (again,) = node(file, 1)
+    assert torch.equal(again, weight(1))
+
+
+def test_what_a_killed_node_left_is_overwritten(file: WeightFile) -> None:
+    with open(file.path, "r+b") as opened:
+        opened.seek(module.ALIGNMENT)
+        opened.write(b"\xab" * 1000)  # data without its header
+    (tensor,) = node(file, 1)
+    assert torch.equal(tensor, weight(1))
+    (again,) = node(file, 1)
+    assert torch.equal(again, weight(1))
+    assert used(file) < 2 * tensor.nbytes
+
+
+def test_a_locked_or_full_file_is_done_without(
+    file: WeightFile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.0)
+    holder = os.open(file.path, os.O_RDWR)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    tensors = node(file, 1, 2)
+    os.close(holder)
+    assert [permissions(tensor)[3] for tensor in tensors] == ["p", "p"]
+    assert torch.equal(tensors[1], weight(2))
+    assert len(caplog.records) == 1
+    os.truncate(file.path, tensors[0].nbytes + 2 * module.ALIGNMENT)
+    fits, does_not = node(file, 1, 2)
+    assert (permissions(fits)[3], permissions(does_not)[3]) == ("s", "p")
+    assert torch.equal(does_not, weight(2))
+    assert "full" in caplog.records[-1].getMessage()
+
+
+def test_without_a_file_each_has_its_own(tmp_path: Path) -> None:
+    for path in ("", str(tmp_path / "nowhere")):
+        with shared_weights(path):
+            assert permissions(keep(weight(1)))[3] == "p"
+    assert permissions(keep(weight(1)))[3] == "p"
+
+
+def test_small_tensors_are_each_nodes_own(file: WeightFile) -> None:
+    with shared_weights(file.path):
+        assert torch.equal(keep(torch.ones(8)), torch.ones(8))
+    assert used(file) == 0
+
+
+@pytest.mark.parametrize(
+    ("enabled", "shared", "own"),
+    [
+        ("always [madvise] never", "always within_size advise [never] deny force", False),
+        ("[always] madvise never", "always within_size advise [never] deny force", True),
+        ("[always] madvise never", "always within_size [advise] never deny force", False),
+    ],
+)
+def test_where_huge_pages_come_unasked_weights_are_not_shared(
+    tmp_path: Path, enabled: str, shared: str, own: bool
+) -> None:
+    assert not huge_pages_need_own_memory(tmp_path)
+    (tmp_path / "enabled").write_text(enabled)
+    (tmp_path / "shmem_enabled").write_text(shared)
+    assert huge_pages_need_own_memory(tmp_path) is own
