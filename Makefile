@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 ALONE := tests/chaos tests/multihost tests/soak tests/e2e/test_prefix_routing.py
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-# xdist would begin files of few tests last, and those are the longest.
+# In the order of tests/conftest.py. xdist would begin files of few tests last, and those are the longest.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup demo serve test quick check check-types check-style fuzz fuzz-surface chaos soak proto bench clean help

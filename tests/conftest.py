@@ -88,12 +88,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what tests/slow.txt names."""
+    """Mark what tests/slow.txt names; files of the real model come first, while workers are small."""
     slow = set(Path(__file__).with_name("slow.txt").read_text().splitlines())
     for item in items:
         test = item.nodeid.partition("[")[0]
         if test in slow or test.partition("::")[0] in slow:
             item.add_marker("slow")
+    large = {item.path for item in items if item.get_closest_marker("real_model")}
+    items.sort(key=lambda item: item.path not in large)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -54,12 +54,12 @@ MODES: dict[str, dict[str, object]] = {
 Together = Callable[[str], dict[str, Rounds]]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def target() -> LlamaModel:
     return kindred_target()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kindred")
     for name in (*BEHIND, "medusa", "draft_model"):
@@ -67,7 +67,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def together(target: LlamaModel, heads: Path) -> Together:
     """The one-process run of a case, once for all modes."""
 

@@ -6,6 +6,7 @@ gRPC and gloo, chunks of a prompt, pages of another size on either side.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from paceline.engine.model_runner import ModelRunner
 from paceline.kvcache.layout import LayerOwner
 from paceline.speculation import is_weightless
 from paceline.v1.node_pb2 import HandedOff
-from support.exactness_matrix import CASES, Case, Cell, Matrix, Watch, half_cross, matrix, over_budget
+from support.exactness_matrix import CASES, Case, Cell, Matrix, Watch, half_cross, matrix, over_budget, unload
 from support.needs import needs_kernels
 from support.node_pair import pair
 from support.real_weights import Weights
@@ -25,7 +26,13 @@ STATEFUL = [name for name, case in CASES.items() if case.stateful and name != "e
 BUSY = 8  # requests in flight, of 11: later ones join a running batch
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module", autouse=True)
+def unloaded_at_the_end() -> Iterator[None]:
+    yield
+    unload()
+
+
+@pytest.fixture(scope="module")
 def weights(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Weights:
     return Weights(smollm2_folder, tmp_path_factory.getbasetemp() / "matrix_weights")
 

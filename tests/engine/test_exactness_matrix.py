@@ -8,12 +8,24 @@ time.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from support.adversaries import KINDS, Adversary
-from support.exactness_matrix import CASES, Case, Cell, Matrix, chain_cross, full_cross, half_cross, matrix, over_budget
+from support.exactness_matrix import (
+    CASES,
+    Case,
+    Cell,
+    Matrix,
+    chain_cross,
+    full_cross,
+    half_cross,
+    matrix,
+    over_budget,
+    unload,
+)
 from support.needs import needs_kernels
 from support.real_weights import Weights
 
@@ -24,7 +36,13 @@ VARYING = [name for name in CASES if name not in ONCE]
 FP32 = (("off", 0), ("goodput", 1), ("window", 0), ("off", 1), ("goodput", 0), ("window", 1))  # taken in turn
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module", autouse=True)
+def unloaded_at_the_end() -> Iterator[None]:
+    yield
+    unload()
+
+
+@pytest.fixture(scope="module")
 def weights(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Weights:
     return Weights(smollm2_folder, tmp_path_factory.getbasetemp() / "matrix_weights")
 

@@ -7,10 +7,10 @@ K=8 and dynamic trees answers them all; a second one, ``chain``, has no room for
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from unittest import mock
 
@@ -285,7 +285,18 @@ def over_budget(cells: Seq[Cell], answers: Seq[Answer], named: bool = False) -> 
     return wrong
 
 
-@lru_cache(maxsize=1)
+_loaded: dict[tuple[Path, str], Matrix] = {}
+
+
 def matrix(target: Path, dtype: str) -> Matrix:
-    """One at a time, kept until the other dtype is asked for: weights and plain answers of both fill a worker."""
-    return Matrix(target, dtype)
+    """One at a time, kept until another is asked for or ``unload`` is called: two would fill a worker."""
+    if (target, dtype) not in _loaded:
+        unload()
+        _loaded[target, dtype] = Matrix(target, dtype)
+    return _loaded[target, dtype]
+
+
+def unload() -> None:
+    """Give back the target, its pages and what deployments around it have left."""
+    _loaded.clear()
+    gc.collect()
