@@ -244,4 +244,4 @@ def test_the_option() -> None:
         ServeConfig(handoff_checksum=True, transport="nccl")
     told = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).output
     assert "--handoff-checksum" in told
-    assert "needs transport gloo" in " ".join(told.replace("│", " ").split())
+    assert "Needs transport `gloo`" in " ".join(told.replace("│", " ").split())
