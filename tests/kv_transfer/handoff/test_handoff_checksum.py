@@ -215,7 +215,7 @@ async def test_text_and_bytes_are_the_same_with_sums(handoff: str) -> None:
             sent, layout, rows = answer.handed_off.bytes, prefill.kv.layout, len(request.prompt_token_ids)
             assert sent.target_kv == rows * layout.token_bytes(LayerOwner.TARGET)
             assert sent.draft_kv == rows * layout.token_bytes(LayerOwner.DRAFT)
-            assert sent.hidden == (rows if handoff == "hidden_states" else 1) * prefill.hidden_size * 2
+            assert sent.hidden == (rows if handoff == "hidden_states" else 1) * prefill.handoff.hidden_size * 2
         await nodes.all_released()
 
 
