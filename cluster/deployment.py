@@ -92,6 +92,7 @@ class Deployment:
         await self.directory.start()
         self._at_end("directory", self.directory.close)
         self.supervisor = await self._start_nodes(registry_url)
+        await self.directory.refresh()  # the nodes have their leases now; the first request is not to miss one
         self.directory.on_change(node_logs.follow)
         node_logs.follow(self.directory.nodes())
         watcher = CacheWatcher(registry_url, self.directory.nodes, config.lease_ttl_s)
