@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 messages = Console(stderr=True, highlight=False)
 
 
+# Long, since typer reads a command's options from its parameters.
 def train_drafter(
     head: Annotated[str, typer.Argument(help="Kind of head: eagle3, eagle, mtp, mtp3 or medusa.")],
     corpus: Annotated[

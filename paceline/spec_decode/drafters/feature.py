@@ -75,7 +75,7 @@ class FeatureDrafter(Drafter):
         sampling: DraftSampling = DraftSampling.COUPLED,
         static_tree: Seq[RankPath] = (),
         expand_above: float | None = None,
-    ) -> None:
+    ) -> None:  # the head, what it runs on, and three choices of its drafts, which most callers leave out
         """width: candidates kept of each row. static_tree: see ``static_trees``; none means a comb of the budget's
         width. expand_above: dynamic trees expand every node whose path has this probability (0 < it <= 1) instead of
         the budget's width a level. Raises ConfigError."""
