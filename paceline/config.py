@@ -266,8 +266,8 @@ class ServeConfig(EngineConfig):
     """Processes that generate tokens."""
 
     threads_per_node: int = Field(default=0, ge=0)
-    """Cores that each node computes on. 0 lets the nodes of a host share all of its cores: those that work have equal
-    parts, and one that works alone has them all."""
+    """Cores that each node computes on. 0 divides this host's cores by the number of nodes, at least 1 each, and lets
+    prefill nodes use those of nodes that are idle."""
 
     standby: bool = True
     """Keeps a process with everything imported, about 300 MB, ready to replace the only decode node within seconds."""

@@ -69,7 +69,7 @@ class NodeShell:
         self._draining = False
         self._active = 0  # calls in progress
         self.recorder = Recorder(config.trace_requests)
-        self._cores = share_cores(config)
+        self._cores = share_cores(config, borrows=role == "prefill")
         self.loop = EngineLoop(f"engine-{node_id}", engine.step, self._cores)
 
     # -- life --------------------------------------------------------------------------------------------------
@@ -159,12 +159,12 @@ class NodeShell:
         return hashlib.sha256(self._fingerprint.SerializeToString(deterministic=True)).hexdigest()
 
 
-def share_cores(config: NodeConfig) -> CoreShare | None:
+def share_cores(config: NodeConfig, *, borrows: bool) -> CoreShare | None:
     """This node's part in its host's cores; None where it has threads of its own, or cannot share."""
     if not config.cores_group:
         return None
     try:
-        return CoreShare(config.cores_group, config.cores_slot)
+        return CoreShare(config.cores_group, config.cores_slot, borrows=borrows)
     except OSError as error:
         log.warning("cores are not shared, this node keeps to %d threads: %s", config.threads, error)
         return None
