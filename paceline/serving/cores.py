@@ -2,7 +2,9 @@
 
 A node that borrows uses all cores while the others are idle; as soon as a second one works they get equal parts.
 Prefill nodes borrow: a prompt takes as much of a core as it can get. Decode nodes keep to their own threads: their
-short steps would wait for whatever else the host does (``python -m benchmarks.mixed``). Each node has a byte in a file that
+short steps would wait for whatever else the host does (``python -m benchmarks.mixed``).
+
+Each node has a byte in a file that
 all of them map (in ``/dev/shm`` where there is one): 1 while its engine has work. The kernels read the bytes at the
 start of every parallel region (``kernels/host.cpp``), so a part changes within a millisecond and nobody spins. Results
 do not depend on the number of threads.
