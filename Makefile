@@ -15,10 +15,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # In the order of tests/conftest.py. xdist would begin files of few tests last, and those are the longest.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo serve test quick check check-types check-style fuzz fuzz-surface chaos soak proto bench clean help
+.PHONY: setup demo serve test quick check check-types check-style docs fuzz fuzz-surface chaos soak proto bench pictures clean help
 
 help:
-	@echo "make setup | demo | serve | test | quick | check | fuzz | fuzz-surface | chaos | soak | proto | bench | clean   (ARGS='...' is passed on)"
+	@echo "make setup | demo | serve | test | quick | check | docs | fuzz | fuzz-surface | chaos | soak | proto | bench | pictures | clean   (ARGS='...' is passed on)"
 
 $(VENV)/.node: pyproject.toml requirements.lock deploy/install.py
 	$(PYTHON) deploy/install.py --venv $(VENV) --torch $(TORCH)
@@ -49,7 +49,7 @@ quick: $(VENV)/.dev
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not real_model and not e2e and not multihost" $(ARGS)
 
 check: $(VENV)/.dev
-	@$(MAKE) --no-print-directory -j 2 check-types check-style
+	@$(MAKE) --no-print-directory -j 2 check-types check-style docs
 
 check-types: $(VENV)/.dev
 	$(BIN)/mypy
@@ -59,7 +59,12 @@ check-style: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/python tests/support/proto_drift.py
-	$(BIN)/python tests/support/reference_pages.py
+	$(BIN)/python -m tests.support.reference_pages
+
+# Every page is read again each time: a page that did not change may link to an anchor that is gone.
+docs: $(VENV)/.dev
+	$(BIN)/python -m sphinx -q -W --keep-going -n -E -a -d build/doctrees docs build/docs
+	@echo "docs: build/docs/index.html"
 
 fuzz: $(VENV)/.dev
 	PACELINE_FUZZ=10000 $(BIN)/python -m pytest tests/kv_transfer/handoff/test_handoff_fuzz.py -s -o timeout=3300 $(ARGS)
@@ -79,10 +84,18 @@ lock: $(VENV)/.dev  # ARGS='--upgrade-package torch': newer versions of one pack
 
 proto: $(VENV)/.dev  # stubs of proto/ and the generated pages of docs/
 	$(BIN)/python tests/support/proto_drift.py --write
-	$(BIN)/python tests/support/reference_pages.py --write
+	$(BIN)/python -m tests.support.reference_pages --write
 
-bench: $(VENV)/.dev
+bench: $(VENV)/.dev  # PEERS=1: compare with other engines, which are put under build/peers at the first time
+ifeq ($(PEERS),1)
+	$(BIN)/python -m benchmarks.peers.install
+	$(BIN)/paceline bench peers $(ARGS)
+else
 	$(BIN)/python -m benchmarks $(ARGS)
+endif
+
+pictures: $(VENV)/.dev  # of docs/pictures, from the kept results under benchmarks/results
+	$(BIN)/python -m benchmarks.pictures $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -9,7 +9,8 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import engine, serving
+from benchmarks import engine
+from benchmarks.serving import overhead
 from paceline.models.hub import resolve_model
 
 
@@ -36,7 +37,7 @@ def main() -> None:
     if options.only != "serving":
         held &= show("engine, one process", engine.run(folder, options.threads))
     if options.only != "engine":
-        held &= show("serving, 1 prefill + 1 decode node", serving.run(options.model))
+        held &= show("serving, 1 prefill + 1 decode node", overhead.run(options.model))
     sys.exit(0 if held else 1)
 
 

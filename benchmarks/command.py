@@ -1,28 +1,28 @@
-"""``paceline bench``: what speculation is worth on this machine. Nothing heavy is imported before a command runs."""
+"""``paceline bench``: what serving, speculation and the hand-off do on this machine.
+
+Nothing heavy is imported before a command runs.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from benchmarks import server_commands
+from benchmarks.common.console import bar, tables_on
 
 if TYPE_CHECKING:
     from benchmarks.jobs import Inputs
 
-PIPE_WIDTH = 140  # characters of a line that no terminal bounds
-
 bench = typer.Typer(
-    help="Measure speculation and the hand-off on this machine.", no_args_is_help=True, add_completion=False
+    help="Measure serving, speculation and the hand-off on this machine.", no_args_is_help=True, add_completion=False
 )
-messages = Console(stderr=True, highlight=False)
-tables_on = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+bench.command()(server_commands.serving)
+bench.command()(server_commands.peers)
 
 ModelOption = Annotated[str, typer.Option(help="A known model, a folder or a hub id.")]
 DraftersOption = Annotated[
@@ -93,7 +93,7 @@ def speculation(
         max_prompt_tokens=max(max_prompt_tokens, context),
         context=context,
     )
-    with _bar("prompts") as show:
+    with bar("prompts") as show:
         report = jobs.run_speculation(inputs, show)
     grid = tables.speculation_grid(report)
     outputs.write(report.to_json(), grid, lambda path: plots.plot_speculation(report, path), tables_on)
@@ -142,7 +142,7 @@ def sweep(
         max_prompt_tokens=max(max_prompt_tokens, context),
         context=context,
     )
-    with _bar("batch sizes") as show:
+    with bar("batch sizes") as show:
         report = jobs.run_sweep(inputs, sizes, show)
     grid = tables.sweep_grid(report)
     outputs.write(report.to_json(), grid, lambda path: plots.plot_sweep(report, path), tables_on)
@@ -173,7 +173,7 @@ def handoff(
     jobs.Outputs(json, None, markdown).check()
     fetch_model(model)
     settings = HandoffSettings(model, prompt_tokens, chunk_tokens, repeats, drafter, dtype, launches)
-    with _bar("hand-off") as show:
+    with bar("hand-off") as show:
         report = bench_handoff.run(settings, show)
     grid = handoff_grid(report)
     tables_on.print(tables.rich_table(grid))
@@ -203,22 +203,3 @@ def _inputs(
     folder = fetch_model(model)
     asked = Settings(model=Path(model).name, prompts=prompts.name, threads=threads or os.cpu_count() or 1, **settings)
     return jobs.Inputs.read(folder, asked, runs, questions, limit, chat)
-
-
-@contextmanager
-def _bar(what: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar on stderr, as the function that moves it."""
-    columns = (
-        TextColumn(f"{what}: {{task.description}}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=messages, transient=True) as progress:
-        task = progress.add_task("loading", total=None)
-
-        def show(done: int, total: int, now: str) -> None:
-            progress.update(task, completed=done, total=total, description=now)
-
-        yield show

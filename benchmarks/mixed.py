@@ -10,26 +10,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import signal
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.processes import ended_by_signals, serving_paceline
 from benchmarks.engine import prompt
 from paceline.client import AsyncClient
 
-COMMAND = (sys.executable, "-c", "from cluster.commands.cli import main; main()", "serve")
-FREE_PORTS = ("--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0")
 STREAMS, STREAM_TOKENS, STREAM_PROMPT = 8, 64, 32
 LONG_PROMPT, LONG_PROMPTS = 1024, 3
-STOP_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -93,27 +89,6 @@ class Load:
         return Figures(alone, tokens, mixed, beside)
 
 
-class Served:
-    """``paceline serve`` in a process of its own."""
-
-    def __init__(self, options: Sequence[str]) -> None:
-        """Blocks until it is ready. Raises RuntimeError when it does not become so."""
-        self._process = subprocess.Popen([*COMMAND, *FREE_PORTS, *options], stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        words = self._process.stdout.readline().split()
-        if words[:1] != ["ready"]:
-            raise RuntimeError(f"paceline serve {' '.join(options)} did not become ready")
-        self.grpc = next(word.removeprefix("grpc=") for word in words if word.startswith("grpc="))
-
-    def stop(self) -> None:
-        """Drain and end it."""
-        self._process.send_signal(signal.SIGINT)
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-
 async def measure(addresses: dict[str, str], repeats: int) -> dict[str, list[Figures]]:
     """Settings in turn, repetition by repetition, after one that does not count."""
     found: dict[str, list[Figures]] = {name: [] for name in addresses}
@@ -147,14 +122,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write every repetition here")
     options = parser.parse_args()
     common = ["--no-prefix-cache", "--no-standby", "--drafter", options.drafter]
-    served: dict[str, Served] = {}
-    try:
-        for threads in options.threads.split(","):
-            served[threads] = Served(["--threads-per-node", threads, *common])
-        found = asyncio.run(measure({name: server.grpc for name, server in served.items()}, options.repeats))
-    finally:
-        for server in served.values():
-            server.stop()
+    with ended_by_signals(), ExitStack() as stack:
+        served = {
+            threads: stack.enter_context(serving_paceline(["--threads-per-node", threads, *common]))["grpc"]
+            for threads in options.threads.split(",")
+        }
+        found = asyncio.run(measure(served, options.repeats))
     show(found)
     if options.json is not None:
         options.json.write_text(json.dumps({name: [asdict(row) for row in rows] for name, rows in found.items()}))

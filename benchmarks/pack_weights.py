@@ -140,12 +140,22 @@ def join(pieces: Path, into: Path) -> list[str]:
             if xz:
                 stream = cast(IO[bytes], stack.enter_context(lzma.LZMAFile(stream)))
             with tarfile.open(fileobj=stream, mode="r|") as archive:
-                archive.extractall(scratch, filter="data")
+                for member in archive:
+                    _extract(archive, member, scratch)
         scratch.rename(into)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
     return sorted(path.name for path in into.iterdir())
+
+
+def _extract(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
+    """One file of the stream, by its name alone. Raises ConfigError for a link, a folder or a path."""
+    content = archive.extractfile(member) if member.isfile() else None
+    if content is None or Path(member.name).name != member.name:
+        raise ConfigError("pieces", f"{member.name!r} in the stream is no plain file of the folder")
+    with (folder / member.name).open("xb") as file:
+        shutil.copyfileobj(content, file)
 
 
 def _checked(folder: Path) -> tuple[bool, list[Path]]:

@@ -60,7 +60,7 @@ def plot_speculation(report: Report, path: Path) -> None:
 
 
 def _columns(labels: Sequence[str]) -> int:
-    """Of a legend as wide as the figure."""
+    """Columns of a legend that is as wide as the figure."""
     return max(1, min(4, len(labels), LEGEND_CHARACTERS // (max(map(len, labels), default=0) + KEY_CHARACTERS)))
 
 

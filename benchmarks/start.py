@@ -13,7 +13,6 @@ import re
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -25,8 +24,9 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-COMMAND = (sys.executable, "-c", "from cluster.commands.cli import main; main()", "serve", "--verbose")
-FREE_PORTS = ("--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0")
+from benchmarks.common.processes import FREE_PORTS, PACELINE
+
+COMMAND = (*PACELINE, "serve", "--verbose")
 READY_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
 POLL_S = 1.0

@@ -125,7 +125,7 @@ def _host(kernels: str, bit_exact: bool) -> str:
 
 
 def rich_table(grid: Grid) -> Table:
-    """For a terminal."""
+    """The grid for a terminal."""
     table = Table(title=grid.title, caption="\n".join(grid.notes), caption_justify="left")
     for column in grid.columns:
         table.add_column(column)
@@ -135,7 +135,7 @@ def rich_table(grid: Grid) -> Table:
 
 
 def markdown(grid: Grid) -> str:
-    """For a page of docs/."""
+    """The grid for a page of docs/."""
     lines = [f"**{grid.title}**", "", _line(grid.columns), _line(["---"] * len(grid.columns))]
     lines += [_line(row) for row in grid.rows]
     return "\n".join([*lines, "", *(f"- {note}" for note in grid.notes), ""])

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import grpc.aio
 
 from cluster.nodes.addresses import host_answers, own_address
+from cluster.nodes.listening import check_addresses, check_free, split_address
 from cluster.nodes.node_logs import NodeLogs
 from cluster.nodes.supervise import Slot, Supervisor
 from cluster.state.embedded_redis import EmbeddedRedis
@@ -72,6 +73,8 @@ class Deployment:
 
     async def _start(self) -> None:
         config = self.config
+        check_addresses(config)
+        await asyncio.to_thread(check_free, config)  # a host name may have to be looked up
         front_door = asyncio.get_running_loop().run_in_executor(None, _import_front_door)  # while Ray starts
         with self._waiting_for("Ray"):
             self._start_ray()
@@ -189,7 +192,7 @@ class Deployment:
             ("decode", config.decode_nodes, config.decode_resource),
         ]
         wanted = [
-            # Of several, another goes on with its streams; without prefill nodes, decode computes prompts.
+            # With several, another goes on with its streams; without prefill nodes, decode computes prompts.
             Wanted(f"{role}-{i}", resource, standby=config.standby and role == "decode" and count == 1)
             for role, count, resource in roles
             for i in range(count)
@@ -281,13 +284,3 @@ async def _connect(prefill: Slot, decode: Slot) -> None:
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                 raise PairingRefused.from_text(f"{pair}: {error.details()}") from None
             raise NodeUnavailable(f"{pair} did not connect: {error.details()}") from None
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """``host:port`` -> (host, port)."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        from paceline.errors import ConfigError
-
-        raise ConfigError("grpc" if not port else "http", f"{address!r} is not HOST:PORT")
-    return host, int(port)

@@ -23,7 +23,7 @@ from kv_transfer.handoff.receiver import HandoffReceiver
 from kv_transfer.handoff.sink import HandoffSink
 from kv_transfer.layout.compat import check_pairing
 from kv_transfer.transports.base import TransportError
-from kv_transfer.transports.registry import open_transport, transport_record
+from kv_transfer.transports.registry import open_transport, staging_device
 from kv_transfer.transports.rendezvous import Store, create_store
 from kv_transfer.transports.sentinel import Sentinel
 from paceline.config import NodeConfig
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 MAX_LINKS = 256
 MAX_OPENING = 16  # threads that wait for peers
 CLOSE_TIMEOUT_S = 2.0  # each, for the threads of a link that ends
+CLOSED = "the prefill node closed the link"  # in order: not worth a warning
 
 
 @dataclass(eq=False)
@@ -173,7 +174,7 @@ class LinkHost:
     def _open(self, link: _Link) -> HandoffReceiver:
         """Open pipe and sentinel, in the order in which the prefill node does; blocks until it does."""
         context, config = self._context, self._context.config
-        device = transport_record(config.transport).staging_device(context.device)
+        device = staging_device(config.transport, context.device)
         timeout = config.transfer_timeout_s
         transport = open_transport(config.transport, self._store, link.link_id, 1, config.host, timeout, device)
         receiver = HandoffReceiver(
@@ -193,7 +194,7 @@ class LinkHost:
                 config.host,
                 timeout,
                 receiver.link_lost,
-                lambda: receiver.link_lost("the prefill node closed the link"),
+                lambda: receiver.link_lost(CLOSED),
             )
         except PacelineError:
             receiver.close(CLOSE_TIMEOUT_S)
@@ -207,7 +208,8 @@ class LinkHost:
 
     def _lost(self, link: _Link, reason: str) -> None:
         """The receiver's thread has failed every ticket of the link and ends."""
-        log.warning("link %s from prefill node %s lost: %s", link.link_id, link.peer, reason)
+        level = logging.INFO if reason == CLOSED else logging.WARNING
+        log.log(level, "link %s from prefill node %s lost: %s", link.link_id, link.peer, reason)
         link.ack(None)
         notify(link.loop, self._drop, link, reason)
 

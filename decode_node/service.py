@@ -18,17 +18,20 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class DecodeCalls(Protocol):
     """What a decode node does for callers; ``decode_node.node.DecodeNode``."""
 
-    def decode(self, request: node_pb2.DecodeRequest) -> AsyncGenerator[node_pb2.DecodeEvent, None]: ...
+    def decode(self, request: node_pb2.DecodeRequest) -> AsyncGenerator[node_pb2.DecodeEvent, None]:
+        """Reserve pages, then stream what each round commits."""
 
-    async def pair(self, request: handoff_pb2.PairRequest) -> handoff_pb2.PairResponse: ...
+    async def pair(self, request: handoff_pb2.PairRequest) -> handoff_pb2.PairResponse:
+        """Open a link for a prefill node. PairingRefused when the two do not fit."""
 
     def handoff(
         self, messages: AsyncIterable[handoff_pb2.HandoffMessage]
-    ) -> AsyncGenerator[handoff_pb2.HandoffAck, None]: ...
+    ) -> AsyncGenerator[handoff_pb2.HandoffAck, None]:
+        """Serve the control stream of one link until either side ends it."""
 
 
 class DecodeService(node_pb2_grpc.DecodeNodeServicer):
-    """From proto, call, to proto."""
+    """The gRPC service of a decode node. Each RPC is: from proto, call, to proto."""
 
     def __init__(self, node: DecodeCalls, shell: NodeShell) -> None:
         self._node = node

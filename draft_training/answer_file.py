@@ -1,9 +1,9 @@
 """A corpus file that grows by one line per prompt, so that a run that was killed goes on where it ended.
 
 Every prompt has a number, and every number one line: its answer, or why it has none (``left_out``, empty
-``prompt_ids`` and ``answer_ids``: readers of a corpus skip it). What is done is told by the file alone. Of prompts
-that are alike the one with the lowest number has the answer, in whatever order they end; ``settle`` sorts the lines by
-number, so the finished file does not depend on that order either. Memory: a few hundred bytes a line.
+``prompt_ids`` and ``answer_ids``: readers of a corpus skip it). What is done is told by the file alone. Where
+prompts are alike, the one with the lowest number has the answer, in whatever order they end; ``settle`` sorts the lines
+by number, so the finished file does not depend on that order either. Memory: a few hundred bytes a line.
 """
 
 from __future__ import annotations

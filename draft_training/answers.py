@@ -59,7 +59,7 @@ class AnswerOptions:
 
     @property
     def max_tokens(self) -> int:
-        """Of a prompt with its answer."""
+        """Tokens of a prompt with its answer."""
         return self.max_prompt_tokens + self.max_answer_tokens
 
 
@@ -85,7 +85,7 @@ class Made:
 
 
 def read_prompts(path: Path) -> Iterator[tuple[str, str]]:
-    """(prompt, source) of each line ``{"prompt": ..., "source": ...}``. Raises ConfigError naming file and line."""
+    """Prompt and source of each line ``{"prompt": ..., "source": ...}``. Raises ConfigError naming file and line."""
     number = 0
     try:
         with open_text(path) as lines:
@@ -177,7 +177,7 @@ class AnswerMaker:
         return ids if ids[:1] == self._framing[:1] else ids[1:]  # no beginning of text that the template lacks
 
     def _self_made(self, beginning: tuple[int, ...], ids: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-        """(why it is left out or "", the whole prompt) of a user's text that the target went on with."""
+        """Why it is left out or "", and the whole prompt, of a user's text that the target went on with."""
         said = ids[:-1] if ids[-1] in self.stops else ids
         whole = self.tokenizer.decode([*beginning, *said], skip_special_tokens=False)
         text = whole.removeprefix(self._before).strip()

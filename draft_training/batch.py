@@ -32,7 +32,7 @@ class Batch:
     column_counts: tuple[int, ...]  # columns of each sample
 
     def rows(self, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(row i + shift of every column, clamped to its sample, int64 [C]; whether that row exists, bool [C])."""
+        """Row i + shift of every column, clamped to its sample, int64 [C]; and whether that row exists, bool [C]."""
         rows = self.columns + shift
         return torch.minimum(rows, self.last), rows <= self.last
 

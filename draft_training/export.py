@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from draft_training.heads import Eagle1, Eagle3, Medusa, Mtp1, Mtp3, TrainableHead
 from draft_training.layers import HeadShape
@@ -43,28 +42,50 @@ def write_head(
         raise ConfigError("head", f"no public format for {type(head).__name__}")
 
 
-def write_card(folder: Path, name: str, target: str, corpus: Mapping[str, Any], progress: Progress) -> None:
+@dataclass(frozen=True)
+class Seen:
+    """What a head was trained on."""
+
+    corpus: Mapping[str, int]  # training samples by file
+    held_out: int  # samples
+    shares: Mapping[str, float] = field(default_factory=dict)  # part used, 0 to 1, by source
+    prompts: bool = False  # the prompts' tokens too
+
+
+def write_card(folder: Path, name: str, target: str, seen: Seen, progress: Progress) -> None:
     """README.md of a head: target, data, how much it saw, how often it is right."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "README.md").write_text(card(name, target, seen, progress), encoding="utf-8")
+
+
+def card(name: str, target: str, seen: Seen, progress: Progress) -> str:
+    """The text of ``write_card``."""
     last = progress.history[-1]
-    positions = " | ".join(f"{share:.3f}" for share in last["accepted_per_position"])
-    numbers = " | ".join(str(i + 1) for i in range(len(last["accepted_per_position"])))
-    rule = "---|" * len(last["accepted_per_position"])
+    accepted = last["accepted_per_position"]
+    shares = [f"- {100 * part:g} % of the samples from `{source}` were used." for source, part in seen.shares.items()]
+    read = "prompts and answers" if seen.prompts else "answers"
     lines = [
         f"# {name} heads for {target}",
         "",
-        "Made by `paceline train-drafter` on the target's own answers; bf16 safetensors in the public format.",
+        f"`paceline train-drafter {name}` made these heads from the target's own answers. The files are in the public",
+        "format, bf16 safetensors.",
         "",
-        f"- data: {json.dumps(dict(corpus))}",
-        f"- seen: {progress.tokens:,} tokens in {progress.step:,} steps, {progress.seconds / 60:.0f} minutes",
-        f"- held-out greedy answers: {last['acceptance_length']:.3f} tokens a round (the bonus counted) were every",
-        "  position the start of a chain; accepted at each position, given that all before were:",
+        *(f"- Corpus: {samples:,} training samples of `{file}`." for file, samples in seen.corpus.items()),
+        *shares,
+        f"- Trained on {read}; {seen.held_out:,} samples were held out.",
+        f"- Seen: {progress.tokens:,} tokens in {progress.step:,} steps and {progress.seconds / 60:.0f} minutes.",
+        f"- Tokens a round on held-out greedy answers: {last['acceptance_length']:.3f}, with the bonus token counted",
+        "  and every position as the start of a chain.",
         "",
-        f"| {numbers} |",
-        f"|{rule}",
-        f"| {positions} |",
+        _row("position", [str(i + 1) for i in range(len(accepted))]),
+        "|" + "---|" * (len(accepted) + 1),
+        _row("accepted, given that all before were", [f"{share:.3f}" for share in accepted]),
         "",
         "Licence: Apache-2.0, as the target's.",
         "",
     ]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+    return "\n".join(lines)
+
+
+def _row(title: str, cells: Sequence[str]) -> str:
+    return f"| {' | '.join([title, *cells])} |"

@@ -75,7 +75,7 @@ class ChainHead(TrainableHead):
 
     @abstractmethod
     def true_rows(self, embedded: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """(attention input, residual) of the true rows, [R, ...] each."""
+        """Attention input and residual of the true rows, [R, ...] each."""
 
     @abstractmethod
     def drafted_rows(self, embedded: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,12 +194,12 @@ class MtpModule(nn.Module):
         self.shared_head_norm = RmsNorm(hidden, eps)
 
     def join(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(attention input, residual)."""
+        """Attention input and residual of joined rows."""
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
         return self.input_layernorm(x), x
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
-        """From the residual stream after attention to the normed output."""
+        """The normed output, from the residual stream after attention."""
         out: torch.Tensor = self.shared_head_norm(hidden + self.mlp(self.post_attention_layernorm(hidden)))
         return out
 

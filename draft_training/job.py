@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from draft_training.corpus import Corpus, load_corpus
-from draft_training.export import write_card, write_head
+from draft_training.export import Seen, write_card, write_head
 from draft_training.features import FeatureMaker, FeatureStore
 from draft_training.objective import Acceptance
 from draft_training.plot import draw_history
@@ -74,13 +74,9 @@ def run_job(job: Job, report: Callable[[Progress, float], None] = lambda progres
     found = trainer.run(report)
     draw_history(trainer.progress.history, job.out / "history.png")
     write_head(job.out / "head", head, source, source.shape(options.intermediate_size), token_ids, aux_layers)
-    about = {
-        "corpus": {path.name: len(corpus.train) for path, corpus in zip(job.corpus, corpora, strict=True)},
-        "shares": dict(job.train.shares),
-        "trained on": "prompts and answers" if job.train.prompts else "answers",
-        "held_out": job.held_out * len(corpora),
-    }
-    write_card(job.out / "head", job.head, Path(job.model).name, about, trainer.progress)
+    samples = {path.name: len(corpus.train) for path, corpus in zip(job.corpus, corpora, strict=True)}
+    seen = Seen(samples, job.held_out * len(corpora), dict(job.train.shares), job.train.prompts)
+    write_card(job.out / "head", job.head, Path(job.model).name, seen, trainer.progress)
     return found
 
 

@@ -44,7 +44,7 @@ def labels_of(batch: Batch, target: TargetParts) -> Labels:
 def loss_of(
     head: TrainableHead, batch: Batch, target: TargetParts, labels: Labels, decay: float, count: int
 ) -> tuple[torch.Tensor, list[float]]:
-    """(weighted loss, per-step loss) of the first ``count`` draft steps. Mean over the trained columns of each."""
+    """Weighted loss and per-step loss of the first ``count`` draft steps. Mean over the trained columns of each."""
     outputs, actual = [], []
     for step, output in enumerate(head.steps(batch, target, count)):
         rows, exists = batch.rows(step + 1)

@@ -23,6 +23,7 @@ from draft_training.corpus import Corpus, share_of
 from draft_training.features import FeatureMaker, FeatureStore, SampleRows
 from draft_training.heads import TargetParts, TrainableHead
 from draft_training.objective import Acceptance, acceptance_of, labels_of, loss_of
+from paceline.errors import ConfigError
 
 SHARDS_AT_ONCE = 3  # samples are shuffled among so many shards
 EVAL_BATCH = 12
@@ -102,11 +103,11 @@ class MixedPrecision:
                 parameter.copy_(master)
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint."""
+        """What the checkpoint keeps."""
         return {"masters": self.masters, "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load(self, state: dict[str, Any]) -> None:
-        """From a checkpoint of the same head."""
+        """Go on from a checkpoint of the same head."""
         with torch.no_grad():
             for master, saved in zip(self.masters, state["masters"], strict=True):
                 master.copy_(saved)
@@ -185,8 +186,12 @@ class Trainer:
         return store.read(shard)
 
     def _batches(self) -> Iterator[Batch]:
-        """Endless. The order depends on the seed and on the step it begins at, so a resumed run has another one."""
+        """Endless. The order depends on the seed and on the step it begins at, so a resumed run has another one.
+
+        Raises ConfigError where the corpus is too small for one step.
+        """
         while True:
+            batches = 0
             random = Random(f"{self.config.seed}/{self.progress.epoch}/{self.progress.step}")
             shards = [(data, i) for data in self.data for i in range(data.train.num_shards)]
             random.shuffle(shards)
@@ -194,7 +199,12 @@ class Trainer:
                 some = shards[start : start + SHARDS_AT_ONCE]
                 samples = [rows for data, i in some for rows in self._shard(data, i, random)]
                 random.shuffle(samples)
-                yield from self._groups(samples)
+                for batch in self._groups(samples):
+                    batches += 1
+                    yield batch
+            if batches == 0:
+                few = f"the corpus has fewer than {self.config.tokens_per_step} tokens to train on"
+                raise ConfigError("tokens_per_step", f"{few}: make more answers, or lower this")
             self.progress.epoch += 1
 
     def _shard(self, data: Data, shard: int, random: Random) -> list[SampleRows]:

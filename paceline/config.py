@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from pydantic.fields import FieldInfo
 
 from paceline.speculation import DRAFTERS, TreeKind, drafter_choices, is_weightless
+from paceline.transports import TRANSPORTS, needs_cuda
 
 
 def _known_drafter(value: str) -> str:
@@ -20,6 +21,15 @@ def _known_drafter(value: str) -> str:
 
 
 DrafterName = Annotated[str, AfterValidator(_known_drafter), Field(json_schema_extra={"enum": list(drafter_choices())})]
+
+
+def _known_transport(value: str) -> str:
+    if value not in TRANSPORTS:
+        raise ValueError(f"must be one of {', '.join(TRANSPORTS)}")
+    return value
+
+
+TransportName = Annotated[str, AfterValidator(_known_transport), Field(json_schema_extra={"enum": list(TRANSPORTS)})]
 DtypeName = Literal["bf16", "fp32"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -140,7 +150,7 @@ class EngineConfig(Frozen):
     """Keeps the KV of finished requests, at most half of the pages, so that prompts that begin alike are not computed
     again."""
 
-    transport: Annotated[Literal["gloo", "nccl"], Group("Hand-off")] = "gloo"
+    transport: Annotated[TransportName, Group("Hand-off")] = "gloo"
     """What carries KV from prefill to decode nodes: `gloo` for CPUs or any network, `nccl` between GPUs."""
 
     handoff: Literal["draft_kv", "hidden_states", "none"] = "draft_kv"
@@ -200,10 +210,10 @@ class EngineConfig(Frozen):
             raise ValueError("expand_above says which nodes of dynamic trees grow: set tree to dynamic")
         if self.draft_sampling == "sampled" and self.acceptance == "typical":
             raise ValueError("draft_sampling 'sampled' needs acceptance sample, rejection or recursive")
-        if self.handoff_checksum and self.transport == "nccl":
+        if self.handoff_checksum and needs_cuda(self.transport):
             raise ValueError(
-                "handoff_checksum sums bytes in host memory, where transport 'nccl' never has them: set transport to "
-                "gloo, or handoff_checksum to false"
+                f"handoff_checksum sums bytes in host memory, where transport {self.transport!r} never has them: set "
+                "transport to gloo, or handoff_checksum to false"
             )
         return self
 
@@ -267,7 +277,7 @@ class ServeConfig(EngineConfig):
 
     threads_per_node: int = Field(default=0, ge=0)
     """Cores that each node computes on. 0 divides this host's cores by the number of nodes, at least 1 each, and lets
-    prefill nodes use those of nodes that are idle."""
+    each use those of nodes that are idle."""
 
     standby: bool = True
     """Keeps a process with everything imported, about 300 MB, ready to replace the only decode node within seconds."""

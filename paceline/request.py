@@ -158,9 +158,9 @@ class SequenceRequest:
 class TokenLogprobs:
     """Log-probability of one emitted token under the unprocessed model distribution, and the best alternatives."""
 
-    logprob: float
-    top_ids: tuple[int, ...] = ()
-    top_logprobs: tuple[float, ...] = ()
+    logprob: float  # the chosen token's
+    top_ids: tuple[int, ...] = ()  # the most likely tokens, best first, as many as were asked for
+    top_logprobs: tuple[float, ...] = ()  # their log-probabilities, in the same order
 
 
 def derive_seed(seed: int, choice: int) -> int:

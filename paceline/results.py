@@ -13,8 +13,8 @@ from paceline.request import FinishReason, TokenLogprobs
 class Usage:
     """Tokens of one choice."""
 
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: int = 0  # tokens of the prompt
+    completion_tokens: int = 0  # tokens that were generated
     cached_tokens: int = 0  # tokens of the prompt that were found in a prefix cache
 
 
@@ -22,28 +22,28 @@ class Usage:
 class Round:
     """One draft-verify round: tokens committed are ``num_accepted`` plus one."""
 
-    num_draft_tokens: int
-    num_accepted: int
+    num_draft_tokens: int  # nodes drafted, root not counted
+    num_accepted: int  # length of the accepted path
     depth: int = 0  # depth of the tree
     drafter: str = ""  # who drafted
-    draft_s: float = 0.0  # seconds of the whole batch's round
-    verify_s: float = 0.0
+    draft_s: float = 0.0  # seconds of the whole batch's round that went to drafting
+    verify_s: float = 0.0  # seconds of the target's forward and the acceptance
 
 
 @dataclass(frozen=True)
 class SpeculationStats:
     """What the rounds of one choice drafted and had accepted."""
 
-    rounds: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
+    rounds: int = 0  # draft-verify rounds
+    draft_tokens: int = 0  # tokens drafted, over all rounds
+    accepted_tokens: int = 0  # draft tokens accepted, over all rounds
     acceptance_length: float = 0.0  # tokens committed per round, the bonus counted; 0 before the first round
-    accepted_per_position: tuple[int, ...] = ()
-    drafted_per_position: tuple[int, ...] = ()
-    accepted_per_round: tuple[int, ...] = ()
-    rounds_by_drafter: Mapping[str, int] = field(default_factory=dict)
-    draft_s: float = 0.0  # seconds of the rounds that this choice took part in
-    verify_s: float = 0.0
+    accepted_per_position: tuple[int, ...] = ()  # rounds that accepted the draft token at this depth, by depth
+    drafted_per_position: tuple[int, ...] = ()  # rounds that drafted a token at this depth, by depth
+    accepted_per_round: tuple[int, ...] = ()  # accepted path length of every round, in order
+    rounds_by_drafter: Mapping[str, int] = field(default_factory=dict)  # rounds by who drafted
+    draft_s: float = 0.0  # seconds of drafting in the rounds that this choice took part in
+    verify_s: float = 0.0  # seconds of verification by the target in those rounds
     lossless: bool = True  # False: the deployment's acceptance rule is lossy (typical)
 
 
@@ -51,8 +51,8 @@ class SpeculationStats:
 class Timing:
     """Seconds, measured by the router."""
 
-    ttft_s: float = 0.0  # arrival of the request to its first token
-    e2e_s: float = 0.0
+    ttft_s: float = 0.0  # from the arrival of the request to its first token
+    e2e_s: float = 0.0  # from the arrival of the request to the end
     decode_tokens_per_s: float = 0.0  # tokens after the first over the time they took
 
 
@@ -60,65 +60,65 @@ class Timing:
 class HandoffBytes:
     """Bytes that crossed from prefill to decode."""
 
-    target_kv: int = 0
-    draft_kv: int = 0
-    hidden: int = 0
-    meta: int = 0
+    target_kv: int = 0  # KV of the target model
+    draft_kv: int = 0  # KV of the drafter
+    hidden: int = 0  # hidden rows that the drafter reads
+    meta: int = 0  # everything else
 
 
 @dataclass(frozen=True)
 class ServedBy:
     """Ids of the last pair. ``prefill == decode``: the decode node computed the prompt itself."""
 
-    prefill: str = ""
-    decode: str = ""
+    prefill: str = ""  # id of the prefill node
+    decode: str = ""  # id of the decode node
 
 
 @dataclass(frozen=True)
 class Completion:
     """How one choice ended."""
 
-    finish_reason: FinishReason
-    usage: Usage = Usage()
-    speculation: SpeculationStats = SpeculationStats()
-    timing: Timing = Timing()
-    nodes: ServedBy = ServedBy()
-    handoff: HandoffBytes = HandoffBytes()
+    finish_reason: FinishReason  # why it ended
+    usage: Usage = Usage()  # its tokens
+    speculation: SpeculationStats = SpeculationStats()  # what was drafted and accepted
+    timing: Timing = Timing()  # how long it took
+    nodes: ServedBy = ServedBy()  # who served it
+    handoff: HandoffBytes = HandoffBytes()  # what crossed between them
     seed: int = 0  # the choice's own: the same request with it and n=1 gives this choice again
-    request_id: str = ""
+    request_id: str = ""  # the request's id, for logs and traces
 
 
 @dataclass(frozen=True)
 class Chunk:
     """What became known of one choice. ``completion`` is set on its last chunk, which may bring no token."""
 
-    choice: int
+    choice: int  # which of the n choices
     first_index: int  # index of token_ids[0] among the tokens of the choice
-    token_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()  # new tokens, in order
     text: str = ""  # text that became certain; empty while a character or a stop string is incomplete
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token when asked for
-    round: Round | None = None
-    completion: Completion | None = None
+    round: Round | None = None  # the round that brought the tokens; None for the first token
+    completion: Completion | None = None  # how the choice ended; None before its last chunk
 
 
 @dataclass(frozen=True)
 class Choice:
     """One complete choice."""
 
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    completion: Completion
+    index: int  # which of the n choices
+    text: str  # the whole text, without the stop text that ended it
+    token_ids: tuple[int, ...]  # all tokens, stop token included
+    logprobs: tuple[TokenLogprobs, ...]  # one per token when asked for
+    completion: Completion  # how it ended
 
 
 @dataclass(frozen=True)
 class Generation:
     """A complete answer; ``text``, ``token_ids`` and ``completion`` are those of the first choice."""
 
-    request_id: str
-    model: str
-    choices: tuple[Choice, ...]
+    request_id: str  # the request's id, for logs and traces
+    model: str  # the model that is served
+    choices: tuple[Choice, ...]  # all n choices, by index
 
     @property
     def text(self) -> str:
@@ -140,37 +140,37 @@ class Generation:
 class Tokenization:
     """Tokens of a text or a chat."""
 
-    token_ids: tuple[int, ...]
-    max_model_len: int
+    token_ids: tuple[int, ...]  # as a prompt has them, special tokens included
+    max_model_len: int  # tokens of prompt and output that the model takes together
 
 
 @dataclass(frozen=True)
 class NodeInfo:
     """One node as the router sees it."""
 
-    id: str
-    role: str
-    address: str
-    running: int = 0
-    waiting: int = 0
-    free_pages: int = 0
-    total_pages: int = 0
+    id: str  # its name, e.g. decode-0
+    role: str  # the role, prefill or decode
+    address: str  # HOST:PORT of its gRPC
+    running: int = 0  # sequences that it works on
+    waiting: int = 0  # sequences that wait there
+    free_pages: int = 0  # KV pages that are free
+    total_pages: int = 0  # KV pages that it has
 
 
 @dataclass(frozen=True)
 class ModelInfo:
     """What is served and how."""
 
-    model: str
-    dtype: str
-    max_model_len: int
-    vocab_size: int
-    drafter: str
-    num_draft_tokens: int
+    model: str  # what requests may name as their model
+    dtype: str  # number format of weights and KV, bf16 or fp32
+    max_model_len: int  # tokens of prompt and output that the model takes together
+    vocab_size: int  # token ids are below it
+    drafter: str  # the deployment's own drafter
+    num_draft_tokens: int  # draft tokens on a path (K); a request may ask for fewer
     bit_exact: bool  # whether the start-up probe found the kernels bit-exact across batch, chunk and tree
-    nodes: tuple[NodeInfo, ...] = field(default=())
+    nodes: tuple[NodeInfo, ...] = field(default=())  # the nodes that are alive
     drafters: tuple[str, ...] = ()  # what a request may name as its drafter
-    tree: str = "chain"
+    tree: str = "chain"  # shape of its drafts: chain, static or dynamic
     acceptance: str = "sample"  # every rule but typical is lossless
 
 
@@ -178,21 +178,21 @@ class ModelInfo:
 class TraceEvent:
     """Something that happened to a sequence on a node: a span, or a moment when it has no end. Times are Unix time."""
 
-    node: str
+    node: str  # id of the node, or router
     track: str  # which part of the node: request, choice, prefill, send, decode, receive
     sequence: str  # request id; with several choices, ``#`` and the choice's number follow
     attempt: int  # 1 for the first time that this node served the sequence
-    name: str
-    start_s: float
-    end_s: float | None = None
-    attributes: Mapping[str, str | float] = field(default_factory=dict)
+    name: str  # what happened, e.g. chunk or first token
+    start_s: float  # when it began
+    end_s: float | None = None  # when it ended; None for a moment
+    attributes: Mapping[str, str | float] = field(default_factory=dict)  # details by name
 
 
 @dataclass(frozen=True)
 class RequestTrace:
     """Everything that is known of when what happened to a request."""
 
-    request_id: str
-    events: tuple[TraceEvent, ...] = ()  # by start
+    request_id: str  # the one that was asked about
+    events: tuple[TraceEvent, ...] = ()  # ordered by their start
     silent: tuple[str, ...] = ()  # nodes that did not answer in time
     dropped: int = 0  # events beyond what a node keeps of one sequence

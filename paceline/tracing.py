@@ -24,7 +24,7 @@ _Raw = tuple[str, int, str, float, float | None, dict[str, str | float]]
 
 @dataclass
 class _Kept:
-    """Of one sequence. Appending is atomic; ``dropped`` is not, so it has the lock."""
+    """Events of one sequence. Appending is atomic; ``dropped`` is not, so it has the lock."""
 
     events: list[_Raw] = field(default_factory=list)
     dropped: int = 0

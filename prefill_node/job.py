@@ -31,15 +31,32 @@ class Carrier(Protocol):
     """What a link offers to a job; no method blocks. Every job that was begun is answered once, by
     ``PrefillEngine.handoff_ended``."""
 
-    def groups(self, layers: range, num_tokens: int) -> tuple[range, ...]: ...
-    def begin(self, ticket: str, tokens: range) -> None: ...
-    def rows(self, ticket: str, block: RowBlock, slots: torch.Tensor) -> None: ...
-    def hidden_rows(self, ticket: str, rows: torch.Tensor, first_token: int) -> None: ...
-    def state(self, ticket: str, state: handoff_pb2.State, hidden: torch.Tensor | None) -> None: ...
-    def abort(self, ticket: str, reason: str) -> None: ...
-    def bytes_sent(self, ticket: str) -> dict[ByteClass, int]: ...
-    def sending_s(self, ticket: str) -> float: ...
-    def lost(self, reason: str) -> None: ...
+    def groups(self, layers: range, num_tokens: int) -> tuple[range, ...]:
+        """The layers whose rows of a chunk are to be given to `rows` together, as each group is computed."""
+
+    def begin(self, ticket: str, tokens: range) -> None:
+        """Open the hand-off of the rows of ``tokens``."""
+
+    def rows(self, ticket: str, block: RowBlock, slots: torch.Tensor) -> None:
+        """Send the rows of ``block`` that lie at ``slots``, int64 [tokens of the block]."""
+
+    def hidden_rows(self, ticket: str, rows: torch.Tensor, first_token: int) -> None:
+        """Send ``rows`` [T, row_width]; the first of them is token ``first_token``."""
+
+    def state(self, ticket: str, state: handoff_pb2.State, hidden: torch.Tensor | None) -> None:
+        """Send the seed of decoding, which ends the hand-off. ``hidden``: [rows, hidden_size]."""
+
+    def abort(self, ticket: str, reason: str) -> None:
+        """Give the hand-off up, and tell the receiver why."""
+
+    def bytes_sent(self, ticket: str) -> dict[ByteClass, int]:
+        """Bytes sent of a ticket, by class."""
+
+    def sending_s(self, ticket: str) -> float:
+        """Seconds in which bytes of a ticket were being sent."""
+
+    def lost(self, reason: str) -> None:
+        """Give the link up: every job on it fails."""
 
 
 @dataclass(eq=False)

@@ -21,7 +21,7 @@ from kv_transfer.handoff.sender import HandoffSender
 from kv_transfer.layout.compat import check_pairing, decode_layout
 from kv_transfer.layout.reshard import Side, reshard
 from kv_transfer.layout.rows import RowSource
-from kv_transfer.transports.registry import open_transport, transport_record
+from kv_transfer.transports.registry import open_transport, staging_device
 from kv_transfer.transports.rendezvous import create_store
 from kv_transfer.transports.sentinel import Sentinel
 from paceline.config import NodeConfig
@@ -53,7 +53,7 @@ class LinkContext:
     @property
     def device(self) -> torch.device:
         """Where the transport reads from."""
-        return transport_record(self.config.transport).staging_device(self.kv.device)
+        return staging_device(self.config.transport, self.kv.device)
 
 
 class Link:

@@ -18,13 +18,15 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class PrefillCalls(Protocol):
     """What a prefill node does for callers; ``prefill_node.node.PrefillNode``."""
 
-    def prefill(self, request: node_pb2.PrefillRequest) -> AsyncGenerator[node_pb2.PrefillEvent, None]: ...
+    def prefill(self, request: node_pb2.PrefillRequest) -> AsyncGenerator[node_pb2.PrefillEvent, None]:
+        """Compute a prompt: its first token as soon as it is sampled, then the end of the hand-off."""
 
-    async def connect(self, decode_address: str) -> node_pb2.ConnectResponse: ...
+    async def connect(self, decode_address: str) -> node_pb2.ConnectResponse:
+        """Pair with a decode node ahead of the first request."""
 
 
 class PrefillService(node_pb2_grpc.PrefillNodeServicer):
-    """From proto, call, to proto."""
+    """The gRPC service of a prefill node. Each RPC is: from proto, call, to proto."""
 
     def __init__(self, node: PrefillCalls, shell: NodeShell) -> None:
         self._node = node

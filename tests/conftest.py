@@ -14,7 +14,7 @@ import pytest
 
 MIB = 1 << 20
 COLLECT_AT_BYTES = 100 * MIB
-WORKER_LIMIT_BYTES = 4096 * MIB  # the matrices of the real model, prefill and decode in one process, take up to 2.8 GB
+WORKER_LIMIT_BYTES = 4096 * MIB  # of a CUDA build, a worker that ran the real model reaches 2.8 beside its libraries
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +52,7 @@ class WorkerMemory:
     """
 
     def __init__(self) -> None:
-        self.after_collection = self.at_file_start = memory("RssAnon")
+        self.after_collection = self.between_files = memory("RssAnon")  # bytes that a collection left
         self.told = False
         self.trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)
 
@@ -62,12 +62,12 @@ class WorkerMemory:
     ) -> Generator[None, object, object]:
         result = yield  # until then the test holds its fixtures
         ends_file = nextitem is None or nextitem.path != item.path  # its own fixtures are gone
-        if memory("RssAnon") > (self.at_file_start if ends_file else self.after_collection) + COLLECT_AT_BYTES:
+        if memory("RssAnon") > (self.between_files if ends_file else self.after_collection) + COLLECT_AT_BYTES:
             gc.collect()
             self.trim(0)
             self.after_collection = memory("RssAnon")
-        if ends_file:
-            self.at_file_start = memory("RssAnon")
+            if ends_file:
+                self.between_files = self.after_collection
         return result
 
     @pytest.hookimpl(wrapper=True)

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 INDEX = (ROOT / "docs" / "internals" / "failures.md").read_text()
-TESTS, NOT_APPLICABLE = INDEX.split("## Does not apply")
+TESTS, NOT_APPLICABLE = INDEX.split("## Threads that do not apply")
 
 THREADS = {
     "sglang": "12151 7147 29110 25388 9224 40297 24527 35049 26399 23020 25287 33507 32527 35890 24568",
@@ -26,7 +26,7 @@ THREADS = {
     "production-stack": "1035",
 }
 CITED = [f"{project} #{number}" for project, numbers in THREADS.items() for number in numbers.split()]
-SITUATIONS = 17  # rows of the failure table, of ways in between, and all of them together
+SITUATIONS = 17  # entries of the first part, and the one of all of them together
 
 
 @cache
@@ -45,13 +45,24 @@ def body(test_id: str) -> str | None:
     return found and found[0]
 
 
-def rows(text: str) -> list[tuple[str, list[str]]]:
-    """First cell and test ids of every row of every table."""
-    lines = [line for line in text.splitlines() if line.startswith("| ") and "tests/" in line]
-    return [(line.split("|")[1].strip(), re.findall(r"`(tests/\S+?::\w+)`", line)) for line in lines]
+def ids(text: str) -> list[str]:
+    """The tests that a text names."""
+    return re.findall(r"`(tests/\S+?::\w+)`", text)
 
 
-@pytest.mark.parametrize("test_id", sorted({test_id for _, ids in rows(TESTS) for test_id in ids}))
+def situations() -> list[tuple[str, list[str]]]:
+    """Heading and test ids of every entry of the first part."""
+    entries = TESTS.split("\n## Threads")[0].split("\n### ")[1:]
+    return [(entry.splitlines()[0], ids(entry)) for entry in entries]
+
+
+def threads() -> list[tuple[str, list[str]]]:
+    """First cell and test ids of every row of the tables of threads; a thread may have several rows."""
+    rows = [line for line in TESTS.splitlines() if line.startswith("| ") and "#" in line]
+    return [(row.split("|")[1].strip(), ids(row)) for row in rows]
+
+
+@pytest.mark.parametrize("test_id", sorted(set(ids(TESTS))))
 def test_every_test_it_names_exists(test_id: str) -> None:
     assert body(test_id) is not None
 
@@ -61,18 +72,17 @@ def test_every_thread_is_cited_by_its_test_or_does_not_apply(thread: str) -> Non
     cited = re.compile(re.escape(thread) + r"\b")
     if cited.search(NOT_APPLICABLE):
         return
-    ids = [test_id for first, ids in rows(TESTS) if cited.search(first) for test_id in ids]
-    assert any(cited.search(body(test_id) or "") for test_id in ids), f"no test of {ids} cites {thread}"
+    named = [test_id for first, tests in threads() if cited.search(first) for test_id in tests]
+    assert any(cited.search(body(test_id) or "") for test_id in named), f"no test of {named} cites {thread}"
 
 
 def test_every_situation_has_its_tests() -> None:
-    table = rows(TESTS.split("## Threads")[0])
-    assert len(table) == SITUATIONS
-    assert all(ids for _, ids in table)
+    assert len(situations()) == SITUATIONS
+    assert [title for title, tests in situations() if not tests] == []
 
 
 def test_no_row_lacks_a_test_and_no_thread_is_unknown() -> None:
-    assert all(ids for _, ids in rows(TESTS))
+    assert [first for first, tests in threads() if not tests] == []
     assert set(re.findall(r"[\w-]+ #\d+", INDEX)) == set(CITED)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.index import index, split
+from tests.support.index import index, split
 
 TESTS = Path(__file__).parent
 

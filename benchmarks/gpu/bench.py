@@ -93,7 +93,7 @@ class Bench:
     # -- models
 
     def spec(self, shape: str) -> ModelSpec:
-        """Of a shape."""
+        """Return the target of a shape."""
         return SHAPES[shape]
 
     def target(self, shape: str) -> LlamaModel:
@@ -115,7 +115,7 @@ class Bench:
             torch.cuda.empty_cache()
 
     def head_config(self, shape: str) -> Eagle3Config:
-        """Of the EAGLE-3 head of a shape."""
+        """Return the configuration of a shape's EAGLE-3 head."""
         return eagle3_config(SHAPES[shape], DRAFT_VOCAB[shape])
 
     def head_folder(self, shape: str) -> Path:

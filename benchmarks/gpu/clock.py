@@ -96,7 +96,7 @@ class Clock:
 
 
 def kernel_intervals(work: Callable[[], object], sync: Callable[[], object]) -> list[tuple[float, float]]:
-    """(start, end) in seconds of every kernel and copy that ``work`` ran."""
+    """Start and end in seconds of every kernel and copy that ``work`` ran."""
     from torch.autograd import DeviceType  # type: ignore[attr-defined]
     from torch.profiler import ProfilerActivity, profile
 

@@ -54,12 +54,12 @@ def kv_token_bytes(spec: ModelSpec, itemsize: int) -> int:
 
 
 def causal_pairs(start: int, end: int) -> int:
-    """(row, visible position) pairs of rows start..end-1, each of which sees itself and all before it."""
+    """The number of (row, visible position) pairs of rows start..end-1, each of which sees itself and all before it."""
     return (end * (end + 1) - start * (start + 1)) // 2
 
 
 def forward_flops(spec: ModelSpec, rows: int, logit_rows: int, pairs: int) -> float:
-    """Of a forward over ``rows``, scores of ``logit_rows`` of them, and attention over ``pairs``."""
+    """Operations of a forward over ``rows``, scores of ``logit_rows`` of them, and attention over ``pairs``."""
     dense = 2.0 * rows * spec.num_layers * layer_params(spec) + 2.0 * logit_rows * head_params(spec)
     return dense + 4.0 * spec.num_layers * spec.num_heads * spec.head_dim * pairs
 

@@ -68,7 +68,7 @@ class Host:
 
     @classmethod
     def read(cls, device: torch.device) -> Host:
-        """Of this process."""
+        """Read what this process runs on."""
         name, memory = platform.processor() or platform.machine(), 0
         if device.type == "cuda":
             found = torch.cuda.get_device_properties(device)
@@ -96,7 +96,7 @@ def _commit() -> str:
 
 
 def table(results: Sequence[Result], options: Options, ceilings: Ceilings, host: Host) -> Table:
-    """For a terminal; also in a log file, so it holds no colour."""
+    """The table for a terminal; also in a log file, so it holds no colour."""
     title = f"{options.target} shape, random weights, {options.dtype}, {host.device}"
     notes = [
         f"Ceilings of this run: copy {ceilings.copy_bytes_per_s / 1e12:.2f} TB/s (read + written), "

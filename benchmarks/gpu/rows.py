@@ -136,8 +136,8 @@ def select(every: Sequence[Row], asked: str) -> list[Row]:
 
 
 def fit(waiting: Sequence[Row], seconds: float, pace: float = 1.0) -> tuple[list[Row], list[Row]]:
-    """(rows that fit into ``seconds``, rows left out), both in order. The sweep goes first, then the table, each from
-    its largest point on. pace: measured seconds over estimated ones."""
+    """The rows that fit into ``seconds`` and the rows left out, both in order. The sweep goes first, then the
+    table, each from its largest point on. pace: measured seconds over estimated ones."""
     kept = list(waiting)
     for row in sorted(waiting, key=lambda row: (row.group == SWEEP, row.estimate_s), reverse=True):
         if pace * sum(each.estimate_s for each in kept) <= seconds:

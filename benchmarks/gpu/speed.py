@@ -52,7 +52,7 @@ class Generated:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the whole batch."""
+        """Tokens per second of the whole batch."""
         return self.tokens / self.seconds
 
     @property

@@ -47,7 +47,7 @@ class Crossing:
 
     @property
     def num_bytes(self) -> int:
-        """Of all messages."""
+        """Bytes of all messages."""
         return sum(self.sizes)
 
 
@@ -60,7 +60,7 @@ class Move:
 
     @property
     def num_bytes(self) -> int:
-        """Of all messages."""
+        """Bytes of all messages."""
         return sum(self.sizes)
 
 

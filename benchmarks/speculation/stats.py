@@ -82,7 +82,7 @@ def first_difference(tokens: Sequence[int], reference: Sequence[int]) -> int | N
 
 
 def summarise(records: Sequence[Record]) -> list[Summary]:
-    """By category, then drafter in order of appearance; the rows over all prompts come last."""
+    """One row by category, then drafter in order of appearance; the rows over all prompts come last."""
     drafters = list(dict.fromkeys(r.drafter for r in records))
     rows = []
     for category in [*group_order(r.category for r in records), ALL]:

@@ -11,7 +11,11 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+try:
+    import typer
+    from rich.markup import escape
+except ModuleNotFoundError as missing:  # the client SDK alone is installed
+    raise SystemExit(f"error {missing.name} is not installed; the command needs pip install 'paceline[node]'") from None
 
 from cluster.commands.console import errors
 from cluster.commands.fetch import fetch_model
@@ -52,10 +56,10 @@ def main() -> None:
     try:
         app()
     except ConfigError as error:
-        errors.print(f"[red]error[/red] --{error.key.replace('_', '-')}: {error.message}", soft_wrap=True)
+        errors.print(f"[red]error[/red] --{error.key.replace('_', '-')}: {escape(error.message)}", soft_wrap=True)
         sys.exit(2)
     except (PacelineError, RuntimeError) as error:
-        errors.print(f"[red]error[/red] {error}", soft_wrap=True)
+        errors.print(f"[red]error[/red] {escape(str(error))}", soft_wrap=True)
         sys.exit(1)
 
 

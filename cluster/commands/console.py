@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from rich.console import Console
 
-errors = Console(stderr=True, highlight=False)
+errors = Console(stderr=True, highlight=False, emoji=False)  # ":x:" of an address is no picture

@@ -92,7 +92,7 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """On the command line, e.g. ``--tree-width``, or ``--standby/--no-standby``."""
+        """Its name on the command line, e.g. ``--tree-width``, or ``--standby/--no-standby``."""
         dashed = self.name.replace("_", "-")
         return f"--{dashed}/--no-{dashed}" if self.kind is bool else f"--{dashed}"
 
@@ -103,7 +103,7 @@ class Option:
 
     @property
     def variable(self) -> str:
-        """In the environment, e.g. ``PACELINE_TREE_WIDTH``."""
+        """Its name in the environment, e.g. ``PACELINE_TREE_WIDTH``."""
         return PREFIX + self.name.upper()
 
 

@@ -1,4 +1,4 @@
-"""From what a client asks to what the nodes are asked: validated, tokenized, every default resolved."""
+"""Turns what a client asks into what the nodes are asked: validated, tokenized, every default resolved."""
 
 from __future__ import annotations
 
@@ -35,11 +35,14 @@ class TokenizerLike(Protocol):
     @property
     def eos_token_ids(self) -> Collection[int]: ...
 
-    def encode(self, text: str) -> Sequence[int]: ...
+    def encode(self, text: str) -> Sequence[int]:
+        """Token ids of ``text`` as a prompt."""
 
-    def decode(self, token_ids: Sequence[int]) -> str: ...
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ``token_ids``."""
 
-    def apply_chat_template(self, messages: list[dict[str, str]]) -> Sequence[int]: ...
+    def apply_chat_template(self, messages: list[dict[str, str]]) -> Sequence[int]:
+        """Token ids of a conversation. messages: each with ``role`` and ``content``."""
 
 
 @dataclass(frozen=True)

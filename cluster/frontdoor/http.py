@@ -52,11 +52,14 @@ class Serving(Protocol):
     @property
     def tokenizer(self) -> Decoder: ...
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]: ...
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        """Chunks of all choices as they come. Closing it cancels the request."""
 
-    def model_info(self) -> ModelInfo: ...
+    def model_info(self) -> ModelInfo:
+        """What is served and how."""
 
-    def ready(self) -> bool: ...
+    def ready(self) -> bool:
+        """Whether a decode node is there to serve."""
 
 
 def create_app(router: Serving, metrics: Metrics) -> FastAPI:
@@ -97,10 +100,12 @@ def _add_generation(app: FastAPI, router: Serving, metrics: Metrics) -> None:
 
     @app.post("/v1/completions", **openapi.COMPLETIONS)
     async def completions(request: Request) -> Response:
+        """Continue a prompt, which is a text or token ids. With `stream` the answer is server-sent events."""
         return await answer(request, parse_completion, "cmpl")
 
     @app.post("/v1/chat/completions", **openapi.CHAT_COMPLETIONS)
     async def chat_completions(request: Request) -> Response:
+        """Answer a chat; the model's chat template is applied. With `stream` the answer is server-sent events."""
         return await answer(request, parse_chat, "chatcmpl")
 
 
@@ -111,10 +116,12 @@ def _add_models(app: FastAPI, router: Serving) -> None:
 
     @app.get("/v1/models", **openapi.MODELS)
     async def models() -> Response:
+        """List what is served, which is one model."""
         return JSONResponse(Models(object="list", data=[model()]))
 
     @app.get("/v1/models/{name:path}", **openapi.MODEL)
     async def one_model(name: str) -> Response:
+        """Describe one model, if it is the one that is served. A name may contain slashes."""
         served = model()
         if name != served["id"]:
             raise model_not_found(name, served["id"])
@@ -124,6 +131,7 @@ def _add_models(app: FastAPI, router: Serving) -> None:
 def _add_operations(app: FastAPI, router: Serving, metrics: Metrics) -> None:
     @app.get("/health", **openapi.HEALTH)
     async def health() -> Response:
+        """Say whether requests can be served now: 200 if so, 503 if not. Load balancers ask this."""
         ready, info = router.ready(), router.model_info()
         roles = [node.role for node in info.nodes]
         nodes = NodeCounts(prefill=roles.count("prefill"), decode=roles.count("decode"))
@@ -132,6 +140,7 @@ def _add_operations(app: FastAPI, router: Serving, metrics: Metrics) -> None:
 
     @app.get("/metrics", **openapi.METRICS)
     async def metrics_text() -> Response:
+        """Every metric of the router and of the nodes, in Prometheus' text format."""
         return Response(metrics.render(), headers={"content-type": CONTENT_TYPE})
 
 

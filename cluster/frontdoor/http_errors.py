@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def dumps(value: Mapping[str, Any]) -> str:
-    """In ASCII: some clients take U+2028 for the end of a line, and half a surrogate pair has no bytes in UTF-8."""
+    """JSON in ASCII: some clients take U+2028 for a line's end, and half a surrogate pair has no bytes in UTF-8."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
@@ -48,7 +48,7 @@ class HttpProblem(Exception):
         return dumps(self.body())
 
 
-_KINDS: tuple[tuple[type[PacelineError], int, str, str], ...] = (
+KINDS: tuple[tuple[type[PacelineError], int, str, str], ...] = (
     (Overloaded, 429, "rate_limit_error", "overloaded"),
     (NodeUnavailable, 503, "service_unavailable_error", "node_unavailable"),
     (HandoffFailed, 503, "service_unavailable_error", "handoff_failed"),
@@ -63,7 +63,7 @@ def problem_for(error: Exception) -> HttpProblem:
         return error
     if isinstance(error, InvalidRequest):
         return HttpProblem(400, str(error), param=error.field, code="invalid_value")
-    for kind, status, name, code in _KINDS:
+    for kind, status, name, code in KINDS:
         if isinstance(error, kind):
             wait_s = error.retry_after_s if isinstance(error, Overloaded) else None
             headers = {} if wait_s is None else {"retry-after": str(max(1, math.ceil(wait_s)))}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 from collections.abc import Iterator
 from http import HTTPStatus
 
@@ -19,13 +18,13 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cluster.frontdoor.http_errors import HttpProblem
+from cluster.nodes.listening import listen
 from paceline.errors import ConfigError, DeadlineExceeded
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 10.0
 STOP_MARGIN_S = 2.0  # on top of the grace, for what was cancelled to end
-BACKLOG = 512
 MAX_CONNECTIONS = 4096
 KEEP_ALIVE_S = 60
 HEAD_TIMEOUT_S = 60.0  # for the head of a request, from its first byte or from the connection's beginning
@@ -128,7 +127,7 @@ class HttpServer:
 
 async def serve_http(app: ASGIApp, host: str, port: int) -> HttpServer:
     """Serve ``app``; port 0 takes a free one. Raises ConfigError when the address cannot be had."""
-    listener = _listen(host, port)
+    listener = listen("http", host, port)
     config = uvicorn.Config(
         app,
         http=_Connection,
@@ -148,14 +147,6 @@ async def serve_http(app: ASGIApp, host: str, port: int) -> HttpServer:
         listener.close()
         raise
     return HttpServer(server, task, listener.getsockname()[1])
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host.strip("[]"), port), family=family, backlog=BACKLOG)
-    except (OSError, OverflowError) as error:
-        raise ConfigError("http", f"cannot listen on {host}:{port}: {error}") from None
 
 
 async def _started(server: uvicorn.Server, task: asyncio.Task[None]) -> None:

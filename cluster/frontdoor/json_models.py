@@ -134,7 +134,8 @@ class Neutral:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"enum": [*self._values, None]}
+        same = "null and the values that mean the same as leaving it out" if self._values else "null"
+        return {"enum": [*self._values, None], "description": f"This field is not supported: it takes only {same}."}
 
     def _check(self, value: Any) -> Any:
         if not any(value == neutral and type(value) is type(neutral) for neutral in self._values):

@@ -1,4 +1,4 @@
-"""From a body of OpenAI's API to what the router is asked. `cluster.frontdoor.openai_requests` says which
+"""Turns a body of OpenAI's API into what the router is asked. `cluster.frontdoor.openai_requests` says which
 fields there are; here is what they mean together."""
 
 from __future__ import annotations

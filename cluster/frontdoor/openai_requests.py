@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from cluster.contract.generation import MAX_MESSAGES, MAX_NAME_CHARS, MAX_PRIORITY, MAX_STOP_TOKEN_IDS
 from cluster.frontdoor.json_models import INT64_MIN, UINT64_MAX, JsonObject, Neutral, Text, at_most
 from paceline.request import INT32_MAX, MAX_BIAS, MAX_LOGIT_BIAS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, RANGES
+from paceline.speculation import TreeKind
 
 ALL_TOP_K = -1  # vLLM's other word for 0
 
@@ -92,11 +93,28 @@ LogitBias = Annotated[
 ]
 
 
+_TREES = ["", *(kind.value for kind in TreeKind)]  # empty: the deployment's own
+
+
+def _known_tree(value: str) -> str:
+    if value not in _TREES:
+        *others, last = map(repr, _TREES)
+        raise PydanticCustomError("literal_error", "", {"expected": f"{', '.join(others)} or {last}"})
+    return value
+
+
+Tree = Annotated[Text, AfterValidator(_known_tree), Field(json_schema_extra={"enum": list(_TREES)})]
+Ignored = Annotated[Any, Field(description="This field is ignored: it cannot change the result.")]
+Unsupported = Annotated[Any, Neutral()]
+
+
 class TextPart(JsonObject):
     """A part of a message's content. The texts of all parts are put together."""
 
     type: Literal["text"]
+    """The kind of the part: only text is supported."""
     text: Text
+    """The text."""
 
 
 Content = Annotated[
@@ -109,77 +127,89 @@ class Message(JsonObject):
     """One turn of a chat. ``developer`` means ``system``."""
 
     role: Literal["system", "developer", "user", "assistant"]
+    """Who speaks."""
     content: Content
+    """The text of the turn, or its parts, which are put together."""
     # Clients send an earlier answer back with these.
     tool_calls: Annotated[Any, Neutral([])] = None
     annotations: Annotated[Any, Neutral([])] = None
-    name: Annotated[Any, Neutral()] = None
-    tool_call_id: Annotated[Any, Neutral()] = None
-    function_call: Annotated[Any, Neutral()] = None
-    refusal: Annotated[Any, Neutral()] = None
-    audio: Annotated[Any, Neutral()] = None
+    name: Unsupported = None
+    tool_call_id: Unsupported = None
+    function_call: Unsupported = None
+    refusal: Unsupported = None
+    audio: Unsupported = None
 
 
 class StreamOptions(JsonObject):
     """How a stream is sent."""
 
     include_usage: bool | None = None
-    """Send the usage in a last event."""
+    """Send the usage in one more event at the end."""
     include_obfuscation: bool | None = None
-    """Ignored."""
+    """This field is ignored."""
 
 
 class Speculation(JsonObject):
     """How tokens are drafted for this request, within what the deployment gives. It never changes the text."""
 
     num_draft_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    """Draft tokens on a path; 0 turns speculation off."""
+    """Draft tokens on a path (K), at most the deployment's; 0 turns speculation off."""
     tree_width: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    """Candidates per expanded node; 1 makes a chain."""
+    """Candidates per expanded node, at most the deployment's; 1 makes a chain."""
     drafter: Text | None = None
-    """One of the deployment's drafters; without it, or empty, the deployment's own."""
-    tree: Literal["", "chain", "static", "dynamic"] | None = None
-    """Shape of the draft; without it, or empty, the deployment's own."""
+    """One of the deployment's drafters. Without it, or empty, the deployment's own."""
+    tree: Tree | None = None
+    """Shape of the draft: chain, static or dynamic. Without it, or empty, the deployment's own."""
 
 
 # -- bodies --------------------------------------------------------------------------------------------------------
-
-Ignored = Annotated[Any, Field(description="Ignored.")]
 
 
 class GenerationBody(JsonObject):
     """What both endpoints take."""
 
     model: Text | None = None
-    """The model that is served; without it, that one."""
+    """The model, which must be the one that is served. It may be left out."""
     stream: bool | None = None
+    """Send the answer as server-sent events while it is made; `data: [DONE]` is the last. The default is false."""
     stream_options: StreamOptions | None = None
-    """Only with stream."""
+    """How the stream is sent. It only goes with stream."""
     n: Annotated[int, _range("n")] | None = None
+    """Choices to make, each with a seed that is derived from the request's. The default is 1."""
     stop: Stop | None = None
+    """Texts that end the answer and are not part of it."""
     seed: Annotated[int, _range("seed")] | None = None
-    """The same request with the same seed gives the same text."""
+    """The same request with the same seed gives the same text. Without it the router draws a seed and tells it."""
     max_tokens: Annotated[int, _range("max_tokens")] | None = None
+    """Tokens to generate at most. The default is 16 for completions; a chat goes on as far as it may."""
     temperature: Annotated[float, _range("temperature")] | None = None
-    """0 takes the best token."""
+    """Randomness of sampling. 0 takes the likeliest token; 1, the default, is the model's own distribution."""
     presence_penalty: Annotated[float, _range("presence_penalty")] | None = None
+    """Subtracted from the logit of every token that was generated. The default is 0."""
     frequency_penalty: Annotated[float, _range("frequency_penalty")] | None = None
+    """Subtracted from a token's logit as often as the token was generated. The default is 0."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Sample from the fewest tokens that have this probability together. The default, 1, keeps all."""
     logit_bias: LogitBias | None = None
+    """Numbers to add to the logits of token ids. The keys are token ids as strings."""
     top_k: Annotated[int, Field(ge=ALL_TOP_K, le=INT32_MAX)] | None = None
-    """0 and -1 keep all tokens."""
+    """Sample from this many likeliest tokens. 0, the default, and -1 keep all."""
     min_p: Annotated[float, _range("min_p")] | None = None
+    """Drop tokens less likely than this share of the likeliest one's probability. The default is 0."""
     repetition_penalty: Annotated[float, _range("repetition_penalty")] | None = None
+    """Divides positive and multiplies negative logits of tokens of prompt and output. The default, 1, is none."""
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    """At most max_tokens."""
+    """Tokens before which no end-of-sequence or stop token is taken; at most max_tokens. The default is 0."""
     ignore_eos: bool | None = None
-    """Go on after the model's end-of-sequence token."""
+    """Go on after the model's end-of-sequence token. The default is false."""
     stop_token_ids: Annotated[list[TokenId], _list(MAX_STOP_TOKEN_IDS)] | None = None
+    """Token ids that end the answer, besides the model's own end-of-sequence tokens."""
     speculation: Speculation | None = None
+    """How tokens are drafted for this request."""
     cache_salt: Annotated[Text, Field(max_length=MAX_NAME_CHARS)] | None = None
-    """Scope of the prefix cache: the tenant."""
+    """The tenant: scope of the prefix cache and of the router's fairness."""
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
-    """While requests wait, the higher one of a tenant goes first."""
+    """While requests of a tenant wait, the one of the higher priority goes first. The default is 0."""
 
     user: Ignored = None
     metadata: Ignored = None
@@ -196,10 +226,11 @@ class CompletionRequest(GenerationBody):
     """A body of ``/v1/completions``."""
 
     prompt: Prompt
+    """A text or token ids, or a list with one of them."""
     logprobs: Annotated[int, _range("top_logprobs")] | None = None
-    """Alternatives whose log-probabilities are told; 0: the chosen token's alone."""
+    """Alternatives whose log-probabilities are told. 0 tells the chosen token's alone; without it, none are told."""
     best_of: Annotated[int, Field(ge=INT64_MIN, le=UINT64_MAX)] | None = None
-    """Only n is supported."""
+    """Only the value of n is supported."""
     echo: Annotated[Any, Neutral(False)] = None
     suffix: Annotated[Any, Neutral("")] = None
 
@@ -208,18 +239,20 @@ class ChatRequest(GenerationBody):
     """A body of ``/v1/chat/completions``."""
 
     messages: Annotated[list[Message], _list(MAX_MESSAGES, least=1), at_most(MAX_MESSAGES)]
+    """The turns so far, in their order."""
     max_completion_tokens: Annotated[int, _range("max_tokens")] | None = None
     """OpenAI's newer name of max_tokens."""
     logprobs: bool | None = None
+    """Tell the log-probability of every token. The default is false."""
     top_logprobs: Annotated[int, _range("top_logprobs")] | None = None
-    """Only with logprobs."""
+    """Alternatives whose log-probabilities are told for every token. It only goes with logprobs."""
     tools: Annotated[Any, Neutral([])] = None
     tool_choice: Annotated[Any, Neutral("none", "auto")] = None  # of no tools
     functions: Annotated[Any, Neutral([])] = None
     function_call: Annotated[Any, Neutral("none", "auto")] = None
     response_format: Annotated[Any, Neutral({"type": "text"})] = None
     modalities: Annotated[Any, Neutral(["text"])] = None
-    audio: Annotated[Any, Neutral()] = None
-    reasoning_effort: Annotated[Any, Neutral()] = None
-    verbosity: Annotated[Any, Neutral()] = None
-    web_search_options: Annotated[Any, Neutral()] = None
+    audio: Unsupported = None
+    reasoning_effort: Unsupported = None
+    verbosity: Unsupported = None
+    web_search_options: Unsupported = None

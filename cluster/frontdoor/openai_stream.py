@@ -1,4 +1,4 @@
-"""From what the router yields to bodies and stream events of OpenAI's API.
+"""Turns what the router yields into bodies and stream events of OpenAI's API.
 
 The last thing a client gets, a body or the last event, carries what OpenAI's shape has no place for: ``paceline``, with
 speculation, timing, nodes, handoff and seed of the first choice, the token ids of every choice, and with ``n > 1``
@@ -23,7 +23,8 @@ from paceline.results import Chunk, Completion
 class Decoder(Protocol):
     """paceline.text.tokenizer.Tokenizer, as far as answers need it."""
 
-    def decode(self, token_ids: tuple[int, ...]) -> str: ...
+    def decode(self, token_ids: tuple[int, ...]) -> str:
+        """Text of ``token_ids``."""
 
 
 @dataclass

@@ -25,29 +25,30 @@ Route = dict[str, Any]  # what FastAPI is told of a route
 
 _TEXT = {"schema": {"type": "string"}}
 _RETRY_AFTER = {
-    "Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 0}, "required": True}
+    "Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer", "minimum": 0}, "required": True}
 }
 _GENERATION_ERRORS = {
-    400: "The body is wrong; param names the field.",
-    404: "Another model than the one served was asked for.",
-    408: "The body did not arrive.",
+    400: "The body is wrong; `param` names the field.",
+    404: "The request names another model than the one that is served.",
+    408: "The body did not arrive in time.",
     413: "The body is too large.",
-    429: "No room now.",
-    503: "No node can serve it.",
-    504: "It took too long.",
+    415: "The content type is not `application/json`.",
+    429: "The deployment has no room now. `Retry-After` says when to come back.",
+    503: "No node can serve the request.",
+    504: "The request took longer than it may.",
 }
 
 
-_OTHERS: dict[int | str, dict[str, Any]] = {"default": {"description": "Anything else.", "model": Error}}
+_OTHERS: dict[int | str, dict[str, Any]] = {"default": {"description": "Any other error.", "model": Error}}
 
 
 def _generation(body: type[JsonObject], answer: type[Any]) -> Route:
-    """With ``stream`` the answer is events: data lines, each a part of it."""
+    """A route that generates. With ``stream`` the answer is events: data lines, each a part of it."""
     errors: dict[int | str, dict[str, Any]] = {
         status: {"description": text, "model": Error} for status, text in _GENERATION_ERRORS.items()
     }
     errors[429]["headers"] = _RETRY_AFTER
-    done = {"description": "As asked.", "model": answer, "content": {"text/event-stream": _TEXT}}
+    done = {"description": "The answer.", "model": answer, "content": {"text/event-stream": _TEXT}}
     schema = {"$ref": REF.format(model=body.__name__)}
     return {
         "responses": {200: done, **errors, **_OTHERS},
@@ -55,20 +56,20 @@ def _generation(body: type[JsonObject], answer: type[Any]) -> Route:
     }
 
 
-_NOT_SERVED = {"description": "It is not served.", "model": Error}
+_NOT_SERVED = {"description": "No model of this name is served.", "model": Error}
 
 COMPLETIONS = _generation(CompletionRequest, Completion)
 CHAT_COMPLETIONS = _generation(ChatRequest, Chat)
-MODELS: Route = {"responses": {200: {"description": "As asked.", "model": Models}, **_OTHERS}}
-MODEL: Route = {"responses": {200: {"description": "As asked.", "model": Model}, 404: _NOT_SERVED, **_OTHERS}}
+MODELS: Route = {"responses": {200: {"description": "The models.", "model": Models}, **_OTHERS}}
+MODEL: Route = {"responses": {200: {"description": "The model.", "model": Model}, 404: _NOT_SERVED, **_OTHERS}}
 HEALTH: Route = {
     "responses": {
-        200: {"description": "As asked.", "model": Health},
+        200: {"description": "Requests can be served.", "model": Health},
         503: {"description": "No decode node is ready.", "model": Health},
         **_OTHERS,
     }
 }
-METRICS: Route = {"responses": {200: {"description": "For Prometheus.", "content": {"text/plain": _TEXT}}, **_OTHERS}}
+METRICS: Route = {"responses": {200: {"description": "The metrics.", "content": {"text/plain": _TEXT}}, **_OTHERS}}
 
 
 def document(app: FastAPI) -> dict[str, Any]:

@@ -34,7 +34,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    """From proto, call, to proto."""
+    """The public gRPC service of a router. Each RPC is: from proto, call, to proto."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -140,6 +140,6 @@ async def serve_grpc(router: Router, address: str) -> GrpcServer:
     try:
         port = server.add_insecure_port(address)
     except RuntimeError as error:
-        raise ConfigError("grpc", f"cannot listen at {address}: {error}") from None
+        raise ConfigError("grpc", f"cannot listen at {address} (port 0 takes a free one): {error}") from None
     await server.start()
     return GrpcServer(server, port, router, checks)

@@ -16,7 +16,7 @@ MAX_RPCS = 8
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
-    """From proto, call, to proto."""
+    """The gRPC service for operators. Each RPC is: from proto, call, to proto."""
 
     def __init__(self, supervisor: Supervisor, drain_timeout_s: float) -> None:
         self._supervisor, self._drain_timeout_s = supervisor, drain_timeout_s
@@ -51,6 +51,6 @@ async def serve_admin(supervisor: Supervisor, address: str, drain_timeout_s: flo
     try:
         port = server.add_insecure_port(address)
     except RuntimeError as error:
-        raise ConfigError("admin", f"cannot listen at {address}: {error}") from None
+        raise ConfigError("admin", f"cannot listen at {address} (port 0 takes a free one): {error}") from None
     await server.start()
     return AdminServer(server, port)

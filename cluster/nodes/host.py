@@ -40,13 +40,17 @@ LOOP_STALL_S = 2.0
 class Shell(Protocol):
     """What a started node tells of itself; paceline.node.shell.NodeShell."""
 
-    def alive(self) -> bool: ...
+    def alive(self) -> bool:
+        """The engine thread runs and is not stuck."""
 
-    def load(self) -> NodeInfo: ...
+    def load(self) -> NodeInfo:
+        """How busy the node is."""
 
-    def prefix_cache(self) -> KeySource | None: ...
+    def prefix_cache(self) -> KeySource | None:
+        """The cache whose keys routers are told of. None: nothing is cached."""
 
-    def fingerprint_digest(self) -> str: ...
+    def fingerprint_digest(self) -> str:
+        """Equal for two nodes exactly when they can pair."""
 
 
 class Node(Protocol):
@@ -55,11 +59,14 @@ class Node(Protocol):
     @property
     def shell(self) -> Shell: ...
 
-    def counts(self) -> dict[str, Any]: ...
+    def counts(self) -> dict[str, Any]:
+        """What routers show of this node besides its load, by field of the registry's record."""
 
-    async def start(self) -> str: ...
+    async def start(self) -> str:
+        """Load the model, start engine and server; returns "host:port"."""
 
-    async def stop(self, grace_s: float) -> None: ...
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new work, let what runs finish for ``grace_s`` seconds, then end."""
 
 
 def make_node(role: str, node_id: str, config: NodeConfig) -> Node:
@@ -127,7 +134,8 @@ class NodeHost:
                 keeper.start()
         except (redis.RedisError, Fenced) as error:
             keeper.close()
-            raise NodeUnavailable(f"{self._node_id} cannot be registered: {error}") from None
+            told = f"{self._node_id} cannot be registered in Redis (option redis): {error}"
+            raise NodeUnavailable(told) from None
         self._keeper = keeper
         cache = self._node.shell.prefix_cache()
         if cache is not None:

@@ -34,6 +34,9 @@ PLACEMENT_TIMEOUT_S = 60.0
 STATUS_TIMEOUT_S = 10.0
 PHASE_TIMEOUT_S = 1.0
 AGENT_TIMEOUT_S = 2.0  # for Ray's helpers to end by themselves
+# A helper of a step's parallel regions looks for the next one for about half a millisecond, then it sleeps. Regions are
+# tens of microseconds apart, and waking a sleeper takes as long: a step of SmolLM2 on two cores took twice the time.
+SPIN_COUNT = "20000"
 CPU_SHARE = 0.01  # nodes pin their own threads; Ray only has to place them
 
 _private: list[psutil.Process] = []  # Ray's own processes of a private cluster, to be ended with it
@@ -130,7 +133,7 @@ class RayNodes:
         """Its actor is never restarted by Ray: the supervisor makes the next generation, under a name of its own (a
         dead actor's name stays taken while a handle lives). It sets its environment itself: a ``runtime_env`` would
         keep it from the workers that Ray has started already."""
-        environment = {"OMP_NUM_THREADS": str(config.threads), "OMP_WAIT_POLICY": "passive"}
+        environment = {"OMP_NUM_THREADS": str(config.threads), "GOMP_SPINCOUNT": SPIN_COUNT}
         if self._interface:
             environment["NCCL_SOCKET_IFNAME"] = f"={self._interface}"  # exactly this one; without = it is a prefix
         actor = ray.remote(NodeHost).options(
@@ -176,10 +179,10 @@ class RayNode:
         try:
             address: str = ray.get(self._actor.start.remote(), timeout=START_TIMEOUT_S + STOP_MARGIN_S)
         except ray.exceptions.RayTaskError as error:  # str() of it is the remote traceback: for the log only
-            log.error("%s: %s", self.node_id, error)
             cause = error.cause
-            if isinstance(cause, PacelineError):
+            if isinstance(cause, PacelineError):  # its message is all that there is to say
                 raise cause from None
+            log.error("%s: %s", self.node_id, error)
             raise NodeUnavailable(f"{self.node_id} did not start: {type(cause).__name__}: {cause}") from None
         except ray.exceptions.RayError as error:
             raise NodeUnavailable(f"{self.node_id} did not start: {error}") from error

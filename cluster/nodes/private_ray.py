@@ -42,7 +42,7 @@ class SmallNode(ray._private.node.Node):  # type: ignore[misc]  # Ray has no typ
         """No dashboard."""
 
     def start_raylet(self, *args: Any, **options: Any) -> None:
-        """With stand-ins for its agents, whose ports the raylet would otherwise wait for."""
+        """Start the raylet with stand-ins for its agents, whose ports the raylet would otherwise wait for."""
         for name in AGENT_PORTS:
             _raylet.persist_port(self._session_dir, self._node_id, name, NO_PORT)
         theirs = services.start_ray_process

@@ -27,13 +27,17 @@ STOP_MARGIN_S = 45.0  # past the grace; handles have closer deadlines of their o
 class NodeHandle(Protocol):
     """A node process; ``start``, ``stop`` and ``kill`` block, each within a deadline of its own."""
 
-    def start(self) -> str: ...
+    def start(self) -> str:
+        """Start the node; returns its gRPC address. Raises PacelineError."""
 
-    def died(self) -> bool: ...
+    def died(self) -> bool:
+        """Whether the process is gone or was stopped."""
 
-    def stop(self, grace_s: float) -> None: ...
+    def stop(self, grace_s: float) -> None:
+        """Drain and end, for at most ``grace_s`` seconds and a margin. Never raises."""
 
-    def kill(self) -> None: ...
+    def kill(self) -> None:
+        """End the process now. Never raises; does nothing to one that is gone."""
 
 
 Launch = Callable[[str, str, int], NodeHandle]  # (role, node id, generation)
@@ -114,7 +118,7 @@ class Supervisor:
         self._tell(NodeEvent("started", slot.node_id, slot.role, slot.generation, slot.address))
 
     def _launch_and_start(self, slot: Slot) -> str:
-        """In a thread, where a cancelled start goes on: a process that comes after ``stop`` is ended here."""
+        """Start a process, in a thread where a cancelled start goes on: one that comes after ``stop`` is ended here."""
         handle = self.launch(slot.role, slot.node_id, slot.generation)
         slot.handle = handle
         if self._stopping:

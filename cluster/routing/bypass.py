@@ -2,12 +2,12 @@
 
 Handing over costs a trip to the prefill node, its queue and the transfer; computing on the decode node makes its
 running streams wait. Both are measured where they are felt, from reservation to first token, by class of uncached
-prompt length. Of a bypass every stream that runs there waits as long, so its time counts once for each:
+prompt length. Every stream that runs there waits as long as a bypass takes, so its time counts once for each:
 
     bypass where  seconds(bypass) * (1 + running)  <  seconds(pair)
 
 The decode node decides by what it really has cached (``DecodeRequest.local_prefill_up_to``); the router gives the
-limit. Of each class, one request in ``TRIAL_EVERY`` goes the way that is not preferred, so that both stay measured.
+limit. One request of each class in ``TRIAL_EVERY`` goes the way that is not preferred, so that both stay measured.
 """
 
 from __future__ import annotations

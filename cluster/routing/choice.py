@@ -33,9 +33,11 @@ class Detokenizer(Protocol):
     @property
     def stopped(self) -> bool: ...
 
-    def push(self, token_id: int) -> str: ...
+    def push(self, token_id: int) -> str:
+        """Newly certain text that begins no stop string; often empty."""
 
-    def finish(self) -> str: ...
+    def finish(self) -> str:
+        """The text that was withheld."""
 
 
 class ChoiceRun:

@@ -107,7 +107,7 @@ class Metrics:
         self._before_render.append(refresh)
 
     def set_breakers(self, states: Mapping[str, float]) -> None:
-        """By node id: 0 closed, 0.5 half-open, 1 open; nodes that are not there are forgotten."""
+        """Show breakers by node id: 0 closed, 0.5 half-open, 1 open. Nodes that are not there are forgotten."""
         self._gauges["node_breaker"].clear()
         for node_id, state in states.items():
             self._gauges["node_breaker"].labels(node_id).set(state)

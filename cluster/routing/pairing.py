@@ -88,7 +88,7 @@ class Pairing:
         self.breakers = Breakers()
 
     def breaker_levels(self) -> dict[str, float]:
-        """By node id: 0 closed, 0.5 half-open, 1 open."""
+        """Where breakers stand, by node id: 0 closed, 0.5 half-open, 1 open."""
         return {node.id: LEVELS[self.breakers.state(node)] for node in self._nodes()}
 
     def suspect(self, failure: NodeFailure) -> None:

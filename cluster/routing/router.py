@@ -44,7 +44,8 @@ DetokenizerFactory = Callable[[TokenizerLike, Sequence[int], Sequence[str]], Det
 class NodeView(Protocol):
     """cluster.state.registry.NodeDirectory, as far as the router needs it."""
 
-    def nodes(self) -> list[NodeRecord]: ...
+    def nodes(self) -> list[NodeRecord]:
+        """The nodes that are alive, by id."""
 
 
 class Router:

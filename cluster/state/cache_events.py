@@ -65,7 +65,8 @@ class KeySource(Protocol):
     @property
     def scheme(self) -> KeyScheme: ...
 
-    def take_changes(self, whole: bool, max_keys: int) -> CacheChanges: ...
+    def take_changes(self, whole: bool, max_keys: int) -> CacheChanges:
+        """What came and went since the last call; with ``whole`` also all keys, at most ``max_keys``."""
 
 
 def _names(namespace: str, node: Key) -> tuple[str, str]:

@@ -16,6 +16,7 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import redis
 from redis.backoff import NoBackoff
@@ -141,7 +142,7 @@ class EmbeddedRedis:
                 process.wait(STOP_DEADLINE_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def __enter__(self) -> EmbeddedRedis:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

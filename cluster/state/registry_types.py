@@ -36,7 +36,7 @@ class NodeRecord:
         return replace(self, **load)
 
     def to_json(self) -> str:
-        """As it is stored."""
+        """The record as it is stored."""
         return json.dumps(asdict(self))
 
     @classmethod

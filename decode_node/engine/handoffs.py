@@ -30,8 +30,11 @@ log = logging.getLogger(__name__)
 class LinkControl(Protocol):
     """What the engine asks of the links. Thread-safe, and never blocks. For a ticket in flight ``failed`` follows."""
 
-    def cancel(self, link_id: str, ticket: str) -> None: ...
-    def fail(self, link_id: str, ticket: str, reason: str) -> None: ...
+    def cancel(self, link_id: str, ticket: str) -> None:
+        """Tell the sender of ``ticket`` that nobody wants it any more."""
+
+    def fail(self, link_id: str, ticket: str, reason: str) -> None:
+        """End the hand-off of ``ticket`` now."""
 
 
 class Handoffs:

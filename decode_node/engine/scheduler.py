@@ -101,7 +101,7 @@ class DecodeScheduler(Generic[S]):
         self._recovering.append(stream)
 
     def next_recovery(self) -> tuple[S, int] | None:
-        """Whose rows are computed again next, and how many at most."""
+        """The stream whose rows are computed again next, and how many at most."""
         return (self._recovering[0], self._limits.chunk_tokens) if self._recovering else None
 
     def end_recovery(self, stream: S) -> None:
@@ -116,7 +116,7 @@ class DecodeScheduler(Generic[S]):
         self._ready.append(stream)
 
     def next_draft(self) -> tuple[S, int] | None:
-        """Whose hidden rows the drafter gets next, and how many at most."""
+        """The stream whose hidden rows the drafter gets next, and how many at most."""
         return (self._drafting[0], self._limits.chunk_tokens) if self._drafting else None
 
     def next_chunks(self) -> list[tuple[S, PrefillChunk]]:

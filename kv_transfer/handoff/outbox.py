@@ -102,6 +102,7 @@ class Outbox:
         return len(self) < MAX_QUEUED_MESSAGES and fits
 
     def append(self, item: Outgoing) -> None:
+        """Queue a message behind all others. Ask `has_room` first."""
         self._queued.append(item)
         self._waiting_bytes += item.num_bytes
 

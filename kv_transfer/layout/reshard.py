@@ -1,6 +1,6 @@
 """Which slices of the KV travel between two sides whose ranks hold different heads: a pure function.
 
-docs/internals/architecture.md#what-crosses says what travels, algorithms.md H4 in which order its bytes lie.
+docs/internals/handoff.md#what-crosses says what travels, algorithms.md H4 in which order its bytes lie.
 
 A side runs on ``degree`` ranks. A rank holds a run of the heads of a GQA layer: ``num_kv_heads / degree`` of them or,
 with more ranks than heads, a single one, which ``degree / num_kv_heads`` neighbouring ranks hold alike. An MLA latent

@@ -118,7 +118,7 @@ class RowTarget:
 
 
 def _columns(pool: KvPool, slices: dict[int, tuple[int, int]]) -> dict[int, Columns]:
-    """By layer, for slices given as (first head, number of heads) by layer."""
+    """The columns by layer, for slices given as (first head, number of heads) by layer."""
     found = {}
     for index, (first, count) in slices.items():
         layer = pool.layout.layers[index]

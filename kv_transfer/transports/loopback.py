@@ -77,7 +77,7 @@ class LoopbackTransport(Transport):
 
 
 def loopback_pair(max_messages: int = 16, timeout_s: float = 5.0) -> tuple[LoopbackTransport, LoopbackTransport]:
-    """(sending end, receiving end). At most ``max_messages`` messages wait in between; each send or receive waits at
-    most ``timeout_s``."""
+    """Returns the sending and the receiving end. At most ``max_messages`` messages wait in between; each send or
+    receive waits at most ``timeout_s``."""
     pipe = _Pipe(max_messages, timeout_s)
     return LoopbackTransport(pipe, "sending"), LoopbackTransport(pipe, "receiving")

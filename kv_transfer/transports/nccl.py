@@ -34,8 +34,8 @@ class NcclTransport(TorchDistTransport):
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def _exchange(self, group: Any, verb: str, data: Tensor) -> None:
-        """In order with the caller's current stream. The wait is a poll: a kernel that waits for a dead peer ends only
-        by an abort."""
+        """Send or receive in order with the caller's current stream. The wait is a poll: a kernel that
+        waits for a dead peer ends only by an abort."""
         if not data.is_cuda:
             raise ValueError("the nccl transport moves CUDA tensors only")
         deadline = time.monotonic() + self._timeout_s

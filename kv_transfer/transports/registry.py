@@ -1,7 +1,4 @@
-"""The transports that a link can be opened over, by the name that the option ``transport`` has for them.
-
-A new transport is one file and one record: a subclass of `Transport` with a function like `OpenTransport`, and its
-record here. The option's type lists its name too (paceline/config.py, which must not import this package).
+"""From the name of a transport to one end of a link over it. The list of names is paceline/transports.py.
 
 Both ends call `open_transport`, then make a `Sentinel`, in this order, under a link id that was never used before.
 """
@@ -9,14 +6,15 @@ Both ends call `open_transport`, then make a `Sentinel`, in this order, under a 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias
+from importlib import import_module
+from typing import TypeAlias, cast
 
 import torch
 
 from kv_transfer.transports.base import Rank, Transport
 from kv_transfer.transports.rendezvous import Store
 from paceline.errors import ConfigError
+from paceline.transports import TRANSPORTS, TransportRecord
 
 # (store, link id, rank, own address, timeout in seconds, device): opens one end of the data pipe of a link; blocks
 # until the peer does the same. The timeout is that of joining, and of one message. ConfigError naming ``transport``
@@ -24,43 +22,16 @@ from paceline.errors import ConfigError
 OpenTransport: TypeAlias = Callable[[Store, str, Rank, str, float, torch.device], Transport]
 
 
-@dataclass(frozen=True)
-class TransportRecord:
-    """``needs_cuda``: it moves tensors of a CUDA device, not of the host. ``load`` imports it when it is asked for."""
-
-    name: str
-    needs_cuda: bool
-    load: Callable[[], OpenTransport]
-
-    def staging_device(self, pool_device: torch.device) -> torch.device:
-        """Where rows of a pool are staged for it."""
-        return pool_device if self.needs_cuda else torch.device("cpu")
-
-
-def _gloo() -> OpenTransport:
-    from kv_transfer.transports.gloo import open_gloo
-
-    return open_gloo
-
-
-def _nccl() -> OpenTransport:
-    from kv_transfer.transports.nccl import open_nccl
-
-    return open_nccl
-
-
-RECORDS = (
-    TransportRecord("gloo", needs_cuda=False, load=_gloo),
-    TransportRecord("nccl", needs_cuda=True, load=_nccl),
-)
-TRANSPORTS = {record.name: record for record in RECORDS}
-
-
 def transport_record(name: str) -> TransportRecord:
     """ConfigError naming ``transport`` when there is none of this name."""
     if (record := TRANSPORTS.get(name)) is None:
         raise ConfigError("transport", f"{name!r} is unknown; known are {', '.join(TRANSPORTS)}")
     return record
+
+
+def staging_device(name: str, pool_device: torch.device) -> torch.device:
+    """Where rows of a pool are staged for the transport ``name``. ConfigError when there is none."""
+    return pool_device if transport_record(name).needs_cuda else torch.device("cpu")
 
 
 def open_transport(
@@ -73,4 +44,6 @@ def open_transport(
     device: torch.device | str = "cpu",
 ) -> Transport:
     """One end of a link over the transport ``name``, which moves tensors of ``device``. Errors as `OpenTransport`."""
-    return transport_record(name).load()(store, link_id, rank, host, timeout_s, torch.device(device))
+    module, _, function = transport_record(name).open.partition(":")
+    opener = cast(OpenTransport, getattr(import_module(module), function))
+    return opener(store, link_id, rank, host, timeout_s, torch.device(device))

@@ -160,13 +160,16 @@ class Store(torch_dist.Store):  # type: ignore[misc]
 
     @property
     def port(self) -> int:
+        """The port of the server."""
         return self._port
 
     @property
     def timeout(self) -> timedelta:
+        """How long `get` and `wait` wait."""
         return timedelta(seconds=self._timeout_s)
 
     def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long `get` and `wait` wait."""
         self._timeout_s = timeout.total_seconds()
 
     def close(self) -> None:
@@ -182,17 +185,21 @@ class Store(torch_dist.Store):  # type: ignore[misc]
             self.close()
 
     def set(self, key: str, value: bytes | str) -> None:
+        """Set a key."""
         self._ask(op="set", key=key, value=_bytes(value).hex())
 
     def get(self, key: str) -> bytes:
+        """The value of a key; waits for it, at most the timeout."""
         return bytes.fromhex(self._ask(op="get", key=key, timeout_s=self._timeout_s))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until every key is set. RuntimeError when the timeout runs out."""
         limit = self._timeout_s if timeout is None else timeout.total_seconds()
         for key in keys:
             self._ask(limit, op="get", key=key, timeout_s=limit)
 
     def check(self, keys: list[str]) -> bool:
+        """Whether every key is set now."""
         try:
             self.wait(keys, timedelta(0))
         except RuntimeError:
@@ -200,13 +207,16 @@ class Store(torch_dist.Store):  # type: ignore[misc]
         return True
 
     def add(self, key: str, amount: int) -> int:
+        """Add to the number at a key; returns the sum."""
         return int(self._ask(op="add", key=key, value=amount))
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        """Set a key to ``desired`` where it is ``expected``; returns what it is then."""
         expected, desired = _bytes(expected).hex(), _bytes(desired).hex()
         return bytes.fromhex(self._ask(op="compare_set", key=key, expected=expected, value=desired))
 
     def delete_key(self, key: str) -> bool:
+        """Delete a key. False when it was not set."""
         return bool(self._ask(op="delete", key=key, is_prefix=False))
 
     def delete_prefix(self, prefix: str) -> int:
@@ -214,9 +224,11 @@ class Store(torch_dist.Store):  # type: ignore[misc]
         return int(self._ask(op="delete", key=prefix, is_prefix=True))
 
     def num_keys(self) -> int:
+        """How many keys are set."""
         return int(self._ask(op="count", key=""))
 
     def clone(self) -> Store:
+        """Another client of the same server."""
         return Store(self._host, self._port, False, self._timeout_s)
 
     def _ask(self, wait_s: float | None = None, **request: object) -> Any:

@@ -1,4 +1,4 @@
-"""From options to a ready ModelRunner."""
+"""Builds a ready ModelRunner from options."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class RowPlan(AttentionPlan):
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:
-        """Of the five tensors, as the kernels take them."""
+        """Addresses of the five tensors, as the kernels take them."""
         parts = (self.slots, self.slot_offsets, self.prefix_lens, self.tails, self.tail_offsets)
         return tuple(part.data_ptr() for part in parts)
 

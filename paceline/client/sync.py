@@ -143,19 +143,24 @@ class Client:
     def tokenize(self, prompt: str | Messages, /, *, timeout: float | None = None) -> Tokenization:
         """Token ids of a prompt, as ``generate`` would take it.
 
-        prompt: a text or chat messages. timeout: seconds, in place of the client's.
+        prompt: a text or chat messages.
+        timeout: seconds, in place of the client's.
         """
         request = convert.tokenize_request(prompt)
         return convert.tokenization(self._call("Tokenize", request, timeout))
 
     def model_info(self, *, timeout: float | None = None) -> ModelInfo:
-        """What is served and how: model, limits, drafters, nodes. timeout: seconds, in place of the client's."""
+        """What is served and how: model, limits, drafters, nodes.
+
+        timeout: seconds, in place of the client's.
+        """
         return convert.model_info(self._call("ModelInfo", inference_pb2.ModelInfoRequest(), timeout))
 
     def trace(self, request_id: str, /, *, timeout: float | None = None) -> RequestTrace:
-        """When what happened to one of the latest requests, on the router and all nodes. NotFound when it is not kept.
+        """The timeline of one of the latest requests, on the router and all nodes. Raises NotFound when it is not kept.
 
-        request_id: the one that was given, or ``completion.request_id``. timeout: seconds, in place of the client's.
+        request_id: the one that was given, or ``completion.request_id``.
+        timeout: seconds, in place of the client's.
         """
         request = trace_pb2.TraceRequest(request_id=request_id)
         return trace_from_proto(request_id, self._call("Trace", request, timeout))

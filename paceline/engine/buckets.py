@@ -21,7 +21,7 @@ class Bucket:
 
     @property
     def num_rows(self) -> int:
-        """In all."""
+        """Rows of the whole batch."""
         return self.requests * self.rows
 
 

@@ -68,7 +68,7 @@ class DeviceJudge:
         return Judged(verdicts, kept, read)
 
     def _upload(self, drafted: Drafted, device: torch.device) -> DeviceTrees:
-        """With slots only where a tree branches: the accepted part of a chain lies in place."""
+        """Trees on the device, with slots only where one branches: the accepted part of a chain lies in place."""
         seqs, trees = drafted.seqs, drafted.trees
         slots = None if all(tree.is_chain for tree in trees) else _slots(seqs, trees)
         stops = [seq.request.params.stop_token_ids for seq in seqs]

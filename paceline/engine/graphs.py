@@ -97,7 +97,7 @@ class TargetGraphs:
     def forward(
         self, segments: Sequence[Segment], late: LateTokens | None = None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """As ``ModelRunner.forward``; None where no graph holds the batch. The results are the caller's."""
+        """The same as ``ModelRunner.forward``; None where no graph holds the batch. The results are the caller's."""
         bucket = choose(self.buckets, [len(segment.token_ids) for segment in segments])
         graph = None if bucket is None else self._graphs[bucket]
         if graph is None or not graph.inputs.fits(segments):

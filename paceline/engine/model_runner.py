@@ -142,7 +142,7 @@ class ModelRunner:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights, KV and hidden rows."""
+        """The number format of weights, KV and hidden rows."""
         return self.model.dtype
 
     @property
@@ -330,7 +330,7 @@ class ModelRunner:
     def forward(
         self, segments: Seq[Segment], after_layer: AfterLayer | None = None, late: LateTokens | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(hidden rows after the final norm, the rows that the drafter is given)."""
+        """Returns the hidden rows after the final norm, and the rows that the drafter is given."""
         if self.graphs is not None and after_layer is None:
             rows = self.graphs.forward(segments, late)
             if rows is not None:

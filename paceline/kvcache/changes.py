@@ -10,7 +10,7 @@ MAX_CHANGES = 1024  # keys between two questions; with more, only the whole cach
 
 @dataclass(frozen=True)
 class CacheChanges:
-    """In this order: everything went, when ``cleared``; ``removed`` went; ``stored`` came. No key is in both.
+    """What changed, in this order: all keys went, when ``cleared``; ``removed`` went; ``stored`` came. None is in both.
 
     keys: all that the cache holds after them, where it was asked for or where ``lost`` says that the changes are not
     known.

@@ -58,7 +58,7 @@ class KeyScheme:
             yield _hash(chain, tokens[end : end + ahead])
 
     def to_json(self) -> str:
-        """For a router."""
+        """The scheme as a router reads it."""
         return json.dumps(asdict(self))
 
     @classmethod

@@ -17,7 +17,7 @@ class LayerKind(enum.StrEnum):
 
 
 class LayerOwner(enum.StrEnum):
-    """Whose layer it is; hand-off bytes are counted by it."""
+    """The owner of a layer; hand-off bytes are counted by it."""
 
     TARGET = "target"
     DRAFT = "draft"
@@ -38,7 +38,7 @@ class KvLayer:
         return self.head_dim if self.kind is LayerKind.MLA else 2 * self.num_kv_heads * self.head_dim
 
     def text(self) -> str:
-        """For example ``target:gqa:3x64``."""
+        """The layer's canonical text, for example ``target:gqa:3x64``."""
         heads = 1 if self.kind is LayerKind.MLA else self.num_kv_heads
         return f"{self.owner}:{self.kind}:{heads}x{self.head_dim}"
 

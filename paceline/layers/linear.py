@@ -42,12 +42,12 @@ class Linear:
 
     @property
     def address(self) -> int:
-        """Of the packed weight, for a kernel that goes on with the product itself."""
+        """Address of the packed weight, for a kernel that goes on with the product itself."""
         return self._packed.data_ptr()
 
     @property
     def bias_address(self) -> int | None:
-        """Of the bias, float32 [out_features]; None without one."""
+        """Address of the bias, float32 [out_features]; None without one."""
         return None if self.bias is None else self.bias.data_ptr()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ def _rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def _exp(x):
-    """As CUDA's expf, which torch calls; Triton's own is coarser."""
+    """The same as CUDA's expf, which torch calls; Triton's own is coarser."""
     if INTERPRETED:
         return tl.exp(x)
     return libdevice.exp(x)
@@ -98,7 +98,7 @@ def _silu_mul_kernel(gate_up, gate_up_row, out, WIDTH: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _angles(table, table_row, position, WIDTH: tl.constexpr, PAIRS: tl.constexpr):
-    """(cos, sin) of a position, float32 [1, PAIRS] each."""
+    """Cosine and sine of a position, float32 [1, PAIRS] each."""
     pair = tl.arange(0, PAIRS)
     mask = pair < WIDTH // 2
     entry = table + position.to(tl.int64) * table_row + pair

@@ -39,7 +39,7 @@ def route(logits: torch.Tensor, bias: torch.Tensor, rule: RoutingRule) -> tuple[
     """Experts of each row, best first, and their weights.
 
     logits: float32 [T, num_experts], contiguous; bias: float32 [num_experts], added to the sigmoid scores for the
-    choice alone. Returns int64 [T, top_k] and float32 [T, top_k]. Of equal scores the lower index wins. On CPU a
+    choice alone. Returns int64 [T, top_k] and float32 [T, top_k]. The lower index wins a tie. On CPU a
     row's result does not depend on other rows; torch's sigmoid does (its last elements are computed another way).
     """
     library = load_kernels() if logits.device.type == "cpu" else None

@@ -130,7 +130,7 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
 
 
 def _rope(raw: Mapping[str, Any], family: Family) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling). transformers 5 writes ``rope_parameters`` where 4 wrote ``rope_theta`` and ``rope_scaling``."""
+    """Theta and scaling. transformers 5 writes ``rope_parameters`` where 4 wrote ``rope_theta``, ``rope_scaling``."""
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     theta = float(rope.pop("rope_theta", None) or raw.get("rope_theta") or DEFAULT_ROPE_THETA)
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"

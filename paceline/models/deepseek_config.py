@@ -24,7 +24,7 @@ class MlaSpec:
 
     @property
     def query_dim(self) -> int:
-        """Of a head's query."""
+        """Width of a head's query."""
         return self.nope_dim + self.rope_dim
 
     @property

@@ -20,7 +20,7 @@ def moe_of(spec: ModelSpec) -> MoeSpec:
 
 
 def attention_shapes(spec: ModelSpec) -> Shapes:
-    """Of ``self_attn``, named from the layer on."""
+    """Shapes of ``self_attn``, named from the layer on."""
     mla, hidden, heads = mla_of(spec), spec.hidden_size, spec.num_heads
     queries = heads * mla.query_dim
     shapes: Shapes = {
@@ -45,13 +45,13 @@ def attention_shapes(spec: ModelSpec) -> Shapes:
 
 
 def swiglu_shapes(prefix: str, hidden: int, wide: int) -> Shapes:
-    """Of one gated MLP."""
+    """Shapes of one gated MLP."""
     shapes = {"gate_proj": (wide, hidden), "up_proj": (wide, hidden), "down_proj": (hidden, wide)}
     return {f"{prefix}.{name}.weight": shape for name, shape in shapes.items()}
 
 
 def layer_shapes(spec: ModelSpec, layer: int) -> Shapes:
-    """Of decoder layer ``layer``, or of an MTP module's block (layer >= num_layers), named from its prefix on."""
+    """Shapes of decoder layer ``layer``, or of an MTP module's block (layer >= num_layers), without its prefix."""
     moe, hidden = moe_of(spec), spec.hidden_size
     shapes: Shapes = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
     shapes |= attention_shapes(spec)
@@ -66,7 +66,7 @@ def layer_shapes(spec: ModelSpec, layer: int) -> Shapes:
 
 
 def mtp_shapes(spec: ModelSpec) -> Shapes:
-    """Of an MTP module without its copies of embedding and head, named from its prefix on."""
+    """Shapes of an MTP module without its copies of embedding and head, named from its prefix on."""
     hidden = spec.hidden_size
     own: Shapes = {
         "enorm.weight": (hidden,),

@@ -32,7 +32,7 @@ class WeightBag:
         self._device: torch.device | None = None
 
     def onto(self, device: torch.device) -> WeightBag:
-        """From now on tensors are taken onto ``device``, whatever they were read on. Returns itself."""
+        """Tensors are taken from now on onto ``device``, whatever they were read on. Returns itself."""
         self._device = device
         return self
 

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to its target model, whatever the family; and the MTP modules that lie beside it."""
+"""Loads a target model from its Hugging Face folder, whatever the family, and the MTP modules that lie beside it."""
 
 from __future__ import annotations
 

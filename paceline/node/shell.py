@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -44,7 +45,8 @@ class Engine(Protocol):
     @property
     def num_held(self) -> int: ...
 
-    def step(self) -> bool: ...
+    def step(self) -> bool:
+        """Do one step of work, on the engine thread. False when there was nothing to do."""
 
 
 class NodeShell:
@@ -69,7 +71,7 @@ class NodeShell:
         self._draining = False
         self._active = 0  # calls in progress
         self.recorder = Recorder(config.trace_requests)
-        self._cores = share_cores(config, borrows=role == "prefill")
+        self._cores = share_cores(config)
         self.loop = EngineLoop(f"engine-{node_id}", engine.step, self._cores)
 
     # -- life --------------------------------------------------------------------------------------------------
@@ -159,20 +161,28 @@ class NodeShell:
         return hashlib.sha256(self._fingerprint.SerializeToString(deterministic=True)).hexdigest()
 
 
-def share_cores(config: NodeConfig, *, borrows: bool) -> CoreShare | None:
+def share_cores(config: NodeConfig) -> CoreShare | None:
     """This node's part in its host's cores; None where it has threads of its own, or cannot share."""
     if not config.cores_group:
         return None
     try:
-        return CoreShare(config.cores_group, config.cores_slot, borrows=borrows)
+        return CoreShare(config.cores_group, config.cores_slot)
     except OSError as error:
         log.warning("cores are not shared, this node keeps to %d threads: %s", config.threads, error)
         return None
 
 
 async def load_model(config: NodeConfig, *, decodes: bool) -> ModelRunner:
-    """The runner of a node, its model loaded on a thread of its own. ``decodes``: whether it runs rounds."""
-    return await asyncio.to_thread(_build, config, decodes)
+    """The runner of a node, its model loaded on a thread of its own. ``decodes``: whether it runs rounds.
+
+    That thread ends with it, and so does its team of OpenMP: while a second team lives, OpenMP counts more threads than
+    cores and puts the engine's helpers to sleep after each of the hundreds of parallel regions of a step.
+    """
+    loading = ThreadPoolExecutor(1, "load-model")
+    try:
+        return await asyncio.get_running_loop().run_in_executor(loading, _build, config, decodes)
+    finally:
+        loading.shutdown(wait=False)  # a start that is given up must not hold the event loop until the load is done
 
 
 def _build(config: NodeConfig, decodes: bool) -> ModelRunner:

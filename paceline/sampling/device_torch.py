@@ -36,7 +36,7 @@ def adjust(logits: torch.Tensor, rows: DeviceRows) -> torch.Tensor:
     at = torch.arange(rows.edits.shape[0], device=logits.device)
     for which in (PROMPT, OUTPUT, OWN):
         for row in range(logits.shape[0]):
-            # Of fixed length, so that nothing has to be known on the host: entries of other lists go nowhere.
+            # The length is fixed, so that the host need not know it: entries of other lists go nowhere.
             mine = (at >= words[row, which]) & (at < words[row, which + 1])
             value = logits[row, tokens] + add
             value = torch.where(value > 0, (value.double() / repetition).float(), (value.double() * repetition).float())

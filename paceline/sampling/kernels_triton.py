@@ -74,7 +74,7 @@ def _best_kernel(
     logits, stride, temperatures, temperature_stride, tops, ids, sums, vocab_size, chunks,
     WITH_SUM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk: the largest logit (+inf where one is NaN), its lowest column, and sum exp((logit - it) / T)."""
+    """Find in one chunk the largest logit (+inf where one is NaN), its lowest column, and sum exp((logit - it) / T)."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = chunk * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(logits + row * stride + columns, mask=columns < vocab_size, other=-float("inf"))

@@ -85,7 +85,7 @@ def upload_rows(rows: Sequence[RowContext], vocab_size: int, device: torch.devic
 
 
 def limits_of(params: SamplingParams, vocab_size: int) -> tuple[int, float, float]:
-    """(top_k or 0, mass that top-p must reach, lowest scaled logit that min-p keeps); see ``params.truncate``."""
+    """top_k or 0, the mass that top-p must reach, and the lowest scaled logit that min-p keeps (``truncate``)."""
     if not needs_truncate(params):
         return 0, NO_LIMIT, -math.inf
     top_k = params.top_k if 0 < params.top_k < vocab_size else 0
@@ -145,7 +145,7 @@ class _Lists:
         self.size = 0
 
     def append(self, edits: Int32Array) -> tuple[int, int]:
-        """(from, to)."""
+        """Append ``edits``; returns where they begin and end."""
         start, self.size = self.size, self.size + len(edits)
         self.parts.append(edits)
         return start, self.size

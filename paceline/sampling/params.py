@@ -122,8 +122,8 @@ def _superset_of_mass(weights: torch.Tensor, mass: torch.Tensor, top_p: float) -
 
 
 def _gather_sorted(scaled: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, scaled) of the masked entries of each row, best first, ties by the lowest id; short rows are padded with
-    id 0 and -inf."""
+    """Ids and scaled logits of the masked entries of each row, best first, ties by the lowest id; short rows are
+    padded with id 0 and -inf."""
     counts = mask.sum(dim=1)
     rows, columns = mask.nonzero(as_tuple=True)
     slots = torch.arange(len(rows), device=mask.device) - (counts.cumsum(dim=0) - counts)[rows]

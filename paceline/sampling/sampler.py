@@ -83,7 +83,7 @@ def _check_finite(best: torch.Tensor, rows: Sequence[RowContext]) -> None:
 
 
 def _limits(params: SamplingParams) -> tuple[int, float, float]:
-    """(top_k, top_p, min_p), what rows must share to be cut in one pass; (0, 1, 0) cuts nothing."""
+    """The (top_k, top_p, min_p) that rows must share to be cut in one pass; (0, 1, 0) cuts nothing."""
     return (params.top_k, params.top_p, params.min_p) if needs_truncate(params) else (0, 1.0, 0.0)
 
 

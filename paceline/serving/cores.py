@@ -1,13 +1,11 @@
 """The cores of a host, shared by the nodes on it.
 
-A node that borrows uses all cores while the others are idle; as soon as a second one works they get equal parts.
-Prefill nodes borrow: a prompt takes as much of a core as it can get. Decode nodes keep to their own threads: their
-short steps would wait for whatever else the host does (``python -m benchmarks.mixed``).
+A node uses all cores while the others are idle; as soon as a second one works they get equal parts
+(``python -m benchmarks.mixed`` compares that with fixed parts).
 
-Each node has a byte in a file that
-all of them map (in ``/dev/shm`` where there is one): 1 while its engine has work. The kernels read the bytes at the
-start of every parallel region (``kernels/host.cpp``), so a part changes within a millisecond and nobody spins. Results
-do not depend on the number of threads.
+Each node has a byte in a file that all of them map (in ``/dev/shm`` where there is one): 1 while its engine has work.
+The kernels read the bytes at the start of every parallel region (``kernels/host.cpp``), so a part changes within a
+millisecond. Results do not depend on the number of threads.
 
 A node that is killed while it works leaves its byte at 1: the others then keep to a smaller part until its successor,
 which has the same byte, is there. The file goes with the last node that closes it; one that a crash left behind goes
@@ -32,10 +30,9 @@ MAX_NODES = 256  # of a deployment
 class CoreShare:
     """One node's place among those that share a host's cores."""
 
-    def __init__(self, group: str, slot: int, folder: Path | None = None, *, borrows: bool = True) -> None:
+    def __init__(self, group: str, slot: int, folder: Path | None = None) -> None:
         """group: the same for all nodes of a deployment, letters, digits and ``-``. slot: this node's, 0..MAX_NODES-1.
-        folder: where the file lies. borrows: whether this node uses cores that nobody else
-        does. Raises OSError when the file cannot be made."""
+        folder: where the file lies. Raises OSError when the file cannot be made."""
         folder = folder or shared_folder()
         _remove_abandoned(folder)
         self._path = folder / f"{PREFIX}{os.getuid()}-{group}"
@@ -43,8 +40,7 @@ class CoreShare:
         self._map = _map(self._path)
         self._slot = slot
         self.busy = False
-        if borrows:
-            share_cores(self._map, MAX_NODES, slot, num_cores())
+        share_cores(self._map, MAX_NODES, slot, num_cores())
 
     @property
     def busy(self) -> bool:

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminStub:
-    """For operators; on an address of its own, that clients of the model need not reach.
+    """What operators call, on an address of its own that clients of the model need not reach.
     """
 
     def __init__(self, channel):
@@ -43,7 +43,7 @@ class AdminStub:
 
 
 class AdminServicer:
-    """For operators; on an address of its own, that clients of the model need not reach.
+    """What operators call, on an address of its own that clients of the model need not reach.
     """
 
     def SetRole(self, request, context):
@@ -70,7 +70,7 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin:
-    """For operators; on an address of its own, that clients of the model need not reach.
+    """What operators call, on an address of its own that clients of the model need not reach.
     """
 
     @staticmethod

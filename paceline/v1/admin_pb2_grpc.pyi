@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminStub:
-    """For operators; on an address of its own, that clients of the model need not reach."""
+    """What operators call, on an address of its own that clients of the model need not reach."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -38,14 +38,14 @@ class AdminStub:
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
-    """For operators; on an address of its own, that clients of the model need not reach."""
+    """What operators call, on an address of its own that clients of the model need not reach."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     SetRole: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetRoleRequest, _admin_pb2.SetRoleResponse]  # type: ignore[assignment]
     """Drain a node and start it again in another role. Answers once it serves."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
-    """For operators; on an address of its own, that clients of the model need not reach."""
+    """What operators call, on an address of its own that clients of the model need not reach."""
 
     @_abc_1.abstractmethod
     def SetRole(

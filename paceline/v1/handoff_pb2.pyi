@@ -85,7 +85,7 @@ class Fingerprint(_message.Message):
     drafter_modules: _builtins.int
     """How many modules it chains."""
     drafter_weights: _builtins.str
-    """As weights, of the drafter."""
+    """The same as weights, of the drafter."""
     hidden_size: _builtins.int
     """Width of a hidden row."""
     handoff_mode: _builtins.str
@@ -371,7 +371,7 @@ class State(_message.Message):
     proposal_width: _builtins.int
     """Candidates at each depth."""
     checksum: _builtins.int
-    """As Chunk's."""
+    """CRC-32 of the hidden rows that follow, as in Chunk."""
     @_builtins.property
     def logprobs(self) -> _common_pb2.TokenLogprobs:
         """The first token's; set when top_logprobs was."""

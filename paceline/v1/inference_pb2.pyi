@@ -54,7 +54,7 @@ class Chat(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """In their order; at most 8,192."""
+        """The turns in their order; at most 8,192."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class TokenIds(_message.Message):
     IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of the model's vocabulary."""
+        """The ids, each below the size of the model's vocabulary."""
 
     def __init__(
         self,
@@ -113,14 +113,14 @@ class GenerateRequest(_message.Message):
     text: _builtins.str
     """A text that the router tokenizes."""
     model: _builtins.str
-    """Empty: the model served."""
+    """The model, which must be the one that is served; empty: that one."""
     request_id: _builtins.str
-    """Empty: the router makes one."""
+    """Names the request in logs and traces; empty: the router makes one."""
     tenant: _builtins.str
-    """Scope of the prefix cache."""
+    """Scope of the prefix cache and of the router's fairness."""
     generation_id: _builtins.str
-    """Names a stream, so that another router can go on with it. Whoever knows it, and the tenant, can read the
-    answer: 128 random bits or more, as 22 to 128 letters, digits, "-" and "_". Empty: the router makes one.
+    """Names a stream, so that another router can go on with it: 22 to 128 letters, digits, "-" and "_". Who knows it and
+    the tenant can read the answer, so make it random. Empty: the router makes one.
     """
     priority: _builtins.int
     """-10 to 10. While requests wait, the higher one of a tenant goes first; between tenants it says nothing."""
@@ -715,7 +715,7 @@ class TokenizeResponse(_message.Message):
     """Tokens of prompt and output that the model takes together."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """As a prompt has them, special tokens included."""
+        """The tokens as a prompt has them, special tokens included."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class InferenceStub:
-    """What clients call. Served by the router.
+    """What clients of the model call. The router serves it.
     """
 
     def __init__(self, channel):
@@ -64,7 +64,7 @@ class InferenceStub:
 
 
 class InferenceServicer:
-    """What clients call. Served by the router.
+    """What clients of the model call. The router serves it.
     """
 
     def Generate(self, request, context):
@@ -97,8 +97,8 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Trace(self, request, context):
-        """When what happened to one of the latest requests, on the router and all nodes; NOT_FOUND when none of them knows it
-        (any more).
+        """The timeline of one of the latest requests, on the router and all nodes; NOT_FOUND when none of them knows it (any
+        more).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -141,7 +141,7 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference:
-    """What clients call. Served by the router.
+    """What clients of the model call. The router serves it.
     """
 
     @staticmethod

@@ -28,7 +28,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class InferenceStub:
-    """What clients call. Served by the router."""
+    """What clients of the model call. The router serves it."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -45,13 +45,13 @@ class InferenceStub:
     ModelInfo: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ModelInfoRequest, _inference_pb2.ModelInfoResponse]
     """Say what is served and how."""
     Trace: _grpc.UnaryUnaryMultiCallable[_trace_pb2.TraceRequest, _trace_pb2.TraceResponse]
-    """When what happened to one of the latest requests, on the router and all nodes; NOT_FOUND when none of them knows it
-    (any more).
+    """The timeline of one of the latest requests, on the router and all nodes; NOT_FOUND when none of them knows it (any
+    more).
     """
 
 @_typing.type_check_only
 class InferenceAsyncStub(InferenceStub):
-    """What clients call. Served by the router."""
+    """What clients of the model call. The router serves it."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
@@ -65,12 +65,12 @@ class InferenceAsyncStub(InferenceStub):
     ModelInfo: _aio.UnaryUnaryMultiCallable[_inference_pb2.ModelInfoRequest, _inference_pb2.ModelInfoResponse]  # type: ignore[assignment]
     """Say what is served and how."""
     Trace: _aio.UnaryUnaryMultiCallable[_trace_pb2.TraceRequest, _trace_pb2.TraceResponse]  # type: ignore[assignment]
-    """When what happened to one of the latest requests, on the router and all nodes; NOT_FOUND when none of them knows it
-    (any more).
+    """The timeline of one of the latest requests, on the router and all nodes; NOT_FOUND when none of them knows it (any
+    more).
     """
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
-    """What clients call. Served by the router."""
+    """What clients of the model call. The router serves it."""
 
     @_abc_1.abstractmethod
     def Generate(
@@ -112,8 +112,8 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _trace_pb2.TraceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trace_pb2.TraceResponse, _abc.Awaitable[_trace_pb2.TraceResponse]]:
-        """When what happened to one of the latest requests, on the router and all nodes; NOT_FOUND when none of them knows it
-        (any more).
+        """The timeline of one of the latest requests, on the router and all nodes; NOT_FOUND when none of them knows it (any
+        more).
         """
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

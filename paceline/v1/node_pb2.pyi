@@ -300,7 +300,7 @@ class DecodeEvent(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def reserved(self) -> Global___Reserved:
-        """First."""
+        """The first event."""
 
     @_builtins.property
     def tokens(self) -> Global___Tokens:
@@ -308,7 +308,7 @@ class DecodeEvent(_message.Message):
 
     @_builtins.property
     def finished(self) -> Global___Finished:
-        """Last."""
+        """The last event."""
 
     def __init__(
         self,

@@ -85,7 +85,7 @@ class PrefillNodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Trace(self, request, context):
-        """When what happened here to one of the latest requests; no event when nothing is kept of it.
+        """The timeline of one of the latest requests on this node; no event when nothing is kept of it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -305,7 +305,7 @@ class DecodeNodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Trace(self, request, context):
-        """When what happened here to one of the latest requests; no event when nothing is kept of it.
+        """The timeline of one of the latest requests on this node; no event when nothing is kept of it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

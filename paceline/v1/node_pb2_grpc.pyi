@@ -42,7 +42,7 @@ class PrefillNodeStub:
     Status: _grpc.UnaryUnaryMultiCallable[_node_pb2.StatusRequest, _node_pb2.StatusResponse]
     """Load and identity."""
     Trace: _grpc.UnaryUnaryMultiCallable[_trace_pb2.TraceRequest, _trace_pb2.TraceResponse]
-    """When what happened here to one of the latest requests; no event when nothing is kept of it."""
+    """The timeline of one of the latest requests on this node; no event when nothing is kept of it."""
 
 @_typing.type_check_only
 class PrefillNodeAsyncStub(PrefillNodeStub):
@@ -56,7 +56,7 @@ class PrefillNodeAsyncStub(PrefillNodeStub):
     Status: _aio.UnaryUnaryMultiCallable[_node_pb2.StatusRequest, _node_pb2.StatusResponse]  # type: ignore[assignment]
     """Load and identity."""
     Trace: _aio.UnaryUnaryMultiCallable[_trace_pb2.TraceRequest, _trace_pb2.TraceResponse]  # type: ignore[assignment]
-    """When what happened here to one of the latest requests; no event when nothing is kept of it."""
+    """The timeline of one of the latest requests on this node; no event when nothing is kept of it."""
 
 class PrefillNodeServicer(metaclass=_abc_1.ABCMeta):
     """What the router asks of a prefill node."""
@@ -91,7 +91,7 @@ class PrefillNodeServicer(metaclass=_abc_1.ABCMeta):
         request: _trace_pb2.TraceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trace_pb2.TraceResponse, _abc.Awaitable[_trace_pb2.TraceResponse]]:
-        """When what happened here to one of the latest requests; no event when nothing is kept of it."""
+        """The timeline of one of the latest requests on this node; no event when nothing is kept of it."""
 
 def add_PrefillNodeServicer_to_server(servicer: PrefillNodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
@@ -111,7 +111,7 @@ class DecodeNodeStub:
     Status: _grpc.UnaryUnaryMultiCallable[_node_pb2.StatusRequest, _node_pb2.StatusResponse]
     """Load and identity."""
     Trace: _grpc.UnaryUnaryMultiCallable[_trace_pb2.TraceRequest, _trace_pb2.TraceResponse]
-    """When what happened here to one of the latest requests; no event when nothing is kept of it."""
+    """The timeline of one of the latest requests on this node; no event when nothing is kept of it."""
 
 @_typing.type_check_only
 class DecodeNodeAsyncStub(DecodeNodeStub):
@@ -127,7 +127,7 @@ class DecodeNodeAsyncStub(DecodeNodeStub):
     Status: _aio.UnaryUnaryMultiCallable[_node_pb2.StatusRequest, _node_pb2.StatusResponse]  # type: ignore[assignment]
     """Load and identity."""
     Trace: _aio.UnaryUnaryMultiCallable[_trace_pb2.TraceRequest, _trace_pb2.TraceResponse]  # type: ignore[assignment]
-    """When what happened here to one of the latest requests; no event when nothing is kept of it."""
+    """The timeline of one of the latest requests on this node; no event when nothing is kept of it."""
 
 class DecodeNodeServicer(metaclass=_abc_1.ABCMeta):
     """What the router and prefill nodes ask of a decode node."""
@@ -170,6 +170,6 @@ class DecodeNodeServicer(metaclass=_abc_1.ABCMeta):
         request: _trace_pb2.TraceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trace_pb2.TraceResponse, _abc.Awaitable[_trace_pb2.TraceResponse]]:
-        """When what happened here to one of the latest requests; no event when nothing is kept of it."""
+        """The timeline of one of the latest requests on this node; no event when nothing is kept of it."""
 
 def add_DecodeNodeServicer_to_server(servicer: DecodeNodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -53,7 +53,7 @@ class TraceResponse(_message.Message):
     """Events beyond what a node keeps of one sequence."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___TraceEvent]:
-        """By their start."""
+        """All events, ordered by their start."""
 
     @_builtins.property
     def silent(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -29,12 +29,12 @@ from paceline.spec_decode.heads import shipped
 from paceline.spec_decode.heads.formats.files import HeadFiles, open_head
 from paceline.spec_decode.length.cost import CostTable
 from paceline.speculation import DRAFTERS
-from support.exactness import run
-from support.head_files import at_layer, mtp_config, mtp_module, put
-from support.scripted_nodes import fleet
-from support.tiny_deepseek import write_folder
-from support.tiny_model import primary_of, tiny_request, tiny_runner
-from support.untrained_heads import write_tiny_head
+from tests.support.exactness import run
+from tests.support.head_files import at_layer, mtp_config, mtp_module, put
+from tests.support.scripted_nodes import fleet
+from tests.support.tiny_deepseek import write_folder
+from tests.support.tiny_model import primary_of, tiny_request, tiny_runner
+from tests.support.untrained_heads import write_tiny_head
 
 torch.set_num_threads(1)
 

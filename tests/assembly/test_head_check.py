@@ -22,8 +22,8 @@ from paceline.spec_decode.drafters.feature import FeatureDrafter
 from paceline.spec_decode.heads.mtp import MtpHead
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree
-from support.tiny_model import primary_of, tiny_request, tiny_runner
-from support.untrained_heads import write_tiny_head
+from tests.support.tiny_model import primary_of, tiny_request, tiny_runner
+from tests.support.untrained_heads import write_tiny_head
 
 torch.set_num_threads(1)
 PROMPTS = [list(tiny_request(index=i).prompt_token_ids) for i in range(3)]

@@ -18,9 +18,9 @@ from paceline.config import NodeConfig
 from paceline.engine.model_runner import ModelRunner
 from paceline.spec_decode.base import ExtendItem
 from paceline.spec_decode.length.cost import CostTable, Grid, MeasureGrid
-from support.exactness import run
-from support.tiny_model import tiny_request, tiny_runner
-from support.untrained_heads import write_tiny_head
+from tests.support.exactness import run
+from tests.support.tiny_model import tiny_request, tiny_runner
+from tests.support.untrained_heads import write_tiny_head
 
 torch.set_num_threads(1)
 QUICK = MeasureGrid(repeats=1, limit_s=2.0)

@@ -14,8 +14,9 @@ from paceline.attention.torch_paged import TorchAttention
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.layers.build import set_threads
-from support.needs import needs_kernels
-from support.pool_rows import write_rows
+from tests.support.needs import needs_kernels
+from tests.support.pool_rows import write_rows
+from tests.support.tolerance import Tolerance
 
 pytestmark = needs_kernels
 
@@ -51,7 +52,7 @@ class Case:
 def test_equals_reference(dtype: torch.dtype, geometry: tuple[int, int, int]) -> None:
     case = Case(dtype, geometry, 16)
     got, expected = case.attend(CpuAttention(), 0, LENGTH), case.attend(TorchAttention(), 0, LENGTH)
-    limits = {"rtol": 1.6e-2, "atol": 4e-3} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
+    limits: Tolerance = {"rtol": 1.6e-2, "atol": 4e-3} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(got, expected, **limits)
 
 
@@ -144,8 +145,8 @@ def test_trees_beside_others_and_on_more_threads() -> None:
 
 def test_neighbouring_rows_with_tails_may_have_other_prefixes() -> None:
     case = Case(torch.bfloat16, (9, 3, 64), 16)
-    lengths, tails = [200, 201, 140, 150], [[case.slots[LENGTH + i].item()] for i in range(3)] + [[]]
-    own = [*(tail[0] for tail in tails[:3]), case.slots[149].item()]
+    lengths, tails = [200, 201, 140, 150], [[int(case.slots[LENGTH + i])] for i in range(3)] + [[]]
+    own = [*(tail[0] for tail in tails[:3]), int(case.slots[149])]
     whole = Segment([0] * 4, [200, 201, 140, 149], own, case.slots, lengths, tails)
     singly = [
         Segment([0], [whole.positions[i]], [own[i]], case.slots, [lengths[i]], [tails[i]] if tails[i] else ())

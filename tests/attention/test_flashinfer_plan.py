@@ -11,16 +11,15 @@ import random
 import sys
 from importlib.util import find_spec
 from types import ModuleType
-from typing import cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fakes import flashinfer_wrappers as fake
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.attention.base import ForwardBatch, Segment, StaticShape
+from paceline.attention.base import AttentionPlan, ForwardBatch, Segment, StaticShape
 from paceline.attention.flashinfer import FlashInferAttention, FlashInferPlan, has_kernel
 from paceline.attention.flashinfer_kernels import Geometry, load_flashinfer
 from paceline.attention.mask_bits import pack_masks
@@ -30,17 +29,19 @@ from paceline.attention.select import attention_for
 from paceline.attention.torch_paged import StaticDensePlan
 from paceline.errors import ConfigError
 from paceline.kvcache.layout import LayerKind
-from support.paged_batches import Tables, filled_pool, num_rows, plain_attention, random_batch
+from tests.fakes import flashinfer_wrappers as fake
+from tests.support.paged_batches import Tables, filled_pool, num_rows, plain_attention, random_batch
+from tests.support.tolerance import Tolerance
 
 CPU, PAGES, HEADS, DIM, VALUE = torch.device("cpu"), 300, 4, 64, 128
-BF16 = {"rtol": 1.6e-2, "atol": 1e-2}
+BF16: Tolerance = {"rtol": 1.6e-2, "atol": 1e-2}
 POOLS = {size: filled_pool(LayerKind.GQA, 2, DIM, size, PAGES + 1, torch.bfloat16) for size in (1, 4, 16)}
 LATENT = filled_pool(LayerKind.MLA, 1, VALUE + 64, 4, PAGES + 1, torch.bfloat16)
 SIZES = st.sampled_from(sorted(POOLS))
 
 
 def backend_of() -> FlashInferAttention:
-    return FlashInferAttention(CPU, DIM, cast(ModuleType, fake))
+    return FlashInferAttention(CPU, DIM, fake)
 
 
 def seen_by(batch: PagedBatch, page_size: int) -> list[set[int]]:
@@ -92,8 +93,16 @@ def test_bits_packed_on_the_device(seed: int, page_size: int) -> None:
     batch = paged_batch(random_batch(random.Random(seed), page_size, PAGES, "cdtv"), page_size, masked=True)
     masks = batch.masks
     assert masks is not None
-    names = (masks.prefix_lens, masks.bases, masks.tails, batch.qo_indptr, batch.kv_lens, masks.byte_indptr)
-    found = pack_masks(*(torch.from_numpy(array) for array in names), int(masks.byte_indptr[-1]))
+    given = torch.from_numpy
+    found = pack_masks(
+        given(masks.prefix_lens),
+        given(masks.bases),
+        given(masks.tails),
+        given(batch.qo_indptr),
+        given(batch.kv_lens),
+        given(masks.byte_indptr),
+        int(masks.byte_indptr[-1]),
+    )
     assert np.array_equal(found.numpy(), pack_reference(batch))
 
 
@@ -139,6 +148,7 @@ def test_latent_attention(seed: int, static: bool, kinds: str) -> None:
     tree = any(segment.tails for segment in segments)
     rows = max(len(segment.token_ids) for segment in segments)
     index = torch.arange(num_rows(segments))
+    plan: AttentionPlan
     if static:
         shape = StaticShape(5, rows, tree, 90)
         held = backend.static_plan(shape, LATENT)
@@ -246,8 +256,8 @@ def test_backends_by_device() -> None:
 )
 @pytest.mark.parametrize("method", ["__init__", "plan", "run"])
 def test_flashinfer_takes_what_its_stand_in_takes(name: str, method: str) -> None:
-    def parameters(module: object) -> list[str]:
-        at = module
+    def parameters(module: ModuleType) -> list[str]:
+        at: Any = module
         for part in name.split("."):
             at = getattr(at, part)
         if method == "plan" and name.startswith("BatchDecode") and module is not fake:

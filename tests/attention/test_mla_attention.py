@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from paceline.attention.torch_paged import TorchAttention
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.layers.build import load_kernels, set_threads
-from support.needs import needs_kernels
-from support.pool_rows import write_rows
+from tests.support.needs import needs_kernels
+from tests.support.pool_rows import write_rows
+from tests.support.tolerance import Tolerance
 
 pytestmark = needs_kernels
 
@@ -64,7 +66,7 @@ def test_equals_reference(dtype: torch.dtype, geometry: tuple[int, int, int]) ->
     case = Case(dtype, geometry)
     got, expected = case.attend(CpuAttention(), 0, LENGTH), case.attend(TorchAttention(), 0, LENGTH)
     assert got.shape == (LENGTH, geometry[0], geometry[2])
-    limits = {"rtol": 1.6e-2, "atol": 4e-3} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
+    limits: Tolerance = {"rtol": 1.6e-2, "atol": 4e-3} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(got, expected, **limits)
 
 
@@ -84,7 +86,7 @@ def test_bits_do_not_depend_on_chunks_or_pages(dtype: torch.dtype, geometry: tup
     whole = Case(dtype, geometry).attend(backend, 0, LENGTH)
     for page_size in (16, 64):
         case = Case(dtype, geometry, page_size)
-        assert invariant(lambda start, end, case=case: case.attend(backend, start, end), whole), page_size
+        assert invariant(partial(case.attend, backend), whole), page_size
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -189,7 +191,7 @@ def test_lesser_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     for dtype in DTYPES:
         backend, case = CpuAttention(), Case(dtype)
         whole = case.attend(backend, 0, LENGTH)
-        assert invariant(lambda start, end, case=case, backend=backend: case.attend(backend, start, end), whole)
+        assert invariant(partial(case.attend, backend), whole)
         torch.testing.assert_close(whole, case.attend(TorchAttention(), 0, LENGTH), rtol=1.6e-2, atol=4e-3)
 
 

@@ -14,13 +14,14 @@ from paceline.attention.base import ForwardBatch, Segment, StaticShape
 from paceline.attention.padding import Scratch, pad_segments, real_rows
 from paceline.attention.torch_paged import TorchAttention
 from paceline.kvcache.layout import LayerKind
-from support.paged_batches import filled_pool, num_rows, plain_attention, random_batch
+from tests.support.paged_batches import filled_pool, num_rows, plain_attention, random_batch
+from tests.support.tolerance import Tolerance
 
 PAGE, PAGES, HEADS = 4, 200, 4
 SCRATCH = Scratch(PAGES, PAGE)
 GQA = filled_pool(LayerKind.GQA, 2, 8, PAGE, PAGES + 1, torch.float32)
 MLA = filled_pool(LayerKind.MLA, 1, 12, PAGE, PAGES + 1, torch.float32)
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+CLOSE: Tolerance = {"rtol": 1e-4, "atol": 1e-5}
 
 
 def queries(segments: list[Segment], dim: int) -> torch.Tensor:

@@ -21,8 +21,8 @@ from benchmarks.speculation.sweep import (
 )
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import ConfigError
-from support.benchmarks import SETTINGS
-from support.tiny_model import tiny_request, tiny_runner
+from tests.support.benchmarks import SETTINGS
+from tests.support.tiny_model import tiny_request, tiny_runner
 
 REQUESTS = [tiny_request(index=i, max_tokens=10 + i % 3) for i in range(14)]
 built: list[tuple[str, int, ModelRunner]] = []

@@ -39,7 +39,7 @@ from paceline.assembly.build import assemble
 from paceline.config import NodeConfig
 from paceline.engine.model_runner import RunnerIdentity
 from paceline.errors import ConfigError
-from support.tiny_model import tiny_request, tiny_runner
+from tests.support.tiny_model import tiny_request, tiny_runner
 
 EIGHT = SHAPES["llama-8b"]
 CPU = torch.device("cpu")

@@ -20,8 +20,8 @@ from benchmarks.speculation.stats import ALL, Summary, first_difference, speedup
 from paceline.engine.model_runner import ModelRunner, RoundResult
 from paceline.errors import ConfigError
 from paceline.spec_decode import sequence
-from support.benchmarks import SETTINGS
-from support.tiny_model import tiny_request, tiny_runner
+from tests.support.benchmarks import SETTINGS
+from tests.support.tiny_model import tiny_request, tiny_runner
 
 PROMPTS = [Prompt(str(i), name, (str(i), "and then")) for i, name in enumerate(("qa", "qa", "stem", "coding"))]
 

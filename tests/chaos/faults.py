@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from chaos.sockets import Held, Taken, between, listeners
+from tests.chaos.sockets import Held, Taken, between, listeners
 
 PROCESS_KINDS, LINK_KINDS = ("kill", "pause", "stop"), ("reset", "silence", "cut off")
 PAUSE_S = (0.3, 1.2)  # within a lease of 2 s

@@ -48,7 +48,7 @@ class Request:
     options: dict[str, Any]
 
 
-# Of each kind of request: tokens of the prompt, tokens of the answer, and what is special about it.
+# Each kind of request: tokens of the prompt, tokens of the answer, and what is special about it.
 SAMPLED, GREEDY = {"temperature": 1.0}, {"temperature": 0.0}
 KINDS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "greedy": (20, 500, GREEDY),

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from chaos.faults import Fault
-from chaos.load import Served
 from paceline.results import RequestTrace
+from tests.chaos.faults import Fault
+from tests.chaos.load import Served
 
 ONE_CHUNK = 1  # prefill sends one token; who has had more lives without it
 AFTERMATH_S = 3.0  # attempts on a victim that begin so soon after the fault and fail are its doing

@@ -18,17 +18,17 @@ import grpc.aio
 import pytest
 import torch
 
-from chaos.faults import Fault, Injector, Node, kinds, plan
-from chaos.load import Load, Request, Served, differences, make_requests, serve
-from chaos.report import Hit, alone, had_spare, hits_of, percentile, table
-from chaos.sockets import who_listens
-from multihost.small_model import SPEC, write_model
 from paceline.client import AsyncClient, Client, PacelineError
 from paceline.v1 import node_pb2, node_pb2_grpc
-from support.needs import needs_kernels
-from support.server import Server
-from support.server import serve as serving
-from support.untrained_heads import write_tiny_head
+from tests.chaos.faults import Fault, Injector, Node, kinds, plan
+from tests.chaos.load import Load, Request, Served, differences, make_requests, serve
+from tests.chaos.report import Hit, alone, had_spare, hits_of, percentile, table
+from tests.chaos.sockets import who_listens
+from tests.multihost.small_model import SPEC, write_model
+from tests.support.needs import needs_kernels
+from tests.support.server import Server
+from tests.support.server import serve as serving
+from tests.support.untrained_heads import write_tiny_head
 
 pytestmark = [needs_kernels, pytest.mark.e2e]
 
@@ -43,7 +43,7 @@ WHOLE_TIMEOUT_S = 45.0  # until all nodes are there again, all pages back
 
 @dataclass(frozen=True)
 class Size:
-    """Of a run."""
+    """How long and how large a run is."""
 
     seconds: float
     streams: int

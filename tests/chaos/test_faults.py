@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from chaos.faults import ATTEMPTS, Injector, Node, NothingThere, Planned
+from tests.chaos.faults import ATTEMPTS, Injector, Node, NothingThere, Planned
 
 
 class Scripted(Injector):

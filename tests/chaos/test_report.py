@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from chaos.faults import Fault
-from chaos.report import Hit, had_spare
+from tests.chaos.faults import Fault
+from tests.chaos.report import Hit, had_spare
 
 
 def hit(fault: Fault, since: float, gap_s: float, request_id: str = "one", choice: int = 0) -> Hit:

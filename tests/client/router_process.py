@@ -11,8 +11,8 @@ from cluster.frontdoor.service import serve_grpc
 from cluster.state.journal import open_journal
 from cluster.state.registry_types import NodeRecord
 from paceline.config import ServeConfig
-from support.scripted_nodes import MAX_MODEL_LEN, VOCAB, ByteDetokenizer, ByteTokenizer, FakeRegistry
-from support.two_routers import StallingRouter
+from tests.support.scripted_nodes import MAX_MODEL_LEN, VOCAB, ByteDetokenizer, ByteTokenizer, FakeRegistry
+from tests.support.two_routers import StallingRouter
 
 
 async def main(url: str, chunks: str, *records: str) -> None:

@@ -18,7 +18,7 @@ from cluster.frontdoor.service import SERVICE, GrpcServer, serve_grpc
 from paceline.client import AsyncClient, Client, Overloaded, PacelineError
 from paceline.client.convert import generate_request
 from paceline.errors import NodeUnavailable as RootNodeUnavailable
-from support.scripted_nodes import Fleet, fleet, letters
+from tests.support.scripted_nodes import Fleet, fleet, letters
 
 TEXT = letters(5, 5, 64)
 

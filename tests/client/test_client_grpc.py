@@ -31,7 +31,7 @@ from paceline.client import (
 from paceline.errors import ConfigError
 from paceline.request import derive_seed
 from paceline.v1 import inference_pb2, inference_pb2_grpc
-from support.scripted_nodes import MAX_MODEL_LEN, VOCAB, Fleet, fleet, letters
+from tests.support.scripted_nodes import MAX_MODEL_LEN, VOCAB, Fleet, fleet, letters
 
 TEXT = letters(5, 5, 40)
 

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import grpc
 import pytest
 import redis
-from fakes.redis_servers import Embedded
 
 from cluster.frontdoor.service import serve_grpc
 from paceline.client import (
@@ -33,8 +32,9 @@ from paceline.client.failover import Patience, Routers
 from paceline.client.progress import StreamProgress
 from paceline.request import derive_seed
 from paceline.v1 import inference_pb2
-from support.scripted_nodes import Fleet, fleet, letters
-from support.two_routers import One, Two, scripted, two_routers
+from tests.fakes.redis_servers import Embedded
+from tests.support.scripted_nodes import Fleet, fleet, letters
+from tests.support.two_routers import One, Two, scripted, two_routers
 
 TEXT = letters(5, 5, 64)
 PROCESS = Path(__file__).with_name("router_process.py")
@@ -171,7 +171,7 @@ async def test_a_router_process_is_killed(redis_server: Embedded, upto: int) -> 
             *command,
             *(record.to_json() for record in nodes.registry.nodes()),
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": f"{PROCESS.parents[1]}:{PROCESS.parents[2]}"},
+            env={**os.environ, "PYTHONPATH": str(PROCESS.parents[2])},
         )
         assert process.stdout is not None
         port = int(await asyncio.wait_for(process.stdout.readline(), 60))
@@ -329,9 +329,16 @@ class Failure(grpc.RpcError):
     """A call that failed."""
 
     def __init__(self, code: grpc.StatusCode) -> None:
-        self.code = lambda: code
-        self.details = lambda: "told to"
-        self.trailing_metadata: Callable[[], tuple[tuple[str, str], ...]] = lambda: (("retry-after-ms", "1500"),)
+        self._code = code
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return "told to"
+
+    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:  # type: ignore[override]  # pairs do
+        return (("retry-after-ms", "1500"),)
 
 
 def test_pauses() -> None:

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.redis_servers import Embedded
 
 from cluster.state.journal import Journal
 from cluster.state.registry_types import NodeRecord
 from paceline.client import AsyncClient, Chunk, FinishReason
 from paceline.config import NodeConfig, ServeConfig
-from support.needs import needs_kernels
-from support.node_pair import Pair, pair
-from support.scripted_nodes import ByteTokenizer
-from support.tiny_model import VOCAB, tiny_runner
-from support.two_routers import StallingRouter, two_routers
+from tests.fakes.redis_servers import Embedded
+from tests.support.needs import needs_kernels
+from tests.support.node_pair import Pair, pair
+from tests.support.scripted_nodes import ByteTokenizer
+from tests.support.tiny_model import VOCAB, tiny_runner
+from tests.support.two_routers import StallingRouter, two_routers
 
 PROMPT = [5, 9, 70, 41, 9, 70, 5, 9, 70, 88, 120]
 TOKENS = 10

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.frontdoor.http import create_app
 from cluster.routing.metrics import Metrics
-from support.fake_router import FakeRouter
+from tests.support.fake_router import FakeRouter
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -149,7 +150,7 @@ async def test_pairing_mismatch_is_refused_with_both_fingerprints() -> None:
         ({"speculation": SpeculationParams(tree="static")}, "speculation.tree"),
     ],
 )
-async def test_bad_requests_name_the_field(changes: dict[str, object], field: str) -> None:
+async def test_bad_requests_name_the_field(changes: dict[str, Any], field: str) -> None:
     async with cluster() as nodes:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await nodes.generate(sequence_request(**changes))

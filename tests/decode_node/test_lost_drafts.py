@@ -11,10 +11,11 @@ import pytest
 from paceline.config import NodeConfig
 from paceline.spec_decode.sequence import Sequence
 from prefill_node.engine.sends import Sends
-from support.exactness import run
-from support.node_pair import pair
-from support.tiny_model import tiny_request, tiny_runner
-from support.untrained_heads import write_tiny_head
+from tests.support.exactness import run
+from tests.support.needs import needs_kernels
+from tests.support.node_pair import pair
+from tests.support.tiny_model import tiny_prefill_runner, tiny_request, tiny_runner
+from tests.support.untrained_heads import write_tiny_head
 
 CASES: dict[str, dict[str, Any]] = {
     "eagle3": {"drafter": "eagle3"},
@@ -24,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@needs_kernels
 @pytest.mark.parametrize("case", CASES)
 async def test_the_drafter_catches_up_and_no_text_changes(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -37,11 +39,16 @@ async def test_the_drafter_catches_up_and_no_text_changes(
     prompts = [[3 + (7 * i + p) % 150 for p in range(20 + 9 * i)] for i in range(3)]
     requests = [tiny_request(p, index=i, max_tokens=60, temperature=float(i % 2)) for i, p in enumerate(prompts)]
     plain = run(tiny_runner("bf16", drafter="none"), requests)
-    prefill = tiny_runner("bf16", decodes=False, page_size=16, **options)
+    prefill = tiny_prefill_runner("bf16", page_size=16, **options)
     decode = tiny_runner("bf16", page_size=8, **options)
     ended: list[Sequence] = []
     release = decode.release
-    monkeypatch.setattr(decode, "release", lambda seq: (ended.append(seq), release(seq)))
+
+    def released(seq: Sequence) -> None:
+        ended.append(seq)
+        release(seq)
+
+    monkeypatch.setattr(decode, "release", released)
     starts: dict[int, list[int]] = {}
     recover = decode.recover_draft
 
@@ -70,7 +77,7 @@ async def test_the_drafter_catches_up_and_no_text_changes(
 
 async def test_a_stream_that_ends_first_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sends, "_send_draft", lambda *args, **named: None)
-    prefill = tiny_runner("bf16", decodes=False, drafter="mtp")
+    prefill = tiny_prefill_runner("bf16", drafter="mtp")
     decode = tiny_runner("bf16", drafter="mtp")
     config = NodeConfig(model="tiny", prefill_chunk_tokens=2, drafter="mtp")
     async with pair(config, prefill, decode) as nodes:

@@ -7,8 +7,8 @@ import pytest
 from decode_node.node import DecodeNode
 from paceline.config import NodeConfig
 from paceline.v1 import node_pb2
-from support.node_pair import Answer, Pair, pair
-from support.tiny_model import tiny_request, tiny_runner
+from tests.support.node_pair import Answer, Pair, pair
+from tests.support.tiny_model import tiny_request, tiny_runner
 
 OPTIONS: dict[str, object] = {"drafter": "mtp", "drafters": "ngram,suffix", "num_draft_tokens": 3}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -345,3 +346,12 @@ async def test_a_stopped_node_leaves_no_thread_behind() -> None:
 
     await wait_until(lambda: not left(), 5.0, "the threads to end")
     assert left() == []
+
+
+async def test_a_prefill_node_that_stops_in_order_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with cluster() as nodes:
+        await assert_serves(nodes)
+        await nodes.prefill.stop(0.0)
+        await wait_until(lambda: any("closed the link" in one.message for one in caplog.records), 5.0, "the other end")
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []

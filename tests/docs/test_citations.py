@@ -1,7 +1,8 @@
-"""docs/internals/algorithms.md and the code agree: what is cited has an anchor, and the paths on the page exist.
+"""Pages and code agree: what is cited has an anchor, and the paths that pages name exist.
 
-A citation is the page's name and one label or several (``C and F``, ``F5 to F8``, ``D3-D5``), perhaps over a line's end
-inside a comment; a label alone in parentheses counts as one too. Nobody cites a document that is not in the repository.
+Most citations are of docs/internals/algorithms.md. Such a citation is the page's name and one label or several (``C and
+F``, ``F5 to F8``, ``D3-D5``), perhaps over a line's end inside a comment; a label alone in parentheses counts as one
+too. Nobody cites a document that is not in the repository.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from tests.support import prose
 
 ROOT = Path(__file__).parents[2]
 NAME = "algorithms.md"
@@ -30,9 +33,10 @@ CITATION = re.compile(rf"{re.escape(NAME)}{GAP}(?:sections?{GAP})?({LABEL}(?:{JO
 SHORT = re.compile(rf"\(({NUMBERED}(?:{JOIN}{NUMBERED})*)[),;:]")
 LINK = re.compile(rf"{re.escape(NAME)}#([\w-]+)")
 FOREIGN = re.compile(rf"\bdesign(?:\.md)?(?:,?{GAP}(?:sections?{GAP}|§\s*)?\d|:{GAP}\")")
-PATH = re.compile(
-    r"`((?:paceline|kv_transfer|prefill_node|decode_node|cluster|draft_training|benchmarks|tests)/[^`\s]+)`"
-)
+ANCHOR = re.compile(r"\bdocs/([\w/]+\.md)#([\w-]+)")
+FOLDERS = "paceline|kv_transfer|prefill_node|decode_node|cluster|draft_training|benchmarks|tests|deploy|heads|proto"
+PATH = re.compile(rf"`((?:{FOLDERS})/[^`\s:*]+)(?:::\w+)?`")
+BARE = re.compile(r"`(\w+\.(?:py|cpp|h|proto))`")
 
 
 class Citation(NamedTuple):
@@ -128,10 +132,69 @@ def test_anchors_are_unique() -> None:
     assert not twice
 
 
-def test_paths_on_the_page_exist() -> None:
-    paths = set(PATH.findall(page()))
-    assert paths
-    assert sorted(path for path in paths if not (ROOT / path).exists()) == []
+def no_such_anchor(citing: dict[str, str]) -> list[str]:
+    """Anchors of pages that texts (by path) cite and that are not there."""
+    cited = [(path, match[1], match[2]) for path, text in citing.items() for match in ANCHOR.finditer(text)]
+    return [f"{path}: {name}#{anchor}" for path, name, anchor in cited if anchor not in anchors_of(name)]
+
+
+@cache
+def anchors_of(name: str) -> frozenset[str]:
+    """Those of a page under docs/; none where there is no such page."""
+    file = ROOT / "docs" / name
+    return prose.anchors(file.read_text(encoding="utf-8")) if file.is_file() else frozenset()
+
+
+def test_every_anchor_of_a_page_that_is_cited_is_there() -> None:
+    citing = {path: text for path, text in texts().items() if not path.endswith(".md")}
+    assert sum(1 for text in citing.values() for _ in ANCHOR.finditer(text)) >= 5
+    assert no_such_anchor(citing) == []
+
+
+def test_an_anchor_that_is_not_there_is_noticed() -> None:
+    # put together here, so that this file cites nothing
+    cited = [
+        f"docs/internals/{end}" for end in ("architecture.md#memory", "architecture.md#nowhere", "nowhere.md#memory")
+    ]
+    assert [fault.split(": ")[1] for fault in no_such_anchor({"a.py": " ".join(cited)})] == [
+        end.removeprefix("docs/") for end in cited[1:]
+    ]
+
+
+PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if path.parent.name != "extend"]  # these add files
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_paths_on_a_page_exist(path: Path) -> None:
+    page = path.read_text(encoding="utf-8")
+    assert sorted({name for name in PATH.findall(page) if not (ROOT / name).exists()}) == []
+
+
+def test_files_that_internals_name_without_a_folder_exist() -> None:
+    names = {Path(path).name for path in texts()} | {Path(__file__).name}
+    pages = [*sorted((ROOT / "docs" / "internals").glob("*.md")), ROOT / "docs" / "guides" / "gpu.md"]
+    missing = [(page.name, name) for page in pages for name in BARE.findall(page.read_text()) if name not in names]
+    assert missing == []
+
+
+def unknown_metrics(page: str) -> list[str]:
+    """Metrics that a page names and that docs/metrics.md does not list. A histogram's series count as it."""
+    listed = set(re.findall(r"\| `(paceline_\w+)` \|", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")))
+    named = set(re.findall(r"\bpaceline_[a-z_]+\b", page))
+    return sorted(name for name in named if not {name, re.sub(r"_(bucket|sum|count)$", "", name)} & listed)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_metrics_that_a_page_names_exist(path: Path) -> None:
+    assert unknown_metrics(path.read_text(encoding="utf-8")) == []
+
+
+def test_a_metric_that_nobody_has_is_noticed() -> None:
+    assert unknown_metrics("rate(paceline_nodes[5m]) and paceline_request_seconds_bucket") == []
+    assert unknown_metrics("paceline_nodes_bucket_count or paceline_node") == [
+        "paceline_node",
+        "paceline_nodes_bucket_count",
+    ]
 
 
 def test_nobody_cites_what_is_not_here() -> None:

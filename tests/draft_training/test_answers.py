@@ -28,8 +28,8 @@ from paceline.errors import ConfigError
 from paceline.request import SamplingParams, SequenceRequest
 from paceline.spec_decode.sequence import Sequence as Running
 from paceline.text.tokenizer import Tokenizer
-from support.tiny_chat import CHAT_VOCAB, EOS, TEMPLATE, write_chat_tokenizer
-from support.tiny_model import tiny_runner
+from tests.support.tiny_chat import CHAT_VOCAB, EOS, TEMPLATE, write_chat_tokenizer
+from tests.support.tiny_model import tiny_runner
 
 torch.set_num_threads(1)
 STOPS = (EOS, *range(0, 256, 17))  # a random model ends a text now and then
@@ -45,7 +45,7 @@ Report = Callable[[Made], None]
 
 
 def runner() -> ModelRunner:
-    return tiny_runner("bf16", vocab_size=CHAT_VOCAB, drafter="none", prefix_cache=False)
+    return tiny_runner("bf16", 0, CHAT_VOCAB, drafter="none", prefix_cache=False)
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,9 @@ def test_a_finished_corpus_is_left_alone_and_can_grow(tokenizer: Tokenizer, tmp_
 
 @pytest.mark.parametrize("adds_bos", [False, True])
 @pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE.replace("<s>system", "system", 1)])
-def test_self_made_prompts_are_well_formed(tmp_path: Path, adds_bos: bool, template: str) -> None:
+def test_self_made_prompts_are_well_formed(
+    tmp_path: Path, adds_bos: bool, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The target goes on from the bare template; the prompt is then the template around the user's whole text."""
     tokenizer = Tokenizer.from_folder(write_chat_tokenizer(tmp_path, template, adds_bos))
     engine, begun = runner(), dict[str, tuple[int, ...]]()
@@ -189,7 +191,7 @@ def test_self_made_prompts_are_well_formed(tmp_path: Path, adds_bos: bool, templ
         begun[request.request_id] = request.prompt_token_ids
         return new_sequence(request)
 
-    engine.new_sequence = watched  # type: ignore[method-assign]
+    monkeypatch.setattr(engine, "new_sequence", watched)
     options = AnswerOptions(self_made=24, batch=8, **SETTINGS)
     AnswerMaker(engine, tokenizer, STOPS, options).run([], tmp_path / "out.jsonl", lambda made: None)
     answered, openings = [row for row in rows(tmp_path / "out.jsonl") if row["answer_ids"]], set()

@@ -11,7 +11,7 @@ import torch
 
 from draft_training.batch import Batch, collate
 from draft_training.corpus import Corpus, Sample, load_corpus
-from draft_training.export import write_card, write_head
+from draft_training.export import Seen, write_card, write_head
 from draft_training.features import FeatureMaker, FeatureStore, SampleRows
 from draft_training.heads import TrainableHead
 from draft_training.objective import acceptance_of, labels_of, loss_of
@@ -28,7 +28,7 @@ from paceline.models.llama import LlamaModel
 from paceline.spec_decode.heads.base import DraftHead
 from paceline.spec_decode.heads.detect import load_head, read_head
 from paceline.spec_decode.heads.mtp import MtpHead, load_mtp
-from support.tiny_model import tiny_spec, tiny_weights
+from tests.support.tiny_model import tiny_spec, tiny_weights
 
 torch.set_num_threads(1)
 AUX = (0, 1, 2)
@@ -202,9 +202,24 @@ def test_a_head_learns_resumes_and_is_read_back(kind: str, tmp_path: Path) -> No
     assert (tmp_path / "history.png").read_bytes().startswith(b"\x89PNG")
     shape = source().shape(KINDS[kind].intermediate_size)
     write_head(tmp_path / "head", again.head, source(), shape, tuple(range(199)), AUX)
-    write_card(tmp_path / "head", kind, "tiny", {"samples": 12}, again.progress)
+    write_card(tmp_path / "head", kind, "tiny", Seen({"a.jsonl": 12}, 4), again.progress)
     assert "tokens in 12 steps" in (tmp_path / "head" / "README.md").read_text()
     assert read_head(tmp_path / "head", torch.bfloat16, first_layer=2).kind == {"mtp3": "mtp"}.get(kind, kind)
+
+
+def test_a_corpus_too_small_for_a_step_is_refused(tmp_path: Path) -> None:
+    """Not looked through for ever."""
+    corpus = Corpus(tuple(samples(3)), tuple(samples(2, seed=9)))
+    stores = (FeatureStore(tmp_path / "features", part, "tiny") for part in (corpus.train, corpus.held_out))
+    parts = source().parts(range(199))
+    config = TrainConfig(steps=1, minutes=5, tokens_per_step=10_000)
+    trainer = Trainer(
+        trained("mtp"), parts, [Data(corpus, *stores)], lambda: FeatureMaker(target(), AUX, 64),
+        tmp_path / "run", config, torch.device("cpu"),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="fewer than 10000 tokens to train on") as caught:
+        next(trainer._batches())
+    assert caught.value.key == "tokens_per_step"
 
 
 def test_labels_leave_out_what_is_not_trained_on() -> None:

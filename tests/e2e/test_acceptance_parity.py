@@ -20,13 +20,13 @@ from paceline.engine.model_runner import ModelRunner, RunnerIdentity
 from paceline.models.llama import LlamaModel
 from paceline.request import SamplingParams, SequenceRequest
 from paceline.spec_decode.drafters.draft_model import CATCH_UP_ROWS
-from support.exactness import run
-from support.needs import needs_kernels
-from support.node_pair import pair
-from support.prompts import prompt_requests
-from support.related_heads import MAX_LEN, kindred_target, write_kindred
-from support.round_log import RoundLog, Rounds, differing
-from support.tiny_model import VOCAB
+from tests.support.exactness import run
+from tests.support.needs import needs_kernels
+from tests.support.node_pair import pair
+from tests.support.prompts import prompt_requests
+from tests.support.related_heads import MAX_LEN, kindred_target, write_kindred
+from tests.support.round_log import RoundLog, Rounds, differing
+from tests.support.tiny_model import VOCAB
 
 LENGTHS = (16, 17, 63, 64, 65, 250, 1000, 2000)
 CHUNK = 256
@@ -167,6 +167,7 @@ async def test_rounds_equal_the_one_process_run(
     assert differing(together(case), await handed_over(case, mode, target, heads)) == []
 
 
+@needs_kernels
 async def test_raw_rows(target: LlamaModel, heads: Path, together: Together) -> None:
     """EAGLE-3 alone has rows that differ fused and raw."""
     assert differing(together("eagle3"), await handed_over("eagle3", "raw rows", target, heads)) == []

@@ -7,11 +7,11 @@ import torch
 
 from paceline.config import NodeConfig
 from paceline.kvcache.layout import LayerOwner
-from support.exactness import run
-from support.needs import needs_kernels
-from support.node_pair import pair
-from support.tiny_deepseek import tiny_deepseek_runner, write_mtp_folder
-from support.tiny_model import tiny_request
+from tests.support.exactness import run
+from tests.support.needs import needs_kernels
+from tests.support.node_pair import pair
+from tests.support.tiny_deepseek import tiny_deepseek_runner, write_mtp_folder
+from tests.support.tiny_model import tiny_request
 
 pytestmark = needs_kernels
 

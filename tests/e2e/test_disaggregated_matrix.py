@@ -15,10 +15,10 @@ from paceline.engine.model_runner import ModelRunner
 from paceline.kvcache.layout import LayerOwner
 from paceline.speculation import is_weightless
 from paceline.v1.node_pb2 import HandedOff
-from support.exactness_matrix import CASES, Case, Cell, Matrix, Watch, half_cross, matrix, over_budget, unload
-from support.needs import needs_kernels
-from support.node_pair import pair
-from support.real_weights import Weights
+from tests.support.exactness_matrix import CASES, Case, Cell, Matrix, Watch, half_cross, matrix, over_budget, unload
+from tests.support.needs import needs_kernels
+from tests.support.node_pair import pair
+from tests.support.real_weights import Weights
 
 pytestmark = [needs_kernels, pytest.mark.real_model, pytest.mark.timeout(600)]
 

@@ -10,10 +10,10 @@ import pytest
 
 from paceline.assembly.build import assemble, build_runner
 from paceline.config import NodeConfig
-from support.exactness import run
-from support.needs import needs_kernels
-from support.node_pair import pair
-from support.prompts import one_temperature_each, prompt_requests
+from tests.support.exactness import run
+from tests.support.needs import needs_kernels
+from tests.support.node_pair import pair
+from tests.support.prompts import one_temperature_each, prompt_requests
 
 pytestmark = [needs_kernels, pytest.mark.real_model, pytest.mark.timeout(600)]
 

@@ -16,10 +16,11 @@ from paceline.errors import PairingRefused
 from paceline.kvcache.layout import LayerOwner
 from paceline.request import SequenceRequest, SpeculationParams
 from paceline.spec_decode.sequence import Sequence
-from support.exactness import run
-from support.node_pair import pair
-from support.tiny_model import tiny_request, tiny_runner
-from support.untrained_heads import write_tiny_head
+from tests.support.asked import Asked
+from tests.support.exactness import run
+from tests.support.node_pair import pair
+from tests.support.tiny_model import tiny_prefill_runner, tiny_request, tiny_runner
+from tests.support.untrained_heads import write_tiny_head
 
 HIDDEN = 64  # of the tiny target
 CASES: dict[str, dict[str, object]] = {
@@ -57,13 +58,13 @@ def node_config(**options: object) -> NodeConfig:
 
 
 def runners(options: dict[str, object]) -> tuple[ModelRunner, ModelRunner]:
-    """Of a prefill and of a decode node; unequal pages."""
-    prefill = tiny_runner("bf16", decodes=False, page_size=16, **options)
+    """Those of a prefill and of a decode node; unequal pages."""
+    prefill = tiny_prefill_runner("bf16", page_size=16, **options)
     return prefill, tiny_runner("bf16", page_size=8, **options)
 
 
 def requests() -> list[SequenceRequest]:
-    extras: list[dict[str, object]] = [
+    extras: list[Asked] = [
         {},
         {"temperature": 1.0},
         {"temperature": 0.8, "top_p": 0.9, "frequency_penalty": 0.4},
@@ -172,7 +173,7 @@ async def test_draft_prefill_is_cut_and_rounds_go_on_between(heads: Path) -> Non
 )
 async def test_modes_must_agree(prefill: dict[str, object], decode: dict[str, object], heads: Path) -> None:
     base = options_of("eagle3", heads, "draft_kv")
-    sender = tiny_runner("bf16", decodes=False, **(base | prefill))
+    sender = tiny_prefill_runner("bf16", **(base | prefill))
     async with pair(node_config(**base), sender, tiny_runner("bf16", **(base | decode))) as nodes:
         with pytest.raises(PairingRefused, match=r"handoff_mode|hidden_size"):
             await nodes.prefill_node.connect(nodes.decode_address)

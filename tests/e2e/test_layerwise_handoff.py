@@ -18,12 +18,13 @@ from paceline.request import SequenceRequest
 from paceline.results import TraceEvent
 from paceline.v1 import trace_pb2
 from paceline.wire import trace_from_proto
-from support.exactness import run
-from support.needs import NO_KERNELS
-from support.node_pair import Pair, pair
-from support.tiny_deepseek import tiny_deepseek_runner, write_mtp_folder
-from support.tiny_model import tiny_request, tiny_runner
-from support.untrained_heads import write_tiny_head
+from tests.support.asked import Asked
+from tests.support.exactness import run
+from tests.support.needs import NO_KERNELS
+from tests.support.node_pair import Pair, pair
+from tests.support.tiny_deepseek import tiny_deepseek_runner, write_mtp_folder
+from tests.support.tiny_model import tiny_prefill_runner, tiny_request, tiny_runner
+from tests.support.untrained_heads import write_tiny_head
 
 CASES: dict[str, dict[str, object]] = {
     "eagle3": {"drafter": "eagle3", "num_draft_tokens": 4},
@@ -63,11 +64,11 @@ def options_of(case: str, heads: Path) -> dict[str, object]:
 def make_runner(case: str, options: dict[str, object], page_size: int, decodes: bool) -> ModelRunner:
     if case == "deepseek":
         return tiny_deepseek_runner("bf16", page_size=page_size, **options)
-    return tiny_runner("bf16", page_size=page_size, decodes=decodes, **options)
+    return (tiny_runner if decodes else tiny_prefill_runner)("bf16", page_size=page_size, **options)
 
 
 def requests() -> list[SequenceRequest]:
-    extras: list[dict[str, object]] = [
+    extras: list[Asked] = [
         {},
         {"temperature": 1.0},
         {"max_tokens": 1},

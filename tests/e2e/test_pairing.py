@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import grpc
 import pytest
 import torch
@@ -9,26 +12,27 @@ import torch
 from decode_node.node import DecodeNode
 from kv_transfer.layout.rows import RowSource, RowTarget
 from paceline.config import NodeConfig
+from paceline.engine.model_runner import ModelRunner
 from paceline.errors import PairingRefused
 from paceline.v1 import node_pb2
 from prefill_node.node import PrefillNode
-from support.node_pair import pair
-from support.tiny_model import tiny_request, tiny_runner
+from tests.support.node_pair import pair
+from tests.support.tiny_model import tiny_request, tiny_runner
 
-MISMATCHES: dict[str, tuple[dict[str, object], dict[str, object], str]] = {
-    "drafter": ({"drafter": "ngram"}, {"drafter": "none"}, "drafter"),
-    "modules": ({"drafter": "mtp"}, {"drafter": "mtp", "mtp_modules": 3}, "layout"),
-    "dtype": ({"dtype": "bf16"}, {"dtype": "fp32"}, "dtype"),
-    "weights": ({"seed": 1}, {"seed": 2}, "weights"),
-    "checksum": ({"handoff_checksum": True}, {}, "checksum"),
+Make = Callable[[], ModelRunner]
+MISMATCHES: dict[str, tuple[Make, Make, str]] = {
+    "drafter": (partial(tiny_runner, drafter="ngram"), partial(tiny_runner, drafter="none"), "drafter"),
+    "modules": (partial(tiny_runner, drafter="mtp"), partial(tiny_runner, drafter="mtp", mtp_modules=3), "layout"),
+    "dtype": (partial(tiny_runner, "bf16"), partial(tiny_runner, "fp32"), "dtype"),
+    "weights": (partial(tiny_runner, "fp32", 1), partial(tiny_runner, "fp32", 2), "weights"),
+    "checksum": (partial(tiny_runner, handoff_checksum=True), tiny_runner, "checksum"),
 }
 
 
 @pytest.mark.parametrize("what", MISMATCHES)
 async def test_mismatch_is_refused(what: str) -> None:
     mine, theirs, field = MISMATCHES[what]
-    prefill, decode = tiny_runner(**mine), tiny_runner(**theirs)  # type: ignore[arg-type]
-    async with pair(NodeConfig(model="tiny"), prefill, decode) as nodes:
+    async with pair(NodeConfig(model="tiny"), mine(), theirs()) as nodes:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await nodes.prefill_stub.Connect(node_pb2.ConnectRequest(decode_address=nodes.decode_address))
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import pytest
-from fakes.redis_servers import Embedded
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.contract.generation import GenerationRequest
@@ -25,9 +24,10 @@ from paceline.engine.model_runner import ModelRunner
 from paceline.request import SamplingParams, SequenceRequest, derive_seed
 from paceline.results import Choice
 from prefill_node.node import PrefillNode
-from support.exactness import run
-from support.scripted_nodes import ByteDetokenizer, ByteTokenizer
-from support.tiny_model import VOCAB, tiny_runner
+from tests.fakes.redis_servers import Embedded
+from tests.support.exactness import run
+from tests.support.scripted_nodes import ByteDetokenizer, ByteTokenizer
+from tests.support.tiny_model import VOCAB, tiny_prefill_runner, tiny_runner
 
 OPTIONS: dict[str, object] = {"drafter": "mtp", "num_draft_tokens": 2, "page_size": 4}
 TTL_S = 2.0
@@ -110,8 +110,9 @@ def plain_answer(prompt: Tokens) -> Tokens:
 @pytest.fixture
 def tiny_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     def make(role: str, node_id: str, config: NodeConfig) -> host.Node:
-        kind = PrefillNode if role == "prefill" else DecodeNode
-        return kind(config, node_id, tiny_runner(decodes=role == "decode", **OPTIONS))
+        if role == "prefill":
+            return PrefillNode(config, node_id, tiny_prefill_runner(**OPTIONS))
+        return DecodeNode(config, node_id, tiny_runner(**OPTIONS))
 
     monkeypatch.setattr(host, "make_node", make)
 

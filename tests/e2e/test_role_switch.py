@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from multihost.small_model import write_model
 from paceline.client import AsyncClient
-from support.needs import needs_kernels
-from support.server import Server, paceline, serve
+from tests.multihost.small_model import write_model
+from tests.support.needs import needs_kernels
+from tests.support.server import Server, paceline, serve
 
 pytestmark = [needs_kernels, pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -26,8 +26,8 @@ async def texts(client: AsyncClient, started: asyncio.Event) -> list[tuple[int, 
     async def one(number: int) -> tuple[int, ...]:
         got: list[int] = []
         prompt = tuple(range(40 + number, 100 + number))
-        params = {"max_tokens": TOKENS, "temperature": 1.0, "seed": number, "ignore_eos": True}
-        async with client.stream(prompt, **params) as chunks:
+        stream = client.stream(prompt, max_tokens=TOKENS, temperature=1.0, seed=number, ignore_eos=True)
+        async with stream as chunks:
             async for chunk in chunks:
                 assert chunk.first_index == len(got)
                 got += chunk.token_ids

@@ -20,10 +20,10 @@ from paceline.client import AsyncClient, Client, InvalidRequest, Overloaded, Pac
 from paceline.config import NodeConfig
 from paceline.layers.weight_file import huge_pages_need_own_memory
 from paceline.v1 import node_pb2, node_pb2_grpc
-from support.exactness import run
-from support.needs import needs_kernels
-from support.prompts import QUESTIONS, prompt_requests
-from support.server import Server, paceline, serve
+from tests.support.exactness import run
+from tests.support.needs import needs_kernels
+from tests.support.prompts import QUESTIONS, prompt_requests
+from tests.support.server import Server, paceline, serve
 
 pytestmark = [pytest.mark.e2e, pytest.mark.real_model, pytest.mark.timeout(400)]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from paceline.client import Client
-from support.prompts import QUESTIONS
-from support.server import serve
+from tests.support.prompts import QUESTIONS
+from tests.support.server import serve
 
 pytestmark = [pytest.mark.e2e, pytest.mark.real_model, pytest.mark.timeout(300)]
 

@@ -16,10 +16,10 @@ from paceline.results import RequestTrace, TraceEvent
 from paceline.trace_file import chrome_trace
 from paceline.v1 import trace_pb2
 from paceline.wire import trace_from_proto
-from support.scripted_nodes import ByteTokenizer, FakeRegistry
-from support.timeline import check_timeline
 from tests.fakes.nodes import Cluster, cluster, node_config, sequence_request, wait_until
 from tests.fakes.runner import FakeRunner
+from tests.support.scripted_nodes import ByteTokenizer, FakeRegistry
+from tests.support.timeline import check_timeline
 
 
 async def read(call: Any) -> None:
@@ -97,6 +97,7 @@ async def test_a_normal_request() -> None:
             assert crossed["target_kv"] == outcome.handed_off.bytes.target_kv
         exposed = next(event for event in tracks["prefill"] if event.name == "exposed transfer")
         assert exposed.end_s is not None
+        assert outcome.handed_off is not None
         assert abs(exposed.end_s - exposed.start_s - outcome.handed_off.exposed_s) < 1e-5
         assert exposed.attributes["transfer_s"] == outcome.handed_off.transfer_s > 0.0
 

@@ -14,7 +14,8 @@ from paceline.engine.host_round import HostJudge
 from paceline.engine.model_runner import ModelRunner
 from paceline.engine.rounds import accepted_rows
 from paceline.request import SequenceRequest
-from support.tiny_model import tiny_request, tiny_runner
+from tests.support.asked import Asked
+from tests.support.tiny_model import tiny_request, tiny_runner
 
 torch.set_num_threads(1)
 
@@ -28,7 +29,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 
 
 def requests() -> list[SequenceRequest]:
-    extras: list[dict[str, object]] = [
+    extras: list[Asked] = [
         {},
         {"temperature": 1.0},
         {"temperature": 0.7, "top_p": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.3},

@@ -17,10 +17,11 @@ from paceline.request import SequenceRequest
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree, build_tree
-from support.exactness import Outcome, run
-from support.needs import needs_kernels
-from support.tiny_deepseek import tiny_deepseek_runner, write_mtp_folder
-from support.tiny_model import VOCAB, tiny_request
+from tests.support.asked import Sampling
+from tests.support.exactness import Outcome, run
+from tests.support.needs import needs_kernels
+from tests.support.tiny_deepseek import tiny_deepseek_runner, write_mtp_folder
+from tests.support.tiny_model import VOCAB, tiny_request
 
 pytestmark = needs_kernels
 
@@ -46,7 +47,7 @@ VARIANTS: dict[str, tuple[dict[str, object], dict[str, int]]] = {
 
 
 def requests() -> list[SequenceRequest]:
-    extras: list[dict[str, object]] = [
+    extras: list[Sampling] = [
         {},
         {"temperature": 1.0},
         {"temperature": 0.7, "top_p": 0.8, "presence_penalty": 0.5},

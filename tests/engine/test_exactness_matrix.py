@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from support.adversaries import KINDS, Adversary
-from support.exactness_matrix import (
+from tests.support.adversaries import KINDS, Adversary
+from tests.support.exactness_matrix import (
     CASES,
     Case,
     Cell,
@@ -26,8 +26,8 @@ from support.exactness_matrix import (
     over_budget,
     unload,
 )
-from support.needs import needs_kernels
-from support.real_weights import Weights
+from tests.support.needs import needs_kernels
+from tests.support.real_weights import Weights
 
 pytestmark = [needs_kernels, pytest.mark.real_model, pytest.mark.timeout(600)]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from support.exactness import run
-from support.needs import needs_kernels
-from support.real_engines import VARIANTS, Engines
+from tests.support.exactness import run
+from tests.support.needs import needs_kernels
+from tests.support.real_engines import VARIANTS, Engines
 
 pytestmark = [needs_kernels, pytest.mark.real_model, pytest.mark.timeout(900)]
 

@@ -19,10 +19,11 @@ from paceline.request import SequenceRequest
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree, build_tree
-from support.exactness import Outcome, run
-from support.needs import needs_kernels
-from support.tiny_model import VOCAB, tiny_request, tiny_runner
-from support.untrained_heads import write_tiny_head
+from tests.support.asked import Asked
+from tests.support.exactness import Outcome, run
+from tests.support.needs import needs_kernels
+from tests.support.tiny_model import VOCAB, tiny_request, tiny_runner
+from tests.support.untrained_heads import write_tiny_head
 
 DTYPES = ["bf16", "fp32"]
 VARIANTS: dict[str, tuple[dict[str, object], dict[str, int]]] = {
@@ -65,7 +66,7 @@ HEADS = ("eagle", "eagle3", "medusa", "draft_model")
 
 def requests() -> list[SequenceRequest]:
     """Greedy, sampled, penalised, truncated, biased; short and long prompts."""
-    extras: list[dict[str, object]] = [
+    extras: list[Asked] = [
         {},
         {"temperature": 1.0},
         {"temperature": 0.7, "top_p": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.3},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 import pytest
@@ -18,17 +18,31 @@ from paceline.engine.colocated import ColocatedEngine
 from paceline.engine.model_runner import ModelRunner, PrefillChunk
 from paceline.models import moe
 from paceline.request import SequenceRequest
+from paceline.sampling.device import draft_topk
 from paceline.spec_decode.drafters import candidates, feature
 from paceline.spec_decode.drafters.feature import FeatureDrafter
 from paceline.spec_decode.sequence import Sequence
-from support.exactness import run
-from support.host_reads import host_reads, marked
-from support.recording import HostWaits, RecordedCapture, plain_torch
-from support.tiny_deepseek import tiny_deepseek_runner, write_mtp_folder
-from support.tiny_model import primary_of, tiny_request, tiny_runner
-from support.untrained_heads import write_tiny_head
+from tests.support.asked import Sampling
+from tests.support.exactness import run
+from tests.support.host_reads import host_reads, marked
+from tests.support.recording import HostWaits, RecordedCapture, plain_torch
+from tests.support.tiny_deepseek import tiny_deepseek_runner, write_mtp_folder
+from tests.support.tiny_model import primary_of, tiny_prefill_runner, tiny_request, tiny_runner
+from tests.support.untrained_heads import write_tiny_head
 
-SMALL = {"attention": "torch", "max_running": 4, "max_model_len": 96, "kv_cache_tokens": 1024, "num_draft_tokens": 3}
+SMALL: dict[str, object] = {
+    "attention": "torch",
+    "max_running": 4,
+    "max_model_len": 96,
+    "kv_cache_tokens": 1024,
+    "num_draft_tokens": 3,
+}
+
+
+class Make(Protocol):
+    """Makes a tiny model's runner."""
+
+    def __call__(self, dtype: str, /, **options: object) -> ModelRunner: ...
 
 
 @pytest.fixture(autouse=True)
@@ -37,15 +51,12 @@ def as_on_a_gpu() -> Iterator[None]:
         yield
 
 
-def requests(count: int = 5, **params: object) -> list[SequenceRequest]:
+def requests(count: int = 5) -> list[SequenceRequest]:
     """Some greedy, some sampled; lengths differ, so that batches shrink."""
-    return [
-        tiny_request(index=i, max_tokens=9 + 3 * i, **({"temperature": 0.9 * (i % 2)} | params)) for i in range(count)
-    ]
+    return [tiny_request(index=i, max_tokens=9 + 3 * i, temperature=0.9 * (i % 2)) for i in range(count)]
 
 
-def with_graphs(capture: RecordedCapture, deepseek: bool = False, **options: object) -> ModelRunner:
-    make = tiny_deepseek_runner if deepseek else tiny_runner
+def with_graphs(capture: RecordedCapture, make: Make = tiny_runner, /, **options: object) -> ModelRunner:
     with (
         mock.patch("paceline.assembly.build.wants_graphs", return_value=True),
         mock.patch.object(graph_build, "CudaCapture", return_value=capture),
@@ -53,8 +64,8 @@ def with_graphs(capture: RecordedCapture, deepseek: bool = False, **options: obj
         return make("fp32", **(SMALL | options))
 
 
-def without(deepseek: bool = False, **options: object) -> ModelRunner:
-    return (tiny_deepseek_runner if deepseek else tiny_runner)("fp32", **(SMALL | options))
+def without(make: Make = tiny_runner, /, **options: object) -> ModelRunner:
+    return make("fp32", **(SMALL | options))
 
 
 def drafter_of(runner: ModelRunner) -> FeatureDrafter:
@@ -106,9 +117,10 @@ def test_deepseek_with_its_own_module(tmp_path: Path) -> None:
     """MLA, experts and a reused MTP module."""
     capture = RecordedCapture()
     folder = write_mtp_folder(tmp_path / "heads", 1, torch.float32)
-    options = {"deepseek": True, "drafter": "mtp", "drafter_path": str(folder)}
+    options: dict[str, object] = {"drafter": "mtp", "drafter_path": str(folder)}
     with mock.patch.object(moe, "SeparateExperts", moe.GroupedExperts):
-        graphed, plain = with_graphs(capture, **options), without(**options)
+        graphed = with_graphs(capture, tiny_deepseek_runner, **options)
+        plain = without(tiny_deepseek_runner, **options)
     found, expected = run(graphed, requests(3), batch=3), run(plain, requests(3), batch=3)
     assert [o.token_ids for o in found] == [o.token_ids for o in expected]
     assert capture.replays > 10
@@ -116,7 +128,7 @@ def test_deepseek_with_its_own_module(tmp_path: Path) -> None:
 
 def test_experts_that_count_their_rows_cannot_be_captured() -> None:
     with pytest.raises(HostWaits):
-        with_graphs(RecordedCapture(), deepseek=True, drafter="none")
+        with_graphs(RecordedCapture(), tiny_deepseek_runner, drafter="none")
 
 
 def test_padding_touches_no_live_slot(tmp_path: Path) -> None:
@@ -155,7 +167,7 @@ def test_no_graphs_on_the_cpu_or_on_a_prefill_node() -> None:
     assert plain.graphs is None
     assert plain.kv.num_pages == plain.allocator.num_pages
     with mock.patch("paceline.assembly.build.wants_graphs", return_value=True):
-        assert tiny_runner("fp32", decodes=False, drafter="none", **SMALL).graphs is None
+        assert tiny_prefill_runner("fp32", drafter="none", **SMALL).graphs is None
 
 
 def test_outputs_are_the_callers() -> None:
@@ -185,7 +197,7 @@ ON_DEVICE: dict[str, dict[str, object]] = {
 
 def sampled_requests() -> list[SequenceRequest]:
     """All that a request may ask of a round without its tokens; they end in different rounds, by length and by stop."""
-    extras: list[dict[str, object]] = [
+    extras: list[Sampling] = [
         {},
         {"temperature": 1.0},
         {"temperature": 0.7, "top_p": 0.8, "logit_bias": {5: 4.0, 9: -100.0}},
@@ -252,7 +264,7 @@ def test_a_chain_round_reads_the_device_once(depth: int, tmp_path: Path) -> None
         for seq in seqs:
             for tensor in (seq.draft.proposal_ids, seq.draft.proposal_probs, seq.draft.hidden):
                 marked(tensor)
-        with host_reads() as reads, mock.patch.object(candidates, "perturbed_topk", candidates.draft_topk):
+        with host_reads() as reads, mock.patch.object(candidates, "perturbed_topk", draft_topk):
             results = decode(seqs)  # with the drafter's candidates chosen as on a GPU
         counts.append(reads.count)
         return results

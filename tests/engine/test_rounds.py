@@ -16,7 +16,8 @@ from paceline.request import SequenceRequest
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree, build_tree
-from support.tiny_model import VOCAB, tiny_request, tiny_runner
+from tests.support.needs import needs_kernels
+from tests.support.tiny_model import VOCAB, tiny_request, tiny_runner
 
 torch.set_num_threads(1)
 
@@ -70,6 +71,7 @@ def target_rows(runner: ModelRunner, seq: Sequence) -> torch.Tensor:
     return runner.kv.gather(runner.kv.layout.layer_range(LayerOwner.TARGET), seq.table.slots[: seq.num_computed])
 
 
+@needs_kernels
 @pytest.mark.parametrize("on_device", [False, True])
 def test_rows_off_the_spine_are_kept(on_device: bool) -> None:
     """Rows of the pool are those of plain decoding, bit by bit."""
@@ -85,6 +87,7 @@ def test_rows_off_the_spine_are_kept(on_device: bool) -> None:
         assert torch.equal(target_rows(runner, seq), target_rows(plain, other))
 
 
+@needs_kernels
 @pytest.mark.parametrize("on_device", [False, True])
 def test_the_drafter_is_told_of_every_tree(on_device: bool) -> None:
     """The target's best token at each node, before the round is committed; then the hidden rows of the path alone."""

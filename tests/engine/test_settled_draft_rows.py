@@ -11,8 +11,8 @@ from paceline.engine.model_runner import ModelRunner, PrefillChunk
 from paceline.kvcache.layout import LayerOwner
 from paceline.request import SequenceRequest
 from paceline.spec_decode.sequence import Sequence
-from support.tiny_model import tiny_request, tiny_runner
-from support.untrained_heads import write_tiny_head
+from tests.support.tiny_model import tiny_request, tiny_runner
+from tests.support.untrained_heads import write_tiny_head
 
 CASES: dict[str, tuple[dict[str, object], int]] = {  # options; rows of a chunk that settle with the next one
     "eagle3": ({"drafter": "eagle3"}, 0),

@@ -14,6 +14,12 @@ import torch
 Buffer = torch.Tensor | None
 
 
+def _planned(buffer: Buffer) -> torch.Tensor:
+    """What ``plan`` has filled."""
+    assert buffer is not None
+    return buffer
+
+
 def _expect(tensor: torch.Tensor, size: int | None = None) -> None:
     assert tensor.dtype is torch.int32
     assert tensor.dim() == 1
@@ -53,10 +59,10 @@ class _Paged:
 
     def _columns(self, request: int) -> torch.Tensor:
         """Slots of the request's columns."""
-        first, end = int(self._indptr[request]), int(self._indptr[request + 1])
-        pages = self._indices[first:end].long()
+        first, end = (int(at) for at in _planned(self._indptr)[request : request + 2])
+        pages = _planned(self._indices)[first:end].long()
         slots = (pages[:, None] * self.page_size + torch.arange(self.page_size)).flatten()
-        return slots[: (end - first - 1) * self.page_size + int(self._last[request])]
+        return slots[: (end - first - 1) * self.page_size + int(_planned(self._last)[request])]
 
 
 def _attend(
@@ -138,10 +144,12 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
     def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor) -> torch.Tensor:
         keys, values = (paged_kv_cache[:, i].flatten(0, 1) for i in (0, 1))
         assert (q.shape[1], keys.shape[1], q.shape[2]) == self._heads
-        assert q.shape[0] == int(self._qo_indptr[-1])
+        rows_at = _planned(self._qo_indptr)
+        assert q.shape[0] == int(rows_at[-1])
+        assert self._scale is not None
         parts = []
-        for request in range(len(self._qo_indptr) - 1):
-            rows = slice(int(self._qo_indptr[request]), int(self._qo_indptr[request + 1]))
+        for request in range(len(rows_at) - 1):
+            rows = slice(int(rows_at[request]), int(rows_at[request + 1]))
             slots = self._columns(request)
             seen = self._seen(request, rows.stop - rows.start, len(slots))
             parts.append(_attend(q[rows], keys[slots], values[slots], seen, self._scale))
@@ -151,7 +159,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
         if self._custom_mask_buf is None:
             assert self._causal_rows
             return _causal(rows, columns)
-        first = int(self._mask_indptr_buf[request])
+        first = int(_planned(self._mask_indptr_buf)[request])
         at = torch.arange(rows * columns)
         bits = self._custom_mask_buf[first + at // 8].int() >> (at % 8).int() & 1
         return bits.view(rows, columns) > 0
@@ -194,9 +202,10 @@ class BatchDecodeWithPagedKVCacheWrapper(_Paged):
 
     def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor) -> torch.Tensor:
         keys, values = (paged_kv_cache[:, i].flatten(0, 1) for i in (0, 1))
-        assert q.shape[0] == len(self._last)
+        assert q.shape[0] == len(_planned(self._last))
+        assert self._scale is not None
         parts = []
-        for request in range(len(self._last)):
+        for request in range(q.shape[0]):
             slots = self._columns(request)
             seen = torch.ones(1, len(slots), dtype=torch.bool)
             parts.append(_attend(q[request : request + 1], keys[slots], values[slots], seen, self._scale))
@@ -261,7 +270,7 @@ class BatchMLAPagedAttentionWrapper:
 
     def run(self, *, query: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
         rows_at, pages_at, indices, lengths = (
-            self._kept[n] for n in ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
+            _planned(self._kept[n]) for n in ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
         )
         latents = kv_cache.flatten(0, 1)
         parts = []

@@ -131,7 +131,10 @@ class Cluster:
         await wait_until(lambda: all(node.shell.status().held == 0 for node in nodes), timeout_s, "pages to return")
 
         def idle() -> bool:  # what a node tells of its load is of its last step, or of the end of its last request
-            return all(load.free_pages == load.total_pages and not load.running for load in map(_load, nodes))
+            return all(
+                load.free_pages == load.total_pages and not load.running
+                for load in (_load(self.prefill), _load(self.decode))
+            )
 
         await wait_until(idle, timeout_s, "every page to be told free")
         assert self.prefill_runner.problems() == self.decode_runner.problems() == []

@@ -133,7 +133,7 @@ class FakeRunner:
             assert budget > 0
             accepted = min(self._drafts, ACCEPTED[seq.stats.rounds % len(ACCEPTED)], budget - 1)
             start = seq.num_computed
-            tokens = []
+            tokens: list[int] = []
             while len(tokens) < accepted + 1 and seq.finish_reason is None:
                 tokens.append(self._commit(seq))
             seq.num_computed = len(seq.token_ids) - 1

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from fuzz.deployment import Deployment
+from tests.fuzz.deployment import Deployment
 
 FULL = int(os.environ.get("PACELINE_FUZZ_SURFACE", "0"))
 SEED = int(os.environ.get("PACELINE_FUZZ_SEED", "0"))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fuzz.deployment import Deployment, deployment
+from tests.fuzz.deployment import Deployment, deployment
 
 
 @pytest.fixture(scope="session")

@@ -18,13 +18,13 @@ import grpc
 import httpx
 
 from cluster.state.embedded_redis import EmbeddedRedis
-from multihost.small_model import write_model
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc
-from support.tiny_chat import CHAT_VOCAB
-from support.tiny_model import tiny_spec
+from tests.multihost.small_model import write_model
+from tests.support.tiny_chat import CHAT_VOCAB
+from tests.support.tiny_model import tiny_spec
 
 SCRIPT = Path(__file__).with_name("process.py")
-TESTS = SCRIPT.parents[1]
+ROOT = SCRIPT.parents[2]
 START_S = 120.0
 STOP_S = 30.0
 FAULT_LINES = 25  # that are shown after one in a log
@@ -135,7 +135,7 @@ def deployment() -> Iterator[Deployment]:
 
 
 def _start(role: str, folder: str, url: str, log: Path) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with log.open("w") as errors:
         return subprocess.Popen(
             [sys.executable, str(SCRIPT), role, folder, url],

@@ -11,8 +11,8 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from fuzz.proto_mutations import WIRE, extreme
 from paceline.v1 import common_pb2, inference_pb2, trace_pb2
+from tests.fuzz.proto_mutations import WIRE, extreme
 
 INFERENCE = "/paceline.v1.Inference"
 MOST_SENT = 3 << 20  # bytes; more than 4 MiB is gRPC's own to refuse

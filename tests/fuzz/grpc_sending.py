@@ -8,9 +8,9 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
-from fuzz.campaign import ANSWER_S, Wrongly
-from fuzz.grpc_calls import Rpc, Wrong
 from paceline.rpc.wire_errors import FIELD_KEY, RETRY_AFTER_KEY
+from tests.fuzz.campaign import ANSWER_S, Wrongly
+from tests.fuzz.grpc_calls import Rpc, Wrong
 
 CHANNEL = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20)]
 REFUSALS = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED}

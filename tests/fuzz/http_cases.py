@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fuzz.proto_mutations import BAD_UTF8, delete, flip, insert, noise, truncate
-from fuzz.schema_values import allowed, inlined, wrong
+from tests.fuzz.proto_mutations import BAD_UTF8, delete, flip, insert, noise, truncate
+from tests.fuzz.schema_values import allowed, inlined, wrong
 
 GENERATIONS = {"/v1/completions": "CompletionRequest", "/v1/chat/completions": "ChatRequest"}
 PATHS = (*GENERATIONS, "/v1/models", "/v1/models/tiny", "/health", "/metrics", "/openapi.json")

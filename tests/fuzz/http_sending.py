@@ -9,9 +9,9 @@ from typing import Any
 from jsonschema import Draft202012Validator, validators  # type: ignore[import-untyped]
 from jsonschema.exceptions import best_match  # type: ignore[import-untyped]
 
-from fuzz.campaign import ANSWER_S, Wrongly
-from fuzz.http_cases import GENERATIONS, HttpCase
-from fuzz.http_socket import Reply, exchange
+from tests.fuzz.campaign import ANSWER_S, Wrongly
+from tests.fuzz.http_cases import GENERATIONS, HttpCase
+from tests.fuzz.http_socket import Reply, exchange
 
 # JSON Schema takes 2.0 for an integer; clients that write it mean a number.
 _CHECKER = Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)

@@ -7,8 +7,8 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from fuzz.grpc_calls import Rpc
 from paceline.v1 import common_pb2, handoff_pb2, node_pb2, trace_pb2
+from tests.fuzz.grpc_calls import Rpc
 
 PREFILL, DECODE = "/paceline.v1.PrefillNode", "/paceline.v1.DecodeNode"
 PREFILL_RPCS = (

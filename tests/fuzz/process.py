@@ -18,8 +18,9 @@ from cluster.routing.router import Router
 from cluster.state.journal import open_journal
 from cluster.state.registry import NodeDirectory
 from paceline.config import ServeConfig
+from paceline.speculation import TreeKind
 from paceline.text.tokenizer import Tokenizer
-from support.tiny_chat import CHAT_VOCAB
+from tests.support.tiny_chat import CHAT_VOCAB
 
 CONTEXT = 96  # tokens of prompt and output: bounds the work of every message that happens to be valid
 GRACE_S = 2.0
@@ -28,13 +29,13 @@ LEASE_TTL_S = 20.0  # this machine may be busy: no node is to be given up for be
 
 
 def options(folder: str) -> ServeConfig:
-    """Of router and nodes alike."""
+    """Options of router and nodes alike."""
     return ServeConfig(
         model=folder,
         drafter="ngram",
         drafters="none,suffix",
         num_draft_tokens=3,
-        tree="dynamic",
+        tree=TreeKind.DYNAMIC,
         page_size=8,
         max_model_len=CONTEXT,
         kv_cache_tokens=16384,

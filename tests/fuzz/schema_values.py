@@ -72,7 +72,7 @@ def allowed(rng: random.Random, schema: Schema) -> Any:
 
 
 def _branches(schema: Schema) -> list[Schema]:
-    """Of a union, whose branches exclude each other where the schema says ``oneOf``."""
+    """The branches of a union, which exclude each other where the schema says ``oneOf``."""
     found: list[Schema] = schema.get("anyOf") or schema.get("oneOf") or []
     return found
 

@@ -11,11 +11,11 @@ import grpc.aio
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from fuzz.campaign import ANSWER_S, FULL, SEED, campaign, reached, seeded
-from fuzz.deployment import Deployment
-from fuzz.grpc_calls import RPCS, wrong
-from fuzz.grpc_sending import CHANNEL, Sender
-from fuzz.proto_mutations import noise
+from tests.fuzz.campaign import ANSWER_S, FULL, SEED, campaign, reached, seeded
+from tests.fuzz.deployment import Deployment
+from tests.fuzz.grpc_calls import RPCS, wrong
+from tests.fuzz.grpc_sending import CHANNEL, Sender
+from tests.fuzz.proto_mutations import noise
 
 MESSAGES = FULL or 700
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import httpx
 
-from fuzz.campaign import FULL, campaign, reached, seeded
-from fuzz.deployment import Deployment
-from fuzz.http_cases import Cases
-from fuzz.http_sending import HttpSender
+from tests.fuzz.campaign import FULL, campaign, reached, seeded
+from tests.fuzz.deployment import Deployment
+from tests.fuzz.http_cases import Cases
+from tests.fuzz.http_sending import HttpSender
 
 REQUESTS = FULL or 700
 

@@ -8,11 +8,11 @@ import grpc
 import grpc.aio
 import pytest
 
-from fuzz.campaign import FULL, campaign, reached, seeded
-from fuzz.deployment import Deployment
-from fuzz.grpc_calls import Rpc, wrong
-from fuzz.grpc_sending import CHANNEL, Sender
-from fuzz.node_calls import DECODE_RPCS, PREFILL_RPCS, NodeMessages
+from tests.fuzz.campaign import FULL, campaign, reached, seeded
+from tests.fuzz.deployment import Deployment
+from tests.fuzz.grpc_calls import Rpc, wrong
+from tests.fuzz.grpc_sending import CHANNEL, Sender
+from tests.fuzz.node_calls import DECODE_RPCS, PREFILL_RPCS, NodeMessages
 
 MESSAGES = FULL // 10 or 60
 # A peer that is not there, a pairing that does not fit, a hand-off that nobody waits for.

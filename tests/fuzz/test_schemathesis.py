@@ -12,10 +12,10 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from fuzz.campaign import FULL, SEED, campaign
-from fuzz.deployment import Deployment
-from fuzz.http_cases import GENERATIONS, HttpCase, bounded, request
-from fuzz.http_sending import HttpSender
+from tests.fuzz.campaign import FULL, SEED, campaign
+from tests.fuzz.deployment import Deployment
+from tests.fuzz.http_cases import GENERATIONS, HttpCase, bounded, request
+from tests.fuzz.http_sending import HttpSender
 
 CASES = FULL // 10
 _ALL = settings(deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))

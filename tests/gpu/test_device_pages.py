@@ -8,7 +8,7 @@ import torch
 from paceline.kvcache.device_pages import DevicePages
 from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.pool import KvPool
-from support.device_pages import DTYPES, LAYERS, check_compaction, check_gather_and_scatter, random_pool
+from tests.support.device_pages import DTYPES, LAYERS, check_compaction, check_gather_and_scatter, random_pool
 
 pytestmark = [
     pytest.mark.gpu,

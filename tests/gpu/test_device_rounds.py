@@ -16,8 +16,8 @@ from paceline.kvcache.table import PageTable
 from paceline.request import SequenceRequest
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree, build_tree
-from support.device_pages import assert_same, random_pool
-from support.device_sampling import random_params
+from tests.support.device_pages import assert_same, random_pool
+from tests.support.device_sampling import random_params
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,7 +7,7 @@ import torch
 
 from paceline.sampling import device_torch
 from paceline.sampling.device import draft_topk, sample_rows_device
-from support.device_sampling import (
+from tests.support.device_sampling import (
     check_broken_rows,
     check_cuts,
     check_masses_at_their_limit,

@@ -7,7 +7,7 @@ import torch
 
 from paceline.spec_decode.accept.device_trees import upload_trees
 from paceline.spec_decode.accept.device_walk import walk_device, walk_torch
-from support.device_walk import check_walks, likely_samples, random_tree
+from tests.support.device_walk import check_walks, likely_samples, random_tree
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +21,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "triton":
         pytest.importorskip("triton")
     else:
-        monkeypatch.setattr("support.device_walk.walk_device", walk_torch)
+        monkeypatch.setattr("tests.support.device_walk.walk_device", walk_torch)
 
 
 def test_walks_of_random_trees() -> None:

@@ -19,7 +19,7 @@ from kv_transfer.transports.loopback import loopback_pair
 from paceline.engine.colocated import Completed
 from paceline.request import SamplingParams, SequenceRequest
 from paceline.spec_decode.heads.shipped import shipped_heads
-from support.device_runner import (
+from tests.support.device_runner import (
     DEVICES,
     NARROW,
     SMOLLM2_VARIABLE,
@@ -32,8 +32,8 @@ from support.device_runner import (
     with_heads,
     write_heads,
 )
-from support.tiny_model import tiny_request
-from support.two_engines import Decode, Prefill
+from tests.support.tiny_model import tiny_request
+from tests.support.two_engines import Decode, Prefill
 
 DRAFTERS: dict[str, dict[str, object]] = {
     "ngram": {"drafter": "ngram"},

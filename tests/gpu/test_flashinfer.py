@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,8 @@ from paceline.attention.torch_paged import TorchAttention
 from paceline.kvcache.layout import LayerKind
 from paceline.kvcache.pool import KvPool
 from paceline.layers.graph_capture import CudaCapture
-from support.paged_batches import Tables, filled_pool, num_rows, random_batch
+from tests.support.paged_batches import Tables, filled_pool, num_rows, random_batch
+from tests.support.tolerance import Tolerance
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,7 +26,7 @@ pytestmark = [
 ]
 PAGES = 400
 HEADS = [(9, 3, 64), (32, 8, 128), (4, 4, 64), (14, 2, 64), (8, 1, 256)]  # query heads, KV heads, width
-CLOSE: dict[torch.dtype, dict[str, Any]] = {
+CLOSE: dict[torch.dtype, Tolerance] = {
     torch.bfloat16: {"rtol": 2e-2, "atol": 1e-2},
     torch.float16: {"rtol": 5e-3, "atol": 2e-3},
 }

@@ -22,9 +22,9 @@ from paceline.models.deepseek_v3 import DeepseekV3Model
 from paceline.models.llama import LlamaModel
 from paceline.models.loader import WeightBag
 from paceline.spec_decode.drafters.feature import FeatureDrafter
-from support.tiny_deepseek import target_tensors, tiny_deepseek_spec, write_mtp_folder
-from support.tiny_model import primary_of, tiny_request, tiny_spec, tiny_weights
-from support.untrained_heads import write_tiny_head
+from tests.support.tiny_deepseek import target_tensors, tiny_deepseek_spec, write_mtp_folder
+from tests.support.tiny_model import primary_of, tiny_request, tiny_spec, tiny_weights
+from tests.support.untrained_heads import write_tiny_head
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,7 +51,7 @@ def runner_of(dtype: str = "fp32", deepseek: bool = False, device: str = "cuda",
 
 
 def spec_of(dtype: str) -> Any:
-    """Of the tiny Llama."""
+    """The tiny Llama."""
     return replace(tiny_spec(), head_dim=64) if dtype == "bf16" else tiny_spec()
 
 

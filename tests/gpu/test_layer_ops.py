@@ -12,7 +12,7 @@ from paceline.layers.graph_capture import CudaCapture
 from paceline.triton_support import has_triton
 
 if has_triton():
-    from support import layer_ops
+    from tests.support import layer_ops
 
 pytestmark = [
     pytest.mark.gpu,

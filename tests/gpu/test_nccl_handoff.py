@@ -21,10 +21,10 @@ from paceline.errors import HandoffFailed
 from paceline.layers.build import load_kernels
 from paceline.request import SequenceRequest
 from paceline.v1.handoff_pb2 import HandoffMessage
-from support.device_runner import GPU, NARROW, answers, device_runner, mixed_requests, texts, write_heads
-from support.needs import NO_KERNELS
-from support.prefill_peer import HOST, JOIN_S, NCCL_ENVIRONMENT, PrefillPeer
-from support.two_engines import WAIT_S, Decode
+from tests.support.device_runner import GPU, NARROW, answers, device_runner, mixed_requests, texts, write_heads
+from tests.support.needs import NO_KERNELS
+from tests.support.prefill_peer import HOST, JOIN_S, NCCL_ENVIRONMENT, PrefillPeer
+from tests.support.two_engines import WAIT_S, Decode
 
 pytestmark = pytest.mark.timeout(400)
 PATHS = [  # data path, device

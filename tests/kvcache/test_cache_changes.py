@@ -10,7 +10,7 @@ from paceline.kvcache.changes import CacheChanges, ChangeLog
 from paceline.kvcache.prefix import PrefixCache
 
 PAGE = 2
-STEP = st.one_of(
+STEP: st.SearchStrategy[tuple[str, list[int]]] = st.one_of(
     st.tuples(st.just("stored"), st.lists(st.integers(0, 9), max_size=4)),
     st.tuples(st.just("removed"), st.lists(st.integers(0, 9), max_size=4)),
     st.tuples(st.just("cleared"), st.just([])),

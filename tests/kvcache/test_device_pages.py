@@ -8,8 +8,8 @@ import torch
 from paceline.kvcache.device_pages import DevicePages, make_device_pages
 from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.pool import KvPool
-from support.device_pages import DTYPES, LAYERS, check_compaction, check_gather_and_scatter, random_pool
-from support.interpreter import INTERPRETED, run_again_interpreted
+from tests.support.device_pages import DTYPES, LAYERS, check_compaction, check_gather_and_scatter, random_pool
+from tests.support.interpreter import INTERPRETED, run_again_interpreted
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import torch
 
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
-from support.pool_rows import write_rows
+from tests.support.pool_rows import write_rows
 
 torch.set_num_threads(1)
 

@@ -7,7 +7,7 @@ import torch
 
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
-from support.pool_rows import write_rows
+from tests.support.pool_rows import write_rows
 
 LATENT = 576
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +21,8 @@ from paceline.layers.ops import (
     silu_mul_reference,
 )
 from paceline.layers.rotary import rope_table
-from support.needs import needs_kernels
+from tests.support.needs import needs_kernels
+from tests.support.tolerance import Tolerance
 
 DTYPES = [torch.bfloat16, torch.float32]
 SHAPES = [(960, 576), (576, 1536), (40, 24), (33, 100)]
@@ -27,7 +31,7 @@ ROWS = [1, 2, 3, 5, 6, 7, 8, 13, 16, 17, 31, 32, 33, 47, 48, 64, 65, 100, 128]
 pytestmark = needs_kernels
 
 
-def tolerance(dtype: torch.dtype) -> dict[str, float]:
+def tolerance(dtype: torch.dtype) -> Tolerance:
     return {"rtol": 1.6e-2, "atol": 1e-2} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
 
 
@@ -44,7 +48,7 @@ def test_linear_equals_reference(dtype: torch.dtype, out_features: int, in_featu
         torch.testing.assert_close(exact, expected, rtol=1e-4, atol=1e-4)
 
 
-def invariant(function, x: torch.Tensor) -> bool:
+def invariant(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> bool:
     whole = function(x)
     by_rows = all(torch.equal(function(x[:m].contiguous()), whole[:m]) for m in ROWS)
     shifted = torch.equal(function(x[3:50].contiguous()), whole[3:50])
@@ -65,7 +69,7 @@ def test_the_invariance_check_catches_torch() -> None:
         for out_features, in_features in [(960, 576), (576, 1536), (3072, 576)]:
             weight = (torch.randn(out_features, in_features) * 0.05).to(dtype)
             x = torch.randn(128, in_features).to(dtype)
-            caught.append(not invariant(lambda r, w=weight: F.linear(r, w), x))
+            caught.append(not invariant(partial(F.linear, weight=weight), x))
     assert any(caught)
 
 
@@ -99,8 +103,8 @@ def test_row_wise_operations(dtype: torch.dtype, width: int) -> None:
 def test_rope_write(dtype: torch.dtype) -> None:
     rows, heads, kv_heads, dim, page_size = 19, 6, 2, 32, 8
     fused = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
-    parts = fused.split((heads * dim, kv_heads * dim, kv_heads * dim), dim=-1)
-    q, k, v = (p.unflatten(-1, (-1, dim)) for p in parts)
+    parts = torch.split_with_sizes(fused, (heads * dim, kv_heads * dim, kv_heads * dim), dim=-1)
+    q, k, v = (p.view(rows, -1, dim) for p in parts)
     table, positions = rope_table(dim, 10000.0, 64), torch.randint(0, 64, (rows,))
     slots = torch.randperm(5 * page_size)[:rows]
     pages, expected_pages = (torch.zeros(5, 2, page_size, kv_heads, dim, dtype=dtype) for _ in range(2))

@@ -10,7 +10,8 @@ from paceline.layers.ops import latent_write, latent_write_reference
 from paceline.layers.per_head_linear import HeadsLinear, heads_linear_reference
 from paceline.layers.rotary import rope_table
 from paceline.layers.routing import RoutingRule, route, route_reference
-from support.needs import needs_kernels
+from tests.support.needs import needs_kernels
+from tests.support.tolerance import Tolerance
 
 pytestmark = needs_kernels
 
@@ -40,7 +41,7 @@ def test_heads_linear(dtype: torch.dtype, heads: int, out_features: int, in_feat
 
     whole = run(wide[..., :in_features])
     expected = heads_linear_reference(wide[..., :in_features].float(), weight.float())
-    limits = {"rtol": 1.6e-2, "atol": 1e-2} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    limits: Tolerance = {"rtol": 1.6e-2, "atol": 1e-2} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(whole.float(), expected, **limits)
     for rows in ROWS:
         assert torch.equal(run(wide[3 : 3 + rows, :, :in_features]), whole[3 : 3 + rows]), rows
@@ -73,7 +74,7 @@ def test_latent_write(dtype: torch.dtype, rank: int, rope_dim: int) -> None:
         write(query, latent, norm, 1e-6, table, positions, slots, pages, out)
         results.append((pages, out))
     (pages, out), (expected_pages, expected_out) = results
-    limits = {"rtol": 1.6e-2, "atol": 1e-2} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    limits: Tolerance = {"rtol": 1.6e-2, "atol": 1e-2} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(pages, expected_pages, **limits)
     torch.testing.assert_close(out, expected_out, **limits)
     assert bool((pages.view(-1, rank + rope_dim)[slots] != 0).any(dim=1).all())

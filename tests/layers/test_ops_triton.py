@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 
 from paceline.attention.base import Segment
 from paceline.layers import ops
+from paceline.layers.build import load_kernels
 from paceline.triton_support import has_triton
-from support.interpreter import INTERPRETED, run_again_interpreted
-from support.recording import plain_torch
-from support.tiny_deepseek import tiny_deepseek_runner
-from support.tiny_model import tiny_runner
+from tests.support.interpreter import INTERPRETED, run_again_interpreted
+from tests.support.recording import plain_torch
+from tests.support.tiny_deepseek import tiny_deepseek_runner
+from tests.support.tiny_model import tiny_runner
 
 if has_triton():
-    from support import layer_ops
+    from paceline.layers import ops_triton
+    from tests.support import layer_ops
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -56,13 +58,13 @@ def test_norm(rows: int, heads: int, width: int, dtype: torch.dtype, gap: int) -
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_norm_whose_sum_is_exact_is_bit_for_bit_torchs(dtype: torch.dtype) -> None:
-    """Of small whole numbers no order of adding up their squares rounds: rounding is everywhere where torch rounds."""
+    """No order of adding up the squares of small whole numbers rounds: rounding is everywhere where torch rounds."""
     for width in (64, 100, 576, 4096):
         x, residual = (torch.randint(-7, 8, (5, width)).to(dtype) for _ in range(2))
         weight = torch.randn(width).to(dtype)
-        assert torch.equal(layer_ops.ops_triton.rms_norm(x, weight, 1e-5), ops.rms_norm_reference(x, weight, 1e-5))
+        assert torch.equal(ops_triton.rms_norm(x, weight, 1e-5), ops.rms_norm_reference(x, weight, 1e-5))
         kept = residual.clone()
-        found = layer_ops.ops_triton.add_rms_norm(x, residual, weight, 1e-5)
+        found = ops_triton.add_rms_norm(x, residual, weight, 1e-5)
         assert torch.equal(found, ops.add_rms_norm_reference(x, kept, weight, 1e-5))
 
 
@@ -72,7 +74,7 @@ def test_rows_that_are_not_finite_stay_so_and_alone(dtype: torch.dtype) -> None:
     x, weight = torch.randn(4, 40).to(dtype), torch.randn(40).to(dtype)
     x[1, 3], x[2, 5] = float("nan"), float("inf")
     with np.errstate(invalid="ignore"):  # in the interpreter
-        found = layer_ops.ops_triton.rms_norm(x, weight, 1e-5)
+        found = ops_triton.rms_norm(x, weight, 1e-5)
     expected = ops.rms_norm_reference(x, weight, 1e-5)
     assert torch.equal(found.isnan(), expected.isnan())
     layer_ops.assert_close(found, expected, 2)
@@ -82,7 +84,7 @@ def test_rows_that_are_not_finite_stay_so_and_alone(dtype: torch.dtype) -> None:
 @interpreted
 def test_a_norm_of_another_dtypes_weight() -> None:
     x, weight = torch.randn(3, 48).to(torch.bfloat16), torch.randn(48)
-    layer_ops.assert_close(layer_ops.ops_triton.rms_norm(x, weight, 1e-5), ops.rms_norm_reference(x, weight, 1e-5), 2)
+    layer_ops.assert_close(ops_triton.rms_norm(x, weight, 1e-5), ops.rms_norm_reference(x, weight, 1e-5), 2)
 
 
 @interpreted
@@ -136,7 +138,7 @@ LLAMA = {"add_rms_norm": 5, "rope_write": 2, "silu_mul": 2}  # of two layers, an
 def test_a_models_step_runs_on_them(deepseek: bool) -> None:
     """The same hidden rows and the same pages as by torch's operations."""
 
-    kernels, torch_alone = layer_ops.ops_triton, mock.patch.object(ops, "runs_triton", return_value=False)
+    kernels, torch_alone = ops_triton, mock.patch.object(ops, "runs_triton", return_value=False)
     options: dict[str, object] = {"attention": "torch", "kv_cache_tokens": 256, "max_model_len": 64}
     with plain_torch(), torch_alone:
         runner = (tiny_deepseek_runner if deepseek else tiny_runner)("fp32", drafter="none", **options)
@@ -171,6 +173,6 @@ def test_the_cpu_keeps_to_its_own_kernels() -> None:
     with mock.patch.object(ops, "runs_triton", return_value=False) as asked:
         ops.rms_norm(x.to(torch.float16), weight.to(torch.float16), 1e-5)
     assert asked.called
-    if ops.load_kernels() is not None:
+    if load_kernels() is not None:
         with mock.patch.object(ops, "runs_triton", side_effect=AssertionError):
             ops.rms_norm(x, weight, 1e-5)

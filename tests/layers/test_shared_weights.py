@@ -14,6 +14,7 @@ from paceline.layers import shared_weights as module
 from paceline.layers.linear import Linear
 from paceline.layers.shared_weights import kept, shared_weights
 from paceline.layers.weight_file import WeightFile, huge_pages_need_own_memory
+from tests.support.needs import needs_kernels
 
 SHAPE = (300, 256)  # of bf16: above SMALLEST
 
@@ -72,6 +73,7 @@ def test_nobody_can_write_to_it_and_it_outlives_the_file(file: WeightFile) -> No
     assert torch.equal(tensor, weight(1))
 
 
+@needs_kernels
 def test_a_linear_gives_the_same_bits(file: WeightFile) -> None:
     rows = torch.randn(3, SHAPE[1]).to(torch.bfloat16)
     with shared_weights(file.path):

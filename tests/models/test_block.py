@@ -18,7 +18,7 @@ from paceline.layers.linear import Linear
 from paceline.layers.rotary import rope_table
 from paceline.models.base import ForwardContext
 from paceline.models.block import Block, BlockWeights
-from support.needs import needs_kernels
+from tests.support.needs import needs_kernels
 
 pytestmark = needs_kernels
 
@@ -29,7 +29,7 @@ TREE = [-1, 0, 0, 1, 1, 2, 5]
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a block; ``width``: of the rows that attention reads."""
+    """Geometry of a block; ``width``: of the rows that attention reads."""
 
     num_heads: int
     num_kv_heads: int
@@ -140,7 +140,7 @@ def test_rows_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = case.run(at_once=True, whole=False, attention=CpuAttention())
     calls = case.block._calls
     assert calls is not None
-    write, others = calls.write, []
+    write, others = calls.write, list[torch.Tensor]()
 
     def after_others(*arguments: int) -> None:
         others.extend(torch.full(case.normed.shape, 7.0, dtype=torch.bfloat16) for _ in range(8))

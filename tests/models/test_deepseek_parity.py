@@ -19,7 +19,7 @@ from paceline.models.base import ForwardContext, TargetModel
 from paceline.models.loader import WeightBag
 from paceline.models.registry import load_target
 from paceline.spec_decode.heads.mtp import MtpModule
-from support.needs import needs_kernels
+from tests.support.needs import needs_kernels
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # transformers' own

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from paceline.models.moe import GroupedExperts, SeparateExperts
-from support.recording import plain_torch
+from tests.support.recording import plain_torch
+from tests.support.tolerance import Tolerance
 
 EXPERTS, HIDDEN, WIDE = 6, 32, 48
 
@@ -25,5 +26,5 @@ def test_equal_to_separate_experts(dtype: torch.dtype, rows: int) -> None:
     expert_ids = torch.stack([torch.randperm(EXPERTS - 1, generator=generator)[:3] for _ in range(rows)])  # one is idle
     with plain_torch():
         separate, grouped = (kind(tensors.__getitem__, "mlp", EXPERTS) for kind in (SeparateExperts, GroupedExperts))
-    close = {"rtol": 1e-4, "atol": 1e-4} if dtype is torch.float32 else {"rtol": 3e-2, "atol": 3e-2}
+    close: Tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype is torch.float32 else {"rtol": 3e-2, "atol": 3e-2}
     torch.testing.assert_close(grouped(x, expert_ids), separate(x, expert_ids), **close)

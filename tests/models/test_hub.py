@@ -289,7 +289,7 @@ class TestResolve:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:
         import huggingface_hub
-        from huggingface_hub.utils import filter_repo_objects
+        from huggingface_hub.utils._paths import filter_repo_objects
 
         offered = ["model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja", "pytorch_model.bin"]
         offered += ["consolidated.safetensors", "original/params.json", "README.md", "model.gguf"]

@@ -17,7 +17,7 @@ from paceline.models.deepseek_v3 import DeepseekV3Model, softmax_scale
 from paceline.models.moe import MoeMlp
 from paceline.models.registry import holds_mtp, load_target
 from paceline.text.tokenizer import Tokenizer
-from support.tiny_deepseek import FOLDER_VOCAB, tiny_deepseek_spec, write_folder
+from tests.support.tiny_deepseek import FOLDER_VOCAB, tiny_deepseek_spec, write_folder
 
 CPU = torch.device("cpu")
 

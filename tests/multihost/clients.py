@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from multihost.hosts import Host, wait_until
+from tests.multihost.hosts import Host, wait_until
 
 CLIENT = Path(__file__).with_name("client_process.py")
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from multihost.deployment import Deployment, ray_up, serve
-from multihost.hosts import Lan, missing
-from multihost.small_model import write_model
 from paceline.layers.build import cache_folder
+from tests.multihost.deployment import Deployment, ray_up, serve
+from tests.multihost.hosts import Lan, missing
+from tests.multihost.small_model import write_model
 
 OPTIONS = {"dtype": "bf16", "drafter": "ngram", "kv_cache_tokens": 32768, "threads_per_node": 1, "lease_ttl_s": 2.0}
 PASSED_ON = ("PYTHONPATH", "PACELINE_KERNELS")

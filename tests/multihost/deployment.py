@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import yaml
 
-from multihost.clients import Streams, Watch
-from multihost.hosts import Host, wait_until
+from tests.multihost.clients import Streams, Watch
+from tests.multihost.hosts import Host, wait_until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RAY_UP_TIMEOUT_S = 150.0

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from paceline.models.config import ModelSpec
 from paceline.models.llama_shapes import model_shapes
-from support.tiny_chat import CHAT_VOCAB, write_chat_tokenizer
-from support.tiny_model import tiny_spec, tiny_weights
+from tests.support.tiny_chat import CHAT_VOCAB, write_chat_tokenizer
+from tests.support.tiny_model import tiny_spec, tiny_weights
 
 SPEC: ModelSpec = replace(tiny_spec(CHAT_VOCAB, num_layers=8), max_position_embeddings=4096)
 KV_BYTES_PER_TOKEN = SPEC.num_layers * 2 * SPEC.num_kv_heads * SPEC.head_dim * 2  # algorithms.md H4, bf16

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from multihost.clients import Stream, Streams
-from multihost.deployment import Deployment
-from multihost.hosts import Host, Lan
-from multihost.small_model import KV_BYTES_PER_TOKEN, SPEC
 from paceline.assembly.build import build_runner
 from paceline.config import NodeConfig
 from paceline.engine.colocated import ColocatedEngine
 from paceline.request import SamplingParams, SequenceRequest
+from tests.multihost.clients import Stream, Streams
+from tests.multihost.deployment import Deployment
+from tests.multihost.hosts import Host, Lan
+from tests.multihost.small_model import KV_BYTES_PER_TOKEN, SPEC
 
 pytestmark = [pytest.mark.multihost, pytest.mark.timeout(420)]
 

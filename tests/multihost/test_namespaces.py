@@ -9,14 +9,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from multihost.hosts import Lan, missing, wait_until
+from tests.multihost.hosts import Lan, missing, wait_until
 
 pytestmark = [pytest.mark.multihost, pytest.mark.timeout(60)]
 
 MAKER = """
 import os, signal, sys
 from pathlib import Path
-from multihost.hosts import Lan
+from tests.multihost.hosts import Lan
 lan = Lan(Path(sys.argv[1]))
 host = lan.add("one", "10.77.0.1")
 print(*lan.pids(), flush=True)

@@ -14,8 +14,8 @@ import kv_transfer.handoff.outbox
 from kv_transfer.handoff.staging import NUM_BUFFERS
 from kv_transfer.layout.rows import RowSource
 from paceline.v1 import handoff_pb2
-from support.feeder_wire import TOKEN_BYTES, Wire, open_wire
 from tests.fakes.wait import wait_for
+from tests.support.feeder_wire import TOKEN_BYTES, Wire, open_wire
 
 
 @pytest.fixture

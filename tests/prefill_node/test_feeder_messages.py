@@ -13,8 +13,8 @@ from kv_transfer.handoff.block import TARGET_KV
 from kv_transfer.handoff.staging import NUM_BUFFERS
 from kv_transfer.layout.rows import RowSource
 from paceline.v1 import handoff_pb2
-from support.feeder_wire import TOKEN_BYTES, Wire, open_wire
 from tests.fakes.wait import wait_for
+from tests.support.feeder_wire import TOKEN_BYTES, Wire, open_wire
 
 SLOTS = torch.tensor([9, 2, 30, 31, 4, 17, 0], dtype=torch.int32)
 

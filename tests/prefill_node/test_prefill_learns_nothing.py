@@ -8,8 +8,8 @@ import torch
 from paceline.config import NodeConfig
 from paceline.engine.model_runner import ModelRunner
 from paceline.spec_decode.sequence import Sequence
-from support.node_pair import pair
-from support.tiny_model import tiny_request, tiny_runner
+from tests.support.node_pair import pair
+from tests.support.tiny_model import tiny_request, tiny_runner
 
 torch.set_num_threads(1)
 

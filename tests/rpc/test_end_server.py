@@ -36,7 +36,10 @@ class Node:
         await asyncio.sleep(self.status_delay_s)
 
     def register(self, server: grpc.aio.Server) -> None:
-        handler = grpc.unary_stream_rpc_method_handler(self.answer, Empty.FromString)  # type: ignore[arg-type]
+        handler: grpc.RpcMethodHandler[Empty, bytes] = grpc.unary_stream_rpc_method_handler(
+            self.answer,
+            Empty.FromString,
+        )
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Node", {"Answer": handler})])
 
 
@@ -46,7 +49,8 @@ async def asking(node: Node) -> AsyncIterator[tuple[grpc.aio.Server, Any]]:
     server, address = await start_server(node.register, "127.0.0.1", 8)
     try:
         async with grpc.aio.insecure_channel(address) as channel:
-            call = channel.unary_stream(METHOD)(b"")
+            ask: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(METHOD)
+            call = ask(b"")
             assert await call.read() == b"\0"
             yield server, call
     finally:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from support.goodness_of_fit import Counts, Floats, chi_square_tail
-from support.goodness_of_fit import chi_square as p_value
+from tests.support.goodness_of_fit import Counts, Floats, chi_square_tail
+from tests.support.goodness_of_fit import chi_square as p_value
 
 torch.set_num_threads(1)
 

@@ -11,7 +11,7 @@ from paceline.request import SamplingParams
 from paceline.sampling.device import draft_topk, race_topk, sample_rows_device, upload_keys
 from paceline.sampling.packing import EDIT_WORDS, pack_rows
 from paceline.sampling.sampler import RowContext
-from support.device_sampling import (
+from tests.support.device_sampling import (
     check_broken_rows,
     check_cuts,
     check_masses_at_their_limit,
@@ -21,7 +21,7 @@ from support.device_sampling import (
     check_topk,
     quiet,
 )
-from support.interpreter import INTERPRETED, run_again_interpreted
+from tests.support.interpreter import INTERPRETED, run_again_interpreted
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

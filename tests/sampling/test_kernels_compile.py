@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support import compile_kernels
-from support.needs import needs_triton
+from tests.support import compile_kernels
+from tests.support.needs import needs_triton
 
 
 @needs_triton

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
-from grpc._cython import cygrpc
+from grpc._cython import cygrpc  # type: ignore[attr-defined]  # compiled, and not in the stubs
 
 from paceline.rpc.calls import make_server
 

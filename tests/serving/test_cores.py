@@ -10,12 +10,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from fakes.wait import wait_for
 
 from paceline.layers import build
 from paceline.serving import cores
 from paceline.serving.cores import CoreShare
 from paceline.serving.loop import EngineLoop
+from tests.fakes.wait import wait_for
 
 CORES = 5
 
@@ -64,15 +64,6 @@ def test_what_works_alone_has_all_cores_and_two_have_equal_parts(
     share.close()
     share.close()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_node_that_does_not_borrow_keeps_its_threads_and_counts_for_the_others(tmp_path: Path) -> None:
-    build.set_threads(3)
-    share = CoreShare("test", 0, tmp_path, borrows=False)
-    share.busy = True
-    assert build.current_threads() == 3
-    assert share._map[0] == 1
-    share.close()
 
 
 def test_a_successor_clears_what_a_killed_node_left(tmp_path: Path) -> None:

@@ -7,13 +7,17 @@ import threading
 import time
 
 import pytest
-from fakes.wait import wait_for
 
 from paceline.serving.loop import EngineLoop, every
+from tests.fakes.wait import wait_for
 
 
 def idle() -> bool:
     return False
+
+
+def broken_work() -> None:
+    raise ZeroDivisionError("division by zero")
 
 
 async def test_call_runs_on_the_engine_thread_and_returns() -> None:
@@ -22,7 +26,7 @@ async def test_call_runs_on_the_engine_thread_and_returns() -> None:
     try:
         assert await loop.call(lambda: threading.current_thread().name) == "engine-test"
         with pytest.raises(KeyError):
-            await loop.call(lambda: {}["missing"])
+            await loop.call(lambda: dict[str, int]()["missing"])
     finally:
         assert loop.stop(5.0)
     assert not loop.alive()
@@ -63,7 +67,7 @@ async def test_errors_end_neither_the_thread_nor_other_work(caplog: pytest.LogCa
 
     loop = EngineLoop("engine-test", step)
     loop.start()
-    loop.post(lambda: 1 / 0)
+    loop.post(broken_work)
     assert await loop.call(lambda: 7) == 7
     assert loop.alive()
     assert loop.stop(5.0)

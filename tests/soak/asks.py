@@ -25,7 +25,7 @@ CHARACTERS = "etaoin shrdlu,.ETAOIN\n0123"
 SHARED_PREFIX = "You ride in a paceline. " * 6
 
 SAMPLED, GREEDY = {"temperature": 1.0}, {"temperature": 0.0}
-EOS = 257  # of support.tiny_chat
+EOS = 257  # of tests.support.tiny_chat
 # Of each kind: characters of the prompt, tokens of the answer, and what is special about it.
 KINDS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "greedy": (30, 48, GREEDY),

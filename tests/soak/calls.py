@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 
 from paceline.client import AsyncClient, Generation
-from soak.answers import Heard
-from soak.asks import Ask, Turn
+from tests.soak.answers import Heard
+from tests.soak.asks import Ask, Turn
 
 Enough = Callable[[Heard], bool]
 

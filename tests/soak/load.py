@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import httpx
 
 from paceline.client import DeadlineExceeded, PacelineError
-from soak.answers import Heard, wrong_when_complete, wrong_when_cut
-from soak.asks import Ask, Leave, Turn, make_turn
-from soak.calls import Calls
+from tests.soak.answers import Heard, wrong_when_complete, wrong_when_cut
+from tests.soak.asks import Ask, Leave, Turn, make_turn
+from tests.soak.calls import Calls
 
 PATIENCE_S = 120.0  # for one whole request
 FIRST_GUESS_S = 0.2

@@ -57,7 +57,7 @@ def slope_per_1000(requests: Sequence[float], values: Sequence[float]) -> float:
 
 
 def trends(samples: Sequence[Sample], turns: int) -> dict[str, Slope] | None:
-    """Of each of ``STEP``; None for a process that was not there for the second half of ``turns`` requests.
+    """The slope of each of ``STEP``; None for a process that was not there for the second half of ``turns`` requests.
 
     The first half fills what may be filled: pools, caches, arenas, the latest requests' traces.
     """

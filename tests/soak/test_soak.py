@@ -22,18 +22,18 @@ import psutil
 import pytest
 import torch
 
-from multihost.small_model import write_model
 from paceline.client import AsyncClient
 from paceline.v1 import node_pb2, node_pb2_grpc
-from soak.asks import make_asks
-from soak.calls import Calls
-from soak.load import Load
-from soak.processes import Slope, Watch, grown, table, trends
-from support.needs import needs_kernels
-from support.server import serve as serving
-from support.tiny_chat import CHAT_VOCAB
-from support.tiny_model import tiny_spec
-from support.untrained_heads import write_tiny_head
+from tests.multihost.small_model import write_model
+from tests.soak.asks import make_asks
+from tests.soak.calls import Calls
+from tests.soak.load import Load
+from tests.soak.processes import Slope, Watch, grown, table, trends
+from tests.support.needs import needs_kernels
+from tests.support.server import serve as serving
+from tests.support.tiny_chat import CHAT_VOCAB
+from tests.support.tiny_model import tiny_spec
+from tests.support.untrained_heads import write_tiny_head
 
 pytestmark = [needs_kernels, pytest.mark.e2e]
 
@@ -59,7 +59,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Of a deployment with a small model and untrained EAGLE-3 heads."""
+    """Options of a deployment with a small model and untrained EAGLE-3 heads."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("soak")
     write_tiny_head(folder / "eagle3", "eagle3", SPEC)

@@ -11,9 +11,9 @@ from copy import deepcopy
 import psutil
 import pytest
 
-from soak.answers import Answer, Heard, wrong_when_complete, wrong_when_cut
-from soak.asks import KINDS, MOMENTS, WAYS, make_asks, make_turn
-from soak.processes import Sample, Watch, grown, slope_per_1000, table, trends
+from tests.soak.answers import Answer, Heard, wrong_when_complete, wrong_when_cut
+from tests.soak.asks import KINDS, MOMENTS, WAYS, make_asks, make_turn
+from tests.soak.processes import Sample, Watch, grown, slope_per_1000, table, trends
 
 RIGHT = Heard(2, {0: Answer([5, 6, 7], "abc", "stop"), 1: Answer([8, 9], "de", "length")}, closed=True)
 

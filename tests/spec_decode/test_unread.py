@@ -16,7 +16,7 @@ from paceline.spec_decode.accept.verify import walk
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import build_tree
 from paceline.spec_decode.unread import UnreadChains
-from support.tiny_model import tiny_request
+from tests.support.tiny_model import tiny_request
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -61,5 +61,5 @@ def test_a_round_of_unread_chains(seed: int, depths: list[int]) -> None:
     batch = torch.tensor([token for tree in blank for token in tree.token_ids])
     late = chains.for_target()
     late.put(batch)
-    for part, tree, tokens in zip(batch.split([d + 1 for d in depths]), blank, drafted, strict=True):
+    for part, tree, tokens in zip(torch.split(batch, [d + 1 for d in depths]), blank, drafted, strict=True):
         assert part.tolist() == [tree.token_ids[0], *(min(max(token, 0), VOCAB - 1) for token in tokens)]

@@ -20,8 +20,9 @@ from paceline.models.config import ModelSpec
 from paceline.models.llama import LlamaModel
 from paceline.models.loader import WeightBag
 from paceline.request import SequenceRequest
-from support.tiny_model import tiny_request, tiny_spec, tiny_weights
-from support.untrained_heads import write_tiny_head
+from tests.support.asked import Sampling
+from tests.support.tiny_model import tiny_request, tiny_spec, tiny_weights
+from tests.support.untrained_heads import write_tiny_head
 
 GPU = (
     pytest.mark.gpu,
@@ -69,13 +70,13 @@ def with_heads(options: dict[str, object], heads: Path) -> dict[str, object]:
 
 def mixed_requests(num: int = 6, max_tokens: int = 20) -> list[SequenceRequest]:
     """Greedy and sampled in turn, one with penalties."""
-    extras: list[dict[str, object]] = [{"temperature": float(i % 2)} for i in range(num)]
+    extras: list[Sampling] = [{"temperature": float(i % 2)} for i in range(num)]
     extras[-1] = {"temperature": 0.8, "top_p": 0.9, "frequency_penalty": 0.4}
     return [tiny_request(None, index=i, max_tokens=max_tokens, **extra) for i, extra in enumerate(extras)]
 
 
 def answers(runner: ModelRunner, requests: Seq[SequenceRequest], batch: int = 4) -> list[Completed]:
-    """Of one process; the books are whole afterwards."""
+    """What one process answers; the books are whole afterwards."""
     done = ColocatedEngine(runner, chunk_tokens=16, max_running=batch).generate(requests)
     assert runner.allocator.check_integrity() == []
     return done

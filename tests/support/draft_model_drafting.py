@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -21,7 +21,8 @@ from paceline.spec_decode.drafters.draft_model import DraftModelDrafter
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.static_trees import EAGLE_TREE
 from paceline.spec_decode.trees.tree import DraftTree
-from support.tiny_model import tiny_request, tiny_runner, tiny_spec, tiny_weights
+from tests.support.asked import Sampling
+from tests.support.tiny_model import tiny_request, tiny_runner, tiny_spec, tiny_weights
 
 COUPLED, GREEDY, SAMPLED = DraftSampling.COUPLED, DraftSampling.GREEDY, DraftSampling.SAMPLED
 PROMPT = [5, 9, 3, 44, 5, 9, 3, 61]
@@ -119,7 +120,7 @@ def model_of(runner: ModelRunner) -> CountingModel:
     return model
 
 
-def prefill(runner: ModelRunner, tokens: list[int], *, steps: int = 100, **params: Any) -> Sequence:
+def prefill(runner: ModelRunner, tokens: list[int], *, steps: int = 100, **params: Unpack[Sampling]) -> Sequence:
     seq = runner.new_sequence(tiny_request(tokens, max_tokens=200, **params))
     seq.table.ensure(seq.num_prefill + 200 + runner.spec_slots)
     for start in range(seq.num_computed, seq.num_prefill, steps):

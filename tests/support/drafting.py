@@ -15,7 +15,8 @@ from paceline.request import SamplingParams, SequenceRequest
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem, TreeKind
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree
-from support.tiny_model import tiny_request, tiny_runner
+from tests.support.asked import Asked
+from tests.support.tiny_model import tiny_request, tiny_runner
 
 CHAIN = DraftBudget(6, 1, TreeKind.CHAIN)
 TREE = DraftBudget(6, 4, TreeKind.STATIC, 20)
@@ -112,7 +113,8 @@ def runner_with(drafter: Drafter, budget: DraftBudget) -> ModelRunner:
 
 def mixed_requests() -> list[SequenceRequest]:
     """Greedy, sampled, penalised; some stop on tokens that drafts contain."""
-    extras: list[dict[str, object]] = [
+    length: Asked = {"max_tokens": 40}
+    extras: list[Asked] = [
         {},
         {"temperature": 1.0},
         {"frequency_penalty": 0.8},
@@ -120,7 +122,7 @@ def mixed_requests() -> list[SequenceRequest]:
         {"temperature": 1.0, "min_tokens": 5, "stop_token_ids": (5, 9, 11, 21, 33)},
         {"max_tokens": 2},
     ]
-    return [tiny_request(index=i, **({"max_tokens": 40} | extra)) for i, extra in enumerate(extras)]  # type: ignore[arg-type]
+    return [tiny_request(index=i, **(length | extra)) for i, extra in enumerate(extras)]
 
 
 def outcomes(runner: ModelRunner, *, batch: int = 3) -> list[Completed]:

@@ -1,4 +1,4 @@
-"""Drive the product's acceptance rules through the enumeration of ``support.enumeration``."""
+"""Drive the product's acceptance rules through the enumeration of ``tests.support.enumeration``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from paceline.spec_decode.accept.acceptance import RULES, RuleFunction, TargetRows, Verification
 from paceline.spec_decode.accept.coins import CoinSource
 from paceline.spec_decode.trees.tree import DraftTree
-from support.enumeration import Choose, Model, Probs, Round, Tokens, normalised, ranked
+from tests.support.enumeration import Choose, Model, Probs, Round, Tokens, normalised, ranked
 
 # Parent of each draft node, in node order; parents count nodes from 1, 0 is the root.
 SHAPES: dict[str, tuple[int, ...]] = {

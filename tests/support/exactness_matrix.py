@@ -23,8 +23,8 @@ from paceline.engine.model_runner import ModelRunner, PrefillChunk
 from paceline.request import SamplingParams, SequenceRequest, SpeculationParams
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.stats import SpecStats
-from support.exactness import LogitBits, Outcome, run
-from support.real_weights import Weights
+from tests.support.exactness import LogitBits, Outcome, run
+from tests.support.real_weights import Weights
 
 LENGTHS = (8, 3, 1, 0)  # K of requests; the deployments draft 8
 TREES = ("chain", "static", "dynamic")
@@ -188,13 +188,13 @@ class Matrix:
                 "dtype": dtype,
                 "drafter": "none",
                 "num_draft_tokens": max(LENGTHS),
-                "kv_cache_tokens": 4096,
+                "kv_cache_tokens": 3072,
                 "max_model_len": 512,
                 "page_size": 4,  # most of a prompt is found in the prefix cache
                 "prefix_cache": False,
             }
         )
-        self.first = build_runner(self.config)
+        self.first = build_runner(self.config.model_copy(update={"kv_cache_tokens": 640}))  # one request at a time
         assert self.first.bit_exact
         plain = [Cell(prompt, t, 0) for prompt in PROMPTS for t in TEMPERATURES]
         answers = run(self.first, [self.request(cell) for cell in plain])

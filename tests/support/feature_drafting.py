@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -29,7 +29,8 @@ from paceline.spec_decode.heads.mtp import MtpHead
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.static_trees import EAGLE_TREE
 from paceline.spec_decode.trees.tree import DraftTree
-from support.tiny_model import VOCAB, primary_of, tiny_request, tiny_runner
+from tests.support.asked import Sampling
+from tests.support.tiny_model import VOCAB, primary_of, tiny_request, tiny_runner
 
 COUPLED, GREEDY, SAMPLED = DraftSampling.COUPLED, DraftSampling.GREEDY, DraftSampling.SAMPLED
 PROMPT = [5, 9, 3, 44, 5, 9, 3, 61]
@@ -116,7 +117,9 @@ def make_agreeable(runner: ModelRunner) -> None:
     runner.model.lm_head = Linear(runner.model.embedding.roll(1, 0) * 0.25, out_float32=True)
 
 
-def prefill(runner: ModelRunner, tokens: list[int], *, steps: int = 100, index: int = 0, **params: Any) -> Sequence:
+def prefill(
+    runner: ModelRunner, tokens: list[int], *, steps: int = 100, index: int = 0, **params: Unpack[Sampling]
+) -> Sequence:
     seq = runner.new_sequence(tiny_request(tokens, index=index, max_tokens=200, **params))
     seq.table.ensure(seq.num_prefill + 200 + runner.spec_slots)
     for start in range(seq.num_computed, seq.num_prefill, steps):

@@ -20,10 +20,10 @@ from kv_transfer.transports.loopback import loopback_pair
 from paceline.kvcache.allocator import PageRef, StalePage
 from paceline.kvcache.pool import KvPool
 from paceline.v1.handoff_pb2 import HandoffAck, HandoffMessage, State
-from support.handoff_stepped import Interrupted, SteppedFeeder, SteppedReceiver, SteppedSender, no_threads
+from tests.support.handoff_stepped import Interrupted, SteppedFeeder, SteppedReceiver, SteppedSender, no_threads
 
 if TYPE_CHECKING:
-    from support.handoff_world import World
+    from tests.support.handoff_world import World
 
 
 class ListEvents(EventQueue):

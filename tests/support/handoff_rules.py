@@ -9,8 +9,8 @@ from paceline.errors import PacelineError
 from prefill_node.job import JobPhase
 
 if TYPE_CHECKING:
-    from support.handoff_fuzz_link import FuzzLink
-    from support.handoff_world import World
+    from tests.support.handoff_fuzz_link import FuzzLink
+    from tests.support.handoff_world import World
 
 
 def problems(world: World) -> list[str]:
@@ -46,7 +46,7 @@ def problems_at_the_end(world: World) -> list[str]:
     for ticket, handoff in world.handoffs.items():
         if not handoff.terminal:
             found.append(f"{ticket} is still {handoff.status}")
-        # Of one that never began, the link tells only when it refused the Begin; else the engine ended it itself.
+        # The link tells of one that never began only when it refused the Begin; else the engine ended it itself.
         begun, told = HandoffState.SENDING in handoff.entered_at, world.told_decode[ticket]
         if told > 1 or (begun and told == 0):
             found.append(f"{ticket}: decode was told {told} times")

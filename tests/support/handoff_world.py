@@ -27,8 +27,8 @@ from paceline.v1.handoff_pb2 import Abort, Begin, Cancelled, Failed, HandoffAck,
 from prefill_node.engine.engine import PrefillEngine
 from prefill_node.engine.scheduler import PrefillLimits
 from prefill_node.job import JobPhase, PrefillJob
-from support.handoff_fuzz_link import FuzzLink, ListEvents, WatchedSink
-from support.handoff_runner import FuzzRunner
+from tests.support.handoff_fuzz_link import FuzzLink, ListEvents, WatchedSink
+from tests.support.handoff_runner import FuzzRunner
 
 RESERVE_S, HANDOFF_S, ANSWER_S = 5.0, 5.0, 9.0
 MAX_LINKS = 6

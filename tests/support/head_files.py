@@ -1,4 +1,4 @@
-"""Tiny draft heads in the public formats, written by hand from algorithms.md F, for `support.tiny_model`'s target."""
+"""Tiny draft heads in the public formats, written by hand from algorithms.md F, for `tiny_model`'s target."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from support.tiny_model import VOCAB
+from tests.support.tiny_model import VOCAB
 
 HIDDEN = 64  # of the target
 DRAFT_IDS = [3, 4, 9, 17, 31, 32, 80, 81, 150, 198]  # target ids of a draft vocabulary
@@ -43,7 +43,7 @@ def fill(shapes: Shapes, seed: int = 0) -> dict[str, Tensor]:
 
 
 def block_shapes(prefix: str, width: int, hidden: int = HIDDEN, heads: tuple[int, int, int] | None = None) -> Shapes:
-    """Of a decoder layer but for its norms before attention."""
+    """Shapes of a decoder layer but for its norms before attention."""
     num, kv, dim = heads or (HEADS, KV_HEADS, DIM)
     shapes: Shapes = {
         "self_attn.q_proj.weight": (num * dim, width),
@@ -175,7 +175,7 @@ def mtp_module(seed: int = 4) -> dict[str, Tensor]:
 
 
 def mtp_config(num_layers: int, **changes: Any) -> dict[str, Any]:
-    """Of the tiny target, whose MLP is as wide as the heads' here."""
+    """config.json of the tiny target, whose MLP is as wide as the heads' here."""
     sizes = {"num_hidden_layers": num_layers, "head_dim": 16, "rope_theta": 10000.0, "num_nextn_predict_layers": 1}
     return LLAMA | sizes | changes
 

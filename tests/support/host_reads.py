@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paceline.layers import upload as staging
-from support.recording import WAITING
+from tests.support.recording import WAITING
 
 MARK, OWN = "_there", "_here"
 ASKS = ("tolist", "cpu", "numpy", "item")

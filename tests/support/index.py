@@ -15,7 +15,7 @@ FOLDERS = {
 
 
 def first_paragraph(module: Path) -> str:
-    """Of the module's docstring, on one line."""
+    """The first paragraph of the module's docstring, on one line."""
     text = ast.get_docstring(ast.parse(module.read_text()))
     if text is None:
         raise ValueError(f"{module} has no docstring to list it by")

@@ -71,7 +71,7 @@ def rope_inputs(
     """(query, key, value, table, positions, slots); the first three are views of one fused output."""
     fused = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype).to(device)
     parts = torch.split_with_sizes(fused, (heads * dim, kv_heads * dim, kv_heads * dim), dim=-1)
-    query, key, value = (part.unflatten(-1, (-1, dim)) for part in parts)
+    query, key, value = (part.view(rows, part.shape[1] // dim, dim) for part in parts)
     positions, slots = torch.randint(0, 64, (rows,)), torch.randperm(num_slots)[:rows]
     return query, key, value, rope_table(dim, 10000.0, 64).to(device), positions.to(device), slots.to(device)
 
@@ -151,7 +151,7 @@ def check_invariance(device: torch.device, count: int, width: int, dtype: torch.
         assert torch.equal(function(far), whole)
     even = count - 1
     apart = torch.zeros(2, even // 2 * width + 5, dtype=dtype, device=device)[:, : even // 2 * width]
-    heads = apart.copy_(x[:even].reshape(2, -1)).unflatten(1, (even // 2, width))
+    heads = apart.copy_(x[:even].reshape(2, -1)).view(2, even // 2, width)
     assert torch.equal(functions[0](heads).view(even, width), functions[0](x[:even]))
 
 

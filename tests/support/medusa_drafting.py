@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -14,7 +14,8 @@ from paceline.spec_decode.drafters.medusa import MedusaDrafter, MedusaHeads
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.static_trees import RankPath
 from paceline.spec_decode.trees.tree import DraftTree
-from support.tiny_model import VOCAB, tiny_request, tiny_runner
+from tests.support.asked import Sampling
+from tests.support.tiny_model import VOCAB, tiny_request, tiny_runner
 
 COUPLED, GREEDY, SAMPLED = DraftSampling.COUPLED, DraftSampling.GREEDY, DraftSampling.SAMPLED
 HIDDEN = 64
@@ -89,7 +90,7 @@ def drafter_of(runner: ModelRunner) -> Shaped:
     return runner.drafter
 
 
-def prefill(runner: ModelRunner, tokens: list[int], *, steps: int = 100, **params: Any) -> Sequence:
+def prefill(runner: ModelRunner, tokens: list[int], *, steps: int = 100, **params: Unpack[Sampling]) -> Sequence:
     seq = runner.new_sequence(tiny_request(tokens, max_tokens=200, **params))
     seq.table.ensure(seq.num_prefill + 200 + runner.spec_slots)
     for start in range(seq.num_computed, seq.num_prefill, steps):

@@ -16,7 +16,7 @@ from paceline.request import SequenceRequest
 from paceline.v1 import inference_pb2, node_pb2, node_pb2_grpc
 from paceline.wire import sequence_to_proto
 from prefill_node.node import PrefillNode
-from support.exactness import LogitBits, Outcome
+from tests.support.exactness import LogitBits, Outcome
 
 ANSWER_TIMEOUT_S = 240.0
 
@@ -38,8 +38,8 @@ class Pair:
     decode: ModelRunner
     prefill_node: PrefillNode
     decode_node: DecodeNode
-    prefill_stub: node_pb2_grpc.PrefillNodeStub
-    decode_stub: node_pb2_grpc.DecodeNodeStub
+    prefill_stub: node_pb2_grpc.PrefillNodeAsyncStub
+    decode_stub: node_pb2_grpc.DecodeNodeAsyncStub
     decode_address: str
 
     async def generate(self, request: SequenceRequest, local_prefill: bool = False) -> Answer:

@@ -1,6 +1,6 @@
 """A prefill engine in a process of its own, which tests may kill, and this process's handle on it.
 
-    python -m support.prefill_peer '{"control": PORT, "store": PORT, "link_id": ..., ...}'
+    python -m tests.support.prefill_peer '{"control": PORT, "store": PORT, "link_id": ..., ...}'
 
 The control stream is a socket on this host; data goes by gloo or NCCL, with the sentinel beside it, as between nodes.
 Behaviours: ``serve``; ``hang`` announces the first bytes of a chunk and sends none of them.
@@ -60,9 +60,9 @@ class PrefillPeer:
         server = socket.create_server((HOST, 0))
         server.settimeout(1.0)
         told = PeerOptions(control=server.getsockname()[1], **options)
-        paths = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | NCCL_ENVIRONMENT | {"NCCL_HOSTID": "prefill", "PYTHONPATH": os.pathsep.join(paths)}
-        command = [sys.executable, "-m", "support.prefill_peer", json.dumps(asdict(told))]
+        command = [sys.executable, "-m", "tests.support.prefill_peer", json.dumps(asdict(told))]
         self.process = subprocess.Popen(command, env=environment)
         with server:
             accepted = self._accept(server)
@@ -132,8 +132,8 @@ def child(options: PeerOptions) -> None:
     from kv_transfer.transports.rendezvous import create_store
     from kv_transfer.transports.sentinel import Sentinel
     from paceline.v1.handoff_pb2 import HandoffAck
-    from support.device_runner import device_runner
-    from support.two_engines import Prefill
+    from tests.support.device_runner import device_runner
+    from tests.support.two_engines import Prefill
 
     torch.set_num_threads(1)
     runner = device_runner(options.device, options.geometry, **options.runner)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 from paceline.assembly.build import assemble, build_runner
 from paceline.config import NodeConfig
 from paceline.engine.model_runner import ModelRunner
-from support.exactness import run
-from support.prompts import one_temperature_each, prompt_requests
+from tests.support.exactness import run
+from tests.support.prompts import one_temperature_each, prompt_requests
 
 NUM_TOKENS = 64
 Options = dict[str, object]
@@ -28,7 +29,7 @@ class Engines:
     """Runners over one loaded target, and its plain answers: no drafts, no prefix cache."""
 
     def __init__(self, folder: Path, dtype: str, batch: int) -> None:
-        options = {"model": str(folder), "dtype": dtype, "drafter": "none", "threads": 1, "kv_cache_tokens": 8192}
+        options = {"model": str(folder), "dtype": dtype, "drafter": "none", "threads": 1, "kv_cache_tokens": 5120}
         self.config = NodeConfig.model_validate(options)
         self.first = build_runner(self.config.model_copy(update={"kv_cache_tokens": 256, "max_model_len": 0}))
         self.requests = one_temperature_each(prompt_requests(folder, NUM_TOKENS))
@@ -38,6 +39,11 @@ class Engines:
         """A runner with other options around the same weights."""
         config = NodeConfig.model_validate(self.config.model_dump() | options)
         return assemble(config, self.first.model, self.first.identity)
+
+    def unload(self) -> None:
+        """Give back the target and all pages; the plain answers stay."""
+        del self.first
+        gc.collect()
 
     def answers(self, options: Options, how: How) -> list[tuple[object, object]]:
         """Tokens and logit bits of a variant."""

@@ -23,7 +23,7 @@ from paceline.spec_decode.heads.formats.config import Eagle1Config, Eagle3Config
 from paceline.spec_decode.heads.formats.eagle import vocabulary_tensors
 from paceline.spec_decode.heads.formats.layer import LayerShape
 from paceline.spec_decode.heads.formats.write import write_eagle1, write_eagle3, write_medusa, write_mtp
-from support.tiny_model import VOCAB, tiny_spec
+from tests.support.tiny_model import VOCAB, tiny_spec
 
 DTYPE = torch.bfloat16
 SCALE = 0.35  # of embeddings and of what reads them
@@ -38,7 +38,7 @@ Tensors = dict[str, Tensor]
 
 
 def kindred_spec(num_layers: int = 2) -> ModelSpec:
-    """Of the target: long enough for prompts of 2,000 tokens, no token ends a text."""
+    """The target: long enough for prompts of 2,000 tokens, no token ends a text."""
     long = tiny_spec(num_layers=num_layers)
     return replace(long, max_position_embeddings=MAX_LEN, tie_word_embeddings=False, eos_token_ids=())
 

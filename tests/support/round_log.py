@@ -11,7 +11,7 @@ from paceline.request import SequenceRequest
 from paceline.spec_decode.base import DraftBudget
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree
-from support.exactness import Outcome
+from tests.support.exactness import Outcome
 
 
 @dataclass(frozen=True)

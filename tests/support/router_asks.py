@@ -9,7 +9,7 @@ from typing import Any
 from cluster.contract.generation import GenerationRequest
 from paceline.request import SamplingParams
 from paceline.results import Chunk, Generation
-from support.scripted_nodes import Fleet, letters
+from tests.support.scripted_nodes import Fleet, letters
 
 PROMPT = "hello"
 TEXT = letters(5, len(PROMPT), 64)

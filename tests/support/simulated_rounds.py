@@ -14,7 +14,7 @@ from paceline.spec_decode.base import DraftBudget
 from paceline.spec_decode.length.cost import CostTable, Grid, MeasureGrid
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree
-from support.tiny_model import tiny_request
+from tests.support.tiny_model import tiny_request
 
 
 def bare_sequence(index: int = 0, prompt: Seq[int] = (5, 9, 3), drafter: str | None = None) -> Sequence:

@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from paceline.assembly.build import assemble
-from paceline.config import NodeConfig
 from paceline.engine.model_runner import ModelRunner, RunnerIdentity
 from paceline.models.config import ModelSpec
 from paceline.models.deepseek_config import MlaSpec, MoeSpec
@@ -18,7 +17,7 @@ from paceline.models.deepseek_shapes import layer_shapes, mtp_shapes
 from paceline.models.deepseek_v3 import DeepseekV3Model
 from paceline.models.llama_shapes import Shapes, model_shapes
 from paceline.models.loader import WeightBag
-from support.tiny_model import VOCAB
+from tests.support.tiny_model import VOCAB, tiny_config
 
 FOLDER_VOCAB = 320  # the tokenizer's 256 bytes, two special tokens, and ids that no text encodes to
 BOS, EOS = 256, 257
@@ -107,11 +106,10 @@ def tiny_deepseek_model(dtype: torch.dtype, seed: int = 0, vocab_size: int = VOC
     return model
 
 
-def tiny_deepseek_runner(dtype: str = "fp32", seed: int = 0, **options: object) -> ModelRunner:
+def tiny_deepseek_runner(dtype: str = "fp32", seed: int = 0, /, **options: object) -> ModelRunner:
     """A runner over a tiny model; ``options`` are NodeConfig's."""
-    model = tiny_deepseek_model(torch.bfloat16 if dtype == "bf16" else torch.float32, seed)
-    defaults: dict[str, object] = {"model": "tiny", "dtype": dtype, "kv_cache_tokens": 4096, "max_model_len": 512}
-    config = NodeConfig.model_validate(defaults | options)
+    config = tiny_config(dtype, options)
+    model = tiny_deepseek_model(torch.bfloat16 if config.dtype == "bf16" else torch.float32, seed)
     return assemble(config, model, RunnerIdentity("tiny-deepseek", f"seed-{seed}", "test"))
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Unpack
+
 import torch
 
 from paceline.assembly.build import assemble
@@ -13,6 +16,7 @@ from paceline.models.llama_shapes import model_shapes
 from paceline.models.loader import WeightBag
 from paceline.request import SamplingParams, SequenceRequest
 from paceline.spec_decode.base import Drafter
+from tests.support.asked import Sampling
 
 VOCAB = 199
 
@@ -48,16 +52,29 @@ def tiny_weights(spec: ModelSpec, dtype: torch.dtype, seed: int = 0) -> WeightBa
     return WeightBag(tensors)
 
 
-def tiny_runner(
-    dtype: str = "fp32", seed: int = 0, vocab_size: int = VOCAB, *, decodes: bool = True, **options: object
-) -> ModelRunner:
-    """A runner over a tiny model; ``options`` are NodeConfig's. decodes: False for a prefill node's."""
+def tiny_llama(dtype: str, seed: int, vocab_size: int) -> LlamaModel:
+    """The model alone."""
     spec = tiny_spec(vocab_size)
     torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
-    model = LlamaModel(spec, tiny_weights(spec, torch_dtype, seed), torch_dtype, torch.device("cpu"))
+    return LlamaModel(spec, tiny_weights(spec, torch_dtype, seed), torch_dtype, torch.device("cpu"))
+
+
+def tiny_config(dtype: str, options: Mapping[str, object]) -> NodeConfig:
+    """The configuration of a runner over a tiny model; ``options`` are checked by NodeConfig."""
     defaults: dict[str, object] = {"model": "tiny", "dtype": dtype, "kv_cache_tokens": 4096, "max_model_len": 512}
-    config = NodeConfig.model_validate(defaults | options)
-    return assemble(config, model, RunnerIdentity("tiny", f"seed-{seed}", "test"), decodes=decodes)
+    return NodeConfig.model_validate(defaults | dict(options))
+
+
+def tiny_runner(dtype: str = "fp32", seed: int = 0, vocab_size: int = VOCAB, /, **options: object) -> ModelRunner:
+    """A runner over a tiny model; ``options`` are NodeConfig's."""
+    config = tiny_config(dtype, options)
+    return assemble(config, tiny_llama(config.dtype, seed, vocab_size), RunnerIdentity("tiny", f"seed-{seed}", "test"))
+
+
+def tiny_prefill_runner(dtype: str = "fp32", /, **options: object) -> ModelRunner:
+    """A prefill node's runner over the same model."""
+    config, identity = tiny_config(dtype, options), RunnerIdentity("tiny", "seed-0", "test")
+    return assemble(config, tiny_llama(config.dtype, 0, VOCAB), identity, decodes=False)
 
 
 def primary_of(runner: ModelRunner) -> Drafter:
@@ -66,12 +83,13 @@ def primary_of(runner: ModelRunner) -> Drafter:
 
 
 def tiny_request(
-    prompt: list[int] | None = None, *, index: int = 0, max_tokens: int = 24, **params: object
+    prompt: list[int] | None = None, *, index: int = 0, max_tokens: int = 24, **params: Unpack[Sampling]
 ) -> SequenceRequest:
     """A request with a prompt that repeats itself a little, so that n-grams match."""
     if prompt is None:
         generator = torch.Generator().manual_seed(1000 + index)
         phrase = torch.randint(3, VOCAB, (5 + index % 7,), generator=generator).tolist()
         prompt = [*phrase, *phrase[:3], 7 + index % 5, *phrase, *phrase[: index % 4]]
-    fields: dict[str, object] = {"temperature": 0.0, "seed": 17 + index, "max_tokens": max_tokens} | params
-    return SequenceRequest(f"r{index}", tuple(prompt), SamplingParams(**fields))  # type: ignore[arg-type]
+    fields: Sampling = {"temperature": 0.0, "seed": 17 + index}
+    sampling = SamplingParams(max_tokens=max_tokens, **(fields | params))
+    return SequenceRequest(f"r{index}", tuple(prompt), sampling)

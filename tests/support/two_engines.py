@@ -42,7 +42,7 @@ Ack = Callable[[handoff_pb2.HandoffAck], None]
 
 
 def pool_digest(runner: ModelRunner, slots: torch.Tensor, num_tokens: int) -> str:
-    """Of all layers' rows at the first ``num_tokens`` of ``slots``, bit for bit."""
+    """Digest of all layers' rows at the first ``num_tokens`` of ``slots``, bit for bit."""
     rows = runner.kv.gather(range(len(runner.kv.layout.layers)), slots[:num_tokens])
     return hashlib.blake2b(rows.cpu().view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
 

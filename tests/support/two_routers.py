@@ -93,8 +93,8 @@ async def two_routers(make: Callable[..., StallingRouter], config: ServeConfig, 
 
 
 def scripted(fleet: Any, **options: Any) -> Callable[..., StallingRouter]:
-    """Makes routers in front of a support.scripted_nodes.Fleet."""
-    from support.scripted_nodes import MAX_MODEL_LEN, VOCAB, ByteDetokenizer, ByteTokenizer
+    """Makes routers in front of a tests.support.scripted_nodes.Fleet."""
+    from tests.support.scripted_nodes import MAX_MODEL_LEN, VOCAB, ByteDetokenizer, ByteTokenizer
 
     def make(journal: Journal | None) -> StallingRouter:
         config = fleet.router.config.model_copy(update=options)

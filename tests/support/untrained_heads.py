@@ -13,7 +13,7 @@ from paceline.spec_decode.heads.formats.config import Eagle1Config, Eagle3Config
 from paceline.spec_decode.heads.formats.eagle import vocabulary_tensors
 from paceline.spec_decode.heads.formats.layer import LayerShape, Shapes
 from paceline.spec_decode.heads.formats.write import write_eagle1, write_eagle3, write_medusa
-from support.tiny_model import tiny_spec, tiny_weights
+from tests.support.tiny_model import tiny_spec, tiny_weights
 
 DRAFT_VOCAB = 120
 

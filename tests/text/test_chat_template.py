@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import ConfigError, InvalidRequest
 from paceline.text.tokenizer import Tokenizer
-from support.tiny_tokenizers import byte_level, write_folder
+from tests.support.tiny_tokenizers import byte_level, write_folder
 
 
 @pytest.fixture(scope="module")

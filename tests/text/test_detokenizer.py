@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from paceline.errors import InvalidRequest
 from paceline.text.tokenizer import IncrementalDetokenizer, Tokenizer
-from support.tiny_tokenizers import CORPUS, QUICK, byte_fallback, byte_ids, byte_level, library, stream, write_folder
+from tests.support.tiny_tokenizers import (
+    CORPUS,
+    QUICK,
+    byte_fallback,
+    byte_ids,
+    byte_level,
+    library,
+    stream,
+    write_folder,
+)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import ConfigError, InvalidRequest
 from paceline.text.tokenizer import Tokenizer
-from support.tiny_tokenizers import QUICK, byte_level, stream, write_folder
+from tests.support.tiny_tokenizers import QUICK, byte_level, stream, write_folder
 
 
 @pytest.fixture(scope="module")

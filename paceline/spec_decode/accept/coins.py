@@ -45,7 +45,7 @@ class Coins:
         return self.uniform(position, draw) < probability
 
     def pick(self, probs: torch.Tensor, position: int, draw: int) -> int:
-        """By inverse cumulative sum over the support, so that a token of probability 0 cannot come out.
+        """Draw a token by inverse cumulative sum over the support, so that a token of probability 0 cannot come out.
 
         Raises FloatingPointError when probs hold no finite mass.
         """

@@ -278,7 +278,7 @@ class AutoChooser:
         return self._worth(arm.drafter, expected.tokens, expected.rows, expected.depth)
 
     def _expected(self, state: AutoState, arm: Arm, budget: DraftBudget) -> Expected:
-        """Of a round of an arm that is no chain of the primary."""
+        """What a round of an arm is expected to be that is no chain of the primary."""
         depth, rate = budget.num_draft_tokens, ASSUMED_RATES[arm.kind]
         tokens = (1 - rate ** (depth + 1)) / (1 - rate)  # algorithms.md B9
         expected = Expected(tokens, budget.max_nodes, depth)

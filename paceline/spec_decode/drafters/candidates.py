@@ -1,4 +1,4 @@
-"""From a drafter's logits to candidate tokens, in the three ways of ``DraftSampling``."""
+"""Makes candidate tokens from a drafter's logits, in the three ways of ``DraftSampling``."""
 
 from __future__ import annotations
 

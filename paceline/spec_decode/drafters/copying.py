@@ -120,7 +120,7 @@ class CopyLimits:
 
 
 def grow(occurrences: list[Occurrence], bounds: CopyLimits) -> list[tuple[int, int]]:
-    """(parent, token) pairs for build_tree: best-first expansion by path probability. Width 1 gives a chain."""
+    """The (parent, token) pairs for build_tree: best-first expansion by path probability. Width 1 gives a chain."""
     pairs: list[tuple[int, int]] = []
     heap: list[tuple[float, int, int, int, str, list[Occurrence]]] = []  # -probability, serial, parent, depth, ...
     serial = 0
@@ -142,7 +142,7 @@ def grow(occurrences: list[Occurrence], bounds: CopyLimits) -> list[tuple[int, i
 
 
 def followers(at: Seq[Occurrence]) -> list[tuple[str, float, list[Occurrence]]]:
-    """(token, its probability, where to go on) for what followed; likeliest first, then longest match, then newest.
+    """Each token that followed, its probability, and where to go on; likeliest first, then longest match, then newest.
 
     ``at`` has the longest match first. The occurrences of a length share L / (L + DOUBT) of what the longer left.
     """

@@ -102,7 +102,7 @@ class LookaheadState:
 
 @dataclass
 class StepPairs:
-    """(parent, token) pairs for build_tree, and which pair each window cell is."""
+    """The (parent, token) pairs for build_tree, and which pair each window cell is."""
 
     pairs: list[tuple[int, int]] = field(default_factory=list)
     cells: dict[tuple[int, int], int] = field(default_factory=lambda: {(0, 0): -1})

@@ -52,7 +52,7 @@ class RowExporter(Drafter):
 
 
 def take_rows(seq: Sequence) -> list[tuple[int, torch.Tensor]]:
-    """(first row, rows [n, row_width]) kept since the last call, in order."""
+    """The pieces (first row, rows [n, row_width]) kept since the last call, in order."""
     kept = seq.memory.pop(KEPT, [])
     assert isinstance(kept, list)
     return kept

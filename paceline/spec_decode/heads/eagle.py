@@ -62,7 +62,7 @@ class EagleLayer(Block):
         return residual + added
 
     def extend(self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch, last: LastRows) -> torch.Tensor:
-        """As `__call__`, of the last rows alone: the others need no more than their KV."""
+        """The same as `__call__`, of the last rows alone: the others need no more than their KV."""
         query = self.write(x, self.table, batch, last.context.kv)
         kept = residual[last.rows]
         added = self.finish(query[last.rows], kept, last.context)

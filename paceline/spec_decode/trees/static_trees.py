@@ -36,7 +36,7 @@ def checked_choices(choices: Iterable[RankPath]) -> tuple[RankPath, ...]:
 
 def fit(choices: Iterable[RankPath], depth: int, width: int, num_nodes: int) -> tuple[RankPath, ...]:
     """The part of ``choices`` within ``depth`` levels, ``width`` candidates a node and ``num_nodes`` nodes, root not
-    counted. Of a checked list, a checked list."""
+    counted. A checked list gives a checked list."""
     fitting = (choice for choice in choices if len(choice) <= depth and max(choice) < width)
     return tuple(choice for choice, _ in zip(fitting, range(num_nodes), strict=False))
 

@@ -88,7 +88,7 @@ def build_tree(
 
 
 def comb(candidates: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """(parent, token_id) pairs of a comb: row d of ``candidates`` lists the tokens at depth d+1, best first; the
+    """The (parent, token_id) pairs of a comb: row d of ``candidates`` lists the tokens at depth d+1, best first; the
     first of each row carries the next row."""
     pairs: list[tuple[int, int]] = []
     spine = -1

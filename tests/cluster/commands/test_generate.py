@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import typer
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from cluster.commands.generate import generate
 from cluster.frontdoor.service import serve_grpc
 from paceline.client import AsyncClient, Client, GenerateOptions
-from support.scripted_nodes import Fleet, fleet, letters
+from tests.support.scripted_nodes import Fleet, fleet, letters
 
 PROMPT = "hello"
 TEXT = letters(5, len(PROMPT), 64)
@@ -63,7 +62,7 @@ async def run(*arguments: str) -> Result:
     """The command, on a thread: the server is on this loop."""
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(generate)
-    return await asyncio.to_thread(CliRunner().invoke, app, [PROMPT, *arguments])
+    return await asyncio.to_thread(lambda: CliRunner().invoke(app, [PROMPT, *arguments]))
 
 
 def arguments(name: str, value: Any) -> list[str]:

@@ -9,11 +9,11 @@ from typing import Any
 
 import httpx
 import pytest
-from fakes.wait import wait_for
 
-from multihost.small_model import write_model
 from paceline.client import Client
-from support.server import Server, serve
+from tests.fakes.wait import wait_for
+from tests.multihost.small_model import write_model
+from tests.support.server import Server, serve
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(200)]
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from cluster.commands.cli import app
 from draft_training.corpus import load_corpus
 from paceline.errors import ConfigError
-from support.tiny_deepseek import FOLDER_VOCAB, write_folder
+from tests.support.tiny_deepseek import FOLDER_VOCAB, write_folder
 
 
 def make_corpus(*arguments: object) -> Result:

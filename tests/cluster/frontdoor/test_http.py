@@ -9,8 +9,8 @@ import pytest
 
 from cluster.contract.generation import Chat, ChatMessage
 from paceline.request import SpeculationParams
-from support.fake_router import MODEL, FakeRouter
-from support.http_app import CHAT, CHATS, COMPLETION, COMPLETIONS, events
+from tests.support.fake_router import MODEL, FakeRouter
+from tests.support.http_app import CHAT, CHATS, COMPLETION, COMPLETIONS, events
 
 # -- answers -----------------------------------------------------------------------------------------------------
 

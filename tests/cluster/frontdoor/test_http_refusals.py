@@ -21,8 +21,8 @@ from paceline.errors import (
     Overloaded,
     PacelineError,
 )
-from support.fake_router import FakeRouter
-from support.http_app import CHAT, CHATS, COMPLETION, COMPLETIONS, refused
+from tests.support.fake_router import FakeRouter
+from tests.support.http_app import CHAT, CHATS, COMPLETION, COMPLETIONS, refused
 
 # -- what is refused ---------------------------------------------------------------------------------------------
 
@@ -144,12 +144,12 @@ async def test_brackets_within_a_text_are_no_lists(client: httpx.AsyncClient, ro
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "", "\xff"])
 async def test_another_content_type(client: httpx.AsyncClient, router: FakeRouter, kind: str) -> None:
     """A web page can make a browser send these anywhere."""
-    headers = {"content-type": kind.encode("latin-1")}
+    headers = {b"content-type": kind.encode("latin-1")}
     response = await client.post(COMPLETIONS, content=json.dumps(COMPLETION), headers=headers)
     assert response.status_code == 415
     assert response.json()["error"]["param"] == "content-type"
     assert router.asked == []
-    headers = {"content-type": b"Application/JSON; charset=utf-8"}
+    headers = {b"content-type": b"Application/JSON; charset=utf-8"}
     assert (await client.post(COMPLETIONS, content=json.dumps(COMPLETION), headers=headers)).status_code == 200
 
 

@@ -14,7 +14,7 @@ from cluster.frontdoor import http_server
 from cluster.frontdoor.http import create_app
 from cluster.frontdoor.http_server import serve_http
 from cluster.routing.metrics import Metrics
-from support.fake_router import FakeRouter
+from tests.support.fake_router import FakeRouter
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"

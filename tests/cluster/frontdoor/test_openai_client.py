@@ -17,7 +17,7 @@ from cluster.frontdoor import http as http_module
 from cluster.frontdoor.http import HttpServer, create_app, serve_http
 from cluster.routing.metrics import Metrics
 from paceline.errors import ConfigError, NodeUnavailable, Overloaded
-from support.fake_router import MODEL, FakeRouter
+from tests.support.fake_router import MODEL, FakeRouter
 
 PROMPT_S = 5.0  # longest wait for a generation to notice that its client is gone
 MESSAGES: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "hi"}]
@@ -238,5 +238,5 @@ async def test_stop_is_bounded(router: FakeRouter) -> None:
 
 
 async def test_an_address_that_is_taken(server: HttpServer, router: FakeRouter) -> None:
-    with pytest.raises(ConfigError, match="cannot listen on"):
+    with pytest.raises(ConfigError, match=r"cannot listen at .*port 0 takes a free one"):
         await serve_http(create_app(router, Metrics()), "127.0.0.1", server.port)

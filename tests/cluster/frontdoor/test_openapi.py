@@ -16,13 +16,13 @@ from cluster.frontdoor import openapi
 from cluster.frontdoor.http import create_app
 from cluster.frontdoor.openai_parse import ApiRequest, parse_chat, parse_completion
 from cluster.routing.metrics import Metrics
-from fuzz.schema_values import allowed, inlined, wrong
 from paceline.errors import InvalidRequest
 from paceline.request import RANGES
-from support.fake_router import FakeRouter
-from support.http_app import CHAT as GOOD_CHAT
-from support.http_app import CHATS, COMPLETIONS
-from support.http_app import COMPLETION as GOOD_COMPLETION
+from tests.fuzz.schema_values import allowed, inlined, wrong
+from tests.support.fake_router import FakeRouter
+from tests.support.http_app import CHAT as GOOD_CHAT
+from tests.support.http_app import CHATS, COMPLETIONS
+from tests.support.http_app import COMPLETION as GOOD_COMPLETION
 
 # JSON Schema takes 2.0 for an integer; clients that write it mean a number.
 _CHECKER = Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)

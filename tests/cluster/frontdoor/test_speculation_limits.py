@@ -12,8 +12,8 @@ from cluster.frontdoor.service import serve_grpc
 from cluster.routing.metrics import Metrics
 from paceline.client import AsyncClient
 from paceline.errors import InvalidRequest
-from support.http_app import COMPLETIONS
-from support.scripted_nodes import Fleet, fleet
+from tests.support.http_app import COMPLETIONS
+from tests.support.scripted_nodes import Fleet, fleet
 
 CHAIN: dict[str, Any] = {"drafter": "ngram", "num_draft_tokens": 4}
 STATIC = {**CHAIN, "tree": "static", "tree_width": 3}

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from cluster.nodes import addresses
@@ -44,7 +45,7 @@ def test_an_interface_without_a_usable_address_is_named(monkeypatch: pytest.Monk
     class Link:
         family, address = socket.AF_INET6, "fe80::1%ib0"
 
-    monkeypatch.setattr(addresses.psutil, "net_if_addrs", lambda: {"ib0": [Link()]})
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"ib0": [Link()]})
     with pytest.raises(ConfigError, match="no address"):
         own_address(AUTO_HOST, "ib0")
 

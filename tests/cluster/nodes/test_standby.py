@@ -113,7 +113,7 @@ def test_a_real_node_tells_that_it_started(monkeypatch: pytest.MonkeyPatch) -> N
     class Actor:
         start = wait_stopped = Method()
 
-    monkeypatch.setattr(launch.ray, "get", lambda reference, timeout: "127.0.0.1:1")
+    monkeypatch.setattr("cluster.nodes.launch.ray.get", lambda reference, timeout: "127.0.0.1:1")
     told: list[bool] = []
     node = RayNode("decode-0", "decode", Actor())
     node.on_started = lambda: told.append(True)

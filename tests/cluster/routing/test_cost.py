@@ -7,8 +7,8 @@ import asyncio
 from cluster.routing.cost import NO_ROOM, decode_cost, prefill_cost
 from cluster.routing.policy import choose_decode, choose_prefill
 from cluster.state.registry_types import NodeRecord
-from support.router_asks import answer, ask
-from support.scripted_nodes import fleet
+from tests.support.router_asks import answer, ask
+from tests.support.scripted_nodes import fleet
 
 
 def node(name: str, running: int = 0, free: int = 100, total: int = 100) -> NodeRecord:

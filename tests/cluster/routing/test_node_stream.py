@@ -10,6 +10,7 @@ import pytest
 
 from cluster.routing.node_calls import NodeCalls, NodeFailure, NodeStream
 from cluster.state.registry_types import NodeRecord
+from paceline.v1 import node_pb2
 
 
 class LateFailure:
@@ -21,7 +22,7 @@ class LateFailure:
     def cancel(self) -> None:
         self.cancelled.set()
 
-    async def read(self) -> object:
+    async def read(self) -> node_pb2.DecodeEvent:
         await self.cancelled.wait()
         nothing = grpc.aio.Metadata()
         raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "connection lost")
@@ -29,7 +30,7 @@ class LateFailure:
 
 async def test_a_read_that_fails_after_the_end_is_the_failure_of_its_node() -> None:
     calls, node = NodeCalls(), NodeRecord("decode-0", "decode", 1, "127.0.0.1:1")
-    stream: NodeStream[object] = calls._started(LateFailure(), node, calls._line(node))
+    stream: NodeStream[node_pb2.DecodeEvent] = calls._started(LateFailure(), node, calls._line(node))
     reading = asyncio.create_task(stream.next())
     await asyncio.sleep(0)
     stream.close()

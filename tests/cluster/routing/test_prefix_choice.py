@@ -15,8 +15,8 @@ from cluster.routing.policy import PromptHint, choose_decode, choose_prefill
 from cluster.state.prefix_index import NodeKeys, PrefixIndex, Snapshot
 from cluster.state.registry_types import NodeRecord
 from paceline.kvcache.keys import KeyScheme
-from support.router_asks import answer, ask
-from support.scripted_nodes import Fleet, fleet
+from tests.support.router_asks import answer, ask
+from tests.support.scripted_nodes import Fleet, fleet
 
 PAGE = 16
 SCHEME = KeyScheme(PAGE, 1, "tiny")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,14 +13,14 @@ import grpc
 import grpc.aio
 import pytest
 import redis
-from fakes.redis_servers import Embedded
 
 from cluster.routing import choice as choice_module
 from cluster.state.journal import journal_key
 from paceline.request import FinishReason, SamplingParams, SequenceRequest, derive_seed
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from support.scripted_nodes import ByteDetokenizer, ByteTokenizer, Fleet, fleet, letters, token_at
-from support.two_routers import One, Two, scripted, two_routers
+from tests.fakes.redis_servers import Embedded
+from tests.support.scripted_nodes import ByteDetokenizer, ByteTokenizer, Fleet, fleet, letters, token_at
+from tests.support.two_routers import One, Two, scripted, two_routers
 
 ID = "0123456789abcdef0123456789abcdef"
 TEXT = letters(5, 5, 64)
@@ -110,7 +111,7 @@ async def stream(one: One, request: Any, upto: int | None = None, got: Got | Non
         call = STUB(channel).GenerateStream(request, timeout=20)
         while got.chunks != upto:
             chunk = await call.read()
-            if chunk is grpc.aio.EOF:
+            if not isinstance(chunk, inference_pb2.GenerateChunk):  # the end
                 break
             got.take(chunk)
         call.cancel()
@@ -132,7 +133,7 @@ async def journaled(two: Two, generation_id: str = ID, tenant: str = "") -> None
 
 
 def resume(got: Got | None, *, tokens: bool = False, generation_id: str = ID, tenant: str = "") -> Any:
-    """Of a client that keeps nothing but the id and how far it is (and the tokens)."""
+    """What a client sends that keeps nothing but the id and how far it is (and the tokens)."""
     request = inference_pb2.GenerateRequest(generation_id=generation_id, tenant=tenant)
     request.resume.SetInParent()
     for choice, had in (got.tokens if got else {}).items():
@@ -408,7 +409,7 @@ async def test_admission_counts_what_is_resumed(redis_server: Embedded) -> None:
 
 def test_times_are_of_the_tokens_since_the_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [10.0]
-    monkeypatch.setattr(choice_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     sequence = SequenceRequest("r", (1, 2), SamplingParams(max_tokens=20, seed=5))
     run = choice_module.ChoiceRun(0, "r", sequence, ByteDetokenizer(ByteTokenizer(), (1, 2), ()), 10.0)
     run.resume(10, [97] * 10)

@@ -19,8 +19,8 @@ from paceline.errors import (
 )
 from paceline.results import HandoffBytes, Usage
 from paceline.v1 import node_pb2
-from support.router_asks import TEXT, answer, ask, check_indexes, chunks
-from support.scripted_nodes import Script, fleet, letters
+from tests.support.router_asks import TEXT, answer, ask, check_indexes, chunks
+from tests.support.scripted_nodes import Script, fleet, letters
 
 
 async def test_closing_the_stream_cancels_both_calls() -> None:

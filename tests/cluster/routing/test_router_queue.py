@@ -13,8 +13,8 @@ from cluster.frontdoor.openai_parse import parse_completion
 from paceline.errors import InvalidRequest, NodeUnavailable, Overloaded
 from paceline.results import Generation
 from paceline.v1 import inference_pb2
-from support.router_asks import TEXT, answer, ask
-from support.scripted_nodes import Fleet, fleet
+from tests.support.router_asks import TEXT, answer, ask
+from tests.support.scripted_nodes import Fleet, fleet
 
 
 async def started(made: Fleet, *requests: GenerationRequest) -> list[asyncio.Task[Generation]]:

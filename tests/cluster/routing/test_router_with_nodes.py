@@ -14,9 +14,9 @@ from cluster.routing.router import Router
 from cluster.state.registry_types import NodeRecord
 from paceline.config import ServeConfig
 from paceline.request import FinishReason, SamplingParams, derive_seed
-from support.scripted_nodes import ByteTokenizer
 from tests.fakes.nodes import Cluster, cluster
 from tests.fakes.runner import VOCAB, next_token
+from tests.support.scripted_nodes import ByteTokenizer
 
 PROMPT = tuple(range(100, 121))
 

@@ -16,15 +16,15 @@ from cluster.routing import traces
 from paceline.client import AsyncClient, Client, NotFound, RequestTrace
 from paceline.errors import InvalidRequest, NodeUnavailable
 from paceline.trace_file import chrome_trace
-from support.scripted_nodes import Fleet, fleet
-from support.timeline import check_timeline
+from tests.support.scripted_nodes import Fleet, fleet
+from tests.support.timeline import check_timeline
 
 
 async def ask(nodes: Fleet, **options: Any) -> None:
     from dataclasses import replace
 
-    from support.router_asks import answer
-    from support.router_asks import ask as request
+    from tests.support.router_asks import answer
+    from tests.support.router_asks import ask as request
 
     await answer(nodes, replace(request(), request_id="mine", **options))
 

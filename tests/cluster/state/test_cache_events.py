@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import redis
-from fakes.redis_servers import SERVERS, Server
 
 from cluster.state.cache_events import SNAPSHOT_EVENTS, STREAM_EVENTS, CachePublisher, CacheWatcher, _names
 from cluster.state.registry import OPERATION_TIMEOUT_S
 from cluster.state.registry_types import NodeRecord
 from paceline.kvcache.changes import MAX_CHANGES
 from paceline.kvcache.keys import KEY_VERSION
-from support.cached_prefixes import PAGE, Holder, prompt
+from tests.fakes.redis_servers import SERVERS, Server
+from tests.support.cached_prefixes import PAGE, Holder, prompt
 
 TTL_S = 0.4
 PATIENT_TTL_S = 60.0  # where what is known must not go stale between reading and looking
@@ -242,7 +242,7 @@ async def test_redis_that_hangs_stalls_nobody(server: Server, watcher: CacheWatc
         publishing = threading.Thread(target=pytest.raises, args=(redis.RedisError, holder.publisher.publish))
         holder.add(prompt(2))
         publishing.start()
-        waits = []
+        waits: list[float] = []
         while publishing.is_alive():
             began = time.monotonic()
             holder.add(prompt(len(waits) % 8))

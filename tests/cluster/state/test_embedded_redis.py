@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -15,10 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 import redis
-from fakes.wait import wait_for
 
 from cluster.state import embedded_redis
 from cluster.state.embedded_redis import EmbeddedRedis
+from tests.fakes.wait import wait_for
 
 PARENT = """
 import sys
@@ -122,7 +123,7 @@ def test_another_port_when_one_was_taken_meanwhile(monkeypatch: pytest.MonkeyPat
 
 def test_a_server_that_cannot_run_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(embedded_redis, "_binary", lambda: "/bin/false")
-    monkeypatch.setattr(embedded_redis.tempfile, "mkdtemp", lambda prefix: str(tmp_path / "folder"))
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda prefix: str(tmp_path / "folder"))
     (tmp_path / "folder").mkdir()
     with pytest.raises(RuntimeError, match="exited with 1; pass --redis URL"):
         EmbeddedRedis()

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import redis
-from fakes.redis_servers import SERVERS, Embedded, Server
 from prometheus_client import CollectorRegistry
 
 from cluster.state import journal as module
 from cluster.state.journal import ENTRY_OVERHEAD_BYTES, Journal, journal_key, open_journal
 from paceline.config import ServeConfig
 from paceline.errors import NodeUnavailable
+from tests.fakes.redis_servers import SERVERS, Embedded, Server
 
 KEYS = [journal_key("tenant", f"{i:032x}") for i in range(40)]
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import redis
-from fakes.redis_servers import SERVERS, Server
 
 from cluster.state.registry import JOIN_TIMEOUT_S, Fenced, LeaseKeeper, NodeDirectory
 from cluster.state.registry_types import NodeRecord
+from tests.fakes.redis_servers import SERVERS, Server
 
 TTL_S = 0.4
 PATIENT_TTL_S = 10.0  # of leases that must not run out, whatever pauses

@@ -93,7 +93,10 @@ def test_every_state_that_is_entered_is_an_event_of_the_trace(failure: str | Non
         "t", Clock(), expected, reserve_deadline_s=10, handoff_deadline_s=3, trace=recorder.open("r", "x")
     )
     complete(handoff)
-    _ = handoff.release() if failure is None else handoff.fail(failure)
+    if failure is None:
+        handoff.release()
+    else:
+        handoff.fail(failure)
     names = [f"hand-off {state}" for state in ("reserved", "sending", "ready", last)]
     events = recorder.read("r", "decode-0").events
     assert [event.name for event in events] == names

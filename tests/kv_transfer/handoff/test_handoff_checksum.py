@@ -27,12 +27,12 @@ from paceline.errors import HandoffFailed
 from paceline.kvcache.layout import LayerOwner
 from paceline.request import SamplingParams
 from paceline.v1.handoff_pb2 import Begin, HandoffMessage, State
-from support.exactness import run
-from support.handoff_link import FIRST, HIDDEN_SIZE, NUM, Link, Prompt, open_link, raw, raw_chunk, wait_for
-from support.node_pair import pair
-from support.tiny_model import tiny_request, tiny_runner
 from tests.cluster.routing.test_router_with_nodes import PROMPT, expected, router_for
 from tests.fakes.nodes import cluster, node_config
+from tests.support.exactness import run
+from tests.support.handoff_link import FIRST, HIDDEN_SIZE, NUM, Link, Prompt, open_link, raw, raw_chunk, wait_for
+from tests.support.node_pair import pair
+from tests.support.tiny_model import tiny_prefill_runner, tiny_request, tiny_runner
 
 torch.set_num_threads(1)
 
@@ -152,7 +152,7 @@ def test_a_changed_byte_fails_that_ticket_alone(number: int) -> None:
 
 
 def check_unused(link: Link, number: int) -> None:
-    """Of "b" the rows before the changed message were written, and none from it on."""
+    """The rows of "b" before the changed message were written, and none from it on."""
     written = {(layer, token) for ticket, layer, token in link.sink.rows if ticket == "b"}
     before = [((0, 1), (16, 40)), ((2,), (16, 40)), ((3, 4), (16, 40)), ((0, 1), (40, 66)), ((2,), (40, 66))]
     before += [((3, 4), (40, 66))]
@@ -207,7 +207,7 @@ async def test_text_and_bytes_are_the_same_with_sums(handoff: str) -> None:
     requests = [tiny_request(index=i, temperature=i % 2) for i in range(4)]
     together = run(tiny_runner("bf16", **options), requests)
     config = NodeConfig.model_validate({"model": "tiny", "prefill_chunk_tokens": 5, "handoff_checksum": True} | options)
-    prefill = tiny_runner("bf16", decodes=False, **options)
+    prefill = tiny_prefill_runner("bf16", **options)
     async with pair(config, prefill, tiny_runner("bf16", page_size=8, **options)) as nodes:
         for (outcome, answer), one, request in zip(await nodes.run(requests, 3), together, requests, strict=True):
             assert outcome == one

@@ -11,7 +11,7 @@ from kv_transfer.handoff.sender import HandoffSender
 from kv_transfer.handoff.state import HandoffState
 from kv_transfer.transports.loopback import loopback_pair
 from paceline.v1.handoff_pb2 import Credit, HandoffAck, HandoffMessage, State
-from support.handoff_link import FIRST, Prompt, jam, narrow_window, open_link, wait_for
+from tests.support.handoff_link import FIRST, Prompt, jam, narrow_window, open_link, wait_for
 
 torch.set_num_threads(1)
 ROW_BYTES = (48 + 24 + 48) * 2

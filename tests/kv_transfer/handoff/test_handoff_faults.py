@@ -16,7 +16,7 @@ from kv_transfer.transports.loopback import loopback_pair
 from paceline.errors import HandoffFailed
 from paceline.v1.handoff_pb2 import Begin as BeginMessage
 from paceline.v1.handoff_pb2 import HandoffMessage, State
-from support.handoff_link import (
+from tests.support.handoff_link import (
     DRAFT,
     FIRST,
     HIDDEN_SIZE,

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from kv_transfer.handoff.state import HandoffState
-from support.handoff_rules import problems, problems_at_the_end
-from support.handoff_world import ANSWER_S, HANDOFF_S, World
+from tests.support.handoff_rules import problems, problems_at_the_end
+from tests.support.handoff_world import ANSWER_S, HANDOFF_S, World
 
 SEQUENCES = int(os.environ.get("PACELINE_FUZZ", "200"))
 SEED = int(os.environ.get("PACELINE_FUZZ_SEED", "0"))

@@ -12,7 +12,7 @@ from kv_transfer.handoff.state import HandoffState
 from paceline.errors import HandoffFailed
 from paceline.v1.handoff_pb2 import Begin as BeginMessage
 from paceline.v1.handoff_pb2 import Cancelled, HandoffAck, HandoffMessage, Hello, Ready, State
-from support.handoff_link import (
+from tests.support.handoff_link import (
     FIRST,
     HIDDEN_SIZE,
     NUM,

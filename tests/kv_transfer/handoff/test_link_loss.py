@@ -13,7 +13,7 @@ from kv_transfer.handoff.state import HandoffState
 from kv_transfer.transports.base import Transport, TransportError
 from paceline.errors import DeadlineExceeded
 from paceline.v1.handoff_pb2 import Abort, HandoffMessage
-from support.handoff_link import (
+from tests.support.handoff_link import (
     TARGET,
     TOKENS,
     Link,

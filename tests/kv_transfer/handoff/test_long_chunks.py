@@ -11,7 +11,7 @@ from kv_transfer.handoff.block import TARGET_KV, RowBlock
 from kv_transfer.handoff.outbox import Outgoing
 from kv_transfer.handoff.state import HandoffState
 from paceline.v1.handoff_pb2 import HandoffMessage, State
-from support.handoff_link import (
+from tests.support.handoff_link import (
     DRAFT,
     FIRST,
     LAYOUT,
@@ -69,7 +69,7 @@ def test_rows_are_written_message_by_message() -> None:
     with open_link() as link:
         link.sink.reserve("t")
         link.sender.begin("t", TOKENS)
-        chunk, done = open_rows(link, "t"), []
+        chunk, done = open_rows(link, "t"), list[range]()
         for i, tokens in enumerate(PIECES):
             assert give(link, chunk, tokens, done)
             stop = tokens.stop

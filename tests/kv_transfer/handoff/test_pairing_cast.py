@@ -16,7 +16,7 @@ FLOAT, BFLOAT = KvLayout(LAYERS, torch.float32), KvLayout(LAYERS, torch.bfloat16
 
 
 def fingerprint(layout: KvLayout, /, **changes: str | int) -> Fingerprint:
-    """Of a node; ``changes`` replace fields."""
+    """A node's fingerprint; ``changes`` replace fields."""
     fields: dict[str, str | int] = {
         "protocol": 1,
         "model": "bfloat16 float32",  # names are not dtypes

@@ -104,6 +104,7 @@ class Peer:
         rank: Rank = 1 if self._my_rank else 0
         self._store.wait([f"{self._link_id}.ready"], timedelta(seconds=60))  # python and torch have started
         transport = open_transport("gloo", self._store, self._link_id, rank, HOST, MESSAGE_TIMEOUT_S)
+        assert isinstance(transport, TorchDistTransport)
         return transport, Sentinel(self._store, self._link_id, rank, HOST, MESSAGE_TIMEOUT_S, lost)
 
     def kill(self) -> None:

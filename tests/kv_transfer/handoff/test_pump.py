@@ -14,7 +14,7 @@ from kv_transfer.handoff.block import TARGET_KV, RowBlock
 from kv_transfer.handoff.sender import HandoffSender
 from kv_transfer.transports.base import Pending, Transport
 from paceline.v1.handoff_pb2 import Failed, HandoffAck, HandoffMessage
-from support.handoff_link import wait_for
+from tests.support.handoff_link import wait_for
 
 ROWS = RowBlock(TARGET_KV, range(1), range(8))
 

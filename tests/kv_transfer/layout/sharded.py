@@ -22,7 +22,7 @@ from kv_transfer.transports.base import Transport
 from paceline.kvcache.layout import KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.v1.handoff_pb2 import HandoffAck, HandoffMessage, State
-from support.pool_rows import write_rows
+from tests.support.pool_rows import write_rows
 
 HIDDEN_SIZE = 12
 OWNERS = ((TARGET_KV, LayerOwner.TARGET), (DRAFT_KV, LayerOwner.DRAFT))

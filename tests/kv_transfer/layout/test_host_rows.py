@@ -12,8 +12,8 @@ from kv_transfer.layout.rows import RowSource, RowTarget
 from kv_transfer.transports.base import byte_view
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
-from support.needs import needs_kernels
 from tests.kv_transfer.layout.sharded import make_pool, scattered_slots
+from tests.support.needs import needs_kernels
 
 pytestmark = needs_kernels
 

@@ -52,7 +52,7 @@ every_pair = pytest.mark.parametrize(("whole", "sources", "dests"), LAYOUTS.valu
 
 
 def full_tensors(whole: KvLayout) -> list[Tensor]:
-    """Of each layer [tokens, K and V or latent, heads, width], no two elements of a layer alike."""
+    """For each layer [tokens, K and V or latent, heads, width], no two elements of a layer alike."""
     tensors = []
     for layer in whole.layers:
         planes, heads = (1, 1) if layer.kind is LayerKind.MLA else (2, layer.num_kv_heads)

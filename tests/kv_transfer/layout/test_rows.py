@@ -16,8 +16,8 @@ from kv_transfer.transports.base import byte_view
 from paceline.errors import ConfigError
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
-from support.pool_rows import write_rows
 from tests.kv_transfer.layout.sharded import cut, fill, make_pool, random_rows, read, scattered_slots
+from tests.support.pool_rows import write_rows
 
 torch.set_num_threads(1)
 

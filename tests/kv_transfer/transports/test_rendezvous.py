@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from kv_transfer.transports.base import TransportError
 from kv_transfer.transports.rendezvous import MAX_KEYS, Store, create_store, torch_dist
-from support.open_files import left_beside, resources
+from tests.support.open_files import left_beside, resources
 
 HOST = "127.0.0.1"
 

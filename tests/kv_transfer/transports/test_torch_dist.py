@@ -19,7 +19,7 @@ from kv_transfer.transports.rendezvous import Store, create_store
 from kv_transfer.transports.sentinel import Sentinel
 from kv_transfer.transports.torch_dist import TorchDistTransport
 from paceline.errors import ConfigError
-from support.open_files import left_beside, resources
+from tests.support.open_files import left_beside, resources
 
 torch.set_num_threads(1)
 HOST = "127.0.0.1"
@@ -36,6 +36,7 @@ class End:
 
 def open_end(store: Store, link_id: str, rank: int, timeout_s: float) -> End:
     transport = open_transport("gloo", store, link_id, 1 if rank else 0, HOST, timeout_s)
+    assert isinstance(transport, TorchDistTransport)
     lost: list[str] = []
     closed = threading.Event()
     sentinel = Sentinel(store, link_id, 1 if rank else 0, HOST, timeout_s, lost.append, closed.set)

@@ -14,7 +14,7 @@ from paceline.spec_decode.accept import acceptance
 from paceline.spec_decode.accept.acceptance import RULES, Verification
 from paceline.spec_decode.accept.verify import Verdict
 from paceline.spec_decode.trees.tree import DraftTree
-from support.enumerate_acceptance import (
+from tests.support.enumerate_acceptance import (
     CHAINS,
     DRAWN,
     ONE_HOT,
@@ -26,8 +26,20 @@ from support.enumerate_acceptance import (
     draw_next,
     rounds,
 )
-from support.enumeration import CUT, EXACT, PENALISED, Choose, Model, Probs, Round, Tokens, deviation, law, normalised
-from support.enumeration import ranked as ranks
+from tests.support.enumeration import (
+    CUT,
+    EXACT,
+    PENALISED,
+    Choose,
+    Model,
+    Probs,
+    Round,
+    Tokens,
+    deviation,
+    law,
+    normalised,
+)
+from tests.support.enumeration import ranked as ranks
 
 GREEDY = SamplingParams(temperature=0.0)
 PARAMS = {"plain": SamplingParams(), "penalised": PENALISED, "cut": CUT}

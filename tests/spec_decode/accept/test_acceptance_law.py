@@ -25,7 +25,7 @@ from paceline.spec_decode.accept.coins import Coins, CoinSource
 from paceline.spec_decode.base import DraftSampling
 from paceline.spec_decode.drafters.candidates import DRAFT_STREAM, choose
 from paceline.spec_decode.trees.tree import DraftTree, build_tree, comb
-from support.goodness_of_fit import chi_square
+from tests.support.goodness_of_fit import chi_square
 
 GENERATIONS = 5_000
 MUTANT_GENERATIONS = 4_000

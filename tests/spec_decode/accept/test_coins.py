@@ -13,7 +13,7 @@ from paceline.request import UINT64_MAX
 from paceline.sampling.noise import all_ids, noise_bits_rows
 from paceline.spec_decode.accept.coins import COIN_STREAM, Coins
 from paceline.spec_decode.drafters.candidates import DRAFT_STREAM
-from support.goodness_of_fit import chi_square, ks_uniform
+from tests.support.goodness_of_fit import chi_square, ks_uniform
 
 P_FAIL = 1e-4
 SEEDS = range(2_000)

@@ -12,8 +12,8 @@ from paceline.spec_decode.accept.device_trees import FINISH, LENGTH, NEW_TOKEN, 
 from paceline.spec_decode.accept.device_walk import read_verdicts, walk_device
 from paceline.spec_decode.accept.verify import Verdict
 from paceline.spec_decode.trees.tree import DraftTree, build_tree
-from support.device_walk import check_walks
-from support.interpreter import INTERPRETED, run_again_interpreted
+from tests.support.device_walk import check_walks
+from tests.support.interpreter import INTERPRETED, run_again_interpreted
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ import pytest
 from paceline.request import SamplingParams
 from paceline.spec_decode.accept.verify import Verdict, walk
 from paceline.spec_decode.trees.tree import DraftTree, build_tree
-from support.enumeration import (
+from tests.support.enumeration import (
     CUT,
     EXACT,
     PENALISED,

@@ -17,7 +17,7 @@ from paceline.spec_decode.drafters.select import SelectingDrafter
 from paceline.spec_decode.length.cost import COPY_SHARE, DRAFT_SHARE, CostTable
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree, build_tree
-from support.simulated_rounds import Costs, bare_sequence, chain_tree, commit
+from tests.support.simulated_rounds import Costs, bare_sequence, chain_tree, commit
 
 VOCAB = 100_000
 K = 4

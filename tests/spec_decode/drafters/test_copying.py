@@ -28,7 +28,7 @@ from paceline.spec_decode.drafters.copying import (
     own_occurrences,
     text_of,
 )
-from support.drafting import new_sequence
+from tests.support.drafting import new_sequence
 
 torch.set_num_threads(1)
 Ends = list[tuple[int, int]]  # (match length, index of what followed), longest first, then newest

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,8 @@ from paceline.spec_decode.base import DraftBudget, DraftSampling, TreeKind
 from paceline.spec_decode.drafters.draft_model import DraftModelDrafter, Written
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree
-from support.draft_model_drafting import (
+from tests.support.asked import Sampling
+from tests.support.draft_model_drafting import (
     BUDGETS,
     COUPLED,
     GREEDY,
@@ -29,9 +29,9 @@ from support.draft_model_drafting import (
     plain_logits,
     prefill,
 )
-from support.exactness import Outcome, run
-from support.needs import needs_kernels
-from support.tiny_model import VOCAB, tiny_request, tiny_runner
+from tests.support.exactness import Outcome, run
+from tests.support.needs import needs_kernels
+from tests.support.tiny_model import VOCAB, tiny_request, tiny_runner
 
 # ---- a draft model that is the target
 
@@ -166,7 +166,7 @@ def plain() -> dict[str, list[Outcome]]:
 
 
 def outcomes(runner: ModelRunner) -> list[Outcome]:
-    extras: list[dict[str, Any]] = [
+    extras: list[Sampling] = [
         {},
         {"temperature": 1.0},
         {"temperature": 0.7, "top_p": 0.8, "presence_penalty": 0.5},

@@ -14,7 +14,7 @@ from paceline.spec_decode.base import DraftBudget, DraftSampling, ExtendItem
 from paceline.spec_decode.drafters import draft_model
 from paceline.spec_decode.drafters.draft_model import Draft
 from paceline.spec_decode.sequence import Sequence
-from support.draft_model_drafting import (
+from tests.support.draft_model_drafting import (
     BUDGETS,
     COUPLED,
     LAYERS,
@@ -28,7 +28,7 @@ from support.draft_model_drafting import (
     model_of,
     prefill,
 )
-from support.pool_rows import write_rows
+from tests.support.pool_rows import write_rows
 
 # ---- its KV
 

@@ -16,14 +16,14 @@ from paceline.models.config import ModelSpec
 from paceline.models.llama import LlamaModel
 from paceline.spec_decode.drafters.draft_model import DraftModelDrafter
 from paceline.spec_decode.heads.draft_model import load_draft_model
-from support.draft_model_drafting import (
+from tests.support.draft_model_drafting import (
     LAYERS,
     Shaped,
     build_draft,
     full_rounds,
     make,
 )
-from support.tiny_model import tiny_spec, tiny_weights
+from tests.support.tiny_model import tiny_spec, tiny_weights
 
 
 def test_models_that_do_not_fit_are_refused_by_name() -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import pytest
 import torch
 
+from paceline.attention.base import Segment
 from paceline.engine.model_runner import ModelRunner, PrefillChunk
 from paceline.kvcache.layout import LayerOwner
 from paceline.spec_decode.sequence import Sequence
-from support.exactness import run
-from support.head_files import at_layer, mtp_config, mtp_module, put
-from support.tiny_model import tiny_request, tiny_runner
-from support.untrained_heads import write_tiny_head
+from tests.support.asked import Sampling
+from tests.support.exactness import run
+from tests.support.head_files import at_layer, mtp_config, mtp_module, put
+from tests.support.tiny_model import tiny_request, tiny_runner
+from tests.support.untrained_heads import write_tiny_head
 
 CASES: dict[str, dict[str, Any]] = {
     "mtp": {"drafter": "mtp"},
@@ -43,7 +46,7 @@ def write_modules(folder: Path) -> Path:
     return put(folder / "modules", tensors, mtp_config(2, num_nextn_predict_layers=3))
 
 
-def prefill(runner: ModelRunner, tokens: list[int], **params: object) -> Sequence:
+def prefill(runner: ModelRunner, tokens: list[int], **params: Unpack[Sampling]) -> Sequence:
     seq = runner.new_sequence(tiny_request(tokens, max_tokens=40, **params))
     seq.table.ensure(seq.num_prefill + 40 + runner.spec_slots)
     runner.prefill([PrefillChunk(seq, 0, seq.num_prefill)])
@@ -109,9 +112,12 @@ def test_a_stream_near_its_end_has_little_room_and_writes_no_committed_row(
     room = seq.table.capacity - seq.num_computed
     written: list[int] = []
     forward = runner.forward
-    monkeypatch.setattr(
-        runner, "forward", lambda segments: (written.extend(segments[0].write_slots), forward(segments))[1]
-    )
+
+    def watched(segments: Seq[Segment]) -> tuple[torch.Tensor, torch.Tensor]:
+        written.extend(segments[0].write_slots)
+        return forward(segments)
+
+    monkeypatch.setattr(runner, "forward", watched)
     assert runner.recover_draft(seq, 0, 256) == room < seq.num_computed
     assert len(written) == room
     assert not {*written} & {*seq.table.slots[: seq.num_computed].tolist()}

@@ -25,8 +25,9 @@ from paceline.spec_decode.drafters.feature import FeatureDrafter
 from paceline.spec_decode.drafters.none import NoDrafter
 from paceline.spec_decode.heads.base import DraftHead
 from paceline.spec_decode.trees.static_trees import EAGLE_TREE
-from support.exactness import Outcome, run
-from support.feature_drafting import (
+from tests.support.asked import Sampling
+from tests.support.exactness import Outcome, run
+from tests.support.feature_drafting import (
     BUDGETS,
     COUPLED,
     GREEDY,
@@ -41,8 +42,8 @@ from support.feature_drafting import (
     ragged,
     state_is_exact,
 )
-from support.needs import needs_kernels
-from support.tiny_model import VOCAB, tiny_request
+from tests.support.needs import needs_kernels
+from tests.support.tiny_model import VOCAB, tiny_request
 
 # ---- what it proposes
 
@@ -232,7 +233,7 @@ def test_options_are_checked() -> None:
 
 # ---- the text
 
-EXTRAS: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_k": 9, "repetition_penalty": 1.3}, {"top_p": 0.8}]
+EXTRAS: list[Sampling] = [{"temperature": 0.0}, {}, {"top_k": 9, "repetition_penalty": 1.3}, {"top_p": 0.8}]
 
 
 def requests() -> list[SequenceRequest]:

@@ -11,7 +11,7 @@ import torch
 from paceline.engine.model_runner import PrefillChunk
 from paceline.spec_decode.base import ExtendItem
 from paceline.spec_decode.drafters import feature
-from support.feature_drafting import (
+from tests.support.feature_drafting import (
     BUDGETS,
     COUPLED,
     GREEDY,
@@ -23,8 +23,8 @@ from support.feature_drafting import (
     rounds_stay_exact,
     state_is_exact,
 )
-from support.needs import needs_kernels
-from support.tiny_model import tiny_request
+from tests.support.needs import needs_kernels
+from tests.support.tiny_model import tiny_request
 
 
 @needs_kernels

@@ -14,7 +14,7 @@ from paceline.spec_decode.base import DraftBudget, DraftSampling, TreeKind
 from paceline.spec_decode.drafters.feature import Draft
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.static_trees import EAGLE_TREE
-from support.feature_drafting import (
+from tests.support.feature_drafting import (
     BUDGETS,
     COUPLED,
     GREEDY,
@@ -26,7 +26,7 @@ from support.feature_drafting import (
     ragged,
     state_is_exact,
 )
-from support.needs import needs_kernels
+from tests.support.needs import needs_kernels
 
 
 def node_rows(recorder: Recorder, seq: Sequence) -> dict[tuple[int, ...], torch.Tensor]:

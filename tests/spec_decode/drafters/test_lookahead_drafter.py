@@ -20,8 +20,8 @@ from paceline.spec_decode.drafters.lookahead import (
 )
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree
-from support.drafting import BUDGETS, assert_same_text, new_sequence, outcomes, propose
-from support.tiny_model import VOCAB, tiny_runner
+from tests.support.drafting import BUDGETS, assert_same_text, new_sequence, outcomes, propose
+from tests.support.tiny_model import VOCAB, tiny_runner
 
 torch.set_num_threads(1)
 EOS = 2

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from paceline.engine.model_runner import ModelRunner
 from paceline.spec_decode.base import DraftBudget, DraftSampling, ExtendItem
 from paceline.spec_decode.sequence import DraftState, Sequence
-from support.exactness import Outcome, run
-from support.medusa_drafting import (
+from tests.support.asked import Sampling
+from tests.support.exactness import Outcome, run
+from tests.support.medusa_drafting import (
     BUDGETS,
     COUPLED,
     HIDDEN,
@@ -22,8 +21,8 @@ from support.medusa_drafting import (
     prefill,
     tensors,
 )
-from support.needs import needs_kernels
-from support.tiny_model import VOCAB, tiny_request, tiny_runner
+from tests.support.needs import needs_kernels
+from tests.support.tiny_model import VOCAB, tiny_request, tiny_runner
 
 # ---- state
 
@@ -131,7 +130,7 @@ def plain() -> dict[str, list[Outcome]]:
 
 
 def outcomes(runner: ModelRunner) -> list[Outcome]:
-    extras: list[dict[str, Any]] = [
+    extras: list[Sampling] = [
         {},
         {"temperature": 1.0},
         {"temperature": 0.7, "top_p": 0.8, "presence_penalty": 0.5},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from itertools import product
-from typing import Any
+from typing import Unpack
 
 import pytest
 import torch
@@ -15,7 +15,8 @@ from paceline.spec_decode.drafters.medusa import MedusaDrafter
 from paceline.spec_decode.sequence import DraftState
 from paceline.spec_decode.trees.static_trees import RankPath
 from paceline.spec_decode.trees.tree import DraftTree
-from support.medusa_drafting import (
+from tests.support.asked import Sampling
+from tests.support.medusa_drafting import (
     BUDGETS,
     GREEDY,
     HIDDEN,
@@ -25,7 +26,7 @@ from support.medusa_drafting import (
     make,
     prefill,
 )
-from support.tiny_model import tiny_request
+from tests.support.tiny_model import tiny_request
 
 
 def state_of(ids: list[list[int]], probs: list[list[float]] | None = None) -> DraftState:
@@ -35,7 +36,11 @@ def state_of(ids: list[list[int]], probs: list[list[float]] | None = None) -> Dr
 
 
 def tree_of(
-    state: DraftState, budget: DraftBudget, choices: Seq[RankPath] | None = None, width: int = 4, **params: Any
+    state: DraftState,
+    budget: DraftBudget,
+    choices: Seq[RankPath] | None = None,
+    width: int = 4,
+    **params: Unpack[Sampling],
 ) -> DraftTree:
     """The tree that a sequence with ``state`` gets."""
     runner = make(width=width, sampling=GREEDY, choices=choices)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import pytest
 import torch
 
@@ -10,15 +12,16 @@ from paceline.engine.model_runner import ModelRunner, PrefillChunk
 from paceline.errors import ConfigError
 from paceline.kvcache.layout import LayerOwner
 from paceline.layers.linear import Linear
-from paceline.models.llama import LlamaModel
+from paceline.models.llama import DecoderLayer, LlamaModel
 from paceline.spec_decode.base import DraftBudget, DraftSampling, TreeKind
 from paceline.spec_decode.drafters.mtp import MtpDrafter
 from paceline.spec_decode.sequence import Sequence
-from support.pool_rows import write_rows
-from support.tiny_model import primary_of, tiny_request, tiny_runner
+from tests.support.asked import Sampling
+from tests.support.pool_rows import write_rows
+from tests.support.tiny_model import primary_of, tiny_request, tiny_runner
 
 
-def prefill(runner: ModelRunner, tokens: list[int], *, steps: int, **params: object) -> Sequence:
+def prefill(runner: ModelRunner, tokens: list[int], *, steps: int, **params: Unpack[Sampling]) -> Sequence:
     seq = runner.new_sequence(tiny_request(tokens, max_tokens=200, **params))
     seq.table.ensure(seq.num_prefill + 200 + runner.spec_slots)
     for start in range(seq.num_computed, seq.num_prefill, steps):
@@ -34,8 +37,13 @@ def draft_rows(runner: ModelRunner, seq: Sequence, k: int) -> torch.Tensor:
 
 
 def make_runner(modules: int, **options: object) -> ModelRunner:
-    defaults: dict[str, object] = {"dtype": "bf16", "drafter": "mtp", "prefix_cache": False}
-    return tiny_runner(**(defaults | {"mtp_modules": modules, "num_draft_tokens": 3} | options))  # type: ignore[arg-type]
+    defaults: dict[str, object] = {
+        "drafter": "mtp",
+        "prefix_cache": False,
+        "mtp_modules": modules,
+        "num_draft_tokens": 3,
+    }
+    return tiny_runner("bf16", **(defaults | options))
 
 
 @pytest.mark.parametrize("modules", [2, 3])
@@ -98,14 +106,15 @@ def make_markov(runner: ModelRunner) -> None:
     """Cut attention and MLP out of target and drafter: what remains predicts from the last token alone."""
     drafter = primary_of(runner)
     assert isinstance(drafter, MtpDrafter)
-    for layer in runner.model.layers:  # type: ignore[attr-defined]
-        layer.o_proj._packed.zero_()
-        layer.down_proj._packed.zero_()
     model = runner.model
     assert isinstance(model, LlamaModel)
+    for layer in model.layers:
+        layer.o_proj._packed.zero_()
+        layer.down_proj._packed.zero_()
     model.lm_head = Linear(model.embedding.roll(1, 0), out_float32=True)  # token t is followed by t + 1
     hidden = runner.model.spec.hidden_size
     for module in drafter.modules:
+        assert isinstance(module.block, DecoderLayer)
         module.block.o_proj._packed.zero_()
         module.block.down_proj._packed.zero_()
         join = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), dim=1).to(runner.dtype)

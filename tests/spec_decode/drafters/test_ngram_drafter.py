@@ -12,8 +12,8 @@ from paceline.engine.colocated import Completed
 from paceline.spec_decode.base import DraftBudget, TreeKind
 from paceline.spec_decode.drafters.copying import MAX_TOKENS
 from paceline.spec_decode.drafters.ngram import NgramDrafter
-from support.drafting import BUDGETS, CHAIN, TREE, assert_same_text, new_sequence, outcomes, propose
-from support.tiny_model import VOCAB, tiny_runner
+from tests.support.drafting import BUDGETS, CHAIN, TREE, assert_same_text, new_sequence, outcomes, propose
+from tests.support.tiny_model import VOCAB, tiny_runner
 
 torch.set_num_threads(1)
 PHRASE = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22]

@@ -21,10 +21,10 @@ from paceline.spec_decode.length.adaptive import LengthPolicy
 from paceline.spec_decode.length.cost import CostTable
 from paceline.spec_decode.sequence import DraftState, Sequence
 from paceline.spec_decode.trees.tree import DraftTree
-from support.exactness import Outcome, run
-from support.needs import needs_kernels
-from support.simulated_rounds import bare_sequence, chain_tree
-from support.tiny_model import VOCAB, tiny_request, tiny_runner
+from tests.support.exactness import Outcome, run
+from tests.support.needs import needs_kernels
+from tests.support.simulated_rounds import bare_sequence, chain_tree
+from tests.support.tiny_model import VOCAB, tiny_request, tiny_runner
 
 
 class Recording(Drafter):
@@ -117,7 +117,7 @@ class Digesting(Recording):
 
 def held_back(silent: Seq[int] = (), **attributes: object) -> tuple[Digesting, SelectingDrafter, Sequence]:
     """A sequence whose tokens repeat, handed over with its draft state: a copy is the best arm."""
-    head = Digesting("head", needs_extend=True, state_width=64, **attributes)
+    head = Digesting("head", (), needs_extend=True, state_width=64, **attributes)
     both = SelectingDrafter(head, {"copy": Recording("copy", silent)}, "head", chooser())
     seq = bare_sequence(prompt=[*range(10, 30), *range(10, 24)], drafter="auto")
     seq.draft = DraftState(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 64))
@@ -175,7 +175,7 @@ def test_a_primary_without_kv_digests_nothing_for_a_sequence_that_ends() -> None
 
 
 def test_where_lengths_go_down_to_0_plain_steps_do_not_pay_for_the_primary() -> None:
-    head = Digesting("head", needs_extend=True, state_width=64)
+    head = Digesting("head", (), needs_extend=True, state_width=64)
     both = SelectingDrafter(head, {}, "head", patient=True)
     seqs = [bare_sequence(i) for i in range(2)]
     for seq in seqs:

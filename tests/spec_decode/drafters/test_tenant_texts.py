@@ -9,7 +9,7 @@ import torch
 
 from paceline.spec_decode.drafters.copying import BOUNDARY, text_of
 from paceline.spec_decode.drafters.tenants import FinishedTexts, TenantCache, TenantOutputs
-from support.drafting import new_sequence
+from tests.support.drafting import new_sequence
 
 torch.set_num_threads(1)
 

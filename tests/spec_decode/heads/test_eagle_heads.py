@@ -23,11 +23,11 @@ from paceline.spec_decode.heads.detect import load_head, read_head
 from paceline.spec_decode.heads.eagle import Eagle3Head
 from paceline.spec_decode.heads.formats.config import Eagle1Config, Eagle3Config, aux_config_ids, aux_input_layers
 from paceline.spec_decode.heads.formats.write import write_eagle1, write_eagle3
-from support import head_files
-from support.exactness import run
-from support.head_files import DRAFT_IDS, HIDDEN, put
-from support.plain_heads import PlainTarget, read_and_run, read_plain
-from support.tiny_model import VOCAB, tiny_request, tiny_runner, tiny_spec, tiny_weights
+from tests.support import head_files
+from tests.support.exactness import run
+from tests.support.head_files import DRAFT_IDS, HIDDEN, put
+from tests.support.plain_heads import PlainTarget, read_and_run, read_plain
+from tests.support.tiny_model import VOCAB, tiny_request, tiny_runner, tiny_spec, tiny_weights
 
 LAYERS, PAGE, PAGES = 6, 4, 8
 TOKENS = torch.tensor([5, 9, 3, 44, 17, 9, 3, 61, 80])  # t_1..t_9

@@ -22,8 +22,8 @@ from paceline.spec_decode.heads.formats.config import HeadKind, MedusaConfig, Mt
 from paceline.spec_decode.heads.formats.eagle import vocabulary_map, vocabulary_tensors
 from paceline.spec_decode.heads.formats.write import write_medusa, write_mtp
 from paceline.spec_decode.heads.mtp import MtpHead, MtpModule, mtp_kv_layers
-from support import head_files
-from support.head_files import (
+from tests.support import head_files
+from tests.support.head_files import (
     COPIES,
     DRAFT_IDS,
     HIDDEN,
@@ -37,8 +37,8 @@ from support.head_files import (
     qwen,
     vllm_medusa,
 )
-from support.plain_heads import PlainTarget, read_and_run
-from support.tiny_model import VOCAB, tiny_spec, tiny_weights
+from tests.support.plain_heads import PlainTarget, read_and_run
+from tests.support.tiny_model import VOCAB, tiny_spec, tiny_weights
 
 LAYERS = 2
 Files = tuple[dict[str, Tensor], dict[str, Any], str]

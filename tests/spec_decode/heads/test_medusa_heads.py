@@ -17,7 +17,7 @@ from paceline.spec_decode.base import DraftSampling
 from paceline.spec_decode.drafters import medusa
 from paceline.spec_decode.drafters.candidates import Candidates, choose
 from paceline.spec_decode.drafters.medusa import MedusaHeads
-from support.medusa_drafting import (
+from tests.support.medusa_drafting import (
     BUDGETS,
     COUPLED,
     GREEDY,
@@ -27,7 +27,7 @@ from support.medusa_drafting import (
     make,
     tensors,
 )
-from support.tiny_model import VOCAB, tiny_request, tiny_runner
+from tests.support.tiny_model import VOCAB, tiny_request, tiny_runner
 
 # ---- heads
 

@@ -1,6 +1,7 @@
 """Heads that ship with Paceline: all that are promised are there, small, with a card, and another reader agrees.
 
-The other reader (``support.plain_heads``) shares no code with the product; both run in float32 on rows of the target.
+The other reader (``tests.support.plain_heads``) shares no code with the product; both run in float32 on rows of the
+target.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import functools
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,9 +36,9 @@ from paceline.spec_decode.heads.eagle import Eagle1Head, Eagle3Head
 from paceline.spec_decode.heads.mtp import MtpHead, load_mtp
 from paceline.spec_decode.heads.shipped import SHIPPED as ROOT
 from paceline.text.tokenizer import Tokenizer
-from support import head_files
-from support.plain_heads import PlainHead, PlainMedusa, PlainMtp, PlainTarget, read_files, read_plain
-from support.tiny_model import tiny_spec, tiny_weights
+from tests.support import head_files
+from tests.support.plain_heads import PlainHead, PlainMedusa, PlainMtp, PlainTarget, read_files, read_plain
+from tests.support.tiny_model import tiny_spec, tiny_weights
 
 # (model, drafter) that README and docs speak of: heads/MODEL/DRAFTER
 SHIPPED = tuple(("smollm2-135m-instruct", name) for name in ("eagle3", "eagle", "mtp", "mtp3", "medusa"))
@@ -44,7 +46,7 @@ SHIPPED = tuple(("smollm2-135m-instruct", name) for name in ("eagle3", "eagle", 
 KINDS = {"eagle": "eagle1", "eagle3": "eagle3", "mtp": "mtp", "mtp3": "mtp", "medusa": "medusa"}
 MTP_MODULES = {"mtp": 1, "mtp3": 3}
 MOST_BYTES = 16_000_000  # of a file in the repository
-CARD = (r"(?m)^- data: \S", r"(?m)^- seen: [1-9][\d,]* (answer )?tokens")  # what a card says of its training
+CARD = (r"(?m)^- Corpus: [1-9]", r"(?m)^- Seen: [1-9][\d,]* (answer )?tokens")  # what a card says of its training
 PROMPT = "What is the capital of France, and what is it famous for?"
 
 
@@ -78,9 +80,15 @@ def real_target(name: str) -> Target:
     return Target(model, plain, tuple(ids))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def unloaded_at_the_end() -> Iterator[None]:
+    yield
+    real_target.cache_clear()
+
+
 @functools.cache
 def tiny_target() -> Target:
-    """The tiny Llama of ``support.head_files``."""
+    """The tiny Llama of ``tests.support.head_files``."""
     spec = tiny_spec(num_layers=6)
     spec = type(spec)(**{**vars(spec), "intermediate_size": head_files.WIDE})
     model = LlamaModel(spec, tiny_weights(spec, torch.float32), torch.float32, torch.device("cpu"))
@@ -178,7 +186,9 @@ def tiny_head(folder: Path, drafter: str) -> Path:
         head_files.put(folder, {name: tensor for module in modules for name, tensor in module.items()}, config)
     else:
         head_files.put(folder, *(head_files.eagle1() if drafter == "eagle" else head_files.eagle3()))
-    card = f"# {drafter} heads for {folder.parent.name}\n\n- data: 3 answers\n- seen: 1,200 answer tokens in 7 steps\n"
+    card = (
+        f"# {drafter} heads for {folder.parent.name}\n\n- Corpus: 3 answers\n- Seen: 1,200 answer tokens in 7 steps\n"
+    )
     (folder / "README.md").write_text(card)
     return folder
 
@@ -203,7 +213,7 @@ def test_faults_of_a_folder_are_named(tmp_path: Path) -> None:
     assert faults(folder) == []
     assert faults(tiny_head(tmp_path / "tiny" / "medusa", "medusa")) == []
     (folder / "large.safetensors").write_bytes(bytes(MOST_BYTES))
-    (folder / "README.md").write_text("# eagle3 heads\n\n- seen: 0 answer tokens\n")
+    (folder / "README.md").write_text("# eagle3 heads\n\n- Seen: 0 answer tokens\n")
     assert len(faults(folder)) == 4
     assert "large.safetensors has 16,000,000 bytes" in faults(folder)
     shutil.rmtree(folder)

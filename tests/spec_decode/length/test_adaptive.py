@@ -30,7 +30,7 @@ from paceline.spec_decode.length.cost import CostTable
 from paceline.spec_decode.length.goodput import Ladder, allocate, depth_limits
 from paceline.spec_decode.length.rates import reach
 from paceline.spec_decode.sequence import Sequence
-from support.simulated_rounds import Costs, accept, bare_sequence, budget_tree, chain_tree, commit
+from tests.support.simulated_rounds import Costs, accept, bare_sequence, budget_tree, chain_tree, commit
 
 Step = Callable[[int, int], float]  # (batch, rows) -> seconds
 Rate = Callable[[int, int], float]  # (sequence, depth from 0) -> acceptance given the depth before

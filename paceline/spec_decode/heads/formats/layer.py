@@ -126,7 +126,7 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
 
 
 def _rope(raw: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling); transformers 5 writes ``rope_parameters`` where 4 wrote ``rope_theta`` and ``rope_scaling``."""
+    """Theta and scaling; transformers 5 writes ``rope_parameters`` where 4 wrote ``rope_theta``, ``rope_scaling``."""
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     theta = float(rope.get("rope_theta") or raw.get("rope_theta") or DEFAULT_ROPE_THETA)
     kind = rope.get("rope_type") or rope.get("type") or "default"

@@ -161,7 +161,7 @@ def _text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _refuse_strangers(files: HeadFiles, modules: Seq[Mapping[str, Entry]]) -> None:
-    """In a folder of heads alone every tensor must be a module's; copies of the target's may lie beside them."""
+    """Every tensor of a folder of heads alone must be a module's; copies of the target's may lie beside them."""
     if any(TARGET_NORM.match(name) for name in files.names):
         return
     known = {entry.source for module in modules for entry in module.values()} | set(COPIES.values())
@@ -199,7 +199,7 @@ def _check_block(names: Seq[str], what: str) -> None:
 
 
 def _shape(raw: Mapping[str, Any], names: Seq[str]) -> LayerShape | None:
-    """Of a plain decoder layer; None for latent attention, experts, and Qwen3-Next's gated queries."""
+    """The shape of a plain decoder layer; None for latent attention, experts, and Qwen3-Next's gated queries."""
     special = "self_attn.kv_a_proj_with_mqa.weight" in names or "mlp.gate.weight" in names
     gated = raw.get("attn_output_gate") or str(raw.get("model_type", "")).startswith("qwen3_")
     if special or gated:

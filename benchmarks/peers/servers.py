@@ -1,0 +1,113 @@
+"""Servers of other engines on this machine's cores: how each is started plainly and with speculation of its own.
+
+`benchmarks.peers.install` makes them. None of them knows the heads that Paceline drafts with, so each drafts by copying
+from its context, which needs no further weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from benchmarks.common.processes import running
+from benchmarks.serving.client import answers
+from benchmarks.serving.deployments import Setting
+from paceline.errors import ConfigError
+
+HOME = Path(__file__).resolve().parents[2] / "build" / "peers"
+LLAMA_SERVER = HOME / "llama-build" / "bin" / "llama-server"
+VLLM_PYTHON = HOME / "vllm" / "bin" / "python"
+INSTALL = "python -m benchmarks.peers.install"
+
+SLOTS = 8  # sequences that a peer works on together
+CONTEXT = 2048  # tokens of each
+DRAFT_TOKENS = 4
+# llama.cpp: copies what followed the last 3 tokens where they stood before.
+LLAMA_NGRAM = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "4")
+VLLM_NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": DRAFT_TOKENS,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 2,
+}
+
+Start = Callable[[], AbstractContextManager[str]]
+
+
+def gguf_file(model: str) -> Path:
+    """Weights for llama.cpp, in bf16."""
+    return HOME / f"{Path(model).name}-bf16.gguf"
+
+
+def cores() -> int:
+    """That every engine may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def peer_settings(names: Sequence[str], folder: Path) -> list[Setting]:
+    """Each peer plainly and with speculation. Raises ConfigError naming what is unknown or not installed."""
+    found = []
+    for name in names:
+        if name not in PEERS:
+            raise ConfigError("peers", f"{name!r} is none of {', '.join(PEERS)}")
+        missing = [path for path in PEERS[name][0](folder) if not path.exists()]
+        if missing:
+            raise ConfigError("peers", f"{missing[0]} is not there: run `{INSTALL} {name}`")
+        start = PEERS[name][1]
+        found += [Setting(name, start(folder, False)), Setting(f"{name}, n-gram", start(folder, True))]
+    return found
+
+
+def _llama(folder: Path, drafts: bool) -> Start:
+    @contextmanager
+    def start() -> Iterator[str]:
+        port, threads = free_port(), str(cores())
+        command = [str(LLAMA_SERVER), "-m", str(gguf_file(folder.name)), "--host", "127.0.0.1", "--port", str(port)]
+        command += ["-t", threads, "-tb", threads, "-np", str(SLOTS), "-c", str(SLOTS * CONTEXT), "--no-webui"]
+        command += ["--no-cache-prompt", "--cache-ram", "0"]  # no prompt may be in a cache from another run
+        url = f"http://127.0.0.1:{port}"
+        with running([*command, *(LLAMA_NGRAM if drafts else ())], ready=lambda: answers(url)):
+            yield url
+
+    return start
+
+
+def _vllm(folder: Path, drafts: bool) -> Start:
+    @contextmanager
+    def start() -> Iterator[str]:
+        port = free_port()
+        command = [str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--no-enable-prefix-caching"]
+        command += ["--max-model-len", str(CONTEXT), "--max-num-seqs", str(SLOTS), "--served-model-name", folder.name]
+        if drafts:
+            command += ["--speculative-config", json.dumps(VLLM_NGRAM)]
+        bound = ",".join(map(str, sorted(os.sched_getaffinity(0))))  # every core, as the others
+        environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": bound, "HF_HUB_OFFLINE": "1"}
+        environment |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PATH": _with(VLLM_PYTHON.parent)}
+        url = f"http://127.0.0.1:{port}"
+        with running(command, ready=lambda: answers(url), environment=environment, folder=HOME):
+            yield url
+
+    return start
+
+
+def _with(folder: Path) -> str:
+    return os.pathsep.join([str(folder), os.environ.get("PATH", "")])
+
+
+# By name: what must be there, and how it starts.
+PEERS: dict[str, tuple[Callable[[Path], list[Path]], Callable[[Path, bool], Start]]] = {
+    "llama.cpp": (lambda folder: [LLAMA_SERVER, gguf_file(folder.name)], _llama),
+    "vllm": (lambda folder: [VLLM_PYTHON], _vllm),
+}

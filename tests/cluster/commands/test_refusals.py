@@ -1,0 +1,80 @@
+"""What a command says when it ends with an error: the message as it is, and as soon as it can be known."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from cluster.commands import cli
+from cluster.nodes.listening import check_addresses, check_free
+from paceline.config import ServeConfig
+from paceline.errors import ConfigError, NodeUnavailable, PacelineError
+
+
+@pytest.mark.parametrize(
+    ("error", "line", "code"),
+    [
+        (
+            ConfigError("attention", "pip install 'paceline[gpu]'"),
+            "error --attention: pip install 'paceline[gpu]'\n",
+            2,
+        ),
+        (ConfigError("grpc", "127.0.0.1:x: no"), "error --grpc: 127.0.0.1:x: no\n", 2),
+        (NodeUnavailable("[red]decode-0[/red] is gone"), "error [red]decode-0[/red] is gone\n", 1),
+    ],
+)
+def test_a_message_is_printed_as_it_is(
+    error: PacelineError, line: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def app() -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", app)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == code
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize("option", ["grpc", "http", "admin"])
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:", ":8000", "127.0.0.1:x", "here"])
+def test_an_address_that_is_none_is_named(option: str, address: str) -> None:
+    with pytest.raises(ConfigError, match="is not HOST:PORT") as caught:
+        check_addresses(ServeConfig.model_validate({option: address}))
+    assert caught.value.key == option
+
+
+def test_addresses_that_are_right() -> None:
+    check_addresses(ServeConfig())
+    check_addresses(ServeConfig(grpc="0.0.0.0:0", http="[::1]:8000", admin="localhost:50052"))
+
+
+@pytest.mark.parametrize("option", ["grpc", "http", "admin"])
+def test_an_address_that_is_taken_is_named_before_anything_starts(option: str) -> None:
+    free = {"grpc": "127.0.0.1:0", "http": "127.0.0.1:0"}
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=r"cannot listen at .*port 0 takes a free one") as caught:
+            check_free(ServeConfig.model_validate(free | {option: taken}))
+    assert caught.value.key == option
+    check_free(ServeConfig.model_validate(free | {option: taken}))  # nothing is held
+
+
+def test_two_options_with_one_address_are_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        one = f"127.0.0.1:{other.getsockname()[1]}"
+    with pytest.raises(ConfigError, match="cannot listen") as caught:
+        check_free(ServeConfig(grpc=one, http=one))
+    assert caught.value.key == "http"
+
+
+def test_the_client_alone_has_no_command() -> None:
+    code = "import sys; sys.modules['typer'] = None; import cluster.commands.cli"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error typer is not installed; the command needs pip install 'paceline[node]'\n",
+    )

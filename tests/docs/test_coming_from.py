@@ -1,0 +1,119 @@
+"""docs/coming_from_vllm.md names no flag, field, metric or drafter of ours that does not exist, and what it says is
+refused is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cluster.commands.options import serve_options
+from cluster.frontdoor.openai_parse import parse_chat, parse_completion
+from cluster.frontdoor.openai_requests import ChatRequest, CompletionRequest, Speculation
+from paceline.errors import InvalidRequest
+from paceline.models.families import FAMILIES
+from paceline.speculation import drafter_choices
+from tests.support.reference.metrics import metrics_page
+from tests.support.shell_blocks import ROOT
+
+PAGE = (ROOT / "docs/coming_from_vllm.md").read_text(encoding="utf-8")
+CODE = re.compile(r"`([^`]+)`")
+FLAG = re.compile(r"--[a-z][a-z0-9-]*")
+MOST = 200  # characters of a cell
+
+FLAGS = {flag for option in serve_options() for flag in option.flag.split("/")} | {"--config"}
+FIELDS = {*CompletionRequest.model_fields, *ChatRequest.model_fields, *Speculation.model_fields}
+METRICS = set(re.findall(r"\| `(paceline_\w+)` \|", metrics_page()))
+THEIRS = {"--enable-deterministic-inference"}  # what the text outside of tables names of theirs
+
+
+def rows(anchor: str) -> Iterator[dict[str, str]]:
+    """The rows of the first table below an anchor, by the heads of its columns."""
+    lines = iter(PAGE.partition(f'<a id="{anchor}"></a>')[2].splitlines())
+    head: list[str] = []
+    for line in lines:
+        if line.startswith("|"):
+            cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+            if not head:
+                head = cells
+                next(lines)
+            else:
+                yield dict(zip(head, cells, strict=True))
+        elif head:
+            return
+
+
+def ours(cell: str) -> set[str]:
+    return {name for code in CODE.findall(cell) for name in FLAG.findall(code)}
+
+
+def test_flags() -> None:
+    named = set().union(*(ours(row["Paceline"] + row.get("note", "")) for row in [*rows("flags"), *rows("start")]))
+    assert len(named) > 25
+    assert named - FLAGS == set()
+    text = "\n".join(line for line in PAGE.splitlines() if not line.startswith(("|", "```")))
+    assert ours(text) - FLAGS - THEIRS == set()
+
+
+def test_fields() -> None:
+    named = {name for row in rows("fields") for name in CODE.findall(row["Paceline"])}
+    assert len(named) > 20
+    assert named - FIELDS == set()
+    of_speculation = next(row["note"] for row in rows("fields") if row["Paceline"] == "`speculation`")
+    assert set(CODE.findall(of_speculation)) == set(Speculation.model_fields)
+
+
+REFUSED: dict[str, Any] = {
+    "tools": [{"type": "function"}],
+    "functions": [{}],
+    "response_format": {"type": "json_object"},
+    "audio": {},
+    "modalities": ["audio"],
+    "reasoning_effort": "low",
+    "verbosity": "low",
+    "guided_json": {},
+    "structured_outputs": {},
+    "prompt_logprobs": 1,
+    "chat_template_kwargs": {},
+}
+REFUSED_OF_COMPLETIONS: dict[str, Any] = {"echo": True, "suffix": "x", "best_of": 2}
+
+
+def test_every_refused_field_is_tried() -> None:
+    named = {name for row in rows("refused-fields") for name in CODE.findall(row["field"])}
+    assert named == REFUSED.keys() | REFUSED_OF_COMPLETIONS.keys()
+
+
+@pytest.mark.parametrize("field", [*REFUSED, *REFUSED_OF_COMPLETIONS])
+def test_what_is_said_to_be_refused_is_refused(field: str) -> None:
+    chat = field in REFUSED
+    body = {"messages": [{"role": "user", "content": "x"}]} if chat else {"prompt": "x"}
+    parse = parse_chat if chat else parse_completion
+    parse(body, "id")
+    with pytest.raises(InvalidRequest, match=field):
+        parse({**body, field: (REFUSED | REFUSED_OF_COMPLETIONS)[field]}, "id")
+
+
+def test_metrics() -> None:
+    named = set(re.findall(r"paceline_\w+", PAGE))
+    assert len(named) > 20
+    assert named - METRICS == set()
+
+
+def test_drafters() -> None:
+    named = {CODE.findall(row["Paceline `--drafter`"])[0] for row in rows("drafters")}
+    assert len(named) > 7
+    assert named - set(drafter_choices()) == set()
+
+
+def test_families() -> None:
+    """A new family is a line of the page."""
+    assert len({family.name for family in FAMILIES.values()}) == 5
+
+
+def test_cells_fit_a_page() -> None:
+    assert [
+        cell for line in PAGE.splitlines() if line.startswith("|") for cell in line.split("|") if len(cell) > MOST
+    ] == []

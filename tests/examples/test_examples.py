@@ -1,0 +1,133 @@
+"""Every program of examples/, and what the quickstart has its reader type, against one deployment. It drafts with the
+head that examples/train_a_head.py has just trained."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.relay import Relay
+from tests.support.server import Server, serve
+from tests.support.shell_blocks import ROOT, shell_blocks
+
+pytestmark = [pytest.mark.e2e, pytest.mark.real_model, pytest.mark.timeout(400)]
+
+EXAMPLES = ROOT / "examples"
+QUICKSTART = ROOT / "docs/quickstart.md"
+PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def example(name: str, *options: object) -> str:
+    """What ``examples/NAME.py`` prints; it must end well."""
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *map(str, options)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def head(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A head of two steps."""
+    out = tmp_path_factory.mktemp("training")
+    prompts = out / "prompts.jsonl"  # short ones: those that the model makes itself may go on and on
+    prompts.write_text(
+        "".join(json.dumps({"prompt": f"Say {word}."}) + "\n" for word in ("one", "two", "three", "four"))
+    )
+    corpus = ("--prompts", prompts, "--answer-tokens", 8)
+    said = example(
+        "train_a_head", out, "--head", "mtp", *corpus, "--steps", 2, "--tokens-per-step", 16, "--held-out", 1
+    )
+    assert said.splitlines()[-1].endswith(f"--drafter mtp --drafter-path {out / 'mtp/head'}")
+    return out / "mtp/head"
+
+
+@pytest.fixture(scope="module")
+def server(head: Path) -> Iterator[Server]:
+    with serve("--drafter", "mtp", "--drafter-path", str(head), "--no-standby", "--kv-cache-tokens", "8192") as one:
+        yield one
+
+
+def test_sdk(server: Server) -> None:
+    said = example("sdk", "--server", server.grpc, "--max-tokens", 24).splitlines()
+    assert said[0] == "smollm2-135m-instruct, drafter mtp, 2 nodes"
+    assert re.search(r"\[\d+ tokens in \d+ rounds, \d+ drafts accepted, .* prefill-0 -> decode-0\]", "\n".join(said))
+    assert said[-1] == "streamed, the same text: True"
+
+
+def test_openai_client(server: Server) -> None:
+    first, *rest = example("openai_client", "--url", f"http://{server.http}/v1").splitlines()
+    text = first.removeprefix("smollm2-135m-instruct: ")
+    assert text.startswith("The capital of France is Paris.")
+    assert rest == [text, "[48 tokens]", "refused: top_p of a request with top_p=2"]
+
+
+def test_a_stream_survives_its_router(server: Server) -> None:
+    whole = example("streaming_with_failover", "--server", server.grpc, "--max-tokens", 96)
+    relay = Relay(server.grpc)
+    command = [sys.executable, "-u", str(EXAMPLES / "streaming_with_failover.py"), "--max-tokens", "96"]
+    addresses = ["--server", relay.address, "--server", server.grpc]
+    with subprocess.Popen([*command, *addresses], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        begin = process.stdout.read(20)
+        relay.cut()
+        assert begin + process.stdout.read() == whole
+        assert process.wait(60) == 0
+    alone = subprocess.run([*command, "--server", relay.address], capture_output=True, text=True, timeout=60)
+    assert alone.returncode == 1
+    assert "the stream broke after 0 tokens" in alone.stderr
+
+
+def test_batch(server: Server, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    asked = [{"prompt": f"Say {word}."} for word in ("one", "two " * 9000, "three", "four", "five")]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in asked))
+    example("batch", prompts, out, "--server", server.grpc, "--max-tokens", 8, "--concurrency", 2)
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["prompt"] for line in answers] == [line["prompt"] for line in asked]
+    assert [set(line) - {"prompt"} for line in answers] == [
+        {"error"} if i == 1 else {"answer", "tokens"} for i in range(5)
+    ]
+    assert "the model takes 8" in answers[1]["error"]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+def test_help(name: str) -> None:
+    assert example(name, "--help").startswith("usage:")
+
+
+def here(text: str, server: Server) -> str:
+    """A command of the page, for this deployment and this Python."""
+    return text.replace("127.0.0.1:50051", server.grpc).replace("127.0.0.1:8000", server.http)
+
+
+def test_the_quickstart_asks_as_it_says(server: Server, tmp_path: Path) -> None:
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    ran = ""
+    for block in shell_blocks(QUICKSTART):
+        if not re.search(r"^paceline (generate|trace) |^curl ", block, re.MULTILINE):
+            continue
+        block = block.replace(". .venv/bin/activate\n", "")
+        if "paceline trace" in block:
+            block = block.replace("paceline trace", f"paceline trace --router {server.grpc}")
+        elif "paceline generate" in block:
+            block = block.replace("paceline generate", f"paceline generate --server {server.grpc}")
+        done = subprocess.run(
+            ["bash", "-euc", here(block, server)], cwd=tmp_path, env=environment, capture_output=True, text=True,
+            timeout=100, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, block + done.stdout + done.stderr
+        ran += done.stdout
+    assert '"object":"chat.completion"' in ran
+    assert "paceline_completion_tokens_total" in ran
+    assert "events of 3 processes" in ran
+    for block in PYTHON_BLOCK.findall(QUICKSTART.read_text(encoding="utf-8")):
+        done = subprocess.run([sys.executable, "-c", here(block, server)], capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, block + done.stderr
+        assert done.stdout.strip()

@@ -1,0 +1,174 @@
+"""docs/api/http.md, from the application's OpenAPI document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+from cluster.frontdoor import http, http_errors, openapi
+from cluster.routing.metrics import Metrics
+from tests.support.reference.comments import field_comments
+from tests.support.reference.markdown import bounds, made_from, one_line, table
+
+Schema = Mapping[str, Any]
+
+PAGE = """\
+# HTTP API
+
+{made}
+
+The HTTP address is that of the option `--http`. Requests and answers are those of OpenAI's completions and chat
+completions, so OpenAI's own clients work with `base_url="http://HOST:PORT/v1"`. Sampling fields that OpenAI does not
+have are vLLM's. There is no authentication: put a proxy in front where one is needed.
+
+A body is JSON of at most {mib} MiB, with the content type `application/json`, and arrives within {body_s:g} s. A field
+that is not known is refused by name, and so is one that would change the result and is not supported. A field that is
+null counts as absent. Every answer to a generation has the request's id in the header `x-request-id`; `paceline trace`
+takes it.
+
+With `"stream": true` the answer is server-sent events: lines `data: {{...}}`, each a part of the answer, and
+`data: [DONE]` as the last. An error after the first byte is a line `event: error` and a `data:` line with an
+[Error](#error). A client that disconnects, or that takes nothing for {send_s:g} s, ends its generation.
+
+`GET {document}` answers this page's facts as OpenAPI 3.1.
+"""
+
+ERRORS = """\
+## Errors
+
+Every error has the body [Error](#error). A client may try again after 408, 429, 503 and 504.
+"""
+
+
+def document() -> dict[str, Any]:
+    """The OpenAPI document; no router is asked for it."""
+    return openapi.document(http.create_app(cast(Any, None), Metrics()))
+
+
+def http_page() -> str:
+    """The page."""
+    found = document()
+    made = made_from("cluster/frontdoor/")
+    head = PAGE.format(
+        made=made,
+        mib=http.MAX_BODY_BYTES // 2**20,
+        body_s=http.BODY_TIMEOUT_S,
+        send_s=http.SEND_TIMEOUT_S,
+        document=openapi.PATH,
+    )
+    operations = [
+        _operation(method, path, one) for path, methods in found["paths"].items() for method, one in methods.items()
+    ]
+    schemas = found["components"]["schemas"]
+    asked = [name for name in schemas if name in _reachable(schemas, "ChatRequest", "CompletionRequest")]
+    parts = [head, "## Operations\n", *operations, _errors()]
+    parts += ["## Request bodies\n", *(_object(name, schemas[name], request=True) for name in asked)]
+    parts += ["## Answers\n", *(_object(name, schemas[name]) for name in schemas if name not in asked)]
+    return "\n".join(parts)
+
+
+def _operation(method: str, path: str, found: Schema) -> str:
+    parts = [f"### {method.upper()} {path}\n", f"{one_line(found['description'])}\n"]
+    body = found.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
+    if body:
+        parts.append(f"Body: {_kind(body)}.\n")
+    rows = []
+    for status, answer in found["responses"].items():
+        kinds = [
+            _kind(media["schema"]) if name == "application/json" else f"`{name}`"
+            for name, media in answer.get("content", {}).items()
+            if media["schema"]
+        ]
+        rows.append((status, " or ".join(dict.fromkeys(kinds)), one_line(answer["description"])))
+    parts.append(table(("status", "body", "meaning"), rows))
+    return "\n".join(parts)
+
+
+def _errors() -> str:
+    wrong = "`invalid_request_error`"
+    rows = [
+        ("400", wrong, "`invalid_value`", "`InvalidRequest`"),
+        ("404", wrong, "`model_not_found`", ""),
+        ("408", wrong, "`timeout`", ""),
+        ("413", wrong, "`request_too_large`", ""),
+        ("415", wrong, "", ""),
+        ("500", "`server_error`", "`internal_error`", ""),
+        *((f"{status}", f"`{kind}`", f"`{code}`", f"`{of.__name__}`") for of, status, kind, code in http_errors.KINDS),
+    ]
+    rows.sort(key=lambda row: row[0])
+    return ERRORS + "\n" + table(("status", "`type`", "`code`", "[error of the SDK](python.md#errors)"), rows)
+
+
+def _reachable(schemas: Mapping[str, Schema], *names: str) -> set[str]:
+    """The schemas that these lead to, themselves included."""
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += _references(schemas[name])
+    return found
+
+
+def _references(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        if "$ref" in value:
+            yield value["$ref"].rpartition("/")[2]
+        for inner in value.values():
+            yield from _references(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _references(inner)
+
+
+def _object(name: str, schema: Schema, *, request: bool = False) -> str:
+    required = schema.get("required", ())
+    rows = []
+    for field, found in schema.get("properties", {}).items():
+        described = one_line(found.get("description")) or field_comments(name).get(field, "")
+        cells = (f"`{field}`", _kind(found), described)
+        rows.append((*cells[:2], "yes" if field in required else "", cells[2]) if request else cells)
+    head = ("field", "type", "required", "description") if request else ("field", "type", "description")
+    return f"### {name}\n\n{one_line(schema.get('description'))}\n\n{table(head, rows)}"
+
+
+def _kind(schema: Schema) -> str:
+    """The type of a value, with its bounds."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    if "enum" in schema:
+        return ", ".join(f"`{_json(one)}`" for one in schema["enum"])
+    if "const" in schema:
+        return f"`{_json(schema['const'])}`"
+    choices = schema.get("anyOf") or schema.get("oneOf")
+    if choices:
+        kinds = dict.fromkeys(_kind(one) for one in choices if one.get("type") != "null")
+        return (", or " if any("," in kind for kind in kinds) else " or ").join(kinds)
+    return _plain(schema)
+
+
+def _plain(schema: Schema) -> str:
+    match schema.get("type"):
+        case "array" if "prefixItems" not in schema:
+            inner = _kind(schema["items"]) if schema.get("items") else "any"
+            most = f", at most {schema['maxItems']:,}" if "maxItems" in schema else ""
+            return f"list of ({inner}){most}" if " or " in inner or "," in inner else f"list of {inner}{most}"
+        case "object":
+            values = schema.get("additionalProperties")
+            return f"object of {_kind(values)}" if isinstance(values, Mapping) and values else "object"
+        case "integer" | "number" as kind:
+            low, high = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum")
+            return str(kind) + bounds(low, high, above="exclusiveMinimum" in schema)
+        case "string":
+            longest = schema.get("maxLength")
+            return "string" + (f", at most {longest:,} characters" if longest else "")
+        case None:
+            return "any"
+        case kind:
+            return str(kind)
+
+
+def _json(value: Any) -> str:
+    return http_errors.dumps(value)
