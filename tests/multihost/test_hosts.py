@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.multihost, pytest.mark.timeout(420)]
 
 ALL = {"prefill-0", "decode-0", "decode-1"}
 NUM_STREAMS = 6
-LONG = 700  # tokens of a stream that outlives a failure
+LONG = 1400  # tokens of a stream that outlives a failure
 LOSS_PROMPT = 200
 LOSS_KV = LOSS_PROMPT * KV_BYTES_PER_TOKEN
 BEGUN = 3  # tokens of every stream when it happens
@@ -130,12 +130,12 @@ def test_a_bad_link_changes_no_token_and_fails_nothing(
 
 @dataclass
 class Loss:
-    """Streams that ran when a host was lost."""
+    """Streams that ran when a host was lost, some of them there."""
 
     requests: list[dict[str, Any]]
     streams: list[Stream]
-    moved: list[int]  # those of them that it hit
     silence_s: float  # the longest
+    lost_at: float  # monotonic clock
 
 
 def runs_there(deployment: Deployment, running: Streams, node: str) -> bool:
@@ -148,8 +148,12 @@ def runs_there(deployment: Deployment, running: Streams, node: str) -> bool:
     return False
 
 
-def lose(deployment: Deployment, salt: int, lost: str, what: Callable[[], None]) -> Loss:
-    """Do ``what`` to the host of node ``lost`` while all streams run, some of them there."""
+def lose(deployment: Deployment, salt: int, lost: str, host: Host) -> Loss:
+    """Cut the cable of node ``lost``'s host while all streams run, some of them there. The cable stays out.
+
+    A node is ahead of what its clients have read: one that counts a stream may be done with it a moment later, and the
+    cut then hits nothing. Such a cut is undone, and other streams are placed.
+    """
     for attempt in range(PLACINGS):
         requests = make_requests(100 * salt + attempt, prompt_tokens=LOSS_PROMPT, max_tokens=LONG)
         with deployment.stream(requests) as running:
@@ -160,7 +164,7 @@ def lose(deployment: Deployment, salt: int, lost: str, what: Callable[[], None])
                 continue
             counts = [len(stream.tokens) for stream in running.streams]
             lost_at = time.monotonic()
-            what()
+            host.unplug()
             streams = running.results()
         # A stream that moves is handed over a second time.
         moved = [n for n, stream in enumerate(streams) if stream.end and stream.end["target_kv"] > LOSS_KV]
@@ -169,14 +173,17 @@ def lose(deployment: Deployment, salt: int, lost: str, what: Callable[[], None])
             f"\n{NUM_STREAMS} streams of {LONG} tokens, of which they had {counts}, ended "
             f"{time.monotonic() - lost_at:.1f} s after the loss; moved: {moved}"
         )
-        return Loss(requests, streams, moved, silence_s)
-    raise AssertionError(f"{PLACINGS} times no stream ran on {lost} while all were under way")
+        if moved:
+            return Loss(requests, streams, silence_s, lost_at)
+        host.plug()
+        deployment.wait_for(ALL, 60.0)
+        time.sleep(RECONNECT_S)
+    raise AssertionError(f"{PLACINGS} times no stream ran on {lost} when it was lost")
 
 
 def check_survived(loss: Loss, lost: str, expected: Answers) -> None:
     """Every stream is right, and ended on the other decode node."""
     assert tokens_of(loss.streams) == expected(loss.requests)
-    assert loss.moved
     assert served_by(loss.streams, "decode") == ALL - {lost, "prefill-0"}
     assert loss.silence_s < 3 * LEASE_TTL_S
 
@@ -198,10 +205,9 @@ def test_a_partition_moves_streams_and_its_end_brings_the_node_back(
     lost = deployment.watch.on(host)
     address, already = deployment.watch.nodes[lost], deployment.log.stat().st_size
     try:
-        unplugged_at = time.monotonic()
-        loss = lose(deployment, 4 + bool(hold_s), lost, host.unplug)
+        loss = lose(deployment, 4 + bool(hold_s), lost, host)
         deployment.wait_for(ALL - {lost}, 3 * LEASE_TTL_S)
-        time.sleep(max(0.0, unplugged_at + hold_s - time.monotonic()))
+        time.sleep(max(0.0, loss.lost_at + hold_s - time.monotonic()))
     finally:
         host.plug()
     back_s = deployment.wait_for(ALL, 90.0)
@@ -214,11 +220,13 @@ def test_a_partition_moves_streams_and_its_end_brings_the_node_back(
 
 
 def test_power_loss_of_a_decode_host_and_its_return(deployment: Deployment, lan: Lan, expected: Answers) -> None:
-    """Nobody hears a connection close. Once it is on again, Ray's launcher starts Ray there, and Paceline the node."""
+    """The cable first, then the power: nobody hears a connection close. Once it is on again, Ray's launcher starts Ray
+    there, and Paceline the node."""
     deployment.wait_for(ALL, 60.0)
     host = lan.hosts["decode-2"]
     lost = deployment.watch.on(host)
-    loss = lose(deployment, 8, lost, host.power_off)
+    loss = lose(deployment, 8, lost, host)
+    host.power_off()
     check_survived(loss, lost, expected)
     host.power_on()
     back_s = deployment.wait_for(ALL, 150.0)
