@@ -22,7 +22,8 @@ async def run_demo(config: ServeConfig) -> None:
     from paceline.client import AsyncClient
 
     console = Console(highlight=False)
-    local = config.model_copy(update={"grpc": "127.0.0.1:0", "http": "127.0.0.1:0"})
+    # A standby would import its libraries while the only request runs.
+    local = config.model_copy(update={"grpc": "127.0.0.1:0", "http": "127.0.0.1:0", "standby": False})
     began = time.monotonic()
     with start_progress(errors, lines=local.log_level in ("debug", "info")) as tell:
         deployment = Deployment(local, tell)
