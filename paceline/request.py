@@ -40,6 +40,25 @@ class FinishReason(StrEnum):
     STOP = "stop"  # end-of-sequence token, stop token or stop string
     LENGTH = "length"  # max_tokens or the context window
     ABORT = "abort"  # cancelled
+    TOOL_CALLS = "tool_calls"  # as STOP, after one or more tool calls; the router's word, nodes say STOP
+
+
+class GrammarKind(StrEnum):
+    """How a grammar says which texts it allows."""
+
+    JSON_SCHEMA = "json_schema"  # a JSON Schema, as JSON
+    JSON_OBJECT = "json_object"  # any JSON object; the source is empty
+    REGEX = "regex"  # a regular expression for the whole text
+    EBNF = "grammar"  # a context-free grammar: Lark, or GBNF
+    CHOICE = "choice"  # a JSON list of texts
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """Texts of which the answer is to be one (`paceline.grammar`)."""
+
+    kind: GrammarKind
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,6 +85,7 @@ class SamplingParams:
     ignore_eos: bool = False
     top_logprobs: int | None = None
     n: int = 1
+    grammar: Grammar | None = None
 
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidRequest naming the first field that is out of range."""

@@ -3,7 +3,7 @@ inference.proto; no protobuf and no torch here."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from paceline.request import FinishReason, TokenLogprobs
@@ -89,6 +89,36 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool, made by the model."""
+
+    id: str  # names the call, for the turn that answers it
+    name: str  # the tool
+    arguments: str  # its arguments, a JSON object as text
+
+
+@dataclass(frozen=True)
+class ToolCallPart:
+    """A part of a tool call. The first one of a call has id and name; all arguments together are the call's."""
+
+    index: int  # which call of the choice
+    id: str = ""  # the call's id; empty after the first part
+    name: str = ""  # the tool; empty after the first part
+    arguments: str = ""  # the next piece of the arguments
+
+
+def joined(parts: Iterable[ToolCallPart]) -> tuple[ToolCall, ...]:
+    """The calls that ``parts`` of a choice make, in the order of their index."""
+    pieces: dict[int, list[ToolCallPart]] = {}
+    for part in parts:
+        pieces.setdefault(part.index, []).append(part)
+    return tuple(
+        ToolCall(some[0].id, some[0].name, "".join(part.arguments for part in some))
+        for _, some in sorted(pieces.items())
+    )
+
+
+@dataclass(frozen=True)
 class Chunk:
     """What became known of one choice. ``completion`` is set on its last chunk, which may bring no token."""
 
@@ -99,6 +129,8 @@ class Chunk:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token when asked for
     round: Round | None = None  # the round that brought the tokens; None for the first token
     completion: Completion | None = None  # how the choice ended; None before its last chunk
+    reasoning: str = ""  # what the model thought, as far as it became certain; it is not part of text
+    tool_calls: tuple[ToolCallPart, ...] = ()  # parts of tool calls that became certain; they are not part of text
 
 
 @dataclass(frozen=True)
@@ -110,6 +142,8 @@ class Choice:
     token_ids: tuple[int, ...]  # all tokens, stop token included
     logprobs: tuple[TokenLogprobs, ...]  # one per token when asked for
     completion: Completion  # how it ended
+    reasoning: str = ""  # what the model thought; it is not part of text
+    tool_calls: tuple[ToolCall, ...] = ()  # the tools that it called; they are not part of text
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 from paceline.errors import InvalidRequest, quoted
-from paceline.request import FinishReason, SamplingParams, SequenceRequest, SpeculationParams, TokenLogprobs
-from paceline.results import RequestTrace, Round, TraceEvent
+from paceline.request import (
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    SamplingParams,
+    SequenceRequest,
+    SpeculationParams,
+    TokenLogprobs,
+)
+from paceline.results import RequestTrace, Round, ToolCall, ToolCallPart, TraceEvent
 from paceline.speculation import TreeKind
-from paceline.v1 import common_pb2, node_pb2, trace_pb2
+from paceline.v1 import common_pb2, inference_pb2, node_pb2, trace_pb2
 
 _FINISH: dict[FinishReason | None, common_pb2.FinishReason.ValueType] = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
+    FinishReason.TOOL_CALLS: common_pb2.FINISH_REASON_TOOL_CALLS,
 }
 _FINISH_BACK = {value: reason for reason, value in _FINISH.items()}
+
+_GRAMMARS: dict[GrammarKind, common_pb2.Grammar.Kind.ValueType] = {
+    GrammarKind.JSON_SCHEMA: common_pb2.Grammar.KIND_JSON_SCHEMA,
+    GrammarKind.JSON_OBJECT: common_pb2.Grammar.KIND_JSON_OBJECT,
+    GrammarKind.REGEX: common_pb2.Grammar.KIND_REGEX,
+    GrammarKind.EBNF: common_pb2.Grammar.KIND_EBNF,
+    GrammarKind.CHOICE: common_pb2.Grammar.KIND_CHOICE,
+}
+_GRAMMARS_BACK = {value: kind for kind, value in _GRAMMARS.items()}
 
 _OPTIONAL = (
     "temperature",
@@ -54,8 +72,20 @@ def logprobs_from_proto(message: common_pb2.TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(message.logprob, tuple(message.top_ids), tuple(message.top_logprobs))
 
 
+def grammar_to_proto(grammar: Grammar | None) -> common_pb2.Grammar | None:
+    """None stays unset."""
+    return None if grammar is None else common_pb2.Grammar(kind=_GRAMMARS[grammar.kind], source=grammar.source)
+
+
+def grammar_from_proto(message: common_pb2.Grammar) -> Grammar:
+    """InvalidRequest for a kind that is not known here."""
+    if message.kind not in _GRAMMARS_BACK:
+        raise InvalidRequest("grammar.kind", f"must be one of {', '.join(GrammarKind)}")
+    return Grammar(_GRAMMARS_BACK[message.kind], message.source)
+
+
 def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
-    """Unset fields take the defaults of SamplingParams. Nothing is validated here."""
+    """Unset fields take the defaults of SamplingParams. Nothing is validated here but the kind of a grammar."""
     given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}  # type: ignore[arg-type]
     return SamplingParams(
         **given,
@@ -63,6 +93,7 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        grammar=grammar_from_proto(message.grammar) if message.HasField("grammar") else None,
     )
 
 
@@ -75,6 +106,7 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
         stop=params.stop,
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
+        grammar=grammar_to_proto(params.grammar),
     )
 
 
@@ -118,6 +150,26 @@ def round_from_proto(message: common_pb2.Round) -> Round:
         message.draft_s,
         message.verify_s,
     )
+
+
+def tool_call_to_proto(call: ToolCall) -> inference_pb2.ToolCall:
+    """A whole call."""
+    return inference_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments)
+
+
+def tool_call_from_proto(message: inference_pb2.ToolCall) -> ToolCall:
+    """A whole call."""
+    return ToolCall(message.id, message.name, message.arguments)
+
+
+def tool_call_part_to_proto(part: ToolCallPart) -> inference_pb2.ToolCallPart:
+    """A piece of a call."""
+    return inference_pb2.ToolCallPart(index=part.index, id=part.id, name=part.name, arguments=part.arguments)
+
+
+def tool_call_part_from_proto(message: inference_pb2.ToolCallPart) -> ToolCallPart:
+    """A piece of a call."""
+    return ToolCallPart(message.index, message.id, message.name, message.arguments)
 
 
 def sequence_from_proto(message: node_pb2.SequenceRequest) -> SequenceRequest:

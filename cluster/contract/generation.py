@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from paceline.errors import InvalidRequest
 from paceline.request import SamplingParams, SpeculationParams
+from paceline.results import ToolCall
 
 MAX_PRIORITY = 10  # the lowest priority is its negative
 MAX_NAME_CHARS = 256  # a request id or a tenant is no longer
 MAX_STOP_TOKEN_IDS = 1024
+MAX_TOOLS = 128  # that a request offers, and calls of a message
 MAX_MESSAGES = 8192  # messages of a chat, and text parts of a message: each costs some time of the event loop
 GENERATION_ID = re.compile(r"[A-Za-z0-9_-]{22,128}")  # room for 128 random bits: the id is a capability
 
@@ -21,6 +24,29 @@ class ChatMessage:
 
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()  # of an assistant's turn
+    tool_call_id: str = ""  # of a tool's turn: the call that it answers
+    name: str = ""  # who speaks; of a tool's turn the tool
+    reasoning: str = ""  # of an assistant's turn: what it thought before it spoke
+
+
+@dataclass(frozen=True)
+class Tool:
+    """What the model may call."""
+
+    name: str
+    description: str = ""
+    parameters: str = ""  # a JSON Schema, as JSON; empty: no arguments
+    strict: bool = False  # arguments that do not fit the schema are impossible, also where the model is free to call
+
+
+class ToolChoice(StrEnum):
+    """Whether the model calls tools."""
+
+    AUTO = "auto"  # as it likes
+    NONE = "none"
+    REQUIRED = "required"  # one or more
+    NAMED = "named"  # the tool of ``Chat.tool_name``
 
 
 @dataclass(frozen=True)
@@ -28,6 +54,12 @@ class Chat:
     """A conversation; the model's template makes it a prompt."""
 
     messages: tuple[ChatMessage, ...]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice.AUTO
+    tool_name: str = ""
+    one_tool_call: bool = False  # at most one call in an answer
+    continue_final_message: bool = False  # the last turn is the beginning of the answer
+    template_values: str = ""  # more values for the template, a JSON object as text; empty: none
 
 
 Prompt = str | tuple[int, ...] | Chat

@@ -6,12 +6,15 @@ import hashlib
 
 from cluster.contract.generation import (
     MAX_MESSAGES,
+    MAX_TOOLS,
     Chat,
     ChatMessage,
     GenerationRequest,
     Prompt,
     ReceivedChoice,
     Resume,
+    Tool,
+    ToolChoice,
     check_count,
 )
 from paceline.errors import InvalidRequest
@@ -26,9 +29,18 @@ from paceline.wire import (
     sampling_to_proto,
     speculation_from_proto,
     speculation_to_proto,
+    tool_call_from_proto,
+    tool_call_part_to_proto,
+    tool_call_to_proto,
 )
 
 PLAN_DIGEST_BYTES = 16
+_TOOL_CHOICES: dict[inference_pb2.ToolChoice.ValueType, ToolChoice] = {
+    inference_pb2.TOOL_CHOICE_AUTO: ToolChoice.AUTO,
+    inference_pb2.TOOL_CHOICE_NONE: ToolChoice.NONE,
+    inference_pb2.TOOL_CHOICE_REQUIRED: ToolChoice.REQUIRED,
+    inference_pb2.TOOL_CHOICE_NAMED: ToolChoice.NAMED,
+}
 
 
 def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequest:
@@ -115,7 +127,23 @@ def _prompt(message: inference_pb2.GenerateRequest) -> Prompt:
 
 def _chat(message: inference_pb2.Chat) -> Chat:
     check_count("messages", len(message.messages), MAX_MESSAGES)
-    return Chat(tuple(ChatMessage(turn.role, turn.content) for turn in message.messages))
+    check_count("tools", len(message.tools), MAX_TOOLS)
+    for i, turn in enumerate(message.messages):
+        check_count(f"messages[{i}].tool_calls", len(turn.tool_calls), MAX_TOOLS)
+    return Chat(
+        tuple(_chat_message(turn) for turn in message.messages),
+        tuple(Tool(tool.name, tool.description, tool.parameters, tool.strict) for tool in message.tools),
+        _TOOL_CHOICES.get(message.tool_choice, ToolChoice.AUTO),
+        message.tool_name,
+        message.one_tool_call,
+        message.continue_final_message,
+        message.template_values,
+    )
+
+
+def _chat_message(turn: inference_pb2.ChatMessage) -> ChatMessage:
+    calls = tuple(tool_call_from_proto(call) for call in turn.tool_calls)
+    return ChatMessage(turn.role, turn.content, calls, turn.tool_call_id, turn.name, turn.reasoning)
 
 
 def tokenize_prompt(message: inference_pb2.TokenizeRequest) -> Prompt:
@@ -142,6 +170,8 @@ def generate_chunk(chunk: Chunk) -> inference_pb2.GenerateChunk:
         token_ids=chunk.token_ids,
         text=chunk.text,
         logprobs=[logprobs_to_proto(entry) for entry in chunk.logprobs],
+        reasoning=chunk.reasoning,
+        tool_calls=[tool_call_part_to_proto(part) for part in chunk.tool_calls],
     )
     if chunk.round is not None:
         message.round.CopyFrom(round_to_proto(chunk.round))
@@ -198,6 +228,8 @@ def generate_response(result: Generation) -> inference_pb2.GenerateResponse:
                 token_ids=choice.token_ids,
                 logprobs=[logprobs_to_proto(entry) for entry in choice.logprobs],
                 completion=completion_message(choice.completion),
+                reasoning=choice.reasoning,
+                tool_calls=[tool_call_to_proto(call) for call in choice.tool_calls],
             )
             for choice in result.choices
         ],

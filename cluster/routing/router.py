@@ -31,7 +31,17 @@ from cluster.state.registry_types import NodeRecord
 from paceline.config import ServeConfig
 from paceline.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, PacelineError
 from paceline.request import MAX_N, TokenLogprobs
-from paceline.results import Choice, Chunk, Completion, Generation, ModelInfo, NodeInfo, RequestTrace, Tokenization
+from paceline.results import (
+    Choice,
+    Chunk,
+    Completion,
+    Generation,
+    ModelInfo,
+    NodeInfo,
+    RequestTrace,
+    Tokenization,
+    joined,
+)
 from paceline.tracing import NO_TRACE, Recorder
 
 log = logging.getLogger(__name__)
@@ -318,7 +328,9 @@ def _join(index: int, chunks: list[Chunk]) -> Choice:
         token_ids += chunk.token_ids
         logprobs += chunk.logprobs
     text = "".join(chunk.text for chunk in chunks)
-    return Choice(index, text, tuple(token_ids), tuple(logprobs), completion)
+    reasoning = "".join(chunk.reasoning for chunk in chunks)
+    calls = joined(part for chunk in chunks for part in chunk.tool_calls)
+    return Choice(index, text, tuple(token_ids), tuple(logprobs), completion, reasoning, calls)
 
 
 def _incremental(tokenizer: TokenizerLike, prompt_ids: Sequence[int], stop: Sequence[str]) -> Detokenizer:

@@ -21,7 +21,13 @@ from paceline.results import (
     Usage,
 )
 from paceline.v1 import common_pb2, inference_pb2
-from paceline.wire import finish_reason_from_proto, logprobs_from_proto, round_from_proto
+from paceline.wire import (
+    finish_reason_from_proto,
+    logprobs_from_proto,
+    round_from_proto,
+    tool_call_from_proto,
+    tool_call_part_from_proto,
+)
 
 Messages = Sequence[Mapping[str, str]]  # [{"role": "user", "content": "..."}]
 Prompt = str | Sequence[int] | Messages
@@ -101,7 +107,7 @@ def chat_message(messages: Messages) -> inference_pb2.Chat:
     for message in messages:
         if set(message) != {"role", "content"}:
             raise TypeError(f"a chat message has exactly role and content, got {sorted(message)}")
-    return inference_pb2.Chat(messages=[inference_pb2.ChatMessage(**message) for message in messages])
+    return inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role=turn["role"], content=turn["content"]) for turn in messages])
 
 
 def tokenize_request(prompt: str | Messages) -> inference_pb2.TokenizeRequest:
@@ -126,6 +132,8 @@ def chunk(message: inference_pb2.GenerateChunk) -> Chunk:
         logprobs=tuple(logprobs_from_proto(entry) for entry in message.logprobs),
         round=round_from_proto(message.round) if message.HasField("round") else None,
         completion=completion(message.completion) if message.HasField("completion") else None,
+        reasoning=message.reasoning,
+        tool_calls=tuple(tool_call_part_from_proto(part) for part in message.tool_calls),
     )
 
 
@@ -165,6 +173,8 @@ def generation(message: inference_pb2.GenerateResponse) -> Generation:
             token_ids=tuple(choice.token_ids),
             logprobs=tuple(logprobs_from_proto(entry) for entry in choice.logprobs),
             completion=completion(choice.completion),
+            reasoning=choice.reasoning,
+            tool_calls=tuple(tool_call_from_proto(call) for call in choice.tool_calls),
         )
         for choice in message.choices
     )
