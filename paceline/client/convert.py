@@ -107,7 +107,9 @@ def chat_message(messages: Messages) -> inference_pb2.Chat:
     for message in messages:
         if set(message) != {"role", "content"}:
             raise TypeError(f"a chat message has exactly role and content, got {sorted(message)}")
-    return inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role=turn["role"], content=turn["content"]) for turn in messages])
+    return inference_pb2.Chat(
+        messages=[inference_pb2.ChatMessage(role=turn["role"], content=turn["content"]) for turn in messages]
+    )
 
 
 def tokenize_request(prompt: str | Messages) -> inference_pb2.TokenizeRequest:
