@@ -2,7 +2,7 @@
 
 Every setting is a deployment of its own, all up at once and idle but for the one that is measured. Loads: a long prompt
 alone (time to first token), streams alone (tokens/s of all), and streams while long prompts arrive one after another
-(both).
+(both). ``--crowd 1``: the same where another program keeps a core busy.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import argparse
 import asyncio
 import json
 import statistics
+import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -113,12 +115,23 @@ def show(found: dict[str, list[Figures]]) -> None:
     Console().print(table)
 
 
+@contextmanager
+def _busy_process() -> Iterator[None]:
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
 def main() -> None:
     """Start the deployments, measure, print, stop."""
     parser = argparse.ArgumentParser(prog="benchmarks.mixed", description=__doc__)
     parser.add_argument("--threads", default="0,1,2", help="settings of --threads-per-node, separated by commas")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--drafter", default="none")
+    parser.add_argument("--crowd", type=int, default=0, help="processes beside the deployments that keep a core busy")
     parser.add_argument("--json", type=Path, help="write every repetition here")
     options = parser.parse_args()
     common = ["--no-prefix-cache", "--no-standby", "--drafter", options.drafter]
@@ -127,6 +140,8 @@ def main() -> None:
             threads: stack.enter_context(serving_paceline(["--threads-per-node", threads, *common]))["grpc"]
             for threads in options.threads.split(",")
         }
+        for _ in range(options.crowd):
+            stack.enter_context(_busy_process())
         found = asyncio.run(measure(served, options.repeats))
     show(found)
     if options.json is not None:

@@ -145,6 +145,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "pl_threads": ([], i32),
         "pl_set_threads": ([i32], None),
         "pl_share_cores": ([ptr, i32, i32, i32], None),
+        "pl_work_alone": ([i32], None),
         "pl_read": ([ptr, i64], f32),
         "pl_move_rows": ([ptr, i64, ptr, i64, i64, i64, ptr, i32], i32),
         "pl_packed_elems": ([i64, i64, i32], i64),
@@ -194,6 +195,13 @@ def share_cores(busy: mmap.mmap, slots: int, own: int, cores: int) -> None:
     if library is not None:
         address = ctypes.addressof(ctypes.c_char.from_buffer(busy))
         library.pl_share_cores(address, slots, own, cores)
+
+
+def work_alone(alone: bool) -> None:
+    """Whether kernels keep to the thread that calls them, although cores are shared."""
+    library = load_kernels()
+    if library is not None:
+        library.pl_work_alone(alone)
 
 
 def current_threads() -> int:

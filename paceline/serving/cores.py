@@ -7,6 +7,10 @@ Each node has a byte in a file that all of them map (in ``/dev/shm`` where there
 The kernels read the bytes at the start of every parallel region (``kernels/host.cpp``), so a part changes within a
 millisecond. Results do not depend on the number of threads.
 
+Other processes may want the cores too. A step is hundreds of parallel regions, and each ends when its last thread has
+done its part: where a core is taken, a region of 30 microseconds waits for milliseconds, and two threads take many
+times as long as one. A node that sees its steps wait works on one thread for a while, then tries again (`Crowd`).
+
 A node that is killed while it works leaves its byte at 1: the others then keep to a smaller part until its successor,
 which has the same byte, is there. The file goes with the last node that closes it; one that a crash left behind goes
 when a later node of the same user starts.
@@ -15,16 +19,52 @@ when a later node of the same user starts.
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
 import os
+import resource
 import tempfile
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.layers.build import share_cores
+from paceline.layers.build import share_cores, work_alone
+
+log = logging.getLogger(__name__)
 
 PREFIX = "paceline-cores-"
 MAX_NODES = 256  # of a deployment
+
+
+# A step is crowded when its thread waited for this share of the time, in so many pieces: it waits for helpers that do
+# not run. A wait for the interpreter, or for a lock, is one piece.
+CROWDED_SHARE, CROWDED_WAITS = 0.25, 16
+SHORT_STEP_S = 0.001  # shorter steps tell nothing
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0  # on one thread before the next try; each try in vain doubles it
+
+
+@dataclass
+class Crowd:
+    """Whether others crowd the cores, judged by what each step waited. Times are seconds of one monotonic clock."""
+
+    alone: bool = False  # the next step is to run on one thread
+    _pause_s: float = FIRST_PAUSE_S
+    _until: float = 0.0
+
+    def stepped(self, now: float, took_s: float, waited_s: float, waits: int) -> None:
+        """A step ended at ``now``: of ``took_s`` its thread was off the processor for ``waited_s``, in ``waits``
+        pieces."""
+        if took_s < SHORT_STEP_S:
+            return
+        if self.alone:
+            self.alone = now < self._until
+        elif waited_s > CROWDED_SHARE * took_s and waits >= CROWDED_WAITS:
+            self.alone, self._until = True, now + self._pause_s
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        else:
+            self._pause_s = max(self._pause_s / 2, FIRST_PAUSE_S)
 
 
 class CoreShare:
@@ -39,6 +79,7 @@ class CoreShare:
         self._file = _open(self._path)
         self._map = _map(self._path)
         self._slot = slot
+        self._crowd = Crowd()
         self.busy = False
         share_cores(self._map, MAX_NODES, slot, num_cores())
 
@@ -51,6 +92,20 @@ class CoreShare:
     def busy(self, value: bool) -> None:
         self._map[self._slot] = int(value)
 
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step of the engine, on its thread."""
+        began, worked, waits = time.monotonic(), time.thread_time(), _waits()
+        try:
+            yield
+        finally:
+            now, alone = time.monotonic(), self._crowd.alone
+            took_s = now - began
+            self._crowd.stepped(now, took_s, took_s - (time.thread_time() - worked), _waits() - waits)
+            if self._crowd.alone != alone:
+                work_alone(self._crowd.alone)
+                log.debug("cores are %s", "crowded by other processes: one thread" if self._crowd.alone else "tried")
+
     def close(self) -> None:
         """Give the place back; the last one removes the file. The map stays for as long as the process lives, since
         kernels may still read it. Idempotent."""
@@ -62,6 +117,11 @@ class CoreShare:
             self._path.unlink(missing_ok=True)
         os.close(self._file)
         self._file = -1
+
+
+def _waits() -> int:
+    """How often this thread has waited, e.g. for another one."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 def num_cores() -> int:

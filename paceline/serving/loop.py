@@ -104,7 +104,7 @@ class EngineLoop:
             self._say_busy(True)
             try:
                 self._run_inbox()
-                worked = self._step()
+                worked = self._run_step()
             except Exception:
                 log.exception("engine step failed outside of any sequence; the engine goes on")
                 time.sleep(ERROR_PAUSE_S)
@@ -115,6 +115,12 @@ class EngineLoop:
                     if not (self._inbox or self._stopping or self._woken):
                         self._condition.wait(IDLE_TICK_S)
         self._run_inbox()  # releases that were posted last
+
+    def _run_step(self) -> bool:
+        if self._cores is None:
+            return self._step()
+        with self._cores.step():
+            return self._step()
 
     def _say_busy(self, busy: bool) -> None:
         if self._cores is not None:

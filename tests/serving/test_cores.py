@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from paceline.layers import build
 from paceline.serving import cores
-from paceline.serving.cores import CoreShare
+from paceline.serving.cores import FIRST_PAUSE_S, LONGEST_PAUSE_S, CoreShare, Crowd
 from paceline.serving.loop import EngineLoop
 from tests.fakes.wait import wait_for
 
@@ -97,6 +98,45 @@ def test_a_link_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="test"):
         CoreShare("test", 0, folder)
     assert target.read_text() == "x"
+
+
+def test_a_node_whose_steps_wait_works_alone_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "num_cores", lambda: CORES)
+    monkeypatch.setattr(cores, "FIRST_PAUSE_S", 0.0)
+    share = CoreShare("test", 0, tmp_path)
+    share._crowd._pause_s = 0.0
+    with share.step():
+        for _ in range(40):
+            time.sleep(0.001)
+    assert build.current_threads() == 1
+    with share.step():  # its pause is over: the next one is a try
+        time.sleep(0.002)
+    assert build.current_threads() == CORES
+    with share.step():  # one long wait, as for a lock
+        time.sleep(0.05)
+    assert build.current_threads() == CORES
+    share.close()
+
+
+def test_tries_in_vain_come_less_and_less_often() -> None:
+    crowd, now, pauses = Crowd(), 0.0, []
+    for _ in range(8):
+        crowd.stepped(now, 0.1, 0.08, 300)
+        assert crowd.alone
+        began = now
+        while crowd.alone:
+            now += 0.01
+            crowd.stepped(now, 0.01, 0.009, 300)  # what it waits on one thread tells nothing
+        pauses.append(round(now - began, 1))
+    assert pauses[0] == pytest.approx(FIRST_PAUSE_S, abs=0.06)
+    assert pauses[:3] == sorted(set(pauses[:3]))
+    assert pauses[-1] == pytest.approx(LONGEST_PAUSE_S, abs=0.1)
+    for _ in range(8):
+        crowd.stepped(now, 0.1, 0.01, 300)
+    assert not crowd.alone
+    crowd.stepped(now, 0.1, 0.08, 300)
+    crowd.stepped(now + FIRST_PAUSE_S + 0.01, 0.1, 0.08, 300)
+    assert not crowd.alone  # a free time has made them short again
 
 
 def test_an_engine_says_when_it_works(tmp_path: Path) -> None:

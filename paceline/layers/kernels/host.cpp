@@ -8,12 +8,14 @@
 static int g_threads = 1;  // where the cores are not shared
 static const volatile uint8_t* g_busy = nullptr;
 static int g_slots = 0, g_own = 0, g_cores = 1;
+static volatile bool g_alone = false;  // shared cores are crowded by others: a region that waits for a helper waits long
 
 extern "C" {
 
 // Cores that are shared go to the processes that are busy, in equal parts; what is left over goes to the first of them.
 int pl_threads() {
   if (!g_busy) return g_threads;
+  if (g_alone) return 1;
   int busy = 1, before = 0;
   for (int i = 0; i < g_slots; i++)
     if (i != g_own && g_busy[i]) { busy++; before += i < g_own; }
@@ -28,6 +30,9 @@ void pl_set_threads(int n) { g_busy = nullptr; g_threads = n > 1 ? n : 1; }
 void pl_share_cores(const uint8_t* busy, int slots, int own, int cores) {
   g_slots = slots; g_own = own; g_cores = cores; g_busy = busy;
 }
+
+// Where cores are shared: whether regions are to run on the calling thread alone until further notice.
+void pl_work_alone(int alone) { g_alone = alone != 0; }
 
 int pl_init() {
 #ifdef USE_AMX
