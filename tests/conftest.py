@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import re
 import sys
 from collections import Counter
 from collections.abc import Generator
@@ -12,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.worker_memory import give_back, memory
+
 MIB = 1 << 20
 COLLECT_AT_BYTES = 100 * MIB
-WORKER_LIMIT_BYTES = 4096 * MIB  # of a CUDA build, a worker that ran the real model reaches 2.8 beside its libraries
+WORKER_LIMIT_BYTES = 2304 * MIB  # with a CUDA build, a worker that runs the real model reaches 2060
 
 
 @pytest.fixture(scope="session")
@@ -34,16 +33,6 @@ def one_thread_one_seed() -> None:
         torch.manual_seed(0)
 
 
-def memory(field: str) -> int:
-    """Bytes of this process: VmHWM is the most that it ever held, RssFile what of files it has mapped, RssAnon what it
-    holds beside them; 0 where there is no /proc."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except FileNotFoundError:
-        return 0
-    return int(re.search(rf"{field}:\s+(\d+) kB", status)[1]) << 10  # type: ignore[index]
-
-
 class WorkerMemory:
     """Keeps a worker small, and fails the test in which it grew past the limit.
 
@@ -54,7 +43,6 @@ class WorkerMemory:
     def __init__(self) -> None:
         self.after_collection = self.between_files = memory("RssAnon")  # bytes that a collection left
         self.told = False
-        self.trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(
@@ -63,8 +51,7 @@ class WorkerMemory:
         result = yield  # until then the test holds its fixtures
         ends_file = nextitem is None or nextitem.path != item.path  # its own fixtures are gone
         if memory("RssAnon") > (self.between_files if ends_file else self.after_collection) + COLLECT_AT_BYTES:
-            gc.collect()
-            self.trim(0)
+            give_back()
             self.after_collection = memory("RssAnon")
             if ends_file:
                 self.between_files = self.after_collection

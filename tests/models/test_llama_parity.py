@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from paceline.kvcache.pool import KvPool
 from paceline.models.base import TargetModel
 from paceline.models.registry import load_target
 from paceline.request import SamplingParams, SequenceRequest
+from tests.support.worker_memory import give_back
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 
@@ -122,19 +122,20 @@ def test_real_model(smollm2_folder: Path) -> None:
 
     from paceline.text.tokenizer import Tokenizer
 
-    gc.collect()
+    give_back()
     reference = transformers.AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
     tokens = Tokenizer.from_folder(smollm2_folder).encode(PARAGRAPH)[:60]
     assert len(tokens) == 60
     with torch.inference_mode():
         expected = reference(torch.tensor([tokens])).logits[0]
     del reference
-    gc.collect()  # two of this size at once fill a worker
+    give_back()  # two of this size at once fill a worker
     model = load_target(smollm2_folder, torch.float32, torch.device("cpu"))
     for chunks in ((60,), (41, 1, 1, 17)):
         worst = (logits_of(model, tokens, chunks) - expected).abs().max().item()
         assert worst < 1e-3, f"largest difference {worst} in chunks of {chunks}"
     del model
+    give_back()
     wanted, served = (
         perplexity(expected, tokens),
         perplexity(ours(smollm2_folder, tokens, (60,), torch.bfloat16), tokens),
