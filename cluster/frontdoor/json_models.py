@@ -30,6 +30,7 @@ from paceline.errors import InvalidRequest
 
 INT64_MIN, UINT64_MAX = -(2**63), 2**64 - 1  # beyond these no integer of an API has a meaning
 
+BRANCH = ":"  # begins the tag of a branch of a union whose values are objects: it is no step into them
 _UNKNOWN_FIELD = "unknown_field"  # the error type of a field that the model does not have
 # Error types of pydantic, in words that follow the name of a field.
 _MESSAGES = {
@@ -103,7 +104,7 @@ def _path(error: ErrorDetails, body: dict[str, Any], context: Mapping[str, Any])
     for step in error["loc"]:
         if isinstance(step, int):
             path, value = within(path, step), value[step]
-        elif isinstance(value, dict):
+        elif isinstance(value, dict) and not step.startswith(BRANCH):
             path, value = within(path, step), value.get(step)
     if error["type"] == _UNKNOWN_FIELD:
         path = within(path, list(value)[context["position"]])

@@ -86,7 +86,10 @@ class RefusedFields(JsonObject):
     # Formats that have no name among those that are offered.
     structural_tag: Unsupported = None
     guided_whitespace_pattern: Unsupported = None
-    # More in the answer.
+    # More, or less, in the text and in the answer.
+    include_stop_str_in_output: OnlyFalse = None
+    no_stop_trim: OnlyFalse = None
+    skip_special_tokens: OnlyTrue = None
     detokenize: OnlyTrue = None
     logprob_token_ids: Unsupported = None
     return_hidden_states: OnlyFalse = None

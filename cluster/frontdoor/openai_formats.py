@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from cluster.frontdoor.json_models import Ignored, JsonObject, Neutral, Text
+from cluster.frontdoor.json_models import BRANCH, Ignored, JsonObject, Neutral, Text
 from paceline.errors import InvalidRequest
 from paceline.request import Grammar, GrammarKind
 
@@ -25,11 +25,11 @@ Choices = Annotated[list[NonEmpty], Field(min_length=1, max_length=MAX_CHOICES, 
 
 
 def _schema_form(value: Any) -> str | None:
-    return "text" if isinstance(value, str) else "schema" if isinstance(value, dict) else None
+    return "text" if isinstance(value, str) else f"{BRANCH}schema" if isinstance(value, dict) else None
 
 
 SchemaOrText = Annotated[
-    Annotated[NonEmpty, Tag("text")] | Annotated[Schema, Tag("schema")],
+    Annotated[NonEmpty, Tag("text")] | Annotated[Schema, Tag(f"{BRANCH}schema")],
     Discriminator(_schema_form, "schema_form", "must be a JSON Schema, as an object or as text"),
 ]
 
@@ -71,13 +71,13 @@ class JsonSchemaFormat(JsonObject):
 
 def _format_kind(value: Any) -> str | None:
     kind = value.get("type") if isinstance(value, dict) else None
-    return kind if kind in ("text", "json_object", "json_schema") else None
+    return f"{BRANCH}{kind}" if kind in ("text", "json_object", "json_schema") else None
 
 
 ResponseFormat = Annotated[
-    Annotated[PlainFormat, Tag("text")]
-    | Annotated[JsonObjectFormat, Tag("json_object")]
-    | Annotated[JsonSchemaFormat, Tag("json_schema")],
+    Annotated[PlainFormat, Tag(f"{BRANCH}text")]
+    | Annotated[JsonObjectFormat, Tag(f"{BRANCH}json_object")]
+    | Annotated[JsonSchemaFormat, Tag(f"{BRANCH}json_schema")],
     Discriminator(_format_kind, "format_kind", "must be an object with type 'text', 'json_object' or 'json_schema'"),
 ]
 
