@@ -112,7 +112,8 @@ def _path(error: ErrorDetails, body: dict[str, Any], context: Mapping[str, Any])
 
 
 IGNORED = object()  # marks a field that is taken whatever it says, and not looked at
-Ignored = Annotated[Any, IGNORED, Field(description="This field is ignored: it cannot change the text.")]
+IGNORED_WORDS = "This field is ignored: it cannot change the text."
+Ignored = Annotated[Any, IGNORED, Field(description=IGNORED_WORDS)]
 
 
 def ignored_fields(made: JsonObject) -> list[str]:

@@ -43,10 +43,12 @@ class Placing:
 
     def place(self, token_id: int, logprobs: TokenLogprobs) -> Placed:
         """The next token."""
-        data, offset = self._added(token_id), self._offset
+        data = self._added(token_id)
         others = tuple(self._added(other) for other in logprobs.top_ids)
         own = self._tokenizer.token_bytes(token_id, True)
-        self._offset += len(self._decoder.decode(data.removeprefix(self._open)))
+        new = data.removeprefix(self._open)
+        offset = self._offset + _breaks(self._decoder.getstate()[0], new[:1])
+        self._offset += len(self._decoder.decode(new))
         if own:
             self._open = b""
             self._strip = self._strip - (len(own) - len(data)) if not data else 0
@@ -59,6 +61,17 @@ class Placing:
             spaces = len(data) - len(data.lstrip(b" "))
             return data[min(spaces, self._strip) :]
         return self._open + data if data else data
+
+
+def _breaks(begun: bytes, byte: bytes) -> bool:
+    """Whether the byte does not go on with the character that was begun, which then is U+FFFD before it."""
+    if not (begun and byte):
+        return False
+    try:
+        codecs.utf_8_decode(begun + byte, "strict", False)
+    except UnicodeDecodeError:
+        return True
+    return False
 
 
 def completions_logprobs(placed: Sequence[Placed], length: int, by_id: bool = False) -> dict[str, Any]:

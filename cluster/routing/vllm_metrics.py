@@ -64,6 +64,8 @@ class VllmMetrics(Collector):
     def _renamed(self, metric: Metric, name: str, labels: dict[str, str]) -> Metric:
         made = Metric(name, metric.documentation, metric.type)
         for sample in metric.samples:
+            if sample.name.endswith("_created"):
+                continue
             told = {labels.get(label, label): value for label, value in sample.labels.items()}
             if "position" in told:  # vLLM's begin at 0
                 told["position"] = str(int(told["position"]) - 1)

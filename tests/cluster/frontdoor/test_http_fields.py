@@ -15,7 +15,7 @@ from cluster.routing.metrics import Metrics
 from tests.support.fake_router import PROMPT_IDS, FakeRouter
 from tests.support.http_app import CHAT, CHATS, COMPLETION, COMPLETIONS, events
 
-BOTH = [(COMPLETIONS, COMPLETION), (CHATS, CHAT)]
+BOTH: list[tuple[str, dict[str, Any]]] = [(COMPLETIONS, COMPLETION), (CHATS, CHAT)]
 NEUTRAL: dict[str, Any] = {
     "use_beam_search": False,
     "length_penalty": 1,
@@ -120,6 +120,7 @@ async def test_a_whole_number_is_an_integer(client: httpx.AsyncClient, router: F
     response = await client.post(COMPLETIONS, content=body.replace(b"%b", number))
     assert response.status_code == 200, response.text
     asked = router.asked[0]
+    assert isinstance(asked.prompt, tuple)
     assert (asked.prompt, asked.max_tokens, asked.sampling.n) == ((3, 4), 3, 3)
     assert [type(token_id) for token_id in asked.prompt] == [int, int]
     assert (asked.sampling.temperature, asked.speculation.tree_width) == (3.0, 3)
