@@ -48,7 +48,7 @@ class IgnoredFields(JsonObject):
     disagg_prefill_dp_rank: Ignored = None
     extra_key: Ignored = None
     ngram_corpus_id: Ignored = None
-    # Of what is not there: other decoders of text, truncated prompts, images.
+    # About what is not there: other decoders of text, truncated prompts, images.
     spaces_between_special_tokens: Ignored = None
     truncation_side: Ignored = None
     routed_experts_prompt_start: Ignored = None
