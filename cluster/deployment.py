@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
+import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -105,6 +107,10 @@ class Deployment:
             self.served = await self._introduce(self.supervisor.slots)
         metrics = Metrics()
         metrics.watch_nodes(self.directory.nodes)
+        if config.vllm_metrics:
+            from cluster.routing.vllm_metrics import VllmMetrics
+
+            metrics.registry.register(VllmMetrics(metrics, config.model, self.directory.nodes))
         journal = open_journal(config, registry_url, metrics.registry)
         if journal is not None:
             self._at_end("journal", journal.close)
@@ -113,7 +119,7 @@ class Deployment:
     async def _open_front_door(
         self, tokenizer: Tokenizer, metrics: Metrics, journal: Journal | None, prefixes: PrefixIndex
     ) -> None:
-        from cluster.frontdoor.http import create_app, serve_http
+        from cluster.frontdoor.http import HttpOptions, create_app, serve_http
         from cluster.frontdoor.service import serve_grpc
         from cluster.nodes.admin import serve_admin
         from cluster.routing.router import Router
@@ -133,7 +139,9 @@ class Deployment:
         )
         self._at_end("router", self.router.close)
         host, port = split_address(config.http)
-        http = await serve_http(create_app(self.router, metrics), host, port)
+        fingerprint = system_fingerprint(config, (node.fingerprint_digest for node in self.directory.nodes()))
+        options = HttpOptions(config.cors_origins, fingerprint)
+        http = await serve_http(create_app(self.router, metrics, options), host, port)
         self._at_end("http", lambda: http.stop(self._grace_s))
         server = await serve_grpc(self.router, config.grpc)
         self._at_end("grpc", lambda: server.stop(self._grace_s))
@@ -266,6 +274,13 @@ class Deployment:
         grace_s: what runs may go on for so long."""
         self._grace_s = grace_s
         await self._parts.aclose()
+
+
+def system_fingerprint(config: ServeConfig, node_digests: Iterable[str]) -> str:
+    """Names what the text depends on besides the request. node_digests: of what the nodes' pairing compares, which is
+    model, weights, number format and kernels among others; nodes that come later pair with them."""
+    parts = json.dumps([config.model, config.acceptance, config.draft_sampling, sorted(set(node_digests))])
+    return f"fp_{hashlib.sha256(parts.encode()).hexdigest()[:16]}"
 
 
 def _import_front_door() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Literal, Self, get_args, get_origin
@@ -35,6 +36,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 DEFAULT_TREE_NODES = 16
 AUTO_HOST = "auto"
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,]+")  # as browsers send it
 
 
 @dataclass(frozen=True)
@@ -305,6 +307,13 @@ class ServeConfig(EngineConfig):
     http: str = "127.0.0.1:8000"
     """HOST:PORT to serve the OpenAI-style HTTP API and `/metrics` at. Port 0 takes a free one."""
 
+    http_cors_origins: str = ""
+    """Origins of web pages that may use the HTTP API, separated by commas, e.g. `https://chat.example.org`. `*` lets in
+    every page. Empty lets in none."""
+
+    vllm_metrics: bool = False
+    """Shows the metrics that have an equal in vLLM under vLLM's names too, for dashboards that are there."""
+
     admin: str = ""
     """HOST:PORT of the operators' gRPC, for `paceline role`. It has no authentication. Empty does not serve it."""
 
@@ -348,6 +357,19 @@ class ServeConfig(EngineConfig):
 
     drain_timeout_s: Annotated[float, Group("Shutdown")] = Field(default=10.0, ge=0)
     """Seconds that running requests get to finish when the deployment stops or a node changes its role."""
+
+    @field_validator("http_cors_origins")
+    @classmethod
+    def _origins(cls, value: str) -> str:
+        wrong = [name for name in _names(value) if name != "*" and not ORIGIN.fullmatch(name)]
+        if wrong:
+            raise ValueError(f"{', '.join(wrong)}: an origin is http(s)://HOST or http(s)://HOST:PORT, or *")
+        return value
+
+    @property
+    def cors_origins(self) -> tuple[str, ...]:
+        """Origins of web pages that may use the HTTP API."""
+        return tuple(_names(self.http_cors_origins))
 
     def node(self, threads: int, cores_group: str = "", weight_file: str = "") -> NodeConfig:
         """The part that one node needs."""

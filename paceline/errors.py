@@ -27,15 +27,17 @@ class PacelineError(Exception):
 
 
 class InvalidRequest(PacelineError):
-    """The request is wrong. ``field`` names what, e.g. ``sampling.top_p``."""
+    """The request is wrong. ``field`` names what, e.g. ``sampling.top_p``; ``code`` is a word for programs, where
+    clients know one for the fault."""
 
-    def __init__(self, field: str, message: str) -> None:
+    def __init__(self, field: str, message: str, code: str = "") -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
         self.message = message
+        self.code = code
 
-    def __reduce__(self) -> tuple[type[InvalidRequest], tuple[str, str]]:
-        return type(self), (self.field, self.message)
+    def __reduce__(self) -> tuple[type[InvalidRequest], tuple[str, str, str]]:
+        return type(self), (self.field, self.message, self.code)
 
 
 class ConfigError(PacelineError):

@@ -60,6 +60,7 @@ class Chat:
     one_tool_call: bool = False  # at most one call in an answer
     continue_final_message: bool = False  # the last turn is the beginning of the answer
     template_values: str = ""  # more values for the template, a JSON object as text; empty: none
+    add_generation_prompt: bool = True  # the prompt ends with what makes the model answer; False only to be tokenized
 
 
 Prompt = str | tuple[int, ...] | Chat

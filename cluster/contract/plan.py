@@ -24,6 +24,7 @@ from paceline.errors import InvalidRequest, PacelineError, quoted
 from paceline.request import DraftLimits, SamplingParams, SequenceRequest, SpeculationParams, derive_seed
 
 DEFAULT_MAX_TOKENS = 1024  # when the request names none and the context leaves as much
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's code of a prompt that is too long
 SEED_BITS = 53  # a drawn seed survives readers that keep numbers as doubles
 THREAD_ABOVE_CHARS = 20_000  # longer texts are tokenized off the event loop
 CHARS_PER_TURN = 40  # what a template adds to each message, about
@@ -35,13 +36,18 @@ class TokenizerLike(Protocol):
     @property
     def eos_token_ids(self) -> Collection[int]: ...
 
-    def encode(self, text: str) -> Sequence[int]:
-        """Token ids of ``text`` as a prompt."""
+    strip_start: int  # leading spaces that a text loses, at most
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ``token_ids``."""
+    def encode(self, text: str, add_special_tokens: bool = True) -> Sequence[int]:
+        """Token ids of ``text``, by default as a prompt has them."""
 
-    def apply_chat_template(self, messages: list[dict[str, str]]) -> Sequence[int]:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ``ids``."""
+
+    def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
+        """What a token adds to the text."""
+
+    def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> Sequence[int]:
         """Token ids of a conversation. messages: each with ``role`` and ``content``."""
 
 
@@ -145,8 +151,8 @@ async def _tokenize_chat(chat: Chat, tokenizer: TokenizerLike) -> tuple[int, ...
     messages = [{"role": message.role, "content": message.content} for message in chat.messages]
     try:
         if sum(len(message.content) + CHARS_PER_TURN for message in chat.messages) > THREAD_ABOVE_CHARS:
-            return tuple(await asyncio.to_thread(tokenizer.apply_chat_template, messages))
-        return tuple(tokenizer.apply_chat_template(messages))
+            return tuple(await asyncio.to_thread(tokenizer.apply_chat_template, messages, chat.add_generation_prompt))
+        return tuple(tokenizer.apply_chat_template(messages, chat.add_generation_prompt))
     except PacelineError:
         raise
     except Exception as error:  # a template may raise what it likes about the roles it is given
@@ -167,9 +173,11 @@ def _check_prompt(prompt: tuple[int, ...], given: Prompt, served: ServedModel) -
     where = "messages" if isinstance(given, Chat) else "prompt"
     if not prompt:
         raise InvalidRequest(where, "must not be empty")
-    if len(prompt) + 1 > served.max_model_len:
+    if len(prompt) + 1 > served.max_model_len:  # clients look for these words, which are OpenAI's
+        limit = f"This model's maximum context length is {served.max_model_len} tokens"
+        asked = f"you requested {len(prompt) + 1} tokens ({len(prompt)} in the {where}, at least 1 for the completion)"
         raise InvalidRequest(
-            where, f"has {len(prompt)} tokens; with one to generate the model takes {served.max_model_len}"
+            where, f"{limit}. However, {asked}. Please reduce the length of the {where}.", CONTEXT_LENGTH_EXCEEDED
         )
     for token_id in prompt:
         if not 0 <= token_id < served.vocab_size:

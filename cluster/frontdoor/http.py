@@ -2,16 +2,18 @@
 
 A request: body read (bounded) -> parsed -> ``router.generate`` -> one body, or server-sent events. An error before the
 first byte is a status, after it an ``error`` event. A client that goes away, or takes nothing for SEND_TIMEOUT_S, ends
-the generation at once.
+the generation at once. `cluster.frontdoor.http_surface` is around all paths.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
@@ -20,17 +22,20 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster.contract.generation import GenerationRequest
+from cluster.contract.generation import GenerationRequest, Prompt
+from cluster.contract.plan import Plan
 from cluster.frontdoor import openapi
-from cluster.frontdoor.http_errors import HttpProblem, dumps, model_not_found, problem_for
+from cluster.frontdoor.http_errors import HttpProblem, check_model, dumps, model_not_found, problem_for
 from cluster.frontdoor.http_server import HttpServer, serve_http
+from cluster.frontdoor.http_surface import IGNORED, SurfaceApp, request_id
+from cluster.frontdoor.http_tokens import TokenText, add_tokens
 from cluster.frontdoor.json_body import parse_object
-from cluster.frontdoor.openai_answers import Health, Model, Models, NodeCounts
+from cluster.frontdoor.openai_answers import Health, Model, Models, NodeCounts, Version
 from cluster.frontdoor.openai_parse import ApiRequest, parse_chat, parse_completion
 from cluster.frontdoor.openai_stream import Answer, Decoder
 from cluster.routing.metrics import CONTENT_TYPE, Metrics
 from paceline.errors import InvalidRequest, PacelineError, quoted
-from paceline.results import Chunk, ModelInfo
+from paceline.results import Chunk, ModelInfo, Tokenization
 
 __all__ = ["HttpServer", "create_app", "serve_http"]
 
@@ -46,14 +51,23 @@ JSON = "application/json"
 Parser = Callable[[dict[str, Any], str], ApiRequest]
 
 
+class ServingTokenizer(Decoder, TokenText, Protocol):
+    """paceline.text.tokenizer.Tokenizer, as far as HTTP needs it."""
+
+
 class Serving(Protocol):
     """cluster.routing.router.Router, as far as HTTP needs it."""
 
     @property
-    def tokenizer(self) -> Decoder: ...
+    def tokenizer(self) -> ServingTokenizer: ...
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        """Chunks of all choices as they come. Closing it cancels the request."""
+    def generate(
+        self, request: GenerationRequest, on_plan: Callable[[Plan], None] = ...
+    ) -> AsyncGenerator[Chunk, None]:
+        """Chunks of all choices as they come. Closing it cancels the request. on_plan: called before the first."""
+
+    async def tokenize(self, prompt: Prompt) -> Tokenization:
+        """Token ids of a text or a chat."""
 
     def model_info(self) -> ModelInfo:
         """What is served and how."""
@@ -62,11 +76,27 @@ class Serving(Protocol):
         """Whether a decode node is there to serve."""
 
 
-def create_app(router: Serving, metrics: Metrics) -> FastAPI:
+@dataclass(frozen=True)
+class HttpOptions:
+    """What the deployment says of its HTTP surface."""
+
+    cors_origins: tuple[str, ...] = ()  # of web pages that may ask; ``*`` is any
+    fingerprint: str = ""  # names what the text depends on besides the request
+
+
+def create_app(router: Serving, metrics: Metrics, options: HttpOptions = HttpOptions()) -> FastAPI:
     """The application. metrics: what ``/metrics`` shows; requests that do not reach the router are counted in it."""
-    app = FastAPI(title=openapi.TITLE, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    _add_generation(app, router, metrics)
+    app = SurfaceApp(
+        title=openapi.TITLE,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        origins=options.cors_origins,
+    )
+    _add_generation(app, router, metrics, options.fingerprint)
     _add_models(app, router)
+    add_tokens(app, router, _read_object)
     _add_operations(app, router, metrics)
 
     async def on_http(_: Request, error: Exception) -> Response:
@@ -76,6 +106,10 @@ def create_app(router: Serving, metrics: Metrics) -> FastAPI:
     async def on_error(_: Request, error: Exception) -> Response:
         return _refusal(problem_for(error))
 
+    async def on_disconnect(_: Request, error: Exception) -> Response:
+        return Response(status_code=400)  # nobody reads it
+
+    app.add_exception_handler(ClientDisconnect, on_disconnect)
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(HttpProblem, on_error)
     app.add_exception_handler(PacelineError, on_error)
@@ -84,19 +118,17 @@ def create_app(router: Serving, metrics: Metrics) -> FastAPI:
     return app
 
 
-def _add_generation(app: FastAPI, router: Serving, metrics: Metrics) -> None:
+def _add_generation(app: FastAPI, router: Serving, metrics: Metrics, fingerprint: str) -> None:
     async def answer(request: Request, parse: Parser, prefix: str) -> Response:
         try:
-            parsed = parse(parse_object(await _read_body(request)), f"{prefix}-{uuid.uuid4().hex}")
+            parsed = parse(await _read_object(request), request_id(request.scope, prefix))
             served = router.model_info().model
-            if parsed.generation.model not in ("", served):
-                raise model_not_found(parsed.generation.model, served)
-        except ClientDisconnect:
-            return Response(status_code=400)  # nobody reads it
+            check_model(parsed.generation.model, served)
         except (InvalidRequest, HttpProblem):
             metrics.request_refused(InvalidRequest.__name__)
             raise
-        return _Reply(router, parsed, served)
+        metrics.fields_ignored(parsed.ignored)
+        return _Reply(router, parsed, Answer(parsed, served, router.tokenizer, fingerprint))
 
     @app.post("/v1/completions", **openapi.COMPLETIONS)
     async def completions(request: Request) -> Response:
@@ -110,9 +142,12 @@ def _add_generation(app: FastAPI, router: Serving, metrics: Metrics) -> None:
 
 
 def _add_models(app: FastAPI, router: Serving) -> None:
+    started = int(time.time())
+
     def model() -> Model:
         info = router.model_info()
-        return Model(id=info.model, object="model", created=0, owned_by="paceline", max_model_len=info.max_model_len)
+        longest = info.max_model_len
+        return Model(id=info.model, object="model", created=started, owned_by="paceline", max_model_len=longest)
 
     @app.get("/v1/models", **openapi.MODELS)
     async def models() -> Response:
@@ -138,6 +173,17 @@ def _add_operations(app: FastAPI, router: Serving, metrics: Metrics) -> None:
         body = Health(status="ok" if ready else "no decode node is ready", model=info.model, nodes=nodes)
         return JSONResponse(body, 200 if ready else 503)
 
+    @app.get("/ping", **openapi.PING)
+    @app.post("/ping", **openapi.PING)
+    async def ping() -> Response:
+        """Say by the status alone what `/health` says: 200 or 503. Some platforms ask this way."""
+        return Response(status_code=200 if router.ready() else 503)
+
+    @app.get("/version", **openapi.VERSION)
+    async def version_() -> Response:
+        """Tell the version of Paceline."""
+        return JSONResponse(Version(version=version("paceline")))
+
     @app.get("/metrics", **openapi.METRICS)
     async def metrics_text() -> Response:
         """Every metric of the router and of the nodes, in Prometheus' text format."""
@@ -150,6 +196,11 @@ def _add_document(app: FastAPI) -> None:
     @app.get(openapi.PATH, include_in_schema=False)
     async def document() -> Response:
         return JSONResponse(described)
+
+
+async def _read_object(request: Request) -> dict[str, Any]:
+    """The object that the body is. Raises InvalidRequest, and what ``_read_body`` raises."""
+    return parse_object(await _read_body(request))
 
 
 async def _read_body(request: Request) -> bytes:
@@ -191,10 +242,9 @@ class _ClientGone(Exception):
 class _Reply(Response):
     """Generates while it is sent, so that whatever ends the sending ends the generation."""
 
-    def __init__(self, router: Serving, request: ApiRequest, model: str) -> None:
+    def __init__(self, router: Serving, request: ApiRequest, answer: Answer) -> None:
         super().__init__()
-        self._router, self._request = router, request
-        self._answer = Answer(request, model, router.tokenizer)
+        self._router, self._request, self._answer = router, request, answer
         self._started = False
         self._send: Send
 
@@ -204,7 +254,7 @@ class _Reply(Response):
 
     async def _reply(self) -> None:
         try:
-            async with aclosing(self._router.generate(self._request.generation)) as chunks:
+            async with aclosing(self._router.generate(self._request.generation, self._answer.planned)) as chunks:
                 await (self._stream(chunks) if self._request.stream else self._whole(chunks))
         except _ClientGone:
             log.info("%s: the client is gone", self._request.generation.request_id)
@@ -244,8 +294,9 @@ class _Reply(Response):
 
     async def _start(self, status: int, headers: dict[str, str]) -> None:
         self._started = True
-        named = {**headers, "x-request-id": self._request.generation.request_id}
-        raw = [(key.encode("latin-1"), value.encode("latin-1")) for key, value in named.items()]
+        if self._request.ignored:
+            headers = {**headers, IGNORED: ", ".join(self._request.ignored)}
+        raw = [(key.encode("latin-1"), value.encode("latin-1")) for key, value in headers.items()]
         await self._put({"type": "http.response.start", "status": status, "headers": raw})
 
     async def _write(self, data: str, last: bool = False) -> None:

@@ -62,7 +62,7 @@ def problem_for(error: Exception) -> HttpProblem:
     if isinstance(error, HttpProblem):
         return error
     if isinstance(error, InvalidRequest):
-        return HttpProblem(400, str(error), param=error.field, code="invalid_value")
+        return HttpProblem(400, str(error), param=error.field, code=error.code or "invalid_value")
     for kind, status, name, code in KINDS:
         if isinstance(error, kind):
             wait_s = error.retry_after_s if isinstance(error, Overloaded) else None
@@ -71,6 +71,12 @@ def problem_for(error: Exception) -> HttpProblem:
     log.error("a request failed", exc_info=error)
     message = str(error) if isinstance(error, PacelineError) else "internal error"
     return HttpProblem(500, message, "server_error", code="internal_error")
+
+
+def check_model(asked: str | None, served: str) -> None:
+    """Raise HttpProblem when another model than the one served is asked for."""
+    if asked and asked != served:
+        raise model_not_found(asked, served)
 
 
 def model_not_found(model: str, served: str) -> HttpProblem:

@@ -1,4 +1,7 @@
-"""JSON bodies to objects, strictly: what is no JSON, not finite, or more than can be looked at is refused."""
+"""JSON bodies to objects, strictly: what is no JSON, not finite, or more than can be looked at is refused.
+
+A whole number is an integer however it is written: clients whose language knows one kind of number send ``16.0``.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
     def number(text: str) -> float:
         nonlocal suspicious
         value = float(text)
+        if value.is_integer():
+            return int(value)
         suspicious |= not math.isfinite(value)  # 1e999
         return value
 

@@ -7,7 +7,8 @@ a single fault.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import (
@@ -15,6 +16,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     ModelWrapValidatorHandler,
@@ -28,6 +30,7 @@ from paceline.errors import InvalidRequest
 
 INT64_MIN, UINT64_MAX = -(2**63), 2**64 - 1  # beyond these no integer of an API has a meaning
 
+BRANCH = ":"  # begins the tag of a branch of a union whose values are objects: it is no step into them
 _UNKNOWN_FIELD = "unknown_field"  # the error type of a field that the model does not have
 # Error types of pydantic, in words that follow the name of a field.
 _MESSAGES = {
@@ -66,11 +69,18 @@ class JsonObject(BaseModel):
     def _known_fields(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         if not isinstance(value, dict):
             return handler(value)
-        made = handler({name: value[name] for name in cls.model_fields if value.get(name) is not None})
+        known = _keys(cls)
+        made = handler({key: value[key] for key in known if value.get(key) is not None})
         for position, (key, item) in enumerate(value.items()):
-            if key not in cls.model_fields and item is not None:  # its place, since a key may be no valid Unicode
+            if key not in known and item is not None:  # its place, since a key may be no valid Unicode
                 raise PydanticCustomError(_UNKNOWN_FIELD, "is not a field that is known here", {"position": position})
         return made
+
+
+@cache
+def _keys(model: type[JsonObject]) -> dict[str, bool]:
+    """The fields of an object as JSON calls them, each with whether it is ignored."""
+    return {field.alias or name: IGNORED in field.metadata for name, field in model.model_fields.items()}
 
 
 M = TypeVar("M", bound=JsonObject)
@@ -94,11 +104,34 @@ def _path(error: ErrorDetails, body: dict[str, Any], context: Mapping[str, Any])
     for step in error["loc"]:
         if isinstance(step, int):
             path, value = within(path, step), value[step]
-        elif isinstance(value, dict):
+        elif isinstance(value, dict) and not step.startswith(BRANCH):
             path, value = within(path, step), value.get(step)
     if error["type"] == _UNKNOWN_FIELD:
         path = within(path, list(value)[context["position"]])
     return path or "body"
+
+
+IGNORED = object()  # marks a field that is taken whatever it says, and not looked at
+IGNORED_WORDS = "This field is ignored: it cannot change the text."
+Ignored = Annotated[Any, IGNORED, Field(description=IGNORED_WORDS)]
+
+
+def ignored_fields(made: JsonObject) -> list[str]:
+    """The ignored fields that a body has, sorted; e.g. ``messages[].annotations``, whichever message has it."""
+    return sorted(set(_ignored(made, "")))
+
+
+def _ignored(made: JsonObject, where: str) -> Iterator[str]:
+    keys = _keys(type(made))
+    for name in made.model_fields_set:
+        value = getattr(made, name)
+        if keys.get(name):
+            yield f"{where}{name}"
+        elif isinstance(value, JsonObject):
+            yield from _ignored(value, f"{where}{name}.")
+        elif isinstance(value, list) and value and isinstance(value[0], JsonObject):
+            for item in value:
+                yield from _ignored(item, f"{where}{name}[].")
 
 
 def _check_unicode(text: str) -> str:
@@ -135,9 +168,14 @@ class Neutral:
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         same = "null and the values that mean the same as leaving it out" if self._values else "null"
-        return {"enum": [*self._values, None], "description": f"This field is not supported: it takes only {same}."}
+        return {"enum": [*self._values, None], "description": f"This field is not offered: it takes only {same}."}
 
     def _check(self, value: Any) -> Any:
-        if not any(value == neutral and type(value) is type(neutral) for neutral in self._values):
+        if not any(_same(value, neutral) for neutral in self._values):
             raise PydanticCustomError("unsupported", "is not supported")
         return value
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal as JSON: 1 and 1.0 are, 1 and true are not."""
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)

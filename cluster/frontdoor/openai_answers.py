@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict  # before Python 3.12 pydantic cannot read typing's own
@@ -66,6 +66,10 @@ class CompletionChoice(TypedDict):
     """Log-probabilities in OpenAI's shape, when the request asks for them."""
     finish_reason: FinishReason
     """Why the choice ended: a stop text or token, the length, or a cancellation."""
+    token_ids: NotRequired[list[int]]
+    """Its token ids, with `return_token_ids`."""
+    prompt_token_ids: NotRequired[list[int]]
+    """The prompt's token ids, with `return_token_ids`."""
 
 
 @described
@@ -80,6 +84,8 @@ class Completion(TypedDict):
     """Unix time in seconds."""
     model: str
     """The model that is served."""
+    system_fingerprint: str | None
+    """Names the model, its weights and the kernels: with another one, the same request may give another text."""
     choices: list[CompletionChoice]
     """All choices, by index."""
     usage: Usage
@@ -110,6 +116,8 @@ class ChatChoice(TypedDict):
     """Log-probabilities in OpenAI's shape, when the request asks for them."""
     finish_reason: FinishReason
     """Why the choice ended: a stop text or token, the length, or a cancellation."""
+    token_ids: NotRequired[list[int]]
+    """Its token ids, with `return_token_ids`."""
 
 
 @described
@@ -124,12 +132,16 @@ class Chat(TypedDict):
     """Unix time in seconds."""
     model: str
     """The model that is served."""
+    system_fingerprint: str | None
+    """Names the model, its weights and the kernels: with another one, the same request may give another text."""
     choices: list[ChatChoice]
     """All choices, by index."""
     usage: Usage
     """Tokens of prompt and answer."""
     paceline: Details
     """What OpenAI's shape has no place for."""
+    prompt_token_ids: NotRequired[list[int]]
+    """The prompt's token ids, with `return_token_ids`."""
 
 
 @described
@@ -141,7 +153,7 @@ class Model(TypedDict):
     object: Literal["model"]
     """The kind of this object."""
     created: int
-    """Always 0."""
+    """When the server started, Unix time in seconds."""
     owned_by: str
     """Always paceline."""
     max_model_len: int
@@ -178,6 +190,36 @@ class Health(TypedDict):
     """The model that is served."""
     nodes: NodeCounts
     """Nodes that the router sees."""
+
+
+@described
+class Tokens(TypedDict):
+    """Answer of ``/tokenize``, in vLLM's shape."""
+
+    count: int
+    """How many tokens there are."""
+    max_model_len: int
+    """Tokens of prompt and output that the model takes together."""
+    tokens: list[int]
+    """The token ids, special tokens included."""
+    token_strs: list[str] | None
+    """The text of each token by itself, when the request asks for it."""
+
+
+@described
+class Detokenized(TypedDict):
+    """Answer of ``/detokenize``, in vLLM's shape."""
+
+    prompt: str
+    """The text of the tokens."""
+
+
+@described
+class Version(TypedDict):
+    """Answer of ``/version``."""
+
+    version: str
+    """The version of Paceline."""
 
 
 @described

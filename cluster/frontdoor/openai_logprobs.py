@@ -1,63 +1,121 @@
-"""Log-probabilities in the two shapes of OpenAI's API."""
+"""Log-probabilities in the two shapes of OpenAI's API.
+
+What a token adds to the text is bytes: it may be a part of a character, or none at all. The bytes of a choice's tokens,
+one after the other, are the text in UTF-8, and go on behind it where a stop string or a stop token cut it. The prompt's
+last character counts to the text where the first token completes it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.request import TokenLogprobs
+from paceline.text.detokenizer import ByteSource, end_of
 
 LOWEST = -9999.0  # OpenAI's word for minus infinity, which JSON does not have
-REPLACEMENT = "\ufffd"
-
-TokenText = Callable[[int], str]  # text of one token by itself
 
 
-def completions_logprobs(
-    token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], text_of: TokenText, offset: int
-) -> dict[str, Any]:
-    """The shape of ``/v1/completions``: parallel lists. offset: characters of the choice before the first token.
+@dataclass(frozen=True)
+class Placed:
+    """A token in its place."""
+
+    token_id: int
+    data: bytes  # what it adds to the text
+    offset: int  # characters of the text before its first byte
+    logprobs: TokenLogprobs
+    others: tuple[bytes, ...]  # what the alternatives would add
+
+
+class Placing:
+    """Takes the tokens of a choice in their order and says where in its text they are."""
+
+    def __init__(self, tokenizer: ByteSource, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        before = end_of(tokenizer, prompt_ids, skip_special_tokens=True)
+        self._strip = 0 if before else tokenizer.strip_start
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.decode(before)
+        self._open = self._decoder.getstate()[0]  # of the prompt's last character, until a token goes on with it
+        self._offset = 0
+
+    def place(self, token_id: int, logprobs: TokenLogprobs) -> Placed:
+        """The next token."""
+        data = self._added(token_id)
+        others = tuple(self._added(other) for other in logprobs.top_ids)
+        own = self._tokenizer.token_bytes(token_id, True)
+        new = data.removeprefix(self._open)
+        offset = self._offset + _breaks(self._decoder.getstate()[0], new[:1])
+        self._offset += len(self._decoder.decode(new))
+        if own:
+            self._open = b""
+            self._strip = self._strip - (len(own) - len(data)) if not data else 0
+        return Placed(token_id, data, offset, logprobs, others)
+
+    def _added(self, token_id: int) -> bytes:
+        """A text that begins with the answer loses some leading spaces."""
+        data = self._tokenizer.token_bytes(token_id, True)
+        if self._strip:
+            spaces = len(data) - len(data.lstrip(b" "))
+            return data[min(spaces, self._strip) :]
+        return self._open + data if data else data
+
+
+def _breaks(begun: bytes, byte: bytes) -> bool:
+    """Whether the byte does not go on with the character that was begun, which then is U+FFFD before it."""
+    if not (begun and byte):
+        return False
+    try:
+        codecs.utf_8_decode(begun + byte, "strict", False)
+    except UnicodeDecodeError:
+        return True
+    return False
+
+
+def completions_logprobs(placed: Sequence[Placed], length: int, by_id: bool = False) -> dict[str, Any]:
+    """The shape of ``/v1/completions``: parallel lists. length: characters of the whole text, behind which no token
+    is. by_id: tokens are called by their ids.
 
     Alternatives that read the same share a key, which keeps the best; the chosen token is always among them.
     """
-    tokens = [text_of(token_id) for token_id in token_ids]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
+    tokens = [_name(token.token_id, token.data, by_id) for token in placed]
     return {
         "tokens": tokens,
-        "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
-        "top_logprobs": [_best(token, entry, text_of) for token, entry in zip(tokens, logprobs, strict=True)],
-        "text_offset": offsets,
+        "token_logprobs": [_finite(token.logprobs.logprob) for token in placed],
+        "top_logprobs": [_best(name, token, by_id) for name, token in zip(tokens, placed, strict=True)],
+        "text_offset": [min(token.offset, length) for token in placed],
     }
 
 
-def _best(token: str, entry: TokenLogprobs, text_of: TokenText) -> dict[str, float]:
+def _best(name: str, token: Placed, by_id: bool) -> dict[str, float]:
     best: dict[str, float] = {}
-    for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
-        best.setdefault(text_of(token_id), _finite(logprob))  # they come best first
-    best.setdefault(token, _finite(entry.logprob))
+    entry = token.logprobs
+    for token_id, data, logprob in zip(entry.top_ids, token.others, entry.top_logprobs, strict=True):
+        best.setdefault(_name(token_id, data, by_id), _finite(logprob))  # they come best first
+    best.setdefault(name, _finite(entry.logprob))
     return best
 
 
-def chat_logprobs(
-    token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], text_of: TokenText
-) -> dict[str, list[dict[str, Any]] | None]:
-    """The shape of ``/v1/chat/completions``: one object per token."""
+def chat_logprobs(placed: Sequence[Placed], by_id: bool = False) -> dict[str, list[dict[str, Any]] | None]:
+    """The shape of ``/v1/chat/completions``: one object per token. by_id: tokens are called by their ids."""
     content = []
-    for token_id, entry in zip(token_ids, logprobs, strict=True):
-        top = zip(entry.top_ids, entry.top_logprobs, strict=True)
-        item = _token(text_of(token_id), entry.logprob)
-        item["top_logprobs"] = [_token(text_of(other), logprob) for other, logprob in top]
+    for token in placed:
+        entry = token.logprobs
+        top = zip(entry.top_ids, token.others, entry.top_logprobs, strict=True)
+        item = _token(token.token_id, token.data, entry.logprob, by_id)
+        item["top_logprobs"] = [_token(other, data, logprob, by_id) for other, data, logprob in top]
         content.append(item)
     return {"content": content, "refusal": None}
 
 
-def _token(text: str, logprob: float) -> dict[str, Any]:
-    """``bytes`` is null for a token that is no text by itself, such as half a character."""
-    known = None if REPLACEMENT in text else list(text.encode("utf-8"))
-    return {"token": text, "logprob": _finite(logprob), "bytes": known}
+def _token(token_id: int, data: bytes, logprob: float, by_id: bool) -> dict[str, Any]:
+    return {"token": _name(token_id, data, by_id), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+def _name(token_id: int, data: bytes, by_id: bool) -> str:
+    return f"token_id:{token_id}" if by_id else data.decode("utf-8", "replace")
 
 
 def _finite(logprob: float) -> float:

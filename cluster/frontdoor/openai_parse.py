@@ -3,12 +3,14 @@ fields there are; here is what they mean together."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.contract.generation import Chat, ChatMessage, GenerationRequest, Prompt
-from cluster.frontdoor.json_models import read
+from cluster.frontdoor.json_models import ignored_fields, read
+from cluster.frontdoor.openai_formats import grammar_of
 from cluster.frontdoor.openai_requests import (
     ALL_TOP_K,
     ChatRequest,
@@ -16,6 +18,7 @@ from cluster.frontdoor.openai_requests import (
     GenerationBody,
     Message,
     Speculation,
+    StreamOptions,
 )
 from paceline.errors import InvalidRequest
 from paceline.request import SamplingParams, SpeculationParams
@@ -37,18 +40,20 @@ class ApiRequest:
     stream: bool
     include_usage: bool
     names: Mapping[str, str]  # the library's name of a field -> its name in this body, where they differ
+    continuous_usage: bool = False  # every event of a stream tells the usage so far
+    return_token_ids: bool = False  # the answer tells the prompt's and each choice's
+    tokens_as_ids: bool = False  # log-probabilities name tokens by their ids
+    ignored: tuple[str, ...] = ()  # fields of the body that were not looked at
 
     def renamed(self, error: InvalidRequest) -> InvalidRequest:
-        """``error`` with the field named as this body names it."""
-        return InvalidRequest(self.names.get(error.field, error.field), error.message)
+        """``error`` with the field named as this body names it, whatever within the field it is about."""
+        name, *rest = re.split(r"(?=[.\[])", error.field, maxsplit=1)
+        return InvalidRequest("".join([self.names.get(name, name), *rest]), error.message, error.code)
 
 
 def parse_completion(body: dict[str, Any], request_id: str) -> ApiRequest:
     """A body of ``/v1/completions``. Raises InvalidRequest naming the first field that is wrong."""
     asked = read(CompletionRequest, body)
-    n = 1 if asked.n is None else asked.n
-    if asked.best_of not in (None, n):
-        raise InvalidRequest("best_of", f"is not supported unless it equals n, which is {n}")
     return _parse(
         asked,
         request_id,
@@ -68,7 +73,7 @@ def parse_chat(body: dict[str, Any], request_id: str) -> ApiRequest:
     return _parse(
         asked,
         request_id,
-        prompt=Chat(tuple(_chat_message(message) for message in asked.messages)),
+        prompt=Chat(tuple(chat_message(message) for message in asked.messages)),
         max_tokens=older if newer is None else newer,
         top_logprobs=_chat_logprobs(asked),
         names={} if newer is None else {"max_tokens": "max_completion_tokens"},
@@ -84,12 +89,16 @@ def _parse(
     top_logprobs: int | None,
     names: Mapping[str, str],
 ) -> ApiRequest:
-    stream = bool(asked.stream)
+    stream, options = bool(asked.stream), asked.stream_options or StreamOptions()
     if asked.stream_options is not None and not stream:
         raise InvalidRequest("stream_options", "only goes with stream")
+    n = 1 if asked.n is None else asked.n
+    if asked.best_of not in (None, n):
+        raise InvalidRequest("best_of", f"is not supported unless it equals n, which is {n}")
+    format_name, grammar = grammar_of(asked)
     generation = GenerationRequest(
         prompt=prompt,
-        sampling=_sampling(asked, top_logprobs),
+        sampling=replace(_sampling(asked, top_logprobs), grammar=grammar),
         max_tokens=max_tokens,
         speculation=_speculation(asked.speculation or Speculation()),
         model=asked.model or "",
@@ -97,15 +106,24 @@ def _parse(
         tenant=asked.cache_salt or "",
         priority=asked.priority or 0,
     )
-    include_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
-    return ApiRequest(generation, isinstance(asked, ChatRequest), stream, include_usage, names)
+    return ApiRequest(
+        generation,
+        chat=isinstance(asked, ChatRequest),
+        stream=stream,
+        include_usage=bool(options.include_usage),
+        names={**names, "grammar": format_name} if format_name else names,
+        continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
+        return_token_ids=bool(asked.return_token_ids),
+        tokens_as_ids=bool(asked.return_tokens_as_token_ids),
+        ignored=tuple(ignored_fields(asked)),
+    )
 
 
 def _sampling(asked: GenerationBody, top_logprobs: int | None) -> SamplingParams:
     return SamplingParams(
         **asked.model_dump(include=_SAMPLING, exclude_none=True),
         top_k=0 if asked.top_k in (None, ALL_TOP_K) else asked.top_k,
-        stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ()),
+        stop=tuple(text for text in ([asked.stop] if isinstance(asked.stop, str) else asked.stop or []) if text),
         stop_token_ids=tuple(asked.stop_token_ids or ()),
         logit_bias={int(token_id): bias for token_id, bias in (asked.logit_bias or {}).items()},
         top_logprobs=top_logprobs,
@@ -129,10 +147,12 @@ def _prompt(given: str | list[int] | list[str] | list[list[int]]) -> str | tuple
             return tuple(given)  # type: ignore[arg-type]  # the model has seen that they are integers
 
 
-def _chat_message(message: Message) -> ChatMessage:
+def chat_message(message: Message) -> ChatMessage:
+    """A turn as the template gets it."""
     content, role = message.content, message.role
     text = content if isinstance(content, str) else "".join(part.text for part in content)
-    return ChatMessage("system" if role == "developer" else role, text)
+    thought = message.reasoning_content or message.reasoning or ""
+    return ChatMessage("system" if role == "developer" else role, text, name=message.name or "", reasoning=thought)
 
 
 def _chat_logprobs(asked: ChatRequest) -> int | None:

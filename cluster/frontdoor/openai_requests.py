@@ -1,9 +1,10 @@
 """The bodies that OpenAI's endpoints take, as models. The OpenAPI document is made of them.
 
 Fields and meanings are OpenAI's (completions, chat completions); the sampling fields that OpenAI does not have are
-vLLM's. A field that would change the result and is not supported is refused by name, as is a field nobody knows; what
-cannot change it (``user``, ``metadata``) is ignored. What fields mean together is in `cluster.frontdoor.openai_parse`.
-What only the deployment knows, such as its vocabulary, its context and its drafters, is checked by the router.
+vLLM's and SGLang's. `cluster.frontdoor.openai_fields` has those that are ignored and those that are refused; a field
+nobody knows is refused too. `cluster.frontdoor.openai_formats` has those that say what the text must be. What fields
+mean together is in `cluster.frontdoor.openai_parse`. What only the deployment knows, such as its vocabulary, its
+context and its drafters, is checked by the router.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from cluster.contract.generation import MAX_MESSAGES, MAX_NAME_CHARS, MAX_PRIORITY, MAX_STOP_TOKEN_IDS
-from cluster.frontdoor.json_models import INT64_MIN, UINT64_MAX, JsonObject, Neutral, Text, at_most
+from cluster.frontdoor.json_models import INT64_MIN, UINT64_MAX, Ignored, JsonObject, Neutral, Text, at_most
+from cluster.frontdoor.openai_fields import (
+    IgnoredFields,
+    OnlyFalse,
+    OnlyNone,
+    OnlyTrue,
+    RefusedChatFields,
+    RefusedFields,
+    Unsupported,
+)
+from cluster.frontdoor.openai_formats import FormatFields
 from paceline.request import INT32_MAX, MAX_BIAS, MAX_LOGIT_BIAS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, RANGES
 from paceline.speculation import TreeKind
 
@@ -73,7 +84,7 @@ def _text_or_list(value: Any) -> str | None:
 
 StopText = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stop = Annotated[
-    Annotated[StopText, Tag("text")] | Annotated[list[StopText], _list(MAX_STOP_STRINGS), Tag("list")],
+    Annotated[StopText, Tag("text")] | Annotated[list[StopText | None], _list(MAX_STOP_STRINGS), Tag("list")],
     Discriminator(_text_or_list, "stop_form", "must be a string or a list of strings"),
 ]
 
@@ -104,17 +115,18 @@ def _known_tree(value: str) -> str:
 
 
 Tree = Annotated[Text, AfterValidator(_known_tree), Field(json_schema_extra={"enum": list(_TREES)})]
-Ignored = Annotated[Any, Field(description="This field is ignored: it cannot change the result.")]
-Unsupported = Annotated[Any, Neutral()]
 
 
 class TextPart(JsonObject):
     """A part of a message's content. The texts of all parts are put together."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     """The kind of the part: only text is supported."""
     text: Text
     """The text."""
+    annotations: Ignored = None
+    cache_control: Ignored = None
+    prompt_cache_breakpoint: Ignored = None
 
 
 Content = Annotated[
@@ -130,14 +142,24 @@ class Message(JsonObject):
     """Who speaks."""
     content: Content
     """The text of the turn, or its parts, which are put together."""
+    name: Annotated[Text, Field(max_length=MAX_NAME_CHARS)] | None = None
+    """Who speaks, for templates that tell speakers of one role apart."""
+    reasoning_content: Text | None = None
+    """What the assistant thought before it spoke, for templates that keep it."""
+    reasoning: Text | None = None
+    """Another name of reasoning_content."""
     # Clients send an earlier answer back with these.
     tool_calls: Annotated[Any, Neutral([])] = None
-    annotations: Annotated[Any, Neutral([])] = None
-    name: Unsupported = None
     tool_call_id: Unsupported = None
     function_call: Unsupported = None
-    refusal: Unsupported = None
+    refusal: Annotated[Any, Neutral("")] = None
     audio: Unsupported = None
+    prefix: OnlyFalse = None
+    partial: OnlyFalse = None
+    annotations: Ignored = None
+    cache_control: Ignored = None
+    provider_specific_fields: Ignored = None
+    thinking_blocks: Ignored = None
 
 
 class StreamOptions(JsonObject):
@@ -145,8 +167,9 @@ class StreamOptions(JsonObject):
 
     include_usage: bool | None = None
     """Send the usage in one more event at the end."""
-    include_obfuscation: bool | None = None
-    """This field is ignored."""
+    continuous_usage_stats: bool | None = None
+    """With include_usage, send the usage so far in every event."""
+    include_obfuscation: Ignored = None
 
 
 class Speculation(JsonObject):
@@ -165,7 +188,7 @@ class Speculation(JsonObject):
 # -- bodies --------------------------------------------------------------------------------------------------------
 
 
-class GenerationBody(JsonObject):
+class GenerationBody(IgnoredFields, FormatFields):
     """What both endpoints take."""
 
     model: Text | None = None
@@ -176,6 +199,8 @@ class GenerationBody(JsonObject):
     """How the stream is sent. It only goes with stream."""
     n: Annotated[int, _range("n")] | None = None
     """Choices to make, each with a seed that is derived from the request's. The default is 1."""
+    best_of: Annotated[int, Field(ge=INT64_MIN, le=UINT64_MAX)] | None = None
+    """Only the value of n is supported."""
     stop: Stop | None = None
     """Texts that end the answer and are not part of it."""
     seed: Annotated[int, _range("seed")] | None = None
@@ -210,32 +235,27 @@ class GenerationBody(JsonObject):
     """The tenant: scope of the prefix cache and of the router's fairness."""
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     """While requests of a tenant wait, the one of the higher priority goes first. The default is 0."""
+    return_token_ids: bool | None = None
+    """Tell the token ids of the prompt and, in every event of a stream, those of its text. The default is false."""
+    return_tokens_as_token_ids: bool | None = None
+    """Write `token_id:5` for a token where log-probabilities are told. The default is false."""
 
-    user: Ignored = None
-    metadata: Ignored = None
-    store: Ignored = None
-    service_tier: Ignored = None
     parallel_tool_calls: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
-    prediction: Ignored = None
 
 
-class CompletionRequest(GenerationBody):
+class CompletionRequest(RefusedFields, GenerationBody):
     """A body of ``/v1/completions``."""
 
     prompt: Prompt
     """A text or token ids, or a list with one of them."""
     logprobs: Annotated[int, _range("top_logprobs")] | None = None
     """Alternatives whose log-probabilities are told. 0 tells the chosen token's alone; without it, none are told."""
-    best_of: Annotated[int, Field(ge=INT64_MIN, le=UINT64_MAX)] | None = None
-    """Only the value of n is supported."""
+    add_special_tokens: OnlyTrue = None
     echo: Annotated[Any, Neutral(False)] = None
     suffix: Annotated[Any, Neutral("")] = None
 
 
-class ChatRequest(GenerationBody):
+class ChatRequest(RefusedChatFields, GenerationBody):
     """A body of ``/v1/chat/completions``."""
 
     messages: Annotated[list[Message], _list(MAX_MESSAGES, least=1), at_most(MAX_MESSAGES)]
@@ -248,11 +268,5 @@ class ChatRequest(GenerationBody):
     """Alternatives whose log-probabilities are told for every token. It only goes with logprobs."""
     tools: Annotated[Any, Neutral([])] = None
     tool_choice: Annotated[Any, Neutral("none", "auto")] = None  # of no tools
-    functions: Annotated[Any, Neutral([])] = None
+    functions: OnlyNone = None
     function_call: Annotated[Any, Neutral("none", "auto")] = None
-    response_format: Annotated[Any, Neutral({"type": "text"})] = None
-    modalities: Annotated[Any, Neutral(["text"])] = None
-    audio: Unsupported = None
-    reasoning_effort: Unsupported = None
-    verbosity: Unsupported = None
-    web_search_options: Unsupported = None

@@ -14,8 +14,19 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from cluster.frontdoor.json_models import JsonObject
-from cluster.frontdoor.openai_answers import Chat, Completion, Error, Health, Model, Models
+from cluster.frontdoor.openai_answers import (
+    Chat,
+    Completion,
+    Detokenized,
+    Error,
+    Health,
+    Model,
+    Models,
+    Tokens,
+    Version,
+)
 from cluster.frontdoor.openai_requests import ChatRequest, CompletionRequest
+from cluster.frontdoor.openai_tokens import DetokenizeRequest, TokenizeRequest
 
 PATH = "/openapi.json"
 TITLE = "Paceline"
@@ -49,10 +60,20 @@ def _generation(body: type[JsonObject], answer: type[Any]) -> Route:
     }
     errors[429]["headers"] = _RETRY_AFTER
     done = {"description": "The answer.", "model": answer, "content": {"text/event-stream": _TEXT}}
-    schema = {"$ref": REF.format(model=body.__name__)}
+    return {"responses": {200: done, **errors, **_OTHERS}, "openapi_extra": _body(body)}
+
+
+def _body(model: type[JsonObject]) -> dict[str, Any]:
+    schema = {"$ref": REF.format(model=model.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _plain(body: type[JsonObject], answer: type[Any]) -> Route:
+    """A route that answers at once."""
+    wrong = {400: {"description": _GENERATION_ERRORS[400], "model": Error}}
     return {
-        "responses": {200: done, **errors, **_OTHERS},
-        "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
+        "responses": {200: {"description": "The answer.", "model": answer}, **wrong, **_OTHERS},
+        "openapi_extra": _body(body),
     }
 
 
@@ -69,12 +90,23 @@ HEALTH: Route = {
         **_OTHERS,
     }
 }
+TOKENIZE = _plain(TokenizeRequest, Tokens)
+DETOKENIZE = _plain(DetokenizeRequest, Detokenized)
+VERSION: Route = {"responses": {200: {"description": "The version.", "model": Version}, **_OTHERS}}
+PING: Route = {
+    "responses": {
+        200: {"description": "Requests can be served.", "content": {}},
+        503: {"description": "No decode node is ready."},
+        **_OTHERS,
+    }
+}
 METRICS: Route = {"responses": {200: {"description": "The metrics.", "content": {"text/plain": _TEXT}}, **_OTHERS}}
 
 
 def document(app: FastAPI) -> dict[str, Any]:
     """OpenAPI 3.1 of the application's routes."""
     made = get_openapi(title=TITLE, version=version("paceline"), routes=app.routes)
-    _, bodies = models_json_schema([(CompletionRequest, "validation"), (ChatRequest, "validation")], ref_template=REF)
+    models = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+    _, bodies = models_json_schema([(model, "validation") for model in models], ref_template=REF)
     made["components"]["schemas"] |= bodies["$defs"]
     return made

@@ -21,10 +21,15 @@ _TTFT_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 _GAP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 _HANDOFF_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _E2E_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
+_TOKENS = tuple(leading * 10**power for power in range(6) for leading in (1, 2, 5))
 _LENGTHS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16)
 # Name without "paceline_": help text, then labels. A help text names the values of the labels.
 _COUNTERS: dict[str, tuple[str, ...]] = {
     "requests": ("Requests that ended, by status: ok, cancelled or the class of the error.", "status"),
+    "ignored_fields": (
+        "HTTP requests with a field that cannot change the text and is ignored, by field as its request names it.",
+        "field",
+    ),
     "prompt_tokens": ("Prompt tokens of completed choices; a request with n choices counts its prompt n times.",),
     "cached_prompt_tokens": ("Prompt tokens of completed choices that came from a prefix cache.",),
     "prefix_hint_tokens": (
@@ -37,6 +42,7 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     ),
     "bypassed": ("Prompts so short that a decode node computed them itself (option bypass_tokens).",),
     "completion_tokens": ("Output tokens sent to clients.",),
+    "choices": ("Choices that are complete, by finish_reason: stop, length, abort or tool_calls.", "finish_reason"),
     "retries": ("Attempts at a choice that failed and were made again, by class of the error.", "error"),
     "spec_rounds": ("Draft-verify rounds of completed choices, one target forward each.",),
     "spec_draft_tokens": ("Draft tokens that the target verified.",),
@@ -60,6 +66,8 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "inter_token_seconds": ("Seconds per output token after the first; a round's tokens share its time.", _GAP_S),
     "request_seconds": ("Seconds from a request's arrival to the end of a choice.", _E2E_S),
     "queue_seconds": ("Seconds that a request waited at the router before it ran; refused ones do not count.", _TTFT_S),
+    "prompt_length_tokens": ("Tokens of the prompt of a completed choice.", _TOKENS),
+    "output_length_tokens": ("Tokens of a completed choice.", _TOKENS),
     "handoff_exposed_seconds": (
         "Seconds from the end of a prompt's computation to the acknowledgement of its hand-off.",
         _HANDOFF_S,
@@ -130,6 +138,11 @@ class Metrics:
         """A request is over and never ran."""
         self._counters["requests"].labels(status).inc()
 
+    def fields_ignored(self, fields: Iterable[str]) -> None:
+        """A request has these fields, which are known and not looked at."""
+        for name in fields:
+            self._counters["ignored_fields"].labels(name).inc()
+
     def first_token(self, seconds: float) -> None:
         """The first token of a choice is on its way."""
         self._histograms["time_to_first_token_seconds"].observe(seconds)
@@ -164,6 +177,9 @@ class Metrics:
     def choice_ended(self, completion: Completion) -> None:
         """A choice is complete."""
         usage, spec = completion.usage, completion.speculation
+        self._counters["choices"].labels(completion.finish_reason.value).inc()
+        self._histograms["prompt_length_tokens"].observe(usage.prompt_tokens)
+        self._histograms["output_length_tokens"].observe(usage.completion_tokens)
         self._counters["prompt_tokens"].inc(usage.prompt_tokens)
         self._counters["cached_prompt_tokens"].inc(usage.cached_tokens)
         self._histograms["request_seconds"].observe(completion.timing.e2e_s)
@@ -183,6 +199,12 @@ class Metrics:
         self._counters["spec_lossy_choices"].inc(not spec.lossless)
         if spec.rounds:
             self._histograms["spec_acceptance_length"].observe(spec.acceptance_length)
+
+    def own(self) -> Iterable[Metric]:
+        """What is counted here, without what nodes report."""
+        for metrics in (self._counters, self._histograms, self._gauges):
+            for metric in metrics.values():
+                yield from metric.collect()
 
     def render(self) -> bytes:
         """The text exposition."""

@@ -114,6 +114,9 @@ class Router:
         started_at = time.monotonic()
         request = await self._found(request)
         choices = min(max(request.sampling.n, 1), MAX_N)
+        if MAX_N >= request.sampling.n > self.config.max_inflight:  # it could only run beyond the bound
+            self.metrics.request_refused(InvalidRequest.__name__)
+            raise InvalidRequest("n", f"at most {self.config.max_inflight} sequences run here, got {choices}")
         place = self._admit(choices, request.tenant)
         status, over, trace = "cancelled", self.metrics.request_refused, NO_TRACE
         try:

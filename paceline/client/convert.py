@@ -54,7 +54,7 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Annotated[Sequence[int] | None, "Token ids that end the answer."]
     ignore_eos: Annotated[bool | None, "Go on after the model's end-of-sequence token."]
     top_logprobs: Annotated[int | None, "Log-probabilities of so many best tokens; 0: of the chosen token alone."]
-    n: Annotated[int | None, "Choices, each with a seed of its own derived from the request's; at most 16."]
+    n: Annotated[int | None, "Choices, each with a seed of its own derived from the request's; at most 128."]
     num_draft_tokens: Annotated[int | None, "Draft tokens on a path (K), at most the deployment's; 0 drafts nothing."]
     tree_width: Annotated[int | None, "Candidates per expanded node of the draft tree, at most the deployment's."]
     drafter: Annotated[str | None, "Who drafts: one of the deployment's drafters."]

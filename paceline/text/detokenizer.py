@@ -46,6 +46,16 @@ class TextStream:
         return text[spaces:]
 
 
+def end_of(tokenizer: ByteSource, prompt_ids: Sequence[int], skip_special_tokens: bool) -> bytes:
+    """The last bytes of a prompt, enough to hold half a character; fewer, or none, when it has no more."""
+    end = b""
+    for token_id in reversed(prompt_ids):
+        end = tokenizer.token_bytes(token_id, skip_special_tokens) + end
+        if len(end) >= MOST_BYTES_OPEN:
+            break
+    return end
+
+
 class StopFinder:
     """One stop string over text that arrives in pieces; constant work per character (Knuth, Morris, Pratt 1977)."""
 
@@ -91,7 +101,7 @@ class IncrementalDetokenizer:
         if not all(stop):
             raise InvalidRequest("stop", "a stop string must not be empty")
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        before = self._end_of(prompt_ids)
+        before = end_of(tokenizer, prompt_ids, skip_special_tokens)
         self._stream = TextStream(0 if before else tokenizer.strip_start, before)
         self._finders = [StopFinder(s) for s in stop]
         self._held = ""  # certain text that may begin a stop string
@@ -113,14 +123,6 @@ class IncrementalDetokenizer:
         text = self._emit(self._stream.push(b"", final=True))
         held, self._held = self._held, ""
         return text + held
-
-    def _end_of(self, prompt_ids: Sequence[int]) -> bytes:
-        end = b""
-        for token_id in reversed(prompt_ids):
-            end = self._tokenizer.token_bytes(token_id, self._skip) + end
-            if len(end) >= MOST_BYTES_OPEN:
-                break
-        return end
 
     def _emit(self, text: str) -> str:
         """Pass certain text through the stop strings."""

@@ -63,14 +63,15 @@ class Tokenizer:
             raise ConfigError("model", f"{file} cannot be read: {error}") from None
         return cls(inner, settings, ids)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``; special tokens in it are recognised.
 
         ``add_bos_token`` decides about a beginning-of-sequence token; without the setting, tokenizer.json does. A text
-        that begins with one gets no second. Raises InvalidRequest for lone surrogates.
+        that begins with one gets no second, and none gets one without ``add_special_tokens``. Raises InvalidRequest
+        for lone surrogates.
         """
         ids = self._encode(text, "prompt")
-        if self._bos_id is not None and ids[:1] == [self._bos_id]:
+        if not add_special_tokens or (self._bos_id is not None and ids[:1] == [self._bos_id]):
             return ids
         if self._adds_bos is None:
             return self._ids(text, add_special_tokens=True)

@@ -121,7 +121,7 @@ class SamplingParams(_message.Message):
     top_logprobs: _builtins.int
     """Unset: no logprobs. 0: the chosen token's. N: also the N most likely."""
     n: _builtins.int
-    """Choices, each with a seed that is derived from the request's; at most 16."""
+    """Choices, each with a seed that is derived from the request's; at most 128."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Added to the logits of token ids; -100 to 100, at most 1,024 of them."""

@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.request import MAX_N
 from tests.fuzz.proto_mutations import BAD_UTF8, delete, flip, insert, noise, truncate
 from tests.fuzz.schema_values import allowed, inlined, wrong
 
 GENERATIONS = {"/v1/completions": "CompletionRequest", "/v1/chat/completions": "ChatRequest"}
-PATHS = (*GENERATIONS, "/v1/models", "/v1/models/tiny", "/health", "/metrics", "/openapi.json")
+OTHERS = ("/v1/models", "/v1/models/tiny", "/health", "/ping", "/version", "/tokenize", "/detokenize", "/metrics")
+PATHS = (*GENERATIONS, *OTHERS, "/openapi.json")
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD", "TRACE", "CONNECT", "FOO", "get")
 MOST_TOKENS = 6
 
@@ -50,7 +52,7 @@ def bounded(body: Any) -> Any:
                 body[name] = 1 + body[name] % MOST_TOKENS
         if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
             body["max_tokens"] = MOST_TOKENS
-        if type(body.get("n")) is int and body["n"] > 3 and body["n"] <= 16:
+        if type(body.get("n")) is int and body["n"] > 3 and body["n"] <= MAX_N:
             body["n"] = 1 + body["n"] % 3
     return body
 

@@ -6,21 +6,20 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jsonschema import Draft202012Validator, validators  # type: ignore[import-untyped]
+from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 from jsonschema.exceptions import best_match  # type: ignore[import-untyped]
 
 from tests.fuzz.campaign import ANSWER_S, Wrongly
 from tests.fuzz.http_cases import GENERATIONS, HttpCase
 from tests.fuzz.http_socket import Reply, exchange
+from tests.support.http_app import FORMATS
 
-# JSON Schema takes 2.0 for an integer; clients that write it mean a number.
-_CHECKER = Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
-_Strict = validators.extend(Draft202012Validator, type_checker=_CHECKER)
 # What only fields together decide, or the deployment's context, vocabulary, model, drafters and their limits.
 TOGETHER = {
     *("prompt", "messages", "model", "logit_bias", "stop_token_ids", "max_tokens", "min_tokens"),
     *("speculation.drafter", "speculation.num_draft_tokens", "speculation.tree", "speculation.tree_width"),
-    *("best_of", "top_logprobs", "stream_options", "body"),
+    *("best_of", "top_logprobs", "stream_options", "body", "n"),
+    *FORMATS,
 }
 
 
@@ -31,7 +30,7 @@ class HttpSender:
         self._address = address
         schemas = document["components"]
         self._checks = {
-            name: _Strict({"$ref": f"#/components/schemas/{name}", "components": schemas})
+            name: Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": schemas})
             for name in schemas["schemas"]
         }
 

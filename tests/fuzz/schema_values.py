@@ -24,6 +24,12 @@ KNOWN = {
     *("title", "description", "default"),
 }
 WRONG_TYPES: tuple[Any, ...] = ({}, [], "", "x", 0, 1.5, True, [[]], {"a": 1}, [None], "1", -1, 2**70, -(2**63) - 1)
+# What an object with any properties stands for: a JSON Schema.
+JSON_SCHEMAS: tuple[dict[str, Any], ...] = (
+    {"type": "object"},
+    {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False},
+    {"enum": ["x", 1]},
+)
 MOST_ITEMS = 4  # of what is drawn; limits are for what is wrong
 LETTERS = 'ab é\u2028\0"\\\U0001f600{}[]<>%'
 
@@ -52,6 +58,8 @@ def allowed(rng: random.Random, schema: Schema) -> Any:
     if "const" in schema:
         return schema["const"]
     match schema.get("type"):
+        case "object" if schema.get("additionalProperties") is True:
+            return rng.choice(JSON_SCHEMAS)
         case "object":
             return _object(rng, schema)
         case "array":
@@ -108,6 +116,8 @@ def wrong(rng: random.Random, schema: Schema) -> Any:
     match schema["type"]:
         case "object" if "properties" in schema:
             return _wrong_object(rng, schema)
+        case "object" if schema.get("additionalProperties") is True:
+            return rng.choice(WRONG_TYPES)
         case "object":
             key = rng.choice(("1", "-1", "x", "", "9" * 30, "²", "99999"))
             return {key: wrong(rng, schema["additionalProperties"])}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 
-from cluster.contract.generation import GenerationRequest
-from paceline.request import FinishReason, SamplingParams, TokenLogprobs
+from cluster.contract.generation import Chat, GenerationRequest, Prompt
+from cluster.contract.plan import Plan
+from paceline.request import FinishReason, SamplingParams, SequenceRequest, TokenLogprobs
 from paceline.results import (
     Chunk,
     Completion,
@@ -18,18 +19,30 @@ from paceline.results import (
     ServedBy,
     SpeculationStats,
     Timing,
+    Tokenization,
     Usage,
 )
 
 MODEL = "tiny/model"
 VOCAB_SIZE = 256
+PROMPT_IDS = (0, 104, 105, 33, 32)  # what every prompt is made, where nothing but its tokens matters
 
 
 class LetterTokenizer:
-    """Token i is the character i; those from 128 on are no text by themselves."""
+    """Token i is the byte i; those from 128 on are parts of characters. 0 is a special token."""
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(chr(i) if i < 128 else "\ufffd" for i in token_ids)
+    strip_start = 0
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [0] * add_special_tokens + list(text.encode())
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return b"".join(self.token_bytes(i, skip_special_tokens) for i in ids).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
+        if token_id == 0:
+            return b"" if skip_special_tokens else b"<s>"
+        return bytes([token_id])
 
 
 class FakeRouter:
@@ -48,12 +61,23 @@ class FakeRouter:
         self.ended = asyncio.Event()
         self.finished = 0  # requests that ran to their end
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+    async def tokenize(self, prompt: Prompt) -> Tokenization:
+        if isinstance(prompt, Chat):
+            turns = "".join(f"{turn.role}: {turn.content}\n" for turn in prompt.messages)
+            prompt = turns + ("assistant: " if prompt.add_generation_prompt else "")
+        ids = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
+        return Tokenization(ids, self.model_info().max_model_len)
+
+    async def generate(
+        self, request: GenerationRequest, on_plan: Callable[[Plan], None] = lambda plan: None
+    ) -> AsyncGenerator[Chunk, None]:
         self.asked.append(request)
         self.started.set()
         try:
             sampling = replace(request.sampling, max_tokens=16 if request.max_tokens is None else request.max_tokens)
             sampling.validate(VOCAB_SIZE)
+            sequence = SequenceRequest(request.request_id, PROMPT_IDS, sampling)
+            on_plan(Plan(request.request_id, request, sampling.stop, (sequence,) * sampling.n))
             for sent, chunk in enumerate(self._chunks(request, sampling)):
                 if self.error is not None and sent == self.error_after:
                     raise self.error
@@ -68,7 +92,7 @@ class FakeRouter:
     def _chunks(self, request: GenerationRequest, sampling: SamplingParams) -> list[Chunk]:
         chunks, at = [], 0
         for text in self.rounds:
-            ids = tuple(ord(letter) for letter in text)
+            ids = tuple(text.encode())
             logprobs = (
                 tuple(_logprobs(i, sampling.top_logprobs) for i in ids) if sampling.top_logprobs is not None else ()
             )

@@ -9,6 +9,13 @@ import httpx
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"prompt": "hi"}
+# Fields that say what the text must be; at most one of them may.
+FORMATS = (
+    *("response_format", "response_format.json_schema.schema"),
+    *(f"structured_outputs.{way}" for way in ("json", "regex", "choice", "grammar", "json_object")),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object"),
+    *("json_schema", "regex", "ebnf"),
+)
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 

@@ -49,16 +49,18 @@ class ByteTokenizer:
     def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
         return bytes([token_id]) if token_id < 256 else b""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return bytes(t for t in token_ids if t < 256).decode(errors="replace")
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return bytes(t for t in ids if t < 256).decode(errors="replace")
 
-    def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
+    def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
         if any(message["role"] not in ("system", "user", "assistant") for message in messages):
             raise ValueError("unknown role")
-        return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>")
+        return self.encode(
+            "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>" * add_generation_prompt
+        )
 
 
 class ByteDetokenizer:

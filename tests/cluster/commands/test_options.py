@@ -89,3 +89,13 @@ def test_verbose_is_short_for_a_log_level(given: list[str], level: str) -> None:
     assert done.exit_code == 0
     assert [config.log_level for config in seen] == [level]
     assert seen[0].node(1).log_level == level
+
+
+def test_origins_are_those_that_browsers_send() -> None:
+    found = load_config({"http_cors_origins": "https://a.example, http://b:8080"}, None, {})
+    assert found.cors_origins == ("https://a.example", "http://b:8080")
+    assert load_config({}, None, {}).cors_origins == ()
+    assert load_config({"http_cors_origins": "*"}, None, {}).cors_origins == ("*",)
+    for wrong in ("a.example", "https://a.example/", "https://a.example/chat", "*, a"):
+        with pytest.raises(ConfigError, match="an origin is"):
+            load_config({"http_cors_origins": wrong}, None, {})

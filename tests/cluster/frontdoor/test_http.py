@@ -119,8 +119,8 @@ async def test_chat_logprobs(client: httpx.AsyncClient) -> None:
         "bytes": [72],
         "top_logprobs": [
             {"token": "H", "logprob": -0.25, "bytes": [72]},
-            {"token": "\ufffd", "logprob": -2.0, "bytes": None},
-            {"token": "\ufffd", "logprob": -9999.0, "bytes": None},
+            {"token": "\ufffd", "logprob": -2.0, "bytes": [200]},  # half a character
+            {"token": "\ufffd", "logprob": -9999.0, "bytes": [201]},
         ],
     }
     got = events(await client.post(CHATS, json={**body, "stream": True}))
@@ -229,7 +229,7 @@ async def test_metrics_count_what_is_refused_here(client: httpx.AsyncClient) -> 
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/nowhere", 404), ("GET", "/health/", 404), ("GET", COMPLETIONS, 405)]
+    ("method", "path", "status"), [("GET", "/nowhere", 404), ("GET", "/health//", 404), ("GET", COMPLETIONS, 405)]
 )
 async def test_wrong_paths(client: httpx.AsyncClient, method: str, path: str, status: int) -> None:
     response = await client.request(method, path)

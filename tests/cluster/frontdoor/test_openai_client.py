@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletionUserMessageParam
 from cluster.frontdoor import http as http_module
 from cluster.frontdoor.http import HttpServer, create_app, serve_http
 from cluster.routing.metrics import Metrics
-from paceline.errors import ConfigError, NodeUnavailable, Overloaded
+from paceline.errors import ConfigError, InvalidRequest, NodeUnavailable, Overloaded
 from tests.support.fake_router import MODEL, FakeRouter
 
 PROMPT_S = 5.0  # longest wait for a generation to notice that its client is gone
@@ -81,6 +81,30 @@ async def test_chat_stream(client: openai.AsyncOpenAI) -> None:
     assert usage.completion_tokens == 18
 
 
+async def test_continuous_usage(client: openai.AsyncOpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True, stream_options=options)
+    chunks = [chunk async for chunk in stream]
+    counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
+    assert len(counts) == len(chunks)
+    assert (counts, counts[-1]) == (sorted(counts), 9)
+    assert len(set(counts)) == 3
+    assert {chunk.usage.prompt_tokens for chunk in chunks if chunk.usage is not None} == {5}
+
+
+async def test_what_clients_send_besides(client: openai.AsyncOpenAI, router: FakeRouter) -> None:
+    """As guidellm, litellm and the AI SDK do."""
+    answer: Any = {"role": "assistant", "content": "a", "provider_specific_fields": {}, "reasoning_content": "hm"}
+    again: Any = [{"role": "user", "content": "a", "name": "Ada"}, answer, *MESSAGES]
+    extra = {"ignore_eos": True, "use_beam_search": False, "length_penalty": 1.0, "best_of": 1}
+    raw = await client.chat.completions.with_raw_response.create(
+        model=MODEL, messages=again, user="u", metadata={"a": "b"}, extra_body=extra
+    )
+    assert raw.headers["x-paceline-ignored"] == "messages[].provider_specific_fields, metadata, user"
+    assert raw.parse().choices[0].message.content == "Hello you"
+    assert router.asked[0].sampling.ignore_eos
+
+
 async def test_completion(client: openai.AsyncOpenAI, router: FakeRouter) -> None:
     answer = await client.completions.create(
         model=MODEL,
@@ -124,9 +148,9 @@ async def test_models(client: openai.AsyncOpenAI) -> None:
         ({"top_p": 0}, "top_p"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"extra_body": {"guided_json": {}}}, "guided_json"),
+        ({"extra_body": {"guided_json": {}, "guided_regex": "a"}}, "guided_regex"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
-        ({"stream": True, "n": 17}, "n"),
+        ({"stream": True, "n": 129}, "n"),
     ],
 )
 async def test_wrong_input_and_then_a_good_one(client: openai.AsyncOpenAI, wrong: dict[str, Any], param: str) -> None:
@@ -142,6 +166,15 @@ async def test_another_model(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         await client.completions.create(model="gpt", prompt="hi")
     assert caught.value.code == "model_not_found"
+
+
+async def test_a_prompt_that_is_too_long(client: openai.AsyncOpenAI, router: FakeRouter) -> None:
+    router.error = InvalidRequest(
+        "prompt", "This model's maximum context length is 9 tokens.", "context_length_exceeded"
+    )
+    with pytest.raises(openai.BadRequestError, match="This model's maximum context length is") as caught:
+        await client.completions.create(model=MODEL, prompt="hi")
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
 
 
 async def test_overload(client: openai.AsyncOpenAI, router: FakeRouter) -> None:

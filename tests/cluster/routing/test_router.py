@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
 
 from cluster.contract.generation import Chat, ChatMessage, GenerationRequest
+from cluster.contract.plan import tokenize
 from paceline.errors import (
     InvalidRequest,
 )
@@ -149,6 +151,41 @@ async def test_max_tokens_default_and_cap() -> None:
             assert result.completion.finish_reason is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize(
+    ("prompt", "where"), [("x" * 128, "prompt"), (Chat((ChatMessage("user", "x" * 200),)), "messages")]
+)
+async def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(
+    prompt: str | Chat, where: str
+) -> None:
+    async with fleet() as made:
+        with pytest.raises(InvalidRequest) as caught:
+            await answer(made, ask(prompt=prompt))
+        longest = made.router.served.max_model_len
+        length = len(await tokenize(prompt, made.router.tokenizer))
+        assert (caught.value.field, caught.value.code) == (where, "context_length_exceeded")
+        assert caught.value.message.startswith(f"This model's maximum context length is {longest} tokens. However, ")
+        assert f"you requested {length + 1} tokens ({length} in the {where}, " in caught.value.message
+        (again,) = [pickle.loads(pickle.dumps(caught.value))]
+        assert (again.code, str(again)) == (caught.value.code, str(caught.value))
+
+
+async def test_a_hundred_and_twenty_eight_choices_within_the_bounds() -> None:
+    async with fleet(max_inflight=128) as made:
+        got = await answer(made, ask(2, n=128))
+        assert [choice.index for choice in got.choices] == list(range(128))
+        assert [choice.completion.seed for choice in got.choices] == [derive_seed(5, i) for i in range(128)]
+        assert made.router.inflight == 0
+
+
+async def test_more_choices_than_may_run_are_refused() -> None:
+    """They could only run beyond the operator's bound."""
+    async with fleet(max_inflight=3) as made:
+        with pytest.raises(InvalidRequest, match="at most 3 sequences run here") as caught:
+            await answer(made, ask(n=4))
+        assert caught.value.field == "n"
+        assert len((await answer(made, ask(n=3))).choices) == 3
+
+
 BAD: list[tuple[str, GenerationRequest]] = [
     ("model", replace(ask(), model="other")),
     ("prompt", ask(prompt="")),
@@ -169,7 +206,7 @@ BAD: list[tuple[str, GenerationRequest]] = [
     ("top_k", ask(top_k=-5)),
     ("min_p", ask(min_p=2.0)),
     ("n", ask(n=0)),
-    ("n", ask(n=17)),
+    ("n", ask(n=129)),
     ("presence_penalty", ask(presence_penalty=3.0)),
     ("repetition_penalty", ask(repetition_penalty=0.0)),
     ("logit_bias", ask(logit_bias={300: 1.0})),

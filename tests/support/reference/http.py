@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from cluster.frontdoor import http, http_errors, openapi
+from cluster.contract.plan import CONTEXT_LENGTH_EXCEEDED
+from cluster.frontdoor import http, http_errors, http_surface, openapi
+from cluster.frontdoor.json_models import IGNORED_WORDS
 from cluster.routing.metrics import Metrics
 from tests.support.reference.comments import field_comments
 from tests.support.reference.markdown import bounds, made_from, one_line, table
 
 Schema = Mapping[str, Any]
+BODIES = ("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest")
 
 PAGE = """\
 # HTTP API
@@ -19,12 +22,20 @@ PAGE = """\
 
 The HTTP address is that of the option `--http`. Requests and answers are those of OpenAI's completions and chat
 completions, so OpenAI's own clients work with `base_url="http://HOST:PORT/v1"`. Sampling fields that OpenAI does not
-have are vLLM's. There is no authentication: put a proxy in front where one is needed.
+have are those of vLLM and SGLang. There is no authentication: put a proxy in front where one is needed.
 
 A body is JSON of at most {mib} MiB, with the content type `application/json`, and arrives within {body_s:g} s. A field
-that is not known is refused by name, and so is one that would change the result and is not supported. A field that is
-null counts as absent. Every answer to a generation has the request's id in the header `x-request-id`; `paceline trace`
-takes it.
+that is null counts as absent, and a whole number is an integer however it is written (`16.0`).
+
+A field of OpenAI, vLLM or SGLang that cannot change the text and is not offered is ignored. The answer's header
+`{ignored}` names it, and so does the metric `paceline_ignored_fields_total`. One that would change the
+answer is refused by name, unless its value means the same as leaving it out. A field that nobody knows is refused too.
+
+Every answer has the header `x-request-id`. It is the one that the request brought, where that is 1 to 128 letters,
+digits and signs of `._:=/+@-`, or it is made. A generation has it as its id, and `paceline trace` takes it.
+
+A path may end with a slash, and HEAD is answered wherever GET is. Web pages of other origins are let in by
+`--http-cors-origins`.
 
 With `"stream": true` the answer is server-sent events: lines `data: {{...}}`, each a part of the answer, and
 `data: [DONE]` as the last. An error after the first byte is a line `event: error` and a `data:` line with an
@@ -55,14 +66,15 @@ def http_page() -> str:
         body_s=http.BODY_TIMEOUT_S,
         send_s=http.SEND_TIMEOUT_S,
         document=openapi.PATH,
+        ignored=http_surface.IGNORED,
     )
     operations = [
         _operation(method, path, one) for path, methods in found["paths"].items() for method, one in methods.items()
     ]
     schemas = found["components"]["schemas"]
-    asked = [name for name in schemas if name in _reachable(schemas, "ChatRequest", "CompletionRequest")]
+    asked = [name for name in schemas if name in _reachable(schemas, *BODIES)]
     parts = [head, "## Operations\n", *operations, _errors()]
-    parts += ["## Request bodies\n", *(_object(name, schemas[name], request=True) for name in asked)]
+    parts += ["## Request bodies\n", *(_request(name, schemas[name]) for name in asked)]
     parts += ["## Answers\n", *(_object(name, schemas[name]) for name in schemas if name not in asked)]
     return "\n".join(parts)
 
@@ -88,6 +100,7 @@ def _errors() -> str:
     wrong = "`invalid_request_error`"
     rows = [
         ("400", wrong, "`invalid_value`", "`InvalidRequest`"),
+        ("400", wrong, f"`{CONTEXT_LENGTH_EXCEEDED}`", "`InvalidRequest`"),
         ("404", wrong, "`model_not_found`", ""),
         ("408", wrong, "`timeout`", ""),
         ("413", wrong, "`request_too_large`", ""),
@@ -122,15 +135,38 @@ def _references(value: Any) -> Iterator[str]:
             yield from _references(inner)
 
 
-def _object(name: str, schema: Schema, *, request: bool = False) -> str:
-    required = schema.get("required", ())
-    rows = []
-    for field, found in schema.get("properties", {}).items():
-        described = one_line(found.get("description")) or field_comments(name).get(field, "")
-        cells = (f"`{field}`", _kind(found), described)
-        rows.append((*cells[:2], "yes" if field in required else "", cells[2]) if request else cells)
-    head = ("field", "type", "required", "description") if request else ("field", "type", "description")
+def _object(name: str, schema: Schema) -> str:
+    rows = [
+        (f"`{field}`", _kind(found), one_line(found.get("description")) or field_comments(name).get(field, ""))
+        for field, found in schema.get("properties", {}).items()
+    ]
+    head = ("field", "type", "description")
     return f"### {name}\n\n{one_line(schema.get('description'))}\n\n{table(head, rows)}"
+
+
+def _request(name: str, schema: Schema) -> str:
+    """A body, or a part of one: what it needs comes first, then what is offered, then what is not."""
+    required, fields = schema.get("required", ()), schema.get("properties", {})
+    ignored = [field for field, found in fields.items() if found.get("description") == IGNORED_WORDS]
+    refused = {field: found for field, found in fields.items() if _is_refused(found)}
+    offered = [field for field in fields if field not in refused and field not in ignored]
+    rows = [
+        (f"`{field}`", _kind(fields[field]), "yes" if field in required else "", one_line(fields[field]["description"]))
+        for field in offered
+    ]
+    rows.sort(key=lambda row: row[2], reverse=True)
+    head = ("field", "type", "required", "description")
+    parts = [f"### {name}\n\n{one_line(schema.get('description'))}\n", table(head, rows)]
+    if refused or ignored:
+        taken = [(f"`{field}`", _kind(found)) for field, found in refused.items()]
+        taken += [(f"`{field}`", "anything: it is ignored") for field in ignored]
+        parts += ["These fields are not offered. What they take means the same as leaving them out:\n"]
+        parts += [table(("field", "values"), taken)]
+    return "\n".join(parts)
+
+
+def _is_refused(found: Schema) -> bool:
+    return "enum" in found and None in found["enum"]
 
 
 def _kind(schema: Schema) -> str:

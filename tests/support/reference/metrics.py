@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client.core import Metric
 
 from cluster.routing.metrics import Metrics
+from cluster.routing.vllm_metrics import MADE, SAME
 from cluster.state.journal import journal_counters
 from tests.support.reference.markdown import made_from, table
 
@@ -53,6 +54,13 @@ QUERIES = (
         " / sum by (drafter) (rate(paceline_node_copy_rounds_total[5m]))",
     ),
 )
+VLLM = """\
+## Names of vLLM
+
+With `--vllm-metrics` these are shown too, for dashboards that are made for vLLM. Each has the labels `model_name` and
+`engine`, which is always 0. Counters end with `_total`. Positions of drafts begin at 0 here, and
+`vllm:request_success_total` has the label `finished_reason`. Tokens of prompts count when their choice is complete.
+"""
 SECTIONS = {  # by prefix; the last takes what no other has, and comes first on the page
     "journal_": "Journal",
     "node": "Nodes",
@@ -67,14 +75,23 @@ def metrics_page() -> str:
     metrics = Metrics()
     metrics.watch_nodes(list)
     journal_counters(metrics.registry)
-    made = made_from("cluster/routing/metrics.py and cluster/state/journal.py")
+    made = made_from("cluster/routing/metrics.py, cluster/routing/vllm_metrics.py and cluster/state/journal.py")
     queries = table(("question", "query"), [(question, f"`{query}`") for question, query in QUERIES])
     parts = [METRICS.format(made=made, queries=queries)]
     found = sorted(metrics.registry.collect(), key=lambda metric: metric.name)
     for section in reversed(SECTIONS.values()):
         rows = [_metric_row(metric) for metric in found if _section(metric) == section]
         parts.append(f"## {section}\n\n{table(('metric', 'type', 'meaning'), rows)}")
-    return "\n".join(parts)
+    return "\n".join([*parts, _vllm_names()])
+
+
+def _vllm_names() -> str:
+    rows = [(f"`{name}`", f"`{source}`") for name, (source, _) in sorted(SAME.items())]
+    return (
+        VLLM
+        + "\n"
+        + table(("vLLM's", "what it is made of"), [*rows, *((f"`{name}`", text) for name, text in MADE.items())])
+    )
 
 
 def _section(metric: Metric) -> str:

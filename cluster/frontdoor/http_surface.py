@@ -1,0 +1,89 @@
+"""What holds for every path of the HTTP surface, around the application.
+
+Every answer, also an error, has ``x-request-id``: the client's own when it is one that logs can bear, else one that is
+made. A path may end with a slash. HEAD asks what GET asks, and gets no body. Browsers of other origins are let in where
+the deployment names them.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import Response
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.frontdoor.http_errors import HttpProblem
+
+REQUEST_ID = "x-request-id"
+IGNORED = "x-paceline-ignored"
+EXPOSED = (REQUEST_ID, IGNORED, "retry-after")  # headers of answers that scripts of other origins may read
+_ID = re.compile(r"[A-Za-z0-9._:=/+@-]{1,128}")  # no '#', which numbers the choices of a request
+_STATE = "paceline"  # key of what the surface keeps in a scope
+
+
+def request_id(scope: Mapping[str, Any], prefix: str) -> str:
+    """The id of a request: the client's own, or one that begins with ``prefix``. The answer's header has it."""
+    state: dict[str, str] = scope[_STATE]
+    return state.setdefault(REQUEST_ID, f"{prefix}-{uuid.uuid4().hex}")
+
+
+class SurfaceApp(FastAPI):
+    """An application behind the surface. ``origins``: those that browsers may ask from; ``*`` is any."""
+
+    def __init__(self, *, origins: tuple[str, ...] = (), **settings: Any) -> None:
+        self._origins = origins
+        super().__init__(**settings)
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """Overrides Starlette's, whose own handlers of errors would be outside of what is added to it."""
+        app = super().build_middleware_stack()
+        if self._origins:
+            methods = ("GET", "HEAD", "POST", "DELETE")
+            app = _Cors(app, self._origins, methods, allow_headers=("*",), expose_headers=EXPOSED)
+        return _Surface(app)
+
+
+class _Surface:
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        given = Headers(scope=scope).get(REQUEST_ID, "")
+        state = {REQUEST_ID: given} if _ID.fullmatch(given) else {}
+        path, head = scope["path"], scope["method"] == "HEAD"
+        inner = {**scope, _STATE: state}
+        if len(path) > 1 and path.endswith("/"):
+            inner["path"] = path[:-1]
+        if head:
+            inner["method"] = "GET"
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                name = state.setdefault(REQUEST_ID, f"req-{uuid.uuid4().hex}")
+                message = {**message, "headers": [*message["headers"], (REQUEST_ID.encode(), name.encode("ascii"))]}
+            elif head and message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        return await self._app(inner, receive, named)
+
+
+class _Cors(CORSMiddleware):
+    """Starlette's, with errors in the shape of all others."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """See CORSMiddleware."""
+        made = super().preflight_response(request_headers)
+        if made.status_code < 400:
+            return made
+        problem = HttpProblem(made.status_code, bytes(made.body).decode(), code="cors")
+        kept = {name: value for name, value in made.headers.items() if not name.startswith("content-")}
+        return Response(problem.dumps(), problem.status, kept, "application/json")
