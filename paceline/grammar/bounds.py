@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 from paceline.errors import InvalidRequest, quoted
 
 FIELD = "grammar"
-MAX_SOURCE_BYTES = 128 * 1024
+MAX_SOURCE_BYTES = 64 * 1024
 MAX_CHOICES = 2000
+MAX_LITERAL = 8192  # characters of one text that must stand as it is: each mask looks to the end of what is forced
 MAX_ENUM = 2000  # values of one enum
 MAX_SCHEMA_NODES = 20_000  # JSON values in a schema
 MAX_SCHEMA_DEPTH = 64  # JSON levels of a schema
@@ -26,6 +27,7 @@ MAX_ALTERNATIVES = 1000  # combinations that the branches under an allOf may mak
 MAX_CONJUNCTS = 64  # schemas that must hold at once, references followed
 MAX_MULTIPLE = 5000  # least common multiple of a schema's multipleOf, decimal points left out
 MAX_REPEATED = 10_000  # characters that a regular expression may spell out, repetitions written out
+MAX_SEPARATOR = 16  # characters between two JSON values
 MAX_GROUPS = 100  # groups of a regular expression inside one another
 
 DATA = ("enum", "const", "default", "examples")  # keywords whose values are data, not schemas
@@ -66,6 +68,8 @@ def check_choices(value: object) -> list[str]:
     """The texts of a choice: a list of distinct, non-empty texts."""
     if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
         refuse("must be a JSON list of non-empty texts")
+    if max(map(len, value)) > MAX_LITERAL:
+        refuse(f"has a choice of more than {MAX_LITERAL} characters")
     if len(value) > MAX_CHOICES:
         refuse(f"has {len(value)} choices, at most {MAX_CHOICES} are taken")
     return list(dict.fromkeys(value))
@@ -171,6 +175,8 @@ class _SchemaCheck:
             refuse(f"has more than {MAX_SCHEMA_NODES} values")
         if depth > MAX_SCHEMA_DEPTH:
             refuse(f"is nested more than {MAX_SCHEMA_DEPTH} levels deep")
+        if data and isinstance(value, str) and len(value) > MAX_LITERAL:
+            refuse(f"has an enum or const of more than {MAX_LITERAL} characters")
         if isinstance(value, dict) and not data:
             self._keywords(value)
         below = [(item, data) for item in value] if isinstance(value, list) else []
@@ -184,6 +190,8 @@ class _SchemaCheck:
         if isinstance(patterns := value.get("patternProperties"), dict):
             for pattern in patterns:
                 check_regex(pattern)
+        if (style := value.get("x-guidance")) is not None:
+            _check_style(style)
         if isinstance(enum := value.get("enum"), list) and len(enum) > MAX_ENUM:
             refuse(f"has an enum of {len(enum)} values, at most {MAX_ENUM} are taken")
         if isinstance(reference := value.get("$ref"), str):
@@ -243,6 +251,17 @@ class _SchemaCheck:
         return branches, at_once
 
 
+def _check_style(style: object) -> None:
+    """How JSON is written: the library's options that can do no harm."""
+    if not isinstance(style, dict):
+        refuse("has an x-guidance that is no object")
+    for name, value in style.items():
+        flag = name == "whitespace_flexible" and isinstance(value, bool)
+        text = name in ("item_separator", "key_separator") and isinstance(value, str) and len(value) <= MAX_SEPARATOR
+        if not flag and not text:
+            refuse(f"has {quoted(str(name))} in x-guidance, which takes whitespace_flexible and short separators")
+
+
 def _items(value: object) -> Iterator[object]:
     if isinstance(value, dict):
         yield from value.values()
@@ -268,4 +287,5 @@ def _coefficient(multiple: object) -> int:
     exponent = Decimal(str(multiple)).normalize().as_tuple().exponent
     if not isinstance(exponent, int) or number == 0:
         refuse("has a multipleOf that is no number above 0")
-    return number * 10 ** min(max(exponent, 0), 9)
+    zeros: int = 10 ** min(max(exponent, 0), 9)
+    return number * zeros

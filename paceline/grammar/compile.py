@@ -15,9 +15,13 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import gbnf_to_lark
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 from paceline.errors import InvalidRequest, Overloaded
 from paceline.grammar.bounds import FIELD, check_choices, check_lark, check_regex, check_schema, check_source, parsed
@@ -32,11 +36,11 @@ MAX_EBNF_BYTES = 32 * 1024
 MAX_COMPILE_S = 1.0  # of compiling and the first mask; one that took longer is refused, and stays refused
 COMPILE_DEADLINE_S = 10.0  # in line and compiling
 MAX_ERROR_CHARS = 300
-JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_STYLE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 # A step may create as many parser items and lexer states; a sequence that needs more fails, and no other.
 LIMITS = LLParserLimits(
-    initial_lexer_fuel=200_000,
+    initial_lexer_fuel=50_000,
     step_lexer_fuel=100_000,
     step_max_items=30_000,
     max_lexer_states=20_000,  # 1 to 2 KB each
@@ -129,9 +133,9 @@ class GrammarCompiler:
     def _made(self, grammar: Grammar) -> CompiledGrammar | InvalidRequest:
         try:
             program = program_of(grammar)
-            if self._tokens is None and self._folder is None:
+            if self._folder is None:
                 refuse_source("cannot be followed: this model has no tokenizer")
-            if self._tokens is None and self._folder is not None:
+            if self._tokens is None:
                 self._tokens = GrammarTokens.from_folder(self._folder, self._vocab_size)
             return _compiled(program, self._tokens)
         except InvalidRequest as error:

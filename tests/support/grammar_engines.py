@@ -8,31 +8,36 @@ from typing import Unpack
 
 from tokenizers import decoders, pre_tokenizers
 
+from paceline.assembly.build import assemble
 from paceline.engine.colocated import ColocatedEngine, Completed
-from paceline.engine.model_runner import ModelRunner
+from paceline.engine.model_runner import ModelRunner, RunnerIdentity
 from paceline.grammar.compile import GrammarCompiler
 from paceline.request import Grammar, SequenceRequest
 from tests.support.asked import Sampling
 from tests.support.tiny_chat import BOS, EOS, write_chat_tokenizer
-from tests.support.tiny_model import tiny_request, tiny_runner
+from tests.support.tiny_model import tiny_config, tiny_llama, tiny_request
 
 GRAMMAR_VOCAB = 263  # some columns of the logits have no token
 
 
-def grammar_runner(folder: Path, /, **options: object) -> ModelRunner:
-    """A tiny runner; ``options`` are NodeConfig's."""
-    runner = tiny_runner("fp32", 0, GRAMMAR_VOCAB, **options)
+def grammar_runner(folder: Path, /, *, decodes: bool = True, **options: object) -> ModelRunner:
+    """A tiny runner; ``options`` are NodeConfig's. decodes: False makes a prefill node's."""
+    config = tiny_config("fp32", options)
+    identity = RunnerIdentity("tiny", "seed-0", "test")
+    runner = assemble(config, tiny_llama("fp32", 0, GRAMMAR_VOCAB), identity, decodes=decodes)
     runner.grammars = GrammarCompiler(write_chat_tokenizer(folder), GRAMMAR_VOCAB)
     return runner
 
 
 def grammar_request(
-    grammar: Grammar | None, *, index: int = 0, max_tokens: int = 64, **params: Unpack[Sampling]
+    asked: Grammar | None, *, index: int = 0, max_tokens: int = 64, **params: Unpack[Sampling]
 ) -> SequenceRequest:
     """A request whose prompt is text."""
     prompt = [BOS, *f"number {index}: give me JSON like this, a list, or a word.".encode()]
-    fields: Sampling = {"grammar": grammar, "stop_token_ids": (EOS,)}
-    return tiny_request(prompt, index=index, max_tokens=max_tokens, **(fields | params))
+    fields: Sampling = {"stop_token_ids": (EOS,)}
+    fields |= params
+    fields["grammar"] = asked
+    return tiny_request(prompt, index=index, max_tokens=max_tokens, **fields)
 
 
 def answers(runner: ModelRunner, requests: list[SequenceRequest]) -> list[Completed]:
