@@ -98,8 +98,11 @@ class GrammarCursor:
 
     def _restart(self, tokens: list[int]) -> None:
         self._matcher, self._fed = self._grammar.matcher(), []
-        if self._consume(tokens) < len(tokens):
-            self._fail(f"does not allow token {len(self._fed)} of the answer")
+        taken = self._consume(tokens)
+        if taken < len(tokens) and self._matcher.is_error():
+            self._fail(f"is too complex to go on after {taken} tokens")
+        if taken < len(tokens):
+            self._fail(f"does not allow token {taken} of the answer")
 
     def _consume(self, tokens: list[int]) -> int:
         """Returns how many tokens of the text are consumed now."""

@@ -67,12 +67,14 @@ async def test_a_node_names_what_it_refuses_and_serves_on(tmp_path: Path) -> Non
 
 
 async def test_a_grammar_that_becomes_too_complex_ends_its_own_stream_alone(tmp_path: Path) -> None:
-    """Three unbounded, overlapping repetitions make a parser row grow with every token."""
+    """After three letters, thousands of optional parts may come next: more than a row of the parser may hold."""
     config, folder = nodes(tmp_path, drafter="none")
-    growing = Grammar(GrammarKind.EBNF, "start: s\ns: s s s | s s | A | B | C\nA: /a/\nB: /[ab]/\nC: /[abc]/\n")
+    parts = " ".join(f"p{i}?" for i in range(1500))
+    rules = "\n".join(f'p{i}: "x{i}"' for i in range(1500))
+    large = Grammar(GrammarKind.EBNF, f"start: /[a-z]{{3}}/ many\nmany: {parts}\n{rules}\n")
     async with pair(config, grammar_runner(folder), grammar_runner(folder)) as apart:
         other = asyncio.create_task(apart.generate(requests(0.0)[0]))
-        doomed = grammar_request(growing, index=3, max_tokens=300, ignore_eos=True, temperature=1.0)
+        doomed = grammar_request(large, index=3, temperature=1.0)
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await apart.generate(doomed, local_prefill=True)
         assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -41,8 +41,8 @@ def grammar_request(
 
 
 def answers(runner: ModelRunner, requests: list[SequenceRequest]) -> list[Completed]:
-    """All of them, in one batch."""
-    return ColocatedEngine(runner).generate(requests)
+    """All of them, in batches."""
+    return ColocatedEngine(runner, max_running=8).generate(requests)
 
 
 def text_of(token_ids: Sequence[int]) -> str:
