@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from cluster.routing.metrics import Metrics
     from cluster.state.journal import Journal
     from cluster.state.prefix_index import PrefixIndex
+    from paceline.grammar.compile import GrammarCompiler
     from paceline.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class Deployment:
             from cluster.routing.metrics import Metrics
             from cluster.state.cache_events import CacheWatcher
             from cluster.state.journal import open_journal
+            from paceline.grammar.compile import GrammarCompiler
             from paceline.models.hub import resolve_model
             from paceline.text.tokenizer import Tokenizer
 
@@ -114,10 +116,17 @@ class Deployment:
         journal = open_journal(config, registry_url, metrics.registry)
         if journal is not None:
             self._at_end("journal", journal.close)
-        await self._open_front_door(tokenizer, metrics, journal, watcher.index)
+        grammars = GrammarCompiler(folder, self.served.vocab_size)
+        self._at_end("grammars", grammars.close)
+        await self._open_front_door(tokenizer, metrics, journal, watcher.index, grammars)
 
     async def _open_front_door(
-        self, tokenizer: Tokenizer, metrics: Metrics, journal: Journal | None, prefixes: PrefixIndex
+        self,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        journal: Journal | None,
+        prefixes: PrefixIndex,
+        grammars: GrammarCompiler,
     ) -> None:
         from cluster.frontdoor.http import HttpOptions, create_app, serve_http
         from cluster.frontdoor.service import serve_grpc
@@ -136,6 +145,7 @@ class Deployment:
             bit_exact=served.bit_exact,
             journal=journal,
             prefixes=prefixes,
+            grammars=grammars,
         )
         self._at_end("router", self.router.close)
         host, port = split_address(config.http)

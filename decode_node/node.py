@@ -26,7 +26,7 @@ from paceline.config import NodeConfig
 from paceline.engine.fingerprint import fingerprint_of
 from paceline.engine.model_runner import ModelRunner
 from paceline.node.shell import NodeShell, load_model
-from paceline.serving.validate import check_request
+from paceline.serving.validate import check_request, compiled_grammar
 from paceline.spec_decode.sequence import DraftState
 from paceline.v1 import handoff_pb2, node_pb2, node_pb2_grpc
 from paceline.wire import sequence_from_proto
@@ -69,7 +69,7 @@ class DecodeNode:
         """Reserve, then stream what each round commits."""
         loop = self.shell.loop
         with self.shell.call():
-            stream = self._make_stream(request)
+            stream = await self._make_stream(request)
             try:
                 await loop.call(lambda: self._engine.submit(stream))
                 while True:
@@ -99,7 +99,7 @@ class DecodeNode:
 
     # -- insides -----------------------------------------------------------------------------------------------
 
-    def _make_stream(self, request: node_pb2.DecodeRequest) -> Stream:
+    async def _make_stream(self, request: node_pb2.DecodeRequest) -> Stream:
         stream = Stream(
             request=sequence_from_proto(request.sequence),
             local_prefill=request.local_prefill,
@@ -110,6 +110,7 @@ class DecodeNode:
         )
         check_request(self._runner, stream.request, num_slots(self._runner, stream))
         stream.request.speculation.check_within(self._config)
+        stream.grammar = await compiled_grammar(self._runner, stream.request)
         stream.trace = self.shell.recorder.open(stream.request.request_id, "decode")
         return stream
 

@@ -12,6 +12,7 @@ import torch
 
 from kv_transfer.handoff.state import Handoff
 from paceline.errors import PacelineError
+from paceline.grammar.compile import CompiledGrammar
 from paceline.kvcache.allocator import PageRef
 from paceline.request import SequenceRequest
 from paceline.serving.loop import notify
@@ -116,6 +117,7 @@ class Stream:
     ticket: str  # unique; names the stream even when no hand-off is to come
     deadline: float  # to get pages, monotonic clock
     events: EventQueue
+    grammar: CompiledGrammar | None = None  # of the request, if it has one
     local_prefill_up_to: int = 0  # prompt tokens to compute, cached ones apart, that are not worth a hand-off
     trace: Trace = NO_TRACE  # the engine thread's row; the receiver records on a row of its own
     queued_at: float = field(default_factory=time.monotonic)

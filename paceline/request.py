@@ -163,7 +163,8 @@ class SequenceRequest:
 
     ``output_token_ids`` are tokens that an earlier attempt already emitted (migration); they count as output
     for penalties, ``max_tokens`` and ``min_tokens``. ``params.seed`` is never None and ``params.stop_token_ids``
-    already contains the model's end-of-sequence ids unless ``ignore_eos``. Stop strings are the router's business.
+    already contains the model's end-of-sequence ids unless ``ignore_eos``, and with a grammar in any case. Stop strings
+    are the router's business.
     """
 
     request_id: str

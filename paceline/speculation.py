@@ -12,6 +12,7 @@ from dataclasses import dataclass
 AUTO = "auto"  # per request and round, the best of several drafters
 DEFAULT = "default"  # what is best for the model; assembly/shipped.py says what that is
 NONE = "none"
+GRAMMAR = "grammar"  # names the tokens that a grammar forces, in place of a drafter; nobody can ask for it
 
 
 class TreeKind(enum.StrEnum):

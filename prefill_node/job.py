@@ -12,6 +12,7 @@ import torch
 
 from kv_transfer.handoff.block import ByteClass, RowBlock
 from paceline.errors import PacelineError
+from paceline.grammar.compile import CompiledGrammar
 from paceline.request import SequenceRequest
 from paceline.spec_decode.sequence import Sequence
 from paceline.tracing import NO_TRACE, Trace
@@ -70,6 +71,7 @@ class PrefillJob:
     deadline: float  # to leave the line, monotonic clock
     emit: Callable[[node_pb2.PrefillEvent | PacelineError], None]  # thread-safe; an error or HandedOff is the last
     trace: Trace = NO_TRACE  # the engine thread's row; others record on rows of their own
+    grammar: CompiledGrammar | None = None  # of the request, if it has one
     queued_at: float = field(default_factory=time.monotonic)
     phase: JobPhase = JobPhase.WAITING
     seq: Sequence | None = None  # the engine, when the job reaches the head of the line

@@ -20,7 +20,7 @@ from paceline.engine.model_runner import ModelRunner
 from paceline.errors import InvalidRequest, PacelineError, RequestCancelled
 from paceline.node.shell import NodeShell, load_model
 from paceline.serving.loop import notify
-from paceline.serving.validate import check_request
+from paceline.serving.validate import check_request, compiled_grammar
 from paceline.v1 import handoff_pb2, node_pb2, node_pb2_grpc
 from paceline.wire import sequence_from_proto
 from prefill_node.engine.engine import PrefillEngine
@@ -101,6 +101,7 @@ class PrefillNode:
             raise InvalidRequest("ticket", "must not be empty")
         if request.decode_cached_tokens >= num_prefill:
             raise InvalidRequest("decode_cached_tokens", f"must be below the {num_prefill} tokens of the prompt")
+        grammar = await compiled_grammar(self._runner, sequence)
         link = await self._links.get(request.decode_address)
         events: Events = asyncio.Queue()  # bounded: a first token, then HandedOff or an error
         loop = asyncio.get_running_loop()
@@ -111,6 +112,7 @@ class PrefillNode:
             link=link,
             deadline=time.monotonic() + self._config.reserve_deadline_s,
             emit=lambda event: notify(loop, events.put_nowait, event),
+            grammar=grammar,
             trace=self.shell.recorder.open(sequence.request_id, "prefill"),
         )
         return job, events

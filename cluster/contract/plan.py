@@ -21,6 +21,7 @@ from cluster.contract.generation import (
     check_unicode,
 )
 from paceline.errors import InvalidRequest, PacelineError, quoted
+from paceline.grammar.compile import GrammarCompiler
 from paceline.request import DraftLimits, SamplingParams, SequenceRequest, SpeculationParams, derive_seed
 
 DEFAULT_MAX_TOKENS = 1024  # when the request names none and the context leaves as much
@@ -82,13 +83,24 @@ class ServedModel:
     drafts: DraftLimits
 
 
-async def make_plan(request: GenerationRequest, served: ServedModel, tokenizer: TokenizerLike) -> Plan:
-    """Raise InvalidRequest naming the first field that is wrong."""
+async def make_plan(
+    request: GenerationRequest,
+    served: ServedModel,
+    tokenizer: TokenizerLike,
+    grammars: GrammarCompiler | None = None,
+) -> Plan:
+    """Raise InvalidRequest naming the first field that is wrong.
+
+    grammars: checks a grammar before a node is asked, off the event loop; None leaves that to the nodes. Raises
+    Overloaded where it cannot in time.
+    """
     _check_names(request, served)
     prompt = await tokenize(request.prompt, tokenizer)
     _check_prompt(prompt, request.prompt, served)
     _check_speculation(request.speculation, served)
     params = _resolve(request, served, len(prompt), tokenizer.eos_token_ids)
+    if params.grammar is not None and grammars is not None:
+        await grammars.compiled(params.grammar)
     request_id = request.request_id or f"req-{uuid.uuid4().hex}"
     seed = params.seed if params.seed is not None else secrets.randbits(SEED_BITS)
     sequences = tuple(
@@ -200,7 +212,9 @@ def _resolve(
     replace(asked, max_tokens=max_tokens).validate(served.vocab_size)
     for text in asked.stop:
         check_unicode("stop", text)
-    stop_ids = asked.stop_token_ids if asked.ignore_eos else (*asked.stop_token_ids, *eos_token_ids)
+    # An answer under a grammar ends where nothing may follow, even one that ignores the end.
+    unending = asked.ignore_eos and asked.grammar is None
+    stop_ids = asked.stop_token_ids if unending else (*asked.stop_token_ids, *eos_token_ids)
     resolved = replace(
         asked,
         max_tokens=min(max_tokens, room),

@@ -30,6 +30,7 @@ from cluster.state.prefix_index import PrefixIndex
 from cluster.state.registry_types import NodeRecord
 from paceline.config import ServeConfig
 from paceline.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, PacelineError
+from paceline.grammar.compile import GrammarCompiler
 from paceline.request import MAX_N, TokenLogprobs
 from paceline.results import (
     Choice,
@@ -75,11 +76,12 @@ class Router:
         detokenizer: DetokenizerFactory | None = None,
         journal: Journal | None = None,
         prefixes: PrefixIndex | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:  # a parameter for each part that it does not own; those that may be left out have a name
         """model_name: what requests may call the model. bit_exact: what the nodes' probe said. detokenizer: makes one
         per choice from tokenizer, prompt ids and stop strings; the default is paceline.text.tokenizer's. journal: of
         streams that other routers may go on with; started, and closed by its owner. prefixes: what nodes are thought
-        to have cached; None: they are chosen by load alone."""
+        to have cached; None: they are chosen by load alone. grammars: checks those of requests; None: nodes do."""
         self.config = config
         self.tokenizer = tokenizer
         self.served = ServedModel(model_name, max_model_len, vocab_size, config.selectable, config)
@@ -88,6 +90,7 @@ class Router:
         self._registry = registry
         self._bit_exact = bit_exact
         self._journal = journal
+        self._grammars = grammars
         self._detokenizer = detokenizer if detokenizer is not None else _incremental
         self._calls = NodeCalls()
         self._recorder = Recorder(config.trace_requests)
@@ -120,7 +123,7 @@ class Router:
         place = self._admit(choices, request.tenant)
         status, over, trace = "cancelled", self.metrics.request_refused, NO_TRACE
         try:
-            plan = await make_plan(request, self.served, self.tokenizer)
+            plan = await make_plan(request, self.served, self.tokenizer, self._grammars)
             trace = self._recorder.open(plan.request_id, "request")
             trace.record("planned", started_at, time.monotonic(), prompt_tokens=plan.num_prompt_tokens)
             replayable = self.config.acceptance == "sample"

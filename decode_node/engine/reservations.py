@@ -51,7 +51,7 @@ class Reservations:
     def _reserve_for(self, stream: Stream) -> bool:
         """Take pages for the worst case; False when the pool lacks them now."""
         if stream.seq is None:
-            stream.seq = self._runner.new_sequence(stream.request)
+            stream.seq = self._runner.new_sequence(stream.request, grammar=stream.grammar)
         seq = stream.seq
         try:
             seq.table.ensure(num_slots(self._runner, stream))

@@ -45,7 +45,7 @@ class ModelWork:
         ended = time.monotonic()
         for (stream, chunk), sampled in zip(step, results, strict=True):
             stream.trace.record("chunk", began, ended, first_token=chunk.start, end_token=chunk.end, batch=len(step))
-            if sampled is not None:
+            if sampled is not None and not self._failed(stream):
                 self._run(stream)
                 self._emit(stream, (sampled.token_id,), (sampled.logprobs,) if sampled.logprobs else (), None)
         return True
@@ -107,7 +107,15 @@ class ModelWork:
         ended = time.monotonic()
         for stream, result in zip(batch, results, strict=True):
             _record_round(stream, result, began, ended, len(batch))
-            self._emit(stream, result.token_ids, result.logprobs, result)
+            if not self._failed(stream):
+                self._emit(stream, result.token_ids, result.logprobs, result)
+        return True
+
+    def _failed(self, stream: Stream) -> bool:
+        """End a stream whose grammar could not go on."""
+        if stream.seq is None or stream.seq.failure is None:
+            return False
+        self._ends.fail(stream, stream.seq.failure)
         return True
 
     def _run(self, stream: Stream) -> None:

@@ -20,6 +20,7 @@ from paceline.config import NodeConfig
 from paceline.engine.handoff_contents import HandoffContents
 from paceline.engine.model_runner import KvMemory, ModelRunner, RunnerIdentity, RunnerLimits
 from paceline.errors import ConfigError
+from paceline.grammar.compile import GrammarCompiler
 from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.pool import KvPool
@@ -61,6 +62,7 @@ def build_runner(config: NodeConfig, *, decodes: bool = True) -> ModelRunner:
             model = load_target(folder, DTYPES[config.dtype], device)
         identity = RunnerIdentity(Path(config.model).name, weights_digest(folder), kernel_set())
         runner = assemble(config, model, identity, decodes=decodes)
+    runner.grammars = GrammarCompiler(folder, runner.vocab_size)
     if decodes:
         _measure(runner, config, folder)
     return runner

@@ -74,6 +74,9 @@ class ColocatedEngine:
     def _drop_finished(self, running: dict[int, Sequence], done: list[Completed]) -> None:
         for index in [i for i, seq in running.items() if seq.finish_reason is not None]:
             seq = running.pop(index)
+            if seq.failure is not None:
+                self.runner.release(seq)
+                raise seq.failure
             answer = done[index]
             answer.finish_reason, answer.stats, answer.cached_tokens = seq.finish_reason, seq.stats, seq.cached_tokens
             self.runner.release(seq)

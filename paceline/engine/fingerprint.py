@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.engine.model_runner import ModelRunner
+from paceline.grammar.tokens import version
 from paceline.kvcache.layout import KvLayout, LayerOwner
 from paceline.v1.handoff_pb2 import Fingerprint
 
@@ -31,4 +32,5 @@ def fingerprint_of(runner: ModelRunner) -> Fingerprint:
         handoff_mode=mode,
         checksum="crc32" if contents.checksum else "",
         kernels=identity.kernels,
+        grammars=version(),
     )

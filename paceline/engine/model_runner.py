@@ -15,11 +15,14 @@ import torch
 
 from paceline.attention.base import AttentionBackend, ForwardBatch, Segment
 from paceline.engine.device_round import DeviceJudge
+from paceline.engine.grammar_drafts import fit_trees, forced_runs
 from paceline.engine.graphs import TargetGraphs
 from paceline.engine.handoff_contents import HandoffContents
 from paceline.engine.host_round import HostJudge
 from paceline.engine.rounds import Drafted, Judge, Judged, accepted_rows, commit, counted
 from paceline.engine.tree_rows import ObserveLogits
+from paceline.grammar.compile import CompiledGrammar, GrammarCompiler
+from paceline.grammar.cursor import GrammarCursor
 from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.pool import KvPool
 from paceline.kvcache.prefix import PrefixCache
@@ -124,6 +127,7 @@ class ModelRunner:
         self.policy = policy or FixedLength()
         self.samples_on_device = model.device.type == "cuda"  # else on the host, row by row as a rule asks
         self.observe_logits: ObserveLogits | None = None
+        self.grammars = GrammarCompiler(None, self.vocab_size)  # who knows the model's tokenizer puts another here
 
     @property
     def page_size(self) -> int:
@@ -152,13 +156,19 @@ class ModelRunner:
 
     # ---- sequences
 
-    def new_sequence(self, request: SequenceRequest, most_cached: int | None = None) -> Sequence:
+    def new_sequence(
+        self, request: SequenceRequest, most_cached: int | None = None, grammar: CompiledGrammar | None = None
+    ) -> Sequence:
         """A sequence before its prefill, with the cached part of its prompt adopted.
 
-        most_cached: adopt no more tokens than these, because hidden rows are needed of all others.
+        most_cached: adopt no more tokens than these, because hidden rows are needed of all others. grammar: the
+        request's, compiled; one that is not given is compiled here. Raises InvalidRequest where that cannot be.
         """
         evict = self.prefix.evict if self.prefix is not None else None
         seq = Sequence.start(request, PageTable(self.allocator, self.page_size, evict))
+        if request.params.grammar is not None:
+            grammar = grammar or self.grammars.compile(request.params.grammar)
+            seq.grammar = GrammarCursor(grammar, ignore_eos=request.params.ignore_eos)
         if self.prefix is not None:
             # Chained MTP modules need their last D rows computed afresh to start from (drafters/mtp.py).
             most = seq.num_prefill - max(1, self.drafter.lookahead)
@@ -194,7 +204,7 @@ class ModelRunner:
         if final:
             logits = self.model.logits(torch.stack([hidden[i][-1] for i in final]))
             ending = [chunks[i].seq for i in final]
-            tokens = self._judge(by_default_rule=True).first_tokens(ending, logits)
+            tokens = self._judge(ending, by_default_rule=True).first_tokens(ending, logits)
             for i, seq, row, token in zip(final, ending, logits, tokens, strict=True):
                 sampled[i] = self._first_token(seq, row, token)
         items = []
@@ -252,7 +262,7 @@ class ModelRunner:
         """One draft-verify round. Each table must reach ``num_computed + spec_slots`` or the budget's own need."""
         clock = time.perf_counter
         greedy = all(seq.request.params.temperature == 0.0 for seq in seqs)
-        judge = self._judge(by_default_rule=greedy or self.rule is RULES["sample"])
+        judge = self._judge(seqs, by_default_rule=greedy or self.rule is RULES["sample"])
         began = clock()
         drafted = self._propose(seqs, judge)
         proposed = clock()
@@ -280,11 +290,15 @@ class ModelRunner:
             unread = self.drafter.propose_unread(seqs, budgets) if blind else None
             if unread is not None:
                 return Drafted(seqs, unread.blank_trees(seqs), left, unread)
-        return Drafted(seqs, self.drafter.propose(seqs, budgets), left)
+        runs, budgets = forced_runs(seqs, budgets, left)
+        trees = self.drafter.propose(seqs, budgets)
+        draws = self.rule is not RULES["sample"]
+        return Drafted(seqs, fit_trees(seqs, trees, runs, left, keeps_draws=draws), left)
 
-    def _judge(self, *, by_default_rule: bool) -> Judge:
-        """On the device where the default rule decides, and nobody wants to see logits."""
-        if self.samples_on_device and self.observe_logits is None and by_default_rule:
+    def _judge(self, seqs: Seq[Sequence], *, by_default_rule: bool) -> Judge:
+        """On the device where the default rule decides, no grammar masks, and nobody wants to see logits."""
+        masked = any(seq.grammar is not None for seq in seqs)
+        if self.samples_on_device and self.observe_logits is None and by_default_rule and not masked:
             return DeviceJudge(self.kv)
         return HostJudge(self.kv, self.rule, self.observe_logits)
 

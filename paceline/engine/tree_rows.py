@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.errors import InvalidRequest
+from paceline.sampling.params import BoolArray
 from paceline.sampling.probs import target_probs
 from paceline.sampling.sampler import RowContext, sample_rows
 from paceline.spec_decode.sequence import Sequence
@@ -17,8 +19,20 @@ ObserveLogits = Callable[[Sequence, int, torch.Tensor], None]  # (seq, position,
 
 def row_context(seq: Sequence, path: tuple[int, ...], position: int) -> RowContext:
     """What sampling at ``position`` depends on besides logits. path: drafted tokens that precede it."""
-    request = seq.request
-    return RowContext(request.params, position, request.prompt_token_ids, seq.output_token_ids, path)
+    request, output = seq.request, seq.output_token_ids
+    return RowContext(request.params, position, request.prompt_token_ids, output, path, _allowed(seq, output, path))
+
+
+def _allowed(seq: Sequence, output: list[int], path: tuple[int, ...]) -> BoolArray | None:
+    """What the sequence's grammar allows after ``output`` and ``path``. Where the grammar fails the answer ends, and
+    the failure is left on the sequence, so that the others of its batch go on."""
+    if seq.grammar is None:
+        return None
+    try:
+        return seq.grammar.allowed(output, path).mask
+    except InvalidRequest as error:
+        seq.failure = error
+        return seq.grammar.end.mask
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """From logits and sampling parameters to the distribution that a token is drawn from; pure functions.
 
 Order and meaning are vLLM's: logit bias, repetition penalty (prompt and output), frequency and presence penalties
-(output alone), minimum length, temperature, then top-k, top-p, min-p. Sets are cut deterministically: equal logits
-are ranked by the lowest id. Logits come in float32; penalties are applied in float32, everything after the
-temperature in float64.
+(output alone), minimum length, the mask of a grammar, temperature, then top-k, top-p, min-p. Sets are cut
+deterministically: equal logits are ranked by the lowest id. Logits come in float32; penalties are applied in float32,
+everything after the temperature in float64.
 
 "Output" at a node of a draft tree is the committed output plus the node's own ancestors (algorithms.md B4).
 """
@@ -13,10 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from paceline.request import SamplingParams
 from paceline.sampling.topk import argmax_lowest, stable_topk
+
+BoolArray = npt.NDArray[np.bool_]
 
 # Probabilities down to which top-p looks for its set before it sorts, a step at a time.
 _FIRST_THRESHOLD = 1e-3
@@ -47,17 +51,30 @@ def adjust(
     params: SamplingParams,
     prompt_token_ids: Sequence[int] = (),
     output_token_ids: Sequence[int] = (),
+    allowed: BoolArray | None = None,
 ) -> torch.Tensor:
-    """Everything before the temperature. logits: float32 [V], left as it is. Returns float32 [V], a copy."""
+    """Everything before the temperature. logits: float32 [V], left as it is. Returns float32 [V], a copy.
+
+    allowed: [V], the tokens that a grammar allows, at least one. Where it allows stop tokens alone, one of them comes
+    whatever the minimum length is.
+    """
     logits = logits.clone()
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias), device=logits.device)
         logits[ids] += torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
     if has_penalty(params):
         _penalise(logits, params, prompt_token_ids, output_token_ids)
-    if len(output_token_ids) < params.min_tokens and params.stop_token_ids:
-        logits[list(params.stop_token_ids)] = -math.inf
+    stops = list(params.stop_token_ids)
+    if len(output_token_ids) < params.min_tokens and stops and not _only(stops, allowed):
+        logits[stops] = -math.inf
+    if allowed is not None:
+        logits.masked_fill_(~torch.from_numpy(allowed).to(logits.device), -math.inf)
     return logits
+
+
+def _only(stops: list[int], allowed: BoolArray | None) -> bool:
+    """Whether a grammar allows nothing but stop tokens."""
+    return allowed is not None and int(allowed.sum()) == int(allowed[stops].sum())
 
 
 def _penalise(

@@ -13,12 +13,12 @@ from paceline.sampling.topk import argmax_lowest
 def target_probs(logits: torch.Tensor, row: RowContext) -> torch.Tensor:
     """The distribution that ``sample_rows`` draws this row's token from; at temperature 0 all mass is on its token.
 
-    logits: float32 [V], any device, left as it is. Penalties see the committed output and the row's own path.
-    Returns float64 [V], same device, summing to 1. Raises FloatingPointError where ``sample_rows`` does: when the
-    best adjusted logit is not finite.
+    logits: float32 [V], any device, left as it is. Penalties and grammar see the committed output and the row's own
+    path. Returns float64 [V], same device, summing to 1. Raises FloatingPointError where ``sample_rows`` does: when
+    the best adjusted logit is not finite.
     """
-    if needs_adjust(row.params, row.num_output):
-        logits = adjust(logits, row.params, row.prompt_token_ids, _history(row))
+    if row.allowed is not None or needs_adjust(row.params, row.num_output):
+        logits = adjust(logits, row.params, row.prompt_token_ids, _history(row), row.allowed)
     best = logits[argmax_lowest(logits.unsqueeze(0))]
     if not bool(best.isfinite()):
         raise FloatingPointError(f"logits at position {row.position} are not finite")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.request import SamplingParams
-from paceline.sampling.params import adjust, has_penalty, needs_adjust, needs_truncate, truncate
+from paceline.sampling.params import BoolArray, adjust, has_penalty, needs_adjust, needs_truncate, truncate
 from paceline.sampling.race import race
 from paceline.sampling.topk import argmax_lowest, stable_topk
 
@@ -26,6 +26,7 @@ class RowContext:
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]  # committed output so far
     path_token_ids: Sequence[int]  # draft ancestors of this node, root excluded: they count as output
+    allowed: BoolArray | None = None  # [V], what a grammar allows here; None: no grammar
 
     @property
     def num_output(self) -> int:
@@ -59,8 +60,8 @@ def sample_rows(logits: torch.Tensor, rows: Sequence[RowContext]) -> list[int]:
 
 
 def _adjusted(logits: torch.Tensor, rows: Sequence[RowContext]) -> torch.Tensor:
-    """Logits after bias, penalties and minimum length; the same tensor when no row has any."""
-    changed = [i for i, row in enumerate(rows) if needs_adjust(row.params, row.num_output)]
+    """Logits after bias, penalties, minimum length and grammar; the same tensor when no row has any."""
+    changed = [i for i, row in enumerate(rows) if row.allowed is not None or needs_adjust(row.params, row.num_output)]
     if not changed:
         return logits
     logits = logits.clone()
@@ -71,8 +72,10 @@ def _adjusted(logits: torch.Tensor, rows: Sequence[RowContext]) -> torch.Tensor:
 
 def _adjusted_row(logits: torch.Tensor, row: RowContext) -> torch.Tensor:
     if has_penalty(row.params):
-        return adjust(logits, row.params, row.prompt_token_ids, [*row.output_token_ids, *row.path_token_ids])
-    return adjust(logits, row.params, (), range(row.num_output))  # only the length matters: do not copy the history
+        history = [*row.output_token_ids, *row.path_token_ids]
+        return adjust(logits, row.params, row.prompt_token_ids, history, row.allowed)
+    # Only the length matters: do not copy the history.
+    return adjust(logits, row.params, (), range(row.num_output), row.allowed)
 
 
 def _check_finite(best: torch.Tensor, rows: Sequence[RowContext]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import InvalidRequest
+from paceline.grammar.compile import CompiledGrammar
+from paceline.grammar.cursor import GrammarCursor
 from paceline.request import SequenceRequest
 
 
@@ -32,3 +34,18 @@ def check_request(runner: ModelRunner, request: SequenceRequest, num_slots: int)
     pages = -(-num_slots // runner.page_size)
     if pages > runner.allocator.num_pages:
         raise InvalidRequest("max_tokens", f"needs {pages} KV pages, the node has {runner.allocator.num_pages}")
+
+
+async def compiled_grammar(runner: ModelRunner, request: SequenceRequest) -> CompiledGrammar | None:
+    """The grammar of a request, compiled off the event loop, and checked against the output that it resumes; None where
+    it has none. Raises InvalidRequest naming what is wrong, Overloaded where too many grammars wait."""
+    asked = request.params.grammar
+    if asked is None:
+        return None
+    grammar = await runner.grammars.compiled(asked)
+    if request.output_token_ids:
+        try:
+            GrammarCursor(grammar).allowed(request.output_token_ids)
+        except InvalidRequest as error:
+            raise InvalidRequest("output_token_ids", f"do not follow the grammar: it {error.message}") from None
+    return grammar

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from paceline.errors import InvalidRequest
 from paceline.request import FinishReason, SequenceRequest
 from paceline.spec_decode.stats import SpecStats
 
 if TYPE_CHECKING:
+    from paceline.grammar.cursor import GrammarCursor
     from paceline.kvcache.table import PageTable
 
 
@@ -47,6 +49,8 @@ class Sequence:
     draft_rows: int = 0  # exact draft KV rows (of the first module); the drafter advances it
     stats: SpecStats = field(default_factory=SpecStats)
     finish_reason: FinishReason | None = None
+    grammar: GrammarCursor | None = None  # where it stands in the request's grammar; None: it has none
+    failure: InvalidRequest | None = None  # why its grammar cannot go on; what was committed with it is not to be sent
     memory: dict[str, object] = field(
         default_factory=dict
     )  # what drafters and choosers keep; rebuilt from token_ids at need

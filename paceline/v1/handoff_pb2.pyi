@@ -70,6 +70,7 @@ class Fingerprint(_message.Message):
     HANDOFF_MODE_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
+    GRAMMARS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """Version of the hand-off."""
     model: _builtins.str
@@ -94,6 +95,8 @@ class Fingerprint(_message.Message):
     """Kernel set and instruction set: bits depend on it."""
     checksum: _builtins.str
     """crc32, or empty: what sums the bytes of a hand-off carry."""
+    grammars: _builtins.str
+    """Library and version that masks tokens by grammars: texts depend on it."""
     def __init__(
         self,
         *,
@@ -109,10 +112,11 @@ class Fingerprint(_message.Message):
         handoff_mode: _builtins.str = ...,
         kernels: _builtins.str = ...,
         checksum: _builtins.str = ...,
+        grammars: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "drafter", b"drafter", "drafter_modules", b"drafter_modules", "drafter_weights", b"drafter_weights", "dtype", b"dtype", "handoff_mode", b"handoff_mode", "hidden_size", b"hidden_size", "kernels", b"kernels", "layout", b"layout", "model", b"model", "protocol", b"protocol", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "drafter", b"drafter", "drafter_modules", b"drafter_modules", "drafter_weights", b"drafter_weights", "dtype", b"dtype", "grammars", b"grammars", "handoff_mode", b"handoff_mode", "hidden_size", b"hidden_size", "kernels", b"kernels", "layout", b"layout", "model", b"model", "protocol", b"protocol", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -96,7 +96,7 @@ class PrefillEngine:
         if job.seq is None:
             # Cached rows have KV but no hidden rows: of those that are to cross, all are computed.
             most = job.first_token if self._runner.handoff.row_width else None
-            job.seq = self._runner.new_sequence(job.request, most)
+            job.seq = self._runner.new_sequence(job.request, most, grammar=job.grammar)
         try:
             job.seq.table.ensure(job.seq.num_prefill + 1)
         except Overloaded:
@@ -110,6 +110,9 @@ class PrefillEngine:
         """``sampled``: the first token, after a prompt's last chunk."""
         if sampled is None:
             self._sends.chunk(job)
+            return
+        if job.seq is not None and job.seq.failure is not None:
+            self.give_up(job, job.seq.failure)
             return
         job.computed_at = time.monotonic()
         job.trace.record("first token", job.computed_at)

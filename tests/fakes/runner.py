@@ -88,8 +88,11 @@ class FakeRunner:
         """Itself, for the type checker."""
         return cast(ModelRunner, self)
 
-    def new_sequence(self, request: SequenceRequest, most_cached: int | None = None) -> Sequence:
+    def new_sequence(
+        self, request: SequenceRequest, most_cached: int | None = None, grammar: object = None
+    ) -> Sequence:
         assert most_cached is None
+        assert grammar is None
         evict = self.prefix.evict if self.prefix else None
         seq = Sequence.start(request, PageTable(self.allocator, self.page_size, evict))
         if self.prefix:

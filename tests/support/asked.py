@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypedDict
 
+from paceline.request import Grammar
+
 
 class Sampling(TypedDict, total=False):
     """Options of a request whose length is given apart."""
@@ -22,6 +24,7 @@ class Sampling(TypedDict, total=False):
     min_tokens: int
     ignore_eos: bool
     top_logprobs: int | None
+    grammar: Grammar | None
 
 
 class Asked(Sampling, total=False):

@@ -26,10 +26,10 @@ class FuzzRunner(FakeRunner):
         self._faults = faults
         self.between: Callable[[], None] = lambda: None  # the midst of a forward, after each layer
 
-    def new_sequence(self, request: object, most_cached: int | None = None) -> Sequence:
+    def new_sequence(self, request: object, most_cached: int | None = None, grammar: object = None) -> Sequence:
         """Where hidden rows cross there is no prefix cache at the source, so nothing is to be left out."""
         assert most_cached is None or self.prefix is None
-        return super().new_sequence(request)  # type: ignore[arg-type]
+        return super().new_sequence(request, grammar=grammar)  # type: ignore[arg-type]
 
     def prefill(self, chunks: Seq[PrefillChunk], after_layer: AfterLayer | None = None) -> list[SampledToken | None]:
         results = super().prefill(chunks, self._interrupted(after_layer))

@@ -1,0 +1,197 @@
+"""From a request's grammar to a checked, immutable thing that makes a matcher for every sequence.
+
+The same code checks a grammar on a router and compiles it on a node. Compiling runs on one thread of its own, one
+grammar at a time; what came of the latest grammars is kept, refusals too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llguidance import LLMatcher, LLParserLimits
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+from paceline.errors import InvalidRequest, Overloaded
+from paceline.grammar.bounds import FIELD, check_choices, check_lark, check_regex, check_schema, check_source, parsed
+from paceline.grammar.bounds import refuse as refuse_source
+from paceline.grammar.tokens import GrammarTokens
+from paceline.request import Grammar, GrammarKind
+
+MAX_CACHED = 128  # grammars
+MAX_CACHED_BYTES = 2 * 1024 * 1024  # of their sources; a compiled one takes about 30 times as much
+MAX_WAITING = 64  # grammars in line for the compiler
+MAX_EBNF_BYTES = 32 * 1024
+MAX_COMPILE_S = 1.0  # of compiling and the first mask; one that took longer is refused, and stays refused
+COMPILE_DEADLINE_S = 10.0  # in line and compiling
+MAX_ERROR_CHARS = 300
+JSON_STYLE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+# A step may create as many parser items and lexer states; a sequence that needs more fails, and no other.
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=50_000,
+    step_lexer_fuel=100_000,
+    step_max_items=30_000,
+    max_lexer_states=20_000,  # 1 to 2 KB each
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
+
+
+@dataclass(frozen=True)
+class CompiledGrammar:
+    """One grammar over one vocabulary. ``matcher`` may be called from any thread."""
+
+    tokens: GrammarTokens
+    _prototype: LLMatcher
+    _lock: threading.Lock = field(default_factory=threading.Lock, compare=False)
+
+    def matcher(self) -> LLMatcher:
+        """A matcher at the beginning of the text, of which the caller is the only owner."""
+        with self._lock:
+            return self._prototype.deep_copy()
+
+
+class GrammarCompiler:
+    """The grammars of one model: compiled at need, the latest kept. Thread-safe."""
+
+    def __init__(self, folder: Path | None, vocab_size: int) -> None:
+        """folder: the model's; None has no tokenizer, and refuses every grammar. vocab_size: width of its logits.
+        Nothing is read before the first grammar."""
+        self._folder, self._vocab_size = folder, vocab_size
+        self._lock = threading.Lock()  # of compiling
+        self._guard = threading.Lock()  # of the cache, held for moments
+        self._tokens: GrammarTokens | None = None
+        self._kept: OrderedDict[str, tuple[int, CompiledGrammar | InvalidRequest]] = OrderedDict()
+        self._bytes = 0
+        self._thread: ThreadPoolExecutor | None = None
+        self._waiting = 0
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Blocks while it compiles. Raises InvalidRequest for the field ``grammar``."""
+        key = _key(grammar)
+        kept = self._find(key)
+        if kept is None:
+            with self._lock:
+                kept = self._find(key) or self._made(grammar)
+                self._keep(key, len(grammar.source), kept)
+        if isinstance(kept, InvalidRequest):
+            raise InvalidRequest(kept.field, kept.message)
+        return kept
+
+    async def compiled(self, grammar: Grammar) -> CompiledGrammar:
+        """``compile`` off the event loop. Also raises Overloaded where too many grammars are in line, or a compilation
+        takes too long."""
+        check_source(grammar.source)
+        if self._find(_key(grammar)) is not None:
+            return self.compile(grammar)
+        if self._waiting >= MAX_WAITING:
+            raise Overloaded("too many grammars wait to be compiled")
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "grammar")
+        self._waiting += 1
+        work = self._thread.submit(self.compile, grammar)
+        try:
+            async with asyncio.timeout(COMPILE_DEADLINE_S):
+                return await asyncio.wrap_future(work)
+        except TimeoutError:
+            raise Overloaded(f"the grammar was not compiled within {COMPILE_DEADLINE_S:g} s") from None
+        finally:
+            self._waiting -= 1
+
+    def close(self) -> None:
+        """Let the thread end. Idempotent."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _find(self, key: str) -> CompiledGrammar | InvalidRequest | None:
+        with self._guard:
+            if key not in self._kept:
+                return None
+            self._kept.move_to_end(key)
+            return self._kept[key][1]
+
+    def _keep(self, key: str, size: int, made: CompiledGrammar | InvalidRequest) -> None:
+        with self._guard:
+            self._bytes -= self._kept.pop(key, (0, None))[0]
+            self._kept[key] = (size, made)
+            self._bytes += size
+            while len(self._kept) > MAX_CACHED or (self._bytes > MAX_CACHED_BYTES and len(self._kept) > 1):
+                self._bytes -= self._kept.popitem(last=False)[1][0]
+
+    def _made(self, grammar: Grammar) -> CompiledGrammar | InvalidRequest:
+        try:
+            program = program_of(grammar)
+            if self._folder is None:
+                refuse_source("cannot be followed: this model has no tokenizer")
+            if self._tokens is None:
+                self._tokens = GrammarTokens.from_folder(self._folder, self._vocab_size)
+            return _compiled(program, self._tokens)
+        except InvalidRequest as error:
+            return error
+
+
+def program_of(grammar: Grammar) -> str:
+    """What the library compiles. Raises InvalidRequest for a source that breaks a bound (``bounds``)."""
+    source = grammar.source
+    check_source(source)
+    match grammar.kind:
+        case GrammarKind.JSON_OBJECT:
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=JSON_STYLE)
+        case GrammarKind.JSON_SCHEMA:
+            check_schema(parsed(source))
+            return LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE)
+        case GrammarKind.REGEX:
+            check_regex(source)
+            return LLMatcher.grammar_from_regex(source)
+        case GrammarKind.CHOICE:
+            texts = check_choices(parsed(source))
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(t, ensure_ascii=False) for t in texts))
+        case GrammarKind.EBNF:
+            return LLMatcher.grammar_from_lark(_lark(source))
+
+
+def _lark(source: str) -> str:
+    if len(source) > MAX_EBNF_BYTES:
+        refuse_source(f"has more than {MAX_EBNF_BYTES} bytes")
+    if "::=" in source:
+        try:
+            source = gbnf_to_lark(source).removeprefix("%llguidance {}")
+        except (Exception, RecursionError) as error:
+            refuse_source(f"is no GBNF: {_shortened(str(error))}")
+    check_lark(source)
+    return source
+
+
+def _compiled(program: str, tokens: GrammarTokens) -> CompiledGrammar:
+    began = time.thread_time()
+    matcher = LLMatcher(tokens.inner, program, log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # where a lexer or a row of the parser is too large, it shows here
+    if matcher.is_error():
+        raise InvalidRequest(FIELD, f"cannot be compiled: {_shortened(matcher.get_error())}")
+    if matcher.is_stopped() and not matcher.is_accepting():
+        raise InvalidRequest(FIELD, "allows no text at all")
+    if time.thread_time() - began > MAX_COMPILE_S:
+        raise InvalidRequest(FIELD, f"takes more than {MAX_COMPILE_S:g} s to compile")
+    return CompiledGrammar(tokens, matcher)
+
+
+def _shortened(message: str) -> str:
+    line = " ".join(message.replace("<non-verbose/>", "").split())
+    return line if len(line) <= MAX_ERROR_CHARS else f"{line[:MAX_ERROR_CHARS]}..."
+
+
+def _key(grammar: Grammar) -> str:
+    return f"{grammar.kind}:{hashlib.sha256(grammar.source.encode('utf-8', 'surrogatepass')).hexdigest()}"
