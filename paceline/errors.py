@@ -9,6 +9,7 @@ PacelineError
 ├── NotFound            what is asked for is not known (any more)          NOT_FOUND
 ├── HandoffFailed       a transfer did not finish; nothing of it is used   ABORTED
 ├── RequestCancelled    the client went away                               CANCELLED
+├── IncompleteAnswer    what was to become an object ended too early; holds its text
 └── DeadlineExceeded    a bounded wait ran out                             DEADLINE_EXCEEDED / HTTP 504
 """
 
@@ -96,6 +97,22 @@ class HandoffFailed(PacelineError):
 
 class RequestCancelled(PacelineError):
     """The client went away or asked to stop."""
+
+
+class IncompleteAnswer(PacelineError):
+    """An answer that was to become an object is not whole. ``text`` is what there is of it, ``finish_reason`` why it
+    ended."""
+
+    def __init__(self, text: str, finish_reason: str) -> None:
+        super().__init__(
+            f"the answer is not whole after {len(text)} characters: it ended with finish_reason {finish_reason}"
+            + (", so max_tokens is too small" if finish_reason == "length" else "")
+        )
+        self.text = text
+        self.finish_reason = finish_reason
+
+    def __reduce__(self) -> tuple[type[IncompleteAnswer], tuple[str, str]]:
+        return type(self), (self.text, self.finish_reason)
 
 
 class DeadlineExceeded(PacelineError):

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol, Self, TypeVar
 
+from paceline.errors import IncompleteAnswer
 from paceline.request import FinishReason, TokenLogprobs
 
 
@@ -88,6 +90,21 @@ class Completion:
     request_id: str = ""  # the request's id, for logs and traces
 
 
+class JsonModel(Protocol):
+    """A pydantic model (version 2), or any class with these two of its methods."""
+
+    @classmethod
+    def model_json_schema(cls) -> dict[str, Any]:
+        """The JSON Schema of its JSON."""
+
+    @classmethod
+    def model_validate_json(cls, json_data: str, /) -> Self:
+        """The object that ``json_data`` describes."""
+
+
+Model = TypeVar("Model", bound=JsonModel)
+
+
 @dataclass(frozen=True)
 class ToolCall:
     """A call of a tool, made by the model."""
@@ -145,10 +162,54 @@ class Choice:
     reasoning: str = ""  # what the model thought; it is not part of text
     tool_calls: tuple[ToolCall, ...] = ()  # the tools that it called; they are not part of text
 
+    @property
+    def message(self) -> dict[str, Any]:
+        """The choice as a turn of the chat, to be put behind the messages that it answers."""
+        turn: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.tool_calls:
+            turn["tool_calls"] = list(self.tool_calls)
+        if self.reasoning:
+            turn["reasoning"] = self.reasoning
+        return turn
+
+    def parsed(self, model: type[Model]) -> Model:
+        """The object that the text describes, where ``response_format`` was this model.
+
+        model: a pydantic model. Raises IncompleteAnswer when the choice did not end by itself, and what the model
+        raises for a text that it refuses (pydantic's ``ValidationError``).
+        """
+        reason = self.completion.finish_reason
+        if reason is not FinishReason.STOP:
+            raise IncompleteAnswer(self.text, reason)
+        return model.model_validate_json(self.text)
+
+
+def choices_of(chunks: Iterable[Chunk]) -> tuple[Choice, ...]:
+    """The choices that all chunks of a stream make, by index. ValueError when one of them has no end."""
+    by_index: dict[int, list[Chunk]] = {}
+    for chunk in chunks:
+        by_index.setdefault(chunk.choice, []).append(chunk)
+    return tuple(_choice_of(index, by_index[index]) for index in sorted(by_index))
+
+
+def _choice_of(index: int, chunks: list[Chunk]) -> Choice:
+    completion = chunks[-1].completion
+    if completion is None:
+        raise ValueError(f"choice {index} has not ended: its last chunk is missing")
+    return Choice(
+        index,
+        "".join(chunk.text for chunk in chunks),
+        tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+        tuple(entry for chunk in chunks for entry in chunk.logprobs),
+        completion,
+        "".join(chunk.reasoning for chunk in chunks),
+        joined(part for chunk in chunks for part in chunk.tool_calls),
+    )
+
 
 @dataclass(frozen=True)
 class Generation:
-    """A complete answer; ``text``, ``token_ids`` and ``completion`` are those of the first choice."""
+    """A complete answer. What it says of itself besides ``choices`` is that of the first choice."""
 
     request_id: str  # the request's id, for logs and traces
     model: str  # the model that is served
@@ -168,6 +229,23 @@ class Generation:
     def completion(self) -> Completion:
         """How the first choice ended."""
         return self.choices[0].completion
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The tools that the first choice called."""
+        return self.choices[0].tool_calls
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The first choice as a turn of the chat, to be put behind the messages that it answers."""
+        return self.choices[0].message
+
+    def parsed(self, model: type[Model]) -> Model:
+        """The object that the first choice describes, as Choice.parsed gives it.
+
+        model: the pydantic model that was the ``response_format``.
+        """
+        return self.choices[0].parsed(model)
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from paceline.client import Client, GenerateOptions
+from paceline.client import ChatOptions, Client, GenerateOptions
 
 DEFAULT_MAX_TOKENS = 128  # so that a model that does not end its text does not fill its context
 # What the command line takes for each type of an SDK option; lists are options that may be repeated.
@@ -22,13 +23,16 @@ _COMMAND_TYPES: Mapping[Any, Any] = {
     str | Sequence[str] | None: list[str],
     Sequence[int] | None: list[int],
     Mapping[int, float] | None: list[str],
+    Sequence[str] | None: list[str],
 }
+# Options of programs, or of which the command has a form of its own.
+NOT_FLAGS = frozenset({*ChatOptions.__annotations__, "response_format", "grammar"})
 
 
 def sdk_parameters() -> list[inspect.Parameter]:
-    """One command-line option for every option of the SDK's requests, with the SDK's words for it."""
+    """One command-line option for every option of the SDK's requests but NOT_FLAGS, with the SDK's words for it."""
     hints = get_type_hints(GenerateOptions, include_extras=True)
-    return [_parameter(name, *get_args(hint)) for name, hint in hints.items()]
+    return [_parameter(name, *get_args(hint)) for name, hint in hints.items() if name not in NOT_FLAGS]
 
 
 def _parameter(name: str, kind: Any, text: str) -> inspect.Parameter:
@@ -60,6 +64,12 @@ def generate(
     retries: Annotated[int, typer.Option(help="Times in a row that a stream that broke is asked for again.")] = 8,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message ahead of the prompt; implies --chat.")] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="The answer is JSON of the JSON Schema in this file.")
+    ] = None,
+    grammar: Annotated[
+        Path | None, typer.Option(help="The answer is a text of the context-free grammar in this file: Lark, or GBNF.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
     **options: Any,
 ) -> None:
@@ -70,11 +80,12 @@ def generate(
     messages.append({"role": "user", "content": prompt})
     asked: Any = messages if chat or system is not None else prompt
     try:
+        given = _sdk_options(options | _from_files(json_schema, grammar))
         with Client(server, timeout=timeout, retries=retries) as client:
             if not as_json and options.get("n") in (None, 1):
-                _stream(client, asked, _sdk_options(options))
+                _stream(client, asked, given)
                 return
-            done = client.generate(asked, **_sdk_options(options))
+            done = client.generate(asked, **given)
     except (TypeError, ValueError, OverflowError) as error:  # what no field of a request can hold
         raise typer.BadParameter(str(error)) from None
     if as_json:
@@ -96,6 +107,20 @@ def _sdk_options(given: Mapping[str, Any]) -> GenerateOptions:
     if "logit_bias" in options:
         options["logit_bias"] = dict(_bias(item) for item in options["logit_bias"])
     return options  # type: ignore[return-value]  # the command's signature is made of its fields
+
+
+def _from_files(json_schema: Path | None, grammar: Path | None) -> dict[str, Any]:
+    """The options that stand in files. ValueError for a file that cannot be read, or is not what it should be."""
+    try:
+        schema = None if json_schema is None else json.loads(json_schema.read_text(encoding="utf-8"))
+        text = None if grammar is None else grammar.read_text(encoding="utf-8")
+    except (OSError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+    except ValueError as error:
+        raise ValueError(f"{json_schema if grammar is None else grammar}: {error}") from None
+    if json_schema is not None and not isinstance(schema, dict):
+        raise ValueError(f"--json-schema: {json_schema} has no JSON object")
+    return {"response_format": schema, "grammar": text}
 
 
 def _bias(item: str) -> tuple[int, float]:

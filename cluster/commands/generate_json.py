@@ -24,6 +24,8 @@ def _choice(choice: Choice) -> dict[str, Any]:
     return {
         "index": choice.index,
         "text": choice.text,
+        "reasoning": choice.reasoning,
+        "tool_calls": [asdict(call) for call in choice.tool_calls],
         "token_ids": choice.token_ids,
         "logprobs": [_logprobs(entry) for entry in choice.logprobs],
         **numbers,

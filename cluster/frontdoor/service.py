@@ -18,6 +18,7 @@ from cluster.contract import public_wire
 from cluster.contract.plan import Plan
 from cluster.routing.resume import UnknownGeneration
 from cluster.routing.router import Router
+from paceline import answer_wire
 from paceline.errors import ConfigError, DeadlineExceeded, InvalidRequest
 from paceline.rpc.calls import MAX_MESSAGE_BYTES, answering_errors, end_server, make_server
 from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2
@@ -46,7 +47,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             if request.HasField("resume"):
                 raise InvalidRequest("resume", "only a stream is resumed: use GenerateStream")
             asked = replace(public_wire.generation_request(request), generation_id="")  # nothing to go on with
-            return public_wire.generate_response(await self._router.complete(asked))
+            return answer_wire.generate_response(await self._router.complete(asked))
         raise AssertionError("unreachable: the context was aborted")
 
     async def GenerateStream(  # type: ignore[override]
@@ -59,7 +60,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 asked = replace(asked, generation_id=secrets.token_hex(GENERATION_ID_BYTES))
             async with aclosing(self._router.generate(asked, plans.append)) as chunks:
                 async for chunk in chunks:
-                    message = public_wire.generate_chunk(chunk)
+                    message = answer_wire.generate_chunk(chunk)
                     if plans:
                         message.resumable.CopyFrom(public_wire.resumable(asked.generation_id, plans.pop().admitted))
                     await _write(context, message)
@@ -68,13 +69,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
         async with answering_errors(context):
-            return public_wire.tokenize_response(await self._router.tokenize(public_wire.tokenize_prompt(request)))
+            return answer_wire.tokenize_response(await self._router.tokenize(public_wire.tokenize_prompt(request)))
         raise AssertionError("unreachable: the context was aborted")
 
     async def ModelInfo(
         self, request: inference_pb2.ModelInfoRequest, context: Context
     ) -> inference_pb2.ModelInfoResponse:
-        return public_wire.model_info_response(self._router.model_info())
+        return answer_wire.model_info_response(self._router.model_info())
 
     async def Trace(self, request: trace_pb2.TraceRequest, context: Context) -> trace_pb2.TraceResponse:
         async with answering_errors(context):

@@ -31,17 +31,15 @@ from cluster.state.registry_types import NodeRecord
 from paceline.config import ServeConfig
 from paceline.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, PacelineError
 from paceline.grammar.compile import GrammarCompiler
-from paceline.request import MAX_N, TokenLogprobs
+from paceline.request import MAX_N
 from paceline.results import (
-    Choice,
     Chunk,
-    Completion,
     Generation,
     ModelInfo,
     NodeInfo,
     RequestTrace,
     Tokenization,
-    joined,
+    choices_of,
 )
 from paceline.tracing import NO_TRACE, Recorder
 
@@ -318,25 +316,8 @@ class Router:
         await asyncio.sleep(tries.backoff_s(failure.error))
 
     def _collect(self, chunks: list[Chunk]) -> Generation:
-        by_choice: dict[int, list[Chunk]] = {}
-        for chunk in chunks:
-            by_choice.setdefault(chunk.choice, []).append(chunk)
-        choices = tuple(_join(index, by_choice[index]) for index in sorted(by_choice))
+        choices = choices_of(chunks)
         return Generation(choices[0].completion.request_id, self.served.model, choices)
-
-
-def _join(index: int, chunks: list[Chunk]) -> Choice:
-    completion: Completion | None = chunks[-1].completion
-    assert completion is not None
-    token_ids: list[int] = []
-    logprobs: list[TokenLogprobs] = []
-    for chunk in chunks:
-        token_ids += chunk.token_ids
-        logprobs += chunk.logprobs
-    text = "".join(chunk.text for chunk in chunks)
-    reasoning = "".join(chunk.reasoning for chunk in chunks)
-    calls = joined(part for chunk in chunks for part in chunk.tool_calls)
-    return Choice(index, text, tuple(token_ids), tuple(logprobs), completion, reasoning, calls)
 
 
 def _incremental(tokenizer: TokenizerLike, prompt_ids: Sequence[int], stop: Sequence[str]) -> Detokenizer:

@@ -11,12 +11,15 @@ Errors are those of paceline.errors, PacelineError at their root.
 """
 
 from paceline.client.aio import AsyncChunkStream, AsyncClient
-from paceline.client.convert import GenerateOptions, Messages, Prompt
+from paceline.client.chats import ChatOptions, Messages
+from paceline.client.convert import GenerateOptions, Prompt
+from paceline.client.formats import ResponseFormat
 from paceline.client.sync import ChunkStream, Client
 from paceline.errors import (
     ConfigError,
     DeadlineExceeded,
     HandoffFailed,
+    IncompleteAnswer,
     InvalidRequest,
     NodeUnavailable,
     NotFound,
@@ -32,6 +35,7 @@ from paceline.results import (
     Completion,
     Generation,
     HandoffBytes,
+    JsonModel,
     ModelInfo,
     NodeInfo,
     RequestTrace,
@@ -40,13 +44,17 @@ from paceline.results import (
     SpeculationStats,
     Timing,
     Tokenization,
+    ToolCall,
+    ToolCallPart,
     TraceEvent,
     Usage,
+    choices_of,
 )
 
 __all__ = [
     "AsyncChunkStream",
     "AsyncClient",
+    "ChatOptions",
     "Choice",
     "Chunk",
     "ChunkStream",
@@ -59,7 +67,9 @@ __all__ = [
     "Generation",
     "HandoffBytes",
     "HandoffFailed",
+    "IncompleteAnswer",
     "InvalidRequest",
+    "JsonModel",
     "Messages",
     "ModelInfo",
     "NodeInfo",
@@ -71,12 +81,16 @@ __all__ = [
     "Prompt",
     "RequestCancelled",
     "RequestTrace",
+    "ResponseFormat",
     "Round",
     "ServedBy",
     "SpeculationStats",
     "Timing",
     "TokenLogprobs",
     "Tokenization",
+    "ToolCall",
+    "ToolCallPart",
     "TraceEvent",
     "Usage",
+    "choices_of",
 ]

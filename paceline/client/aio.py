@@ -10,11 +10,12 @@ import grpc.aio
 
 from paceline.client import convert
 from paceline.client.channel import CHANNEL_OPTIONS, DEFAULT_TIMEOUT_S
-from paceline.client.convert import GenerateOptions, Messages, Prompt
+from paceline.client.chats import ChatOptions, Messages
+from paceline.client.convert import GenerateOptions, Prompt
 from paceline.client.failover import DEFAULT_RETRIES, Patience, Routers
 from paceline.client.progress import StreamProgress
 from paceline.errors import PacelineError, RequestCancelled
-from paceline.results import Chunk, Generation, ModelInfo, RequestTrace, Tokenization
+from paceline.results import Chunk, Generation, Model, ModelInfo, RequestTrace, Tokenization
 from paceline.rpc.wire_errors import error_from_rpc
 from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2
 from paceline.wire import trace_from_proto
@@ -127,10 +128,30 @@ class AsyncClient:
     ) -> Generation:
         """Answer a chat: ``generate`` with messages alone.
 
-        messages: turns with ``role`` and ``content``; the router applies the model's chat template.
+        messages: turns; the router applies the model's chat template. A turn has ``role`` and ``content``, one of the
+        assistant perhaps ``tool_calls`` and ``reasoning`` (Choice.message is such a turn), one of a tool
+        ``tool_call_id``.
         timeout, options: as for ``generate``.
         """
         return await self.generate(messages, timeout=timeout, **options)
+
+    async def parse(
+        self,
+        model: type[Model],
+        prompt: Prompt,
+        /,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Model:
+        """Generate an object: ``generate`` with ``response_format=model``, and the answer as an instance of it.
+
+        model: a pydantic model (version 2), or a class with its ``model_json_schema`` and ``model_validate_json``.
+        Raises IncompleteAnswer, which holds the text, when the answer ended before it was whole.
+        prompt, timeout, options: as for ``generate``, but for ``response_format``.
+        """
+        request = convert.parse_request(model, prompt, options)
+        return convert.generation(await self._call("Generate", request, timeout)).parsed(model)
 
     def stream(
         self, prompt: Prompt, /, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
@@ -143,13 +164,16 @@ class AsyncClient:
         request = convert.generate_request(prompt, options)
         return AsyncChunkStream(self._routers, StreamProgress(request), self._patience(timeout))
 
-    async def tokenize(self, prompt: str | Messages, /, *, timeout: float | None = None) -> Tokenization:
+    async def tokenize(
+        self, prompt: str | Messages, /, *, timeout: float | None = None, **options: Unpack[ChatOptions]
+    ) -> Tokenization:
         """Token ids of a prompt, as ``generate`` would take it.
 
         prompt: a text or chat messages.
         timeout: seconds, in place of the client's.
+        options: those of ChatOptions, for a chat.
         """
-        request = convert.tokenize_request(prompt)
+        request = convert.tokenize_request(prompt, options)
         return convert.tokenization(await self._call("Tokenize", request, timeout))
 
     async def model_info(self, *, timeout: float | None = None) -> ModelInfo:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any
 
+from paceline.client.chats import CHAT_OPTIONS, ChatOptions, Messages, chat_to_proto
+from paceline.client.formats import FORMAT_OPTIONS, ResponseFormat, grammar_of
 from paceline.request import FinishReason
 from paceline.results import (
     Choice,
@@ -12,6 +14,7 @@ from paceline.results import (
     Completion,
     Generation,
     HandoffBytes,
+    JsonModel,
     ModelInfo,
     NodeInfo,
     ServedBy,
@@ -23,18 +26,19 @@ from paceline.results import (
 from paceline.v1 import common_pb2, inference_pb2
 from paceline.wire import (
     finish_reason_from_proto,
+    grammar_to_proto,
     logprobs_from_proto,
     round_from_proto,
     tool_call_from_proto,
     tool_call_part_from_proto,
 )
 
-Messages = Sequence[Mapping[str, str]]  # [{"role": "user", "content": "..."}]
 Prompt = str | Sequence[int] | Messages
 
 
-class GenerateOptions(TypedDict, total=False):
+class GenerateOptions(ChatOptions, total=False):
     """Options of a generation. What is left out, or None, takes the server's default, which is the OpenAI API's.
+    Those of ChatOptions are for chats. One of response_format, regex, choice and grammar is taken at a time.
 
     The text beside a type says what the option means; ``paceline generate --help`` shows the same.
     """
@@ -54,6 +58,12 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Annotated[Sequence[int] | None, "Token ids that end the answer."]
     ignore_eos: Annotated[bool | None, "Go on after the model's end-of-sequence token."]
     top_logprobs: Annotated[int | None, "Log-probabilities of so many best tokens; 0: of the chosen token alone."]
+    response_format: Annotated[
+        ResponseFormat | None, 'The answer is JSON: of a pydantic model or a JSON Schema, or any "json_object".'
+    ]
+    regex: Annotated[str | None, "The answer is a text that this regular expression matches as a whole."]
+    choice: Annotated[Sequence[str] | None, "The answer is one of these texts."]
+    grammar: Annotated[str | None, "The answer is a text of this context-free grammar: Lark, or GBNF."]
     n: Annotated[int | None, "Choices, each with a seed of its own derived from the request's; at most 128."]
     num_draft_tokens: Annotated[int | None, "Draft tokens on a path (K), at most the deployment's; 0 drafts nothing."]
     tree_width: Annotated[int | None, "Candidates per expanded node of the draft tree, at most the deployment's."]
@@ -74,26 +84,42 @@ def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb
 
     TypeError on an unknown option or a value of the wrong type, ValueError on one that no field can hold.
     """
-    unknown = options.keys() - GenerateOptions.__annotations__.keys()
-    if unknown:
-        raise TypeError(f"unknown option {sorted(unknown)[0]!r}; known: {', '.join(GenerateOptions.__annotations__)}")
-    given = {name: value for name, value in options.items() if value is not None}
+    given = _given(options, GenerateOptions)
     if isinstance(stop := given.get("stop"), str):
         given["stop"] = (stop,)
     request = {name: given.pop(name) for name in _REQUEST if name in given}
     speculation = {name: given.pop(name) for name in _SPECULATION if name in given}
-    message = inference_pb2.GenerateRequest(**request, sampling=common_pb2.SamplingParams(**given))
+    chat = {name: given.pop(name) for name in CHAT_OPTIONS if name in given}
+    grammar = grammar_to_proto(grammar_of({name: given.pop(name) for name in FORMAT_OPTIONS if name in given}))
+    message = inference_pb2.GenerateRequest(**request, sampling=common_pb2.SamplingParams(**given, grammar=grammar))
     if speculation:
         message.speculation.CopyFrom(common_pb2.Speculation(**speculation))
-    _set_prompt(message, prompt)
+    _set_prompt(message, prompt, chat)
     return message
 
 
-def _set_prompt(message: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
-    if isinstance(prompt, str):
+def parse_request(model: type[JsonModel], prompt: Prompt, options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
+    """The request for an answer that ``model`` reads. TypeError as ``generate_request``, and for a format besides."""
+    if "response_format" in options:
+        raise TypeError("response_format is the model that is parsed: it cannot be given besides")
+    return generate_request(prompt, {**options, "response_format": model})
+
+
+def _given(options: Mapping[str, Any], known: type[Any]) -> dict[str, Any]:
+    """Those that are not None. TypeError on an unknown one."""
+    names = known.__annotations__
+    if unknown := options.keys() - names.keys():
+        raise TypeError(f"unknown option {sorted(unknown)[0]!r}; known: {', '.join(names)}")
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _set_prompt(message: inference_pb2.GenerateRequest, prompt: Prompt, chat: Mapping[str, Any]) -> None:
+    if not isinstance(prompt, str) and _is_chat(prompt):
+        message.chat.CopyFrom(chat_to_proto(prompt, chat))  # type: ignore[arg-type]
+    elif chat:
+        raise TypeError(f"{next(iter(chat))} is for chats: give messages as the prompt")
+    elif isinstance(prompt, str):
         message.text = prompt
-    elif _is_chat(prompt):
-        message.chat.CopyFrom(chat_message(prompt))  # type: ignore[arg-type]
     else:
         message.token_ids.CopyFrom(inference_pb2.TokenIds(ids=prompt))  # type: ignore[arg-type]
 
@@ -102,21 +128,14 @@ def _is_chat(prompt: Sequence[Any]) -> bool:
     return len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
-def chat_message(messages: Messages) -> inference_pb2.Chat:
-    """A chat as a message. TypeError when a message has other keys than role and content."""
-    for message in messages:
-        if set(message) != {"role", "content"}:
-            raise TypeError(f"a chat message has exactly role and content, got {sorted(message)}")
-    return inference_pb2.Chat(
-        messages=[inference_pb2.ChatMessage(role=turn["role"], content=turn["content"]) for turn in messages]
-    )
-
-
-def tokenize_request(prompt: str | Messages) -> inference_pb2.TokenizeRequest:
-    """The request to tokenize a text or a chat. TypeError for messages as ``chat_message`` raises it."""
-    if isinstance(prompt, str):
-        return inference_pb2.TokenizeRequest(text=prompt)
-    return inference_pb2.TokenizeRequest(chat=chat_message(prompt))
+def tokenize_request(prompt: str | Messages, options: Mapping[str, Any]) -> inference_pb2.TokenizeRequest:
+    """The request to tokenize a text, or a chat with ``options`` (ChatOptions). TypeError as ``generate_request``."""
+    given = _given(options, ChatOptions)
+    if not isinstance(prompt, str):
+        return inference_pb2.TokenizeRequest(chat=chat_to_proto(prompt, given))
+    if given:
+        raise TypeError(f"{next(iter(given))} is for chats: give messages as the prompt")
+    return inference_pb2.TokenizeRequest(text=prompt)
 
 
 def tokenization(message: inference_pb2.TokenizeResponse) -> Tokenization:

@@ -20,6 +20,7 @@ class StreamProgress:
         self._resumable: inference_pb2.Resumable | None = None
         self._token_ids: dict[int, list[int]] = {}
         self._complete: set[int] = set()
+        self._num_calls: dict[int, int] = {}
         self._choices = request.sampling.n if request.sampling.HasField("n") else 1
 
     @property
@@ -39,11 +40,24 @@ class StreamProgress:
             raise PacelineError(
                 f"choice {chunk.choice}: the router went on with token {chunk.first_index}, not {len(token_ids)}"
             )
+        self._check_calls(chunk)
         if chunk.HasField("resumable") and self._resumable is None:
             self._resumable = chunk.resumable
         token_ids.extend(chunk.token_ids)
         if chunk.HasField("completion"):
             self._complete.add(chunk.choice)
+
+    def _check_calls(self, chunk: inference_pb2.GenerateChunk) -> None:
+        """Calls begin once, in the order of their indices. PacelineError for one that begins again, or goes on without
+        a beginning: a router that goes on with a stream may have missed where it was."""
+        for part in chunk.tool_calls:
+            begun = self._num_calls.get(chunk.choice, 0)
+            begins = bool(part.id or part.name)
+            if begins and part.index != begun:
+                raise PacelineError(f"choice {chunk.choice}: the router began tool call {part.index}, not {begun}")
+            if not begins and part.index >= begun:
+                raise PacelineError(f"choice {chunk.choice}: the router went on with tool call {part.index} of {begun}")
+            self._num_calls[chunk.choice] = begun + begins
 
     def resuming(self) -> inference_pb2.GenerateRequest:
         """The request for what is missing."""

@@ -187,7 +187,7 @@ async def test_bad_input_names_its_field_and_the_next_request_works() -> None:
         (lambda c: c.generate("x", temprature=1.0), TypeError),
         (lambda c: c.generate("x", temperature="warm"), TypeError),
         (lambda c: c.generate("x", seed=-1), ValueError),
-        (lambda c: c.generate([{"role": "user", "content": "x", "name": "y"}]), TypeError),
+        (lambda c: c.generate([{"role": "user", "content": "x", "nmae": "y"}]), TypeError),
     ],
 )
 async def test_misuse_is_told_before_anything_is_sent(use: Callable[[Any], Any], error: type[Exception]) -> None:

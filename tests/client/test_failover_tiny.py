@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from cluster.state.journal import Journal
-from cluster.state.registry_types import NodeRecord
 from paceline.client import AsyncClient, Chunk, FinishReason
-from paceline.config import NodeConfig, ServeConfig
+from paceline.config import ServeConfig
 from tests.fakes.redis_servers import Embedded
 from tests.support.needs import needs_kernels
-from tests.support.node_pair import Pair, pair
-from tests.support.scripted_nodes import ByteTokenizer
-from tests.support.tiny_model import VOCAB, tiny_runner
+from tests.support.tiny_routers import tiny_routers
 from tests.support.two_routers import StallingRouter, two_routers
 
 PROMPT = [5, 9, 70, 41, 9, 70, 5, 9, 70, 88, 120]
@@ -45,34 +40,6 @@ def one_thread() -> Iterator[None]:
 def redis_server() -> Iterator[Embedded]:
     with Embedded() as made:
         yield made
-
-
-@dataclass
-class Registry:
-    """Both nodes, with the load they report."""
-
-    pair: Pair
-
-    def nodes(self) -> list[NodeRecord]:
-        infos = self.pair.prefill_node.shell.load(), self.pair.decode_node.shell.load()
-        return [
-            NodeRecord(i.id, i.role, 1, i.address, free_pages=i.free_pages, total_pages=i.total_pages) for i in infos
-        ]
-
-
-@asynccontextmanager
-async def nodes(drafter: str) -> AsyncIterator[Callable[..., StallingRouter]]:
-    """Makes routers in front of one pair of nodes."""
-    options = {"drafter": drafter, "num_draft_tokens": 3}
-    config = NodeConfig.model_validate({"model": "tiny", "dtype": "fp32", "kv_cache_tokens": 4096} | options)
-    async with pair(config, tiny_runner(**options), tiny_runner(**options)) as both:
-
-        def make(journal: Journal | None) -> StallingRouter:
-            serve = ServeConfig(model="tiny", drafter=config.drafter)
-            return StallingRouter(Registry(both), ByteTokenizer(), serve, "tiny", 512, VOCAB, journal=journal)
-
-        yield make
-        await both.all_released()
 
 
 @dataclass(frozen=True)
@@ -142,7 +109,7 @@ class Asker:
 @pytest.mark.parametrize("case", CASES)
 async def test_a_router_dies_at_every_index(redis_server: Embedded, case: str) -> None:
     drafter, options = CASES[case]
-    async with nodes(drafter) as make:
+    async with tiny_routers(drafter) as make:
         asker = Asker(make, redis_server.url, options)
         undisturbed, count = await asker.ask()
         assert [len(answer.token_ids) for answer in undisturbed] == [TOKENS] * options.get("n", 1)
@@ -152,7 +119,7 @@ async def test_a_router_dies_at_every_index(redis_server: Embedded, case: str) -
 
 @needs_kernels
 async def test_a_stop_string_across_the_cut(redis_server: Embedded) -> None:
-    async with nodes("none") as make:
+    async with tiny_routers("none") as make:
         options = {"temperature": 1.0, "seed": 4, **PENALTIES}
         (free,), _ = await Asker(make, redis_server.url, options).ask()
         at = next(i for i in range(3, len(free.text) - 3) if free.text.index(free.text[i : i + 3]) == i)

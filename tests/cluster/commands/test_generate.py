@@ -7,15 +7,17 @@ import inspect
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from cluster.commands.generate import generate
+from cluster.commands.generate import NOT_FLAGS, generate
 from cluster.frontdoor.service import serve_grpc
 from paceline.client import AsyncClient, Client, GenerateOptions
+from paceline.client.testing import FakeServer
 from tests.support.scripted_nodes import Fleet, fleet, letters
 
 PROMPT = "hello"
@@ -78,12 +80,13 @@ def test_it_has_every_option_of_the_sdk() -> None:
     options = inspect.signature(generate).parameters
     connection = inspect.signature(Client.__init__).parameters
     asked = {name for name, p in connection.items() if p.kind is p.KEYWORD_ONLY} - {"options"}
-    assert options.keys() == GenerateOptions.__annotations__.keys() | asked | {
-        *("prompt", "server", "chat", "system", "as_json"),
+    flags = GenerateOptions.__annotations__.keys() - NOT_FLAGS
+    assert options.keys() == flags | asked | {
+        *("prompt", "server", "chat", "system", "as_json", "json_schema", "grammar"),
     }
     assert {name: options[name].default for name in asked} == {name: connection[name].default for name in asked}
     assert inspect.signature(AsyncClient.__init__).parameters.keys() == connection.keys()
-    assert GIVEN.keys() == GenerateOptions.__annotations__.keys()
+    assert GIVEN.keys() == flags - {"regex", "choice"}  # one format at a time: below
 
 
 async def test_every_option_arrives() -> None:
@@ -126,6 +129,41 @@ async def test_json_has_all_choices() -> None:
         assert choice["nodes"] == {"prefill": "prefill-0", "decode": "decode-0"}
     assert answer["choices"][0]["seed"] == 5 != answer["choices"][1]["seed"]
     assert (answer["model"], len(answer["request_id"]) > 4) == ("tiny", True)
+
+
+async def test_what_the_answer_must_be(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {}}}
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    (tmp_path / "grammar.lark").write_text('start: "é"\n', encoding="utf-8")
+    given: dict[tuple[str, ...], tuple[str, Any]] = {
+        ("--json-schema", str(tmp_path / "schema.json")): ('{"b": 1}', {"response_format": schema}),
+        ("--grammar", str(tmp_path / "grammar.lark")): ("é", {"grammar": 'start: "é"\n'}),
+        ("--regex", "[ab]+"): ("ab", {"regex": "[ab]+"}),
+        ("--choice", "yes", "--choice", "no"): ("no", {"choice": ["yes", "no"]}),
+    }
+    with FakeServer(*(text for text, _ in given.values())) as server:
+        for arguments, (text, options) in given.items():
+            done = await run("--server", server.address, *arguments)
+            assert done.output == text + "\n"
+            assert server.requests[-1].options == options | {"max_tokens": 128}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--json-schema", "nowhere.json"),
+        ("--json-schema", "list.json"),
+        ("--json-schema", "broken.json"),
+        ("--grammar", "bytes.lark"),
+        ("--regex", "a", "--choice", "b"),
+    ],
+)
+async def test_formats_that_are_none(wrong: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "bytes.lark").write_bytes(b"\xff")
+    done = await run("--server", "127.0.0.1:1", *(str(tmp_path / word) if "." in word else word for word in wrong))
+    assert (done.exit_code, "Invalid value" in done.output) == (2, True)
 
 
 async def test_a_system_message_and_another_router() -> None:
