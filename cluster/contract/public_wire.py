@@ -66,7 +66,10 @@ def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequ
 
 def _resume(message: inference_pb2.Resume) -> Resume:
     check_count("resume.choices", len(message.choices), MAX_N)
-    choices = (ReceivedChoice(c.choice, c.next_index, tuple(c.token_ids), c.complete) for c in message.choices)
+    choices = (
+        ReceivedChoice(c.choice, c.next_index, tuple(c.token_ids), c.complete, c.num_prompt_logprobs)
+        for c in message.choices
+    )
     return Resume(message.plan_digest, tuple(choices))
 
 
@@ -172,6 +175,7 @@ def generate_chunk(chunk: Chunk) -> inference_pb2.GenerateChunk:
         logprobs=[logprobs_to_proto(entry) for entry in chunk.logprobs],
         reasoning=chunk.reasoning,
         tool_calls=[tool_call_part_to_proto(part) for part in chunk.tool_calls],
+        prompt_logprobs=[logprobs_to_proto(entry) for entry in chunk.prompt_logprobs],
     )
     if chunk.round is not None:
         message.round.CopyFrom(round_to_proto(chunk.round))
@@ -230,6 +234,7 @@ def generate_response(result: Generation) -> inference_pb2.GenerateResponse:
                 completion=completion_message(choice.completion),
                 reasoning=choice.reasoning,
                 tool_calls=[tool_call_to_proto(call) for call in choice.tool_calls],
+                prompt_logprobs=[logprobs_to_proto(entry) for entry in choice.prompt_logprobs],
             )
             for choice in result.choices
         ],

@@ -249,7 +249,7 @@ class Router:
             run = ChoiceRun(index, plan.request_id, sequence, detokenizer, started_at, lossless)
             run.trace = self._recorder.open(sequence.request_id, "choice")
             if had is not None:
-                run.resume(had.next_index, had.token_ids)
+                run.resume(had.next_index, had.token_ids, had.num_prompt_logprobs)
             runs.append(run)
         return runs
 
@@ -283,6 +283,7 @@ class Router:
         tries = Tries()
         prompt, salt = run.sequence.prompt_token_ids, run.sequence.cache_salt
         num_tokens = len(prompt) + run.sequence.params.max_tokens
+        run.end_by_tokens()  # where neither a token nor a log-probability is asked for
         while run.finish_reason is None:
             pair = await self._pairing.pick(tries, num_tokens, (*prompt, *run.token_ids), salt)
             before = len(run.token_ids)
@@ -324,13 +325,14 @@ def _join(index: int, chunks: list[Chunk]) -> Choice:
     assert completion is not None
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
+    of_prompt = tuple(entry for chunk in chunks for entry in chunk.prompt_logprobs)
     for chunk in chunks:
         token_ids += chunk.token_ids
         logprobs += chunk.logprobs
     text = "".join(chunk.text for chunk in chunks)
     reasoning = "".join(chunk.reasoning for chunk in chunks)
     calls = joined(part for chunk in chunks for part in chunk.tool_calls)
-    return Choice(index, text, tuple(token_ids), tuple(logprobs), completion, reasoning, calls)
+    return Choice(index, text, tuple(token_ids), tuple(logprobs), completion, reasoning, calls, of_prompt)
 
 
 def _incremental(tokenizer: TokenizerLike, prompt_ids: Sequence[int], stop: Sequence[str]) -> Detokenizer:

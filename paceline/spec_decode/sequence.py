@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.request import FinishReason, SequenceRequest
+from paceline.request import FinishReason, SequenceRequest, TokenLogprobs
 from paceline.spec_decode.stats import SpecStats
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class Sequence:
     draft_rows: int = 0  # exact draft KV rows (of the first module); the drafter advances it
     stats: SpecStats = field(default_factory=SpecStats)
     finish_reason: FinishReason | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # the runner appends them, the node takes them
     memory: dict[str, object] = field(
         default_factory=dict
     )  # what drafters and choosers keep; rebuilt from token_ids at need
@@ -56,6 +57,12 @@ class Sequence:
         """A sequence before its prefill."""
         tokens = [*request.prompt_token_ids, *request.output_token_ids]
         return cls(request=request, token_ids=tokens, num_prefill=len(tokens), table=table)
+
+    def take_prompt_logprobs(self) -> tuple[int, list[TokenLogprobs]]:
+        """Those made since the last call, and the place in the prompt of the first of them. Between two steps."""
+        made, self.prompt_logprobs = self.prompt_logprobs, []
+        done = min(self.num_computed, len(self.request.prompt_token_ids) - 1)  # the last place that they reach
+        return done - len(made) + 1, made
 
     @property
     def has_candidates(self) -> bool:
