@@ -1,4 +1,4 @@
-"""The link of a prompt that nobody takes over: nothing is left to decode after its first token, so its rows stay here."""
+"""The link of a prompt that nobody takes over: nothing is left to decode after its first token, so its rows stay."""
 
 from __future__ import annotations
 

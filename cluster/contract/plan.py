@@ -80,7 +80,7 @@ async def make_plan(request: GenerationRequest, served: ServedModel, tokenizer: 
     """Raise InvalidRequest naming the first field that is wrong."""
     _check_names(request, served)
     prompt = await tokenize(request.prompt, tokenizer)
-    _check_prompt(prompt, request.prompt, served)
+    check_prompt(prompt, request.prompt, served.max_model_len, served.vocab_size)
     _check_speculation(request.speculation, served)
     params = _resolve(request, served, len(prompt), tokenizer.eos_token_ids)
     request_id = request.request_id or f"req-{uuid.uuid4().hex}"
@@ -163,17 +163,16 @@ def _check_names(request: GenerationRequest, served: ServedModel) -> None:
     check_generation_id(request.generation_id)
 
 
-def _check_prompt(prompt: tuple[int, ...], given: Prompt, served: ServedModel) -> None:
+def check_prompt(prompt: tuple[int, ...], given: Prompt, max_model_len: int, vocab_size: int) -> None:
+    """Raise InvalidRequest unless the model can take the tokens ``prompt``, which were ``given`` in some form."""
     where = "messages" if isinstance(given, Chat) else "prompt"
     if not prompt:
         raise InvalidRequest(where, "must not be empty")
-    if len(prompt) + 1 > served.max_model_len:
-        raise InvalidRequest(
-            where, f"has {len(prompt)} tokens; with one to generate the model takes {served.max_model_len}"
-        )
+    if len(prompt) + 1 > max_model_len:
+        raise InvalidRequest(where, f"has {len(prompt)} tokens; with one to generate the model takes {max_model_len}")
     for token_id in prompt:
-        if not 0 <= token_id < served.vocab_size:
-            raise InvalidRequest(where, f"token id {token_id} is outside the vocabulary of {served.vocab_size}")
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(where, f"token id {token_id} is outside the vocabulary of {vocab_size}")
 
 
 def _resolve(

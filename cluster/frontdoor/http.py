@@ -20,17 +20,18 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster.contract.generation import GenerationRequest
+from cluster.contract.generation import GenerationRequest, Prompt
 from cluster.frontdoor import openapi
 from cluster.frontdoor.http_errors import HttpProblem, dumps, model_not_found, problem_for
 from cluster.frontdoor.http_server import HttpServer, serve_http
 from cluster.frontdoor.json_body import parse_object
 from cluster.frontdoor.openai_answers import Health, Model, Models, NodeCounts
 from cluster.frontdoor.openai_parse import ApiRequest, parse_chat, parse_completion
-from cluster.frontdoor.openai_stream import Answer, Decoder
+from cluster.frontdoor.openai_stream import Answer
+from cluster.frontdoor.prompts import AskedPrompt, Decoder, generate_all, read_prompts
 from cluster.routing.metrics import CONTENT_TYPE, Metrics
 from paceline.errors import InvalidRequest, PacelineError, quoted
-from paceline.results import Chunk, ModelInfo
+from paceline.results import Chunk, ModelInfo, Tokenization
 
 __all__ = ["HttpServer", "create_app", "serve_http"]
 
@@ -54,6 +55,9 @@ class Serving(Protocol):
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         """Chunks of all choices as they come. Closing it cancels the request."""
+
+    async def tokenize(self, prompt: Prompt) -> Tokenization:
+        """Token ids of a text or a chat."""
 
     def model_info(self) -> ModelInfo:
         """What is served and how."""
@@ -91,12 +95,13 @@ def _add_generation(app: FastAPI, router: Serving, metrics: Metrics) -> None:
             served = router.model_info().model
             if parsed.generation.model not in ("", served):
                 raise model_not_found(parsed.generation.model, served)
+            prompts = await read_prompts(router, parsed)
         except ClientDisconnect:
             return Response(status_code=400)  # nobody reads it
         except (InvalidRequest, HttpProblem):
             metrics.request_refused(InvalidRequest.__name__)
             raise
-        return _Reply(router, parsed, served)
+        return _Reply(router, parsed, served, prompts)
 
     @app.post("/v1/completions", **openapi.COMPLETIONS)
     async def completions(request: Request) -> Response:
@@ -191,10 +196,10 @@ class _ClientGone(Exception):
 class _Reply(Response):
     """Generates while it is sent, so that whatever ends the sending ends the generation."""
 
-    def __init__(self, router: Serving, request: ApiRequest, model: str) -> None:
+    def __init__(self, router: Serving, request: ApiRequest, model: str, prompts: tuple[AskedPrompt, ...]) -> None:
         super().__init__()
-        self._router, self._request = router, request
-        self._answer = Answer(request, model, router.tokenizer)
+        self._router, self._request, self._prompts = router, request, prompts
+        self._answer = Answer(request, model, router.tokenizer, prompts)
         self._started = False
         self._send: Send
 
@@ -204,7 +209,7 @@ class _Reply(Response):
 
     async def _reply(self) -> None:
         try:
-            async with aclosing(self._router.generate(self._request.generation)) as chunks:
+            async with aclosing(generate_all(self._router, self._prompts)) as chunks:
                 await (self._stream(chunks) if self._request.stream else self._whole(chunks))
         except _ClientGone:
             log.info("%s: the client is gone", self._request.generation.request_id)

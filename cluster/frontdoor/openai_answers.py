@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import (
+    Any,
+    Literal,
+    NotRequired,  # before Python 3.12 pydantic cannot read typing's own
+)
 
 from pydantic import ConfigDict, with_config
-from typing_extensions import TypedDict  # before Python 3.12 pydantic cannot read typing's own
+from typing_extensions import TypedDict
 
 from paceline.results import HandoffBytes, ServedBy, SpeculationStats, Timing
 
 FinishReason = Literal["stop", "length", "abort"]
 
 described = with_config(ConfigDict(use_attribute_docstrings=True))  # the string under a field is its description
+
+
+@described
+class PromptLogprob(TypedDict):
+    """A token that could stand at a place of the prompt."""
+
+    logprob: float
+    """Its log-probability."""
+    rank: int | None
+    """1 for the likeliest token; null for the prompt's own where it is not among those that were asked for."""
+    decoded_token: str
+    """Its text."""
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id, the prompt's own first; null for the first token
 
 
 @described
@@ -24,10 +43,10 @@ class PromptDetails(TypedDict):
 
 @described
 class Usage(TypedDict):
-    """Tokens of all choices; the prompt counts once."""
+    """Tokens of all choices; each prompt counts once."""
 
     prompt_tokens: int
-    """Tokens of the prompt."""
+    """Tokens of the prompt, or of all prompts."""
     completion_tokens: int
     """Tokens that were generated, of all choices."""
     total_tokens: int
@@ -63,9 +82,11 @@ class CompletionChoice(TypedDict):
     text: str
     """The text."""
     logprobs: dict[str, Any] | None
-    """Log-probabilities in OpenAI's shape, when the request asks for them."""
+    """Log-probabilities in OpenAI's shape, when the request asks for them. With echo those of the prompt come first."""
     finish_reason: FinishReason
     """Why the choice ended: a stop text or token, the length, or a cancellation."""
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    """Log-probabilities of the prompt's tokens, when the request asks for them."""
 
 
 @described
@@ -126,6 +147,8 @@ class Chat(TypedDict):
     """The model that is served."""
     choices: list[ChatChoice]
     """All choices, by index."""
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    """Log-probabilities of the prompt's tokens, when the request asks for them."""
     usage: Usage
     """Tokens of prompt and answer."""
     paceline: Details

@@ -27,7 +27,7 @@ def completions_logprobs(
         offset += len(token)
     return {
         "tokens": tokens,
-        "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
+        "token_logprobs": [finite(entry.logprob) for entry in logprobs],
         "top_logprobs": [_best(token, entry, text_of) for token, entry in zip(tokens, logprobs, strict=True)],
         "text_offset": offsets,
     }
@@ -36,8 +36,8 @@ def completions_logprobs(
 def _best(token: str, entry: TokenLogprobs, text_of: TokenText) -> dict[str, float]:
     best: dict[str, float] = {}
     for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
-        best.setdefault(text_of(token_id), _finite(logprob))  # they come best first
-    best.setdefault(token, _finite(entry.logprob))
+        best.setdefault(text_of(token_id), finite(logprob))  # they come best first
+    best.setdefault(token, finite(entry.logprob))
     return best
 
 
@@ -57,8 +57,9 @@ def chat_logprobs(
 def _token(text: str, logprob: float) -> dict[str, Any]:
     """``bytes`` is null for a token that is no text by itself, such as half a character."""
     known = None if REPLACEMENT in text else list(text.encode("utf-8"))
-    return {"token": text, "logprob": _finite(logprob), "bytes": known}
+    return {"token": text, "logprob": finite(logprob), "bytes": known}
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """``logprob``, or OpenAI's word for minus infinity."""
     return max(logprob, LOWEST)

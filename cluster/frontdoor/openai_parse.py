@@ -4,7 +4,7 @@ fields there are; here is what they mean together."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.contract.generation import Chat, ChatMessage, GenerationRequest, Prompt
@@ -37,6 +37,14 @@ class ApiRequest:
     stream: bool
     include_usage: bool
     names: Mapping[str, str]  # the library's name of a field -> its name in this body, where they differ
+    more: tuple[GenerationRequest, ...] = ()  # for the prompts after the first one
+    echo: bool = False
+    prompt_logprobs: int | None = None  # alternatives to tell of the prompt's tokens in vLLM's shape
+
+    @property
+    def generations(self) -> tuple[GenerationRequest, ...]:
+        """One for each prompt."""
+        return (self.generation, *self.more)
 
     def renamed(self, error: InvalidRequest) -> InvalidRequest:
         """``error`` with the field named as this body names it."""
@@ -49,14 +57,20 @@ def parse_completion(body: dict[str, Any], request_id: str) -> ApiRequest:
     n = 1 if asked.n is None else asked.n
     if asked.best_of not in (None, n):
         raise InvalidRequest("best_of", f"is not supported unless it equals n, which is {n}")
-    return _parse(
+    first, *others = _prompts(asked.prompt)
+    parsed = _parse(
         asked,
         request_id,
-        prompt=_prompt(asked.prompt),
+        prompt=first,
         max_tokens=COMPLETIONS_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens,
         top_logprobs=asked.logprobs,
+        prompt_logprobs=asked.logprobs if asked.echo else None,
         names={"top_logprobs": "logprobs"},
     )
+    more = (
+        replace(parsed.generation, prompt=prompt, request_id=f"{request_id}-{i}") for i, prompt in enumerate(others, 1)
+    )
+    return replace(parsed, more=tuple(more), echo=bool(asked.echo))
 
 
 def parse_chat(body: dict[str, Any], request_id: str) -> ApiRequest:
@@ -83,13 +97,18 @@ def _parse(
     max_tokens: int | None,
     top_logprobs: int | None,
     names: Mapping[str, str],
+    prompt_logprobs: int | None = None,
 ) -> ApiRequest:
+    """prompt_logprobs: alternatives that the answer needs of the prompt's tokens, beside those of the field."""
     stream = bool(asked.stream)
+    if asked.prompt_logprobs is not None and stream:
+        raise InvalidRequest("prompt_logprobs", "does not go with stream")
+    of_prompt = [most for most in (asked.prompt_logprobs, prompt_logprobs) if most is not None]
     if asked.stream_options is not None and not stream:
         raise InvalidRequest("stream_options", "only goes with stream")
     generation = GenerationRequest(
         prompt=prompt,
-        sampling=_sampling(asked, top_logprobs),
+        sampling=replace(_sampling(asked, top_logprobs), prompt_logprobs=max(of_prompt, default=None)),
         max_tokens=max_tokens,
         speculation=_speculation(asked.speculation or Speculation()),
         model=asked.model or "",
@@ -98,7 +117,8 @@ def _parse(
         priority=asked.priority or 0,
     )
     include_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
-    return ApiRequest(generation, isinstance(asked, ChatRequest), stream, include_usage, names)
+    chat = isinstance(asked, ChatRequest)
+    return ApiRequest(generation, chat, stream, include_usage, names, prompt_logprobs=asked.prompt_logprobs)
 
 
 def _sampling(asked: GenerationBody, top_logprobs: int | None) -> SamplingParams:
@@ -116,17 +136,15 @@ def _speculation(asked: Speculation) -> SpeculationParams:
     return SpeculationParams(asked.num_draft_tokens, asked.tree_width, asked.drafter or None, asked.tree or None)
 
 
-def _prompt(given: str | list[int] | list[str] | list[list[int]]) -> str | tuple[int, ...]:
-    """A text or token ids; a list of one prompt is that prompt."""
+def _prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str | tuple[int, ...]]:
+    """Texts or token ids; the list is not empty."""
     match given:
         case str():
-            return given
-        case [str() as text]:
-            return text
-        case [list() as token_ids]:
-            return tuple(token_ids)
+            return [given]
+        case [str() | list(), *_]:
+            return [one if isinstance(one, str) else tuple(one) for one in given]  # type: ignore[arg-type]
         case _:
-            return tuple(given)  # type: ignore[arg-type]  # the model has seen that they are integers
+            return [tuple(given)]  # type: ignore[arg-type]  # the model has seen that they are integers
 
 
 def _chat_message(message: Message) -> ChatMessage:

@@ -8,23 +8,19 @@ the details of each choice.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 from cluster.frontdoor.openai_answers import PromptDetails, Usage
 from cluster.frontdoor.openai_logprobs import chat_logprobs, completions_logprobs
 from cluster.frontdoor.openai_parse import ApiRequest
+from cluster.frontdoor.openai_prompts import echoed_logprobs, joined, prompt_logprobs, text_offsets
+from cluster.frontdoor.prompts import AskedPrompt, Decoder
 from paceline.errors import PacelineError
 from paceline.request import TokenLogprobs
 from paceline.results import Chunk, Completion
-
-
-class Decoder(Protocol):
-    """paceline.text.tokenizer.Tokenizer, as far as answers need it."""
-
-    def decode(self, token_ids: tuple[int, ...]) -> str:
-        """Text of ``token_ids``."""
 
 
 @dataclass
@@ -34,6 +30,9 @@ class _Choice:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_prompt_logprobs: int = 0  # that were streamed
+    echoed: bool = False  # the prompt's text was streamed
     characters: int = 0  # of the tokens whose logprobs were streamed
     role_sent: bool = False
     completion: Completion | None = None
@@ -42,9 +41,14 @@ class _Choice:
 class Answer:
     """The answer to one request. Feed every chunk to ``events`` (streaming) or to ``take``, then ask for ``body``."""
 
-    def __init__(self, request: ApiRequest, model: str, tokenizer: Decoder) -> None:
-        self._request = request
-        self._choices = [_Choice() for _ in range(request.generation.sampling.n)]
+    def __init__(
+        self, request: ApiRequest, model: str, tokenizer: Decoder, prompts: Sequence[AskedPrompt] = ()
+    ) -> None:
+        """prompts: those of the request, where the answer tells of them."""
+        self._request, self._prompts, self._tokenizer = request, prompts, tokenizer
+        self._n = request.generation.sampling.n
+        self._choices = [_Choice() for _ in range(self._n * len(request.generations))]
+        self._offsets: dict[int, list[int]] = {}  # of each prompt's tokens in its text
         self._text_of = lru_cache(maxsize=4096)(lambda token_id: tokenizer.decode((token_id,)))
         kind = "chat.completion" if request.chat else "text_completion"
         self._head: dict[str, Any] = {
@@ -62,22 +66,31 @@ class Answer:
         choice.text.append(chunk.text)
         choice.token_ids += chunk.token_ids
         choice.logprobs += chunk.logprobs
+        choice.prompt_logprobs += chunk.prompt_logprobs
         choice.completion = chunk.completion
 
     def body(self) -> dict[str, Any]:
         """The complete answer. Raises PacelineError when a choice is not complete."""
         choices = [self._whole(i, choice) for i, choice in enumerate(self._choices)]
-        return {**self._head, "choices": choices, "usage": self._usage(), "paceline": self._details()}
+        told = {}
+        if self._request.chat and self._request.prompt_logprobs is not None:
+            told["prompt_logprobs"] = self._prompt_logprobs(0, self._choices[0])
+        return {**self._head, "choices": choices, **told, "usage": self._usage(), "paceline": self._details()}
 
     def _whole(self, index: int, choice: _Choice) -> dict[str, Any]:
         text = "".join(choice.text)
-        said: dict[str, Any] = {"text": text}
+        said: dict[str, Any] = {"text": self._echo(index) + text}
+        logprobs = self._logprobs(choice.token_ids, choice.logprobs, len(self._echo(index)))
+        if self._request.echo and logprobs is not None:
+            logprobs = joined(self._echoed_logprobs(index, 1, choice.prompt_logprobs), logprobs)
+        if not self._request.chat and self._request.prompt_logprobs is not None:
+            said["prompt_logprobs"] = self._prompt_logprobs(index, choice)
         if self._request.chat:
             said = {"message": {"role": "assistant", "content": text, "refusal": None}}
         return {
             "index": index,
             **said,
-            "logprobs": self._logprobs(choice.token_ids, choice.logprobs, 0),
+            "logprobs": logprobs,
             "finish_reason": _completed(choice).finish_reason.value,
         }
 
@@ -92,6 +105,8 @@ class Answer:
         if self._request.chat and not choice.role_sent:
             choice.role_sent = True
             events.append(self._event([_delta(chunk.choice, {"role": "assistant", "content": ""}, None, None)]))
+        if self._request.echo:
+            events += self._echo_events(choice, chunk)
         if chunk.text or chunk.logprobs or chunk.completion:
             events.append(self._event([self._part(choice, chunk)]))
         if all(choice.completion for choice in self._choices):
@@ -99,6 +114,20 @@ class Answer:
                 events.append({**self._event([]), "usage": self._usage()})
             events[-1]["paceline"] = self._details()
         return events
+
+    def _echo_events(self, choice: _Choice, chunk: Chunk) -> list[dict[str, Any]]:
+        """The prompt: its text at once, with the first of its log-probabilities where those are told."""
+        text = "" if choice.echoed else self._echo(chunk.choice)
+        logprobs = None
+        if self._request.generation.sampling.top_logprobs is not None and (chunk.prompt_logprobs or not choice.echoed):
+            first = choice.num_prompt_logprobs + 1
+            logprobs = self._echoed_logprobs(chunk.choice, first, chunk.prompt_logprobs)
+            choice.num_prompt_logprobs += len(chunk.prompt_logprobs)
+        if choice.echoed and logprobs is None:
+            return []
+        if not choice.echoed:
+            choice.echoed, choice.characters = True, len(text)
+        return [self._event([{"index": chunk.choice, "text": text, "logprobs": logprobs, "finish_reason": None}])]
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         usage = {"usage": None} if self._request.include_usage else {}
@@ -114,6 +143,23 @@ class Answer:
             return _delta(chunk.choice, {"content": chunk.text} if chunk.text else {}, logprobs, reason)
         return {"index": chunk.choice, "text": chunk.text, "logprobs": logprobs, "finish_reason": reason}
 
+    # -- the prompt --------------------------------------------------------------------------------------------
+
+    def _echo(self, index: int) -> str:
+        return self._prompts[index // self._n].text if self._request.echo else ""
+
+    def _echoed_logprobs(self, index: int, first: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        number = index // self._n
+        token_ids = self._prompts[number].token_ids
+        if number not in self._offsets:
+            self._offsets[number] = text_offsets(token_ids, self._tokenizer)
+        top = self._request.generation.sampling.top_logprobs or 0
+        return echoed_logprobs(token_ids, first, entries, top, self._text_of, self._offsets[number])
+
+    def _prompt_logprobs(self, index: int, choice: _Choice) -> list[dict[str, dict[str, Any]] | None]:
+        token_ids = self._prompts[index // self._n].token_ids
+        return prompt_logprobs(token_ids, choice.prompt_logprobs, self._request.prompt_logprobs or 0, self._text_of)
+
     # -- both --------------------------------------------------------------------------------------------------
 
     def _logprobs(
@@ -126,14 +172,15 @@ class Answer:
         return completions_logprobs(token_ids, logprobs, self._text_of, at)
 
     def _usage(self) -> Usage:
-        """The prompt counts once, however many choices there are."""
+        """Each prompt counts once, however many choices there are."""
         usages = [_completed(choice).usage for choice in self._choices]
-        prompt, completion = usages[0].prompt_tokens, sum(usage.completion_tokens for usage in usages)
+        completion, firsts = sum(usage.completion_tokens for usage in usages), usages[:: self._n]
+        prompt = sum(usage.prompt_tokens for usage in firsts)
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
-            prompt_tokens_details=PromptDetails(cached_tokens=usages[0].cached_tokens),
+            prompt_tokens_details=PromptDetails(cached_tokens=sum(usage.cached_tokens for usage in firsts)),
         )
 
     def _details(self) -> dict[str, Any]:

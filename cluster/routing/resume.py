@@ -121,6 +121,8 @@ def _check(received: ReceivedChoice, plan: Plan, vocab_size: int, replayable: bo
     entries = last if params.prompt_logprobs is not None else 0
     require(received.num_prompt_logprobs <= entries, f"there are {entries} log-probabilities of the prompt")
     # Never sent after a token, so a client that has one has them all.
-    require(have == 0 or received.num_prompt_logprobs == entries, "tokens come after all log-probabilities of the prompt")
+    require(
+        have == 0 or received.num_prompt_logprobs == entries, "tokens come after all log-probabilities of the prompt"
+    )
     needs_tokens = have > 0 and not tokens and not received.complete
     require(replayable or not needs_tokens, "token_ids are needed: this acceptance rule does not make them again")

@@ -1,7 +1,7 @@
 """Log-probabilities of a prompt's own tokens, from the hidden rows of a chunk that is computed anyway.
 
 The logits of a whole chunk would be large: 1,024 rows of a vocabulary of 49,152 are 200 MB. They are made and used in
-pieces of ``LOGITS_ROWS``, so that a request holds at most ``LOGITS_ROWS * 4 + SOFTMAX_ROWS * 16`` bytes for each token of
+pieces of ``LOGITS_ROWS``, so that a step holds at most ``LOGITS_ROWS * 4 + SOFTMAX_ROWS * 16`` bytes for each token of
 the vocabulary, whatever the prompt's length: 25 MB of that one.
 """
 

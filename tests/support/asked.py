@@ -21,7 +21,7 @@ class Sampling(TypedDict, total=False):
     stop_token_ids: tuple[int, ...]
     min_tokens: int
     ignore_eos: bool
-    prompt_logprobs: int
+    prompt_logprobs: int | None
     top_logprobs: int | None
 
 

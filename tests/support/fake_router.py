@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
-from cluster.contract.generation import GenerationRequest
+from cluster.contract.generation import Chat, GenerationRequest, Prompt
 from paceline.request import FinishReason, SamplingParams, TokenLogprobs
 from paceline.results import (
     Chunk,
@@ -18,11 +18,13 @@ from paceline.results import (
     ServedBy,
     SpeculationStats,
     Timing,
+    Tokenization,
     Usage,
 )
 
 MODEL = "tiny/model"
 VOCAB_SIZE = 256
+MAX_MODEL_LEN = 512
 
 
 class LetterTokenizer:
@@ -47,6 +49,12 @@ class FakeRouter:
         self.started = asyncio.Event()
         self.ended = asyncio.Event()
         self.finished = 0  # requests that ran to their end
+
+    async def tokenize(self, prompt: Prompt) -> Tokenization:
+        """A token is a character; that of a chat is its letters, put together."""
+        if isinstance(prompt, Chat):
+            prompt = "".join(message.content for message in prompt.messages)
+        return Tokenization(tuple(map(ord, prompt)) if isinstance(prompt, str) else prompt, MAX_MODEL_LEN)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         self.asked.append(request)
@@ -80,7 +88,7 @@ class FakeRouter:
     def model_info(self) -> ModelInfo:
         roles = ("prefill", "decode", "decode") if self.alive else ("prefill",)
         nodes = tuple(NodeInfo(f"{role}-{i}", role, "127.0.0.1:1") for i, role in enumerate(roles))
-        return ModelInfo(MODEL, "float32", 512, VOCAB_SIZE, "none", 4, True, nodes)
+        return ModelInfo(MODEL, "float32", MAX_MODEL_LEN, VOCAB_SIZE, "none", 4, True, nodes)
 
     def ready(self) -> bool:
         return self.alive
