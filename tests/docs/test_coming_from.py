@@ -75,10 +75,9 @@ REFUSED: dict[str, Any] = {
     "verbosity": "low",
     "guided_json": {},
     "structured_outputs": {},
-    "prompt_logprobs": 1,
     "chat_template_kwargs": {},
 }
-REFUSED_OF_COMPLETIONS: dict[str, Any] = {"echo": True, "suffix": "x", "best_of": 2}
+REFUSED_OF_COMPLETIONS: dict[str, Any] = {"suffix": "x", "best_of": 2}
 
 
 def test_every_refused_field_is_tried() -> None:

@@ -46,7 +46,7 @@ async def test_they_come_before_the_first_token(prefills: int, top: int) -> None
 
 
 async def test_only_the_node_that_computes_the_prompt_is_asked_for_them() -> None:
-    """So a decode node may use its cache."""
+    """So a decode node may use its cache (vllm #50792)."""
     async with fleet() as made:
         await answer(made, ask(prompt=LONG, prompt_logprobs=1))
         assert [s.params.prompt_logprobs for s in made.nodes["decode-0"].sequences] == [None]
