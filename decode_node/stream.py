@@ -37,7 +37,8 @@ class StreamPhase(enum.Enum):
 class EventQueue:
     """Events of one stream: produced by the engine thread, consumed by the RPC on the event loop.
 
-    Never grows past ``MAX_PENDING_EVENTS`` and an end, since the engine pauses a sequence whose queue is full.
+    Never grows past ``MAX_PENDING_EVENTS``, the messages of a prompt's log-probabilities and an end, since the engine
+    pauses a sequence whose queue is full.
     ``wake`` tells the engine that there is room again. Each counter has one writer.
     """
 

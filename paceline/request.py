@@ -27,9 +27,10 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "frequency_penalty": (-2.0, 2.0),
     "repetition_penalty": (0.01, 100.0),
     "top_k": (0, INT32_MAX),
-    "max_tokens": (1, INT32_MAX),
+    "max_tokens": (0, INT32_MAX),
     "n": (1, MAX_N),
     "top_logprobs": (0, MAX_TOP_LOGPROBS),
+    "prompt_logprobs": (0, MAX_TOP_LOGPROBS),
     "seed": (0, UINT64_MAX),
 }
 
@@ -66,7 +67,8 @@ class SamplingParams:
     """How tokens are chosen. Field names and meanings are OpenAI's and vLLM's.
 
     ``seed`` None means: the router draws one (and reports it), so that a request always has a seed when it
-    reaches a node. ``top_logprobs`` None means no logprobs; 0 means the chosen token's alone.
+    reaches a node. ``top_logprobs`` None means no logprobs; 0 means the chosen token's alone. ``prompt_logprobs`` means
+    the same for the tokens of the prompt. ``max_tokens`` 0 generates nothing; nodes are asked for one token then.
     """
 
     temperature: float = 1.0  # 0 is greedy
@@ -86,6 +88,7 @@ class SamplingParams:
     top_logprobs: int | None = None
     n: int = 1
     grammar: Grammar | None = None
+    prompt_logprobs: int | None = None
 
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidRequest naming the first field that is out of range."""
@@ -177,7 +180,8 @@ class SequenceRequest:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probability of one emitted token under the unprocessed model distribution, and the best alternatives."""
+    """Log-probability of one token of prompt or output under the unprocessed model distribution, and the best
+    alternatives."""
 
     logprob: float  # the chosen token's
     top_ids: tuple[int, ...] = ()  # the most likely tokens, best first, as many as were asked for

@@ -70,7 +70,8 @@ class HandoffBytes:
 
 @dataclass(frozen=True)
 class ServedBy:
-    """Ids of the last pair. ``prefill == decode``: the decode node computed the prompt itself."""
+    """Ids of the last pair. ``prefill == decode``: the decode node computed the prompt itself. No ``decode``: nothing
+    was left to decode."""
 
     prefill: str = ""  # id of the prefill node
     decode: str = ""  # id of the decode node
@@ -148,6 +149,7 @@ class Chunk:
     completion: Completion | None = None  # how the choice ended; None before its last chunk
     reasoning: str = ""  # what the model thought, as far as it became certain; it is not part of text
     tool_calls: tuple[ToolCallPart, ...] = ()  # parts of tool calls that became certain; they are not part of text
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # the prompt's next ones, from its second token on, when asked for
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,7 @@ class Choice:
     completion: Completion  # how it ended
     reasoning: str = ""  # what the model thought; it is not part of text
     tool_calls: tuple[ToolCall, ...] = ()  # the tools that it called; they are not part of text
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt, from its second token on, when asked for
 
     @property
     def message(self) -> dict[str, Any]:

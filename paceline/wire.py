@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paceline.errors import InvalidRequest, quoted
 from paceline.request import (
     FinishReason,
@@ -15,6 +17,8 @@ from paceline.request import (
 from paceline.results import RequestTrace, Round, ToolCall, ToolCallPart, TraceEvent
 from paceline.speculation import TreeKind
 from paceline.v1 import common_pb2, inference_pb2, node_pb2, trace_pb2
+
+PROMPT_LOGPROBS_A_MESSAGE = 256  # at most 53 KB: an entry with 20 alternatives is up to 210 bytes
 
 _FINISH: dict[FinishReason | None, common_pb2.FinishReason.ValueType] = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
@@ -46,6 +50,7 @@ _OPTIONAL = (
     "max_tokens",
     "min_tokens",
     "top_logprobs",
+    "prompt_logprobs",
     "n",
 )
 
@@ -70,6 +75,18 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
 def logprobs_from_proto(message: common_pb2.TokenLogprobs) -> TokenLogprobs:
     """Log-probabilities of one token."""
     return TokenLogprobs(message.logprob, tuple(message.top_ids), tuple(message.top_logprobs))
+
+
+def prompt_logprobs_to_proto(first_position: int, logprobs: Sequence[TokenLogprobs]) -> list[node_pb2.PromptLogprobs]:
+    """Those of a prompt's tokens from ``first_position`` on, in as many messages as their bounded size takes."""
+    starts = range(0, len(logprobs), PROMPT_LOGPROBS_A_MESSAGE)
+    return [
+        node_pb2.PromptLogprobs(
+            first_position=first_position + start,
+            logprobs=[logprobs_to_proto(entry) for entry in logprobs[start : start + PROMPT_LOGPROBS_A_MESSAGE]],
+        )
+        for start in starts
+    ]
 
 
 def grammar_to_proto(grammar: Grammar | None) -> common_pb2.Grammar | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -27,6 +28,7 @@ from prefill_node.engine.engine import PrefillEngine
 from prefill_node.engine.scheduler import PrefillLimits
 from prefill_node.job import PrefillJob
 from prefill_node.links import LinkContext, LinkPool
+from prefill_node.nowhere import Nowhere
 from prefill_node.service import PrefillService
 
 Events = asyncio.Queue[node_pb2.PrefillEvent | PacelineError]
@@ -97,18 +99,18 @@ class PrefillNode:
         sequence = sequence_from_proto(request.sequence)
         num_prefill = len(sequence.prompt_token_ids) + len(sequence.output_token_ids)
         check_request(self._runner, sequence, num_prefill + 1)
-        if not request.ticket:
+        if not (request.ticket or request.alone):
             raise InvalidRequest("ticket", "must not be empty")
         if request.decode_cached_tokens >= num_prefill:
             raise InvalidRequest("decode_cached_tokens", f"must be below the {num_prefill} tokens of the prompt")
         grammar = await compiled_grammar(self._runner, sequence)
-        link = await self._links.get(request.decode_address)
-        events: Events = asyncio.Queue()  # bounded: a first token, then HandedOff or an error
+        link = Nowhere(self._ended) if request.alone else await self._links.get(request.decode_address)
+        events: Events = asyncio.Queue()  # bounded: a prompt's log-probabilities, a first token, HandedOff or an error
         loop = asyncio.get_running_loop()
         job = PrefillJob(
             request=sequence,
-            ticket=request.ticket,
-            first_token=request.decode_cached_tokens,
+            ticket=f"{self._node_id}-{uuid.uuid4().hex}" if request.alone else request.ticket,
+            first_token=0 if request.alone else request.decode_cached_tokens,
             link=link,
             deadline=time.monotonic() + self._config.reserve_deadline_s,
             emit=lambda event: notify(loop, events.put_nowait, event),

@@ -74,6 +74,7 @@ class ReceivedChoice:
     next_index: int
     token_ids: tuple[int, ...] = ()
     complete: bool = False
+    num_prompt_logprobs: int = 0  # entries that it has; all of them come before the first token
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ async def make_plan(
     """
     _check_names(request, served)
     prompt = await tokenize(request.prompt, tokenizer)
-    _check_prompt(prompt, request.prompt, served)
+    check_prompt(prompt, request.prompt, served.max_model_len, served.vocab_size)
     _check_speculation(request.speculation, served)
     params = _resolve(request, served, len(prompt), tokenizer.eos_token_ids)
     if params.grammar is not None and grammars is not None:
@@ -181,19 +181,20 @@ def _check_names(request: GenerationRequest, served: ServedModel) -> None:
     check_generation_id(request.generation_id)
 
 
-def _check_prompt(prompt: tuple[int, ...], given: Prompt, served: ServedModel) -> None:
+def check_prompt(prompt: tuple[int, ...], given: Prompt, max_model_len: int, vocab_size: int) -> None:
+    """Raise InvalidRequest unless the model can take the tokens ``prompt``, which were ``given`` in some form."""
     where = "messages" if isinstance(given, Chat) else "prompt"
     if not prompt:
         raise InvalidRequest(where, "must not be empty")
-    if len(prompt) + 1 > served.max_model_len:  # clients look for these words, which are OpenAI's
-        limit = f"This model's maximum context length is {served.max_model_len} tokens"
+    if len(prompt) + 1 > max_model_len:  # clients look for these words, which are OpenAI's
+        limit = f"This model's maximum context length is {max_model_len} tokens"
         asked = f"you requested {len(prompt) + 1} tokens ({len(prompt)} in the {where}, at least 1 for the completion)"
         raise InvalidRequest(
             where, f"{limit}. However, {asked}. Please reduce the length of the {where}.", CONTEXT_LENGTH_EXCEEDED
         )
     for token_id in prompt:
-        if not 0 <= token_id < served.vocab_size:
-            raise InvalidRequest(where, f"token id {token_id} is outside the vocabulary of {served.vocab_size}")
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(where, f"token id {token_id} is outside the vocabulary of {vocab_size}")
 
 
 def _resolve(

@@ -60,7 +60,10 @@ def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequ
 
 def _resume(message: inference_pb2.Resume) -> Resume:
     check_count("resume.choices", len(message.choices), MAX_N)
-    choices = (ReceivedChoice(c.choice, c.next_index, tuple(c.token_ids), c.complete) for c in message.choices)
+    choices = (
+        ReceivedChoice(c.choice, c.next_index, tuple(c.token_ids), c.complete, c.num_prompt_logprobs)
+        for c in message.choices
+    )
     return Resume(message.plan_digest, tuple(choices))
 
 

@@ -32,7 +32,8 @@ from cluster.frontdoor.http_tokens import TokenText, add_tokens
 from cluster.frontdoor.json_body import parse_object
 from cluster.frontdoor.openai_answers import Health, Model, Models, NodeCounts, Version
 from cluster.frontdoor.openai_parse import ApiRequest, parse_chat, parse_completion
-from cluster.frontdoor.openai_stream import Answer, Decoder
+from cluster.frontdoor.openai_stream import Answer
+from cluster.frontdoor.prompts import AskedPrompt, Decoder, generate_all, read_prompts
 from cluster.routing.metrics import CONTENT_TYPE, Metrics
 from paceline.errors import InvalidRequest, PacelineError, quoted
 from paceline.results import Chunk, ModelInfo, Tokenization
@@ -124,11 +125,12 @@ def _add_generation(app: FastAPI, router: Serving, metrics: Metrics, fingerprint
             parsed = parse(await _read_object(request), request_id(request.scope, prefix))
             served = router.model_info().model
             check_model(parsed.generation.model, served)
+            prompts = await read_prompts(router, parsed)
         except (InvalidRequest, HttpProblem):
             metrics.request_refused(InvalidRequest.__name__)
             raise
         metrics.fields_ignored(parsed.ignored)
-        return _Reply(router, parsed, Answer(parsed, served, router.tokenizer, fingerprint))
+        return _Reply(router, parsed, Answer(parsed, served, router.tokenizer, prompts, fingerprint), prompts)
 
     @app.post("/v1/completions", **openapi.COMPLETIONS)
     async def completions(request: Request) -> Response:
@@ -242,9 +244,9 @@ class _ClientGone(Exception):
 class _Reply(Response):
     """Generates while it is sent, so that whatever ends the sending ends the generation."""
 
-    def __init__(self, router: Serving, request: ApiRequest, answer: Answer) -> None:
+    def __init__(self, router: Serving, request: ApiRequest, answer: Answer, prompts: tuple[AskedPrompt, ...]) -> None:
         super().__init__()
-        self._router, self._request, self._answer = router, request, answer
+        self._router, self._request, self._answer, self._prompts = router, request, answer, prompts
         self._started = False
         self._send: Send
 
@@ -254,7 +256,7 @@ class _Reply(Response):
 
     async def _reply(self) -> None:
         try:
-            async with aclosing(self._router.generate(self._request.generation, self._answer.planned)) as chunks:
+            async with aclosing(generate_all(self._router, self._prompts, self._answer.planned)) as chunks:
                 await (self._stream(chunks) if self._request.stream else self._whole(chunks))
         except _ClientGone:
             log.info("%s: the client is gone", self._request.generation.request_id)

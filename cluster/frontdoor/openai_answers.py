@@ -15,6 +15,21 @@ described = with_config(ConfigDict(use_attribute_docstrings=True))  # the string
 
 
 @described
+class PromptLogprob(TypedDict):
+    """A token that could stand at a place of the prompt."""
+
+    logprob: float
+    """Its log-probability."""
+    rank: int | None
+    """1 for the likeliest token; null for the prompt's own where it is not among those that were asked for."""
+    decoded_token: str
+    """Its text."""
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id, the prompt's own first; null for the first token
+
+
+@described
 class PromptDetails(TypedDict):
     """Where the prompt's tokens came from."""
 
@@ -24,10 +39,10 @@ class PromptDetails(TypedDict):
 
 @described
 class Usage(TypedDict):
-    """Tokens of all choices; the prompt counts once."""
+    """Tokens of all choices; each prompt counts once."""
 
     prompt_tokens: int
-    """Tokens of the prompt."""
+    """Tokens of the prompt, or of all prompts."""
     completion_tokens: int
     """Tokens that were generated, of all choices."""
     total_tokens: int
@@ -63,9 +78,11 @@ class CompletionChoice(TypedDict):
     text: str
     """The text."""
     logprobs: dict[str, Any] | None
-    """Log-probabilities in OpenAI's shape, when the request asks for them."""
+    """Log-probabilities in OpenAI's shape, when the request asks for them. With echo those of the prompt come first."""
     finish_reason: FinishReason
     """Why the choice ended: a stop text or token, the length, or a cancellation."""
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    """Log-probabilities of the prompt's tokens, when the request asks for them."""
     token_ids: NotRequired[list[int]]
     """Its token ids, with `return_token_ids`."""
     prompt_token_ids: NotRequired[list[int]]
@@ -136,6 +153,8 @@ class Chat(TypedDict):
     """Names the model, its weights and the kernels: with another one, the same request may give another text."""
     choices: list[ChatChoice]
     """All choices, by index."""
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    """Log-probabilities of the prompt's tokens, when the request asks for them."""
     usage: Usage
     """Tokens of prompt and answer."""
     paceline: Details

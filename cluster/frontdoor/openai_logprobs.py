@@ -32,14 +32,15 @@ class Placed:
 class Placing:
     """Takes the tokens of a choice in their order and says where in its text they are."""
 
-    def __init__(self, tokenizer: ByteSource, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: ByteSource, prompt_ids: Sequence[int], start: int = 0) -> None:
+        """start: characters of the text before the first token, which repeat the prompt."""
         self._tokenizer = tokenizer
         before = end_of(tokenizer, prompt_ids, skip_special_tokens=True)
         self._strip = 0 if before else tokenizer.strip_start
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._decoder.decode(before)
         self._open = self._decoder.getstate()[0]  # of the prompt's last character, until a token goes on with it
-        self._offset = 0
+        self._offset = start
 
     def place(self, token_id: int, logprobs: TokenLogprobs) -> Placed:
         """The next token."""
@@ -83,7 +84,7 @@ def completions_logprobs(placed: Sequence[Placed], length: int, by_id: bool = Fa
     tokens = [_name(token.token_id, token.data, by_id) for token in placed]
     return {
         "tokens": tokens,
-        "token_logprobs": [_finite(token.logprobs.logprob) for token in placed],
+        "token_logprobs": [finite(token.logprobs.logprob) for token in placed],
         "top_logprobs": [_best(name, token, by_id) for name, token in zip(tokens, placed, strict=True)],
         "text_offset": [min(token.offset, length) for token in placed],
     }
@@ -93,8 +94,8 @@ def _best(name: str, token: Placed, by_id: bool) -> dict[str, float]:
     best: dict[str, float] = {}
     entry = token.logprobs
     for token_id, data, logprob in zip(entry.top_ids, token.others, entry.top_logprobs, strict=True):
-        best.setdefault(_name(token_id, data, by_id), _finite(logprob))  # they come best first
-    best.setdefault(name, _finite(entry.logprob))
+        best.setdefault(_name(token_id, data, by_id), finite(logprob))  # they come best first
+    best.setdefault(name, finite(entry.logprob))
     return best
 
 
@@ -111,12 +112,13 @@ def chat_logprobs(placed: Sequence[Placed], by_id: bool = False) -> dict[str, li
 
 
 def _token(token_id: int, data: bytes, logprob: float, by_id: bool) -> dict[str, Any]:
-    return {"token": _name(token_id, data, by_id), "logprob": _finite(logprob), "bytes": list(data)}
+    return {"token": _name(token_id, data, by_id), "logprob": finite(logprob), "bytes": list(data)}
 
 
 def _name(token_id: int, data: bytes, by_id: bool) -> str:
     return f"token_id:{token_id}" if by_id else data.decode("utf-8", "replace")
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """``logprob``, or OpenAI's word for minus infinity."""
     return max(logprob, LOWEST)

@@ -44,6 +44,14 @@ class ApiRequest:
     return_token_ids: bool = False  # the answer tells the prompt's and each choice's
     tokens_as_ids: bool = False  # log-probabilities name tokens by their ids
     ignored: tuple[str, ...] = ()  # fields of the body that were not looked at
+    more: tuple[GenerationRequest, ...] = ()  # for the prompts after the first one
+    echo: bool = False
+    prompt_logprobs: int | None = None  # alternatives to tell of the prompt's tokens in vLLM's shape
+
+    @property
+    def generations(self) -> tuple[GenerationRequest, ...]:
+        """One for each prompt."""
+        return (self.generation, *self.more)
 
     def renamed(self, error: InvalidRequest) -> InvalidRequest:
         """``error`` with the field named as this body names it, whatever within the field it is about."""
@@ -54,14 +62,20 @@ class ApiRequest:
 def parse_completion(body: dict[str, Any], request_id: str) -> ApiRequest:
     """A body of ``/v1/completions``. Raises InvalidRequest naming the first field that is wrong."""
     asked = read(CompletionRequest, body)
-    return _parse(
+    first, *others = _prompts(asked.prompt)
+    parsed = _parse(
         asked,
         request_id,
-        prompt=_prompt(asked.prompt),
+        prompt=first,
         max_tokens=COMPLETIONS_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens,
         top_logprobs=asked.logprobs,
+        prompt_logprobs=asked.logprobs if asked.echo else None,
         names={"top_logprobs": "logprobs"},
     )
+    more = (
+        replace(parsed.generation, prompt=prompt, request_id=f"{request_id}-{i}") for i, prompt in enumerate(others, 1)
+    )
+    return replace(parsed, more=tuple(more), echo=bool(asked.echo))
 
 
 def parse_chat(body: dict[str, Any], request_id: str) -> ApiRequest:
@@ -88,8 +102,13 @@ def _parse(
     max_tokens: int | None,
     top_logprobs: int | None,
     names: Mapping[str, str],
+    prompt_logprobs: int | None = None,
 ) -> ApiRequest:
+    """prompt_logprobs: alternatives that the answer needs of the prompt's tokens, beside those of the field."""
     stream, options = bool(asked.stream), asked.stream_options or StreamOptions()
+    if asked.prompt_logprobs is not None and stream:
+        raise InvalidRequest("prompt_logprobs", "does not go with stream")
+    of_prompt = [most for most in (asked.prompt_logprobs, prompt_logprobs) if most is not None]
     if asked.stream_options is not None and not stream:
         raise InvalidRequest("stream_options", "only goes with stream")
     n = 1 if asked.n is None else asked.n
@@ -98,7 +117,7 @@ def _parse(
     format_name, grammar = grammar_of(asked)
     generation = GenerationRequest(
         prompt=prompt,
-        sampling=replace(_sampling(asked, top_logprobs), grammar=grammar),
+        sampling=replace(_sampling(asked, top_logprobs), grammar=grammar, prompt_logprobs=max(of_prompt, default=None)),
         max_tokens=max_tokens,
         speculation=_speculation(asked.speculation or Speculation()),
         model=asked.model or "",
@@ -116,6 +135,7 @@ def _parse(
         return_token_ids=bool(asked.return_token_ids),
         tokens_as_ids=bool(asked.return_tokens_as_token_ids),
         ignored=tuple(ignored_fields(asked)),
+        prompt_logprobs=asked.prompt_logprobs,
     )
 
 
@@ -134,17 +154,15 @@ def _speculation(asked: Speculation) -> SpeculationParams:
     return SpeculationParams(asked.num_draft_tokens, asked.tree_width, asked.drafter or None, asked.tree or None)
 
 
-def _prompt(given: str | list[int] | list[str] | list[list[int]]) -> str | tuple[int, ...]:
-    """A text or token ids; a list of one prompt is that prompt."""
+def _prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str | tuple[int, ...]]:
+    """Texts or token ids; the list is not empty."""
     match given:
         case str():
-            return given
-        case [str() as text]:
-            return text
-        case [list() as token_ids]:
-            return tuple(token_ids)
+            return [given]
+        case [str() | list(), *_]:
+            return [one if isinstance(one, str) else tuple(one) for one in given]  # type: ignore[arg-type]
         case _:
-            return tuple(given)  # type: ignore[arg-type]  # the model has seen that they are integers
+            return [tuple(given)]  # type: ignore[arg-type]  # the model has seen that they are integers
 
 
 def chat_message(message: Message) -> ChatMessage:

@@ -31,6 +31,7 @@ from paceline.request import INT32_MAX, MAX_BIAS, MAX_LOGIT_BIAS, MAX_STOP_LENGT
 from paceline.speculation import TreeKind
 
 ALL_TOP_K = -1  # vLLM's other word for 0
+MAX_PROMPTS = 128  # of a request
 
 
 def _range(name: str) -> FieldInfo:
@@ -62,18 +63,12 @@ def _prompt_form(value: Any) -> str | None:
     return "texts" if isinstance(first, str) else "token_id_lists" if isinstance(first, list) else "token_ids"
 
 
-def _one_prompt(value: Any) -> Any:
-    if len(value) > 1:
-        raise PydanticCustomError("several_prompts", "one prompt per request; a list of several is not supported")
-    return value
-
-
-_ONE = (_list(1, least=1), BeforeValidator(_one_prompt))
+_SEVERAL = (_list(MAX_PROMPTS, least=1), at_most(MAX_PROMPTS))
 Prompt = Annotated[
     Annotated[PromptText, Tag("text")]
     | Annotated[TokenIds, Tag("token_ids")]
-    | Annotated[list[PromptText], *_ONE, Tag("texts")]
-    | Annotated[list[TokenIds], *_ONE, Tag("token_id_lists")],
+    | Annotated[list[PromptText], *_SEVERAL, Tag("texts")]
+    | Annotated[list[TokenIds], *_SEVERAL, Tag("token_id_lists")],
     Discriminator(_prompt_form, "prompt_form", "must be a string or a list of token ids"),
 ]
 
@@ -206,7 +201,7 @@ class GenerationBody(IgnoredFields, FormatFields):
     seed: Annotated[int, _range("seed")] | None = None
     """The same request with the same seed gives the same text. Without it the router draws a seed and tells it."""
     max_tokens: Annotated[int, _range("max_tokens")] | None = None
-    """Tokens to generate at most. The default is 16 for completions; a chat goes on as far as it may."""
+    """Tokens to generate at most; 0 makes none. The default is 16 for completions; a chat goes on as far as it may."""
     temperature: Annotated[float, _range("temperature")] | None = None
     """Randomness of sampling. 0 takes the likeliest token; 1, the default, is the model's own distribution."""
     presence_penalty: Annotated[float, _range("presence_penalty")] | None = None
@@ -225,6 +220,8 @@ class GenerationBody(IgnoredFields, FormatFields):
     """Divides positive and multiplies negative logits of tokens of prompt and output. The default, 1, is none."""
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     """Tokens before which no end-of-sequence or stop token is taken; at most max_tokens. The default is 0."""
+    prompt_logprobs: Annotated[int, _range("prompt_logprobs")] | None = None
+    """Tell the log-probability of every token of the prompt, with so many alternatives. It does not go with stream."""
     ignore_eos: bool | None = None
     """Go on after the model's end-of-sequence token. The default is false."""
     stop_token_ids: Annotated[list[TokenId], _list(MAX_STOP_TOKEN_IDS)] | None = None
@@ -247,11 +244,13 @@ class CompletionRequest(RefusedFields, GenerationBody):
     """A body of ``/v1/completions``."""
 
     prompt: Prompt
-    """A text or token ids, or a list with one of them."""
+    """A text or token ids, or a list of up to 128 texts or lists of token ids: choice j of prompt i has the index
+    i * n + j, and is the one that the prompt gets alone."""
     logprobs: Annotated[int, _range("top_logprobs")] | None = None
     """Alternatives whose log-probabilities are told. 0 tells the chosen token's alone; without it, none are told."""
     add_special_tokens: OnlyTrue = None
-    echo: Annotated[Any, Neutral(False)] = None
+    echo: bool | None = None
+    """Begin the answer with the prompt. With logprobs those of its tokens are told too. The default is false."""
     suffix: Annotated[Any, Neutral("")] = None
 
 

@@ -8,14 +8,19 @@ the details of each choice.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 from cluster.contract.plan import Plan
 from cluster.frontdoor.openai_answers import PromptDetails, Usage
 from cluster.frontdoor.openai_logprobs import Placed, Placing, chat_logprobs, completions_logprobs
 from cluster.frontdoor.openai_parse import ApiRequest
+from cluster.frontdoor.openai_prompts import echoed_logprobs, joined, prompt_logprobs, text_offsets
+from cluster.frontdoor.prompts import AskedPrompt
 from paceline.errors import PacelineError
+from paceline.request import TokenLogprobs
 from paceline.results import Chunk, Completion
 
 
@@ -23,6 +28,9 @@ class Decoder(Protocol):
     """paceline.text.tokenizer.Tokenizer, as far as answers need it."""
 
     strip_start: int
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ``ids``."""
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
         """What the token adds to the text."""
@@ -36,7 +44,10 @@ class _Choice:
     token_ids: list[int] = field(default_factory=list)
     placing: Placing | None = None  # when logprobs are asked for
     placed: list[Placed] = field(default_factory=list)  # tokens whose logprobs were not told yet
-    characters: int = 0  # of the text so far
+    characters: int = 0  # of the text so far, the prompt's counted where it is repeated
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_prompt_logprobs: int = 0  # that were streamed
+    echoed: bool = False  # the prompt's text was streamed
     untold: int = 0  # tokens since the last event
     role_sent: bool = False
     completion: Completion | None = None
@@ -45,12 +56,23 @@ class _Choice:
 class Answer:
     """The answer to one request. Feed every chunk to ``events`` (streaming) or to ``take``, then ask for ``body``."""
 
-    def __init__(self, request: ApiRequest, model: str, tokenizer: Decoder, fingerprint: str = "") -> None:
-        """fingerprint: of what the text depends on besides the request."""
-        self._request, self._tokenizer = request, tokenizer
-        self._choices = [_Choice() for _ in range(request.generation.sampling.n)]
-        self._prompt_ids: tuple[int, ...] = ()
-        self._prompt_told = not request.return_token_ids
+    def __init__(
+        self,
+        request: ApiRequest,
+        model: str,
+        tokenizer: Decoder,
+        prompts: Sequence[AskedPrompt] = (),
+        fingerprint: str = "",
+    ) -> None:
+        """prompts: those of the request, where the answer tells of them. fingerprint: of what the text depends on
+        besides the request."""
+        self._request, self._prompts, self._tokenizer = request, prompts, tokenizer
+        self._n = request.generation.sampling.n
+        self._choices = [_Choice() for _ in range(self._n * len(request.generations))]
+        self._prompt_ids: dict[int, tuple[int, ...]] = {}  # by the prompt's number
+        self._prompts_told: set[int] = set()
+        self._offsets: dict[int, list[int]] = {}  # of each prompt's tokens in its text
+        self._name_of = lru_cache(maxsize=4096)(self._name)
         kind = "chat.completion" if request.chat else "text_completion"
         self._head: dict[str, Any] = {
             "id": request.generation.request_id,
@@ -60,12 +82,14 @@ class Answer:
             "system_fingerprint": fingerprint or None,
         }
 
-    def planned(self, plan: Plan) -> None:
-        """Note the prompt, before the first chunk."""
-        self._prompt_ids = plan.sequences[0].prompt_token_ids
-        if self._request.generation.sampling.top_logprobs is not None:
-            for choice in self._choices:
-                choice.placing = Placing(self._tokenizer, self._prompt_ids)
+    def planned(self, number: int, plan: Plan) -> None:
+        """Note prompt ``number``, before its first chunk."""
+        self._prompt_ids[number] = plan.sequences[0].prompt_token_ids
+        start = len(self._echo(number))
+        for choice in self._choices[number * self._n : (number + 1) * self._n]:
+            choice.characters = start
+            if self._request.generation.sampling.top_logprobs is not None:
+                choice.placing = Placing(self._tokenizer, self._prompt_ids[number], start)
 
     # -- complete ----------------------------------------------------------------------------------------------
 
@@ -78,18 +102,26 @@ class Answer:
     def body(self) -> dict[str, Any]:
         """The complete answer. Raises PacelineError when a choice is not complete."""
         choices = [self._whole(i, choice) for i, choice in enumerate(self._choices)]
-        body = {**self._head, "choices": choices, "usage": self._usage(), "paceline": self._details()}
-        return self._with_prompt(body)
+        told = {}
+        if self._request.chat and self._request.prompt_logprobs is not None:
+            told["prompt_logprobs"] = self._prompt_logprobs(0, self._choices[0])
+        body = {**self._head, "choices": choices, **told, "usage": self._usage(), "paceline": self._details()}
+        return self._with_prompts(body)
 
     def _whole(self, index: int, choice: _Choice) -> dict[str, Any]:
         text = "".join(choice.text)
-        said: dict[str, Any] = {"text": text}
+        said: dict[str, Any] = {"text": self._echo(index // self._n) + text}
+        logprobs = self._logprobs(choice.placed, choice.characters) if choice.placing else None
+        if self._request.echo and logprobs is not None:
+            logprobs = joined(self._echoed_logprobs(index, 1, choice.prompt_logprobs), logprobs)
+        if self._request.prompt_logprobs is not None:
+            said["prompt_logprobs"] = self._prompt_logprobs(index, choice)
         if self._request.chat:
             said = {"message": {"role": "assistant", "content": text, "refusal": None}}
         return {
             "index": index,
             **said,
-            "logprobs": self._logprobs(choice.placed, len(text)) if choice.placing else None,
+            "logprobs": logprobs,
             "finish_reason": _completed(choice).finish_reason.value,
             **({"token_ids": choice.token_ids} if self._request.return_token_ids else {}),
         }
@@ -104,6 +136,8 @@ class Answer:
         if self._request.chat and not choice.role_sent:
             choice.role_sent = True
             events.append(self._event([_delta(chunk.choice, {"role": "assistant", "content": ""}, None, None)]))
+        if self._request.echo:
+            events += self._echo_events(choice, chunk)
         ready = self._ready(choice)
         if chunk.text or ready or chunk.completion:
             events.append(self._event([self._part(choice, chunk, ready)]))
@@ -111,10 +145,24 @@ class Answer:
             if self._request.include_usage:
                 events.append({**self._event([]), "usage": self._usage()})
             events[-1]["paceline"] = self._details()
-        if events and not self._prompt_told:
-            self._prompt_told = True
-            events[0] = self._with_prompt(events[0])
+        number = chunk.choice // self._n
+        if events and number not in self._prompts_told:
+            self._prompts_told.add(number)
+            events[0] = self._with_prompts(events[0])
         return events
+
+    def _echo_events(self, choice: _Choice, chunk: Chunk) -> list[dict[str, Any]]:
+        """The prompt: its text at once, with the first of its log-probabilities where those are told."""
+        text = "" if choice.echoed else self._echo(chunk.choice // self._n)
+        logprobs = None
+        if choice.placing and (chunk.prompt_logprobs or not choice.echoed):
+            first = choice.num_prompt_logprobs + 1
+            logprobs = self._echoed_logprobs(chunk.choice, first, chunk.prompt_logprobs)
+            choice.num_prompt_logprobs += len(chunk.prompt_logprobs)
+        if choice.echoed and logprobs is None:
+            return []
+        choice.echoed = True
+        return [self._event([{"index": chunk.choice, "text": text, "logprobs": logprobs, "finish_reason": None}])]
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         usage: dict[str, Any] = {"usage": None} if self._request.include_usage else {}
@@ -143,12 +191,43 @@ class Answer:
         choice.untold = 0
         return part
 
+    # -- the prompts -------------------------------------------------------------------------------------------
+
+    def _echo(self, number: int) -> str:
+        return self._prompts[number].text if self._request.echo else ""
+
+    def _name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._request.tokens_as_ids else self._tokenizer.decode((token_id,))
+
+    def _echoed_logprobs(self, index: int, first: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        number = index // self._n
+        token_ids = self._prompts[number].token_ids
+        if number not in self._offsets:
+            self._offsets[number] = text_offsets(token_ids, self._tokenizer)
+        top = self._request.generation.sampling.top_logprobs or 0
+        return echoed_logprobs(token_ids, first, entries, top, self._name_of, self._offsets[number])
+
+    def _prompt_logprobs(self, index: int, choice: _Choice) -> list[dict[str, dict[str, Any]] | None]:
+        token_ids = self._prompts[index // self._n].token_ids
+        return prompt_logprobs(token_ids, choice.prompt_logprobs, self._request.prompt_logprobs or 0, self._name_of)
+
+    def _with_prompts(self, told: dict[str, Any]) -> dict[str, Any]:
+        """``told`` with the prompts' token ids where vLLM has them, when they are asked for."""
+        if not self._request.return_token_ids:
+            return told
+        ids = {number: list(ids) for number, ids in self._prompt_ids.items()}
+        if self._request.chat:
+            return {**told, "prompt_token_ids": ids[0]}
+        choices = [{**choice, "prompt_token_ids": ids[choice["index"] // self._n]} for choice in told["choices"]]
+        return {**told, "choices": choices}
+
     # -- both --------------------------------------------------------------------------------------------------
 
     def _note(self, choice: _Choice, chunk: Chunk) -> None:
         choice.token_ids += chunk.token_ids
         choice.untold += len(chunk.token_ids)
         choice.characters += len(chunk.text)
+        choice.prompt_logprobs += chunk.prompt_logprobs
         choice.completion = chunk.completion
         if choice.placing:
             entries = zip(chunk.token_ids, chunk.logprobs, strict=True)
@@ -159,28 +238,21 @@ class Answer:
             return chat_logprobs(placed, self._request.tokens_as_ids)
         return completions_logprobs(placed, length, self._request.tokens_as_ids)
 
-    def _with_prompt(self, told: dict[str, Any]) -> dict[str, Any]:
-        """``told`` with the prompt's token ids where vLLM has them, when they are asked for."""
-        prompt = {"prompt_token_ids": list(self._prompt_ids)}
-        if not self._request.return_token_ids:
-            return told
-        if self._request.chat:
-            return {**told, **prompt}
-        return {**told, "choices": [{**choice, **prompt} for choice in told["choices"]]}
-
     def _usage_so_far(self) -> dict[str, int]:
-        prompt, completion = len(self._prompt_ids), sum(len(choice.token_ids) for choice in self._choices)
+        prompt = sum(map(len, self._prompt_ids.values()))
+        completion = sum(len(choice.token_ids) for choice in self._choices)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _usage(self) -> Usage:
-        """The prompt counts once, however many choices there are."""
+        """Each prompt counts once, however many choices there are."""
         usages = [_completed(choice).usage for choice in self._choices]
-        prompt, completion = usages[0].prompt_tokens, sum(usage.completion_tokens for usage in usages)
+        completion, firsts = sum(usage.completion_tokens for usage in usages), usages[:: self._n]
+        prompt = sum(usage.prompt_tokens for usage in firsts)
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
-            prompt_tokens_details=PromptDetails(cached_tokens=usages[0].cached_tokens),
+            prompt_tokens_details=PromptDetails(cached_tokens=sum(usage.cached_tokens for usage in firsts)),
         )
 
     def _details(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """One try of one choice on one pair of nodes (docs/internals/architecture.md#a-request).
 
-    Decode -> Reserved -> Prefill -> FirstToken -> the client | HandedOff | Tokens ... -> Finished
+    Decode -> Reserved -> Prefill -> PromptLogprobs ... -> FirstToken -> the client | HandedOff | Tokens ... -> Finished
 
 The first token comes from prefill and goes out at once; decode's tokens may overtake it and wait for it. Everything
 that goes wrong is a NodeFailure, after which nothing of this attempt is used but the tokens already sent. However an
@@ -67,8 +67,11 @@ class Attempt:
     ) -> None:
         """emit: takes chunks, waits when the client is slow. deadline: monotonic clock.
 
-        ``pair`` becomes the decode node alone where that computes the prompt itself.
+        ``pair`` becomes the decode node alone where that computes the prompt itself, and the prefill node alone where
+        nothing is left to decode.
         """
+        if choice.wants_prompt_logprobs:  # cached rows do not help the node that computes the prompt
+            pair = replace(pair, prefill_hint=0)
         self._choice, self.pair, self._around, self._emit = choice, pair, around, emit
         self._timeout_s = max(0.0, deadline - time.monotonic()) + NODE_MARGIN_S
         self._handed_off = False
@@ -91,7 +94,7 @@ class Attempt:
                 finally:
                     watch.cancel()
         except TimeoutError:
-            outcome, lost = "silent", self._lost() or pair.decode
+            outcome, lost = "silent", self._lost() or self.pair.decode
             raise NodeFailure(lost, NodeUnavailable(f"{lost.id} lost its lease and is silent"), gone=True) from None
         except NodeFailure as failure:
             outcome = str(failure)
@@ -111,12 +114,19 @@ class Attempt:
             )
 
     async def _serve(self) -> None:
-        sequence = replace(self._choice.sequence, output_token_ids=tuple(self._choice.token_ids))
+        sequence = self._choice.for_nodes()
+        if self.pair.prefill is not None and self._choice.is_scored_alone:
+            await self._score(self.pair.prefill, sequence)
+            return
         num_tokens = len(sequence.prompt_token_ids) + len(sequence.output_token_ids)
         decode_node = self.pair.decode
         limit = self._around.bypass.limit(num_tokens - self.pair.decode_hint, decode_node.running)
+        here = sequence
+        if self.pair.prefill is not None and sequence.params.prompt_logprobs is not None and num_tokens > limit:
+            # The node that computes the prompt tells them, from its first row on: decode may use its cache.
+            here, limit = replace(sequence, params=replace(sequence.params, prompt_logprobs=None)), 0
         request = node_pb2.DecodeRequest(
-            sequence=sequence_to_proto(sequence),
+            sequence=sequence_to_proto(here),
             local_prefill=self.pair.prefill is None,
             local_prefill_up_to=limit,
         )
@@ -133,6 +143,19 @@ class Attempt:
                 await self._hand_over(self.pair.prefill, decode, reserved, sequence)
         finally:
             decode.close()
+
+    async def _score(self, node: NodeRecord, sequence: SequenceRequest) -> None:
+        """Nothing is left to decode after the first token: the prefill node computes the prompt, and decode has no part
+        in it."""
+        self.pair = replace(self.pair, decode=node, prefill=None)
+        self._choice.nodes = ServedBy(node.id, "")
+        request = node_pb2.PrefillRequest(sequence=sequence_to_proto(sequence), alone=True)
+        prefill = self._around.calls.prefill(node, request, self._timeout_s, self.pair.prefill_hint)
+        try:
+            await self._first_token(prefill, None)
+        finally:
+            prefill.close()
+        self._choice.end(FinishReason.LENGTH)
 
     def _bypass(self) -> None:
         """Decode computes the prompt itself: the prefill node has no part in this attempt."""
@@ -169,12 +192,13 @@ class Attempt:
 
     # -- the first token ---------------------------------------------------------------------------------------
 
-    async def _first_token(self, prefill: PrefillStream, decode: DecodeStream) -> None:
-        """Wait for the first token and send it. Decode failing first ends the wait."""
-        await asyncio.wait({prefill.read_ahead(), decode.read_ahead()}, return_when=asyncio.FIRST_COMPLETED)
-        if not prefill.read_ahead().done() and (failure := await decode.failure_within(0)):
-            raise await self._blame(failure, prefill)
-        event = await self._prefill_event(prefill, decode)
+    async def _first_token(self, prefill: PrefillStream, decode: DecodeStream | None) -> None:
+        """Wait for the first token and send it, and before it what is told of the prompt. Decode failing first ends the
+        wait."""
+        event = await self._next_of_prefill(prefill, decode)
+        while event is not None and event.HasField("prompt_logprobs"):
+            await self._take_prompt_logprobs(prefill.node, event.prompt_logprobs)
+            event = await self._next_of_prefill(prefill, decode)
         if event is None or not event.HasField("first_token"):
             raise NodeFailure(prefill.node, PacelineError("the stream did not begin with a first token"))
         prefill.computed()
@@ -190,10 +214,21 @@ class Attempt:
         if reason is not None:
             self._choice.end(reason)
 
-    async def _prefill_event(self, prefill: PrefillStream, decode: DecodeStream) -> node_pb2.PrefillEvent | None:
+    async def _next_of_prefill(
+        self, prefill: PrefillStream, decode: DecodeStream | None
+    ) -> node_pb2.PrefillEvent | None:
+        if decode is not None:
+            await asyncio.wait({prefill.read_ahead(), decode.read_ahead()}, return_when=asyncio.FIRST_COMPLETED)
+            if not prefill.read_ahead().done() and (failure := await decode.failure_within(0)):
+                raise await self._blame(failure, prefill)
+        return await self._prefill_event(prefill, decode)
+
+    async def _prefill_event(self, prefill: PrefillStream, decode: DecodeStream | None) -> node_pb2.PrefillEvent | None:
         try:
             event = await prefill.next()
         except NodeFailure as failure:
+            if decode is None:
+                raise
             raise await self._blame(failure, decode) from None
         self._heard_at = time.monotonic()
         return event
@@ -218,7 +253,9 @@ class Attempt:
             event = await self._decode_event(decode, prefill)
             if event is None:
                 raise NodeFailure(decode.node, PacelineError("the stream ended without a finish reason"))
-            if event.HasField("tokens"):
+            if event.HasField("prompt_logprobs"):
+                await self._take_prompt_logprobs(decode.node, event.prompt_logprobs)
+            elif event.HasField("tokens"):
                 if prefill is None and self._choice.cached_tokens is None:
                     self._choice.cached_tokens = event.tokens.cached_tokens
                 await self._take(decode.node, event.tokens)
@@ -265,6 +302,16 @@ class Attempt:
         else:
             self._around.metrics.tokens(len(chunk.token_ids), choice.last_token_at - since)
         await self._emit(chunk)
+
+    async def _take_prompt_logprobs(self, node: NodeRecord, message: node_pb2.PromptLogprobs) -> None:
+        """Send what is new of the prompt's log-probabilities."""
+        logprobs = [logprobs_from_proto(entry) for entry in message.logprobs]
+        try:
+            chunk = self._choice.take_prompt_logprobs(message.first_position, logprobs)
+        except HandoffFailed as error:
+            raise NodeFailure(node, error) from None
+        if chunk is not None:
+            await self._emit(chunk)
 
     # -- the hand-off's numbers --------------------------------------------------------------------------------
 

@@ -69,16 +69,52 @@ class ChoiceRun:
         self._lossless = lossless
         self._stats = SpecStats()
         self._had = 0  # tokens that the client has from another router
+        wanted = sequence.params.prompt_logprobs is not None
+        self._prompt_logprobs_left = len(sequence.prompt_token_ids) - 1 if wanted else 0
 
-    def resume(self, next_index: int, token_ids: Sequence[int]) -> None:
-        """Before anything else: the client has the tokens before ``next_index``. Given here they are what nodes go on
-        from; else nodes make them again, and they are taken without being sent. Raises InvalidRequest.
+    def resume(self, next_index: int, token_ids: Sequence[int], num_prompt_logprobs: int = 0) -> None:
+        """Before anything else: the client has the tokens before ``next_index``, and as many log-probabilities of the
+        prompt. Tokens given here are what nodes go on from; else nodes make them again, and they are taken without
+        being sent. Raises InvalidRequest.
         """
         self._had = next_index
+        self._prompt_logprobs_left -= num_prompt_logprobs
         self._push(token_ids)
         self.end_by_tokens()
         if len(self.token_ids) < len(token_ids):
             raise InvalidRequest("resume.choices", f"choice {self.index} ended at token {len(self.token_ids)}")
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether any of the prompt's log-probabilities are still to be told."""
+        return self._prompt_logprobs_left > 0
+
+    @property
+    def is_scored_alone(self) -> bool:
+        """Whether the request looks at the prompt, and nothing would be left to decode after one more token."""
+        params = self.sequence.params
+        scores = params.max_tokens == 0 or params.prompt_logprobs is not None
+        return scores and params.max_tokens - len(self.token_ids) <= 1
+
+    def for_nodes(self) -> SequenceRequest:
+        """What nodes are asked now: to go on after the tokens that are there, and to tell of the prompt what is left to
+        tell. They make one token at least."""
+        params = self.sequence.params
+        wanted = params.prompt_logprobs if self.wants_prompt_logprobs else None
+        asked = replace(params, max_tokens=max(params.max_tokens, 1), prompt_logprobs=wanted)
+        return replace(self.sequence, output_token_ids=tuple(self.token_ids), params=asked)
+
+    def take_prompt_logprobs(self, first_position: int, logprobs: Sequence[TokenLogprobs]) -> Chunk | None:
+        """Take log-probabilities of the prompt's tokens from ``first_position`` on; those already sent are dropped.
+        None when all were. Raises HandoffFailed on a gap."""
+        known = len(self.sequence.prompt_token_ids) - self._prompt_logprobs_left - first_position
+        if known < 0:
+            raise HandoffFailed(f"log-probabilities of the prompt are missing before those of token {first_position}")
+        new = tuple(logprobs[known : known + self._prompt_logprobs_left])
+        if not new:
+            return None
+        self._prompt_logprobs_left -= len(new)
+        return Chunk(self.index, max(len(self.token_ids), self._had), prompt_logprobs=new)
 
     def take(
         self,
@@ -89,8 +125,14 @@ class ChoiceRun:
     ) -> Chunk | None:
         """Take tokens from index ``first_index`` on; those already taken, or sent, are dropped. None when all were.
 
-        Raises HandoffFailed, and takes nothing, on a gap or on a token that differs from the one sent before.
+        Raises HandoffFailed, and takes nothing, on a gap, on a token that differs from the one sent before, and where
+        log-probabilities of the prompt should have come first.
         """
+        if self.wants_prompt_logprobs:
+            raise HandoffFailed("a token came before all log-probabilities of the prompt")
+        if self.sequence.params.max_tokens == 0:  # made because nodes make one at least; nobody asked for it
+            self.end(FinishReason.LENGTH)
+            return None
         known = len(self.token_ids) - first_index
         if known < 0:
             raise HandoffFailed(f"token {len(self.token_ids)} is missing: the node went on with {first_index}")
@@ -152,11 +194,12 @@ class ChoiceRun:
             self.finish_reason = reason
 
     def end_by_tokens(self) -> None:
-        """End when the tokens alone say so: a node may die between the last token and the word."""
+        """End when the tokens alone say so: a node may die between the last token and the word, and a request may ask
+        for none."""
         params = self.sequence.params
         if self.token_ids and self.token_ids[-1] in params.stop_token_ids:
             self.end(FinishReason.STOP)
-        elif len(self.token_ids) >= params.max_tokens:
+        elif len(self.token_ids) >= params.max_tokens and not self.wants_prompt_logprobs:
             self.end(FinishReason.LENGTH)
 
     def add_handoff(self, handoff: HandoffBytes) -> None:

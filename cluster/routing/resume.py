@@ -117,5 +117,12 @@ def _check(received: ReceivedChoice, plan: Plan, vocab_size: int, replayable: bo
     require(have <= plan.sequences[0].params.max_tokens, f"next_index {have} is above max_tokens")
     require(len(tokens) in (0, have), f"{len(tokens)} tokens are not those before next_index {have}")
     require(all(0 <= token_id < vocab_size for token_id in tokens), "a token id is outside the vocabulary")
+    params, last = plan.sequences[0].params, plan.num_prompt_tokens - 1
+    entries = last if params.prompt_logprobs is not None else 0
+    require(received.num_prompt_logprobs <= entries, f"there are {entries} log-probabilities of the prompt")
+    # Never sent after a token, so a client that has one has them all.
+    require(
+        have == 0 or received.num_prompt_logprobs == entries, "tokens come after all log-probabilities of the prompt"
+    )
     needs_tokens = have > 0 and not tokens and not received.complete
     require(replayable or not needs_tokens, "token_ids are needed: this acceptance rule does not make them again")

@@ -253,7 +253,7 @@ class Router:
             run = ChoiceRun(index, plan.request_id, sequence, detokenizer, started_at, lossless)
             run.trace = self._recorder.open(sequence.request_id, "choice")
             if had is not None:
-                run.resume(had.next_index, had.token_ids)
+                run.resume(had.next_index, had.token_ids, had.num_prompt_logprobs)
             runs.append(run)
         return runs
 
@@ -287,6 +287,7 @@ class Router:
         tries = Tries()
         prompt, salt = run.sequence.prompt_token_ids, run.sequence.cache_salt
         num_tokens = len(prompt) + run.sequence.params.max_tokens
+        run.end_by_tokens()  # where neither a token nor a log-probability is asked for
         while run.finish_reason is None:
             pair = await self._pairing.pick(tries, num_tokens, (*prompt, *run.token_ids), salt)
             before = len(run.token_ids)

@@ -17,7 +17,7 @@ from decode_node.stream import Stream, StreamPhase
 from paceline.engine.model_runner import ModelRunner, RoundResult
 from paceline.request import TokenLogprobs
 from paceline.v1 import node_pb2
-from paceline.wire import logprobs_to_proto, round_to_proto
+from paceline.wire import logprobs_to_proto, prompt_logprobs_to_proto, round_to_proto
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,9 @@ class ModelWork:
         ended = time.monotonic()
         for (stream, chunk), sampled in zip(step, results, strict=True):
             stream.trace.record("chunk", began, ended, first_token=chunk.start, end_token=chunk.end, batch=len(step))
+            assert stream.seq is not None
+            for message in prompt_logprobs_to_proto(*stream.seq.take_prompt_logprobs()):
+                stream.events.push(node_pb2.DecodeEvent(prompt_logprobs=message))
             if sampled is not None and not self._failed(stream):
                 self._run(stream)
                 self._emit(stream, (sampled.token_id,), (sampled.logprobs,) if sampled.logprobs else (), None)

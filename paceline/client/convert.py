@@ -43,7 +43,7 @@ class GenerateOptions(ChatOptions, total=False):
     The text beside a type says what the option means; ``paceline generate --help`` shows the same.
     """
 
-    max_tokens: Annotated[int | None, "Tokens to generate at most. The server's default is 1,024."]
+    max_tokens: Annotated[int | None, "Tokens to generate at most; 0: none. The server's default is 1,024."]
     min_tokens: Annotated[int | None, "Tokens before which no end-of-sequence or stop token is taken."]
     temperature: Annotated[float | None, "0 takes the most likely token; 1 is the model's own distribution."]
     top_p: Annotated[float | None, "Sample from the fewest tokens that have this probability together; 1 keeps all."]
@@ -58,6 +58,7 @@ class GenerateOptions(ChatOptions, total=False):
     stop_token_ids: Annotated[Sequence[int] | None, "Token ids that end the answer."]
     ignore_eos: Annotated[bool | None, "Go on after the model's end-of-sequence token."]
     top_logprobs: Annotated[int | None, "Log-probabilities of so many best tokens; 0: of the chosen token alone."]
+    prompt_logprobs: Annotated[int | None, "As top_logprobs, of the prompt's tokens from the second one on."]
     response_format: Annotated[
         ResponseFormat | None, 'The answer is JSON: of a pydantic model or a JSON Schema, or any "json_object".'
     ]
@@ -155,6 +156,7 @@ def chunk(message: inference_pb2.GenerateChunk) -> Chunk:
         completion=completion(message.completion) if message.HasField("completion") else None,
         reasoning=message.reasoning,
         tool_calls=tuple(tool_call_part_from_proto(part) for part in message.tool_calls),
+        prompt_logprobs=tuple(logprobs_from_proto(entry) for entry in message.prompt_logprobs),
     )
 
 
@@ -196,6 +198,7 @@ def generation(message: inference_pb2.GenerateResponse) -> Generation:
             completion=completion(choice.completion),
             reasoning=choice.reasoning,
             tool_calls=tuple(tool_call_from_proto(call) for call in choice.tool_calls),
+            prompt_logprobs=tuple(logprobs_from_proto(entry) for entry in choice.prompt_logprobs),
         )
         for choice in message.choices
     )

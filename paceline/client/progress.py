@@ -19,6 +19,7 @@ class StreamProgress:
         self.request = request
         self._resumable: inference_pb2.Resumable | None = None
         self._token_ids: dict[int, list[int]] = {}
+        self._num_prompt_logprobs: dict[int, int] = {}
         self._complete: set[int] = set()
         self._num_calls: dict[int, int] = {}
         self._choices = request.sampling.n if request.sampling.HasField("n") else 1
@@ -44,6 +45,9 @@ class StreamProgress:
         if chunk.HasField("resumable") and self._resumable is None:
             self._resumable = chunk.resumable
         token_ids.extend(chunk.token_ids)
+        self._num_prompt_logprobs[chunk.choice] = self._num_prompt_logprobs.get(chunk.choice, 0) + len(
+            chunk.prompt_logprobs
+        )
         if chunk.HasField("completion"):
             self._complete.add(chunk.choice)
 
@@ -70,6 +74,10 @@ class StreamProgress:
             request.resume.plan_digest = self._resumable.plan_digest
         for choice, token_ids in self._token_ids.items():
             request.resume.choices.add(
-                choice=choice, next_index=len(token_ids), token_ids=token_ids, complete=choice in self._complete
+                choice=choice,
+                next_index=len(token_ids),
+                token_ids=token_ids,
+                complete=choice in self._complete,
+                num_prompt_logprobs=self._num_prompt_logprobs[choice],
             )
         return request

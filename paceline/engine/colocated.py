@@ -25,6 +25,7 @@ class Completed:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     stats: SpecStats = field(default_factory=SpecStats)
@@ -57,6 +58,7 @@ class ColocatedEngine:
         seq.table.ensure(seq.num_prefill + request.params.max_tokens + self.runner.spec_slots)
         for chunk in self._chunks(seq):
             token = self.runner.prefill([chunk])[0]
+            done.prompt_logprobs += seq.take_prompt_logprobs()[1]
             if token is not None:
                 done.token_ids.append(token.token_id)
                 done.logprobs.extend([token.logprobs] if token.logprobs else [])

@@ -19,6 +19,7 @@ from paceline.engine.grammar_drafts import fit_trees, forced_runs
 from paceline.engine.graphs import TargetGraphs
 from paceline.engine.handoff_contents import HandoffContents
 from paceline.engine.host_round import HostJudge
+from paceline.engine.prompt_logprobs import add_prompt_logprobs
 from paceline.engine.rounds import Drafted, Judge, Judged, accepted_rows, commit, counted
 from paceline.engine.tree_rows import ObserveLogits
 from paceline.grammar.compile import CompiledGrammar, GrammarCompiler
@@ -173,6 +174,8 @@ class ModelRunner:
             # Chained MTP modules need their last D rows computed afresh to start from (drafters/mtp.py).
             most = seq.num_prefill - max(1, self.drafter.lookahead)
             most = most if most_cached is None else min(most, most_cached)
+            if request.params.prompt_logprobs is not None:
+                most = 0  # cached rows have KV but no hidden rows, of which logits are made
             pages, tokens = self.prefix.match(seq.token_ids, request.cache_salt, max(most, 0))
             seq.table.adopt(pages)
             seq.num_computed = seq.cached_tokens = seq.draft_rows = tokens
@@ -191,7 +194,8 @@ class ModelRunner:
     # ---- prefill
 
     def prefill(self, chunks: Seq[PrefillChunk], after_layer: AfterLayer | None = None) -> list[SampledToken | None]:
-        """One forward over all chunks; the first token of each that is final. Pages must reach ``end``.
+        """One forward over all chunks; the first token of each that is final. Pages must reach ``end``. Where a request
+        asks for log-probabilities of its prompt, those of the chunk are appended to the sequence's.
 
         after_layer: called with each target layer's index as soon as its rows of all chunks are in the pool.
         """
@@ -208,7 +212,8 @@ class ModelRunner:
             for i, seq, row, token in zip(final, ending, logits, tokens, strict=True):
                 sampled[i] = self._first_token(seq, row, token)
         items = []
-        for chunk, rows in zip(chunks, torch.split_with_sizes(draft_rows, sizes), strict=True):
+        for i, (chunk, rows) in enumerate(zip(chunks, torch.split_with_sizes(draft_rows, sizes), strict=True)):
+            add_prompt_logprobs(self.model, chunk.seq, chunk.start, hidden[i])
             chunk.seq.num_computed = chunk.end
             if chunk.seq.finish_reason is None:
                 items.append(ExtendItem(chunk.seq, chunk.start, chunk.end, rows, chunk.final))

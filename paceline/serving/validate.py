@@ -24,6 +24,8 @@ def check_request(runner: ModelRunner, request: SequenceRequest, num_slots: int)
         for token_id in getattr(request, field):
             if not 0 <= token_id < runner.vocab_size:
                 raise InvalidRequest(field, f"token id {token_id} is outside the vocabulary of {runner.vocab_size}")
+    if params.max_tokens < 1:
+        raise InvalidRequest("max_tokens", "must be at least 1 when a request reaches a node")
     if len(request.output_token_ids) >= params.max_tokens:
         raise InvalidRequest("output_token_ids", f"already has max_tokens ({params.max_tokens}) tokens")
     total = len(request.prompt_token_ids) + params.max_tokens

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.errors import InvalidRequest
-from paceline.request import FinishReason, SequenceRequest
+from paceline.request import FinishReason, SequenceRequest, TokenLogprobs
 from paceline.spec_decode.stats import SpecStats
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     grammar: GrammarCursor | None = None  # where it stands in the request's grammar; None: it has none
     failure: InvalidRequest | None = None  # why its grammar cannot go on; what was committed with it is not to be sent
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # the runner appends them, the node takes them
     memory: dict[str, object] = field(
         default_factory=dict
     )  # what drafters and choosers keep; rebuilt from token_ids at need
@@ -60,6 +61,12 @@ class Sequence:
         """A sequence before its prefill."""
         tokens = [*request.prompt_token_ids, *request.output_token_ids]
         return cls(request=request, token_ids=tokens, num_prefill=len(tokens), table=table)
+
+    def take_prompt_logprobs(self) -> tuple[int, list[TokenLogprobs]]:
+        """Those made since the last call, and the place in the prompt of the first of them. Between two steps."""
+        made, self.prompt_logprobs = self.prompt_logprobs, []
+        done = min(self.num_computed, len(self.request.prompt_token_ids) - 1)  # the last place that they reach
+        return done - len(made) + 1, made
 
     @property
     def has_candidates(self) -> bool:

@@ -344,12 +344,15 @@ class Received(_message.Message):
     NEXT_INDEX_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     COMPLETE_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """Which of the n choices."""
     next_index: _builtins.int
     """Tokens before this index are not sent again."""
     complete: _builtins.bool
     """Its completion was received: nothing more of it is sent."""
+    num_prompt_logprobs: _builtins.int
+    """Entries of prompt_logprobs that were received: they are not sent again."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Those tokens, to be computed as a prompt is; none: they are made again, silently."""
@@ -361,10 +364,11 @@ class Received(_message.Message):
         next_index: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         complete: _builtins.bool = ...,
+        num_prompt_logprobs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "complete", b"complete", "next_index", b"next_index", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "complete", b"complete", "next_index", b"next_index", "num_prompt_logprobs", b"num_prompt_logprobs", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -416,6 +420,7 @@ class GenerateChunk(_message.Message):
     RESUMABLE_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """Which of the n choices."""
     first_index: _builtins.int
@@ -448,6 +453,12 @@ class GenerateChunk(_message.Message):
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallPart]:
         """Parts of tool calls that became certain; they are not part of text."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """When prompt_logprobs was set: the next ones of the prompt's tokens, from its second token on. All of them come
+        before the first token of the choice.
+        """
+
     def __init__(
         self,
         *,
@@ -461,10 +472,11 @@ class GenerateChunk(_message.Message):
         resumable: Global___Resumable | None = ...,
         reasoning: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCallPart] | None = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "completion", b"completion", "resumable", b"resumable", "round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "choice", b"choice", "completion", b"completion", "first_index", b"first_index", "logprobs", b"logprobs", "reasoning", b"reasoning", "resumable", b"resumable", "round", b"round", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "choice", b"choice", "completion", b"completion", "first_index", b"first_index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "resumable", b"resumable", "round", b"round", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__round: _TypeAlias = _typing.Literal["round"]  # noqa: Y015
     _WhichOneofArgType__round: _TypeAlias = _typing.Literal["_round", b"_round"]  # noqa: Y015
@@ -701,7 +713,7 @@ class ServedBy(_message.Message):
     prefill: _builtins.str
     """The prefill node."""
     decode: _builtins.str
-    """The decode node."""
+    """The decode node; empty when nothing was left to decode."""
     def __init__(
         self,
         *,
@@ -791,6 +803,7 @@ class Choice(_message.Message):
     COMPLETION_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Which of the n choices."""
     text: _builtins.str
@@ -813,6 +826,10 @@ class Choice(_message.Message):
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
         """The tools that it called; they are not part of text."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """One per token of the prompt, from its second token on, when prompt_logprobs was set."""
+
     def __init__(
         self,
         *,
@@ -823,10 +840,11 @@ class Choice(_message.Message):
         completion: Global___Completion | None = ...,
         reasoning: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "index", b"index", "logprobs", b"logprobs", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -81,12 +81,15 @@ class PrefillRequest(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     DECODE_ADDRESS_FIELD_NUMBER: _builtins.int
     DECODE_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    ALONE_FIELD_NUMBER: _builtins.int
     ticket: _builtins.str
     """The decode node's reservation."""
     decode_address: _builtins.str
     """HOST:PORT of the decode node's gRPC."""
     decode_cached_tokens: _builtins.int
     """Tokens of the prefix that decode already holds."""
+    alone: _builtins.bool
+    """Nothing is left to decode after the first token: nothing is handed over, and ticket and address are not looked at."""
     @_builtins.property
     def sequence(self) -> Global___SequenceRequest:
         """What is asked."""
@@ -98,10 +101,11 @@ class PrefillRequest(_message.Message):
         ticket: _builtins.str = ...,
         decode_address: _builtins.str = ...,
         decode_cached_tokens: _builtins.int = ...,
+        alone: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_address", b"decode_address", "decode_cached_tokens", b"decode_cached_tokens", "sequence", b"sequence", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alone", b"alone", "decode_address", b"decode_address", "decode_cached_tokens", b"decode_cached_tokens", "sequence", b"sequence", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -115,29 +119,63 @@ class PrefillEvent(_message.Message):
 
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     HANDED_OFF_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def first_token(self) -> Global___FirstToken:
         """The prompt is computed."""
 
     @_builtins.property
     def handed_off(self) -> Global___HandedOff:
-        """The hand-off is terminal and acknowledged; pages are released."""
+        """The hand-off is terminal and acknowledged; pages are released. With alone there was none."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs:
+        """Before the first token, when the request asks for them."""
 
     def __init__(
         self,
         *,
         first_token: Global___FirstToken | None = ...,
         handed_off: Global___HandedOff | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "handed_off", b"handed_off"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "handed_off", b"handed_off", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "handed_off", b"handed_off"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "handed_off", b"handed_off", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["first_token", "handed_off"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["first_token", "handed_off", "prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___PrefillEvent: _TypeAlias = PrefillEvent  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """Log-probabilities of tokens of the prompt, in messages of a bounded size."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    first_position: _builtins.int
+    """Place in the prompt of the first of them; at least 1, since nothing comes before the first token."""
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]:
+        """One per token, in order."""
+
+    def __init__(
+        self,
+        *,
+        first_position: _builtins.int = ...,
+        logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_position", b"first_position", "logprobs", b"logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class FirstToken(_message.Message):
@@ -298,6 +336,7 @@ class DecodeEvent(_message.Message):
     RESERVED_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def reserved(self) -> Global___Reserved:
         """The first event."""
@@ -310,18 +349,23 @@ class DecodeEvent(_message.Message):
     def finished(self) -> Global___Finished:
         """The last event."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs:
+        """With local_prefill, before the first token, when the request asks for them."""
+
     def __init__(
         self,
         *,
         reserved: Global___Reserved | None = ...,
         tokens: Global___Tokens | None = ...,
         finished: Global___Finished | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "reserved", b"reserved", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "reserved", b"reserved", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "reserved", b"reserved", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "reserved", b"reserved", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["reserved", "tokens", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["reserved", "tokens", "finished", "prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

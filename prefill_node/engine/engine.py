@@ -19,7 +19,7 @@ from paceline.errors import DeadlineExceeded, HandoffFailed, InvalidRequest, Ove
 from paceline.serving.ledger import PageLedger
 from paceline.tracing import NO_TRACE, Trace
 from paceline.v1 import inference_pb2, node_pb2
-from paceline.wire import finish_reason_to_proto, logprobs_to_proto
+from paceline.wire import finish_reason_to_proto, logprobs_to_proto, prompt_logprobs_to_proto
 from prefill_node.engine.scheduler import PrefillLimits, PrefillScheduler
 from prefill_node.engine.sends import Sends
 from prefill_node.job import JobPhase, PrefillJob
@@ -108,6 +108,9 @@ class PrefillEngine:
 
     def _postprocess(self, job: PrefillJob, sampled: SampledToken | None) -> None:
         """``sampled``: the first token, after a prompt's last chunk."""
+        assert job.seq is not None
+        for message in prompt_logprobs_to_proto(*job.seq.take_prompt_logprobs()):
+            job.emit(node_pb2.PrefillEvent(prompt_logprobs=message))
         if sampled is None:
             self._sends.chunk(job)
             return

@@ -109,6 +109,22 @@ async def test_a_router_dies_at_every_index(redis_server: Embedded, upto: int, j
         assert (await client.generate("hello", max_tokens=3, seed=5)).text == TEXT[:3]  # at the second router now
 
 
+@pytest.mark.parametrize("journal", [True, False])
+@pytest.mark.parametrize("max_tokens", [0, 1, 3])
+@pytest.mark.parametrize("upto", range(5))
+async def test_log_probabilities_of_the_prompt_come_once(
+    redis_server: Embedded, upto: int, max_tokens: int, journal: bool
+) -> None:
+    """In two messages, then the tokens, then the end."""
+    expected = tuple(-float(i) for i in range(1, 5))
+    upto = min(upto, 2 + max_tokens)
+    async with routers(redis_server.url if journal else "") as (_, two), AsyncClient(two.addresses) as client:
+        got: list[Chunk] = []
+        chunks = await with_death(two, upto, collected(client, got, max_tokens=max_tokens, prompt_logprobs=0), got)
+        assert joined(chunks) == (TEXT[:max_tokens], TEXT[:max_tokens].encode(), 0)
+        assert tuple(entry.logprob for chunk in chunks for entry in chunk.prompt_logprobs) == expected
+
+
 @pytest.mark.parametrize("upto", [0, 1, 5, 12])
 async def test_the_blocking_client(redis_server: Embedded, upto: int) -> None:
     async with routers(redis_server.url) as (_, two):

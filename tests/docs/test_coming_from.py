@@ -85,10 +85,9 @@ REFUSED: dict[str, Any] = {
     "lora_path": "x",
     "prompt_embeds": "x",
     "chat_template": "x",
-    "prompt_logprobs": 1,
     "chat_template_kwargs": {},
 }
-REFUSED_OF_COMPLETIONS: dict[str, Any] = {"echo": True, "suffix": "x", "best_of": 2}
+REFUSED_OF_COMPLETIONS: dict[str, Any] = {"suffix": "x", "best_of": 2}
 
 
 def test_every_refused_field_is_tried() -> None:

@@ -23,6 +23,7 @@ class Sampling(TypedDict, total=False):
     stop_token_ids: tuple[int, ...]
     min_tokens: int
     ignore_eos: bool
+    prompt_logprobs: int | None
     top_logprobs: int | None
     grammar: Grammar | None
 

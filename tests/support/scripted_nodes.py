@@ -101,6 +101,8 @@ class Script:
     round_size: int = 3
     die_after: int | None = None  # tokens of one Decode call, or events of a Prefill call, then `death`, once
     death: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
+    die_in_prompt: int | None = None  # messages of the prompt's logprobs, then `death`, once
+    skip_in_prompt: int | None = None  # leaves this message of the prompt's logprobs out, once
     gate: asyncio.Event | None = None  # waited for before every round, or before the first token
     repeat: bool = False  # sends every token twice
     skip_at: int | None = None  # leaves this index out, once
@@ -119,6 +121,7 @@ class FakeNode:
     sequences: list[SequenceRequest] = field(default_factory=list)
     tickets: list[str] = field(default_factory=list)
     local: list[bool] = field(default_factory=list)
+    alone: list[bool] = field(default_factory=list)
     active: int = 0
     cancelled: int = 0
     server: grpc.aio.Server | None = None
@@ -158,6 +161,19 @@ class FakeNode:
         finally:
             self.active -= 1
 
+    async def tell_of_prompt(self, sequence: SequenceRequest, write: Any, context: Any) -> None:
+        """Log-probabilities of the prompt, where they are asked for, two a message."""
+        entries, script = prompt_logprobs_of(sequence), self.script
+        for sent, start in enumerate(range(0, len(entries), 2)):
+            if sent == script.die_in_prompt:
+                script.die_in_prompt = None
+                await context.abort(script.death, f"{self.record.id} was told to die")
+            if sent == script.skip_in_prompt:
+                script.skip_in_prompt = None
+                continue
+            logprobs = [logprobs_to_proto(entry) for entry in entries[start : start + 2]]
+            await write(node_pb2.PromptLogprobs(first_position=start + 1, logprobs=logprobs))
+
     async def maybe_die(self, sent: int, context: Any) -> None:
         if self.script.die_after is not None and sent >= self.script.die_after:
             self.script.die_after = None
@@ -187,6 +203,15 @@ def logprobs_of(request: SequenceRequest, token_id: int) -> TokenLogprobs | None
     return TokenLogprobs(-0.5, tuple(token_id + i for i in range(top)), tuple(-0.5 - i for i in range(top)))
 
 
+def prompt_logprobs_of(request: SequenceRequest) -> list[TokenLogprobs]:
+    """Of token i the log-probability -i, then those of its neighbours; none where they are not asked for."""
+    top = request.params.prompt_logprobs
+    if top is None:
+        return []
+    tokens = enumerate(request.prompt_token_ids[1:], 1)
+    return [TokenLogprobs(-i, tuple(t + k for k in range(top)), tuple(-i - k for k in range(top))) for i, t in tokens]
+
+
 class World:
     """Which tickets are ready to decode."""
 
@@ -214,6 +239,8 @@ class FakeDecode(node_pb2_grpc.DecodeNodeServicer):
             await context.write(node_pb2.DecodeEvent(reserved=reserved))
             index = len(sequence.output_token_ids)
             if request.local_prefill:
+                write = lambda told: context.write(node_pb2.DecodeEvent(prompt_logprobs=told))  # noqa: E731
+                await self.node.tell_of_prompt(sequence, write, context)
                 first = output_token(sequence, index)
                 await self._send(context, sequence, index, [first], None)
             else:
@@ -277,6 +304,7 @@ class FakePrefill(node_pb2_grpc.PrefillNodeServicer):
             sequence = sequence_from_proto(request.sequence)
             self.node.sequences.append(sequence)
             self.node.tickets.append(request.ticket)
+            self.node.alone.append(request.alone)
             if self.node.script.gate is not None:
                 await self.node.script.gate.wait()
             if self.node.script.begins:
@@ -284,6 +312,8 @@ class FakePrefill(node_pb2_grpc.PrefillNodeServicer):
                     await context.write(only)
                 return
             await self.node.maybe_die(0, context)
+            write = lambda told: context.write(node_pb2.PrefillEvent(prompt_logprobs=told))  # noqa: E731
+            await self.node.tell_of_prompt(sequence, write, context)
             index = len(sequence.output_token_ids)
             token_id = output_token(sequence, index)
             logprobs = logprobs_of(sequence, token_id)
@@ -295,6 +325,9 @@ class FakePrefill(node_pb2_grpc.PrefillNodeServicer):
             )
             await context.write(node_pb2.PrefillEvent(first_token=first))
             await self.node.maybe_die(1, context)
+            if request.alone:
+                await context.write(node_pb2.PrefillEvent(handed_off=node_pb2.HandedOff()))
+                return
             self.world.ready[request.ticket].set()
             counts = inference_pb2.HandoffBytes(target_kv=1000, draft_kv=100, hidden=10, meta=1)
             handed_off = node_pb2.HandedOff(bytes=counts, exposed_s=0.001, transfer_s=0.01)

@@ -197,7 +197,7 @@ BAD: list[tuple[str, GenerationRequest]] = [
     ("messages", ask(prompt=Chat(()))),
     ("messages", ask(prompt=Chat((ChatMessage("robot", "x"),)))),
     ("messages[0].content", ask(prompt=Chat((ChatMessage("user", "\udc00"),)))),
-    ("max_tokens", ask(0)),
+    ("max_tokens", ask(-1)),
     ("max_tokens", ask(-1)),
     ("temperature", ask(temperature=float("nan"))),
     ("temperature", ask(temperature=-1.0)),
