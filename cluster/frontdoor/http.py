@@ -33,7 +33,8 @@ from cluster.frontdoor.json_body import parse_object
 from cluster.frontdoor.openai_answers import Health, Model, Models, NodeCounts, Version
 from cluster.frontdoor.openai_parse import ApiRequest, parse_chat, parse_completion
 from cluster.frontdoor.openai_stream import Answer
-from cluster.frontdoor.prompts import AskedPrompt, Decoder, generate_all, read_prompts
+from cluster.frontdoor.openai_stream import Decoder as AnswerTokens
+from cluster.frontdoor.prompts import AskedPrompt, generate_all, read_prompts
 from cluster.routing.metrics import CONTENT_TYPE, Metrics
 from paceline.errors import InvalidRequest, PacelineError, quoted
 from paceline.results import Chunk, ModelInfo, Tokenization
@@ -52,7 +53,7 @@ JSON = "application/json"
 Parser = Callable[[dict[str, Any], str], ApiRequest]
 
 
-class ServingTokenizer(Decoder, TokenText, Protocol):
+class ServingTokenizer(AnswerTokens, TokenText, Protocol):
     """paceline.text.tokenizer.Tokenizer, as far as HTTP needs it."""
 
 

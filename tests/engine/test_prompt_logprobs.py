@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -152,7 +152,8 @@ def test_a_tiny_checkpoint_against_transformers(tmp_path: Path) -> None:
 def test_the_real_model_against_transformers(smollm2_folder: Path) -> None:
     tokens = Tokenizer.from_folder(smollm2_folder).encode("The river that flows through Paris is called the Seine.")
     expected = reference(smollm2_folder, tokens)
-    for dtype, most in (("fp32", 1e-3), ("bf16", 0.25)):
+    dtypes: tuple[tuple[Literal["fp32", "bf16"], float], ...] = (("fp32", 1e-3), ("bf16", 0.25))
+    for dtype, most in dtypes:
         gc.collect()  # two of this size at once fill a worker
         runner = build_runner(NodeConfig(model=str(smollm2_folder), drafter="none", dtype=dtype, kv_cache_tokens=512))
         (entries,) = told(runner, [tiny_request(tokens, max_tokens=1, prompt_logprobs=5)], 7)

@@ -119,7 +119,8 @@ def test_a_node_whose_steps_wait_works_alone_for_a_while(tmp_path: Path, monkeyp
 
 
 def test_tries_in_vain_come_less_and_less_often() -> None:
-    crowd, now, pauses = Crowd(), 0.0, []
+    crowd, now = Crowd(), 0.0
+    pauses: list[float] = []
     for _ in range(8):
         crowd.stepped(now, 0.1, 0.08, 300)
         assert crowd.alone

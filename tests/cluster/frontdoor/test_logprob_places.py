@@ -57,7 +57,7 @@ def answer(request: ApiRequest, tokenizer: Tokenizer, prompt: Sequence[int]) -> 
     made = Answer(request, "m", tokenizer)
     sampling = request.generation.sampling
     sequence = SequenceRequest("id", tuple(prompt), sampling)
-    made.planned(Plan("id", request.generation, sampling.stop, (sequence,)))
+    made.planned(0, Plan("id", request.generation, sampling.stop, (sequence,)))
     return made
 
 

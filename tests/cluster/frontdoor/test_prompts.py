@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -117,7 +117,7 @@ async def test_closing_cancels_every_prompt() -> None:
         made.nodes["decode-0"].script.gate = asyncio.Event()
         request = GenerationRequest((1, 2, 3), SamplingParams(seed=1, n=2), 50)
         prompts = [AskedPrompt(request, (1, 2, 3))] * 5
-        async with aclosing(generate_all(made.router, prompts)) as chunks:
+        async with aclosing(generate_all(made.router, prompts, lambda number, plan: None)) as chunks:
             await anext(chunks)
             while made.nodes["decode-0"].active < 10:
                 await asyncio.sleep(0.005)
@@ -227,8 +227,8 @@ async def test_a_chat_tells_of_its_prompt_as_a_whole() -> None:
 class Spaces:
     """As SentencePiece: a token begins with its space, and the first one of a text is dropped."""
 
-    def decode(self, token_ids: tuple[int, ...]) -> str:
-        return "".join(["", " the", " cat", "s"][i] for i in token_ids).removeprefix(" ")
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(["", " the", " cat", "s"][i] for i in ids).removeprefix(" ")
 
 
 def test_offsets_where_a_text_loses_its_first_space() -> None:
