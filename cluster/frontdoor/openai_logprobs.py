@@ -48,7 +48,7 @@ class Placing:
         others = tuple(self._added(other) for other in logprobs.top_ids)
         own = self._tokenizer.token_bytes(token_id, True)
         new = data.removeprefix(self._open)
-        offset = self._offset + _breaks(self._decoder.getstate()[0], new[:1])
+        offset = self._offset + _broken(self._decoder.getstate()[0], new[:1])
         self._offset += len(self._decoder.decode(new))
         if own:
             self._open = b""
@@ -64,15 +64,15 @@ class Placing:
         return self._open + data if data else data
 
 
-def _breaks(begun: bytes, byte: bytes) -> bool:
-    """Whether the byte does not go on with the character that was begun, which then is U+FFFD before it."""
+def _broken(begun: bytes, byte: bytes) -> int:
+    """Characters U+FFFD that what was begun becomes before the byte; none where the byte goes on with it."""
     if not (begun and byte):
-        return False
+        return 0
     try:
         codecs.utf_8_decode(begun + byte, "strict", False)
     except UnicodeDecodeError:
-        return True
-    return False
+        return len(begun.decode("utf-8", "replace"))
+    return 0
 
 
 def completions_logprobs(placed: Sequence[Placed], length: int, by_id: bool = False) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from paceline.request import FinishReason, SamplingParams, SequenceRequest, Toke
 from paceline.results import Chunk, Round
 from paceline.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from tests.support.http_app import CHAT, COMPLETION
-from tests.support.tiny_tokenizers import QUICK, byte_fallback, byte_level
+from tests.support.tiny_tokenizers import QUICK, byte_fallback, byte_ids, byte_level
 
 LEVEL, FALLBACK = Tokenizer(byte_level(), {}), Tokenizer(byte_fallback(), {})
 TEXTS = st.text(st.sampled_from("aé日🦊 \ufffd\u0301b"), max_size=12)
@@ -154,3 +154,25 @@ def test_special_tokens_add_nothing() -> None:
     ids = [*LEVEL.encode("a"), end]
     content = whole(TALK, LEVEL, [end], chunks(LEVEL, [end], ids, []))["logprobs"]["content"]
     assert [(item["token"], item["bytes"]) for item in content] == [("a", [97]), ("", [])]
+
+
+def test_a_stop_string_cuts_offsets_in_whole_answers_and_streams_alike() -> None:
+    """Tokens within a stop string are told with the end, when it is known where the text ended."""
+    ids = [byte_ids()[byte] for byte in b"xy ab"]
+    prompt = LEVEL.encode("a")
+    parts = chunks(LEVEL, prompt, ids, [1, 1, 1, 1], (" ab",))
+    made = whole(COMPLETE, LEVEL, prompt, parts)
+    assert (made["text"], made["logprobs"]["text_offset"]) == ("xy", [0, 1, 2, 2, 2])
+    events = streamed(STREAM, LEVEL, prompt, parts)
+    told = [(choice["text"], (choice["logprobs"] or {}).get("text_offset")) for choice in events]
+    assert told == [("x", [0]), ("y", [1]), ("", [2]), ("", [2, 2])]
+
+
+def test_a_space_that_a_text_loses_is_in_no_token() -> None:
+    """Behind special tokens alone, the text of a SentencePiece model loses the space that its first word has."""
+    vocabulary = byte_fallback().get_vocab()
+    begin, the, a = [vocabulary["<s>"]], vocabulary["▁the"], vocabulary["a"]
+    for ids, text, data in (([the, a, the], "thea the", [b"the", b"a", b" the"]), ([a, the], "a the", [b"a", b" the"])):
+        message = whole(TALK, FALLBACK, begin, chunks(FALLBACK, begin, ids, []))
+        assert message["message"]["content"] == text
+        assert [bytes(item["bytes"]) for item in message["logprobs"]["content"]] == data
