@@ -54,7 +54,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
 
 
 def piece(token: int) -> str:
-    return (*LETTERS, *PIECES)[token]
+    return [*LETTERS, *PIECES][token]
 
 
 def brute(texts: set[str], before: str) -> tuple[set[int], bool]:
