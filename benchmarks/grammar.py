@@ -269,7 +269,7 @@ def _timed_masks(spent: list[float]) -> Iterator[None]:
         finally:
             spent[0] += time.perf_counter() - began
 
-    GrammarCursor.allowed = timed  # type: ignore[method-assign]
+    GrammarCursor.allowed = timed  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
