@@ -110,6 +110,12 @@ class GrammarCompiler:
         finally:
             self._waiting -= 1
 
+    def forget(self) -> None:
+        """Empty the cache."""
+        with self._guard:
+            self._kept.clear()
+            self._bytes = 0
+
     def close(self) -> None:
         """Let the thread end. Idempotent."""
         if self._thread is not None:

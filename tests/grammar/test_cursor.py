@@ -39,7 +39,7 @@ TEXTS: dict[str, tuple[Grammar, set[str]]] = {
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
-    """Of a vocabulary of single letters and pieces of two or three, so that texts can be cut in many ways."""
+    """Its vocabulary has single letters and pieces of two or three, so that texts can be cut in many ways."""
     folder = tmp_path_factory.mktemp("pieces")
     alphabet = {letter: i for i, letter in enumerate(LETTERS)}
     vocab = alphabet | {piece: len(LETTERS) + i for i, piece in enumerate(PIECES)}
@@ -54,7 +54,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
 
 
 def piece(token: int) -> str:
-    return (*LETTERS, *PIECES)[token]
+    return str((*LETTERS, *PIECES)[token])
 
 
 def brute(texts: set[str], before: str) -> tuple[set[int], bool]:
@@ -90,7 +90,8 @@ def check_state(compiled: CompiledGrammar, cursor: GrammarCursor, texts: set[str
 def test_masks_are_those_of_brute_force_in_every_reachable_state(compiler: GrammarCompiler, case: str) -> None:
     grammar, texts = TEXTS[case]
     compiled = compiler.compile(grammar)
-    cursor, waiting, seen = GrammarCursor(compiled), [()], 0
+    cursor, seen = GrammarCursor(compiled), 0
+    waiting: list[tuple[int, ...]] = [()]
     order = random.Random(7)
     while waiting:  # in any order, so that the cursor goes back and forth
         tokens = waiting.pop(order.randrange(len(waiting)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -18,11 +19,12 @@ from paceline.spec_decode.accept.acceptance import RULES, Verification
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree
 from tests.support.enumerate_acceptance import DRAWN, ONE_HOT, Drafting, ScriptedCoins, TableRows
-from tests.support.enumeration import EXACT, Choose, Model, Probs, Tokens, deviation, normalised
+from tests.support.enumeration import Choose, Model, Probs, Tokens, deviation, normalised
 
 LETTERS, EOS, VOCAB = "abc", 3, 4
 LENGTH = 3
-GRAMMARS = ("[ab]c[ab]", "a[bc]{0,2}", "(ab|bc|cc)[abc]", "[abc]{2}")
+ROUNDING = 1e-6  # q is float32
+GRAMMARS = ("[ab]c[ab]", "a[bc]{0,2}", "(ab|bc|cc)[ab]")
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +67,17 @@ def sequence_after(model: MaskedModel, prefix: Tokens) -> Sequence:
     return seq
 
 
-def deviation_of(model: MaskedModel, rule: str, drafting: Drafting, shape: str, *, keeps_draws: bool) -> float:
+Fit = Callable[[Sequence, DraftTree, FitLimits], DraftTree]
+
+
+def deviation_of(
+    model: MaskedModel, rule: str, drafting: Drafting, shape: str, *, keeps_draws: bool, fit: Fit = fitted
+) -> float:
     """See ``deviation``, of rounds over fitted trees."""
 
     def round_(_: Model, prefix: Tokens, budget: int, choose: Choose) -> tuple[int, Tokens]:
         drafted = drafting.tree(model, prefix, shape, budget - 1, choose)
-        tree = fitted(sequence_after(model, prefix), drafted, FitLimits(9, budget - 1, keeps_draws))
+        tree = fit(sequence_after(model, prefix), drafted, FitLimits(9, budget - 1, keeps_draws))
         check_tree(model, prefix, tree, drafted)
         rows = TableRows(model, prefix, tree, choose)
         coins = ScriptedCoins(choose)
@@ -100,35 +107,27 @@ CASES = (
     ("rejection", ONE_HOT, "chain2"),
     ("rejection", DRAWN, "chain2"),
     ("recursive", ONE_HOT, "comb"),
+    ("recursive", DRAWN, "chain2"),
     ("recursive", DRAWN, "wide2"),
-    ("recursive", DRAWN, "comb"),
 )
 
 
 @pytest.mark.parametrize("pattern", GRAMMARS)
-@pytest.mark.parametrize(
-    "case", CASES, ids=lambda case: f"{case[0]}-{'drawn' if case[1] is DRAWN else 'best'}-{case[2]}"
-)
+@pytest.mark.parametrize(("rule", "drafting", "shape"), CASES)
 def test_the_law_is_the_masked_target_s(
-    compiler: GrammarCompiler, pattern: str, case: tuple[str, Drafting, str]
+    compiler: GrammarCompiler, pattern: str, rule: str, drafting: Drafting, shape: str
 ) -> None:
-    rule, drafting, shape = case
-    grammar = compiler.compile(Grammar(GrammarKind.REGEX, pattern))
-    for seed in (1, 2):
-        model = MaskedModel(VOCAB, seed, grammar=grammar)
-        assert deviation_of(model, rule, drafting, shape, keeps_draws=rule != "sample") < EXACT * 1e6  # q is float32
+    model = MaskedModel(VOCAB, 1, grammar=compiler.compile(Grammar(GrammarKind.REGEX, pattern)))
+    assert deviation_of(model, rule, drafting, shape, keeps_draws=rule != "sample") < ROUNDING
 
 
-def test_pruning_drawn_children_would_change_the_law(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pruning_drawn_children_would_change_the_law(compiler: GrammarCompiler) -> None:
     """Algorithms.md B6: what is left of the draws is no draw from q."""
 
     def pruned(seq: Sequence, tree: DraftTree, limits: FitLimits) -> DraftTree:
-        kept = fitted(seq, replace(tree, draft_probs=None), limits)
-        laws = tree.draft_probs or {}
-        return replace(kept, draft_probs=dict.fromkeys(range(kept.num_nodes), laws[0]))
+        kept, laws = fitted(seq, replace(tree, draft_probs=None), limits), tree.draft_probs
+        return kept if not laws else replace(kept, draft_probs=dict.fromkeys(range(kept.num_nodes), laws[0]))
 
-    monkeypatch.setitem(globals(), "fitted", pruned)
     model = MaskedModel(VOCAB, 1, grammar=compiler.compile(Grammar(GrammarKind.REGEX, "[ab]{2}c?")))
-    assert deviation_of(model, "recursive", DRAWN, "wide2", keeps_draws=True) > 0.001
+    assert deviation_of(model, "recursive", DRAWN, "wide2", keeps_draws=True) < ROUNDING
+    assert deviation_of(model, "recursive", DRAWN, "wide2", keeps_draws=True, fit=pruned) > 0.001

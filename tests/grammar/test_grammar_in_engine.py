@@ -87,6 +87,7 @@ def test_text_is_that_of_plain_decoding(tmp_path: Path, layout: dict[str, object
 
 @pytest.mark.parametrize("cut_every", [1, 4])
 def test_a_replay_from_any_cut_goes_on_alike(tmp_path: Path, cut_every: int) -> None:
+    """dynamo #7930, dynamo #7634: where a sequence stands follows from its tokens."""
     whole, runner = plain(tmp_path, 1.0), grammar_runner(tmp_path, drafter="ngram")
     for request, tokens in zip(requests(1.0)[:5], whole, strict=False):
         cuts = range(1, len(tokens), cut_every)

@@ -47,6 +47,7 @@ GRAMMARS = (
 )
 QUESTION = "Describe Ada Lovelace as JSON, or name a day."
 DRAFTERS: tuple[dict[str, object], ...] = (
+    {"drafter": "none"},
     {"drafter": "ngram", "num_draft_tokens": 6, "tree": "static", "tree_width": 2},
     {"drafter": "mtp", "num_draft_tokens": 4},
     {"drafter": "lookahead", "num_draft_tokens": 8, "tree": "static", "tree_width": 2},
@@ -76,7 +77,7 @@ def test_text_is_that_of_plain_decoding(smollm2_folder: Path, temperature: float
     assert [one.finish_reason for one in plain] == [FinishReason.STOP] * len(asked)
     text = Tokenizer.from_folder(smollm2_folder).decode(plain[0].token_ids)
     jsonschema.validate(json.loads(text), PERSON)
-    for options in ({"drafter": "none"}, *DRAFTERS):
+    for options in DRAFTERS:
         done = answers(follows_grammars(engines.variant(**options), smollm2_folder), asked)
         assert [one.token_ids for one in done] == [one.token_ids for one in plain], options
         assert sum(one.stats.rounds_by_drafter.get("grammar", 0) for one in done) > 0

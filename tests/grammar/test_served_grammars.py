@@ -14,7 +14,7 @@ from paceline.request import Grammar, GrammarKind
 from paceline.v1 import node_pb2
 from paceline.wire import sequence_to_proto
 from tests.grammar.test_grammar_in_engine import JSON, plain, requests
-from tests.support.grammar_engines import grammar_request, grammar_runner
+from tests.support.grammar_engines import grammar_prefill_runner, grammar_request, grammar_runner
 from tests.support.node_pair import Pair, pair
 
 MODES: dict[str, dict[str, object]] = {
@@ -43,9 +43,10 @@ async def refusal(nodes: Pair, grammar: Grammar, **changes: object) -> str:
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_apart_equals_plain_decoding(tmp_path: Path, mode: str) -> None:
+    """sglang #29110, sglang #25388: the prefill node samples the first token, and decode goes on after it."""
     config, folder = nodes(tmp_path, **MODES[mode])
     expected = plain(folder, 1.0)
-    prefill = grammar_runner(folder, decodes=False, **MODES[mode])
+    prefill = grammar_prefill_runner(folder, **MODES[mode])
     decode = grammar_runner(folder, page_size=8, **MODES[mode])
     async with pair(config, prefill, decode) as apart:
         answers = await asyncio.gather(*(apart.generate(request) for request in requests(1.0)))

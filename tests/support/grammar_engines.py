@@ -20,8 +20,17 @@ from tests.support.tiny_model import tiny_config, tiny_llama, tiny_request
 GRAMMAR_VOCAB = 263  # some columns of the logits have no token
 
 
-def grammar_runner(folder: Path, /, *, decodes: bool = True, **options: object) -> ModelRunner:
-    """A tiny runner; ``options`` are NodeConfig's. decodes: False makes a prefill node's."""
+def grammar_runner(folder: Path, /, **options: object) -> ModelRunner:
+    """A tiny runner; ``options`` are NodeConfig's."""
+    return _runner(folder, options, decodes=True)
+
+
+def grammar_prefill_runner(folder: Path, /, **options: object) -> ModelRunner:
+    """A prefill node's."""
+    return _runner(folder, options, decodes=False)
+
+
+def _runner(folder: Path, options: dict[str, object], *, decodes: bool) -> ModelRunner:
     config = tiny_config("fp32", options)
     identity = RunnerIdentity("tiny", "seed-0", "test")
     runner = assemble(config, tiny_llama("fp32", 0, GRAMMAR_VOCAB), identity, decodes=decodes)
