@@ -86,7 +86,7 @@ clients: $(VENV)/.dev  # other people's clients against a deployment; ARGS='-k l
 	UV_SYSTEM_CERTS=1 $(BIN)/uv venv -q --allow-existing $(CLIENTS)
 	UV_SYSTEM_CERTS=1 $(BIN)/uv pip install -q --python $(CLIENTS) -r tests/clients/requirements.txt
 	for program in $(CLIENT_PROGRAMS); do \
-	  UV_SYSTEM_CERTS=1 UV_TOOL_DIR=$(CLIENTS)/programs UV_TOOL_BIN_DIR=$(CLIENTS)/bin $(BIN)/uv tool install -q $$program; done
+	  UV_SYSTEM_CERTS=1 UV_TOOL_DIR=$(CLIENTS)/programs UV_TOOL_BIN_DIR=$(CLIENTS)/bin $(BIN)/uv tool install -q --with transformers $$program; done
 	$(BIN)/paceline pull smollm2-135m-instruct
 	PACELINE_COMMAND=$(abspath $(BIN)/paceline) $(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
 

@@ -1,4 +1,4 @@
-"""Structured output: an answer as an object, one of a few texts, and a text by a pattern. Needs `pip install pydantic`."""
+"""Structured output: an answer as an object, a choice, a text by a pattern. Needs `pip install pydantic`."""
 
 from __future__ import annotations
 

@@ -146,17 +146,17 @@ def _options(named: str, elsewhere: frozenset[str] = frozenset()) -> str:
 
 
 def _record(name: str) -> str:
-    kind = getattr(client, name)
+    kind: Any = getattr(client, name)
     head = f"### {name}\n\n{_text(kind)}\n"
     comments = comments_of(kind)
     if issubclass(kind, enum.Enum):
         rows = [(f"`{one.name}`", f'`"{one.value}"`', comments.get(one.name, "")) for one in kind]
         return f"{head}\n{table(('member', 'value', 'meaning'), rows)}"
+    if "__dataclass_fields__" not in vars(kind):  # a protocol
+        methods = [(method, one) for method, one in vars(kind).items() if isinstance(one, classmethod)]
+        told = [(f"`{method}`", one_line(one.__doc__)) for method, one in methods]
+        return f"{head}\n{table(('class method', 'meaning'), told)}"
     rows = []
-    if not dataclasses.is_dataclass(kind):  # a protocol
-        methods = [(name, one) for name, one in vars(kind).items() if isinstance(one, classmethod)]
-        rows = [(f"`{name}`", one_line(one.__doc__)) for name, one in methods]
-        return f"{head}\n{table(('class method', 'meaning'), rows)}"
     for field in dataclasses.fields(kind):
         rows.append((f"`{field.name}`", f"`{_annotation(field.type)}`", comments[field.name]))
     for attribute, value in vars(kind).items():
