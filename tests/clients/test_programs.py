@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ QUESTIONS = [
     {"question": "The capital of France is", "choices": [" Paris", " Rome"], "gold": 0},
     {"question": "1, 2, 3,", "choices": [" 9", " 4"], "gold": 1},
 ]
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "multiple_choice": {
         "doc_to_choice": "{{choices}}",
         "doc_to_target": "{{gold}}",
