@@ -15,10 +15,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # In the order of tests/conftest.py. xdist would begin files of few tests last, and those are the longest.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo serve test quick check check-types check-style docs fuzz fuzz-surface chaos soak proto bench pictures clean help
+.PHONY: setup demo serve test quick check check-types check-style docs fuzz fuzz-surface chaos soak clients proto bench pictures clean help
 
 help:
-	@echo "make setup | demo | serve | test | quick | check | docs | fuzz | fuzz-surface | chaos | soak | proto | bench | pictures | clean   (ARGS='...' is passed on)"
+	@echo "make setup | demo | serve | test | quick | check | docs | fuzz | fuzz-surface | chaos | soak | clients | proto | bench | pictures | clean   (ARGS='...' is passed on)"
 
 $(VENV)/.node: pyproject.toml requirements.lock deploy/install.py
 	$(PYTHON) deploy/install.py --venv $(VENV) --torch $(TORCH)
@@ -77,6 +77,18 @@ soak: $(VENV)/.dev
 
 fuzz-surface: $(VENV)/.dev
 	PACELINE_FUZZ_SURFACE=10000 $(BIN)/python -m pytest tests/fuzz -s -o timeout=7200 $(ARGS)
+
+# Programs have environments of their own; guidellm's holds torch.
+CLIENT_PROGRAMS := guidellm==0.8.1 aiperf==0.13.0 lm-eval[api]==0.4.13
+CLIENTS := build/clients
+
+clients: $(VENV)/.dev  # other people's clients against a deployment; ARGS='-k litellm'
+	UV_SYSTEM_CERTS=1 $(BIN)/uv venv -q --allow-existing $(CLIENTS)
+	UV_SYSTEM_CERTS=1 $(BIN)/uv pip install -q --python $(CLIENTS) -r tests/clients/requirements.txt
+	for program in $(CLIENT_PROGRAMS); do \
+	  UV_SYSTEM_CERTS=1 UV_TOOL_DIR=$(CLIENTS)/programs UV_TOOL_BIN_DIR=$(CLIENTS)/bin $(BIN)/uv tool install -q --with transformers $$program; done
+	$(BIN)/paceline pull smollm2-135m-instruct
+	PACELINE_COMMAND=$(abspath $(BIN)/paceline) $(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
 
 lock: $(VENV)/.dev  # ARGS='--upgrade-package torch': newer versions of one package; without, pins stay
 	UV_SYSTEM_CERTS=1 $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate \

@@ -144,10 +144,10 @@ class AsyncClient:
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Model:
-        """Generate an object: ``generate`` with ``response_format=model``, and the answer as an instance of it.
+        """Generate an object: ``generate`` with ``response_format=model``, and the answer as an instance of it. Raises
+        IncompleteAnswer, which holds the text, when the answer ended before it was whole.
 
         model: a pydantic model (version 2), or a class with its ``model_json_schema`` and ``model_validate_json``.
-        Raises IncompleteAnswer, which holds the text, when the answer ended before it was whole.
         prompt, timeout, options: as for ``generate``, but for ``response_format``.
         """
         request = convert.parse_request(model, prompt, options)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import subprocess
+import sys
+import textwrap
 import time
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -24,9 +28,11 @@ from paceline.client import (
     PacelineError,
     ToolCall,
     choices_of,
+    testing,
 )
 from paceline.client.testing import Answer, Asked, FakeServer
 from paceline.request import derive_seed
+from tests.support.shell_blocks import ROOT
 from tests.support.tiny_routers import tiny_routers
 
 CALLS = (ToolCall("c1", "weather", '{"city": "Zürich"}'), ToolCall("c2", "weather", "{}"))
@@ -215,3 +221,13 @@ async def test_it_is_like_a_deployment() -> None:
     with FakeServer(*["Hello, world"] * 3, model="tiny") as fake:
         assert await seen(fake.address) == real
     assert real[2] is FinishReason.LENGTH
+
+
+def test_the_example_and_the_page() -> None:
+    command = [sys.executable, str(ROOT / "examples/testing_your_program.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.count("passed")) == (0, 3), done.stderr
+    page = (ROOT / "docs/guides/testing.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    exec(block, {})
+    assert textwrap.indent(block, "    ") in (testing.__doc__ or "")

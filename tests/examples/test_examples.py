@@ -61,6 +61,22 @@ def test_sdk(server: Server) -> None:
     assert said[-1] == "streamed, the same text: True"
 
 
+def test_structured_output(server: Server) -> None:
+    parsed, *_, same, cut, chosen, pattern = example("structured_output", "--server", server.grpc).splitlines()
+    assert re.fullmatch(r"parsed: (Paris|Rome|Madrid) in (France|Italy|Spain)", parsed)
+    assert same == "streamed, the same object: True"
+    assert cut.startswith("cut off after: '{")
+    assert chosen in ("chosen: yes", "chosen: no")
+    assert re.fullmatch(r"by a pattern: 19[0-9]{2}", pattern)
+
+
+def test_tools(server: Server) -> None:
+    called, told, *answer = example("tools", "--server", server.grpc).splitlines()
+    assert called.startswith("called: weather({")
+    assert told.startswith("told: It is sunny in ")
+    assert "".join(answer)
+
+
 def test_openai_client(server: Server) -> None:
     first, *rest = example("openai_client", "--url", f"http://{server.http}/v1").splitlines()
     text = first.removeprefix("smollm2-135m-instruct: ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -36,8 +37,8 @@ class Server:
 
 
 def paceline() -> str:
-    """The installed command."""
-    return str(Path(sys.executable).with_name("paceline"))
+    """The installed command; PACELINE_COMMAND names that of another environment."""
+    return os.environ.get("PACELINE_COMMAND") or str(Path(sys.executable).with_name("paceline"))
 
 
 @contextmanager

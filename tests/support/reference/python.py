@@ -13,7 +13,8 @@ from tests.support.reference.comments import comments_of
 from tests.support.reference.markdown import made_from, one_line, paragraphs, table
 
 CLIENTS = ("Client", "ChunkStream", "AsyncClient", "AsyncChunkStream")
-OPTIONS = ("GenerateOptions", "Prompt", "Messages")
+OPTIONS = ("GenerateOptions", "ChatOptions", "Prompt", "Messages", "ResponseFormat")
+FUNCTIONS = ("choices_of",)
 POSITIONAL, KEYWORD = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.KEYWORD_ONLY
 LINE = 100  # characters of a signature on one line
 
@@ -38,6 +39,14 @@ ALIASES = """\
 ### Messages
 
 `{messages}`: turns of a chat, each `{{"role": ..., "content": ...}}`.
+
+- A turn of the assistant may have `tool_calls`, as ToolCall or as the OpenAI API has them, and `reasoning`.
+- A turn of a tool has the `tool_call_id` of the call that it answers.
+- Any turn may have a `name`.
+
+### ResponseFormat
+
+A pydantic model (version 2), a JSON Schema as a dictionary, or `"json_object"`.
 """
 
 ERRORS = """\
@@ -54,10 +63,10 @@ def python_page() -> str:
     example = next(block for block in paragraphs(client.__doc__) if block.startswith("```"))
     parts = [PAGE.format(made=made_from("paceline/client/, results.py and errors.py"), example=example)]
     parts += ["## Clients\n", *(_class(name) for name in CLIENTS)]
-    prompt, messages = (_annotation(str(alias)) for alias in (client.Prompt, client.Messages))
-    parts += ["## Options of a generation\n", _options(), ALIASES.format(prompt=prompt, messages=messages)]
-    kinds = [name for name in client.__all__ if name not in CLIENTS + OPTIONS and not _is_error(name)]
-    parts += ["## Results\n", *(_record(name) for name in kinds), _errors()]
+    told = ALIASES.format(prompt=_annotation(client.Prompt), messages=_annotation(client.Messages))
+    parts += ["## Options of a generation\n", _own_options(), _options("ChatOptions"), told]
+    kinds = [name for name in client.__all__ if name not in CLIENTS + OPTIONS + FUNCTIONS and not _is_error(name)]
+    parts += ["## Results\n", *(_record(name) for name in kinds), *map(_function, FUNCTIONS), _errors()]
     return "\n".join(parts)
 
 
@@ -72,10 +81,15 @@ def _class(name: str) -> str:
     made = vars(kind).get("__init__")
     if made is not None and made.__doc__:
         parts.append(f"```python\n{_signature(name, made)}\n```\n\n{_text(made)}\n")
-    for method, function in vars(kind).items():
-        if not method.startswith("_") and inspect.isfunction(function):
-            parts.append(f"#### {name}.{method}\n\n{_code(method, function)}\n\n{_text(function)}\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, *_methods(name, kind)])
+
+
+def _methods(name: str, kind: type[Any]) -> list[str]:
+    return [
+        f"#### {name}.{method}\n\n{_code(method, function)}\n\n{_text(function)}\n"
+        for method, function in vars(kind).items()
+        if not method.startswith("_") and inspect.isfunction(function)
+    ]
 
 
 def _code(name: str, function: Any) -> str:
@@ -107,23 +121,41 @@ def _annotation(text: Any) -> str:
     return re.sub(r"\b(?:collections\.abc|typing|paceline\.\w+)\.|'", "", str(text))
 
 
-def _options() -> str:
-    hints = get_type_hints(client.GenerateOptions, include_extras=True)
+def _function(name: str) -> str:
+    function = getattr(client, name)
+    return f"### {name}\n\n{_code(name, function)}\n\n{_text(function)}\n"
+
+
+def _own_options() -> str:
+    """Those of GenerateOptions; the chat's have a table of their own."""
+    return _options("GenerateOptions", frozenset(client.ChatOptions.__annotations__))
+
+
+def _options(named: str, elsewhere: frozenset[str] = frozenset()) -> str:
+    options = getattr(client, named)
+    hints = get_type_hints(options, include_extras=True)
     rows = []
     for name, hint in hints.items():
+        if name in elsewhere:
+            continue
         kind, description = get_args(hint)[:2]
-        rows.append((f"`{name}`", f"`{_annotation(kind).removesuffix(' | None')}`", one_line(description)))
-    first = paragraphs(client.GenerateOptions.__doc__)[0]
-    return f"### GenerateOptions\n\n{first}\n\n{table(('option', 'type', 'description'), rows)}"
+        shown = "ResponseFormat" if kind == client.ResponseFormat | None else _annotation(kind).removesuffix(" | None")
+        rows.append((f"`{name}`", f"`{shown}`", one_line(description)))
+    first = paragraphs(options.__doc__)[0]
+    return f"### {named}\n\n{first}\n\n{table(('option', 'type', 'description'), rows)}"
 
 
 def _record(name: str) -> str:
-    kind = getattr(client, name)
+    kind: Any = getattr(client, name)
     head = f"### {name}\n\n{_text(kind)}\n"
     comments = comments_of(kind)
     if issubclass(kind, enum.Enum):
         rows = [(f"`{one.name}`", f'`"{one.value}"`', comments.get(one.name, "")) for one in kind]
         return f"{head}\n{table(('member', 'value', 'meaning'), rows)}"
+    if "__dataclass_fields__" not in vars(kind):  # a protocol
+        methods = [(method, one) for method, one in vars(kind).items() if isinstance(one, classmethod)]
+        told = [(f"`{method}`", one_line(one.__doc__)) for method, one in methods]
+        return f"{head}\n{table(('class method', 'meaning'), told)}"
     rows = []
     for field in dataclasses.fields(kind):
         rows.append((f"`{field.name}`", f"`{_annotation(field.type)}`", comments[field.name]))
@@ -131,7 +163,7 @@ def _record(name: str) -> str:
         if isinstance(value, property):
             returned = _annotation(inspect.signature(value.fget).return_annotation)  # type: ignore[arg-type]
             rows.append((f"`{attribute}`", f"`{returned}`", one_line(value.__doc__)))
-    return f"{head}\n{table(('field', 'type', 'meaning'), rows)}"
+    return "\n".join([head, table(("field", "type", "meaning"), rows), *_methods(name, kind)])
 
 
 def _errors() -> str:

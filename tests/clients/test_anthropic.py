@@ -1,0 +1,35 @@
+"""The anthropic client: messages, streams, tools and counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.other_clients import ANSWER, HELLO, KEY, client
+
+WEATHER: dict[str, Any] = {
+    "name": "weather",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+
+
+@pytest.fixture
+def anthropic(url: str) -> Any:
+    return client("anthropic").Anthropic(base_url=url, api_key=KEY, max_retries=0)
+
+
+def test_text_and_streams(anthropic: Any, model: str) -> None:
+    asked: dict[str, Any] = {"model": model, "messages": HELLO, "max_tokens": 24, "extra_body": {"temperature": 0}}
+    done = anthropic.messages.create(**asked)
+    assert ANSWER in done.content[0].text
+    with anthropic.messages.stream(**asked) as stream:
+        assert stream.get_final_text() == done.content[0].text
+    assert anthropic.messages.count_tokens(model=model, messages=HELLO).input_tokens == done.usage.input_tokens
+
+
+def test_tools(anthropic: Any, model: str) -> None:
+    asked: dict[str, Any] = {"model": model, "messages": HELLO, "tools": [WEATHER], "max_tokens": 200}
+    done = anthropic.messages.create(**asked, tool_choice={"type": "any"})
+    (call, *_) = [block for block in done.content if block.type == "tool_use"]
+    assert (done.stop_reason, call.name, list(call.input)) == ("tool_use", "weather", ["city"])

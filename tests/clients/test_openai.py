@@ -1,0 +1,71 @@
+"""The openai client: chats, completions, objects, tools and responses."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel
+
+from tests.support.other_clients import ANSWER, ASKED, HELLO, KEY, QUESTION, client
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+class Capital(BaseModel):
+    """What an answer is read as."""
+
+    city: Literal["Paris", "Rome"]
+
+
+@pytest.fixture
+def openai(url: str) -> Any:
+    return client("openai").OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+
+
+def test_text_and_streams(openai: Any, model: str) -> None:
+    asked: dict[str, Any] = {"model": model, "messages": HELLO, "temperature": 0, "max_tokens": 24}
+    text = openai.chat.completions.create(**asked).choices[0].message.content
+    assert ANSWER in text
+    stream = openai.chat.completions.create(**asked, stream=True)
+    assert "".join(event.choices[0].delta.content or "" for event in stream if event.choices) == text
+    whole = openai.completions.create(model=model, prompt="1, 2, 3, 4,", temperature=0, max_tokens=8, logprobs=1)
+    assert len(whole.choices[0].logprobs.tokens) == whole.usage.completion_tokens == 8
+
+
+def test_objects(openai: Any, model: str) -> None:
+    asked = [{"role": "user", "content": ASKED}]
+    done = openai.chat.completions.parse(model=model, messages=asked, response_format=Capital, temperature=0)
+    assert done.choices[0].message.parsed.city in ("Paris", "Rome")
+
+
+def test_tools(openai: Any, model: str) -> None:
+    asked: dict[str, Any] = {"model": model, "tools": [WEATHER], "tool_choice": "required", "temperature": 0}
+    done = openai.chat.completions.create(**asked, messages=HELLO).choices[0]
+    (call, *_) = done.message.tool_calls
+    assert (done.finish_reason, call.function.name) == ("tool_calls", "weather")
+    arguments = ""
+    for event in openai.chat.completions.create(**asked, messages=HELLO, stream=True):
+        for part in event.choices[0].delta.tool_calls or () if event.choices else ():
+            arguments += (part.function.arguments or "") if part.index == 0 else ""
+    assert arguments == call.function.arguments
+    turns = [*HELLO, done.message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    again = openai.chat.completions.create(model=model, messages=turns, tools=[WEATHER], tool_choice="none")
+    assert again.choices[0].message.content
+
+
+def test_responses(openai: Any, model: str) -> None:
+    asked: dict[str, Any] = {"model": model, "input": QUESTION, "temperature": 0, "max_output_tokens": 24}
+    done = openai.responses.create(**asked)
+    assert ANSWER in done.output_text
+    with openai.responses.stream(**asked) as stream:
+        assert stream.get_final_response().output_text == done.output_text
+    again = openai.responses.create(model=model, input="And of Italy?", previous_response_id=done.id)
+    assert again.output_text
