@@ -154,7 +154,8 @@ def test_the_real_model_against_transformers(smollm2_folder: Path) -> None:
     expected = reference(smollm2_folder, tokens)
     for dtype, most in (("fp32", 1e-3), ("bf16", 0.25)):
         gc.collect()  # two of this size at once fill a worker
-        runner = build_runner(NodeConfig(model=str(smollm2_folder), drafter="none", dtype=dtype, kv_cache_tokens=512))
+        options = {"model": str(smollm2_folder), "drafter": "none", "dtype": dtype, "kv_cache_tokens": 512}
+        runner = build_runner(NodeConfig.model_validate(options))
         (entries,) = told(runner, [tiny_request(tokens, max_tokens=1, prompt_logprobs=5)], 7)
         check(entries, expected, tokens, most)
         del runner

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cluster.contract.generation import GenerationRequest, ReceivedChoice, Resume
@@ -153,7 +155,7 @@ async def test_a_full_prefill_node_and_one_that_never_answers_right() -> None:
 # -- resumed -------------------------------------------------------------------------------------------------------
 
 
-def resuming(made: Fleet, received: ReceivedChoice, **sampling: int) -> GenerationRequest:
+def resuming(made: Fleet, received: ReceivedChoice, **sampling: Any) -> GenerationRequest:
     request = GenerationRequest(
         tuple(LONG.encode()), SamplingParams(seed=5, stop_token_ids=(256,), max_tokens=10, **sampling), 10, model="tiny"
     )
@@ -179,7 +181,7 @@ async def test_a_client_that_has_some_gets_the_rest(have: int) -> None:
         (ReceivedChoice(0, 1, (), False, 3), {"prompt_logprobs": 1}),
     ],
 )
-async def test_a_client_that_claims_what_cannot_be(received: ReceivedChoice, sampling: dict[str, int]) -> None:
+async def test_a_client_that_claims_what_cannot_be(received: ReceivedChoice, sampling: dict[str, Any]) -> None:
     async with fleet() as made:
         with pytest.raises(InvalidRequest, match=r"^resume.choices"):
             await chunks(made, resuming(made, received, **sampling))
