@@ -21,6 +21,7 @@ from paceline.results import Chunk, ModelInfo, Tokenization
 
 PROMPTS_AT_ONCE = 8  # of one request
 QUEUE_CHUNKS = 32  # of all its prompts together
+MAX_PROMPT_VALUES = 2**19  # log-probabilities of prompts in an answer: 128 prompts of 2,048 tokens with one alternative
 
 
 OnPlan = Callable[[int, Plan], None]  # a prompt's number, and what the router is to do for it
@@ -73,7 +74,20 @@ async def read_prompts(router: Asked, request: ApiRequest) -> tuple[AskedPrompt,
         except InvalidRequest as error:
             raise _named(error, i, len(asked)) from None
         await asyncio.sleep(0)  # each costs some time of the event loop
+    _check_values(request, sum(len(prompt.token_ids) for prompt in found))
     return tuple(found)
+
+
+def _check_values(request: ApiRequest, num_tokens: int) -> None:
+    """An answer is held as a whole: some 300 bytes for each value. num_tokens: of all prompts."""
+    sampling = request.generation.sampling
+    if sampling.prompt_logprobs is None:
+        return
+    values = num_tokens * sampling.n * (sampling.prompt_logprobs + 1)
+    if values > MAX_PROMPT_VALUES:
+        asked = f"{num_tokens} tokens of prompts, {sampling.n} choices and {sampling.prompt_logprobs} alternatives"
+        most = f"at most {MAX_PROMPT_VALUES} log-probabilities of prompts are told at once"
+        raise InvalidRequest("messages" if request.chat else "prompt", f"{most}; {asked} make {values}")
 
 
 async def _read(router: Asked, generation: GenerationRequest, echo: bool) -> AskedPrompt:

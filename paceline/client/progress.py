@@ -45,9 +45,8 @@ class StreamProgress:
         if chunk.HasField("resumable") and self._resumable is None:
             self._resumable = chunk.resumable
         token_ids.extend(chunk.token_ids)
-        self._num_prompt_logprobs[chunk.choice] = self._num_prompt_logprobs.get(chunk.choice, 0) + len(
-            chunk.prompt_logprobs
-        )
+        had = self._num_prompt_logprobs.get(chunk.choice, 0)
+        self._num_prompt_logprobs[chunk.choice] = had + len(chunk.prompt_logprobs)
         if chunk.HasField("completion"):
             self._complete.add(chunk.choice)
 

@@ -155,7 +155,8 @@ def test_the_real_model_against_transformers(smollm2_folder: Path) -> None:
     dtypes: tuple[tuple[Literal["fp32", "bf16"], float], ...] = (("fp32", 1e-3), ("bf16", 0.25))
     for dtype, most in dtypes:
         gc.collect()  # two of this size at once fill a worker
-        runner = build_runner(NodeConfig(model=str(smollm2_folder), drafter="none", dtype=dtype, kv_cache_tokens=512))
+        options = {"model": str(smollm2_folder), "drafter": "none", "dtype": dtype, "kv_cache_tokens": 512}
+        runner = build_runner(NodeConfig.model_validate(options))
         (entries,) = told(runner, [tiny_request(tokens, max_tokens=1, prompt_logprobs=5)], 7)
         check(entries, expected, tokens, most)
         del runner

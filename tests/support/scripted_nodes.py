@@ -204,7 +204,7 @@ def logprobs_of(request: SequenceRequest, token_id: int) -> TokenLogprobs | None
 
 
 def prompt_logprobs_of(request: SequenceRequest) -> list[TokenLogprobs]:
-    """Of token i the log-probability -i, then those of its neighbours; none where they are not asked for."""
+    """Token i has -i, then come its neighbours; none where they are not asked for."""
     top = request.params.prompt_logprobs
     if top is None:
         return []

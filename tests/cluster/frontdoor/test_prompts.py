@@ -103,6 +103,18 @@ async def test_a_wrong_prompt_is_named_before_any_runs() -> None:
         assert made.nodes["prefill-0"].sequences == []
 
 
+async def test_more_values_than_an_answer_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.frontdoor.prompts.MAX_PROMPT_VALUES", 24)
+    async with served() as (made, client):
+        asked: dict[str, Any] = {"prompt": ["abc", "abc"], "max_tokens": 0, "n": 2, "prompt_logprobs": 1}
+        await ask(client, **asked)
+        made.nodes["prefill-0"].sequences.clear()
+        for more in ({"n": 3}, {"prompt_logprobs": 2}, {"prompt": ["abc", "abcd"]}, {"echo": True, "logprobs": 2}):
+            assert await refused(client, COMPLETIONS, {**asked, **more}) == "prompt"
+        await ask(client, **{**asked, "prompt": ["abc" * 9] * 9, "prompt_logprobs": None})
+        assert made.nodes["prefill-0"].sequences == []
+
+
 async def test_one_that_fails_ends_the_others() -> None:
     async with served(prefill=0) as (made, client):
         made.nodes["decode-0"].script.errors = [InvalidRequest("prompt", "is odd")]

@@ -181,7 +181,7 @@ async def test_a_client_that_has_some_gets_the_rest(have: int) -> None:
         (ReceivedChoice(0, 1, (), False, 3), {"prompt_logprobs": 1}),
     ],
 )
-async def test_a_client_that_claims_what_cannot_be(received: ReceivedChoice, sampling: dict[str, int]) -> None:
+async def test_a_client_that_claims_what_cannot_be(received: ReceivedChoice, sampling: dict[str, Any]) -> None:
     async with fleet() as made:
         with pytest.raises(InvalidRequest, match=r"^resume.choices"):
             await chunks(made, resuming(made, received, **sampling))

@@ -239,7 +239,7 @@ async def test_metrics() -> None:
     async with fleet() as made:
         await answer(made, ask())
         with pytest.raises(InvalidRequest):
-            await answer(made, ask(0))
+            await answer(made, ask(-1))
         rendered = made.router.metrics.render().decode()
         for line in (
             'paceline_requests_total{status="ok"} 1.0',
