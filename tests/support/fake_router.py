@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 
-from cluster.contract.generation import GenerationRequest
-from paceline.request import FinishReason, SamplingParams, TokenLogprobs
+from cluster.contract.generation import GenerationRequest, Prompt
+from cluster.contract.plan import Plan
+from paceline.request import FinishReason, SamplingParams, SequenceRequest, TokenLogprobs
 from paceline.results import (
     Chunk,
     Completion,
@@ -18,11 +19,13 @@ from paceline.results import (
     ServedBy,
     SpeculationStats,
     Timing,
+    Tokenization,
     Usage,
 )
 
 MODEL = "tiny/model"
 VOCAB_SIZE = 256
+PROMPT_IDS = (1, 2, 3, 4, 5)  # of every prompt
 
 
 class LetterTokenizer:
@@ -44,16 +47,20 @@ class FakeRouter:
         self.release = asyncio.Event()
         self.alive = True
         self.asked: list[GenerationRequest] = []
+        self.tokenized: list[Prompt] = []
         self.started = asyncio.Event()
         self.ended = asyncio.Event()
         self.finished = 0  # requests that ran to their end
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+    async def generate(
+        self, request: GenerationRequest, on_plan: Callable[[Plan], None] = lambda plan: None
+    ) -> AsyncGenerator[Chunk, None]:
         self.asked.append(request)
         self.started.set()
         try:
             sampling = replace(request.sampling, max_tokens=16 if request.max_tokens is None else request.max_tokens)
             sampling.validate(VOCAB_SIZE)
+            on_plan(Plan(request.request_id, request, (), (SequenceRequest(request.request_id, PROMPT_IDS, sampling),)))
             for sent, chunk in enumerate(self._chunks(request, sampling)):
                 if self.error is not None and sent == self.error_after:
                     raise self.error
@@ -77,6 +84,10 @@ class FakeRouter:
         ends = [Chunk(c, at, completion=_completion(request, c, at, len(self.rounds))) for c in range(sampling.n)]
         return chunks + ends
 
+    async def tokenize(self, prompt: Prompt) -> Tokenization:
+        self.tokenized.append(prompt)
+        return Tokenization(PROMPT_IDS, 512)
+
     def model_info(self) -> ModelInfo:
         roles = ("prefill", "decode", "decode") if self.alive else ("prefill",)
         nodes = tuple(NodeInfo(f"{role}-{i}", role, "127.0.0.1:1") for i, role in enumerate(roles))
@@ -96,7 +107,7 @@ def _completion(request: GenerationRequest, choice: int, num_tokens: int, rounds
     seed = 77 if request.sampling.seed is None else request.sampling.seed
     return Completion(
         finish_reason=FinishReason.STOP,
-        usage=Usage(5, num_tokens, 2),
+        usage=Usage(len(PROMPT_IDS), num_tokens, 2),
         speculation=SpeculationStats(rounds, 4 * rounds, num_tokens - rounds, num_tokens / rounds, (3, 2), (3, 3)),
         timing=Timing(0.1, 0.5, 20.0),
         nodes=ServedBy("prefill-0", "decode-1"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from cluster.frontdoor import http, http_errors, openapi
+from cluster.frontdoor import http, http_errors, http_exchange, openapi
 from cluster.routing.metrics import Metrics
 from tests.support.reference.comments import field_comments
 from tests.support.reference.markdown import bounds, made_from, one_line, table
@@ -51,9 +51,9 @@ def http_page() -> str:
     made = made_from("cluster/frontdoor/")
     head = PAGE.format(
         made=made,
-        mib=http.MAX_BODY_BYTES // 2**20,
-        body_s=http.BODY_TIMEOUT_S,
-        send_s=http.SEND_TIMEOUT_S,
+        mib=http_exchange.MAX_BODY_BYTES // 2**20,
+        body_s=http_exchange.BODY_TIMEOUT_S,
+        send_s=http_exchange.SEND_TIMEOUT_S,
         document=openapi.PATH,
     )
     operations = [
