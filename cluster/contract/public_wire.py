@@ -213,6 +213,7 @@ def completion_message(completion: Completion) -> inference_pb2.Completion:
         ),
         seed=completion.seed,
         request_id=completion.request_id,
+        stop_string=completion.stop_string,
     )
 
 

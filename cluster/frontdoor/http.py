@@ -26,6 +26,7 @@ from cluster.frontdoor.json_body import parse_object
 from cluster.frontdoor.openai_answers import Health, Model, Models, NodeCounts
 from cluster.frontdoor.openai_parse import ApiRequest, parse_chat, parse_completion
 from cluster.frontdoor.openai_stream import Answer
+from cluster.frontdoor.responses.routes import add_responses
 from cluster.frontdoor.serving import Serving
 from cluster.routing.metrics import CONTENT_TYPE, Metrics
 from paceline.errors import InvalidRequest, PacelineError
@@ -42,6 +43,7 @@ def create_app(router: Serving, metrics: Metrics) -> FastAPI:
     """The application. metrics: what ``/metrics`` shows; requests that do not reach the router are counted in it."""
     app = FastAPI(title=openapi.TITLE, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     _add_generation(app, router, metrics)
+    add_responses(app, router, metrics)
     _add_models(app, router)
     _add_operations(app, router, metrics)
 

@@ -66,9 +66,10 @@ class JsonObject(BaseModel):
     def _known_fields(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         if not isinstance(value, dict):
             return handler(value)
-        made = handler({name: value[name] for name in cls.model_fields if value.get(name) is not None})
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        made = handler({key: value[key] for key in known if value.get(key) is not None})
         for position, (key, item) in enumerate(value.items()):
-            if key not in cls.model_fields and item is not None:  # its place, since a key may be no valid Unicode
+            if key not in known and item is not None:  # its place, since a key may be no valid Unicode
                 raise PydanticCustomError(_UNKNOWN_FIELD, "is not a field that is known here", {"position": position})
         return made
 
@@ -91,10 +92,11 @@ def _path(error: ErrorDetails, body: dict[str, Any], context: Mapping[str, Any])
     """Where the error is. Steps of pydantic's that are not in the body, such as the branch of a union, are left out."""
     path = ""
     value: Any = body
-    for step in error["loc"]:
+    for i, step in enumerate(error["loc"], 1):
+        missing = error["type"] == "missing" and i == len(error["loc"])
         if isinstance(step, int):
             path, value = within(path, step), value[step]
-        elif isinstance(value, dict):
+        elif isinstance(value, dict) and (step in value or missing):
             path, value = within(path, step), value.get(step)
     if error["type"] == _UNKNOWN_FIELD:
         path = within(path, list(value)[context["position"]])

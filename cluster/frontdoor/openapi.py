@@ -16,10 +16,14 @@ from pydantic.json_schema import models_json_schema
 from cluster.frontdoor.json_models import JsonObject
 from cluster.frontdoor.openai_answers import Chat, Completion, Error, Health, Model, Models
 from cluster.frontdoor.openai_requests import ChatRequest, CompletionRequest
+from cluster.frontdoor.responses.answers import DeletedResponse, InputItems, Response
+from cluster.frontdoor.responses.requests import ResponseRequest
 
 PATH = "/openapi.json"
 TITLE = "Paceline"
 REF = "#/components/schemas/{model}"
+
+BODIES: tuple[type[JsonObject], ...] = (CompletionRequest, ChatRequest, ResponseRequest)
 
 Route = dict[str, Any]  # what FastAPI is told of a route
 
@@ -60,6 +64,19 @@ _NOT_SERVED = {"description": "No model of this name is served.", "model": Error
 
 COMPLETIONS = _generation(CompletionRequest, Completion)
 CHAT_COMPLETIONS = _generation(ChatRequest, Chat)
+RESPONSES = _generation(ResponseRequest, Response)
+_NO_RESPONSE = {"description": "No answer of this id and tenant is here.", "model": Error}
+
+
+def _of_response(answer: type[Any], text: str) -> Route:
+    """A route that asks about an answer by its id."""
+    wrong = {"description": "The query is wrong, or the answer's state does not allow it.", "model": Error}
+    return {"responses": {200: {"description": text, "model": answer}, 400: wrong, 404: _NO_RESPONSE, **_OTHERS}}
+
+
+RESPONSE = _of_response(Response, "The answer as far as it is made.")
+DELETED_RESPONSE = _of_response(DeletedResponse, "It is kept no more.")
+INPUT_ITEMS = _of_response(InputItems, "The items.")
 MODELS: Route = {"responses": {200: {"description": "The models.", "model": Models}, **_OTHERS}}
 MODEL: Route = {"responses": {200: {"description": "The model.", "model": Model}, 404: _NOT_SERVED, **_OTHERS}}
 HEALTH: Route = {
@@ -75,6 +92,6 @@ METRICS: Route = {"responses": {200: {"description": "The metrics.", "content": 
 def document(app: FastAPI) -> dict[str, Any]:
     """OpenAPI 3.1 of the application's routes."""
     made = get_openapi(title=TITLE, version=version("paceline"), routes=app.routes)
-    _, bodies = models_json_schema([(CompletionRequest, "validation"), (ChatRequest, "validation")], ref_template=REF)
+    _, bodies = models_json_schema([(body, "validation") for body in BODIES], ref_template=REF)
     made["components"]["schemas"] |= bodies["$defs"]
     return made
