@@ -23,6 +23,8 @@ from cluster.frontdoor.http_errors import HttpProblem, dumps, model_not_found, p
 from cluster.frontdoor.http_exchange import JSON, ClientGone, Sender, read_body, while_connected
 from cluster.frontdoor.http_server import HttpServer, serve_http
 from cluster.frontdoor.json_body import parse_object
+from cluster.frontdoor.messages.errors import is_message_path, message_error
+from cluster.frontdoor.messages.routes import add_messages
 from cluster.frontdoor.openai_answers import Health, Model, Models, NodeCounts
 from cluster.frontdoor.openai_parse import ApiRequest, parse_chat, parse_completion
 from cluster.frontdoor.openai_stream import Answer
@@ -44,15 +46,16 @@ def create_app(router: Serving, metrics: Metrics) -> FastAPI:
     app = FastAPI(title=openapi.TITLE, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     _add_generation(app, router, metrics)
     add_responses(app, router, metrics)
+    add_messages(app, router, metrics)
     _add_models(app, router)
     _add_operations(app, router, metrics)
 
-    async def on_http(_: Request, error: Exception) -> Response:
+    async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return _refusal(HttpProblem(error.status_code, str(error.detail), headers=dict(error.headers or {})))
+        return _refusal(request, HttpProblem(error.status_code, str(error.detail), headers=dict(error.headers or {})))
 
-    async def on_error(_: Request, error: Exception) -> Response:
-        return _refusal(problem_for(error))
+    async def on_error(request: Request, error: Exception) -> Response:
+        return _refusal(request, problem_for(error))
 
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(HttpProblem, on_error)
@@ -176,5 +179,7 @@ class _Reply(Response):
             log.info("%s: the client is gone", self._request.generation.request_id)
 
 
-def _refusal(problem: HttpProblem) -> Response:
-    return Response(problem.dumps(), problem.status, problem.headers, JSON)
+def _refusal(request: Request, problem: HttpProblem) -> Response:
+    """In the shape of the API that was asked."""
+    body = dumps(message_error(problem)) if is_message_path(request.url.path) else problem.dumps()
+    return Response(body, problem.status, problem.headers, JSON)

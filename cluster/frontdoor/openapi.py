@@ -14,6 +14,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from cluster.frontdoor.json_models import JsonObject
+from cluster.frontdoor.messages.answers import AnswerMessage, MessageError, TokenCount
+from cluster.frontdoor.messages.requests import CountTokensRequest, MessageRequest
 from cluster.frontdoor.openai_answers import Chat, Completion, Error, Health, Model, Models
 from cluster.frontdoor.openai_requests import ChatRequest, CompletionRequest
 from cluster.frontdoor.responses.answers import DeletedResponse, InputItems, Response
@@ -23,7 +25,13 @@ PATH = "/openapi.json"
 TITLE = "Paceline"
 REF = "#/components/schemas/{model}"
 
-BODIES: tuple[type[JsonObject], ...] = (CompletionRequest, ChatRequest, ResponseRequest)
+BODIES: tuple[type[JsonObject], ...] = (
+    CompletionRequest,
+    ChatRequest,
+    ResponseRequest,
+    MessageRequest,
+    CountTokensRequest,
+)
 
 Route = dict[str, Any]  # what FastAPI is told of a route
 
@@ -46,16 +54,16 @@ _GENERATION_ERRORS = {
 _OTHERS: dict[int | str, dict[str, Any]] = {"default": {"description": "Any other error.", "model": Error}}
 
 
-def _generation(body: type[JsonObject], answer: type[Any]) -> Route:
+def _generation(body: type[JsonObject], answer: type[Any], error: type[Any] = Error) -> Route:
     """A route that generates. With ``stream`` the answer is events: data lines, each a part of it."""
     errors: dict[int | str, dict[str, Any]] = {
-        status: {"description": text, "model": Error} for status, text in _GENERATION_ERRORS.items()
+        status: {"description": text, "model": error} for status, text in _GENERATION_ERRORS.items()
     }
     errors[429]["headers"] = _RETRY_AFTER
     done = {"description": "The answer.", "model": answer, "content": {"text/event-stream": _TEXT}}
     schema = {"$ref": REF.format(model=body.__name__)}
     return {
-        "responses": {200: done, **errors, **_OTHERS},
+        "responses": {200: done, **errors, "default": {"description": "Any other error.", "model": error}},
         "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
     }
 
@@ -64,6 +72,8 @@ _NOT_SERVED = {"description": "No model of this name is served.", "model": Error
 
 COMPLETIONS = _generation(CompletionRequest, Completion)
 CHAT_COMPLETIONS = _generation(ChatRequest, Chat)
+MESSAGES = _generation(MessageRequest, AnswerMessage, MessageError)
+COUNT_TOKENS = _generation(CountTokensRequest, TokenCount, MessageError)
 RESPONSES = _generation(ResponseRequest, Response)
 _NO_RESPONSE = {"description": "No answer of this id and tenant is here.", "model": Error}
 

@@ -6,6 +6,7 @@ They come to the router the same way, whichever API a client speaks.
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -22,7 +23,7 @@ from cluster.contract.generation import (
     ToolChoice,
     check_unicode,
 )
-from cluster.frontdoor.json_models import JsonObject, Text
+from cluster.frontdoor.json_models import JsonObject, Text, at_most
 from cluster.frontdoor.openai_parse import speculation_of
 from cluster.frontdoor.openai_requests import Speculation
 from paceline.errors import InvalidRequest
@@ -33,6 +34,16 @@ MAX_CALL_ID = 256  # characters
 
 ToolName = Annotated[Text, Field(min_length=1, max_length=MAX_TOOL_NAME)]
 CallId = Annotated[Text, Field(min_length=1, max_length=MAX_CALL_ID)]
+
+
+def text_or_list(value: Any) -> str | None:
+    """Which branch of a union of a text and a list reads ``value``."""
+    return "text" if isinstance(value, str) else "list" if isinstance(value, list) else None
+
+
+def list_of(most: int) -> tuple[Any, ...]:
+    """Bounds of a list, which is not read beyond its first wrong item."""
+    return (Field(max_length=most, fail_fast=True), at_most(most))
 
 
 class OwnFields(JsonObject):
@@ -101,6 +112,11 @@ def json_text(where: str, value: Mapping[str, Any] | None) -> str:
     text = json.dumps(value, ensure_ascii=False)
     check_unicode(where, text)
     return text
+
+
+def new_id(prefix: str) -> str:
+    """An id that nobody guesses: 122 random bits."""
+    return f"{prefix}_{uuid.uuid4().hex}"
 
 
 class Calls:

@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict  # before Python 3.12 pydantic cannot read typing's own
 
-from cluster.frontdoor.openai_answers import described
-from paceline.results import HandoffBytes, ServedBy, SpeculationStats, Timing
+from cluster.frontdoor.openai_answers import Told, described
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
@@ -135,22 +134,6 @@ class ResponseUsage(TypedDict):
     """How many of them were thought."""
     total_tokens: int
     """Both together."""
-
-
-@described
-class Told(TypedDict):
-    """What the API has no place for."""
-
-    speculation: SpeculationStats
-    """What was drafted and accepted."""
-    timing: Timing
-    """How long it took."""
-    nodes: ServedBy
-    """The nodes that served it."""
-    handoff: HandoffBytes
-    """Bytes that crossed from the prefill to the decode node."""
-    seed: int
-    """The seed: the same request with it gives this answer again."""
 
 
 @described

@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.contract.generation import ChatMessage
-from cluster.frontdoor.own_fields import Calls
-from cluster.frontdoor.responses.output import new_id
+from cluster.frontdoor.own_fields import Calls, new_id
 from cluster.frontdoor.responses.requests import CallItem, CallOutputItem, Item, MessageItem, Part, ReasoningItem
 from paceline.results import ToolCall
 

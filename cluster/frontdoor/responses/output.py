@@ -6,10 +6,10 @@ Life: ``added`` -> ``delta``, as often as there is text -> ``done``. Clients tha
 
 from __future__ import annotations
 
-import uuid
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from cluster.frontdoor.own_fields import new_id
 from cluster.frontdoor.stream_events import Event
 
 Kind = Literal["reasoning", "message", "function_call"]
@@ -19,11 +19,6 @@ _WORDS: dict[Kind, tuple[str, str, str]] = {
     "message": ("msg", "output_text", "output_text"),
     "function_call": ("fc", "function_call_arguments", ""),
 }
-
-
-def new_id(prefix: str) -> str:
-    """An id that nobody guesses: 122 random bits."""
-    return f"{prefix}_{uuid.uuid4().hex}"
 
 
 @dataclass

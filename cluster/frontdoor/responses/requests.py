@@ -14,20 +14,11 @@ from pydantic import Discriminator, Field, Tag
 from cluster.contract.generation import MAX_MESSAGES, MAX_TOOLS
 from cluster.frontdoor.json_models import JsonObject, Neutral, Text, at_most
 from cluster.frontdoor.openai_requests import Ignored, Unsupported
-from cluster.frontdoor.own_fields import CallId, OwnFields, ToolName
+from cluster.frontdoor.own_fields import CallId, OwnFields, ToolName, list_of, text_or_list
 from paceline.request import INT32_MAX
 
 MAX_METADATA = 64  # entries
 MAX_ID = 256  # characters
-
-
-def _form(value: Any) -> str | None:
-    return "text" if isinstance(value, str) else "list" if isinstance(value, list) else None
-
-
-def _list(most: int) -> tuple[Any, ...]:
-    """Bounds of a list, which is not read beyond its first wrong item."""
-    return (Field(max_length=most, fail_fast=True), at_most(most))
 
 
 # -- items -----------------------------------------------------------------------------------------------------------
@@ -45,8 +36,8 @@ class Part(JsonObject):
 
 
 Content = Annotated[
-    Annotated[Text, Tag("text")] | Annotated[list[Part], *_list(MAX_MESSAGES), Tag("list")],
-    Discriminator(_form, "content_form", "must be a string or a list of text parts"),
+    Annotated[Text, Tag("text")] | Annotated[list[Part], *list_of(MAX_MESSAGES), Tag("list")],
+    Discriminator(text_or_list, "content_form", "must be a string or a list of text parts"),
 ]
 
 
@@ -107,7 +98,7 @@ class ReasoningItem(JsonObject):
 
     type: Literal["reasoning"]
     """The kind of the item."""
-    content: Annotated[list[ReasoningPart], *_list(MAX_MESSAGES)] | None = None
+    content: Annotated[list[ReasoningPart], *list_of(MAX_MESSAGES)] | None = None
     """The thought, in parts, which are put together."""
     id: Ignored = None
     status: Ignored = None
@@ -123,14 +114,14 @@ def _item_kind(value: Any) -> str | None:
     if not isinstance(value, dict):
         return None
     kind = value.get("type")
-    return "message" if kind is None else kind if kind in _KINDS else None
+    return f"a {kind or _KINDS[0]}" if kind in (None, *_KINDS) else None
 
 
 Item = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[CallOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
+    Annotated[MessageItem, Tag("a message")]
+    | Annotated[CallItem, Tag("a function_call")]
+    | Annotated[CallOutputItem, Tag("a function_call_output")]
+    | Annotated[ReasoningItem, Tag("a reasoning")],
     Discriminator(_item_kind, "item_kind", f"must be an item whose type is one of {', '.join(_KINDS)}"),
 ]
 Input = Annotated[
@@ -138,7 +129,7 @@ Input = Annotated[
     | Annotated[
         list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), at_most(MAX_MESSAGES), Tag("list")
     ],
-    Discriminator(_form, "input_form", "must be a string or a list of items"),
+    Discriminator(text_or_list, "input_form", "must be a string or a list of items"),
 ]
 
 # -- other parts -------------------------------------------------------------------------------------------------------
@@ -172,11 +163,11 @@ class NamedTool(JsonObject):
 
 
 def _choice_form(value: Any) -> str | None:
-    return "word" if isinstance(value, str) else "named" if isinstance(value, dict) else None
+    return "word" if isinstance(value, str) else "a tool" if isinstance(value, dict) else None
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[NamedTool, Tag("named")],
+    Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[NamedTool, Tag("a tool")],
     Discriminator(_choice_form, "choice_form", "must be a string or an object"),
 ]
 
@@ -237,7 +228,7 @@ class ResponseRequest(OwnFields):
     """Randomness of sampling. 0 takes the likeliest token; 1, the default, is the model's own distribution."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Sample from the fewest tokens that have this probability together. The default, 1, keeps all."""
-    tools: Annotated[list[FunctionTool], *_list(MAX_TOOLS)] | None = None
+    tools: Annotated[list[FunctionTool], *list_of(MAX_TOOLS)] | None = None
     """What the model may call."""
     tool_choice: ToolChoice | None = None
     """Whether it calls tools: none, auto (the default), required, or the one that is named."""

@@ -17,6 +17,7 @@ from cluster.frontdoor.responses.items import listed
 from cluster.frontdoor.responses.parse import NAMES, Asked
 from cluster.frontdoor.serving import Serving
 from cluster.frontdoor.stream_events import Event
+from paceline.request import FinishReason
 from paceline.results import Chunk, Completion
 
 
@@ -61,7 +62,7 @@ class Run:
                     yield (self.answer.take(chunk) if begun else self.answer.begin() + self.answer.take(chunk))
                     begun, last = True, chunk.completion
             thought = await self._thought()
-            if self._cancelled:
+            if self._cancelled or last.finish_reason is FinishReason.ABORT:
                 raise _Cancelled
             yield self.answer.complete(last, thought)
         except _Cancelled:

@@ -14,7 +14,7 @@ from typing import Any
 from cluster.contract.generation import ChatMessage
 from cluster.frontdoor.http_errors import HttpProblem, problem_for
 from cluster.frontdoor.intake import check_model
-from cluster.frontdoor.responses.output import new_id
+from cluster.frontdoor.own_fields import new_id
 from cluster.frontdoor.responses.parse import parse, read_body
 from cluster.frontdoor.responses.requests import ResponseRequest
 from cluster.frontdoor.responses.run import Run
