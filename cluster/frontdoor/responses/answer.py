@@ -15,6 +15,7 @@ from cluster.frontdoor.http_errors import HttpProblem
 from cluster.frontdoor.openai_stream import details
 from cluster.frontdoor.responses.output import Kind, OutputItem
 from cluster.frontdoor.responses.parse import Asked
+from cluster.frontdoor.responses.requests import NamedTool
 from cluster.frontdoor.stream_events import Event
 from paceline.request import FinishReason
 from paceline.results import Chunk, Completion, ToolCall, ToolCallPart
@@ -159,12 +160,12 @@ def _echo(asked: Asked) -> dict[str, Any]:
     """What the request said, with the defaults filled in."""
     body = asked.body
     said = body.model_dump(
-        include={"instructions", "max_output_tokens", "previous_response_id", "tool_choice", "text", "tools"},
+        include={"instructions", "max_output_tokens", "previous_response_id", "text", "tools"},
         exclude={"text": {"verbosity"}},
         by_alias=True,
     )
     form = {"type": "text"} if body.text is None or body.text.format is None else said["text"]["format"]
-    tools = said["tools"] or []
+    tools, choice = said["tools"] or [], body.tool_choice
     return {
         **said,
         "background": bool(body.background),
@@ -173,7 +174,7 @@ def _echo(asked: Asked) -> dict[str, Any]:
         "store": asked.stored,
         "temperature": asked.generation.sampling.temperature,
         "text": {"format": _given(form)},
-        "tool_choice": said["tool_choice"] or "auto",
+        "tool_choice": choice.model_dump() if isinstance(choice, NamedTool) else choice or "auto",
         "tools": [_given(tool) for tool in tools],
         "top_p": asked.generation.sampling.top_p,
         "truncation": "disabled",
