@@ -19,7 +19,8 @@ PAGE = """\
 
 The HTTP address is that of the option `--http`. Requests and answers are those of OpenAI's completions and chat
 completions, so OpenAI's own clients work with `base_url="http://HOST:PORT/v1"`. Sampling fields that OpenAI does not
-have are vLLM's. There is no authentication: put a proxy in front where one is needed.
+have are vLLM's. [Responses and Messages](../guides/other_apis.md) has OpenAI's Responses API and Anthropic's Messages
+API. There is no authentication: put a proxy in front where one is needed.
 
 A body is JSON of at most {mib} MiB, with the content type `application/json`, and arrives within {body_s:g} s. A field
 that is not known is refused by name, and so is one that would change the result and is not supported. A field that is
@@ -28,7 +29,8 @@ takes it.
 
 With `"stream": true` the answer is server-sent events: lines `data: {{...}}`, each a part of the answer, and
 `data: [DONE]` as the last. An error after the first byte is a line `event: error` and a `data:` line with an
-[Error](#error). A client that disconnects, or that takes nothing for {send_s:g} s, ends its generation.
+[Error](#error). Events of `/v1/responses` and `/v1/messages` have a name each, as their APIs say. A client that
+disconnects, or that takes nothing for {send_s:g} s, ends its generation.
 
 `GET {document}` answers this page's facts as OpenAPI 3.1.
 """
@@ -36,7 +38,8 @@ With `"stream": true` the answer is server-sent events: lines `data: {{...}}`, e
 ERRORS = """\
 ## Errors
 
-Every error has the body [Error](#error). A client may try again after 408, 429, 503 and 504.
+Every error has the body [Error](#error), below `/v1/messages` [MessageError](#messageerror). A client may try again
+after 408, 429, 503 and 504.
 """
 
 
@@ -60,7 +63,7 @@ def http_page() -> str:
         _operation(method, path, one) for path, methods in found["paths"].items() for method, one in methods.items()
     ]
     schemas = found["components"]["schemas"]
-    asked = [name for name in schemas if name in _reachable(schemas, "ChatRequest", "CompletionRequest")]
+    asked = [name for name in schemas if name in _reachable(schemas, *(body.__name__ for body in openapi.BODIES))]
     parts = [head, "## Operations\n", *operations, _errors()]
     parts += ["## Request bodies\n", *(_object(name, schemas[name], request=True) for name in asked)]
     parts += ["## Answers\n", *(_object(name, schemas[name]) for name in schemas if name not in asked)]

@@ -63,7 +63,7 @@ async def test_wrong_input_is_named_and_asks_no_node(
 async def test_neutral_and_ignored_fields_are_taken(client: httpx.AsyncClient, router: FakeRouter) -> None:
     body: dict[str, Any] = {
         "input": "hi", "truncation": "disabled", "include": [], "top_logprobs": 0, "tools": [], "tool_choice": "auto",
-        "reasoning": {"effort": "medium", "summary": "auto"}, "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "reasoning": {"effort": "medium", "summary": "auto"}, "text": {"format": {"type": "text"}},
         "service_tier": "flex", "prompt_cache_key": "x", "max_tool_calls": 3, "safety_identifier": "x", "user": "me",
         "stream": False, "background": False, "conversation": None,
     }  # fmt: skip
