@@ -11,6 +11,7 @@ import anthropic
 import openai
 import pytest
 from anthropic.types import Message, MessageParam
+from openai.resources.responses import AsyncResponses
 from openai.types.responses import Response
 
 from tests.support.tiny_http import CONTEXT, MODEL, Served, served
@@ -30,7 +31,7 @@ async def deployment(tmp_path: Path) -> AsyncIterator[Served]:
 
 
 @pytest.fixture
-async def responses(deployment: Served) -> AsyncIterator[openai.resources.AsyncResponses]:
+async def responses(deployment: Served) -> AsyncIterator[AsyncResponses]:
     async with openai.AsyncOpenAI(base_url=f"{deployment.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
         yield client.responses
 
@@ -57,10 +58,10 @@ async def idle(deployment: Served) -> None:
 # -- responses -------------------------------------------------------------------------------------------------------
 
 
-async def test_a_streamed_response_is_the_whole_one(responses: openai.resources.AsyncResponses) -> None:
+async def test_a_streamed_response_is_the_whole_one(responses: AsyncResponses) -> None:
     whole = await responses.create(model=MODEL, input=QUESTION, max_output_tokens=40, extra_body=WARM)
     async with responses.stream(model=MODEL, input=QUESTION, max_output_tokens=40, extra_body=WARM) as stream:
-        events = [event async for event in stream]
+        events: list[Any] = [event async for event in stream]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert events[-1].type == "response.incomplete"
     deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
@@ -71,7 +72,7 @@ async def test_a_streamed_response_is_the_whole_one(responses: openai.resources.
     assert whole.incomplete_details.reason == "max_output_tokens"
 
 
-async def test_a_conversation_goes_on_by_id(responses: openai.resources.AsyncResponses) -> None:
+async def test_a_conversation_goes_on_by_id(responses: AsyncResponses) -> None:
     """The answer is that of the whole conversation sent at once."""
     first = await responses.create(model=MODEL, input=QUESTION, max_output_tokens=20, extra_body=WARM)
     more: dict[str, Any] = {"model": MODEL, "max_output_tokens": 20, "temperature": 0}
@@ -93,11 +94,11 @@ async def test_a_conversation_goes_on_by_id(responses: openai.resources.AsyncRes
 
 @pytest.mark.parametrize("way", ["cancel", "leave"])
 async def test_a_stream_that_ends_early_frees_its_nodes(
-    deployment: Served, responses: openai.resources.AsyncResponses, way: str
+    deployment: Served, responses: AsyncResponses, way: str
 ) -> None:
     deployment.router.stall_after = 3
     stream = await responses.create(model=MODEL, input="x", max_output_tokens=400, stream=True, extra_body=WARM)
-    first = await anext(aiter(stream))
+    first: Any = await anext(aiter(stream))
     assert first.type == "response.created"
     if way == "leave":
         await stream.close()
@@ -108,13 +109,13 @@ async def test_a_stream_that_ends_early_frees_its_nodes(
     assert (await responses.retrieve(first.response.id)).status == "in_progress"
     assert (await responses.cancel(first.response.id)).status == "cancelled"
     await idle(deployment)
-    last = [event async for event in stream][-1]
+    last: Any = [event async for event in stream][-1]
     assert last.type == "response.incomplete"
     assert last.response.status == "cancelled"
     assert (await responses.retrieve(first.response.id)).status == "cancelled"
 
 
-async def test_in_the_background(deployment: Served, responses: openai.resources.AsyncResponses) -> None:
+async def test_in_the_background(deployment: Served, responses: AsyncResponses) -> None:
     direct = await responses.create(model=MODEL, input=QUESTION, max_output_tokens=30, extra_body=WARM)
     begun = await responses.create(model=MODEL, input=QUESTION, max_output_tokens=30, background=True, extra_body=WARM)
     assert begun.status in ("queued", "in_progress", "incomplete")
@@ -126,7 +127,7 @@ async def test_in_the_background(deployment: Served, responses: openai.resources
 
 
 async def test_a_history_too_long_is_one_clear_error(
-    deployment: Served, responses: openai.resources.AsyncResponses, messages: anthropic.resources.AsyncMessages
+    deployment: Served, responses: AsyncResponses, messages: anthropic.resources.AsyncMessages
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=f"the model takes {CONTEXT}") as caught:
         await responses.create(model=MODEL, input="x" * 2 * CONTEXT)

@@ -65,7 +65,7 @@ class Answer:
         return [{"type": "message_start", "message": message}, {"type": "ping"}]
 
     def take(self, chunk: Chunk) -> list[Event]:
-        """More of it. Of what a chunk brings the thought comes first, then the text, then the calls."""
+        """More of it. The thought of a chunk comes first, then its text, then its calls."""
         events = self._more("thinking", chunk.reasoning) + self._more("text", chunk.text)
         for part in chunk.tool_calls:
             events += self._call(part)

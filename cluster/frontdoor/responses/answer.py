@@ -56,7 +56,7 @@ class Answer:
         return self._numbered([self._whole("created"), self._whole("in_progress")])
 
     def take(self, chunk: Chunk) -> list[Event]:
-        """More of it. Of what a chunk brings the thought comes first, then the text, then the calls."""
+        """More of it. The thought of a chunk comes first, then its text, then its calls."""
         events: list[Event] = []
         for kind, piece in (("reasoning", chunk.reasoning), ("message", chunk.text)):
             if piece:

@@ -113,16 +113,14 @@ async def test_events_put_together_are_the_message(client: anthropic.AsyncAnthro
 async def test_the_order_of_events(client: anthropic.AsyncAnthropic, router: ChunkRouter) -> None:
     """A block is closed before the next one begins; the first event has the prompt's tokens."""
     router.chunks, router.completion = CHUNKS, CALLED
-    events = [event async for event in await client.messages.create(
+    events: list[Any] = [event async for event in await client.messages.create(
         model=MODEL, max_tokens=20, messages=HI, tools=[TOOL], stream=True
     )]  # fmt: skip
     first = events[0]
     assert first.type == "message_start"
     assert (first.message.usage.input_tokens, first.message.content) == (len(PROMPT_IDS), [])
     blocks: list[tuple[str, int]] = [
-        (event.type, event.index)
-        for event in events
-        if event.type.startswith("content_block")  # type: ignore[union-attr]
+        (event.type, event.index) for event in events if event.type.startswith("content_block")
     ]
     deltas = {0: 2, 1: 2, 2: 2, 3: 1, 4: 0}
     expected = []

@@ -22,7 +22,7 @@ from tests.support.chunk_router import ChunkRouter, call, text, thought
 from tests.support.fake_router import MODEL
 
 PROMPT_S = 5.0  # longest wait for what happens at once
-TOOL: dict[str, Any] = {
+TOOL: Any = {
     "type": "function",
     "name": "weather",
     "description": "Of a city.",
@@ -146,7 +146,7 @@ async def test_events_put_together_are_the_response(client: openai.AsyncOpenAI, 
     whole = await client.responses.create(model=MODEL, input="hi", tools=[TOOL])
     stream = await client.responses.create(model=MODEL, input="hi", tools=[TOOL], stream=True)
     items: dict[int, dict[str, Any]] = {}
-    events = [event async for event in stream]
+    events: list[Any] = [event async for event in stream]
     assert [event.type.removeprefix("response.") for event in events] == EVENTS
     assert [event.sequence_number for event in events] == list(range(len(events)))
     for event in events:
@@ -245,7 +245,8 @@ async def test_what_is_kept(client: openai.AsyncOpenAI) -> None:
     made = await client.responses.create(model=MODEL, input="hi")
     assert (await client.responses.retrieve(made.id)).to_dict() == made.to_dict()
     items = [item async for item in client.responses.input_items.list(made.id)]
-    assert [item.to_dict()["content"] for item in items] == [[{"type": "input_text", "text": "hi"}]]
+    contents: list[Any] = [item.to_dict()["content"] for item in items]
+    assert contents == [[{"type": "input_text", "text": "hi"}]]
     with pytest.raises(openai.BadRequestError, match="cannot be cancelled"):
         await client.responses.cancel(made.id)
     await client.responses.delete(made.id)
@@ -273,7 +274,7 @@ async def test_another_tenant_finds_nothing(client: openai.AsyncOpenAI) -> None:
 async def test_pages_of_input_items(client: openai.AsyncOpenAI) -> None:
     turns: Any = [{"role": "user", "content": str(i)} for i in range(45)]
     made = await client.responses.create(model=MODEL, input=turns)
-    newest = [item.to_dict()["content"] async for item in client.responses.input_items.list(made.id)]
+    newest: list[Any] = [item.to_dict()["content"] async for item in client.responses.input_items.list(made.id)]
     assert [content[0]["text"] for content in newest] == [str(i) for i in reversed(range(45))]
     page = await client.responses.input_items.list(made.id, order="asc", limit=2)
     assert (len(page.data), page.has_more) == (2, True)
@@ -322,7 +323,7 @@ async def test_leaving_frees_the_nodes_and_keeps_nothing(
 
 async def test_a_failure_in_mid_stream_is_told(client: openai.AsyncOpenAI, router: ChunkRouter) -> None:
     router.error, router.error_after = NodeUnavailable("decode-0 is gone"), 1
-    events = [event async for event in await client.responses.create(model=MODEL, input="hi", stream=True)]
+    events: list[Any] = [event async for event in await client.responses.create(model=MODEL, input="hi", stream=True)]
     last = events[-1]
     assert last.type == "response.failed"
     assert last.response.error is not None
