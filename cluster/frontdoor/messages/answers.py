@@ -82,7 +82,7 @@ class AnswerMessage(TypedDict):
     usage: MessageUsage
     """Tokens of prompt and answer."""
     paceline: Told
-    """What the API has no place for."""
+    """What Anthropic's shape has no place for."""
 
 
 @described

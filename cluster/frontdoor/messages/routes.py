@@ -12,16 +12,17 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.contract.generation import GenerationRequest
 from cluster.contract.plan import Plan
-from cluster.frontdoor import openapi
 from cluster.frontdoor.http_errors import dumps, problem_for
 from cluster.frontdoor.http_exchange import JSON, ClientGone, Sender, read_body, while_connected
 from cluster.frontdoor.intake import check_model, counted
 from cluster.frontdoor.json_body import parse_object
 from cluster.frontdoor.messages.answer import Answer
-from cluster.frontdoor.messages.answers import TokenCount
+from cluster.frontdoor.messages.answers import AnswerMessage, MessageError, TokenCount
 from cluster.frontdoor.messages.errors import PATH, message_error
 from cluster.frontdoor.messages.parse import NAMES, parse_count, parse_message
+from cluster.frontdoor.messages.requests import CountTokensRequest, MessageRequest
 from cluster.frontdoor.own_fields import new_id
+from cluster.frontdoor.route_docs import generation_route
 from cluster.frontdoor.serving import Serving
 from cluster.frontdoor.stream_events import Event, event_text
 from cluster.routing.metrics import Metrics
@@ -30,11 +31,14 @@ from paceline.request import FinishReason
 
 log = logging.getLogger(__name__)
 
+_MESSAGES = generation_route(MessageRequest, AnswerMessage, MessageError)
+_COUNT_TOKENS = generation_route(CountTokensRequest, TokenCount, MessageError)
+
 
 def add_messages(app: FastAPI, router: Serving, metrics: Metrics) -> None:
     """Add the routes."""
 
-    @app.post(PATH, **openapi.MESSAGES)
+    @app.post(PATH, **_MESSAGES)
     async def message(request: Request) -> Response:
         """Answer a conversation in the shape of Anthropic's Messages API. With `stream` the answer is server-sent
         events."""
@@ -46,7 +50,7 @@ def add_messages(app: FastAPI, router: Serving, metrics: Metrics) -> None:
 
         return await counted(made(), metrics)
 
-    @app.post(f"{PATH}/count_tokens", **openapi.COUNT_TOKENS)
+    @app.post(f"{PATH}/count_tokens", **_COUNT_TOKENS)
     async def count_tokens(request: Request) -> Response:
         """Count the tokens of a prompt, as the model would read it."""
 

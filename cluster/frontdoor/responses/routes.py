@@ -11,14 +11,17 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cluster.frontdoor import openapi
 from cluster.frontdoor.http_errors import dumps, problem_for
 from cluster.frontdoor.http_exchange import JSON, ClientGone, Sender, read_body, while_connected
 from cluster.frontdoor.intake import counted
 from cluster.frontdoor.json_body import parse_object
+from cluster.frontdoor.openai_answers import Error
 from cluster.frontdoor.responses.answers import DeletedResponse, InputItems
+from cluster.frontdoor.responses.answers import Response as ResponseShape
+from cluster.frontdoor.responses.requests import ResponseRequest
 from cluster.frontdoor.responses.run import Run
 from cluster.frontdoor.responses.service import Responses
+from cluster.frontdoor.route_docs import OTHER_ERRORS, Route, generation_route
 from cluster.frontdoor.serving import Serving
 from cluster.frontdoor.stream_events import event_text
 from cluster.routing.metrics import Metrics
@@ -30,11 +33,24 @@ PATH = "/v1/responses"
 DEFAULT_ITEMS, MAX_ITEMS = 20, 100  # of one page of input items
 
 
+def _of_response(answer: type[Any], text: str) -> Route:
+    """A route that asks about an answer by its id."""
+    none = {"description": "No answer of this id and tenant is here.", "model": Error}
+    wrong = {"description": "The query is wrong, or the answer's state does not allow it.", "model": Error}
+    return {"responses": {200: {"description": text, "model": answer}, 400: wrong, 404: none, **OTHER_ERRORS}}
+
+
+_RESPONSES = generation_route(ResponseRequest, ResponseShape)
+_RESPONSE = _of_response(ResponseShape, "The answer as far as it is made.")
+_DELETED_RESPONSE = _of_response(DeletedResponse, "It is kept no more.")
+_INPUT_ITEMS = _of_response(InputItems, "The items.")
+
+
 def add_responses(app: FastAPI, router: Serving, metrics: Metrics) -> None:
     """Add the routes."""
     responses = Responses(router)
 
-    @app.post(PATH, **openapi.RESPONSES)
+    @app.post(PATH, **_RESPONSES)
     async def create_response(request: Request) -> Response:
         """Answer a text or a conversation. With `stream` the answer is server-sent events, with `background` it is
         made while nobody waits."""
@@ -47,24 +63,24 @@ def add_responses(app: FastAPI, router: Serving, metrics: Metrics) -> None:
 
         return await counted(made(), metrics)
 
-    @app.get(f"{PATH}/{{response_id}}", **openapi.RESPONSE)
+    @app.get(f"{PATH}/{{response_id}}", **_RESPONSE)
     async def response(request: Request, response_id: str) -> Response:
         """Tell an answer that is being made, or that is kept. `cache_salt` in the query names its tenant."""
         tenant = _query(request)["cache_salt"]
         return _json(responses.show(tenant, response_id))
 
-    @app.post(f"{PATH}/{{response_id}}/cancel", **openapi.RESPONSE)
+    @app.post(f"{PATH}/{{response_id}}/cancel", **_RESPONSE)
     async def cancel_response(request: Request, response_id: str) -> Response:
         """End an answer that is being made; its nodes are freed. `cache_salt` in the query names its tenant."""
         return _json(responses.cancel(_query(request)["cache_salt"], response_id))
 
-    @app.delete(f"{PATH}/{{response_id}}", **openapi.DELETED_RESPONSE)
+    @app.delete(f"{PATH}/{{response_id}}", **_DELETED_RESPONSE)
     async def delete_response(request: Request, response_id: str) -> Response:
         """Keep an answer no more. `cache_salt` in the query names its tenant."""
         responses.delete(_query(request)["cache_salt"], response_id)
         return _json(DeletedResponse(id=response_id, object="response", deleted=True))
 
-    @app.get(f"{PATH}/{{response_id}}/input_items", **openapi.INPUT_ITEMS)
+    @app.get(f"{PATH}/{{response_id}}/input_items", **_INPUT_ITEMS)
     async def input_items(request: Request, response_id: str) -> Response:
         """List the items of an answer's own input. The query may have `order` (desc, the default, or asc), `limit`
         (at most 100, 20 by default), `after` (an item's id) and `cache_salt`, which names the tenant."""
