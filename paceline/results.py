@@ -89,6 +89,7 @@ class Completion:
     handoff: HandoffBytes = HandoffBytes()  # what crossed between them
     seed: int = 0  # the choice's own: the same request with it and n=1 gives this choice again
     request_id: str = ""  # the request's id, for logs and traces
+    stop_string: str = ""  # the stop string that ended it; empty when something else did
 
 
 class JsonModel(Protocol):

@@ -1,81 +1,50 @@
 """OpenAI-compatible HTTP in front of the router.
 
 A request: body read (bounded) -> parsed -> ``router.generate`` -> one body, or server-sent events. An error before the
-first byte is a status, after it an ``error`` event. A client that goes away, or takes nothing for SEND_TIMEOUT_S, ends
-the generation at once. `cluster.frontdoor.http_surface` is around all paths.
+first byte is a status, after it an ``error`` event. A client that goes away ends the generation at once.
+`cluster.frontdoor.http_surface` is around all paths.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from cluster.contract.generation import GenerationRequest, Prompt
-from cluster.contract.plan import Plan
 from cluster.frontdoor import openapi
 from cluster.frontdoor.http_errors import HttpProblem, check_model, dumps, model_not_found, problem_for
+from cluster.frontdoor.http_exchange import JSON, ClientGone, Sender, read_body, while_connected
 from cluster.frontdoor.http_server import HttpServer, serve_http
 from cluster.frontdoor.http_surface import IGNORED, SurfaceApp, request_id
-from cluster.frontdoor.http_tokens import TokenText, add_tokens
+from cluster.frontdoor.http_tokens import add_tokens
 from cluster.frontdoor.json_body import parse_object
+from cluster.frontdoor.messages.errors import is_message_path, message_error
+from cluster.frontdoor.messages.routes import add_messages
 from cluster.frontdoor.openai_answers import Health, Model, Models, NodeCounts, Version
 from cluster.frontdoor.openai_parse import ApiRequest, parse_chat, parse_completion
 from cluster.frontdoor.openai_stream import Answer
-from cluster.frontdoor.openai_stream import Decoder as AnswerTokens
 from cluster.frontdoor.prompts import AskedPrompt, generate_all, read_prompts
+from cluster.frontdoor.responses.routes import add_responses
+from cluster.frontdoor.serving import Serving
 from cluster.routing.metrics import CONTENT_TYPE, Metrics
-from paceline.errors import InvalidRequest, PacelineError, quoted
-from paceline.results import Chunk, ModelInfo, Tokenization
+from paceline.errors import InvalidRequest, PacelineError
+from paceline.results import Chunk
 
 __all__ = ["HttpServer", "create_app", "serve_http"]
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 8 * 2**20
-MAX_DISCARDED_BYTES = 4 * MAX_BODY_BYTES  # read of a body too large; a client that sends on sees no answer
-BODY_TIMEOUT_S = 60.0
-SEND_TIMEOUT_S = 60.0
-
-JSON = "application/json"
-
 Parser = Callable[[dict[str, Any], str], ApiRequest]
-
-
-class ServingTokenizer(AnswerTokens, TokenText, Protocol):
-    """paceline.text.tokenizer.Tokenizer, as far as HTTP needs it."""
-
-
-class Serving(Protocol):
-    """cluster.routing.router.Router, as far as HTTP needs it."""
-
-    @property
-    def tokenizer(self) -> ServingTokenizer: ...
-
-    def generate(
-        self, request: GenerationRequest, on_plan: Callable[[Plan], None] = ...
-    ) -> AsyncGenerator[Chunk, None]:
-        """Chunks of all choices as they come. Closing it cancels the request. on_plan: called before the first."""
-
-    async def tokenize(self, prompt: Prompt) -> Tokenization:
-        """Token ids of a text or a chat."""
-
-    def model_info(self) -> ModelInfo:
-        """What is served and how."""
-
-    def ready(self) -> bool:
-        """Whether a decode node is there to serve."""
 
 
 @dataclass(frozen=True)
@@ -97,16 +66,18 @@ def create_app(router: Serving, metrics: Metrics, options: HttpOptions = HttpOpt
         origins=options.cors_origins,
     )
     _add_generation(app, router, metrics, options.fingerprint)
+    add_responses(app, router, metrics)
+    add_messages(app, router, metrics)
     _add_models(app, router)
     add_tokens(app, router, _read_object)
     _add_operations(app, router, metrics)
 
-    async def on_http(_: Request, error: Exception) -> Response:
+    async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return _refusal(HttpProblem(error.status_code, str(error.detail), headers=dict(error.headers or {})))
+        return _refusal(request, HttpProblem(error.status_code, str(error.detail), headers=dict(error.headers or {})))
 
-    async def on_error(_: Request, error: Exception) -> Response:
-        return _refusal(problem_for(error))
+    async def on_error(request: Request, error: Exception) -> Response:
+        return _refusal(request, problem_for(error))
 
     async def on_disconnect(_: Request, error: Exception) -> Response:
         return Response(status_code=400)  # nobody reads it
@@ -202,44 +173,8 @@ def _add_document(app: FastAPI) -> None:
 
 
 async def _read_object(request: Request) -> dict[str, Any]:
-    """The object that the body is. Raises InvalidRequest, and what ``_read_body`` raises."""
-    return parse_object(await _read_body(request))
-
-
-async def _read_body(request: Request) -> bytes:
-    """The body; never more than MAX_BODY_BYTES of it are held. Raises HttpProblem (408, 413, 415), ClientDisconnect."""
-    kind = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
-    if kind != JSON:  # a web page may make a browser send text or forms anywhere, but JSON only where it is let
-        raise HttpProblem(415, f"content-type: must be {JSON}, got {quoted(kind)}", param="content-type")
-    length = request.headers.get("content-length", "")
-    too_large = HttpProblem(
-        413,
-        f"the body is larger than {MAX_BODY_BYTES} bytes",
-        code="request_too_large",
-        headers={"connection": "close"},
-    )
-    if length.isdigit() and int(length) > MAX_DISCARDED_BYTES:
-        raise too_large
-    body, size = bytearray(), 0
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for part in request.stream():
-                size += len(part)
-                if size > MAX_DISCARDED_BYTES:
-                    break
-                if size > MAX_BODY_BYTES:
-                    body.clear()  # read on all the same: a client that is cut off while it sends misses the answer
-                else:
-                    body += part
-    except TimeoutError:
-        raise HttpProblem(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s", code="timeout") from None
-    if size > MAX_BODY_BYTES:
-        raise too_large
-    return bytes(body)
-
-
-class _ClientGone(Exception):
-    """The client takes nothing more."""
+    """The object that the body is. Raises InvalidRequest, and what ``read_body`` raises."""
+    return parse_object(await read_body(request))
 
 
 class _Reply(Response):
@@ -248,88 +183,47 @@ class _Reply(Response):
     def __init__(self, router: Serving, request: ApiRequest, answer: Answer, prompts: tuple[AskedPrompt, ...]) -> None:
         super().__init__()
         self._router, self._request, self._answer, self._prompts = router, request, answer, prompts
-        self._started = False
-        self._send: Send
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._send = send
-        await _while_connected(receive, self._reply())
+        ignored = self._request.ignored
+        sender = Sender(send, {IGNORED: ", ".join(ignored)} if ignored else {})
+        await while_connected(receive, self._reply(sender))
 
-    async def _reply(self) -> None:
+    async def _reply(self, sender: Sender) -> None:
         try:
             async with aclosing(generate_all(self._router, self._prompts, self._answer.planned)) as chunks:
-                await (self._stream(chunks) if self._request.stream else self._whole(chunks))
-        except _ClientGone:
+                await (self._stream(chunks, sender) if self._request.stream else self._whole(chunks, sender))
+        except ClientGone:
             log.info("%s: the client is gone", self._request.generation.request_id)
         except Exception as error:
-            await self._fail(self._request.renamed(error) if isinstance(error, InvalidRequest) else error)
+            await self._fail(self._request.renamed(error) if isinstance(error, InvalidRequest) else error, sender)
 
-    async def _whole(self, chunks: AsyncGenerator[Chunk, None]) -> None:
+    async def _whole(self, chunks: AsyncGenerator[Chunk, None], sender: Sender) -> None:
         async for chunk in chunks:
             self._answer.take(chunk)
-        await self._send_all(200, self._answer.body(), {})
+        await sender.whole(200, self._answer.body(), {})
 
-    async def _stream(self, chunks: AsyncGenerator[Chunk, None]) -> None:
+    async def _stream(self, chunks: AsyncGenerator[Chunk, None], sender: Sender) -> None:
         async for chunk in chunks:
-            if not self._started:
-                await self._start(200, {"content-type": "text/event-stream", "cache-control": "no-cache"})
+            if not sender.started:
+                await sender.start_events()
             for event in self._answer.events(chunk):
-                await self._write(f"data: {dumps(event)}\n\n")
-        await self._write("data: [DONE]\n\n")
-        await self._write("", last=True)
+                await sender.write(f"data: {dumps(event)}\n\n")
+        await sender.write("data: [DONE]\n\n")
+        await sender.write("", last=True)
 
-    async def _fail(self, error: Exception) -> None:
+    async def _fail(self, error: Exception, sender: Sender) -> None:
         problem = problem_for(error)
         try:
-            if self._started:
-                await self._write(f"event: error\ndata: {problem.dumps()}\n\n", last=True)
+            if sender.started:
+                await sender.write(f"event: error\ndata: {problem.dumps()}\n\n", last=True)
             else:
-                await self._send_all(problem.status, problem.body(), problem.headers)
-        except _ClientGone:
+                await sender.whole(problem.status, problem.body(), problem.headers)
+        except ClientGone:
             log.info("%s: the client is gone", self._request.generation.request_id)
 
-    # -- sending -----------------------------------------------------------------------------------------------
 
-    async def _send_all(self, status: int, body: Mapping[str, Any], headers: dict[str, str]) -> None:
-        data = dumps(body)
-        await self._start(status, {"content-type": JSON, "content-length": str(len(data)), **headers})
-        await self._write(data, last=True)
-
-    async def _start(self, status: int, headers: dict[str, str]) -> None:
-        self._started = True
-        if self._request.ignored:
-            headers = {**headers, IGNORED: ", ".join(self._request.ignored)}
-        raw = [(key.encode("latin-1"), value.encode("latin-1")) for key, value in headers.items()]
-        await self._put({"type": "http.response.start", "status": status, "headers": raw})
-
-    async def _write(self, data: str, last: bool = False) -> None:
-        await self._put({"type": "http.response.body", "body": data.encode("ascii"), "more_body": not last})
-
-    async def _put(self, message: Message) -> None:
-        try:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                await self._send(message)
-        except (TimeoutError, OSError):
-            raise _ClientGone from None
-
-
-async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run ``work``; cancel it when the client disconnects."""
-
-    async def disconnected() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = {asyncio.create_task(work), asyncio.create_task(disconnected())}
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _refusal(problem: HttpProblem) -> Response:
-    return Response(problem.dumps(), problem.status, problem.headers, JSON)
+def _refusal(request: Request, problem: HttpProblem) -> Response:
+    """In the shape of the API that was asked."""
+    body = dumps(message_error(problem)) if is_message_path(request.url.path) else problem.dumps()
+    return Response(body, problem.status, problem.headers, JSON)

@@ -67,8 +67,10 @@ class _Surface:
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                name = state.setdefault(REQUEST_ID, f"req-{uuid.uuid4().hex}")
-                message = {**message, "headers": [*message["headers"], (REQUEST_ID.encode(), name.encode("ascii"))]}
+                said = Headers(raw=message["headers"]).get(REQUEST_ID) or f"req-{uuid.uuid4().hex}"
+                name = state.setdefault(REQUEST_ID, said)
+                others = [header for header in message["headers"] if header[0] != REQUEST_ID.encode()]
+                message = {**message, "headers": [*others, (REQUEST_ID.encode(), name.encode("ascii"))]}
             elif head and message["type"] == "http.response.body":
                 message = {**message, "body": b""}
             await send(message)

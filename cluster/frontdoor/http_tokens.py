@@ -16,23 +16,11 @@ from cluster.frontdoor.json_models import read
 from cluster.frontdoor.openai_answers import Detokenized, Tokens
 from cluster.frontdoor.openai_parse import chat_message
 from cluster.frontdoor.openai_tokens import DetokenizeRequest, TokenizeRequest
+from cluster.frontdoor.serving import TokenText
 from paceline.errors import InvalidRequest
 from paceline.results import ModelInfo, Tokenization
 
 ReadBody = Callable[[Request], Awaitable[dict[str, Any]]]
-
-
-class TokenText(Protocol):
-    """paceline.text.tokenizer.Tokenizer, as far as these endpoints need it."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> Sequence[int]:
-        """Token ids of ``text``."""
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``."""
-
-    def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
-        """What the token adds to a text."""
 
 
 class Tokenizing(Protocol):

@@ -101,10 +101,11 @@ def _path(error: ErrorDetails, body: dict[str, Any], context: Mapping[str, Any])
     """Where the error is. Steps of pydantic's that are not in the body, such as the branch of a union, are left out."""
     path = ""
     value: Any = body
-    for step in error["loc"]:
+    for i, step in enumerate(error["loc"], 1):
+        missing = error["type"] == "missing" and i == len(error["loc"])
         if isinstance(step, int):
             path, value = within(path, step), value[step]
-        elif isinstance(value, dict) and not step.startswith(BRANCH):
+        elif isinstance(value, dict) and (step in value or missing):
             path, value = within(path, step), value.get(step)
     if error["type"] == _UNKNOWN_FIELD:
         path = within(path, list(value)[context["position"]])

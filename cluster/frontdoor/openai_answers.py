@@ -70,6 +70,22 @@ class Details(TypedDict):
 
 
 @described
+class Told(TypedDict):
+    """What the API has no place for."""
+
+    speculation: SpeculationStats
+    """What was drafted and accepted."""
+    timing: Timing
+    """How long it took."""
+    nodes: ServedBy
+    """The nodes that served it."""
+    handoff: HandoffBytes
+    """Bytes that crossed from the prefill to the decode node."""
+    seed: int
+    """The seed: the same request with it gives this answer again."""
+
+
+@described
 class CompletionChoice(TypedDict):
     """One choice of a completion."""
 

@@ -119,7 +119,7 @@ def _parse(
         prompt=prompt,
         sampling=replace(_sampling(asked, top_logprobs), grammar=grammar, prompt_logprobs=max(of_prompt, default=None)),
         max_tokens=max_tokens,
-        speculation=_speculation(asked.speculation or Speculation()),
+        speculation=speculation_of(asked.speculation or Speculation()),
         model=asked.model or "",
         request_id=request_id,
         tenant=asked.cache_salt or "",
@@ -150,7 +150,8 @@ def _sampling(asked: GenerationBody, top_logprobs: int | None) -> SamplingParams
     )
 
 
-def _speculation(asked: Speculation) -> SpeculationParams:
+def speculation_of(asked: Speculation) -> SpeculationParams:
+    """What a body says of it, as plain data."""
     return SpeculationParams(asked.num_draft_tokens, asked.tree_width, asked.drafter or None, asked.tree or None)
 
 

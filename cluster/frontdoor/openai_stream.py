@@ -256,7 +256,7 @@ class Answer:
         )
 
     def _details(self) -> dict[str, Any]:
-        each = [_details(_completed(choice)) for choice in self._choices]
+        each = [details(_completed(choice)) for choice in self._choices]
         more = {"choices": each} if len(each) > 1 else {}
         return {**each[0], "token_ids": [choice.token_ids for choice in self._choices], **more}
 
@@ -271,6 +271,7 @@ def _completed(choice: _Choice) -> Completion:
     return choice.completion
 
 
-def _details(completion: Completion) -> dict[str, Any]:
+def details(completion: Completion) -> dict[str, Any]:
+    """What no API has a place for: how a choice was made."""
     parts = ("speculation", "timing", "nodes", "handoff")
     return {**{part: asdict(getattr(completion, part)) for part in parts}, "seed": completion.seed}

@@ -14,6 +14,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from cluster.frontdoor.json_models import JsonObject
+from cluster.frontdoor.messages.requests import CountTokensRequest, MessageRequest
 from cluster.frontdoor.openai_answers import (
     Chat,
     Completion,
@@ -27,86 +28,51 @@ from cluster.frontdoor.openai_answers import (
 )
 from cluster.frontdoor.openai_requests import ChatRequest, CompletionRequest
 from cluster.frontdoor.openai_tokens import DetokenizeRequest, TokenizeRequest
+from cluster.frontdoor.responses.requests import ResponseRequest
+from cluster.frontdoor.route_docs import OTHER_ERRORS, REF, TEXT, Route, generation_route, plain_route
 
 PATH = "/openapi.json"
 TITLE = "Paceline"
-REF = "#/components/schemas/{model}"
 
-Route = dict[str, Any]  # what FastAPI is told of a route
-
-_TEXT = {"schema": {"type": "string"}}
-_RETRY_AFTER = {
-    "Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer", "minimum": 0}, "required": True}
-}
-_GENERATION_ERRORS = {
-    400: "The body is wrong; `param` names the field.",
-    404: "The request names another model than the one that is served.",
-    408: "The body did not arrive in time.",
-    413: "The body is too large.",
-    415: "The content type is not `application/json`.",
-    429: "The deployment has no room now. `Retry-After` says when to come back.",
-    503: "No node can serve the request.",
-    504: "The request took longer than it may.",
-}
-
-
-_OTHERS: dict[int | str, dict[str, Any]] = {"default": {"description": "Any other error.", "model": Error}}
-
-
-def _generation(body: type[JsonObject], answer: type[Any]) -> Route:
-    """A route that generates. With ``stream`` the answer is events: data lines, each a part of it."""
-    errors: dict[int | str, dict[str, Any]] = {
-        status: {"description": text, "model": Error} for status, text in _GENERATION_ERRORS.items()
-    }
-    errors[429]["headers"] = _RETRY_AFTER
-    done = {"description": "The answer.", "model": answer, "content": {"text/event-stream": _TEXT}}
-    return {"responses": {200: done, **errors, **_OTHERS}, "openapi_extra": _body(body)}
-
-
-def _body(model: type[JsonObject]) -> dict[str, Any]:
-    schema = {"$ref": REF.format(model=model.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def _plain(body: type[JsonObject], answer: type[Any]) -> Route:
-    """A route that answers at once."""
-    wrong = {400: {"description": _GENERATION_ERRORS[400], "model": Error}}
-    return {
-        "responses": {200: {"description": "The answer.", "model": answer}, **wrong, **_OTHERS},
-        "openapi_extra": _body(body),
-    }
-
+BODIES: tuple[type[JsonObject], ...] = (
+    CompletionRequest,
+    ChatRequest,
+    ResponseRequest,
+    MessageRequest,
+    CountTokensRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 
 _NOT_SERVED = {"description": "No model of this name is served.", "model": Error}
 
-COMPLETIONS = _generation(CompletionRequest, Completion)
-CHAT_COMPLETIONS = _generation(ChatRequest, Chat)
-MODELS: Route = {"responses": {200: {"description": "The models.", "model": Models}, **_OTHERS}}
-MODEL: Route = {"responses": {200: {"description": "The model.", "model": Model}, 404: _NOT_SERVED, **_OTHERS}}
+COMPLETIONS = generation_route(CompletionRequest, Completion)
+CHAT_COMPLETIONS = generation_route(ChatRequest, Chat)
+MODELS: Route = {"responses": {200: {"description": "The models.", "model": Models}, **OTHER_ERRORS}}
+MODEL: Route = {"responses": {200: {"description": "The model.", "model": Model}, 404: _NOT_SERVED, **OTHER_ERRORS}}
 HEALTH: Route = {
     "responses": {
         200: {"description": "Requests can be served.", "model": Health},
         503: {"description": "No decode node is ready.", "model": Health},
-        **_OTHERS,
+        **OTHER_ERRORS,
     }
 }
-TOKENIZE = _plain(TokenizeRequest, Tokens)
-DETOKENIZE = _plain(DetokenizeRequest, Detokenized)
-VERSION: Route = {"responses": {200: {"description": "The version.", "model": Version}, **_OTHERS}}
+TOKENIZE = plain_route(TokenizeRequest, Tokens)
+DETOKENIZE = plain_route(DetokenizeRequest, Detokenized)
+VERSION: Route = {"responses": {200: {"description": "The version.", "model": Version}, **OTHER_ERRORS}}
 PING: Route = {
     "responses": {
         200: {"description": "Requests can be served.", "content": {}},
         503: {"description": "No decode node is ready."},
-        **_OTHERS,
+        **OTHER_ERRORS,
     }
 }
-METRICS: Route = {"responses": {200: {"description": "The metrics.", "content": {"text/plain": _TEXT}}, **_OTHERS}}
+METRICS: Route = {"responses": {200: {"description": "The metrics.", "content": {"text/plain": TEXT}}, **OTHER_ERRORS}}
 
 
 def document(app: FastAPI) -> dict[str, Any]:
     """OpenAPI 3.1 of the application's routes."""
     made = get_openapi(title=TITLE, version=version("paceline"), routes=app.routes)
-    models = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
-    _, bodies = models_json_schema([(model, "validation") for model in models], ref_template=REF)
+    _, bodies = models_json_schema([(body, "validation") for body in BODIES], ref_template=REF)
     made["components"]["schemas"] |= bodies["$defs"]
     return made

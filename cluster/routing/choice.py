@@ -33,6 +33,9 @@ class Detokenizer(Protocol):
     @property
     def stopped(self) -> bool: ...
 
+    @property
+    def stop_string(self) -> str: ...
+
     def push(self, token_id: int) -> str:
         """Newly certain text that begins no stop string; often empty."""
 
@@ -246,6 +249,7 @@ class ChoiceRun:
             handoff=self.handoff,
             seed=self.sequence.params.seed or 0,
             request_id=self.request_id,
+            stop_string=self._detokenizer.stop_string,
         )
 
     def _timing(self) -> Timing:

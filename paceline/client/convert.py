@@ -184,6 +184,7 @@ def completion(message: inference_pb2.Completion) -> Completion:
         handoff=HandoffBytes(handoff.target_kv, handoff.draft_kv, handoff.hidden, handoff.meta),
         seed=message.seed,
         request_id=message.request_id,
+        stop_string=message.stop_string,
     )
 
 

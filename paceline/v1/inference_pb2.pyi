@@ -744,12 +744,15 @@ class Completion(_message.Message):
     HANDOFF_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    STOP_STRING_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """Why it ended."""
     seed: _builtins.int
     """The choice's own seed: the same request with it and n = 1 gives this choice again."""
     request_id: _builtins.str
     """The request's id, for logs and traces."""
+    stop_string: _builtins.str
+    """The stop string that ended it; empty when something else did."""
     @_builtins.property
     def usage(self) -> Global___Usage:
         """Its tokens."""
@@ -781,10 +784,11 @@ class Completion(_message.Message):
         handoff: Global___HandoffBytes | None = ...,
         seed: _builtins.int = ...,
         request_id: _builtins.str = ...,
+        stop_string: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "nodes", b"nodes", "speculation", b"speculation", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "handoff", b"handoff", "nodes", b"nodes", "request_id", b"request_id", "seed", b"seed", "speculation", b"speculation", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "handoff", b"handoff", "nodes", b"nodes", "request_id", b"request_id", "seed", b"seed", "speculation", b"speculation", "stop_string", b"stop_string", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -89,6 +89,10 @@ def _object(rng: random.Random, schema: Schema) -> dict[str, Any]:
     if "propertyNames" in schema:
         count = rng.randint(0, MOST_ITEMS)
         return {str(rng.randint(0, 257)): allowed(rng, schema["additionalProperties"]) for _ in range(count)}
+    if "properties" not in schema:  # any object, or one of values of a kind
+        values = schema.get("additionalProperties")
+        inner = values if isinstance(values, Mapping) else {}
+        return {_text(rng, 1, 8): allowed(rng, inner) for _ in range(rng.randint(0, MOST_ITEMS))}
     optional = [name for name in schema["properties"] if name not in schema.get("required", ())]
     names = [*schema.get("required", ()), *rng.sample(optional, min(len(optional), rng.choice((0, 1, 2, 3, 8))))]
     return {name: allowed(rng, schema["properties"][name]) for name in names}
@@ -119,6 +123,8 @@ def wrong(rng: random.Random, schema: Schema) -> Any:
         case "object" if schema.get("additionalProperties") is True:
             return rng.choice(WRONG_TYPES)
         case "object":
+            if not isinstance(schema.get("additionalProperties"), Mapping):
+                return rng.choice(WRONG_TYPES)
             key = rng.choice(("1", "-1", "x", "", "9" * 30, "²", "99999"))
             return {key: wrong(rng, schema["additionalProperties"])}
         case "array":

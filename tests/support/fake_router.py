@@ -57,16 +57,10 @@ class FakeRouter:
         self.release = asyncio.Event()
         self.alive = True
         self.asked: list[GenerationRequest] = []
+        self.tokenized: list[Prompt] = []
         self.started = asyncio.Event()
         self.ended = asyncio.Event()
         self.finished = 0  # requests that ran to their end
-
-    async def tokenize(self, prompt: Prompt) -> Tokenization:
-        if isinstance(prompt, Chat):
-            turns = "".join(f"{turn.role}: {turn.content}\n" for turn in prompt.messages)
-            prompt = turns + ("assistant: " if prompt.add_generation_prompt else "")
-        ids = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
-        return Tokenization(ids, self.model_info().max_model_len)
 
     async def generate(
         self, request: GenerationRequest, on_plan: Callable[[Plan], None] = lambda plan: None
@@ -101,6 +95,14 @@ class FakeRouter:
         ends = [Chunk(c, at, completion=_completion(request, c, at, len(self.rounds))) for c in range(sampling.n)]
         return chunks + ends
 
+    async def tokenize(self, prompt: Prompt) -> Tokenization:
+        self.tokenized.append(prompt)
+        if isinstance(prompt, Chat):
+            turns = "".join(f"{turn.role}: {turn.content}\n" for turn in prompt.messages)
+            prompt = turns + ("assistant: " if prompt.add_generation_prompt else "")
+        ids = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
+        return Tokenization(ids, self.model_info().max_model_len)
+
     def model_info(self) -> ModelInfo:
         roles = ("prefill", "decode", "decode") if self.alive else ("prefill",)
         nodes = tuple(NodeInfo(f"{role}-{i}", role, "127.0.0.1:1") for i, role in enumerate(roles))
@@ -120,7 +122,7 @@ def _completion(request: GenerationRequest, choice: int, num_tokens: int, rounds
     seed = 77 if request.sampling.seed is None else request.sampling.seed
     return Completion(
         finish_reason=FinishReason.STOP,
-        usage=Usage(5, num_tokens, 2),
+        usage=Usage(len(PROMPT_IDS), num_tokens, 2),
         speculation=SpeculationStats(rounds, 4 * rounds, num_tokens - rounds, num_tokens / rounds, (3, 2), (3, 3)),
         timing=Timing(0.1, 0.5, 20.0),
         nodes=ServedBy("prefill-0", "decode-1"),

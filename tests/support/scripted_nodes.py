@@ -68,7 +68,7 @@ class ByteDetokenizer:
 
     def __init__(self, tokenizer: TokenizerLike, prompt_ids: Sequence[int], stop: Sequence[str]) -> None:
         self._stop, self._bytes, self._text, self._sent = tuple(stop), b"", "", 0
-        self.stopped = False
+        self.stopped, self.stop_string = False, ""
 
     def push(self, token_id: int) -> str:
         self._bytes += bytes([token_id]) if token_id < 256 else b""
@@ -77,10 +77,10 @@ class ByteDetokenizer:
         except UnicodeDecodeError:
             return ""
         self._bytes = b""
-        found = [at for at in (self._text.find(stop) for stop in self._stop) if at >= 0]
+        found = [(at, stop) for stop in self._stop if (at := self._text.find(stop)) >= 0]
         if found:
-            self.stopped = True
-            return self._send(min(found))
+            self.stopped, (at, self.stop_string) = True, min(found)
+            return self._send(at)
         held = max((n for s in self._stop for n in range(1, len(s)) if self._text.endswith(s[:n])), default=0)
         return self._send(len(self._text) - held)
 

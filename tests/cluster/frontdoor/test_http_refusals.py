@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from cluster.contract.generation import MAX_MESSAGES
-from cluster.frontdoor import http as http_module
+from cluster.frontdoor import http_exchange
 from cluster.frontdoor.json_body import MAX_CONTAINERS
 from paceline.errors import (
     DeadlineExceeded,
@@ -188,8 +188,8 @@ async def test_another_model(client: httpx.AsyncClient, router: FakeRouter) -> N
 
 
 async def test_a_body_that_is_too_large(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_module, "MAX_BODY_BYTES", 100)
-    monkeypatch.setattr(http_module, "MAX_DISCARDED_BYTES", 300)
+    monkeypatch.setattr(http_exchange, "MAX_BODY_BYTES", 100)
+    monkeypatch.setattr(http_exchange, "MAX_DISCARDED_BYTES", 300)
     read = 0
 
     async def parts() -> AsyncIterator[bytes]:
@@ -207,7 +207,7 @@ async def test_a_body_that_is_too_large(client: httpx.AsyncClient, monkeypatch: 
 
 
 async def test_a_body_that_does_not_arrive(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_module, "BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(http_exchange, "BODY_TIMEOUT_S", 0.05)
 
     async def parts() -> AsyncIterator[bytes]:
         yield b"{"

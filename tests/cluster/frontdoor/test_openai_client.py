@@ -13,7 +13,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
-from cluster.frontdoor import http as http_module
+from cluster.frontdoor import http_exchange
 from cluster.frontdoor.http import HttpServer, create_app, serve_http
 from cluster.routing.metrics import Metrics
 from paceline.errors import ConfigError, InvalidRequest, NodeUnavailable, Overloaded
@@ -228,7 +228,7 @@ async def test_leaving_before_the_first_byte_ends_the_generation(
 async def test_a_client_that_reads_nothing_is_let_go(
     server: HttpServer, router: FakeRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_module, "SEND_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(http_exchange, "SEND_TIMEOUT_S", 0.2)
     router.rounds = ["x" * 1_000_000] * 20
     body = json.dumps({"prompt": "hi", "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()

@@ -15,7 +15,10 @@ from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 from cluster.frontdoor import openapi
 from cluster.frontdoor.http import create_app
 from cluster.frontdoor.json_body import parse_object
-from cluster.frontdoor.openai_parse import ApiRequest, parse_chat, parse_completion
+from cluster.frontdoor.json_models import JsonObject, read
+from cluster.frontdoor.messages.requests import CountTokensRequest, MessageRequest
+from cluster.frontdoor.openai_parse import parse_chat, parse_completion
+from cluster.frontdoor.responses.requests import ResponseRequest
 from cluster.routing.metrics import Metrics
 from paceline.errors import InvalidRequest
 from paceline.request import RANGES
@@ -25,10 +28,34 @@ from tests.support.http_app import CHAT as GOOD_CHAT
 from tests.support.http_app import CHATS, COMPLETIONS, FORMATS
 from tests.support.http_app import COMPLETION as GOOD_COMPLETION
 
-Parse = Callable[[dict[str, Any], str], ApiRequest]
-# What fields mean together, no schema says.
-TOGETHER = {"best_of", "stream_options", "max_tokens", "top_logprobs", *FORMATS}
-BODIES: list[tuple[Parse, str]] = [(parse_completion, "CompletionRequest"), (parse_chat, "ChatRequest")]
+# JSON Schema takes 2.0 for an integer; clients that write it mean a number.
+_CHECKER = Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
+Strict = validators.extend(Draft202012Validator, type_checker=_CHECKER)
+Parse = Callable[[dict[str, Any], str], object]
+
+
+def _reader(model: type[JsonObject]) -> Parse:
+    """What fields say by themselves: what they mean together has tests of its own."""
+    return lambda body, _: read(model, body)
+
+
+TOGETHER = {
+    "best_of",
+    "stream_options",
+    "max_tokens",
+    "top_logprobs",
+    "background",
+    *FORMATS,
+}  # what fields mean together, no schema says
+BODIES: list[tuple[Parse, str]] = [
+    (parse_completion, "CompletionRequest"),
+    (parse_chat, "ChatRequest"),
+    *((_reader(model), model.__name__) for model in (ResponseRequest, MessageRequest, CountTokensRequest)),
+]
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+GOOD_MESSAGE: dict[str, Any] = {"max_tokens": 5, "messages": GOOD_CHAT["messages"]}
+GOOD = {**GOOD_CHAT, **GOOD_COMPLETION, **GOOD_MESSAGE, "input": "hi"}
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
 
 
 @pytest.fixture
@@ -81,12 +108,13 @@ def test_the_parser_takes_what_the_schema_allows(
 def test_every_field_is_documented(document: dict[str, Any], parse: Parse, body: str) -> None:
     """Each is taken with a value of its schema, and one that is not in the document is refused by its name."""
     schema = schema_of(document, body)
-    required = {name: GOOD_CHAT.get(name, GOOD_COMPLETION.get(name)) for name in schema["required"]}
+    required = {name: GOOD[name] for name in schema["required"]}
     needs = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}, "best_of": {}}
     exact = {"best_of": 1, "structured_outputs": {"regex": "a"}}  # values that go together
     for name, field in schema["properties"].items():
         value = exact.get(name, allowed(random.Random(1), field))
-        assert refusal(parse, {**required, **needs.get(name, {}), name: value}) == "", name
+        more = needs.get(name, {}) if "stop" in schema["properties"] else {}
+        assert refusal(parse, {**required, **more, name: value}) == "", name
     assert refusal(parse, {**required, "grammar": "x"}) == "grammar"
     assert refusal(parse, {**required, "": "x"}) == "''"
 
@@ -102,6 +130,10 @@ def test_paths_are_those_that_are_served(document: dict[str, Any]) -> None:
     operations = {(path, method) for path, methods in document["paths"].items() for method in methods}
     assert operations == {
         *((path, "post") for path in (COMPLETIONS, CHATS, "/tokenize", "/detokenize", "/ping")),
+        *((path, "post") for path in (RESPONSES, MESSAGES, f"{MESSAGES}/count_tokens")),
+        *((f"{RESPONSES}/{{response_id}}{more}", "get") for more in ("", "/input_items")),
+        (f"{RESPONSES}/{{response_id}}/cancel", "post"),
+        (f"{RESPONSES}/{{response_id}}", "delete"),
         *((path, "get") for path in ("/v1/models", "/v1/models/{name}", "/health", "/metrics", "/ping", "/version")),
     }
     assert document["openapi"].startswith("3.1")
@@ -134,6 +166,14 @@ async def test_answers_are_as_the_document_says(
     check("Version", await client.get("/version"))
     check("Tokens", await client.post("/tokenize", json={"prompt": "hi", "return_token_strs": True}))
     check("Detokenized", await client.post("/detokenize", json={"tokens": [104, 105]}))
+    made = await client.post(RESPONSES, json={"input": "hi", "tools": [TOOL], "metadata": {"a": "b"}})
+    check("Response", made)
+    check("Response", await client.get(f"{RESPONSES}/{made.json()['id']}"))
+    check("InputItems", await client.get(f"{RESPONSES}/{made.json()['id']}/input_items"))
+    check("DeletedResponse", await client.delete(f"{RESPONSES}/{made.json()['id']}"))
+    check("AnswerMessage", await client.post(MESSAGES, json=GOOD_MESSAGE))
+    check("TokenCount", await client.post(f"{MESSAGES}/count_tokens", json={"messages": GOOD_MESSAGE["messages"]}))
+    check("MessageError", await client.post(MESSAGES, json={}))
     for response in (await client.post(CHATS, json={}), await client.get(CHATS), await client.get("/v1/models/none")):
         assert response.status_code >= 400
         check("Error", response)

@@ -93,6 +93,7 @@ async def test_ends_at_the_first_token_and_at_stop_tokens(
         result = await answer(made, request_)
         assert (result.text, len(result.token_ids)) == (text, tokens)
         assert result.completion.finish_reason is reason
+        assert result.completion.stop_string == "".join(request_.sampling.stop)
         assert result.completion.usage.completion_tokens == tokens
         await made.idle()
         assert (await answer(made, ask())).text == TEXT[:10]
@@ -108,6 +109,7 @@ async def test_a_stop_string_ends_at_the_same_token_whatever_the_rounds(round_si
         assert len(result.choices[0].logprobs) == 9
         done = result.completion
         assert done.finish_reason is FinishReason.STOP
+        assert done.stop_string == TEXT[6:9]
         assert done.usage.completion_tokens == 9
         assert done.speculation.accepted_tokens + done.speculation.rounds == 8  # all but the first are of rounds
         await made.idle()

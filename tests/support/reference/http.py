@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from cluster.contract.plan import CONTEXT_LENGTH_EXCEEDED
-from cluster.frontdoor import http, http_errors, http_surface, openapi
+from cluster.frontdoor import http, http_errors, http_exchange, http_surface, openapi
 from cluster.frontdoor.json_models import IGNORED_WORDS
 from cluster.routing.metrics import Metrics
 from tests.support.reference.comments import field_comments
 from tests.support.reference.markdown import bounds, made_from, one_line, table
 
 Schema = Mapping[str, Any]
-BODIES = ("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest")
 
 PAGE = """\
 # HTTP API
@@ -22,7 +21,8 @@ PAGE = """\
 
 The HTTP address is that of the option `--http`. Requests and answers are those of OpenAI's completions and chat
 completions, so OpenAI's own clients work with `base_url="http://HOST:PORT/v1"`. Sampling fields that OpenAI does not
-have are those of vLLM and SGLang. There is no authentication: put a proxy in front where one is needed.
+have are those of vLLM and SGLang. [Responses and Messages](../guides/other_apis.md) has OpenAI's Responses API and
+Anthropic's Messages API. There is no authentication: put a proxy in front where one is needed.
 
 A body is JSON of at most {mib} MiB, with the content type `application/json`, and arrives within {body_s:g} s. A field
 that is null counts as absent, and a whole number is an integer however it is written (`16.0`).
@@ -39,7 +39,8 @@ A path may end with a slash, and HEAD is answered wherever GET is. Web pages of 
 
 With `"stream": true` the answer is server-sent events: lines `data: {{...}}`, each a part of the answer, and
 `data: [DONE]` as the last. An error after the first byte is a line `event: error` and a `data:` line with an
-[Error](#error). A client that disconnects, or that takes nothing for {send_s:g} s, ends its generation.
+[Error](#error). Events of `/v1/responses` and `/v1/messages` have a name each, as their APIs say. A client that
+disconnects, or that takes nothing for {send_s:g} s, ends its generation.
 
 `GET {document}` answers this page's facts as OpenAPI 3.1.
 """
@@ -47,7 +48,8 @@ With `"stream": true` the answer is server-sent events: lines `data: {{...}}`, e
 ERRORS = """\
 ## Errors
 
-Every error has the body [Error](#error). A client may try again after 408, 429, 503 and 504.
+Every error has the body [Error](#error), below `/v1/messages` [MessageError](#messageerror). A client may try again
+after 408, 429, 503 and 504.
 """
 
 
@@ -62,9 +64,9 @@ def http_page() -> str:
     made = made_from("cluster/frontdoor/")
     head = PAGE.format(
         made=made,
-        mib=http.MAX_BODY_BYTES // 2**20,
-        body_s=http.BODY_TIMEOUT_S,
-        send_s=http.SEND_TIMEOUT_S,
+        mib=http_exchange.MAX_BODY_BYTES // 2**20,
+        body_s=http_exchange.BODY_TIMEOUT_S,
+        send_s=http_exchange.SEND_TIMEOUT_S,
         document=openapi.PATH,
         ignored=http_surface.IGNORED,
     )
@@ -72,7 +74,7 @@ def http_page() -> str:
         _operation(method, path, one) for path, methods in found["paths"].items() for method, one in methods.items()
     ]
     schemas = found["components"]["schemas"]
-    asked = [name for name in schemas if name in _reachable(schemas, *BODIES)]
+    asked = [name for name in schemas if name in _reachable(schemas, *(body.__name__ for body in openapi.BODIES))]
     parts = [head, "## Operations\n", *operations, _errors()]
     parts += ["## Request bodies\n", *(_request(name, schemas[name]) for name in asked)]
     parts += ["## Answers\n", *(_object(name, schemas[name]) for name in schemas if name not in asked)]

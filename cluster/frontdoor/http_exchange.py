@@ -1,0 +1,114 @@
+"""What every endpoint needs of HTTP: a bounded body in, bytes out to a client that may go away.
+
+A client that is gone, or takes nothing for SEND_TIMEOUT_S, ends the work that is done for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+from fastapi import Request
+from starlette.types import Message, Receive, Send
+
+from cluster.frontdoor.http_errors import HttpProblem, dumps
+from paceline.errors import quoted
+
+MAX_BODY_BYTES = 8 * 2**20
+MAX_DISCARDED_BYTES = 4 * MAX_BODY_BYTES  # read of a body too large; a client that sends on sees no answer
+BODY_TIMEOUT_S = 60.0
+SEND_TIMEOUT_S = 60.0
+
+JSON = "application/json"
+
+
+async def read_body(request: Request) -> bytes:
+    """The body; never more than MAX_BODY_BYTES of it are held. Raises HttpProblem (408, 413, 415), ClientDisconnect."""
+    kind = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+    if kind != JSON:  # a web page may make a browser send text or forms anywhere, but JSON only where it is let
+        raise HttpProblem(415, f"content-type: must be {JSON}, got {quoted(kind)}", param="content-type")
+    length = request.headers.get("content-length", "")
+    too_large = HttpProblem(
+        413,
+        f"the body is larger than {MAX_BODY_BYTES} bytes",
+        code="request_too_large",
+        headers={"connection": "close"},
+    )
+    if length.isdigit() and int(length) > MAX_DISCARDED_BYTES:
+        raise too_large
+    body, size = bytearray(), 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                size += len(part)
+                if size > MAX_DISCARDED_BYTES:
+                    break
+                if size > MAX_BODY_BYTES:
+                    body.clear()  # read on all the same: a client that is cut off while it sends misses the answer
+                else:
+                    body += part
+    except TimeoutError:
+        raise HttpProblem(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s", code="timeout") from None
+    if size > MAX_BODY_BYTES:
+        raise too_large
+    return bytes(body)
+
+
+class ClientGone(Exception):
+    """The client takes nothing more."""
+
+
+class Sender:
+    """Sends one answer. Every method raises ClientGone when the client takes nothing more."""
+
+    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
+        """headers: what every answer has, whatever becomes of it."""
+        self._send, self._headers = send, headers
+        self.started = False  # whether the status is sent
+
+    async def whole(self, status: int, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
+        """The answer in one piece."""
+        data = dumps(body)
+        await self.start(status, {"content-type": JSON, "content-length": str(len(data)), **headers})
+        await self.write(data, last=True)
+
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        """Status and headers."""
+        self.started = True
+        named = {**headers, **self._headers}
+        raw = [(key.encode("latin-1"), value.encode("latin-1")) for key, value in named.items()]
+        await self._put({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def start_events(self) -> None:
+        """Status and headers of server-sent events."""
+        await self.start(200, {"content-type": "text/event-stream", "cache-control": "no-cache"})
+
+    async def write(self, data: str, last: bool = False) -> None:
+        """A piece of the body. data: in ASCII."""
+        await self._put({"type": "http.response.body", "body": data.encode("ascii"), "more_body": not last})
+
+    async def _put(self, message: Message) -> None:
+        try:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await self._send(message)
+        except (TimeoutError, OSError):
+            raise ClientGone from None
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run ``work``; cancel it when the client disconnects."""
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = {asyncio.create_task(work), asyncio.create_task(disconnected())}
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
