@@ -28,9 +28,6 @@ from tests.support.http_app import CHAT as GOOD_CHAT
 from tests.support.http_app import CHATS, COMPLETIONS, FORMATS
 from tests.support.http_app import COMPLETION as GOOD_COMPLETION
 
-# JSON Schema takes 2.0 for an integer; clients that write it mean a number.
-_CHECKER = Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
-Strict = validators.extend(Draft202012Validator, type_checker=_CHECKER)
 Parse = Callable[[dict[str, Any], str], object]
 
 
