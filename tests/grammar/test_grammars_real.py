@@ -43,7 +43,10 @@ GRAMMARS = (
     Grammar(GrammarKind.JSON_SCHEMA, json.dumps(PERSON)),
     Grammar(GrammarKind.REGEX, r"(Mon|Tues|Wednes|Thurs|Fri)day, \d{1,2} (January|June|July) \d{4}"),
     Grammar(GrammarKind.CHOICE, json.dumps(["positive", "negative", "neither positive nor negative"])),
-    Grammar(GrammarKind.EBNF, 'start: %json {"type": "integer"} " apples and " %json {"type": "boolean"}'),
+    Grammar(
+        GrammarKind.EBNF,
+        'start: %json {"type": "integer", "minimum": 0, "maximum": 99} " apples and " %json {"type": "boolean"}',
+    ),
 )
 QUESTION = "Describe Ada Lovelace as JSON, or name a day."
 DRAFTERS: tuple[dict[str, object], ...] = (
