@@ -8,5 +8,6 @@ The forms of a request on its way:
    planned again to the same plan and is what the journal keeps, and one ``SequenceRequest`` for each choice;
 4. a node's message (`paceline.v1.node_pb2.SequenceRequest`), written by `paceline.wire` on each attempt.
 
-`generation` knows neither of the others. `plan` makes 3 of 2; `public_wire` makes 2 of 1, and the public answers.
+`generation` knows neither of the others. `plan` makes 3 of 2; `public_wire` makes 2 of 1. Answers become public
+messages in `paceline.answer_wire`, which the SDK's fake server shares.
 """
