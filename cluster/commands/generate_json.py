@@ -26,6 +26,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
         "text": choice.text,
         "token_ids": choice.token_ids,
         "logprobs": [_logprobs(entry) for entry in choice.logprobs],
+        "prompt_logprobs": [_logprobs(entry) for entry in choice.prompt_logprobs],
         **numbers,
     }
 

@@ -36,6 +36,7 @@ GIVEN: dict[str, Any] = {
     "stop_token_ids": [7, 8],
     "ignore_eos": True,
     "top_logprobs": 1,
+    "prompt_logprobs": 2,
     "n": 1,
     "num_draft_tokens": 2,
     "tree_width": 3,
@@ -115,13 +116,26 @@ async def test_text_is_streamed_and_choices_are_listed() -> None:
 async def test_json_has_all_choices() -> None:
     async with served() as (_, address):
         done = await run(
-            "--server", address, "--seed", "5", "--max-tokens", "4", "--n", "2", "--json", "--top-logprobs", "1"
+            "--server",
+            address,
+            "--seed",
+            "5",
+            "--max-tokens",
+            "4",
+            "--n",
+            "2",
+            "--json",
+            "--top-logprobs",
+            "1",
+            "--prompt-logprobs",
+            "2",
         )
     answer = json.loads(done.output)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
     assert answer["choices"][0]["text"] == TEXT[:4]
     for choice in answer["choices"]:
         assert len(choice["token_ids"]) == len(choice["logprobs"]) == choice["usage"]["completion_tokens"] == 4
+        assert [len(entry["top_ids"]) for entry in choice["prompt_logprobs"]] == [2] * (len(PROMPT) - 1)
         assert choice["finish_reason"] == "length"
         assert choice["nodes"] == {"prefill": "prefill-0", "decode": "decode-0"}
     assert answer["choices"][0]["seed"] == 5 != answer["choices"][1]["seed"]
