@@ -92,7 +92,7 @@ async def test_every_option_arrives() -> None:
     async with served(tree="static", drafter="ngram", drafters="suffix") as (nodes, address):
         done = await run("--server", address, *written)
         assert done.exit_code == 0, done.output
-        (sequence,) = nodes.nodes["decode-0"].sequences
+        (sequence,) = nodes.nodes["prefill-0"].sequences
     speculation = sequence.speculation
     for name in ("num_draft_tokens", "tree_width", "drafter", "tree"):
         assert getattr(speculation, name) == GIVEN[name]
