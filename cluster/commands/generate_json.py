@@ -28,6 +28,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
         "tool_calls": [asdict(call) for call in choice.tool_calls],
         "token_ids": choice.token_ids,
         "logprobs": [_logprobs(entry) for entry in choice.logprobs],
+        "prompt_logprobs": [_logprobs(entry) for entry in choice.prompt_logprobs],
         **numbers,
     }
 

@@ -85,9 +85,11 @@ def _check_values(request: ApiRequest, num_tokens: int) -> None:
         return
     values = num_tokens * sampling.n * (sampling.prompt_logprobs + 1)
     if values > MAX_PROMPT_VALUES:
-        asked = f"{num_tokens} tokens of prompts, {sampling.n} choices and {sampling.prompt_logprobs} alternatives"
-        most = f"at most {MAX_PROMPT_VALUES} log-probabilities of prompts are told at once"
-        raise InvalidRequest("messages" if request.chat else "prompt", f"{most}; {asked} make {values}")
+        asked = f"{num_tokens} tokens, {sampling.n} choices, {sampling.prompt_logprobs} alternatives"
+        raise InvalidRequest(
+            "messages" if request.chat else "prompt",
+            f"at most {MAX_PROMPT_VALUES} log-probabilities of prompts are told at once; {asked} make {values}",
+        )
 
 
 async def _read(router: Asked, generation: GenerationRequest, echo: bool) -> AskedPrompt:

@@ -161,7 +161,7 @@ BAD: list[tuple[str, Any, dict[str, Any]]] = [
     ("temperature", "hello", {"temperature": float("nan")}),
     ("top_p", "hello", {"top_p": 1.5}),
     ("max_tokens", "hello", {"max_tokens": -1}),
-    ("max_tokens", "hello", {"max_tokens": 0}),
+    ("max_tokens", "hello", {"max_tokens": -1}),
     ("n", "hello", {"n": 99}),
     ("logit_bias", "hello", {"logit_bias": {1: 500.0}}),
     ("stop", "hello", {"stop": [""]}),

@@ -38,6 +38,7 @@ GIVEN: dict[str, Any] = {
     "stop_token_ids": [7, 8],
     "ignore_eos": True,
     "top_logprobs": 1,
+    "prompt_logprobs": 2,
     "n": 1,
     "num_draft_tokens": 2,
     "tree_width": 3,
@@ -94,7 +95,7 @@ async def test_every_option_arrives() -> None:
     async with served(tree="static", drafter="ngram", drafters="suffix") as (nodes, address):
         done = await run("--server", address, *written)
         assert done.exit_code == 0, done.output
-        (sequence,) = nodes.nodes["decode-0"].sequences
+        (sequence,) = nodes.nodes["prefill-0"].sequences
     speculation = sequence.speculation
     for name in ("num_draft_tokens", "tree_width", "drafter", "tree"):
         assert getattr(speculation, name) == GIVEN[name]
@@ -118,13 +119,26 @@ async def test_text_is_streamed_and_choices_are_listed() -> None:
 async def test_json_has_all_choices() -> None:
     async with served() as (_, address):
         done = await run(
-            "--server", address, "--seed", "5", "--max-tokens", "4", "--n", "2", "--json", "--top-logprobs", "1"
+            "--server",
+            address,
+            "--seed",
+            "5",
+            "--max-tokens",
+            "4",
+            "--n",
+            "2",
+            "--json",
+            "--top-logprobs",
+            "1",
+            "--prompt-logprobs",
+            "2",
         )
     answer = json.loads(done.output)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
     assert answer["choices"][0]["text"] == TEXT[:4]
     for choice in answer["choices"]:
         assert len(choice["token_ids"]) == len(choice["logprobs"]) == choice["usage"]["completion_tokens"] == 4
+        assert [len(entry["top_ids"]) for entry in choice["prompt_logprobs"]] == [2] * (len(PROMPT) - 1)
         assert choice["finish_reason"] == "length"
         assert choice["nodes"] == {"prefill": "prefill-0", "decode": "decode-0"}
     assert answer["choices"][0]["seed"] == 5 != answer["choices"][1]["seed"]

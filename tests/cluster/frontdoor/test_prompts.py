@@ -86,9 +86,10 @@ async def test_at_most_so_many_run_at_once_and_each_has_an_id() -> None:
         while made.nodes["prefill-0"].active < PROMPTS_AT_ONCE:
             await asyncio.sleep(0.005)
         await asyncio.sleep(0.1)
-        assert made.nodes["prefill-0"].active == PROMPTS_AT_ONCE
+        at_once = made.nodes["prefill-0"].active
         gate.set()
         answer = await asking
+        assert at_once == PROMPTS_AT_ONCE
         assert [choice["text"] for choice in answer["choices"]] == [letters(5, 1, 7)] * 20
         ids = {sequence.request_id for sequence in made.nodes["prefill-0"].sequences}
         assert ids == {answer["id"], *(f"{answer['id']}-{i}" for i in range(1, 20))}
