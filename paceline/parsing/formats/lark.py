@@ -32,10 +32,10 @@ def schema_rules(tools: Sequence[ToolSchema]) -> tuple[list[str], tuple[str, ...
 def json_calls(tools: Sequence[ToolSchema], key: str) -> tuple[str, tuple[str, ...]]:
     """An expression for one call as ``{"name": ..., key: {...}}``, and its rules."""
     arguments, rules = schema_rules(tools)
-    calls = [
-        f'{quoted(f"{{{quoted("name")}: {quoted(tool.name)}, {quoted(key)}: ")} {rule} {quoted("}")}'
-        for tool, rule in zip(tools, arguments, strict=True)
-    ]
+    calls = []
+    for tool, rule in zip(tools, arguments, strict=True):
+        head = f'{{"name": {quoted(tool.name)}, "{key}": '
+        calls.append(f"{quoted(head)} {rule} {quoted('}')}")
     return alternatives(calls), rules
 
 
