@@ -3,6 +3,7 @@ fields there are; here is what they mean together."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from cluster.frontdoor.openai_requests import (
     Message,
     Speculation,
 )
+from cluster.frontdoor.tool_models import body_field, tool, tool_call, tool_choice
 from paceline.errors import InvalidRequest
 from paceline.request import SamplingParams, SpeculationParams
 
@@ -40,7 +42,8 @@ class ApiRequest:
 
     def renamed(self, error: InvalidRequest) -> InvalidRequest:
         """``error`` with the field named as this body names it."""
-        return InvalidRequest(self.names.get(error.field, error.field), error.message)
+        field = body_field(error.field) if self.chat else error.field
+        return InvalidRequest(self.names.get(field, field), error.message)
 
 
 def parse_completion(body: dict[str, Any], request_id: str) -> ApiRequest:
@@ -68,7 +71,7 @@ def parse_chat(body: dict[str, Any], request_id: str) -> ApiRequest:
     return _parse(
         asked,
         request_id,
-        prompt=Chat(tuple(_chat_message(message) for message in asked.messages)),
+        prompt=_chat(asked),
         max_tokens=older if newer is None else newer,
         top_logprobs=_chat_logprobs(asked),
         names={} if newer is None else {"max_tokens": "max_completion_tokens"},
@@ -129,10 +132,37 @@ def _prompt(given: str | list[int] | list[str] | list[list[int]]) -> str | tuple
             return tuple(given)  # type: ignore[arg-type]  # the model has seen that they are integers
 
 
-def _chat_message(message: Message) -> ChatMessage:
+def _chat(asked: ChatRequest) -> Chat:
+    choice, name = tool_choice(asked.tool_choice)
+    goes_on = bool(asked.continue_final_message)
+    if goes_on and asked.add_generation_prompt:
+        raise InvalidRequest("continue_final_message", "and add_generation_prompt exclude each other")
+    values = asked.chat_template_kwargs
+    return Chat(
+        tuple(_chat_message(i, message) for i, message in enumerate(asked.messages)),
+        tools=tuple(map(tool, asked.tools or ())),
+        tool_choice=choice,
+        tool_name=name,
+        one_tool_call=asked.parallel_tool_calls is False,
+        continue_final_message=goes_on,
+        template_values=json.dumps(values) if values else "",
+        no_generation_prompt=asked.add_generation_prompt is False,
+    )
+
+
+def _chat_message(index: int, message: Message) -> ChatMessage:
     content, role = message.content, message.role
-    text = content if isinstance(content, str) else "".join(part.text for part in content)
-    return ChatMessage("system" if role == "developer" else role, text)
+    if content is None and not message.tool_calls:
+        raise InvalidRequest(f"messages[{index}].content", "is missing")
+    text = content if isinstance(content, str) else "".join(part.text for part in content or ())
+    return ChatMessage(
+        "system" if role == "developer" else role,
+        text,
+        tuple(map(tool_call, message.tool_calls or ())),
+        message.tool_call_id or "",
+        message.name or "",
+        message.reasoning_content or "",
+    )
 
 
 def _chat_logprobs(asked: ChatRequest) -> int | None:

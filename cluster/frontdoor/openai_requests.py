@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from cluster.contract.generation import MAX_MESSAGES, MAX_NAME_CHARS, MAX_PRIORITY, MAX_STOP_TOKEN_IDS
 from cluster.frontdoor.json_models import INT64_MIN, UINT64_MAX, JsonObject, Neutral, Text, at_most
+from cluster.frontdoor.tool_models import Calls, Name, ToolChoiceModel, Tools
 from paceline.request import INT32_MAX, MAX_BIAS, MAX_LOGIT_BIAS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, RANGES
 from paceline.speculation import TreeKind
 
@@ -126,15 +127,20 @@ Content = Annotated[
 class Message(JsonObject):
     """One turn of a chat. ``developer`` means ``system``."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     """Who speaks."""
-    content: Content
-    """The text of the turn, or its parts, which are put together."""
+    content: Content | None = None
+    """The text of the turn, or its parts, which are put together. Only a turn with tool_calls can do without."""
+    tool_calls: Calls | None = None
+    """The calls that the assistant made."""
+    tool_call_id: Name | None = None
+    """Of a tool's turn: the call that it answers."""
+    name: Name | None = None
+    """Who speaks, for templates that tell speakers of one role apart."""
+    reasoning_content: Text | None = None
+    """What the assistant thought before it spoke."""
     # Clients send an earlier answer back with these.
-    tool_calls: Annotated[Any, Neutral([])] = None
     annotations: Annotated[Any, Neutral([])] = None
-    name: Unsupported = None
-    tool_call_id: Unsupported = None
     function_call: Unsupported = None
     refusal: Unsupported = None
     audio: Unsupported = None
@@ -215,7 +221,6 @@ class GenerationBody(JsonObject):
     metadata: Ignored = None
     store: Ignored = None
     service_tier: Ignored = None
-    parallel_tool_calls: Ignored = None
     safety_identifier: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
@@ -231,6 +236,7 @@ class CompletionRequest(GenerationBody):
     """Alternatives whose log-probabilities are told. 0 tells the chosen token's alone; without it, none are told."""
     best_of: Annotated[int, Field(ge=INT64_MIN, le=UINT64_MAX)] | None = None
     """Only the value of n is supported."""
+    parallel_tool_calls: Ignored = None
     echo: Annotated[Any, Neutral(False)] = None
     suffix: Annotated[Any, Neutral("")] = None
 
@@ -246,8 +252,19 @@ class ChatRequest(GenerationBody):
     """Tell the log-probability of every token. The default is false."""
     top_logprobs: Annotated[int, _range("top_logprobs")] | None = None
     """Alternatives whose log-probabilities are told for every token. It only goes with logprobs."""
-    tools: Annotated[Any, Neutral([])] = None
-    tool_choice: Annotated[Any, Neutral("none", "auto")] = None  # of no tools
+    tools: Tools | None = None
+    """What the model may call."""
+    tool_choice: ToolChoiceModel | None = None
+    """none: the model does not call, and is not told of the tools. auto, the default: as it likes. required: it calls
+    one or more. An object names the one that it calls."""
+    parallel_tool_calls: bool | None = None
+    """Whether an answer may have several calls. The default is true."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """More values for the chat template, e.g. `enable_thinking`."""
+    add_generation_prompt: bool | None = None
+    """Begin the assistant's turn after the last message. The default is true, unless continue_final_message is."""
+    continue_final_message: bool | None = None
+    """Go on with the last message, which must be the assistant's. The default is false."""
     functions: Annotated[Any, Neutral([])] = None
     function_call: Annotated[Any, Neutral("none", "auto")] = None
     response_format: Annotated[Any, Neutral({"type": "text"})] = None

@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
 
+from cluster.frontdoor import openai_tools
 from cluster.frontdoor.openai_answers import PromptDetails, Usage
 from cluster.frontdoor.openai_logprobs import chat_logprobs, completions_logprobs
 from cluster.frontdoor.openai_parse import ApiRequest
 from paceline.errors import PacelineError
 from paceline.request import TokenLogprobs
-from paceline.results import Chunk, Completion
+from paceline.results import Chunk, Completion, ToolCallPart, joined
 
 
 class Decoder(Protocol):
@@ -32,6 +33,8 @@ class _Choice:
     """What is known of one choice. A stream keeps its tokens alone."""
 
     text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[ToolCallPart] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     characters: int = 0  # of the tokens whose logprobs were streamed
@@ -60,6 +63,8 @@ class Answer:
         """Note a chunk for ``body``."""
         choice = self._choices[chunk.choice]
         choice.text.append(chunk.text)
+        choice.reasoning.append(chunk.reasoning)
+        choice.calls += chunk.tool_calls
         choice.token_ids += chunk.token_ids
         choice.logprobs += chunk.logprobs
         choice.completion = chunk.completion
@@ -73,7 +78,7 @@ class Answer:
         text = "".join(choice.text)
         said: dict[str, Any] = {"text": text}
         if self._request.chat:
-            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            said = {"message": openai_tools.message(text, "".join(choice.reasoning), joined(choice.calls))}
         return {
             "index": index,
             **said,
@@ -92,7 +97,7 @@ class Answer:
         if self._request.chat and not choice.role_sent:
             choice.role_sent = True
             events.append(self._event([_delta(chunk.choice, {"role": "assistant", "content": ""}, None, None)]))
-        if chunk.text or chunk.logprobs or chunk.completion:
+        if chunk.text or chunk.reasoning or chunk.tool_calls or chunk.logprobs or chunk.completion:
             events.append(self._event([self._part(choice, chunk)]))
         if all(choice.completion for choice in self._choices):
             if self._request.include_usage:
@@ -111,7 +116,7 @@ class Answer:
             logprobs = self._logprobs(chunk.token_ids, chunk.logprobs, choice.characters)
             choice.characters += sum(len(self._text_of(token_id)) for token_id in chunk.token_ids)
         if self._request.chat:
-            return _delta(chunk.choice, {"content": chunk.text} if chunk.text else {}, logprobs, reason)
+            return _delta(chunk.choice, openai_tools.delta(chunk), logprobs, reason)
         return {"index": chunk.choice, "text": chunk.text, "logprobs": logprobs, "finish_reason": reason}
 
     # -- both --------------------------------------------------------------------------------------------------
@@ -142,7 +147,7 @@ class Answer:
         return {**each[0], "token_ids": [choice.token_ids for choice in self._choices], **more}
 
 
-def _delta(index: int, delta: dict[str, str], logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
+def _delta(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 

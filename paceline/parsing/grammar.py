@@ -13,7 +13,7 @@ from enum import Enum
 
 from paceline.errors import InvalidRequest
 from paceline.parsing.formats.base import CallRules, Literal, ToolFormat, ToolSchema
-from paceline.parsing.formats.lark import quoted
+from paceline.parsing.formats.lark import ANY_OBJECT, json_rule, quoted
 from paceline.parsing.reasoning import ReasoningFormat
 from paceline.request import Grammar, GrammarKind
 
@@ -70,17 +70,14 @@ def thinking_grammar(body: Grammar, literal: Literal, thinking: Thinking) -> Gra
 
 
 def _whole(lines: list[str], literal: Literal, thinking: Thinking | None) -> Grammar:
-    if thinking is None:
-        start = ["start: answer"]
-    else:
-        start = _thinking(thinking, literal)
+    start = ["start: answer"] if thinking is None else _thinking(thinking, literal)
     return Grammar(GrammarKind.EBNF, "\n".join([*start, *lines]) + "\n")
 
 
 def _free(rules: CallRules, tail: str, literal: Literal) -> list[str]:
     """Text, and calls that fit wherever one begins."""
     if not rules.begin:  # a call is all of the answer; text begins differently
-        return [f"answer: calls | TEXT | /[^{{ \\t\\r\\n](.|\\n)*/", f"calls: {tail}", "TEXT: /[ \\t\\r\\n]*/"]
+        return ["answer: calls | TEXT | /[^{ \\t\\r\\n](.|\\n)*/", f"calls: {tail}", "TEXT: /[ \\t\\r\\n]*/"]
     if literal(rules.begin) != quoted(rules.begin):  # a token of its own, which no text has
         return [f"answer: (TEXT? {literal(rules.begin)} {tail})* TEXT?", "TEXT: /(.|\\n)+/"]
     return [
@@ -104,9 +101,9 @@ def _body(body: Grammar) -> str:
     """A grammar as an expression."""
     match body.kind:
         case GrammarKind.JSON_SCHEMA:
-            return f"%json {body.source}"
+            return json_rule(body.source)
         case GrammarKind.JSON_OBJECT:
-            return '%json {"type": "object"}'
+            return json_rule(ANY_OBJECT)
         case GrammarKind.CHOICE:
             return " | ".join(quoted(text) for text in json.loads(body.source))
         case GrammarKind.REGEX:

@@ -40,7 +40,8 @@ def stream_arguments(reader: Reader, out: Writer) -> Steps[Read]:
 
 
 def read_call(reader: Reader, out: Writer) -> Steps[Read]:
-    """``{"name": ..., "arguments": {...}}``. The keys may come in any order; arguments stream once the name is known."""
+    """``{"name": ..., "arguments": {...}}``. The keys may come in any order; arguments stream once the name is
+    known."""
     name, held, began = "", "", False
     c = yield from reader.next_solid()
     comma = c == "{"

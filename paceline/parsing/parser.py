@@ -14,7 +14,7 @@ from paceline.parsing.writer import Writer
 
 
 class AnswerParser:
-    """``push`` text as it becomes certain, then ``finish``. ``over``: the answer ends here, what follows is not read."""
+    """``push`` text as it becomes certain, then ``finish``. ``over``: the answer ends here, the rest is not read."""
 
     def __init__(self, form: AnswerFormat, make_id: MakeId) -> None:
         """Both names of ``form`` must be known, or empty."""

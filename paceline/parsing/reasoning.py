@@ -70,7 +70,7 @@ class ReasoningSplitter:
     def _reasoning(self, form: ReasoningFormat) -> Steps[None]:
         space, began = "", bool(self.reasoning)
         while True:
-            text, marker = yield from self._reader.find((form.end,))
+            text, _ = yield from self._reader.find((form.end,))
             if not text:  # the marker, or the end
                 return
             if text.isspace():

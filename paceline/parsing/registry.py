@@ -15,8 +15,7 @@ from paceline.parsing.reasoning import MISTRAL_THINK, THINK, ReasoningFormat
 
 # The more particular first: `detect_tool_calls` takes the first whose marks a template has.
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
-    form.name: form
-    for form in (GLM45, QWEN3_CODER, DEEPSEEK_V3, DEEPSEEK_V31, MISTRAL, HERMES, LLAMA3_JSON)
+    form.name: form for form in (GLM45, QWEN3_CODER, DEEPSEEK_V3, DEEPSEEK_V31, MISTRAL, HERMES, LLAMA3_JSON)
 }
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {form.name: form for form in (MISTRAL_THINK, THINK)}
 

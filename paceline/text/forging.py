@@ -87,7 +87,8 @@ class Guard:
     def _plain(self, text: str, start: int) -> list[int]:
         encoder = self._later if start else self._first
         (encoding,) = encoder.encode_batch([text], add_special_tokens=False)
-        return [self._inner.token_to_id(token) for token in encoding.tokens]
+        ids = map(self._inner.token_to_id, encoding.tokens)
+        return [i for i in ids if i is not None]  # each token is one of the same vocabulary
 
 
 class _Spelled:

@@ -117,8 +117,8 @@ class Tokenizer:
         template's own, but tags that are no special tokens, like ``<think>``, stay in an assistant's turn.
 
         messages: ``role`` and ``content``, and as Hugging Face's templates take them ``tool_calls`` (arguments as an
-        object), ``tool_call_id``, ``name`` and ``reasoning_content``. tools: ``{"type": "function", "function": {...}}``
-        each. native_tools: whether the template is given them, or they are told in text; None: as it knows them.
+        object), ``tool_call_id``, ``name`` and ``reasoning_content``. tools: each ``{"type": "function", "function":
+        {...}}``. native_tools: whether the template is given them, or they are told in text; None: as it knows them.
         continue_final_message: the prompt ends with the last message, which is open. values: more for the template.
 
         The rendered text gets no further special tokens. Raises InvalidRequest naming what is wrong.

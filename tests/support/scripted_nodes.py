@@ -4,7 +4,7 @@ and every way to misbehave is a switch."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +20,7 @@ from paceline.config import ServeConfig
 from paceline.errors import PacelineError
 from paceline.request import FinishReason, SequenceRequest, TokenLogprobs
 from paceline.rpc.calls import answering_errors
+from paceline.text.templates import ChatTemplate
 from paceline.v1 import common_pb2, handoff_pb2, inference_pb2, node_pb2, node_pb2_grpc, trace_pb2
 from paceline.wire import finish_reason_to_proto, logprobs_to_proto, sequence_from_proto
 
@@ -55,7 +56,12 @@ class ByteTokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return bytes(t for t in token_ids if t < 256).decode(errors="replace")
 
-    def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
+    template = ChatTemplate(None, {})
+
+    def special_ids(self, texts: Collection[str]) -> dict[str, int]:
+        return {}
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         if any(message["role"] not in ("system", "user", "assistant") for message in messages):
             raise ValueError("unknown role")
         return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>")

@@ -1,5 +1,5 @@
-"""DeepSeek: ``begin(call name sep {...} end)*finish`` with special tokens. V3 and R1 write ``function`` for the name, then
-the name, and the arguments within a fenced block."""
+"""DeepSeek: ``begin(call name sep {...} end)*finish`` with special tokens. V3 and R1 write ``function`` for the name,
+then the name, and the arguments within a fenced block."""
 
 from __future__ import annotations
 

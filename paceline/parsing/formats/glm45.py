@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.parsing.formats.base import CallRules, Literal, ToolFormat, ToolSchema, finish_call
-from paceline.parsing.formats.lark import tagged_calls, quoted
+from paceline.parsing.formats.lark import quoted, tagged_calls
 from paceline.parsing.formats.tagged import Tagged
 from paceline.parsing.json_call import Read
 from paceline.parsing.reader import Reader, Steps
@@ -61,6 +61,4 @@ def _rules(tools: Sequence[ToolSchema], literal: Literal) -> CallRules:
 
 
 NEWLINE = quoted("\n")
-GLM45 = ToolFormat(
-    "glm45", (BEGIN, FINISH, KEY, KEY_END, VALUE, VALUE_END), (BEGIN, KEY, VALUE), _read, _rules
-)
+GLM45 = ToolFormat("glm45", (BEGIN, FINISH, KEY, KEY_END, VALUE, VALUE_END), (BEGIN, KEY, VALUE), _read, _rules)

@@ -25,8 +25,13 @@ def alternatives(expressions: Sequence[str]) -> str:
 def schema_rules(tools: Sequence[ToolSchema]) -> tuple[list[str], tuple[str, ...]]:
     """For each tool the name of a rule for its arguments, and the rules."""
     names = [f"arguments_{i}" for i in range(len(tools))]
-    rules = (f"{name}: %json {tool.schema or ANY_OBJECT}" for name, tool in zip(names, tools, strict=True))
+    rules = (f"{name}: {json_rule(tool.schema or ANY_OBJECT)}" for name, tool in zip(names, tools, strict=True))
     return names, tuple(rules)
+
+
+def json_rule(schema: str) -> str:
+    """JSON that fits a schema, which is JSON itself; on one line."""
+    return f"%json {json.dumps(json.loads(schema))}"
 
 
 def json_calls(tools: Sequence[ToolSchema], key: str) -> tuple[str, tuple[str, ...]]:
@@ -82,14 +87,10 @@ def _value_rule(schema: Any, root: dict[str, Any], end: str, literal: Literal) -
     if not is_text(schema):
         inner = dict(schema) if isinstance(schema, dict) else {}
         inner |= {word: root[word] for word in ("$defs", "definitions") if word in root}
-        return f": %json {json.dumps(inner)} {_ended(end, literal)}"
+        return f": %json {json.dumps(inner)} {literal(end)}"
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if values:
-        return f": {alternatives([quoted(value) for value in values])} {_ended(end, literal)}"
+        return f": {alternatives([quoted(value) for value in values])} {literal(end)}"
     if literal(end) == quoted(end):
         return f"[lazy]: /(.|\\n)*/ {quoted(end)}"
     return f": /(.|\\n)*/ {literal(end)}"
-
-
-def _ended(end: str, literal: Literal) -> str:
-    return literal(end)

@@ -1,5 +1,5 @@
-"""Qwen3-Coder: ``<tool_call>\\n<function=name>\\n<parameter=key>\\nvalue\\n</parameter>\\n</function>\\n</tool_call>``. Text
-has no quotes; which arguments are text is what their schema says."""
+"""Qwen3-Coder: ``<tool_call>\\n<function=name>\\n<parameter=key>\\nvalue\\n</parameter>\\n</function>\\n</tool_call>``.
+Text has no quotes; which arguments are text is what their schema says."""
 
 from __future__ import annotations
 
