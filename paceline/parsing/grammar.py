@@ -7,6 +7,7 @@ parser of the same format reads as calls.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -53,7 +54,7 @@ def call_grammar(
     more = "" if one else f"({rules.between} call)*"
     tail = f"{rules.opening} call {more} {rules.end}"
     if calls is Calls.FREE:
-        lines += _free(rules, tail, literal)
+        lines += _free(rules, tail, literal, thinking)
     else:
         begin = literal(rules.begin) if rules.begin else ""
         lines.append(f"calls: {begin} {tail}")
@@ -74,10 +75,12 @@ def _whole(lines: list[str], literal: Literal, thinking: Thinking | None) -> Gra
     return Grammar(GrammarKind.EBNF, "\n".join([*start, *lines]) + "\n")
 
 
-def _free(rules: CallRules, tail: str, literal: Literal) -> list[str]:
+def _free(rules: CallRules, tail: str, literal: Literal, thinking: Thinking | None) -> list[str]:
     """Text, and calls that fit wherever one begins."""
     if not rules.begin:  # a call is all of the answer; text begins differently
-        return ["answer: calls | TEXT | /[^{ \\t\\r\\n](.|\\n)*/", f"calls: {tail}", "TEXT: /[ \\t\\r\\n]*/"]
+        thought = "" if thinking is None or thinking.is_open else re.escape(thinking.form.begin[0])
+        other = f"/[^{{{thought} \\t\\r\\n](.|\\n)*/"
+        return [f"answer: calls | TEXT | {other}", f"calls: {tail}", "TEXT: /[ \\t\\r\\n]*/"]
     if literal(rules.begin) != quoted(rules.begin):  # a token of its own, which no text has
         return [f"answer: (TEXT? {literal(rules.begin)} {tail})* TEXT?", "TEXT: /(.|\\n)+/"]
     return [

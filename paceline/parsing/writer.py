@@ -21,6 +21,7 @@ class Writer:
         self.over = False  # nothing more is part of the answer
         self._make_id, self._one_call = make_id, one_call
         self._text: list[str] = []
+        self._any_text = False
         self._space: list[str] = []
         self._calls: list[tuple[ToolCallPart, list[str]]] = []
 
@@ -30,8 +31,13 @@ class Writer:
             self._space.append(text)
         elif text:
             solid = text.rstrip()
-            self._text += [*self._space, solid]
-            self._space = [text[len(solid) :]] if len(solid) < len(text) else []
+            if not self.num_calls or self._any_text:  # else it stands between a call and the first text
+                self._text += self._space
+            else:
+                solid = solid.lstrip()
+            self._any_text = True
+            self._text.append(solid)
+            self._space = [text[len(text.rstrip()) :]]
 
     def begin(self, name: str) -> None:
         """A call of a known tool."""
