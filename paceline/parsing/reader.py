@@ -75,7 +75,9 @@ class Reader:
         return text[: -len(end)]
 
     def find(self, markers: tuple[str, ...]) -> Steps[tuple[str, str]]:
-        """(a piece of text, "") or, where one is complete, ("", marker); ("", "") is the end. Marks where it ends."""
+        """Read up to text that begins no marker, or to the end of one, and mark there.
+
+        (text, "") or ("", marker); ("", "") is the end."""
         window = yield from self.next()
         while window and window not in markers and any(marker.startswith(window) for marker in markers):
             if not (character := (yield from self.next())):

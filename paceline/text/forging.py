@@ -24,23 +24,29 @@ MAX_DEPTH = 200  # of a value that a template gets
 class Guard:
     """For one tokenizer."""
 
-    def __init__(self, inner: tokenizers.Tokenizer, pre_tokenizer: Any) -> None:
-        """pre_tokenizer: of tokenizer.json, as JSON."""
+    def __init__(self, inner: tokenizers.Tokenizer, state: Mapping[str, Any]) -> None:
+        """state: tokenizer.json."""
         added = inner.get_added_tokens_decoder()
         self._inner = inner
         special = {token.content for token in added.values() if token.special and len(token.content) > 1}
         tags = {token.content for token in added.values() if not token.special and _is_tag(token.content)}
-        self._ids = {i for i, token in added.items() if token.content in special | tags}
-        self._every, self._special = _Spelled(special | tags), _Spelled(special)
+        # Any text may have characters that no token has, so the token that stands for them tells nothing.
+        self._ids = {i for i, token in added.items() if token.content in special | tags} - {_unknown(inner, state)}
+        loose = {token.content for token in added.values() if token.normalized}  # matched after normalization
+        normalizer = inner.normalizer if loose & (special | tags) else None
+        self._every, self._special = _Spelled(special | tags, normalizer), _Spelled(special, normalizer)
         others = [token for _, token in sorted(added.items()) if token.content not in special | tags]
         self._first = _without_specials(inner, others, None)
-        later = json.dumps(pre_tokenizer).replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
+        # Added tokens have other ids there; the vocabulary has the same.
+        pairs = ((self._first.token_to_id(t.content), inner.token_to_id(t.content)) for t in others)
+        self._own_ids = {theirs: own for theirs, own in pairs if theirs is not None and own is not None}
+        later = json.dumps(state["pre_tokenizer"]).replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
         self._later = _without_specials(inner, others, later)
 
     def mark_for(self, values: Sequence[Any]) -> str | None:
         """A character that none of the texts within ``values`` has; None when none of them needs one."""
         texts = [text for value in values for text in _texts(value)]
-        if not any(self._every.where(text) for text in texts):
+        if not any(self._every.where(self._every.read(text)) for text in texts):
             return None
         whole = "\n".join(texts)
         for mark in MARKS:
@@ -87,17 +93,24 @@ class Guard:
     def _plain(self, text: str, start: int) -> list[int]:
         encoder = self._later if start else self._first
         (encoding,) = encoder.encode_batch([text], add_special_tokens=False)
-        ids = map(self._inner.token_to_id, encoding.tokens)
-        return [i for i in ids if i is not None]  # each token is one of the same vocabulary
+        return [self._own_ids.get(i, i) for i in encoding.ids]
 
 
 class _Spelled:
     """Where a text spells one of some tokens."""
 
-    def __init__(self, tokens: set[str]) -> None:
+    def __init__(self, tokens: set[str], normalizer: Any) -> None:
+        """normalizer: of texts, where tokens are matched after it; else None."""
+        self._normalizer = normalizer
         self._pattern = re.compile(_trie_pattern(tokens)) if tokens else None
         self._beginnings = {token[:size] for token in tokens for size in range(1, len(token))}
         self._longest = max(map(len, tokens), default=0)
+
+    def read(self, text: str) -> str:
+        """``text``, normalized where that makes it spell a token."""
+        if self._normalizer is None or not self.where(other := self._normalizer.normalize_str(text)):
+            return text
+        return other
 
     def where(self, text: str) -> list[int]:
         """Where a token begins that ``text`` spells, or whose beginning is its end."""
@@ -111,11 +124,19 @@ class _Spelled:
 
     def broken(self, text: str, mark: str) -> str:
         """``text`` with a mark after the first character of each."""
+        text = self.read(text)
         pieces, last = [], 0
         for at in sorted(set(self.where(text))):
             pieces.append(text[last : at + 1])
             last = at + 1
         return mark.join([*pieces, text[last:]]) if pieces else text
+
+
+def _unknown(inner: tokenizers.Tokenizer, state: Mapping[str, Any]) -> int | None:
+    """Id of the token that stands for characters that no token has."""
+    model = state["model"]
+    token = model.get("unk_token")
+    return model.get("unk_id") if token is None else inner.token_to_id(token)
 
 
 def _is_tag(token: str) -> bool:

@@ -39,7 +39,7 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}  # at most one entry per token of the vocabulary
         state = json.loads(inner.to_str())
         self._to_bytes, self.strip_start = _byte_decoder(state["decoder"])
-        self._guard = Guard(inner, state["pre_tokenizer"])
+        self._guard = Guard(inner, state)
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1  # ids are below it
         self.eos_token_ids = tuple(eos_token_ids)
 

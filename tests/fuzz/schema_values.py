@@ -81,6 +81,8 @@ def _object(rng: random.Random, schema: Schema) -> dict[str, Any]:
     if "propertyNames" in schema:
         count = rng.randint(0, MOST_ITEMS)
         return {str(rng.randint(0, 257)): allowed(rng, schema["additionalProperties"]) for _ in range(count)}
+    if "properties" not in schema:  # anything goes
+        return {str(i): rng.choice(WRONG_TYPES) for i in range(rng.randint(0, MOST_ITEMS))}
     optional = [name for name in schema["properties"] if name not in schema.get("required", ())]
     names = [*schema.get("required", ()), *rng.sample(optional, min(len(optional), rng.choice((0, 1, 2, 3, 8))))]
     return {name: allowed(rng, schema["properties"][name]) for name in names}
@@ -108,7 +110,7 @@ def wrong(rng: random.Random, schema: Schema) -> Any:
     match schema["type"]:
         case "object" if "properties" in schema:
             return _wrong_object(rng, schema)
-        case "object":
+        case "object" if isinstance(schema["additionalProperties"], Mapping):
             key = rng.choice(("1", "-1", "x", "", "9" * 30, "²", "99999"))
             return {key: wrong(rng, schema["additionalProperties"])}
         case "array":

@@ -21,6 +21,7 @@ from paceline.errors import PacelineError
 from paceline.request import FinishReason, SequenceRequest, TokenLogprobs
 from paceline.rpc.calls import answering_errors
 from paceline.text.templates import ChatTemplate
+from paceline.text.tokenizer import Tokenizer
 from paceline.v1 import common_pb2, handoff_pb2, inference_pb2, node_pb2, node_pb2_grpc, trace_pb2
 from paceline.wire import finish_reason_to_proto, logprobs_to_proto, sequence_from_proto
 
@@ -368,20 +369,24 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(
-    prefill: int = 1, decode: int = 1, prefixes: PrefixIndex | None = None, **options: Any
+    prefill: int = 1,
+    decode: int = 1,
+    prefixes: PrefixIndex | None = None,
+    tokenizer: Tokenizer | None = None,
+    max_model_len: int = MAX_MODEL_LEN,
+    **options: Any,
 ) -> AsyncIterator[Fleet]:
-    """Nodes, started, and a router in front."""
+    """Nodes, started, and a router in front. tokenizer: a real one in place of the bytes."""
     config = ServeConfig.model_validate({"model": "tiny", "lease_ttl_s": 0.4, "num_draft_tokens": 4} | options)
     registry = FakeRegistry()
-    tokenizer = ByteTokenizer()
     router = Router(
         registry,
-        tokenizer,
+        tokenizer or ByteTokenizer(),
         config,
         "tiny",
-        MAX_MODEL_LEN,
+        max_model_len,
         VOCAB,
-        detokenizer=ByteDetokenizer,
+        detokenizer=None if tokenizer else ByteDetokenizer,
         bit_exact=True,
         prefixes=prefixes,
     )
