@@ -91,10 +91,11 @@ def _path(error: ErrorDetails, body: dict[str, Any], context: Mapping[str, Any])
     """Where the error is. Steps of pydantic's that are not in the body, such as the branch of a union, are left out."""
     path = ""
     value: Any = body
-    for step in error["loc"]:
+    last = len(error["loc"]) - 1  # a field that is missing
+    for i, step in enumerate(error["loc"]):
         if isinstance(step, int):
             path, value = within(path, step), value[step]
-        elif isinstance(value, dict):
+        elif isinstance(value, dict) and (step in value or i == last):
             path, value = within(path, step), value.get(step)
     if error["type"] == _UNKNOWN_FIELD:
         path = within(path, list(value)[context["position"]])

@@ -93,7 +93,7 @@ class Completion(TypedDict):
 
 
 @described
-class CalledFunction(TypedDict):
+class CalledTool(TypedDict):
     """What is called."""
 
     name: str
@@ -110,8 +110,8 @@ class Call(TypedDict):
     """Names the call, for the message that answers it."""
     type: Literal["function"]
     """Always function."""
-    function: CalledFunction
-    """What is called."""
+    function: CalledTool
+    """The tool and its arguments."""
 
 
 @described

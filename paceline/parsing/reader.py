@@ -39,6 +39,16 @@ class Reader:
         if self._last:
             self._queue, self._last = self._taken.pop() + self._queue, ""
 
+    def rewind(self) -> None:
+        """Read everything since ``mark`` again."""
+        self._queue, self._last = self.taken() + self._queue, ""
+        self._taken.clear()
+
+    def waiting(self) -> str:
+        """What is to be read again, which is then not."""
+        text, self._queue, self._last = self._queue, "", ""
+        return text
+
     def mark(self) -> None:
         """``taken`` begins here."""
         self._taken.clear()

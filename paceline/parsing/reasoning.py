@@ -58,17 +58,16 @@ class ReasoningSplitter:
         reader = self._reader
         yield from reader.next_solid()
         reader.back()
-        if not (yield from reader.expect(form.begin)) and not is_open:
-            self.text += reader.taken()
-            self.text += yield from reader.next()  # what was given back
-            return
-        if is_open:
-            self.reasoning += reader.taken().strip().removesuffix(form.begin)
+        if not (yield from reader.expect(form.begin)):
+            reader.rewind()
+            if not is_open:
+                self.text += reader.waiting()
+                return
         yield from self._reasoning(form)
         self.text += yield from reader.next_solid()
 
     def _reasoning(self, form: ReasoningFormat) -> Steps[None]:
-        space, began = "", bool(self.reasoning)
+        space, began = "", False
         while True:
             text, _ = yield from self._reader.find((form.end,))
             if not text:  # the marker, or the end

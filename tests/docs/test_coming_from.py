@@ -66,8 +66,8 @@ def test_fields() -> None:
 
 
 REFUSED: dict[str, Any] = {
-    "tools": [{"type": "function"}],
     "functions": [{}],
+    "function_call": {"name": "f"},
     "response_format": {"type": "json_object"},
     "audio": {},
     "modalities": ["audio"],
@@ -76,7 +76,6 @@ REFUSED: dict[str, Any] = {
     "guided_json": {},
     "structured_outputs": {},
     "prompt_logprobs": 1,
-    "chat_template_kwargs": {},
 }
 REFUSED_OF_COMPLETIONS: dict[str, Any] = {"echo": True, "suffix": "x", "best_of": 2}
 
