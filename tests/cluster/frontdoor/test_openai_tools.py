@@ -21,7 +21,10 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
 TOOL: Any = {"type": "function", "function": {"name": "get_weather", "description": "d", "parameters": SCHEMA}}
 TURNS: Any = [{"role": "user", "content": "Weather?"}]
 # Shows what it is given, and its answers begin with reasoning.
-TOLD = "{{ [messages, tools, style | default(none)] | tojson }}{% if add_generation_prompt %}<s>assistant\n<think>\n{% endif %}"
+TOLD = (
+    "{{ [messages, tools, style | default(none)] | tojson }}"
+    "{% if add_generation_prompt %}<s>assistant\n<think>\n{% endif %}"
+)
 KNOWN = TOLD + '{# <tool_call> {"name", "arguments"} </think> #}'
 
 
