@@ -92,7 +92,7 @@ class Deployment:
             from paceline.text.tokenizer import Tokenizer
 
             folder = await asyncio.to_thread(resolve_model, config.model)
-            tokenizer = Tokenizer.from_folder(folder)
+            tokenizer = Tokenizer.from_folder(folder, config.chat_template)
         node_logs = NodeLogs()
         self._at_end("node logs", node_logs.close)  # after the nodes, for their last words
         self.directory = NodeDirectory(registry_url, config.lease_ttl_s)

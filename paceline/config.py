@@ -33,6 +33,10 @@ def _known_transport(value: str) -> str:
 TransportName = Annotated[str, AfterValidator(_known_transport), Field(json_schema_extra={"enum": list(TRANSPORTS)})]
 DtypeName = Literal["bf16", "fp32"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+ToolCallParser = Literal[
+    "auto", "none", "hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "glm45", "qwen3_coder"
+]
+ReasoningParser = Literal["auto", "none", "think", "mistral"]
 LogFormat = Literal["text", "json"]
 DEFAULT_TREE_NODES = 16
 AUTO_HOST = "auto"
@@ -316,6 +320,17 @@ class ServeConfig(EngineConfig):
 
     admin: str = ""
     """HOST:PORT of the operators' gRPC, for `paceline role`. It has no authentication. Empty does not serve it."""
+
+    chat_template: Annotated[str, Group("Chats and tools")] = ""
+    """File with a chat template (jinja) to use in place of the model's own. Empty takes the model's."""
+
+    tool_call_parser: ToolCallParser = "auto"
+    """How the model writes tool calls. `auto` takes what its chat template teaches, else tells of tools in the system
+    turn and reads `hermes`. `none` refuses tools."""
+
+    reasoning_parser: ReasoningParser = "auto"
+    """How the model marks what it thinks, which is split from the text. `auto` takes what its chat template knows;
+    `none` leaves it in the text."""
 
     max_inflight: Annotated[int, Group("Admission and limits")] = Field(default=256, ge=1)
     """Sequences that the router lets run at once; a request with n choices counts n times. Others wait for their

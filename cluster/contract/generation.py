@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from paceline.errors import InvalidRequest
+from paceline.parsing.answer import AnswerFormat
 from paceline.request import SamplingParams, SpeculationParams
 from paceline.results import ToolCall
 
@@ -14,6 +15,7 @@ MAX_PRIORITY = 10  # the lowest priority is its negative
 MAX_NAME_CHARS = 256  # a request id or a tenant is no longer
 MAX_STOP_TOKEN_IDS = 1024
 MAX_TOOLS = 128  # that a request offers, and calls of a message
+MAX_TEXT_ARGUMENTS = 1024  # of a tool
 MAX_MESSAGES = 8192  # messages of a chat, and text parts of a message: each costs some time of the event loop
 GENERATION_ID = re.compile(r"[A-Za-z0-9_-]{22,128}")  # room for 128 random bits: the id is a capability
 
@@ -60,7 +62,7 @@ class Chat:
     one_tool_call: bool = False  # at most one call in an answer
     continue_final_message: bool = False  # the last turn is the beginning of the answer
     template_values: str = ""  # more values for the template, a JSON object as text; empty: none
-    add_generation_prompt: bool = True  # the prompt ends with what makes the model answer; False only to be tokenized
+    no_generation_prompt: bool = False  # the prompt does not begin the assistant's turn
 
 
 Prompt = str | tuple[int, ...] | Chat
@@ -92,7 +94,7 @@ class GenerationRequest:
     ``max_tokens`` stands for ``sampling.max_tokens``, which is not looked at; None is what the context leaves, at most
     DEFAULT_MAX_TOKENS. An empty ``model`` is the one served, an empty ``request_id`` is made. ``generation_id`` names a
     stream that other routers may go on with, which ``resume`` asks for. ``priority``: the higher one of a tenant's
-    waiting requests goes first.
+    waiting requests goes first. ``answer_format``: how the answer to token ids is read; of a chat the router makes it.
     """
 
     prompt: Prompt
@@ -105,6 +107,7 @@ class GenerationRequest:
     generation_id: str = ""
     resume: Resume | None = None
     priority: int = 0
+    answer_format: AnswerFormat | None = None
 
 
 def check_count(where: str, count: int, most: int) -> None:

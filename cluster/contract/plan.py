@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from cluster.contract.generation import (
     MAX_PRIORITY,
@@ -20,8 +20,22 @@ from cluster.contract.generation import (
     check_name,
     check_unicode,
 )
+from cluster.contract.tools import (
+    NO_STYLE,
+    TAIL_TOKENS,
+    AnswerStyle,
+    Template,
+    answer_format,
+    answer_grammar,
+    check_answer_format,
+    check_tools,
+    markers,
+    template_messages,
+    template_options,
+)
 from paceline.errors import InvalidRequest, PacelineError, quoted
 from paceline.grammar.compile import GrammarCompiler
+from paceline.parsing.answer import AnswerFormat
 from paceline.request import DraftLimits, SamplingParams, SequenceRequest, SpeculationParams, derive_seed
 
 DEFAULT_MAX_TOKENS = 1024  # when the request names none and the context leaves as much
@@ -48,8 +62,14 @@ class TokenizerLike(Protocol):
     def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
         """What a token adds to the text."""
 
-    def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> Sequence[int]:
-        """Token ids of a conversation. messages: each with ``role`` and ``content``."""
+    @property
+    def template(self) -> Template: ...
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> Sequence[int]:
+        """Token ids of a conversation: see paceline.text.tokenizer."""
+
+    def special_ids(self, texts: Collection[str]) -> Mapping[str, int]:
+        """Ids of those of ``texts`` that are special tokens."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +101,7 @@ class ServedModel:
     vocab_size: int
     drafters: tuple[str, ...]  # what a request may name as its drafter, the deployment's own first
     drafts: DraftLimits
+    style: AnswerStyle = NO_STYLE
 
 
 async def make_plan(
@@ -95,9 +116,10 @@ async def make_plan(
     Overloaded where it cannot in time.
     """
     _check_names(request, served)
-    prompt = await tokenize(request.prompt, tokenizer)
+    prompt = await tokenize(request.prompt, tokenizer, served.style)
     check_prompt(prompt, request.prompt, served.max_model_len, served.vocab_size)
     _check_speculation(request.speculation, served)
+    request, form = _with_answer(request, prompt, served.style, tokenizer)
     params = _resolve(request, served, len(prompt), tokenizer.eos_token_ids)
     if params.grammar is not None and grammars is not None:
         await grammars.compiled(params.grammar)
@@ -122,8 +144,29 @@ async def make_plan(
         request_id=request_id,
         tenant=request.tenant,
         priority=request.priority,
+        answer_format=form,
     )
     return Plan(request_id, admitted, params.stop, sequences)
+
+
+def _with_answer(
+    request: GenerationRequest, prompt: tuple[int, ...], style: AnswerStyle, tokenizer: TokenizerLike
+) -> tuple[GenerationRequest, AnswerFormat | None]:
+    """The request with the grammar that its tools ask for, and how its answer is read."""
+    chat, form = request.prompt, request.answer_format
+    if not isinstance(chat, Chat):
+        if form is not None:
+            check_answer_format(form)
+        return request, form
+    if form is not None:
+        raise InvalidRequest("answer_format", "only goes with token_ids: the router makes it of a chat")
+    end = tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False) if style.reasoning else ""
+    form = answer_format(chat, style, end)
+    if form is None:
+        return request, None
+    specials = tokenizer.special_ids(markers(form))
+    grammar = answer_grammar(chat, form, request.sampling.grammar, specials)
+    return replace(request, sampling=replace(request.sampling, grammar=grammar)), form
 
 
 def _check_speculation(asked: SpeculationParams, served: ServedModel) -> None:
@@ -138,12 +181,12 @@ def _check_speculation(asked: SpeculationParams, served: ServedModel) -> None:
         raise InvalidRequest("speculation.drafter", f"{quoted(asked.drafter)} is none of this deployment's: {known}")
 
 
-async def tokenize(prompt: Prompt, tokenizer: TokenizerLike) -> tuple[int, ...]:
+async def tokenize(prompt: Prompt, tokenizer: TokenizerLike, style: AnswerStyle = NO_STYLE) -> tuple[int, ...]:
     """Token ids of a prompt. InvalidRequest when it cannot be tokenized."""
     if isinstance(prompt, tuple):
         return prompt
     if isinstance(prompt, Chat):
-        return await _tokenize_chat(prompt, tokenizer)
+        return await _tokenize_chat(prompt, tokenizer, style)
     check_unicode("prompt", prompt)
     if not prompt:
         raise InvalidRequest("prompt", "must not be empty")
@@ -152,7 +195,7 @@ async def tokenize(prompt: Prompt, tokenizer: TokenizerLike) -> tuple[int, ...]:
     return tuple(tokenizer.encode(prompt))
 
 
-async def _tokenize_chat(chat: Chat, tokenizer: TokenizerLike) -> tuple[int, ...]:
+async def _tokenize_chat(chat: Chat, tokenizer: TokenizerLike, style: AnswerStyle) -> tuple[int, ...]:
     if not chat.messages:
         raise InvalidRequest("messages", "must not be empty")
     for i, message in enumerate(chat.messages):
@@ -160,11 +203,16 @@ async def _tokenize_chat(chat: Chat, tokenizer: TokenizerLike) -> tuple[int, ...
         check_unicode(f"messages[{i}].role", message.role)
         if not message.role:
             raise InvalidRequest(f"messages[{i}].role", "must not be empty")
-    messages = [{"role": message.role, "content": message.content} for message in chat.messages]
+    check_tools(chat, style)
+    options = template_options(chat, style)
+    size = sum(len(message.content) + CHARS_PER_TURN for message in chat.messages)
+    size += sum(len(tool.description) + len(tool.parameters) for tool in chat.tools)
+
+    def apply() -> tuple[int, ...]:
+        return tuple(tokenizer.apply_chat_template(template_messages(chat), **options))
+
     try:
-        if sum(len(message.content) + CHARS_PER_TURN for message in chat.messages) > THREAD_ABOVE_CHARS:
-            return tuple(await asyncio.to_thread(tokenizer.apply_chat_template, messages, chat.add_generation_prompt))
-        return tuple(tokenizer.apply_chat_template(messages, chat.add_generation_prompt))
+        return await asyncio.to_thread(apply) if size > THREAD_ABOVE_CHARS else apply()
     except PacelineError:
         raise
     except Exception as error:  # a template may raise what it likes about the roles it is given

@@ -6,6 +6,7 @@ import hashlib
 
 from cluster.contract.generation import (
     MAX_MESSAGES,
+    MAX_TEXT_ARGUMENTS,
     MAX_TOOLS,
     Chat,
     ChatMessage,
@@ -18,6 +19,7 @@ from cluster.contract.generation import (
     check_count,
 )
 from paceline.errors import InvalidRequest
+from paceline.parsing.answer import AnswerFormat, CallableTool
 from paceline.request import MAX_LOGIT_BIAS, MAX_N, MAX_STOP_STRINGS, SpeculationParams
 from paceline.v1 import inference_pb2
 from paceline.wire import (
@@ -55,6 +57,29 @@ def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequ
         generation_id=message.generation_id,
         resume=_resume(message.resume) if message.HasField("resume") else None,
         priority=message.priority,
+        answer_format=answer_format(message.answer_format) if message.HasField("answer_format") else None,
+    )
+
+
+def answer_format(message: inference_pb2.AnswerFormat) -> AnswerFormat:
+    """InvalidRequest for lists that are too long. The names are checked where the request is planned."""
+    check_count("answer_format.tools", len(message.tools), MAX_TOOLS)
+    for i, tool in enumerate(message.tools):
+        check_count(f"answer_format.tools[{i}].text_arguments", len(tool.text_arguments), MAX_TEXT_ARGUMENTS)
+    tools = tuple(CallableTool(tool.name, tuple(tool.text_arguments)) for tool in message.tools)
+    return AnswerFormat(message.tool_calls, message.reasoning, message.reasoning_open, tools, message.one_tool_call)
+
+
+def _answer_format_message(form: AnswerFormat | None) -> inference_pb2.AnswerFormat | None:
+    if form is None:
+        return None
+    tools = [inference_pb2.CallableTool(name=t.name, text_arguments=t.text_arguments) for t in form.tools]
+    return inference_pb2.AnswerFormat(
+        tool_calls=form.tool_calls,
+        reasoning=form.reasoning,
+        reasoning_open=form.reasoning_open,
+        tools=tools,
+        one_tool_call=form.one_tool_call,
     )
 
 
@@ -79,6 +104,7 @@ def admitted_request(request: GenerationRequest) -> inference_pb2.GenerateReques
         request_id=request.request_id,
         tenant=request.tenant,
         priority=request.priority,
+        answer_format=_answer_format_message(request.answer_format),
     )
 
 
@@ -135,6 +161,7 @@ def _chat(message: inference_pb2.Chat) -> Chat:
         message.one_tool_call,
         message.continue_final_message,
         message.template_values,
+        message.no_generation_prompt,
     )
 
 

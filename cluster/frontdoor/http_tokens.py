@@ -73,10 +73,8 @@ async def _token_ids(router: Tokenizing, asked: TokenizeRequest) -> Sequence[int
         raise InvalidRequest("prompt", "is missing; give it or messages")
     if asked.add_special_tokens:
         raise InvalidRequest("add_special_tokens", "does not go with messages; the template has the special tokens")
-    turns = tuple(chat_message(message) for message in asked.messages)
-    return (
-        await router.tokenize(Chat(turns, add_generation_prompt=asked.add_generation_prompt is not False))
-    ).token_ids
+    turns = tuple(chat_message(i, message) for i, message in enumerate(asked.messages))
+    return (await router.tokenize(Chat(turns, no_generation_prompt=asked.add_generation_prompt is False))).token_ids
 
 
 def _texts(tokenizer: TokenText, token_ids: Sequence[int]) -> list[str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, Literal, NotRequired
 
 from pydantic import ConfigDict, with_config
-from typing_extensions import TypedDict  # before Python 3.12 pydantic cannot read typing's own
+from typing_extensions import TypedDict
 
 from paceline.results import HandoffBytes, ServedBy, SpeculationStats, Timing
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "tool_calls"]
 
 described = with_config(ConfigDict(use_attribute_docstrings=True))  # the string under a field is its description
 
@@ -96,7 +96,7 @@ class CompletionChoice(TypedDict):
     logprobs: dict[str, Any] | None
     """Log-probabilities in OpenAI's shape, when the request asks for them. With echo those of the prompt come first."""
     finish_reason: FinishReason
-    """Why the choice ended: a stop text or token, the length, or a cancellation."""
+    """Why the choice ended: a stop text or token, the length, a cancellation, or calls of tools."""
     prompt_logprobs: NotRequired[PromptLogprobs]
     """Log-probabilities of the prompt's tokens, when the request asks for them."""
     token_ids: NotRequired[list[int]]
@@ -128,13 +128,39 @@ class Completion(TypedDict):
 
 
 @described
+class CalledTool(TypedDict):
+    """What is called."""
+
+    name: str
+    """One of the request's tools."""
+    arguments: str
+    """The arguments, a JSON object as text."""
+
+
+@described
+class Call(TypedDict):
+    """A call of a tool."""
+
+    id: str
+    """Names the call, for the message that answers it."""
+    type: Literal["function"]
+    """Always function."""
+    function: CalledTool
+    """The tool and its arguments."""
+
+
+@described
 class ChatAnswer(TypedDict):
     """What the assistant says."""
 
     role: Literal["assistant"]
     """Always assistant."""
-    content: str
-    """The text."""
+    content: str | None
+    """The text; null when there are calls and no text."""
+    reasoning_content: NotRequired[str]
+    """What the model thought, when it thought."""
+    tool_calls: NotRequired[list[Call]]
+    """The calls, when there are any."""
 
 
 @described
@@ -148,7 +174,7 @@ class ChatChoice(TypedDict):
     logprobs: dict[str, Any] | None
     """Log-probabilities in OpenAI's shape, when the request asks for them."""
     finish_reason: FinishReason
-    """Why the choice ended: a stop text or token, the length, or a cancellation."""
+    """Why the choice ended: a stop text or token, the length, a cancellation, or calls of tools."""
     token_ids: NotRequired[list[int]]
     """Its token ids, with `return_token_ids`."""
 

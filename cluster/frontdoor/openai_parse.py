@@ -3,6 +3,7 @@ fields there are; here is what they mean together."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from cluster.frontdoor.openai_requests import (
     Speculation,
     StreamOptions,
 )
+from cluster.frontdoor.tool_models import body_field, tool, tool_call, tool_choice
 from paceline.errors import InvalidRequest
 from paceline.request import SamplingParams, SpeculationParams
 
@@ -55,7 +57,8 @@ class ApiRequest:
 
     def renamed(self, error: InvalidRequest) -> InvalidRequest:
         """``error`` with the field named as this body names it, whatever within the field it is about."""
-        name, *rest = re.split(r"(?=[.\[])", error.field, maxsplit=1)
+        field = body_field(error.field) if self.chat else error.field
+        name, *rest = re.split(r"(?=[.\[])", field, maxsplit=1)
         return InvalidRequest("".join([self.names.get(name, name), *rest]), error.message, error.code)
 
 
@@ -87,7 +90,7 @@ def parse_chat(body: dict[str, Any], request_id: str) -> ApiRequest:
     return _parse(
         asked,
         request_id,
-        prompt=Chat(tuple(chat_message(message) for message in asked.messages)),
+        prompt=_chat(asked),
         max_tokens=older if newer is None else newer,
         top_logprobs=_chat_logprobs(asked),
         names={} if newer is None else {"max_tokens": "max_completion_tokens"},
@@ -166,12 +169,38 @@ def _prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str |
             return [tuple(given)]  # type: ignore[arg-type]  # the model has seen that they are integers
 
 
-def chat_message(message: Message) -> ChatMessage:
+def _chat(asked: ChatRequest) -> Chat:
+    choice, name = tool_choice(asked.tool_choice)
+    goes_on = bool(asked.continue_final_message)
+    if goes_on and asked.add_generation_prompt:
+        raise InvalidRequest("continue_final_message", "and add_generation_prompt exclude each other")
+    values = asked.chat_template_kwargs
+    return Chat(
+        tuple(chat_message(i, message) for i, message in enumerate(asked.messages)),
+        tools=tuple(map(tool, asked.tools or ())),
+        tool_choice=choice,
+        tool_name=name,
+        one_tool_call=asked.parallel_tool_calls is False,
+        continue_final_message=goes_on,
+        template_values=json.dumps(values) if values else "",
+        no_generation_prompt=asked.add_generation_prompt is False,
+    )
+
+
+def chat_message(index: int, message: Message) -> ChatMessage:
     """A turn as the template gets it."""
     content, role = message.content, message.role
-    text = content if isinstance(content, str) else "".join(part.text for part in content)
-    thought = message.reasoning_content or message.reasoning or ""
-    return ChatMessage("system" if role == "developer" else role, text, name=message.name or "", reasoning=thought)
+    if content is None and not message.tool_calls:
+        raise InvalidRequest(f"messages[{index}].content", "is missing")
+    text = content if isinstance(content, str) else "".join(part.text for part in content or ())
+    return ChatMessage(
+        "system" if role == "developer" else role,
+        text,
+        tuple(map(tool_call, message.tool_calls or ())),
+        message.tool_call_id or "",
+        message.name or "",
+        message.reasoning_content or message.reasoning or "",
+    )
 
 
 def _chat_logprobs(asked: ChatRequest) -> int | None:

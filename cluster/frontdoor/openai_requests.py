@@ -20,13 +20,13 @@ from cluster.frontdoor.json_models import INT64_MIN, UINT64_MAX, Ignored, JsonOb
 from cluster.frontdoor.openai_fields import (
     IgnoredFields,
     OnlyFalse,
-    OnlyNone,
     OnlyTrue,
     RefusedChatFields,
     RefusedFields,
     Unsupported,
 )
 from cluster.frontdoor.openai_formats import FormatFields
+from cluster.frontdoor.tool_models import Calls, Name, ToolChoiceModel, Tools
 from paceline.request import INT32_MAX, MAX_BIAS, MAX_LOGIT_BIAS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, RANGES
 from paceline.speculation import TreeKind
 
@@ -133,19 +133,21 @@ Content = Annotated[
 class Message(JsonObject):
     """One turn of a chat. ``developer`` means ``system``."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     """Who speaks."""
-    content: Content
-    """The text of the turn, or its parts, which are put together."""
-    name: Annotated[Text, Field(max_length=MAX_NAME_CHARS)] | None = None
+    content: Content | None = None
+    """The text of the turn, or its parts, which are put together. Only a turn with tool_calls can do without."""
+    tool_calls: Calls | None = None
+    """The calls that the assistant made."""
+    tool_call_id: Name | None = None
+    """Of a tool's turn: the call that it answers."""
+    name: Name | None = None
     """Who speaks, for templates that tell speakers of one role apart."""
     reasoning_content: Text | None = None
     """What the assistant thought before it spoke, for templates that keep it."""
     reasoning: Text | None = None
     """Another name of reasoning_content."""
     # Clients send an earlier answer back with these.
-    tool_calls: Annotated[Any, Neutral([])] = None
-    tool_call_id: Unsupported = None
     function_call: Unsupported = None
     refusal: Annotated[Any, Neutral("")] = None
     audio: Unsupported = None
@@ -237,8 +239,6 @@ class GenerationBody(IgnoredFields, FormatFields):
     return_tokens_as_token_ids: bool | None = None
     """Write `token_id:5` for a token where log-probabilities are told. The default is false."""
 
-    parallel_tool_calls: Ignored = None
-
 
 class CompletionRequest(RefusedFields, GenerationBody):
     """A body of ``/v1/completions``."""
@@ -248,6 +248,7 @@ class CompletionRequest(RefusedFields, GenerationBody):
     i * n + j, and is the one that the prompt gets alone."""
     logprobs: Annotated[int, _range("top_logprobs")] | None = None
     """Alternatives whose log-probabilities are told. 0 tells the chosen token's alone; without it, none are told."""
+    parallel_tool_calls: Ignored = None
     add_special_tokens: OnlyTrue = None
     echo: bool | None = None
     """Begin the answer with the prompt. With logprobs those of its tokens are told too. The default is false."""
@@ -265,7 +266,18 @@ class ChatRequest(RefusedChatFields, GenerationBody):
     """Tell the log-probability of every token. The default is false."""
     top_logprobs: Annotated[int, _range("top_logprobs")] | None = None
     """Alternatives whose log-probabilities are told for every token. It only goes with logprobs."""
-    tools: Annotated[Any, Neutral([])] = None
-    tool_choice: Annotated[Any, Neutral("none", "auto")] = None  # of no tools
-    functions: OnlyNone = None
+    tools: Tools | None = None
+    """What the model may call."""
+    tool_choice: ToolChoiceModel | None = None
+    """none: the model does not call, and is not told of the tools. auto, the default: as it likes. required: it calls
+    one or more. An object names the one that it calls."""
+    parallel_tool_calls: bool | None = None
+    """Whether an answer may have several calls. The default is true."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """More values for the chat template, e.g. `enable_thinking`."""
+    add_generation_prompt: bool | None = None
+    """Begin the assistant's turn after the last message. The default is true, unless continue_final_message is."""
+    continue_final_message: bool | None = None
+    """Go on with the last message, which must be the assistant's. The default is false."""
+    functions: Annotated[Any, Neutral([])] = None
     function_call: Annotated[Any, Neutral("none", "auto")] = None

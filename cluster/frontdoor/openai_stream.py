@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from cluster.contract.plan import Plan
+from cluster.frontdoor import openai_tools
 from cluster.frontdoor.openai_answers import PromptDetails, Usage
 from cluster.frontdoor.openai_logprobs import Placed, Placing, chat_logprobs, completions_logprobs
 from cluster.frontdoor.openai_parse import ApiRequest
@@ -21,7 +22,8 @@ from cluster.frontdoor.openai_prompts import echoed_logprobs, joined, prompt_log
 from cluster.frontdoor.prompts import AskedPrompt
 from paceline.errors import PacelineError
 from paceline.request import TokenLogprobs
-from paceline.results import Chunk, Completion
+from paceline.results import Chunk, Completion, ToolCallPart
+from paceline.results import joined as whole_calls
 
 
 class Decoder(Protocol):
@@ -41,6 +43,8 @@ class _Choice:
     """What is known of one choice. A stream keeps its tokens alone."""
 
     text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[ToolCallPart] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     placing: Placing | None = None  # when logprobs are asked for
     placed: list[Placed] = field(default_factory=list)  # tokens whose logprobs were not told yet
@@ -97,6 +101,8 @@ class Answer:
         """Note a chunk for ``body``."""
         choice = self._choices[chunk.choice]
         choice.text.append(chunk.text)
+        choice.reasoning.append(chunk.reasoning)
+        choice.calls += chunk.tool_calls
         self._note(choice, chunk)
 
     def body(self) -> dict[str, Any]:
@@ -117,7 +123,7 @@ class Answer:
         if self._request.prompt_logprobs is not None:
             said["prompt_logprobs"] = self._prompt_logprobs(index, choice)
         if self._request.chat:
-            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            said = {"message": openai_tools.message(text, "".join(choice.reasoning), whole_calls(choice.calls))}
         return {
             "index": index,
             **said,
@@ -139,7 +145,7 @@ class Answer:
         if self._request.echo:
             events += self._echo_events(choice, chunk)
         ready = self._ready(choice)
-        if chunk.text or ready or chunk.completion:
+        if chunk.text or chunk.reasoning or chunk.tool_calls or ready or chunk.completion:
             events.append(self._event([self._part(choice, chunk, ready)]))
         if all(choice.completion for choice in self._choices):
             if self._request.include_usage:
@@ -183,7 +189,7 @@ class Answer:
         reason = chunk.completion.finish_reason.value if chunk.completion else None
         logprobs = self._logprobs(ready, choice.characters) if ready else None
         if self._request.chat:
-            part = _delta(chunk.choice, {"content": chunk.text} if chunk.text else {}, logprobs, reason)
+            part = _delta(chunk.choice, openai_tools.delta(chunk), logprobs, reason)
         else:
             part = {"index": chunk.choice, "text": chunk.text, "logprobs": logprobs, "finish_reason": reason}
         if self._request.return_token_ids:
@@ -261,7 +267,7 @@ class Answer:
         return {**each[0], "token_ids": [choice.token_ids for choice in self._choices], **more}
 
 
-def _delta(index: int, delta: dict[str, str], logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
+def _delta(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 

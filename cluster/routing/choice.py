@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from paceline.errors import HandoffFailed, InvalidRequest
+from paceline.parsing.answer import AnswerParts
 from paceline.request import FinishReason, SequenceRequest, TokenLogprobs
 from paceline.results import (
     Chunk,
@@ -25,6 +26,8 @@ from paceline.results import (
 )
 from paceline.spec_decode.stats import SpecStats
 from paceline.tracing import NO_TRACE, Trace
+
+NOTHING = AnswerParts()
 
 
 class Detokenizer(Protocol):
@@ -43,6 +46,22 @@ class Detokenizer(Protocol):
         """The text that was withheld."""
 
 
+class Parser(Protocol):
+    """paceline.parsing.parser.AnswerParser, as far as the router needs it."""
+
+    @property
+    def over(self) -> bool: ...
+
+    @property
+    def num_calls(self) -> int: ...
+
+    def push(self, text: str) -> AnswerParts:
+        """What became certain."""
+
+    def finish(self) -> AnswerParts:
+        """What was withheld."""
+
+
 class ChoiceRun:
     """Life: open, perhaps ``resume`` -> ``finish_reason`` set by ``take`` (stop string) or ``end`` -> ``complete``."""
 
@@ -54,8 +73,10 @@ class ChoiceRun:
         detokenizer: Detokenizer,
         started_at: float,
         lossless: bool = True,
+        parser: Parser | None = None,
     ) -> None:
-        """started_at: arrival of the request, monotonic clock. lossless: what the acceptance rule is."""
+        """started_at: arrival of the request, monotonic clock. lossless: what the acceptance rule is. parser: splits
+        the text into its parts; None: the text is the answer."""
         self.index = index
         self.request_id = request_id
         self.sequence = sequence
@@ -70,6 +91,7 @@ class ChoiceRun:
         self._detokenizer = detokenizer
         self._started_at = started_at
         self._lossless = lossless
+        self._parser = parser
         self._stats = SpecStats()
         self._had = 0  # tokens that the client has from another router
         wanted = sequence.params.prompt_logprobs is not None
@@ -142,7 +164,7 @@ class ChoiceRun:
         if list(token_ids[:known]) != self.token_ids[first_index : first_index + len(token_ids)]:
             raise HandoffFailed(f"tokens from {first_index} on differ from those already sent")
         start = len(self.token_ids)
-        text = self._push(token_ids[known:])
+        parts = self._push(token_ids[known:])
         taken = len(self.token_ids) - start
         if taken == 0:
             return None
@@ -155,26 +177,32 @@ class ChoiceRun:
             choice=self.index,
             first_index=first,
             token_ids=tuple(self.token_ids[first:]),
-            text=text,
+            text=parts.text,
+            reasoning=parts.reasoning,
+            tool_calls=parts.tool_calls,
             logprobs=tuple(logprobs[known + first - start : known + taken]),
             round=counted,
         )
 
-    def _push(self, token_ids: Sequence[int]) -> str:
-        """Append tokens up to the one that completes a stop string, or that is a stop token (whose text is not part
-        of the answer). Returns the text of those that the client does not have."""
-        text = ""
+    def _push(self, token_ids: Sequence[int]) -> AnswerParts:
+        """Append tokens up to the one that completes a stop string or the only call, or that is a stop token (whose
+        text is not part of the answer). Returns the parts of those that the client does not have."""
+        parts = NOTHING
         for token_id in token_ids:
             self.token_ids.append(token_id)
             if token_id in self.sequence.params.stop_token_ids:
                 break
-            piece = self._detokenizer.push(token_id)
+            piece = self._read(self._detokenizer.push(token_id))
             if len(self.token_ids) > self._had:
-                text += piece
-            if self._detokenizer.stopped:
+                parts += piece
+            if self._detokenizer.stopped or (self._parser is not None and self._parser.over):
                 self.finish_reason = FinishReason.STOP
                 break
-        return text
+        return parts
+
+    def _read(self, text: str) -> AnswerParts:
+        """The parts that ``text`` brings."""
+        return AnswerParts(text) if self._parser is None else self._parser.push(text)
 
     def _stamp(self) -> None:
         self.last_token_at = time.monotonic()
@@ -220,11 +248,22 @@ class ChoiceRun:
         assert self.finish_reason is not None
         if len(self.token_ids) < self._had:
             raise InvalidRequest("resume.choices", f"choice {self.index} has {len(self.token_ids)} tokens")
-        text = "" if self._detokenizer.stopped else self._detokenizer.finish()
+        parts = NOTHING if self._detokenizer.stopped else self._read(self._detokenizer.finish())
         if self._detokenizer.stopped:  # the text held back may complete a stop string
             self.finish_reason = FinishReason.STOP
+        if self._parser is not None:
+            parts += self._parser.finish()
+            if self.finish_reason is FinishReason.STOP and self._parser.num_calls:
+                self.finish_reason = FinishReason.TOOL_CALLS
         self.trace.record("finished", reason=self.finish_reason, tokens=len(self.token_ids))
-        return Chunk(self.index, len(self.token_ids), text=text, completion=self._completion(self.finish_reason))
+        return Chunk(
+            choice=self.index,
+            first_index=len(self.token_ids),
+            text=parts.text,
+            reasoning=parts.reasoning,
+            tool_calls=parts.tool_calls,
+            completion=self._completion(self.finish_reason),
+        )
 
     def _completion(self, reason: FinishReason) -> Completion:
         prompt, stats = len(self.sequence.prompt_token_ids), self._stats

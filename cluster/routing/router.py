@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from cluster.contract.generation import GenerationRequest, Prompt, ReceivedChoice
 from cluster.contract.plan import Plan, ServedModel, TokenizerLike, make_plan, tokenize
+from cluster.contract.tools import answer_style, markers
 from cluster.routing.admission import Admission, Place
 from cluster.routing.attempt import Attempt, Surroundings
 from cluster.routing.bypass import Bypass
@@ -31,7 +32,10 @@ from cluster.state.registry_types import NodeRecord
 from paceline.config import ServeConfig
 from paceline.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, PacelineError
 from paceline.grammar.compile import GrammarCompiler
-from paceline.request import MAX_N
+from paceline.parsing.answer import AnswerFormat, call_ids
+from paceline.parsing.parser import AnswerParser
+from paceline.parsing.registry import TOOL_FORMATS
+from paceline.request import MAX_N, SequenceRequest
 from paceline.results import (
     Chunk,
     Generation,
@@ -41,6 +45,7 @@ from paceline.results import (
     Tokenization,
     choices_of,
 )
+from paceline.text.markers import keeping
 from paceline.tracing import NO_TRACE, Recorder
 
 log = logging.getLogger(__name__)
@@ -82,7 +87,8 @@ class Router:
         to have cached; None: they are chosen by load alone. grammars: checks those of requests; None: nodes do."""
         self.config = config
         self.tokenizer = tokenizer
-        self.served = ServedModel(model_name, max_model_len, vocab_size, config.selectable, config)
+        style = answer_style(config, tokenizer.template)
+        self.served = ServedModel(model_name, max_model_len, vocab_size, config.selectable, config, style)
         self.metrics = metrics if metrics is not None else Metrics()
         self._admission = Admission(config.max_inflight, config.max_queued, config.queue_timeout_s)
         self._registry = registry
@@ -151,7 +157,7 @@ class Router:
 
     async def tokenize(self, prompt: Prompt) -> Tokenization:
         """Token ids of a text or a chat."""
-        return Tokenization(await tokenize(prompt, self.tokenizer), self.served.max_model_len)
+        return Tokenization(await tokenize(prompt, self.tokenizer, self.served.style), self.served.max_model_len)
 
     def model_info(self) -> ModelInfo:
         """What is served and how."""
@@ -249,13 +255,20 @@ class Router:
             had = received.get(index)
             if had is not None and had.complete:
                 continue
-            detokenizer = self._detokenizer(self.tokenizer, sequence.prompt_token_ids, plan.stop)
-            run = ChoiceRun(index, plan.request_id, sequence, detokenizer, started_at, lossless)
+            form = plan.admitted.answer_format
+            source = self.tokenizer if form is None else keeping(self.tokenizer, markers(form))
+            detokenizer = self._detokenizer(source, sequence.prompt_token_ids, plan.stop)
+            parser = None if form is None else self._parser(form, sequence)
+            run = ChoiceRun(index, plan.request_id, sequence, detokenizer, started_at, lossless, parser)
             run.trace = self._recorder.open(sequence.request_id, "choice")
             if had is not None:
                 run.resume(had.next_index, had.token_ids, had.num_prompt_logprobs)
             runs.append(run)
         return runs
+
+    def _parser(self, form: AnswerFormat, sequence: SequenceRequest) -> AnswerParser:
+        most_chars = TOOL_FORMATS[form.tool_calls].most_id_chars if form.tool_calls else None
+        return AnswerParser(form, call_ids(sequence.prompt_token_ids, sequence.params.seed or 0, most_chars))
 
     async def _run_choice(self, run: ChoiceRun, queue: asyncio.Queue[Chunk | Exception], deadline: float) -> None:
         """Put the chunks of a choice, then its completion or the error that ended it."""

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
 import tokenizers
-from jinja2 import nodes
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from paceline.errors import ConfigError, InvalidRequest
 from paceline.text.detokenizer import IncrementalDetokenizer, TextStream
+from paceline.text.forging import Guard
+from paceline.text.templates import ChatTemplate
 
 __all__ = ["IncrementalDetokenizer", "Tokenizer"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+OPEN_END = "\uf8ff\uf8fe\uf8ff "  # ends an open message while it is rendered; the space tells whether it is trimmed
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -37,23 +34,26 @@ class Tokenizer:
         self._specials = {name: text for name in SPECIAL_NAMES if (text := _content(settings.get(name)))}
         self._bos_id = inner.token_to_id(self._specials.get("bos_token", ""))
         self._adds_bos: bool | None = settings.get("add_bos_token")
-        self._template = _compile(settings.get("chat_template"))
+        self.template = ChatTemplate(settings.get("chat_template"), self._specials)
         self._skipped = {i for i, token in inner.get_added_tokens_decoder().items() if token.special}
         self._bytes: dict[int, bytes] = {}  # at most one entry per token of the vocabulary
-        self._to_bytes, self.strip_start = _byte_decoder(inner)
+        state = json.loads(inner.to_str())
+        self._to_bytes, self.strip_start = _byte_decoder(state["decoder"])
+        self._guard = Guard(inner, state)
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1  # ids are below it
         self.eos_token_ids = tuple(eos_token_ids)
 
     @classmethod
-    def from_folder(cls, folder: Path) -> Tokenizer:
-        """Read tokenizer.json and the configs beside it. Raises ConfigError when there is none, or it is unreadable."""
+    def from_folder(cls, folder: Path, chat_template: str = "") -> Tokenizer:
+        """Read tokenizer.json and the configs beside it. chat_template: a file to take in place of the folder's.
+
+        Raises ConfigError when there is none, or it is unreadable.
+        """
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise ConfigError("model", f"{file} is missing: a fast tokenizer is needed")
         settings = _read(folder / "tokenizer_config.json")
-        template = folder / "chat_template.jinja"
-        if template.is_file():
-            settings["chat_template"] = template.read_text(encoding="utf-8")
+        settings["chat_template"] = _template(folder, settings.get("chat_template"), chat_template)
         eos = _read(folder / "generation_config.json").get("eos_token_id")
         eos = eos if eos is not None else _read(folder / "config.json").get("eos_token_id")
         ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
@@ -105,21 +105,79 @@ class Tokenizer:
         return data
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        native_tools: bool | None = None,
+        continue_final_message: bool = False,
+        values: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation. messages: ``role`` and ``content``, both text.
+        """Token ids of a conversation. What messages, tools and values spell is text: special tokens are the
+        template's own, but tags that are no special tokens, like ``<think>``, stay in an assistant's turn.
 
-        The rendered text gets no further special tokens. Raises InvalidRequest naming the message that is wrong.
+        messages: ``role`` and ``content``, and as Hugging Face's templates take them ``tool_calls`` (arguments as an
+        object), ``tool_call_id``, ``name`` and ``reasoning_content``. tools: each ``{"type": "function", "function":
+        {...}}``. native_tools: whether the template is given them, or they are told in text; None: as it knows them.
+        continue_final_message: the prompt ends with the last message, which is open. values: more for the template.
+
+        The rendered text gets no further special tokens. Raises InvalidRequest naming what is wrong.
         """
-        if self._template is None:
+        if not self.template:
             raise InvalidRequest("messages", "this model has no chat template; use a plain prompt")
         _check_messages(messages)
-        values = {"messages": [dict(m) for m in messages], "add_generation_prompt": add_generation_prompt}
+        turns = [dict(message) for message in messages]
+        mark = self._guard.mark_for([turns, list(tools or ()), dict(values or {})])
+        if mark is not None:
+            turns = [self._guarded_turn(turn, mark) for turn in turns]
+            tools = self._guard.guarded(list(tools), mark) if tools else tools
+            values = self._guard.guarded(dict(values or {}), mark)
+        if continue_final_message:
+            turns[-1]["content"] += OPEN_END
+        text = self.template.render(
+            turns,
+            tools=tools or None,
+            native_tools=self.template.knows_tools if native_tools is None else native_tools,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            values=values or {},
+        )
+        if continue_final_message:
+            text = _cut_at_end(text)
+        return self._encode(text, "messages") if mark is None else self._guard.encode(text, mark)
+
+    def _guarded_turn(self, turn: Mapping[str, Any], mark: str) -> dict[str, Any]:
+        own = ("content", "reasoning_content", "reasoning") if turn["role"] == "assistant" else ()
+        return {key: self._guard.guarded(value, mark, tags_stay=key in own) for key, value in turn.items()}
+
+    def special_ids(self, texts: Collection[str]) -> dict[str, int]:
+        """Ids of those of ``texts`` that are special tokens, which are left out of text."""
+        return {text: i for text in texts if (i := self._inner.token_to_id(text)) is not None and i in self._skipped}
+
+
+def _template(folder: Path, settings: Any, file: str) -> Any:
+    """Chat templates: of ``file``, else of files in the folder, else of the settings. Raises ConfigError."""
+    if file:
         try:
-            text = self._template.render(values, tools=None, documents=None, **self._specials)
-        except Exception as error:  # the template is the model's own program: it may fail in any way
-            raise InvalidRequest("messages", f"the chat template refused them: {error}") from None
-        return self._encode(text, "messages")
+            return Path(file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError("chat_template", f"{file} cannot be read: {error}") from None
+    default = folder / "chat_template.jinja"
+    if default.is_file():
+        settings = default.read_text(encoding="utf-8")
+    more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    if more and isinstance(settings, str):
+        named = [("default", settings), *((path.stem, path.read_text(encoding="utf-8")) for path in more)]
+        return [{"name": name, "template": text} for name, text in named]
+    return settings
+
+
+def _cut_at_end(text: str) -> str:
+    """A rendered text up to where its last message ends. A template that trims messages trims this one too."""
+    at = text.rfind(OPEN_END.strip())
+    if at < 0:
+        raise InvalidRequest("continue_final_message", "the chat template drops the last message")
+    return text[:at] if text.startswith(OPEN_END, at) else text[:at].rstrip()
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -148,7 +206,7 @@ def _check_unicode(text: str, field: str) -> None:
         raise InvalidRequest(field, f"is not valid Unicode at character {error.start}") from None
 
 
-def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
+def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
     if not messages:
         raise InvalidRequest("messages", "must hold at least one message")
     for i, message in enumerate(messages):
@@ -157,17 +215,17 @@ def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
         if message.get("role") not in ROLES:
             raise InvalidRequest(f"messages[{i}].role", f"must be one of {', '.join(ROLES)}")
         content = message.get("content")
-        if not isinstance(content, str):
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise InvalidRequest(f"messages[{i}].content", "must be text")
-        _check_unicode(content, f"messages[{i}].content")
+        _check_unicode(content or "", f"messages[{i}].content")
 
 
 # Decoding -------------------------------------------------------------------------------------------------------------
 
 
-def _byte_decoder(inner: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], int]:
+def _byte_decoder(state: Mapping[str, Any] | None) -> tuple[Callable[[str], bytes], int]:
     """How a token becomes bytes, and how many spaces go from the beginning of a text. Raises ConfigError."""
-    state = json.loads(inner.to_str())["decoder"] or {"type": "none"}
+    state = state or {"type": "none"}
     steps = state["decoders"] if state["type"] == "Sequence" else [state]
     if [step["type"] for step in steps] == ["ByteLevel"]:
         table = _byte_level_table()
@@ -212,50 +270,3 @@ def _from_pieces(token: str, replaced: Sequence[tuple[str, str]], fallback: bool
         except ValueError:
             pass
     return token.encode()
-
-
-# Chat templates -------------------------------------------------------------------------------------------------------
-
-
-class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks the assistant's text for training; here it is only what it holds."""
-
-    tags = {"generation"}  # noqa: RUF012  (jinja2's own declaration)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """See jinja2.ext.Extension."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _compile(source: Any) -> jinja2.Template | None:
-    """The template, in the sandbox and with the functions that Hugging Face templates are written for."""
-    if isinstance(source, list):  # several named templates
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    if not isinstance(source, str):
-        return None
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise ConfigError("model", f"the chat template cannot be read: {error}") from None
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """jinja2's own escapes what HTML would misread, which a model must not see."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)

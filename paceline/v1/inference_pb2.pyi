@@ -169,6 +169,7 @@ class Chat(_message.Message):
     ONE_TOOL_CALL_FIELD_NUMBER: _builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
     TEMPLATE_VALUES_FIELD_NUMBER: _builtins.int
+    NO_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     tool_choice: Global___ToolChoice.ValueType
     """Whether it calls."""
     tool_name: _builtins.str
@@ -179,6 +180,8 @@ class Chat(_message.Message):
     """The last turn is the beginning of the answer, which goes on with it."""
     template_values: _builtins.str
     """More values for the chat template, a JSON object as text, e.g. {"enable_thinking": false}; empty: none."""
+    no_generation_prompt: _builtins.bool
+    """The prompt ends with the last turn, and does not begin the assistant's."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The turns in their order; at most 8,192."""
@@ -197,10 +200,11 @@ class Chat(_message.Message):
         one_tool_call: _builtins.bool = ...,
         continue_final_message: _builtins.bool = ...,
         template_values: _builtins.str = ...,
+        no_generation_prompt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["continue_final_message", b"continue_final_message", "messages", b"messages", "one_tool_call", b"one_tool_call", "template_values", b"template_values", "tool_choice", b"tool_choice", "tool_name", b"tool_name", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continue_final_message", b"continue_final_message", "messages", b"messages", "no_generation_prompt", b"no_generation_prompt", "one_tool_call", b"one_tool_call", "template_values", b"template_values", "tool_choice", b"tool_choice", "tool_name", b"tool_name", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -247,6 +251,7 @@ class GenerateRequest(_message.Message):
     GENERATION_ID_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    ANSWER_FORMAT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """A text that the router tokenizes."""
     model: _builtins.str
@@ -281,6 +286,10 @@ class GenerateRequest(_message.Message):
     def resume(self) -> Global___Resume:
         """Go on with generation_id, which broke. The other fields are used when the journal does not have it (any more)."""
 
+    @_builtins.property
+    def answer_format(self) -> Global___AnswerFormat:
+        """How the answer's text is read. Only beside token_ids: of a chat the router knows it."""
+
     def __init__(
         self,
         *,
@@ -295,16 +304,85 @@ class GenerateRequest(_message.Message):
         generation_id: _builtins.str = ...,
         resume: Global___Resume | None = ...,
         priority: _builtins.int = ...,
+        answer_format: Global___AnswerFormat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer_format", b"answer_format", "chat", b"chat", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "generation_id", b"generation_id", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_format", b"answer_format", "chat", b"chat", "generation_id", b"generation_id", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class AnswerFormat(_message.Message):
+    """How the text of an answer becomes reasoning, text and calls of tools."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    REASONING_OPEN_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    ONE_TOOL_CALL_FIELD_NUMBER: _builtins.int
+    tool_calls: _builtins.str
+    """The form of calls, as the option tool_call_parser names it; empty: no calls are read."""
+    reasoning: _builtins.str
+    """The form of the reasoning, as the option reasoning_parser names it; empty: none is read."""
+    reasoning_open: _builtins.bool
+    """The prompt ends within the reasoning."""
+    one_tool_call: _builtins.bool
+    """The answer ends with its first call."""
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallableTool]:
+        """What may be called; at most 128."""
+
+    def __init__(
+        self,
+        *,
+        tool_calls: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
+        reasoning_open: _builtins.bool = ...,
+        tools: _abc.Iterable[Global___CallableTool] | None = ...,
+        one_tool_call: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["one_tool_call", b"one_tool_call", "reasoning", b"reasoning", "reasoning_open", b"reasoning_open", "tool_calls", b"tool_calls", "tools", b"tools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnswerFormat: _TypeAlias = AnswerFormat  # noqa: Y015
+
+@_typing.final
+class CallableTool(_message.Message):
+    """A tool, as far as reading a call of it needs it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TEXT_ARGUMENTS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    @_builtins.property
+    def text_arguments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Arguments that are text, for forms of calls that write text without quotes."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        text_arguments: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "text_arguments", b"text_arguments"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallableTool: _TypeAlias = CallableTool  # noqa: Y015
 
 @_typing.final
 class Resume(_message.Message):

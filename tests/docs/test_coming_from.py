@@ -66,8 +66,8 @@ def test_fields() -> None:
 
 
 REFUSED: dict[str, Any] = {
-    "tools": [{"type": "function"}],
     "functions": [{}],
+    "function_call": {"name": "f"},
     "audio": {},
     "modalities": ["audio"],
     "reasoning_effort": "low",
@@ -85,7 +85,6 @@ REFUSED: dict[str, Any] = {
     "lora_path": "x",
     "prompt_embeds": "x",
     "chat_template": "x",
-    "chat_template_kwargs": {},
 }
 REFUSED_OF_COMPLETIONS: dict[str, Any] = {"suffix": "x", "best_of": 2}
 

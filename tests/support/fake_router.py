@@ -99,7 +99,7 @@ class FakeRouter:
         self.tokenized.append(prompt)
         if isinstance(prompt, Chat):
             turns = "".join(f"{turn.role}: {turn.content}\n" for turn in prompt.messages)
-            prompt = turns + ("assistant: " if prompt.add_generation_prompt else "")
+            prompt = turns + ("" if prompt.no_generation_prompt else "assistant: ")
         ids = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
         return Tokenization(ids, self.model_info().max_model_len)
 

@@ -4,7 +4,7 @@ and every way to misbehave is a switch."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +20,8 @@ from paceline.config import ServeConfig
 from paceline.errors import PacelineError
 from paceline.request import FinishReason, SequenceRequest, TokenLogprobs
 from paceline.rpc.calls import answering_errors
+from paceline.text.templates import ChatTemplate
+from paceline.text.tokenizer import Tokenizer
 from paceline.v1 import common_pb2, handoff_pb2, inference_pb2, node_pb2, node_pb2_grpc, trace_pb2
 from paceline.wire import finish_reason_to_proto, logprobs_to_proto, sequence_from_proto
 
@@ -55,11 +57,17 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return bytes(t for t in ids if t < 256).decode(errors="replace")
 
-    def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
+    template = ChatTemplate(None, {})
+
+    def special_ids(self, texts: Collection[str]) -> dict[str, int]:
+        return {}
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         if any(message["role"] not in ("system", "user", "assistant") for message in messages):
             raise ValueError("unknown role")
         return self.encode(
-            "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>" * add_generation_prompt
+            "".join(f"<{m['role']}>{m['content']}" for m in messages)
+            + "<assistant>" * options.get("add_generation_prompt", True)
         )
 
 
@@ -397,20 +405,24 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(
-    prefill: int = 1, decode: int = 1, prefixes: PrefixIndex | None = None, **options: Any
+    prefill: int = 1,
+    decode: int = 1,
+    prefixes: PrefixIndex | None = None,
+    tokenizer: Tokenizer | None = None,
+    max_model_len: int = MAX_MODEL_LEN,
+    **options: Any,
 ) -> AsyncIterator[Fleet]:
-    """Nodes, started, and a router in front."""
+    """Nodes, started, and a router in front. tokenizer: a real one in place of the bytes."""
     config = ServeConfig.model_validate({"model": "tiny", "lease_ttl_s": 0.4, "num_draft_tokens": 4} | options)
     registry = FakeRegistry()
-    tokenizer = ByteTokenizer()
     router = Router(
         registry,
-        tokenizer,
+        tokenizer or ByteTokenizer(),
         config,
         "tiny",
-        MAX_MODEL_LEN,
+        max_model_len,
         VOCAB,
-        detokenizer=ByteDetokenizer,
+        detokenizer=None if tokenizer else ByteDetokenizer,
         bit_exact=True,
         prefixes=prefixes,
     )

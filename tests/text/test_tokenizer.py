@@ -184,8 +184,14 @@ class TestSmolLM2:
         for first, second in zip(REAL_TEXTS, reversed(REAL_TEXTS), strict=True):
             chat = [{"role": "user", "content": first}, {"role": "assistant", "content": second}]
             for messages in (chat[:1], chat, [{"role": "system", "content": second}, *chat]):
-                expected = theirs.apply_chat_template(messages, add_generation_prompt=add_generation_prompt)
-                assert ours.apply_chat_template(messages, add_generation_prompt) == expected["input_ids"]
+                told = theirs.apply_chat_template(
+                    messages, add_generation_prompt=add_generation_prompt, sanitize_control_tokens=True
+                )["input_ids"]
+                ids = ours.apply_chat_template(messages, add_generation_prompt)
+                if any("<|im_" in message["content"] for message in messages):  # see test_forging.py
+                    assert [i for i in ids if i < 17] == [i for i in told if i < 17]
+                else:
+                    assert ids == told
 
     @QUICK
     @given(ids=st.lists(st.integers(0, 49151), max_size=40), skip=st.booleans())
