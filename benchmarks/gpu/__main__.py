@@ -83,7 +83,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the rows and their reaches, measure nothing")
     parser.add_argument("--minutes", type=float, default=9.0, help="at most; large points are dropped first")
     parser.add_argument("--sample-seconds", type=float, default=LIMIT_S, help="of one timed figure")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda", help="cpu is for a look, with --target tiny")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
     parser.add_argument("--target", choices=sorted(SHAPES), default="llama-8b", help="shape of the random target")
     parser.add_argument("--smollm2", default="", help="folder of SmolLM2-135M-Instruct, for its rows")
@@ -114,7 +114,7 @@ def run(arguments: Sequence[str] | None = None, console: Console | None = None) 
         return 0
     device = torch.device(given.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device", "cuda needs a CUDA build of torch and a GPU")
+        raise ConfigError("device", "cuda needs a CUDA build of torch and a GPU; --device cpu goes with --target tiny")
     set_threads(torch.get_num_threads())
     options = Options(
         given.device, given.dtype, given.target, given.smollm2, given.seed, parse_rates(given.rates),

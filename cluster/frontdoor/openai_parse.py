@@ -25,7 +25,7 @@ from cluster.frontdoor.tool_models import body_field, tool, tool_call, tool_choi
 from paceline.errors import InvalidRequest
 from paceline.request import SamplingParams, SpeculationParams
 
-COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default there; a chat goes on as far as it may
+COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default there; that of chats is DEFAULT_MAX_TOKENS of the plan
 # Fields that mean the same in SamplingParams.
 _SAMPLING = {
     *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),

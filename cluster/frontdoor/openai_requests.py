@@ -203,7 +203,8 @@ class GenerationBody(IgnoredFields, FormatFields):
     seed: Annotated[int, _range("seed")] | None = None
     """The same request with the same seed gives the same text. Without it the router draws a seed and tells it."""
     max_tokens: Annotated[int, _range("max_tokens")] | None = None
-    """Tokens to generate at most; 0 makes none. The default is 16 for completions; a chat goes on as far as it may."""
+    """Tokens to generate at most; 0 makes none. The default is 16 for completions, 1,024 for chats. The context bounds
+    it."""
     temperature: Annotated[float, _range("temperature")] | None = None
     """Randomness of sampling. 0 takes the likeliest token; 1, the default, is the model's own distribution."""
     presence_penalty: Annotated[float, _range("presence_penalty")] | None = None

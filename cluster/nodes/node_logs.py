@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.25
 MAX_READ_BYTES = 1 << 20  # of one file at a time, so that a node that logs without end does not hold up the router
+MAX_LEFT = 64  # files of nodes that left the view whose place is kept
 RAY_MARKS = (b":job_id:", b":actor_name:", b":task_name:")  # lines that Ray writes for its own log monitor
 
 
@@ -55,6 +56,7 @@ class NodeLogs:
 
     def __init__(self) -> None:
         self._tails: dict[str, _Tail] = {}  # by path
+        self._left: dict[str, _Tail] = {}  # of nodes that left the view: one whose lease lapsed may come back
         self._seen: set[str] = set()  # paths of the latest view
         self._task = asyncio.create_task(self._run(), name="node-logs")
 
@@ -62,13 +64,19 @@ class NodeLogs:
         """Copy the logs of these nodes from now on; what is left of the others', and then no more of them."""
         found = {node.log: node for node in nodes if node.log not in ("", stderr_file())}
         for path in found.keys() - self._seen:
-            log.info("%s logs to %s:%s", found[path].id, found[path].hostname, path)
+            if path in self._left:
+                self._tails[path] = self._left.pop(path)
+                continue
+            node = found[path]
+            log.info("%s is process %d and logs to %s:%s", node.id, node.pid, node.hostname, path)
             if Path(path).is_file():  # else it is on another host
                 self._tails[path] = _Tail(Path(path))
         self._seen = set(found)
         self._copy()
         for path in self._tails.keys() - found.keys():
-            del self._tails[path]
+            self._left[path] = self._tails.pop(path)
+        while len(self._left) > MAX_LEFT:
+            del self._left[next(iter(self._left))]
 
     async def _run(self) -> None:
         while True:

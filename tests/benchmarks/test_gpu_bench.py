@@ -401,6 +401,12 @@ def test_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.parse_rates("tau3") is RATES["tau3"]
 
 
+def test_no_large_target_is_made_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="--target tiny"):
+        gpu.run(["--rows", "decode_b1"])
+
+
 def test_the_exit_code_and_the_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PACELINE_COMMIT", "abc123")
     options = Options("cpu", "fp32", "tiny", "", 0, RATES["tau3"])

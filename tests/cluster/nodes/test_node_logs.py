@@ -14,7 +14,7 @@ from cluster.state.registry_types import NodeRecord
 
 
 def record(log: Path, name: str = "decode-0", generation: int = 1) -> NodeRecord:
-    return NodeRecord(name, name.partition("-")[0], generation, "h:1", hostname="host", log=str(log))
+    return NodeRecord(name, name.partition("-")[0], generation, "h:1", pid=7, hostname="host", log=str(log))
 
 
 def append(path: Path, text: str) -> Path:
@@ -48,6 +48,26 @@ async def test_last_words_of_a_node_that_is_replaced(tmp_path: Path, capsys: pyt
     assert capsys.readouterr().err == ""
 
 
+async def test_a_node_that_comes_back_is_not_copied_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = append(tmp_path / "err", "first\n")
+    logs = NodeLogs()
+    logs.follow([record(path)])
+    logs.follow([])
+    append(path, "without a lease\n")
+    assert capsys.readouterr().err == "first\n"
+    logs.follow([record(path)])
+    logs.close()
+    assert capsys.readouterr().err == "without a lease\n"
+
+
+async def test_the_places_of_lost_nodes_are_bounded(tmp_path: Path) -> None:
+    logs = NodeLogs()
+    for i in range(node_logs.MAX_LEFT + 3):
+        logs.follow([record(append(tmp_path / str(i), "line\n"))])
+    logs.close()
+    assert len(logs._left) == node_logs.MAX_LEFT
+
+
 async def test_a_file_elsewhere_is_named_and_not_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -55,7 +75,9 @@ async def test_a_file_elsewhere_is_named_and_not_read(
     with caplog.at_level(logging.INFO, logger=node_logs.__name__):
         for _ in range(2):
             logs.follow([record(tmp_path / "elsewhere")])
-    assert [entry.getMessage() for entry in caplog.records] == [f"decode-0 logs to host:{tmp_path}/elsewhere"]
+    assert [entry.getMessage() for entry in caplog.records] == [
+        f"decode-0 is process 7 and logs to host:{tmp_path}/elsewhere"
+    ]
     append(tmp_path / "elsewhere", "another's\n")
     logs.close()
     assert capsys.readouterr().err == ""
