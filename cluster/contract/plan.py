@@ -65,7 +65,16 @@ class TokenizerLike(Protocol):
     @property
     def template(self) -> Template: ...
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> Sequence[int]:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = ...,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = ...,
+        native_tools: bool | None = ...,
+        continue_final_message: bool = ...,
+        values: Mapping[str, Any] | None = ...,
+    ) -> Sequence[int]:
         """Token ids of a conversation: see paceline.text.tokenizer."""
 
     def special_ids(self, texts: Collection[str]) -> Mapping[str, int]:

@@ -10,11 +10,10 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from cluster.contract.generation import MAX_NAME_CHARS, MAX_TOOLS, Tool, ToolChoice
-from cluster.frontdoor.json_models import JsonObject, Text, at_most
+from cluster.frontdoor.json_models import Ignored, JsonObject, Text, at_most
 from paceline.results import ToolCall
 
 Name = Annotated[Text, Field(max_length=MAX_NAME_CHARS)]
-Ignored = Annotated[Any, Field(description="This field is ignored: it cannot change the result.")]
 # The library's names of fields of tools, and their places in these bodies.
 _PLACES = (
     (re.compile(r"^(tools\[\d+\])\.(name|description|parameters|strict)"), r"\1.function.\2"),

@@ -4,7 +4,7 @@ and every way to misbehave is a switch."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -62,12 +62,13 @@ class ByteTokenizer:
     def special_ids(self, texts: Collection[str]) -> dict[str, int]:
         return {}
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any
+    ) -> list[int]:
         if any(message["role"] not in ("system", "user", "assistant") for message in messages):
             raise ValueError("unknown role")
         return self.encode(
-            "".join(f"<{m['role']}>{m['content']}" for m in messages)
-            + "<assistant>" * options.get("add_generation_prompt", True)
+            "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>" * add_generation_prompt
         )
 
 

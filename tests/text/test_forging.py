@@ -82,7 +82,7 @@ KINDS = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    backend = KINDS[request.param]()
+    backend = KINDS[request.param]()  # type: ignore[no-untyped-call]
     return write_folder(tmp_path_factory.mktemp("tokenizer"), backend, template=TEMPLATE, eos_token="</s>")
 
 

@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from cluster.contract.generation import MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOOLS
-from cluster.frontdoor.json_models import JsonObject, Neutral, Text
-from cluster.frontdoor.openai_requests import Ignored, StopText, Unsupported
+from cluster.frontdoor.json_models import Ignored, JsonObject, Neutral, Text
+from cluster.frontdoor.openai_fields import Unsupported
+from cluster.frontdoor.openai_requests import StopText
 from cluster.frontdoor.own_fields import CallId, OwnFields, ToolName, list_of, text_or_list
 from paceline.request import INT32_MAX, MAX_STOP_STRINGS
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from cluster.contract.generation import MAX_MESSAGES, MAX_TOOLS
-from cluster.frontdoor.json_models import JsonObject, Neutral, Text, at_most
-from cluster.frontdoor.openai_requests import Ignored, Unsupported
+from cluster.frontdoor.json_models import Ignored, JsonObject, Neutral, Text, at_most
+from cluster.frontdoor.openai_fields import Unsupported
 from cluster.frontdoor.own_fields import CallId, OwnFields, ToolName, list_of, text_or_list
 from paceline.request import INT32_MAX
 
