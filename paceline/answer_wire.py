@@ -28,6 +28,7 @@ def generate_chunk(chunk: Chunk) -> inference_pb2.GenerateChunk:
         logprobs=[logprobs_to_proto(entry) for entry in chunk.logprobs],
         reasoning=chunk.reasoning,
         tool_calls=[tool_call_part_to_proto(part) for part in chunk.tool_calls],
+        prompt_logprobs=[logprobs_to_proto(entry) for entry in chunk.prompt_logprobs],
     )
     if chunk.round is not None:
         message.round.CopyFrom(round_to_proto(chunk.round))
@@ -69,6 +70,7 @@ def completion_message(completion: Completion) -> inference_pb2.Completion:
         ),
         seed=completion.seed,
         request_id=completion.request_id,
+        stop_string=completion.stop_string,
     )
 
 
@@ -86,6 +88,7 @@ def generate_response(result: Generation) -> inference_pb2.GenerateResponse:
                 completion=completion_message(choice.completion),
                 reasoning=choice.reasoning,
                 tool_calls=[tool_call_to_proto(call) for call in choice.tool_calls],
+                prompt_logprobs=[logprobs_to_proto(entry) for entry in choice.prompt_logprobs],
             )
             for choice in result.choices
         ],

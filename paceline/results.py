@@ -208,6 +208,7 @@ def _choice_of(index: int, chunks: list[Chunk]) -> Choice:
         completion,
         "".join(chunk.reasoning for chunk in chunks),
         joined(part for chunk in chunks for part in chunk.tool_calls),
+        tuple(entry for chunk in chunks for entry in chunk.prompt_logprobs),
     )
 
 
