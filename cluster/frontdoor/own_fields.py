@@ -75,7 +75,7 @@ class Names:
             return error
         for name, here in self.of.items():
             if error.field == name or error.field.startswith((f"{name}[", f"{name}.")):
-                return InvalidRequest(here, error.message)
+                return InvalidRequest(here, error.message, error.code)
         return error
 
 
