@@ -58,7 +58,16 @@ class TokenizerLike(Protocol):
     @property
     def template(self) -> Template: ...
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> Sequence[int]:
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        native_tools: bool | None = None,
+        continue_final_message: bool = False,
+        values: Mapping[str, Any] | None = None,
+    ) -> Sequence[int]:
         """Token ids of a conversation: see paceline.text.tokenizer."""
 
     def special_ids(self, texts: Collection[str]) -> Mapping[str, int]:

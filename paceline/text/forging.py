@@ -108,9 +108,10 @@ class _Spelled:
 
     def read(self, text: str) -> str:
         """``text``, normalized where that makes it spell a token."""
-        if self._normalizer is None or not self.where(other := self._normalizer.normalize_str(text)):
+        if self._normalizer is None:
             return text
-        return other
+        other = str(self._normalizer.normalize_str(text))
+        return other if self.where(other) else text
 
     def where(self, text: str) -> list[int]:
         """Where a token begins that ``text`` spells, or whose beginning is its end."""

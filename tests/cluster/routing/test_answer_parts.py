@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,8 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def run_of(tokenizer: Tokenizer, form: AnswerFormat = FORM, stop: Sequence[str] = (), **params: Any) -> ChoiceRun:
-    sampling = SamplingParams(**{"max_tokens": 500, "seed": 5, "stop_token_ids": (EOS,)} | params)
+    asked: dict[str, Any] = {"max_tokens": 500, "seed": 5, "stop_token_ids": (EOS,)}
+    sampling = SamplingParams(**asked | params)
     sequence = SequenceRequest("r", PROMPT, sampling)
     parser = AnswerParser(form, call_ids(PROMPT, 5, None))
     return ChoiceRun(0, "r", sequence, IncrementalDetokenizer(tokenizer, PROMPT, stop), 0.0, True, parser)
@@ -172,7 +174,9 @@ async def test_nodes_that_die_never_show(tokenizer: Tokenizer, monkeypatch: pyte
     text, (call,), why = found[0]
     assert (text, call.arguments, why) == ("I look.", ARGUMENTS, FinishReason.TOOL_CALLS)
     assert plans[0].admitted.answer_format == FORM
-    assert "<tool_call>" in tokenizer.decode(plans[0].admitted.prompt)  # the template knows no tools: told in text
+    assert "<tool_call>" in tokenizer.decode(
+        plans[0].sequences[0].prompt_token_ids
+    )  # the template knows no tools: told in text
 
 
 async def test_the_admitted_request_reads_its_answer_again(
@@ -199,7 +203,7 @@ async def test_without_tools_nothing_is_read(tokenizer: Tokenizer, monkeypatch: 
             chunks = [chunk async for chunk in made.router.generate(ask(**options), plans.append)]
             assert (parts(chunks).text, parts(chunks).tool_calls, reason(chunks)) == (ANSWER, (), FinishReason.STOP)
             assert plans[0].admitted.answer_format is None
-            assert "tools" not in tokenizer.decode(plans[0].admitted.prompt)
+            assert "tools" not in tokenizer.decode(plans[0].sequences[0].prompt_token_ids)
 
 
 async def test_reasoning_by_what_the_template_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +236,9 @@ async def test_which_requests_get_a_grammar(
         _ = [chunk async for chunk in made.router.generate(ask(**options), plans.append)]
     made_grammar = plans[0].sequences[0].params.grammar
     assert (made_grammar is not None) is grammar
-    assert made_grammar is None or made_grammar.kind is GrammarKind.EBNF
+    if made_grammar is not None:
+        assert made_grammar.kind is GrammarKind.EBNF
+        assert json.dumps(json.loads(SCHEMA)) in made_grammar.source
 
 
 async def test_an_answer_format_is_of_token_ids(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
