@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -235,7 +236,9 @@ async def test_which_requests_get_a_grammar(
         _ = [chunk async for chunk in made.router.generate(ask(**options), plans.append)]
     made_grammar = plans[0].sequences[0].params.grammar
     assert (made_grammar is not None) is grammar
-    assert made_grammar is None or made_grammar.kind is GrammarKind.EBNF
+    if made_grammar is not None:
+        assert made_grammar.kind is GrammarKind.EBNF
+        assert json.dumps(json.loads(SCHEMA)) in made_grammar.source
 
 
 async def test_an_answer_format_is_of_token_ids(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
