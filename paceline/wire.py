@@ -29,12 +29,12 @@ _FINISH: dict[FinishReason | None, common_pb2.FinishReason.ValueType] = {
 }
 _FINISH_BACK = {value: reason for reason, value in _FINISH.items()}
 
-_GRAMMARS: dict[GrammarKind, common_pb2.Grammar.Kind.ValueType] = {
-    GrammarKind.JSON_SCHEMA: common_pb2.Grammar.KIND_JSON_SCHEMA,
-    GrammarKind.JSON_OBJECT: common_pb2.Grammar.KIND_JSON_OBJECT,
-    GrammarKind.REGEX: common_pb2.Grammar.KIND_REGEX,
-    GrammarKind.EBNF: common_pb2.Grammar.KIND_EBNF,
-    GrammarKind.CHOICE: common_pb2.Grammar.KIND_CHOICE,
+_GRAMMARS: dict[GrammarKind, common_pb2.GrammarKind.ValueType] = {
+    GrammarKind.JSON_SCHEMA: common_pb2.GRAMMAR_KIND_JSON_SCHEMA,
+    GrammarKind.JSON_OBJECT: common_pb2.GRAMMAR_KIND_JSON_OBJECT,
+    GrammarKind.REGEX: common_pb2.GRAMMAR_KIND_REGEX,
+    GrammarKind.EBNF: common_pb2.GRAMMAR_KIND_EBNF,
+    GrammarKind.CHOICE: common_pb2.GRAMMAR_KIND_CHOICE,
 }
 _GRAMMARS_BACK = {value: kind for kind, value in _GRAMMARS.items()}
 

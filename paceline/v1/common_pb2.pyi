@@ -19,6 +19,42 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _GrammarKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _GrammarKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GrammarKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    GRAMMAR_KIND_UNSPECIFIED: _GrammarKind.ValueType  # 0
+    """None: refused."""
+    GRAMMAR_KIND_JSON_SCHEMA: _GrammarKind.ValueType  # 1
+    """A JSON Schema, as JSON."""
+    GRAMMAR_KIND_JSON_OBJECT: _GrammarKind.ValueType  # 2
+    """Any JSON object; source is empty."""
+    GRAMMAR_KIND_REGEX: _GrammarKind.ValueType  # 3
+    """A regular expression for the whole text."""
+    GRAMMAR_KIND_EBNF: _GrammarKind.ValueType  # 4
+    """A context-free grammar: Lark, or EBNF as llama.cpp writes it (GBNF)."""
+    GRAMMAR_KIND_CHOICE: _GrammarKind.ValueType  # 5
+    """A JSON list of texts."""
+
+class GrammarKind(_GrammarKind, metaclass=_GrammarKindEnumTypeWrapper):
+    """How the source of a grammar says what the texts are."""
+
+GRAMMAR_KIND_UNSPECIFIED: GrammarKind.ValueType  # 0
+"""None: refused."""
+GRAMMAR_KIND_JSON_SCHEMA: GrammarKind.ValueType  # 1
+"""A JSON Schema, as JSON."""
+GRAMMAR_KIND_JSON_OBJECT: GrammarKind.ValueType  # 2
+"""Any JSON object; source is empty."""
+GRAMMAR_KIND_REGEX: GrammarKind.ValueType  # 3
+"""A regular expression for the whole text."""
+GRAMMAR_KIND_EBNF: GrammarKind.ValueType  # 4
+"""A context-free grammar: Lark, or EBNF as llama.cpp writes it (GBNF)."""
+GRAMMAR_KIND_CHOICE: GrammarKind.ValueType  # 5
+"""A JSON list of texts."""
+Global___GrammarKind: _TypeAlias = GrammarKind  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -230,51 +266,16 @@ class Grammar(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    class _Kind:
-        ValueType = _typing.NewType("ValueType", _builtins.int)
-        V: _TypeAlias = ValueType  # noqa: Y015
-
-    class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Grammar._Kind.ValueType], _builtins.type):
-        DESCRIPTOR: _descriptor.EnumDescriptor
-        KIND_UNSPECIFIED: Grammar._Kind.ValueType  # 0
-        """None: refused."""
-        KIND_JSON_SCHEMA: Grammar._Kind.ValueType  # 1
-        """A JSON Schema, as JSON."""
-        KIND_JSON_OBJECT: Grammar._Kind.ValueType  # 2
-        """Any JSON object; source is empty."""
-        KIND_REGEX: Grammar._Kind.ValueType  # 3
-        """A regular expression for the whole text."""
-        KIND_EBNF: Grammar._Kind.ValueType  # 4
-        """A context-free grammar: Lark, or EBNF as llama.cpp writes it (GBNF)."""
-        KIND_CHOICE: Grammar._Kind.ValueType  # 5
-        """A JSON list of texts."""
-
-    class Kind(_Kind, metaclass=_KindEnumTypeWrapper):
-        """How source says what the texts are."""
-
-    KIND_UNSPECIFIED: Grammar.Kind.ValueType  # 0
-    """None: refused."""
-    KIND_JSON_SCHEMA: Grammar.Kind.ValueType  # 1
-    """A JSON Schema, as JSON."""
-    KIND_JSON_OBJECT: Grammar.Kind.ValueType  # 2
-    """Any JSON object; source is empty."""
-    KIND_REGEX: Grammar.Kind.ValueType  # 3
-    """A regular expression for the whole text."""
-    KIND_EBNF: Grammar.Kind.ValueType  # 4
-    """A context-free grammar: Lark, or EBNF as llama.cpp writes it (GBNF)."""
-    KIND_CHOICE: Grammar.Kind.ValueType  # 5
-    """A JSON list of texts."""
-
     KIND_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
-    kind: Global___Grammar.Kind.ValueType
+    kind: Global___GrammarKind.ValueType
     """How source says it."""
     source: _builtins.str
     """The schema, expression, grammar or list."""
     def __init__(
         self,
         *,
-        kind: Global___Grammar.Kind.ValueType = ...,
+        kind: Global___GrammarKind.ValueType = ...,
         source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
