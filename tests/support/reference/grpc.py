@@ -21,7 +21,7 @@ INTERNAL = ("node", "handoff")
 FIELD = descriptor_pb2.FieldDescriptorProto
 SCALARS = {number: name.removeprefix("TYPE_").lower() for name, number in FIELD.Type.items()}
 # Numbers of fields in descriptor.proto, which the paths of comments are made of.
-SERVICE, METHOD, MESSAGE, ENUM, MESSAGE_FIELD, ENUM_VALUE, ONEOF = 6, 2, 4, 5, 2, 2, 8
+SERVICE, METHOD, MESSAGE, ENUM, MESSAGE_FIELD, MESSAGE_ENUM, ENUM_VALUE, ONEOF = 6, 2, 4, 5, 2, 4, 2, 8
 
 PAGE = """\
 # gRPC API
@@ -75,6 +75,12 @@ def _entries_of(file: descriptor_pb2.FileDescriptorProto) -> Iterator[Entry]:
                         continue
                     comment = one_line(comments.get((number, i, inner_number, j)))
                     yield Entry(f"{stem}.{item.name}.{part.name}", comment, part)
+    for i, message in enumerate(file.message_type):
+        for j, enum in enumerate(message.enum_type):
+            path, place = f"{stem}.{message.name}.{enum.name}", (MESSAGE, i, MESSAGE_ENUM, j)
+            yield Entry(path, one_line(comments.get(place)), enum)
+            for k, value in enumerate(enum.value):
+                yield Entry(f"{path}.{value.name}", one_line(comments.get((*place, ENUM_VALUE, k))), value)
 
 
 def grpc_page() -> str:
@@ -90,13 +96,13 @@ def grpc_page() -> str:
 
 def _chapter(title: str, files: tuple[str, ...], found: Mapping[str, Entry], note: str = "") -> str:
     parts = [f"## {title}\n", *([f"{note}\n"] if note else [])]
-    top = [entry for file in files for entry in found.values() if entry.path.rpartition(".")[0] == file]
+    own = [entry for file in files for entry in found.values() if entry.path.partition(".")[0] == file]
     for kind, make in (
         (descriptor_pb2.ServiceDescriptorProto, _service),
         (descriptor_pb2.DescriptorProto, _message),
         (descriptor_pb2.EnumDescriptorProto, _enum),
     ):
-        parts += [make(entry, found) for entry in top if isinstance(entry.item, kind)]
+        parts += [make(entry, found) for entry in own if isinstance(entry.item, kind)]
     return "\n".join(parts)
 
 
@@ -126,7 +132,8 @@ def _message(entry: Entry, found: Mapping[str, Entry]) -> str:
 
 def _enum(entry: Entry, found: Mapping[str, Entry]) -> str:
     rows = [(f"`{one.name}`", f"{one.number}", found[f"{entry.path}.{one.name}"].comment) for one in entry.item.value]
-    return f"### {entry.item.name}\n\n{entry.comment}\n\n{table(('value', 'number', 'description'), rows)}"
+    name = entry.path.partition(".")[2]  # with that of the message that it stands in
+    return f"### {name}\n\n{entry.comment}\n\n{table(('value', 'number', 'description'), rows)}"
 
 
 def _field_kind(field: Any, message: Any) -> str:
@@ -151,4 +158,4 @@ def _kind(field: Any) -> str:
 
 def _link(type_name: str) -> str:
     name = type_name.removeprefix(f".{PACKAGE}")
-    return f"[{name}](#{name.lower()})"
+    return f"[{name}](#{name.lower().replace('.', '')})"  # as headings are made into anchors
