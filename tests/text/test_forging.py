@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def _metaspace(scheme: str) -> Backend:
     return backend
 
 
-KINDS = {
+KINDS: dict[str, Callable[[], Backend]] = {
     "byte level": _bpe,
     "metaspace first": lambda: _metaspace("first"),
     "metaspace always": lambda: _metaspace("always"),
