@@ -32,10 +32,8 @@ from cluster.state.registry_types import NodeRecord
 from paceline.config import ServeConfig
 from paceline.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, PacelineError
 from paceline.grammar.compile import GrammarCompiler
-from paceline.parsing.answer import AnswerFormat, call_ids
-from paceline.parsing.parser import AnswerParser
-from paceline.parsing.registry import TOOL_FORMATS
-from paceline.request import MAX_N, SequenceRequest
+from paceline.parsing.parser import make_parser
+from paceline.request import MAX_N
 from paceline.results import (
     Chunk,
     Generation,
@@ -258,17 +256,13 @@ class Router:
             form = plan.admitted.answer_format
             source = self.tokenizer if form is None else keeping(self.tokenizer, markers(form))
             detokenizer = self._detokenizer(source, sequence.prompt_token_ids, plan.stop)
-            parser = None if form is None else self._parser(form, sequence)
+            parser = None if form is None else make_parser(form, sequence.prompt_token_ids, sequence.params.seed or 0)
             run = ChoiceRun(index, plan.request_id, sequence, detokenizer, started_at, lossless, parser)
             run.trace = self._recorder.open(sequence.request_id, "choice")
             if had is not None:
                 run.resume(had.next_index, had.token_ids, had.num_prompt_logprobs)
             runs.append(run)
         return runs
-
-    def _parser(self, form: AnswerFormat, sequence: SequenceRequest) -> AnswerParser:
-        most_chars = TOOL_FORMATS[form.tool_calls].most_id_chars if form.tool_calls else None
-        return AnswerParser(form, call_ids(sequence.prompt_token_ids, sequence.params.seed or 0, most_chars))
 
     async def _run_choice(self, run: ChoiceRun, queue: asyncio.Queue[Chunk | Exception], deadline: float) -> None:
         """Put the chunks of a choice, then its completion or the error that ended it."""

@@ -6,11 +6,19 @@ of a known tool is text, to the last character. A call that breaks within its ar
 
 from __future__ import annotations
 
-from paceline.parsing.answer import AnswerFormat, AnswerParts, MakeId
+from collections.abc import Sequence
+
+from paceline.parsing.answer import AnswerFormat, AnswerParts, MakeId, call_ids
 from paceline.parsing.reader import Reader, Steps
 from paceline.parsing.reasoning import ReasoningSplitter
 from paceline.parsing.registry import REASONING_FORMATS, TOOL_FORMATS
 from paceline.parsing.writer import Writer
+
+
+def make_parser(form: AnswerFormat, prompt_ids: Sequence[int], seed: int) -> AnswerParser:
+    """A parser for one choice, whose calls get the ids of `call_ids`."""
+    most_chars = TOOL_FORMATS[form.tool_calls].most_id_chars if form.tool_calls else None
+    return AnswerParser(form, call_ids(prompt_ids, seed, most_chars))
 
 
 class AnswerParser:

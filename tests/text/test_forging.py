@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def _metaspace(scheme: str) -> Backend:
     return backend
 
 
-KINDS = {
+KINDS: dict[str, Callable[[], Backend]] = {
     "byte level": _bpe,
     "metaspace first": lambda: _metaspace("first"),
     "metaspace always": lambda: _metaspace("always"),
@@ -82,7 +83,7 @@ KINDS = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    backend = KINDS[request.param]()  # type: ignore[no-untyped-call]
+    backend = KINDS[request.param]()
     return write_folder(tmp_path_factory.mktemp("tokenizer"), backend, template=TEMPLATE, eos_token="</s>")
 
 
