@@ -129,12 +129,12 @@ async def test_in_the_background(deployment: Served, responses: AsyncResponses) 
 async def test_a_history_too_long_is_one_clear_error(
     deployment: Served, responses: AsyncResponses, messages: anthropic.resources.AsyncMessages
 ) -> None:
-    with pytest.raises(openai.BadRequestError, match=f"the model takes {CONTEXT}") as caught:
+    with pytest.raises(openai.BadRequestError, match=f"maximum context length is {CONTEXT}") as caught:
         await responses.create(model=MODEL, input="x" * 2 * CONTEXT)
     assert caught.value.param == "input"
-    with pytest.raises(openai.BadRequestError, match=f"the model takes {CONTEXT}"):
+    with pytest.raises(openai.BadRequestError, match=f"maximum context length is {CONTEXT}"):
         await responses.create(model=MODEL, input="x" * 2 * CONTEXT, background=True)
-    with pytest.raises(anthropic.BadRequestError, match=f"the model takes {CONTEXT}"):
+    with pytest.raises(anthropic.BadRequestError, match=f"maximum context length is {CONTEXT}"):
         await messages.create(model=MODEL, max_tokens=4, messages=[{"role": "user", "content": "x" * 2 * CONTEXT}])
     await idle(deployment)
 

@@ -147,7 +147,7 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("temperature", {"prompt": "x", "temperature": float("nan")}),
     ("top_p", {"prompt": "x", "top_p": 2.0}),
     ("max_tokens", {"prompt": "x", "max_tokens": -1}),
-    ("n", {"prompt": "x", "n": 99}),
+    ("n", {"prompt": "x", "n": 129}),
     ("stop", {"prompt": "x", "stop": ["a"] * 40}),
     ("logit_bias", {"prompt": "x", "logit_bias": {10**6: 1.0}}),
 ]

@@ -110,7 +110,7 @@ def test_batch(server: Server, tmp_path: Path) -> None:
     assert [set(line) - {"prompt"} for line in answers] == [
         {"error"} if i == 1 else {"answer", "tokens"} for i in range(5)
     ]
-    assert "the model takes 8" in answers[1]["error"]
+    assert "maximum context length is 8" in answers[1]["error"]
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
