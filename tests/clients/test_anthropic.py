@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ WEATHER: dict[str, Any] = {
 
 
 @pytest.fixture
-def anthropic(url: str) -> Any:
-    return client("anthropic").Anthropic(base_url=url, api_key=KEY, max_retries=0)
+def anthropic(url: str) -> Iterator[Any]:
+    with client("anthropic").Anthropic(base_url=url, api_key=KEY, max_retries=0) as made:
+        yield made
 
 
 def test_text_and_streams(anthropic: Any, model: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
@@ -31,8 +32,9 @@ class Capital(BaseModel):
 
 
 @pytest.fixture
-def openai(url: str) -> Any:
-    return client("openai").OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+def openai(url: str) -> Iterator[Any]:
+    with client("openai").OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as made:
+        yield made
 
 
 def test_text_and_streams(openai: Any, model: str) -> None:
