@@ -184,8 +184,9 @@ class AnswerMaker:
         if len(said) < MIN_USER_TOKENS or not text:
             return TOO_SHORT, ()
         prompt_ids = self._prompt(text)
-        framed = whole.startswith(self._before) and self._specials(prompt_ids) == self._specials(self._framing)
-        return "" if framed else MALFORMED, prompt_ids
+        # The prompt has it as plain text, but it is a text that no user writes.
+        spelled = self._specials(self.tokenizer.encode(text)) != self._specials(self.tokenizer.encode(""))
+        return MALFORMED if spelled or not whole.startswith(self._before) else "", prompt_ids
 
     def _specials(self, ids: Sequence[int]) -> list[int]:
         read = self.tokenizer.token_bytes
