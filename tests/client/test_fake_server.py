@@ -182,7 +182,7 @@ BAD: list[tuple[Any, dict[str, Any]]] = [
     ([], {}),
     ("hello", {"model": "other"}),
     ("hello", {"temperature": -1.0}),
-    ("hello", {"n": 99}),
+    ("hello", {"n": 129}),
     ("hello", {"stop": [""]}),
     ("hello", {"logit_bias": {5: 500.0}}),
     ("hello", {"min_tokens": 9, "max_tokens": 3}),
