@@ -111,6 +111,11 @@ async def generate_all(router: Asked, prompts: Sequence[AskedPrompt], on_plan: O
     Close it (``contextlib.aclosing``) to cancel every one. The first prompt that fails ends the others: raises what the
     router raises, and an InvalidRequest names ``prompt[i]`` where there are several.
     """
+    if len(prompts) == 1:
+        async with aclosing(router.generate(prompts[0].generation, partial(on_plan, 0))) as chunks:
+            async for chunk in chunks:
+                yield chunk
+        return
     queue: asyncio.Queue[Chunk | Exception | None] = asyncio.Queue(QUEUE_CHUNKS)
     left = iter(enumerate(prompt.generation for prompt in prompts))
     workers = [

@@ -162,7 +162,7 @@ BAD: list[tuple[str, Any, dict[str, Any]]] = [
     ("top_p", "hello", {"top_p": 1.5}),
     ("max_tokens", "hello", {"max_tokens": -1}),
     ("max_tokens", "hello", {"max_tokens": -1}),
-    ("n", "hello", {"n": 99}),
+    ("n", "hello", {"n": 129}),
     ("logit_bias", "hello", {"logit_bias": {1: 500.0}}),
     ("stop", "hello", {"stop": [""]}),
     ("speculation.num_draft_tokens", "hello", {"num_draft_tokens": -1}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,9 @@ TOGETHER = {
     *("speculation.drafter", "speculation.num_draft_tokens", "speculation.tree", "speculation.tree_width"),
     *("best_of", "top_logprobs", "stream_options", "body", "n"),
     *FORMATS,
+    *("tools", "tool_choice", "continue_final_message", "chat_template_kwargs"),
 }
+WITHIN = re.compile(r"(messages|tools|prompt)\[\d+\]")  # what turns, tools and prompts need, and what stands where
 
 
 class HttpSender:
@@ -75,7 +78,7 @@ class HttpSender:
             error = json.loads(reply.body)["error"]
             if not error["param"] or not error["message"].startswith(f"{error['param']}: "):
                 raise Wrongly(f"no field is named: {said}")
-            if fault == "" and error["param"] not in TOGETHER:
+            if fault == "" and not (error["param"] in TOGETHER or WITHIN.match(error["param"])):
                 raise Wrongly(f"refused though the schema allows it: {said}")
         if reply.status == 200 and reply.headers["content-type"] == "application/json":
             self._matches("Chat" if "chat" in path else "Completion", json.loads(reply.body))

@@ -146,7 +146,7 @@ async def test_models(client: openai.AsyncOpenAI) -> None:
     [
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"extra_body": {"guided_json": {}, "guided_regex": "a"}}, "guided_regex"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),

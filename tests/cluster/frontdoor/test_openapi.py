@@ -105,7 +105,8 @@ def test_every_field_is_documented(document: dict[str, Any], parse: Parse, body:
     schema = schema_of(document, body)
     required = {name: GOOD[name] for name in schema["required"]}
     needs = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}, "best_of": {}}
-    exact = {"best_of": 1, "structured_outputs": {"regex": "a"}}  # values that go together
+    # Values that go together: a turn without calls has a text.
+    exact = {"best_of": 1, "structured_outputs": {"regex": "a"}, "messages": GOOD_CHAT["messages"]}
     for name, field in schema["properties"].items():
         value = exact.get(name, allowed(random.Random(1), field))
         more = needs.get(name, {}) if "stop" in schema["properties"] else {}
