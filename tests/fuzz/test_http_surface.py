@@ -16,5 +16,5 @@ async def test_requests_that_are_wrong(served: Deployment) -> None:
     document = httpx.get(f"http://{served.http}/openapi.json", timeout=10).json()
     make, sender = seeded("http", Cases(document)), HttpSender(served.http, document)
     seen = await campaign("http", served, REQUESTS, make, sender.send)
-    reached(seen, 0.1, "200", "400")
+    reached(seen, 0.05, "200", "400")  # of several prompts or turns, one that is wrong is enough
     reached(seen, 0, "404", "405", "413", "415", "closed")
