@@ -140,7 +140,7 @@ class Message(JsonObject):
     tool_calls: Calls | None = None
     """The calls that the assistant made."""
     tool_call_id: Name | None = None
-    """Of a tool's turn: the call that it answers."""
+    """The call that a tool's turn answers."""
     name: Name | None = None
     """Who speaks, for templates that tell speakers of one role apart."""
     reasoning_content: Text | None = None

@@ -65,14 +65,14 @@ class ChatMessage(_message.Message):
     content: _builtins.str
     """The text of the turn; of a tool's turn what the tool returned."""
     tool_call_id: _builtins.str
-    """Of a tool's turn: the call that it answers."""
+    """The call that a tool's turn answers."""
     name: _builtins.str
     """Who speaks, for templates that tell speakers of one role apart; of a tool's turn the tool."""
     reasoning: _builtins.str
-    """Of an assistant's turn: what it thought before it spoke."""
+    """What the assistant thought before it spoke."""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """Of an assistant's turn: the calls that it made."""
+        """The calls that an assistant's turn made."""
 
     def __init__(
         self,

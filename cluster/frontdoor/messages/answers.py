@@ -44,7 +44,7 @@ class AnswerToolUse(TypedDict):
     name: str
     """The tool."""
     input: dict[str, Any]
-    """Its arguments. Of a call that was cut, what is whole of them."""
+    """Its arguments; where the call was cut, those that are whole."""
 
 
 @described
