@@ -7,16 +7,19 @@ first byte is a status, after it an ``error`` event. A client that goes away end
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -55,8 +58,11 @@ class HttpOptions:
     fingerprint: str = ""  # names what the text depends on besides the request
 
 
-def create_app(router: Serving, metrics: Metrics, options: HttpOptions = HttpOptions()) -> FastAPI:
-    """The application. metrics: what ``/metrics`` shows; requests that do not reach the router are counted in it."""
+def create_app(
+    router: Serving, metrics: Metrics, options: HttpOptions = HttpOptions(), described: bool = False
+) -> FastAPI:
+    """The application. metrics: what ``/metrics`` shows; requests that do not reach the router are counted in it.
+    described: its routes know the shapes of their answers, which is a second of work, for the OpenAPI document."""
     app = SurfaceApp(
         title=openapi.TITLE,
         docs_url=None,
@@ -65,6 +71,8 @@ def create_app(router: Serving, metrics: Metrics, options: HttpOptions = HttpOpt
         redirect_slashes=False,
         origins=options.cors_origins,
     )
+    if not described:
+        app.router.route_class = _Undescribed
     _add_generation(app, router, metrics, options.fingerprint)
     add_responses(app, router, metrics)
     add_messages(app, router, metrics)
@@ -87,7 +95,7 @@ def create_app(router: Serving, metrics: Metrics, options: HttpOptions = HttpOpt
     app.add_exception_handler(HttpProblem, on_error)
     app.add_exception_handler(PacelineError, on_error)
     app.add_exception_handler(Exception, on_error)
-    _add_document(app)
+    _add_document(app, lambda: create_app(router, metrics, options, described=True))
     return app
 
 
@@ -164,12 +172,19 @@ def _add_operations(app: FastAPI, router: Serving, metrics: Metrics) -> None:
         return Response(metrics.render(), headers={"content-type": CONTENT_TYPE})
 
 
-def _add_document(app: FastAPI) -> None:
-    described = openapi.document(app)
+class _Undescribed(APIRoute):
+    """Answers, and leaves what is said of its answers alone."""
+
+    def __init__(self, *arguments: Any, responses: object = None, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+
+
+def _add_document(app: FastAPI, described: Callable[[], FastAPI]) -> None:
+    written = cache(lambda: openapi.document(described()))
 
     @app.get(openapi.PATH, include_in_schema=False)
     async def document() -> Response:
-        return JSONResponse(described)
+        return JSONResponse(await asyncio.to_thread(written))
 
 
 async def _read_object(request: Request) -> dict[str, Any]:

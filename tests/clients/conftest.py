@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.other_clients import lacking
 from tests.support.server import paceline, serve
 
 MODEL = "smollm2-135m-instruct"
@@ -18,15 +19,17 @@ MODEL = "smollm2-135m-instruct"
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What a client warns of is its own affair."""
+    """Skip the tests of clients that are not installed. What a client warns of is its own affair."""
     for item in items:
         if item.path.parent.name == "clients":
             item.add_marker(pytest.mark.e2e)
             item.add_marker(pytest.mark.real_model)
             item.add_marker(pytest.mark.filterwarnings("default"))
+            if missing := lacking(item):  # before a deployment is started for it
+                item.add_marker(pytest.mark.skip(reason=f"needs {missing}"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def url() -> Iterator[str]:
     """The base URL of the deployment's HTTP."""
     if running := os.environ.get("PACELINE_URL"):

@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.other_clients import ANSWER, HELLO, KEY, client
 
+pytestmark = pytest.mark.client("anthropic")
+
 WEATHER: dict[str, Any] = {
     "name": "weather",
     "input_schema": {

@@ -9,6 +9,8 @@ import pytest
 from tests.clients.test_openai import Capital
 from tests.support.other_clients import ASKED, KEY, client
 
+pytestmark = pytest.mark.client("instructor")
+
 
 @pytest.mark.parametrize("mode", ["JSON_SCHEMA", "JSON", "TOOLS"])
 def test_objects(url: str, model: str, mode: str) -> None:

@@ -9,10 +9,12 @@ import pytest
 from tests.clients.test_openai import WEATHER, Capital
 from tests.support.other_clients import ANSWER, ASKED, KEY, QUESTION, client
 
+pytestmark = pytest.mark.client("langchain-openai")
+
 
 @pytest.fixture
 def chat(url: str, model: str) -> Any:
-    kind = client("langchain_openai", "langchain-openai").ChatOpenAI
+    kind = client("langchain_openai").ChatOpenAI
     return kind(model=model, base_url=f"{url}/v1", api_key=KEY, temperature=0, max_tokens=128, max_retries=0)
 
 

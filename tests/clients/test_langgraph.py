@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.support.other_clients import KEY, QUESTION, client
+
+pytestmark = pytest.mark.client("langgraph")
 
 
 def test_a_graph_with_a_tool(url: str, model: str) -> None:
-    graphs, prebuilt = client("langgraph.graph", "langgraph"), client("langgraph.prebuilt", "langgraph")
-    kind = client("langchain_openai", "langchain-openai").ChatOpenAI
+    graphs, prebuilt = client("langgraph.graph"), client("langgraph.prebuilt")
+    kind = client("langchain_openai").ChatOpenAI
     chat = kind(model=model, base_url=f"{url}/v1", api_key=KEY, temperature=0, max_tokens=64, max_retries=0)
 
     def weather(city: str) -> str:

@@ -10,6 +10,8 @@ import pytest
 from tests.clients.test_openai import WEATHER, Capital
 from tests.support.other_clients import ANSWER, ASKED, HELLO, KEY, client
 
+pytestmark = pytest.mark.client("litellm")
+
 
 @pytest.fixture
 def ask(url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -11,6 +11,8 @@ import pytest
 from tests.clients.test_openai import Capital
 from tests.support.other_clients import ANSWER, ASKED, KEY, QUESTION, client
 
+pytestmark = pytest.mark.client("llm")
+
 
 @pytest.fixture
 def served(url: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -10,6 +10,8 @@ from pydantic import BaseModel
 
 from tests.support.other_clients import ANSWER, ASKED, HELLO, KEY, QUESTION, client
 
+pytestmark = pytest.mark.client("openai")
+
 WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {

@@ -9,19 +9,19 @@ import pytest
 from tests.clients.test_openai import Capital
 from tests.support.other_clients import ANSWER, ASKED, KEY, QUESTION, client
 
-PACKAGE = "openai-agents"
+pytestmark = pytest.mark.client("openai-agents")
 
 
 @pytest.fixture(params=["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
 def served(url: str, model: str, request: pytest.FixtureRequest) -> Any:
-    agents = client("agents", PACKAGE)
+    agents = client("agents")
     agents.set_tracing_disabled(True)
     openai_client = client("openai").AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
     return getattr(agents, request.param)(model=model, openai_client=openai_client)
 
 
 async def test_text_and_streams(served: Any) -> None:
-    agents = client("agents", PACKAGE)
+    agents = client("agents")
     settings = agents.ModelSettings(temperature=0, max_tokens=24)
     agent = agents.Agent(name="one", model=served, model_settings=settings)
     text = (await agents.Runner.run(agent, QUESTION)).final_output
@@ -33,7 +33,7 @@ async def test_text_and_streams(served: Any) -> None:
 
 
 async def test_objects_and_tools(served: Any) -> None:
-    agents = client("agents", PACKAGE)
+    agents = client("agents")
     settings = agents.ModelSettings(temperature=0, max_tokens=64)
     agent = agents.Agent(name="two", model=served, model_settings=settings, output_type=Capital)
     assert (await agents.Runner.run(agent, ASKED)).final_output.city in ("Paris", "Rome")

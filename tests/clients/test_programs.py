@@ -36,6 +36,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
 
 
+@pytest.mark.program("guidellm")
 def test_guidellm(url: str, tmp_path: Path) -> None:
     run_program(
         "guidellm", "run", "--backend", f"kind=openai_http,target={url}", "--profile", "kind=concurrent,streams=2",
@@ -47,6 +48,7 @@ def test_guidellm(url: str, tmp_path: Path) -> None:
     assert done["metrics"]["request_totals"] == {"successful": 6, "errored": 0, "incomplete": 0, "total": 6}
 
 
+@pytest.mark.program("aiperf")
 def test_aiperf(url: str, model: str, tmp_path: Path) -> None:
     run_program(
         "aiperf", "profile", "--model", model, "--url", url, "--endpoint-type", "chat", "--streaming",
@@ -59,6 +61,7 @@ def test_aiperf(url: str, model: str, tmp_path: Path) -> None:
     assert not done.get("error_summary")
 
 
+@pytest.mark.program("lm_eval")
 @pytest.mark.parametrize("kind", KINDS)
 def test_lm_eval(url: str, model: str, tmp_path: Path, kind: str) -> None:
     (tmp_path / "questions.json").write_text(json.dumps(QUESTIONS))

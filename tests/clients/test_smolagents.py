@@ -9,6 +9,8 @@ import pytest
 from tests.clients.test_openai import Capital
 from tests.support.other_clients import ANSWER, ASKED, KEY, QUESTION, client
 
+pytestmark = pytest.mark.client("smolagents")
+
 
 @pytest.fixture
 def served(url: str, model: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import shutil
 import subprocess
 import sys
@@ -19,21 +20,30 @@ ASKED = "Which of Paris and Rome is the capital of France? Answer in JSON."
 TOOLS_TIMEOUT_S = 240.0
 
 
-def client(module: str, package: str = "") -> Any:
-    """The module of a client; the test is skipped where it is not installed."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError:
-        pytest.skip(f"needs {package or module}")
+def lacking(item: pytest.Item) -> str:
+    """What the test needs by its marks ``client`` (a package) and ``program``, and is not installed; else empty."""
+    for mark in item.iter_markers("client"):
+        try:
+            importlib.metadata.version(mark.args[0])
+        except importlib.metadata.PackageNotFoundError:
+            return str(mark.args[0])
+    return next((str(mark.args[0]) for mark in item.iter_markers("program") if not _path_of(mark.args[0])), "")
+
+
+def client(module: str) -> Any:
+    """A module of a client."""
+    return importlib.import_module(module)
 
 
 def run_program(name: str, *arguments: str | Path, folder: Path) -> str:
-    """What a program prints when it runs in ``folder``; it must succeed. The test is skipped where it is not
-    installed."""
-    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
-    if found is None:
-        pytest.skip(f"needs {name}")
+    """What a program prints when it runs in ``folder``; it must succeed."""
+    found = _path_of(name)
+    assert found
     command = [found, *map(str, arguments)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TOOLS_TIMEOUT_S)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout
+
+
+def _path_of(program: str) -> str | None:
+    return shutil.which(program, path=str(Path(sys.executable).parent)) or shutil.which(program)

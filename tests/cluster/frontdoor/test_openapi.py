@@ -55,7 +55,7 @@ TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "stri
 
 @pytest.fixture
 def document(router: FakeRouter) -> dict[str, Any]:
-    return openapi.document(create_app(router, Metrics()))
+    return openapi.document(create_app(router, Metrics(), described=True))
 
 
 def schema_of(document: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -55,7 +55,7 @@ after 408, 429, 503 and 504.
 
 def document() -> dict[str, Any]:
     """The OpenAPI document; no router is asked for it."""
-    return openapi.document(http.create_app(cast(Any, None), Metrics()))
+    return openapi.document(http.create_app(cast(Any, None), Metrics(), described=True))
 
 
 def http_page() -> str:
