@@ -150,7 +150,7 @@ class Deployment:
         self._at_end("router", self.router.close)
         host, port = split_address(config.http)
         fingerprint = system_fingerprint(config, (node.fingerprint_digest for node in self.directory.nodes()))
-        options = HttpOptions(config.cors_origins, fingerprint)
+        options = HttpOptions(config.cors_origins, fingerprint, resumable=config.acceptance == "sample")
         http = await serve_http(create_app(self.router, metrics, options), host, port)
         self._at_end("http", lambda: http.stop(self._grace_s))
         server = await serve_grpc(self.router, config.grpc)

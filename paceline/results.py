@@ -151,6 +151,7 @@ class Chunk:
     reasoning: str = ""  # what the model thought, as far as it became certain; it is not part of text
     tool_calls: tuple[ToolCallPart, ...] = ()  # parts of tool calls that became certain; they are not part of text
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # the prompt's next ones, from its second token on, when asked for
+    retold: bool = False  # the client of a stream that was resumed has it already; no SDK gives such a chunk
 
 
 @dataclass(frozen=True)

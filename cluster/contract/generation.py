@@ -81,10 +81,12 @@ class ReceivedChoice:
 
 @dataclass(frozen=True)
 class Resume:
-    """What a client has of a stream that broke. ``plan_digest`` is empty when it has not even that."""
+    """What a client has of a stream that broke. ``plan_digest`` is empty when it has not even that. ``retell``: chunks
+    of what the client has come too, marked, for a surface that needs them to go on with its shape."""
 
     plan_digest: bytes = b""
     choices: tuple[ReceivedChoice, ...] = ()
+    retell: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from typing import Any
@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from cluster.frontdoor import openapi
+from cluster.frontdoor import openapi, resuming
 from cluster.frontdoor.http_errors import HttpProblem, check_model, dumps, model_not_found, problem_for
 from cluster.frontdoor.http_exchange import JSON, ClientGone, Sender, read_body, while_connected
 from cluster.frontdoor.http_server import HttpServer, serve_http
@@ -40,6 +40,7 @@ from cluster.frontdoor.prompts import AskedPrompt, generate_all, read_prompts
 from cluster.frontdoor.responses.routes import add_responses
 from cluster.frontdoor.serving import Serving
 from cluster.routing.metrics import CONTENT_TYPE, Metrics
+from cluster.routing.resume import UnknownGeneration
 from paceline.errors import InvalidRequest, PacelineError
 from paceline.results import Chunk
 
@@ -56,6 +57,7 @@ class HttpOptions:
 
     cors_origins: tuple[str, ...] = ()  # of web pages that may ask; ``*`` is any
     fingerprint: str = ""  # names what the text depends on besides the request
+    resumable: bool = False  # the same request and seed make the same text, so streams may go on anywhere
 
 
 def create_app(
@@ -73,7 +75,7 @@ def create_app(
     )
     if not described:
         app.router.route_class = _Undescribed
-    _add_generation(app, router, metrics, options.fingerprint)
+    _add_generation(app, router, metrics, options)
     add_responses(app, router, metrics)
     add_messages(app, router, metrics)
     _add_models(app, router)
@@ -99,18 +101,24 @@ def create_app(
     return app
 
 
-def _add_generation(app: FastAPI, router: Serving, metrics: Metrics, fingerprint: str) -> None:
+def _add_generation(app: FastAPI, router: Serving, metrics: Metrics, options: HttpOptions) -> None:
     async def answer(request: Request, parse: Parser, prefix: str) -> Response:
         try:
             parsed = parse(await _read_object(request), request_id(request.scope, prefix))
             served = router.model_info().model
             check_model(parsed.generation.model, served)
+            resumable = options.resumable and resuming.can_resume(parsed)
+            since = resuming.position_of(request, resumable)
+            if since is not None:
+                names = {**parsed.names, "resume": resuming.HEADER}
+                parsed = replace(parsed, generation=since.rest_of(parsed.generation), names=names)
             prompts = await read_prompts(router, parsed)
         except (InvalidRequest, HttpProblem):
             metrics.request_refused(InvalidRequest.__name__)
             raise
         metrics.fields_ignored(parsed.ignored)
-        return _Reply(router, parsed, Answer(parsed, served, router.tokenizer, prompts, fingerprint), prompts)
+        told = Answer(parsed, served, router.tokenizer, prompts, options.fingerprint, resumable)
+        return _Reply(router, parsed, told, prompts, over=since is not None and since.over)
 
     @app.post("/v1/completions", **openapi.COMPLETIONS)
     async def completions(request: Request) -> Response:
@@ -195,9 +203,13 @@ async def _read_object(request: Request) -> dict[str, Any]:
 class _Reply(Response):
     """Generates while it is sent, so that whatever ends the sending ends the generation."""
 
-    def __init__(self, router: Serving, request: ApiRequest, answer: Answer, prompts: tuple[AskedPrompt, ...]) -> None:
+    def __init__(
+        self, router: Serving, request: ApiRequest, answer: Answer, prompts: tuple[AskedPrompt, ...], over: bool
+    ) -> None:
+        """over: the client of a stream has all but its end."""
         super().__init__()
         self._router, self._request, self._answer, self._prompts = router, request, answer, prompts
+        self._over = over
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         ignored = self._request.ignored
@@ -206,10 +218,13 @@ class _Reply(Response):
 
     async def _reply(self, sender: Sender) -> None:
         try:
-            async with aclosing(generate_all(self._router, self._prompts, self._answer.planned)) as chunks:
+            prompts = () if self._over else self._prompts
+            async with aclosing(generate_all(self._router, prompts, self._answer.planned)) as chunks:
                 await (self._stream(chunks, sender) if self._request.stream else self._whole(chunks, sender))
         except ClientGone:
             log.info("%s: the client is gone", self._request.generation.request_id)
+        except UnknownGeneration as error:
+            await self._fail(resuming.not_the_same(error), sender)
         except Exception as error:
             await self._fail(self._request.renamed(error) if isinstance(error, InvalidRequest) else error, sender)
 
@@ -222,8 +237,11 @@ class _Reply(Response):
         async for chunk in chunks:
             if not sender.started:
                 await sender.start_events()
-            for event in self._answer.events(chunk):
-                await sender.write(f"data: {dumps(event)}\n\n")
+            for event_id, event in self._answer.new_events(chunk):
+                name = f"id: {event_id}\n" if event_id else ""
+                await sender.write(f"{name}data: {dumps(event)}\n\n")
+        if not sender.started:
+            await sender.start_events()
         await sender.write("data: [DONE]\n\n")
         await sender.write("", last=True)
 

@@ -20,6 +20,7 @@ from cluster.frontdoor.openai_logprobs import Placed, Placing, chat_logprobs, co
 from cluster.frontdoor.openai_parse import ApiRequest
 from cluster.frontdoor.openai_prompts import echoed_logprobs, joined, prompt_logprobs, text_offsets
 from cluster.frontdoor.prompts import AskedPrompt
+from cluster.frontdoor.resuming import Position, Told
 from paceline.errors import PacelineError
 from paceline.request import TokenLogprobs
 from paceline.results import Chunk, Completion, ToolCallPart
@@ -52,7 +53,7 @@ class _Choice:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_prompt_logprobs: int = 0  # that were streamed
     echoed: bool = False  # the prompt's text was streamed
-    untold: int = 0  # tokens since the last event
+    told: int = 0  # tokens up to the last event
     role_sent: bool = False
     completion: Completion | None = None
 
@@ -67,15 +68,17 @@ class Answer:
         tokenizer: Decoder,
         prompts: Sequence[AskedPrompt] = (),
         fingerprint: str = "",
+        resumable: bool = False,
     ) -> None:
         """prompts: those of the request, where the answer tells of them. fingerprint: of what the text depends on
-        besides the request."""
+        besides the request. resumable: events of a stream have ids."""
         self._request, self._prompts, self._tokenizer = request, prompts, tokenizer
         self._n = request.generation.sampling.n
         self._choices = [_Choice() for _ in range(self._n * len(request.generations))]
         self._prompt_ids: dict[int, tuple[int, ...]] = {}  # by the prompt's number
         self._prompts_told: set[int] = set()
         self._offsets: dict[int, list[int]] = {}  # of each prompt's tokens in its text
+        self._resumable, self._position = resumable, None  # type: bool, Position | None
         self._name_of = lru_cache(maxsize=4096)(self._name)
         kind = "chat.completion" if request.chat else "text_completion"
         self._head: dict[str, Any] = {
@@ -88,6 +91,7 @@ class Answer:
 
     def planned(self, number: int, plan: Plan) -> None:
         """Note prompt ``number``, before its first chunk."""
+        self._position = Position.of(plan) if self._resumable else None
         self._prompt_ids[number] = plan.sequences[0].prompt_token_ids
         start = len(self._echo(number))
         for choice in self._choices[number * self._n : (number + 1) * self._n]:
@@ -157,6 +161,27 @@ class Answer:
             events[0] = self._with_prompts(events[0])
         return events
 
+    def new_events(self, chunk: Chunk) -> list[tuple[str, dict[str, Any]]]:
+        """``events`` of a chunk, without those that a client which resumes has. Each comes with its id, which is empty
+        where the stream cannot be resumed from."""
+        events = self.events(chunk)
+        if not events:
+            return []
+        ids = [""] * len(events)
+        over = all(choice.completion for choice in self._choices)
+        usage_is_apart = over and self._request.include_usage
+        if self._position is not None:
+            told = [Told(choice.told, choice.completion is not None) for choice in self._choices]
+            ids[-1] = str(self._position.at(told, over))
+            if usage_is_apart:
+                ids[-2] = str(self._position.at(told, over=False))
+        if not chunk.retold:
+            return list(zip(ids, events, strict=True))
+        if not over:
+            return []
+        last = events[-1] if usage_is_apart else {**self._event([]), "paceline": events[-1]["paceline"]}
+        return [(ids[-1], last)]
+
     def _echo_events(self, choice: _Choice, chunk: Chunk) -> list[dict[str, Any]]:
         """The prompt: its text at once, with the first of its log-probabilities where those are told."""
         text = "" if choice.echoed else self._echo(chunk.choice // self._n)
@@ -193,8 +218,8 @@ class Answer:
         else:
             part = {"index": chunk.choice, "text": chunk.text, "logprobs": logprobs, "finish_reason": reason}
         if self._request.return_token_ids:
-            part["token_ids"] = choice.token_ids[len(choice.token_ids) - choice.untold :]
-        choice.untold = 0
+            part["token_ids"] = choice.token_ids[choice.told :]
+        choice.told = len(choice.token_ids)
         return part
 
     # -- the prompts -------------------------------------------------------------------------------------------
@@ -231,7 +256,6 @@ class Answer:
 
     def _note(self, choice: _Choice, chunk: Chunk) -> None:
         choice.token_ids += chunk.token_ids
-        choice.untold += len(chunk.token_ids)
         choice.characters += len(chunk.text)
         choice.prompt_logprobs += chunk.prompt_logprobs
         choice.completion = chunk.completion

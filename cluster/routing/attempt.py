@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.routing.bypass import Bypass
@@ -20,8 +20,8 @@ from cluster.routing.metrics import Metrics
 from cluster.routing.node_calls import NodeCalls, NodeFailure, NodeStream
 from cluster.state.registry_types import NodeRecord
 from paceline.errors import HandoffFailed, InvalidRequest, NodeUnavailable, Overloaded, PacelineError
-from paceline.request import FinishReason, SequenceRequest
-from paceline.results import Chunk, HandoffBytes, ServedBy
+from paceline.request import FinishReason, SequenceRequest, TokenLogprobs
+from paceline.results import Chunk, HandoffBytes, Round, ServedBy
 from paceline.v1 import node_pb2
 from paceline.wire import finish_reason_from_proto, logprobs_from_proto, round_from_proto, sequence_to_proto
 
@@ -282,12 +282,26 @@ class Attempt:
 
     async def _take(self, node: NodeRecord, tokens: node_pb2.Tokens) -> None:
         """Take tokens and send what is new of them."""
-        choice = self._choice
         round_ = round_from_proto(tokens.round) if tokens.HasField("round") else None
         logprobs = [logprobs_from_proto(entry) for entry in tokens.logprobs]
+        first, token_ids = tokens.first_index, tokens.token_ids
+        for part in self._choice.cut(first, len(token_ids)):
+            here = slice(part.start, part.stop)
+            made_by = round_ if part.stop == len(token_ids) else None
+            await self._take_part(node, first + part.start, token_ids[here], logprobs[here], made_by)
+
+    async def _take_part(
+        self,
+        node: NodeRecord,
+        first_index: int,
+        token_ids: Sequence[int],
+        logprobs: list[TokenLogprobs],
+        round_: Round | None,
+    ) -> None:
+        choice = self._choice
         before, since = choice.first_token_at, choice.last_token_at
         try:
-            chunk = choice.take(tokens.first_index, tokens.token_ids, logprobs, round_)
+            chunk = choice.take(first_index, token_ids, logprobs, round_)
         except HandoffFailed as error:
             raise NodeFailure(node, error) from None
         if chunk is None:
@@ -295,6 +309,8 @@ class Attempt:
         if self._reserved_at is not None:
             seconds, self._reserved_at = time.monotonic() - self._reserved_at, None
             self._around.bypass.observe(self._uncached, self.pair.prefill is None, seconds)
+        if chunk.retold:
+            return await self._emit(chunk)
         name = "first token" if before is None else "tokens"
         choice.trace.record(name, choice.last_token_at, index=chunk.first_index, tokens=len(chunk.token_ids))
         if before is None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from cluster.contract.generation import ReceivedChoice
 from paceline.errors import HandoffFailed, InvalidRequest
 from paceline.parsing.answer import AnswerParts
 from paceline.request import FinishReason, SequenceRequest, TokenLogprobs
@@ -94,16 +95,19 @@ class ChoiceRun:
         self._parser = parser
         self._stats = SpecStats()
         self._had = 0  # tokens that the client has from another router
+        self._had_end = False  # it has the end too
+        self._retell = False
         wanted = sequence.params.prompt_logprobs is not None
         self._prompt_logprobs_left = len(sequence.prompt_token_ids) - 1 if wanted else 0
 
-    def resume(self, next_index: int, token_ids: Sequence[int], num_prompt_logprobs: int = 0) -> None:
-        """Before anything else: the client has the tokens before ``next_index``, and as many log-probabilities of the
-        prompt. Tokens given here are what nodes go on from; else nodes make them again, and they are taken without
-        being sent. Raises InvalidRequest.
+    def resume(self, received: ReceivedChoice, retell: bool = False) -> None:
+        """Before anything else: what the client has. Tokens given here are what nodes go on from; else nodes make them
+        again, and they are taken without being sent, or with ``retell`` sent in chunks that say so. Raises
+        InvalidRequest.
         """
-        self._had = next_index
-        self._prompt_logprobs_left -= num_prompt_logprobs
+        self._had, self._had_end, self._retell = received.next_index, received.complete, retell
+        self._prompt_logprobs_left -= received.num_prompt_logprobs
+        token_ids = received.token_ids
         self._push(token_ids)
         self.end_by_tokens()
         if len(self.token_ids) < len(token_ids):
@@ -141,6 +145,14 @@ class ChoiceRun:
         self._prompt_logprobs_left -= len(new)
         return Chunk(self.index, max(len(self.token_ids), self._had), prompt_logprobs=new)
 
+    def cut(self, first_index: int, num_tokens: int) -> list[range]:
+        """Tokens from index ``first_index`` on, as they are to be taken: where they are told again, no chunk has both
+        what the client has and what it has not. Returns places among those tokens."""
+        at = self._had - first_index
+        if not self._retell or not 0 < at < num_tokens:
+            return [range(num_tokens)]
+        return [range(at), range(at, num_tokens)]
+
     def take(
         self,
         first_index: int,
@@ -169,10 +181,12 @@ class ChoiceRun:
         if taken == 0:
             return None
         counted = self._count(round_, taken)
-        first = max(start, self._had)
+        retold = self._retell and len(self.token_ids) <= self._had
+        first = start if retold else max(start, self._had)
         if first >= len(self.token_ids):
             return None
-        self._stamp()
+        if not retold:
+            self._stamp()
         return Chunk(
             choice=self.index,
             first_index=first,
@@ -182,18 +196,19 @@ class ChoiceRun:
             tool_calls=parts.tool_calls,
             logprobs=tuple(logprobs[known + first - start : known + taken]),
             round=counted,
+            retold=retold,
         )
 
     def _push(self, token_ids: Sequence[int]) -> AnswerParts:
         """Append tokens up to the one that completes a stop string or the only call, or that is a stop token (whose
-        text is not part of the answer). Returns the parts of those that the client does not have."""
+        text is not part of the answer). Returns the parts of those that are to be told."""
         parts = NOTHING
         for token_id in token_ids:
             self.token_ids.append(token_id)
             if token_id in self.sequence.params.stop_token_ids:
                 break
             piece = self._read(self._detokenizer.push(token_id))
-            if len(self.token_ids) > self._had:
+            if self._retell or len(self.token_ids) > self._had:
                 parts += piece
             if self._detokenizer.stopped or (self._parser is not None and self._parser.over):
                 self.finish_reason = FinishReason.STOP
@@ -263,6 +278,7 @@ class ChoiceRun:
             reasoning=parts.reasoning,
             tool_calls=parts.tool_calls,
             completion=self._completion(self.finish_reason),
+            retold=self._had_end,
         )
 
     def _completion(self, reason: FinishReason) -> Completion:

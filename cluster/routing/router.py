@@ -130,7 +130,7 @@ class Router:
             trace.record("planned", started_at, time.monotonic(), prompt_tokens=plan.num_prompt_tokens)
             replayable = self.config.acceptance == "sample"
             received = received_of(plan, request, self.served.vocab_size, replayable)
-            runs = self._choices(plan, received, started_at)
+            runs = self._choices(plan, received, started_at, request.resume is not None and request.resume.retell)
             await self._turn(place, plan)
             trace.record("admitted")
             over = self.metrics.request_ended
@@ -245,13 +245,15 @@ class Router:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._tasks.difference_update(tasks)
 
-    def _choices(self, plan: Plan, received: Mapping[int, ReceivedChoice], started_at: float) -> list[ChoiceRun]:
-        """Those that the client does not have to the end. Raises InvalidRequest."""
+    def _choices(
+        self, plan: Plan, received: Mapping[int, ReceivedChoice], started_at: float, retell: bool
+    ) -> list[ChoiceRun]:
+        """Those that the client does not have to the end, or with ``retell`` all. Raises InvalidRequest."""
         lossless = self.config.acceptance != "typical"
         runs = []
         for index, sequence in enumerate(plan.sequences):
             had = received.get(index)
-            if had is not None and had.complete:
+            if had is not None and had.complete and not retell:
                 continue
             form = plan.admitted.answer_format
             source = self.tokenizer if form is None else keeping(self.tokenizer, markers(form))
@@ -260,7 +262,7 @@ class Router:
             run = ChoiceRun(index, plan.request_id, sequence, detokenizer, started_at, lossless, parser)
             run.trace = self._recorder.open(sequence.request_id, "choice")
             if had is not None:
-                run.resume(had.next_index, had.token_ids, had.num_prompt_logprobs)
+                run.resume(had, retell)
             runs.append(run)
         return runs
 

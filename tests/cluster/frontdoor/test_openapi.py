@@ -53,9 +53,9 @@ GOOD = {**GOOD_CHAT, **GOOD_COMPLETION, **GOOD_MESSAGE, "input": "hi"}
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
 
 
-@pytest.fixture
-def document(router: FakeRouter) -> dict[str, Any]:
-    return openapi.document(create_app(router, Metrics(), described=True))
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    return openapi.document(create_app(FakeRouter(), Metrics(), described=True))
 
 
 def schema_of(document: Mapping[str, Any], name: str) -> dict[str, Any]:

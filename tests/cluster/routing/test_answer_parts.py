@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.contract import public_wire
-from cluster.contract.generation import Chat, ChatMessage, GenerationRequest, Tool, ToolChoice
+from cluster.contract.generation import Chat, ChatMessage, GenerationRequest, ReceivedChoice, Tool, ToolChoice
 from cluster.contract.plan import Plan
 from cluster.routing.choice import ChoiceRun
 from paceline.errors import InvalidRequest
@@ -110,7 +110,7 @@ def test_a_resumed_choice_gives_what_follows(tokenizer: Tokenizer) -> None:
             first += parts([chunk] if chunk else [])
         for given in (ids[:had], []):
             after = run_of(tokenizer)
-            after.resume(had, given)
+            after.resume(ReceivedChoice(0, had, tuple(given)))
             rest = [after.take(at, ids[at : at + 5], [], None) for at in range(len(given), len(ids), 5)]
             after.end_by_tokens()
             second = parts([*(chunk for chunk in rest if chunk is not None), after.complete()])

@@ -14,6 +14,7 @@ import grpc.aio
 import pytest
 import redis
 
+from cluster.contract.generation import ReceivedChoice
 from cluster.routing import choice as choice_module
 from cluster.state.journal import journal_key
 from paceline.request import FinishReason, SamplingParams, SequenceRequest, derive_seed
@@ -412,7 +413,7 @@ def test_times_are_of_the_tokens_since_the_resume(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     sequence = SequenceRequest("r", (1, 2), SamplingParams(max_tokens=20, seed=5))
     run = choice_module.ChoiceRun(0, "r", sequence, ByteDetokenizer(ByteTokenizer(), (1, 2), ()), 10.0)
-    run.resume(10, [97] * 10)
+    run.resume(ReceivedChoice(0, 10, (97,) * 10))
     for now[0] in (11.0, 12.0, 13.0):
         run.take(len(run.token_ids), [98], [], None)
     run.end(FinishReason.LENGTH)

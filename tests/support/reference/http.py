@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from cluster.contract.plan import CONTEXT_LENGTH_EXCEEDED
-from cluster.frontdoor import http, http_errors, http_exchange, http_surface, openapi
+from cluster.frontdoor import http, http_errors, http_exchange, http_surface, openapi, resuming
 from cluster.frontdoor.json_models import IGNORED_WORDS
 from cluster.routing.metrics import Metrics
 from tests.support.reference.comments import field_comments
@@ -42,6 +42,13 @@ With `"stream": true` the answer is server-sent events: lines `data: {{...}}`, e
 [Error](#error). Events of `/v1/responses` and `/v1/messages` have a name each, as their APIs say. A client that
 disconnects, or that takes nothing for {send_s:g} s, ends its generation.
 
+**A stream that broke goes on.** Events of completions and chat completions have an `id:` line. Send the same body
+again, to this router or another one of the same model, with the header `{resume}` set to the id that came last. The
+answer is the events that are missing, and no character comes twice. The nodes make the text again up to there. Status
+409 says that the body, or the deployment, would make another text. Send `x-request-id` too, and the answer keeps its
+id. Streams have no ids with `echo`, with several prompts, with more than {choices} choices, and under an `--acceptance`
+other than `sample`.
+
 `GET {document}` answers this page's facts as OpenAPI 3.1.
 """
 
@@ -69,6 +76,8 @@ def http_page() -> str:
         send_s=http_exchange.SEND_TIMEOUT_S,
         document=openapi.PATH,
         ignored=http_surface.IGNORED,
+        resume=resuming.HEADER.title(),
+        choices=resuming.MAX_CHOICES,
     )
     operations = [
         _operation(method, path, one) for path, methods in found["paths"].items() for method, one in methods.items()

@@ -1,0 +1,134 @@
+"""Streams of server-sent events that go on at another router, from every event on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.frontdoor.http import HttpOptions, create_app
+from tests.support.http_app import CHATS, COMPLETIONS, refused
+from tests.support.scripted_nodes import Fleet, fleet
+from tests.support.two_routers import StallingRouter, scripted
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 24}
+COMPLETION: dict[str, Any] = {"prompt": "hi", "stream": True, "max_tokens": 24}
+USAGE = {"include_usage": True}
+RESUME = "last-event-id"
+ASKED: list[tuple[str, dict[str, Any]]] = [
+    (CHATS, CHAT),
+    (CHATS, CHAT | {"n": 3, "logprobs": True, "top_logprobs": 1, "stream_options": USAGE}),
+    (COMPLETIONS, COMPLETION | {"n": 2, "logprobs": 1, "return_token_ids": True, "seed": 2**53 - 1}),
+    (COMPLETIONS, COMPLETION | {"stop": ["qq", "ab"], "stream_options": USAGE | {"continuous_usage_stats": True}}),
+]
+
+
+@dataclass
+class Two:
+    """Two applications in front of the same nodes, which make rounds of other sizes for each."""
+
+    nodes: Fleet
+    apps: list[httpx.AsyncClient]
+
+    async def ask(self, which: int, path: str, body: dict[str, Any], since: str = "") -> list[tuple[str, Any]]:
+        """Id and data of each event; the stream must be complete."""
+        self.nodes.nodes["decode-0"].script.round_size = (3, 2)[which]
+        response = await self.apps[which].post(path, json=body, headers={RESUME: since} if since else {})
+        assert response.status_code == 200, response.text
+        *told, last = response.text.removesuffix("\n\n").split("\n\n")
+        assert last == "data: [DONE]"
+        return [(told_id, json.loads(data)) for told_id, data in map(_event, told)]
+
+
+def _event(text: str) -> tuple[str, str]:
+    name, _, data = text.rpartition("data: ")
+    return name.removeprefix("id: ").strip(), data
+
+
+@pytest.fixture
+async def two() -> AsyncIterator[Two]:
+    async with AsyncExitStack() as stack:
+        nodes = await stack.enter_async_context(fleet())
+        apps = []
+        for _ in range(2):
+            router: StallingRouter = scripted(nodes)(journal=None)
+            stack.push_async_callback(router.close)
+            transport = httpx.ASGITransport(create_app(router, router.metrics, HttpOptions(resumable=True)))
+            made = httpx.AsyncClient(transport=transport, base_url="http://router")
+            apps.append(await stack.enter_async_context(made))
+        yield Two(nodes, apps)
+        await nodes.idle()
+
+
+@dataclass
+class Got:
+    """What a client makes of events."""
+
+    text: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[Any]] = field(default_factory=dict)
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    ends: list[tuple[int, str]] = field(default_factory=list)
+    usage: list[Any] = field(default_factory=list)
+    all_token_ids: list[Any] = field(default_factory=list)
+
+    def take(self, events: list[tuple[str, Any]]) -> Got:
+        for _, event in events:
+            for choice in event["choices"]:
+                self._take(choice["index"], choice)
+            self.usage += [event["usage"]] if event.get("usage") and not event["choices"] else []
+            self.all_token_ids += [event["paceline"]["token_ids"]] if "paceline" in event else []
+        return self
+
+    def _take(self, index: int, choice: dict[str, Any]) -> None:
+        said = choice["delta"].get("content") if "delta" in choice else choice["text"]
+        self.text[index] = self.text.get(index, "") + (said or "")
+        told = choice["logprobs"] or {}
+        entries = told.get("content") or list(zip(told.get("tokens", ()), told.get("text_offset", ()), strict=True))
+        self.logprobs.setdefault(index, []).extend(entries)
+        self.token_ids.setdefault(index, []).extend(choice.get("token_ids", ()))
+        if choice["finish_reason"]:
+            self.ends.append((index, choice["finish_reason"]))
+
+    def sorted(self) -> Got:
+        self.ends.sort()
+        return self
+
+
+@pytest.mark.parametrize(("path", "body"), ASKED)
+async def test_from_every_event_on(two: Two, path: str, body: dict[str, Any]) -> None:
+    """Fails where an id counts tokens whose text was not told, and where the end of a choice is told again."""
+    whole = await two.ask(0, path, body)
+    named = [i for i, (event_id, _) in enumerate(whole) if event_id]
+    assert len(named) >= len(whole) // 2
+    assert whole[-1][0].endswith("u")
+    for i in named:
+        rest = await two.ask(1, path, body, since=whole[i][0])
+        assert Got().take(whole[: i + 1]).take(rest).sorted() == Got().take(whole).sorted(), whole[i][0]
+        assert not rest or rest[-1][0] == whole[-1][0]  # and on from there
+
+
+async def test_what_cannot_be_resumed(two: Two) -> None:
+    (first, _), *_ = [event for event in await two.ask(0, CHATS, CHAT) if event[0]]
+    app = two.apps[1]
+    for wrong in ("x", first + "-1", first.replace(".", "-"), f"9{first}", "1.2.3", "1." * 5000):
+        app.headers[RESUME] = wrong
+        status = 409 if wrong == f"9{first}" else 400
+        assert await refused(app, CHATS, CHAT, status) == RESUME
+    app.headers[RESUME] = first
+    assert await refused(app, CHATS, CHAT | {"temperature": 0.5}, 409) == RESUME
+    for other in ({"stream": False}, {"seed": 1}, {"n": 2}, {"n": 17}):
+        assert await refused(app, CHATS, CHAT | other) == RESUME
+    assert await refused(app, COMPLETIONS, COMPLETION | {"echo": True}) == RESUME
+    seed, digest, _ = first.split(".")
+    app.headers[RESUME] = f"{seed}.{digest}.25"
+    assert await refused(app, CHATS, CHAT) == f"{RESUME}.choices"
+
+
+async def test_streams_that_have_no_ids(two: Two) -> None:
+    for more in ({"n": 17}, {"echo": True}, {"prompt": ["a", "b"]}):
+        assert not any(event_id for event_id, _ in await two.ask(0, COMPLETIONS, COMPLETION | more))
