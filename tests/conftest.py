@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Generator
@@ -55,7 +56,12 @@ class WorkerMemory:
             self.after_collection = memory("RssAnon")
             if ends_file:
                 self.between_files = self.after_collection
+                gc.freeze()
         return result
+
+    def pytest_collection_finish(self) -> None:
+        """Modules and tests stay until the end: collections need not look at them, which took a second each."""
+        gc.freeze()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self) -> Generator[None]:

@@ -30,7 +30,7 @@ from paceline.grammar.tokens import GrammarTokens
 from paceline.request import Grammar, GrammarKind
 
 MAX_CACHED = 128  # grammars
-MAX_CACHED_BYTES = 2 * 1024 * 1024  # of their sources; a compiled one takes about 30 times as much
+MAX_CACHED_BYTES = 256 * 1024  # of their sources; a compiled schema takes 30 to 110 times as much, a regex up to 370
 MAX_WAITING = 64  # grammars in line for the compiler
 MAX_EBNF_BYTES = 32 * 1024
 MAX_COMPILE_S = 1.0  # of compiling and the first mask; one that took longer is refused, and stays refused

@@ -6,6 +6,7 @@ two best tokens are next to equal, and nowhere else (algorithms.md J3).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -73,6 +74,13 @@ def geometry(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: write_heads(tmp_path_factory.mktemp(kind), kind) for kind in (NARROW, WIDE)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models_are_given_back() -> Iterator[None]:
+    yield
+    for kept in (plain, real_target, real_plain):
+        kept.cache_clear()
 
 
 @lru_cache

@@ -70,9 +70,13 @@ def follows_grammars(runner: ModelRunner, folder: Path) -> ModelRunner:
     return runner
 
 
+@pytest.fixture(scope="module")
+def engines(smollm2_folder: Path) -> Engines:
+    return Engines(smollm2_folder, "bf16", batch=8)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_text_is_that_of_plain_decoding(smollm2_folder: Path, temperature: float) -> None:
-    engines = Engines(smollm2_folder, "bf16", batch=8)
+def test_text_is_that_of_plain_decoding(smollm2_folder: Path, engines: Engines, temperature: float) -> None:
     asked = requests(smollm2_folder, temperature)
     off = SpeculationParams(num_draft_tokens=0)
     alone = follows_grammars(engines.variant(drafter="none"), smollm2_folder)

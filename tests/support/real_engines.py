@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 import gc
+from functools import cached_property
 from pathlib import Path
 
 from paceline.assembly.build import assemble, build_runner
 from paceline.config import NodeConfig
 from paceline.engine.model_runner import ModelRunner
-from tests.support.exactness import run
+from tests.support.exactness import Outcome, run
 from tests.support.prompts import one_temperature_each, prompt_requests
 
 NUM_TOKENS = 64
 Options = dict[str, object]
 How = dict[str, int]
 VARIANTS: dict[str, tuple[Options, How]] = {
-    "plain, batch of 8": ({"drafter": "none"}, {"batch": 8}),
     "ngram K=8, tree, pages of 64": (
         {"drafter": "ngram", "num_draft_tokens": 8, "tree": "static", "tree_width": 3, "page_size": 64},
         {"batch": 8},
     ),
     "mtp K=4, chunks of 7": ({"drafter": "mtp", "num_draft_tokens": 4}, {"batch": 20, "chunk_tokens": 7}),
-    "chunks of 1": ({"drafter": "none", "page_size": 64}, {"batch": 20, "chunk_tokens": 1}),
+    "plain, chunks of 1": ({"drafter": "none", "page_size": 64}, {"batch": 8, "chunk_tokens": 1}),
 }
 
 
 class Engines:
-    """Runners over one loaded target, and its plain answers: no drafts, no prefix cache."""
+    """Runners over one loaded target, and its plain answers, made when they are asked for: no drafts, no prefix
+    cache."""
 
     def __init__(self, folder: Path, dtype: str, batch: int) -> None:
         options = {"model": str(folder), "dtype": dtype, "drafter": "none", "threads": 1, "kv_cache_tokens": 5120}
         self.config = NodeConfig.model_validate(options)
         self.first = build_runner(self.config.model_copy(update={"kv_cache_tokens": 256, "max_model_len": 0}))
         self.requests = one_temperature_each(prompt_requests(folder, NUM_TOKENS))
-        self.plain = run(self.variant(prefix_cache=False), self.requests, batch=batch)
+        self._batch = batch
+
+    @cached_property
+    def plain(self) -> list[Outcome]:
+        """The answers that every variant must give."""
+        return run(self.variant(prefix_cache=False), self.requests, batch=self._batch)
 
     def variant(self, **options: object) -> ModelRunner:
         """A runner with other options around the same weights."""
@@ -41,7 +47,7 @@ class Engines:
         return assemble(config, self.first.model, self.first.identity)
 
     def unload(self) -> None:
-        """Give back the target and all pages; the plain answers stay."""
+        """Give back the target and all pages; plain answers that were made stay."""
         del self.first
         gc.collect()
 
