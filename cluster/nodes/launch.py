@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,7 +14,9 @@ from typing import Any
 
 import psutil
 
+from cluster.nodes.addresses import node_answers
 from cluster.nodes.host import START_TIMEOUT_S, STOP_MARGIN_S, NodeHost
+from cluster.state.registry_types import Registry
 from paceline.config import NodeConfig
 from paceline.errors import NodeUnavailable, PacelineError
 
@@ -33,6 +37,7 @@ log = logging.getLogger(__name__)
 PLACEMENT_TIMEOUT_S = 60.0
 STATUS_TIMEOUT_S = 10.0
 PHASE_TIMEOUT_S = 1.0
+ASK_TIMEOUT_S = 1.0
 AGENT_TIMEOUT_S = 2.0  # for Ray's helpers to end by themselves
 # A helper of a step's parallel regions looks for the next one for about half a millisecond, then it sleeps. Regions are
 # tens of microseconds apart, and waking a sleeper takes as long: a step of SmolLM2 on two cores took twice the time.
@@ -97,16 +102,18 @@ class Wanted:
 class RayNodes:
     """Launches node processes into one placement group, a bundle per node."""
 
-    def __init__(self, wanted: Sequence[Wanted], registry_url: str, lease_ttl_s: float, interface: str = "") -> None:
+    def __init__(self, wanted: Sequence[Wanted], registry: Registry, interface: str = "") -> None:
         """wanted: every node there will be. interface: of the nodes' addresses; empty: as their options say."""
-        self._registry_url, self._lease_ttl_s, self._interface = registry_url, lease_ttl_s, interface
+        self._registry, self._interface = registry, interface
+        # Names in Ray say whose they are. The rest is this start's own: what an earlier one left may linger.
+        self._name = f"paceline-{registry.deployment}-{secrets.token_hex(4)}"
         self._bundles = {node.node_id: i for i, node in enumerate(wanted)}
         self._with_standby = {node.node_id for node in wanted if node.standby}
         self._standbys: dict[tuple[str, int], RayNode] = {}  # by node and the generation that each is to be
         bundles = [{"CPU": CPU_SHARE} | ({node.resource: 1} if node.resource else {}) for node in wanted]
         # Apart where there are hosts enough, together where not. STRICT_SPREAD would refuse more nodes than hosts,
         # and would leave the nodes of a lost host unplaced for as long as no other comes.
-        self._group = placement_group(bundles, strategy="SPREAD")
+        self._group = placement_group(bundles, strategy="SPREAD", name=self._name)
         if not self._group.wait(PLACEMENT_TIMEOUT_S):
             self.close()
             raise NodeUnavailable(_unplaced(wanted))
@@ -137,17 +144,15 @@ class RayNodes:
         if self._interface:
             environment["NCCL_SOCKET_IFNAME"] = f"={self._interface}"  # exactly this one; without = it is a prefix
         actor = ray.remote(NodeHost).options(
-            name=f"paceline-{node_id}#{generation}",
-            namespace="paceline",
+            name=f"{self._name}/{node_id}#{generation}",
+            namespace=self._name,
             num_cpus=0,  # the bundle's share is for placing; a predecessor that is slow to go must not block it
             max_restarts=0,
             max_task_retries=0,
             max_concurrency=4,  # wait_stopped holds one thread for life; start, stop and status have the others
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, self._bundles[node_id]),
         )
-        handle = actor.remote(
-            role, node_id, generation, config, self._registry_url, self._lease_ttl_s, self._interface, environment
-        )
+        handle = actor.remote(role, node_id, generation, config, self._registry, self._interface, environment)
         return RayNode(node_id, role, handle)
 
     def close(self) -> None:
@@ -172,6 +177,7 @@ class RayNode:
         self.node_id, self.role = node_id, role
         self.on_started: Callable[[], None] = lambda: None
         self._actor = actor
+        self._asked: Any = None  # the answer to the latest ``answers``
         self._watch = actor.wait_stopped.remote()
 
     def start(self) -> str:
@@ -196,6 +202,21 @@ class RayNode:
         except ray.exceptions.RayError as error:
             raise NodeUnavailable(f"{self.node_id} does not answer: {error}") from error
         return status
+
+    async def answers(self) -> bool:
+        """Whether the process says that its engine loop ticks, and its gRPC server answers, within ASK_TIMEOUT_S."""
+        try:
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                status = await self._ask_status()
+                return status["alive"] and not status["fenced"] and await node_answers(self.role, status["address"])
+        except (TimeoutError, ray.exceptions.RayError):
+            return False
+
+    async def _ask_status(self) -> Any:
+        """A process that is stopped has one question waiting at most."""
+        if self._asked is None or ray.wait([self._asked], timeout=0)[0]:
+            self._asked = self._actor.status.remote()
+        return await asyncio.wrap_future(self._asked.future())
 
     def phase(self) -> str:
         """What its start is at; empty where it does not answer at once."""

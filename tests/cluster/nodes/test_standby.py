@@ -9,6 +9,7 @@ import pytest
 
 from cluster.nodes import launch
 from cluster.nodes.launch import RayNode, RayNodes, Wanted
+from cluster.state.registry_types import Registry
 from paceline.config import NodeConfig
 
 CONFIG = NodeConfig(model="tiny")
@@ -56,10 +57,10 @@ class Case:
 
 @pytest.fixture
 def case(monkeypatch: pytest.MonkeyPatch) -> Case:
-    monkeypatch.setattr(launch, "placement_group", lambda bundles, strategy: Group())
+    monkeypatch.setattr(launch, "placement_group", lambda bundles, strategy, name: Group())
     monkeypatch.setattr(launch, "remove_placement_group", lambda group: None)
     wanted = [Wanted("decode-0", standby=True), Wanted("decode-1")]
-    made = Case(RayNodes(wanted, "redis://nowhere", 2.0))
+    made = Case(RayNodes(wanted, Registry("redis://nowhere", 2.0)))
 
     def process(role: str, node_id: str, generation: int, config: NodeConfig) -> Process:
         made.made.append(Process(node_id, generation, role, on_started=lambda: None))

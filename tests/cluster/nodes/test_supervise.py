@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from cluster.nodes import supervise
-from cluster.nodes.supervise import MAX_BACKOFF_S, POLL_S, NodeEvent, Supervisor
+from cluster.nodes.slots import MAX_BACKOFF_S, NodeEvent
+from cluster.nodes.supervise import POLL_S, Supervisor
 from paceline.errors import InvalidRequest, NodeUnavailable
 
 REAL_LIMIT_S = 5.0
@@ -25,6 +26,7 @@ class Handle:
     generation: int
     failure: Exception | None = None  # what start raises
     dead: bool = False
+    ticks: bool = False  # a node that is asked has no lease: most are wedged
     stop_s: float = 0.0
     beside: threading.Barrier | None = None  # others that must stop at the same time
     killed: threading.Event = field(default_factory=threading.Event)
@@ -37,6 +39,9 @@ class Handle:
 
     def died(self) -> bool:
         return self.dead
+
+    async def answers(self) -> bool:
+        return self.ticks
 
     def stop(self, grace_s: float) -> None:
         self.stops.append(grace_s)
@@ -78,6 +83,11 @@ class Nodes:
         return handle
 
 
+def from_seven(node_id: str, above: int) -> int:
+    """A registry that has issued six generations of every node."""
+    return max(above, 6) + 1
+
+
 async def until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + REAL_LIMIT_S
     while not condition():
@@ -96,8 +106,6 @@ class Case:
             self.nodes.launch,
             on_event=self.events.append,
             has_lease=lambda node_id, generation: self.leased or generation > 1,
-            lease_grace_s=2.0,
-            first_generation=1,
             clock=self.clock,
             sleep=self.clock.sleep,
         )
@@ -120,7 +128,7 @@ def case() -> Case:
 
 async def test_starts_what_is_wanted() -> None:
     nodes, events = Nodes(), list[NodeEvent]()
-    supervisor = Supervisor(nodes.launch, events.append, first_generation=7)
+    supervisor = Supervisor(nodes.launch, events.append, issue=from_seven)
     supervisor.want("prefill", 2)
     supervisor.want("decode", 1)
     await supervisor.start()
@@ -365,17 +373,12 @@ async def test_a_process_that_comes_after_the_stop_is_killed() -> None:
     assert [handle.killed.is_set() for handle in nodes.handles] == [True]
 
 
-async def test_generations_outrank_those_of_an_earlier_deployment() -> None:
-    earlier = Supervisor(Nodes().launch).first_generation
-    assert earlier == pytest.approx(time.time(), abs=5)
-
-
 # ---- roles
 
 
 async def test_a_node_changes_sides_by_drain_and_restart() -> None:
     nodes, events = Nodes(), list[NodeEvent]()
-    supervisor = Supervisor(nodes.launch, events.append, first_generation=7)
+    supervisor = Supervisor(nodes.launch, events.append, issue=from_seven)
     supervisor.want("prefill", 2)
     supervisor.want("decode", 1)
     await supervisor.start()
@@ -402,7 +405,7 @@ async def test_a_node_changes_sides_by_drain_and_restart() -> None:
 )
 async def test_switches_that_are_refused(node_id: str, role: str, field_: str, said: str) -> None:
     nodes = Nodes()
-    supervisor = Supervisor(nodes.launch, first_generation=7)
+    supervisor = Supervisor(nodes.launch, issue=from_seven)
     supervisor.want("prefill", 1)
     supervisor.want("decode", 1)
     await supervisor.start()
@@ -415,7 +418,7 @@ async def test_switches_that_are_refused(node_id: str, role: str, field_: str, s
 
 async def test_two_switches_at_once_leave_a_decode_node() -> None:
     nodes = Nodes()
-    supervisor = Supervisor(nodes.launch, first_generation=7)
+    supervisor = Supervisor(nodes.launch, issue=from_seven)
     supervisor.want("decode", 2)
     await supervisor.start()
     both = [supervisor.switch(f"decode-{i}", "prefill", 1.0) for i in range(2)]
@@ -433,7 +436,7 @@ async def test_a_switch_whose_start_fails_is_tried_again_in_the_new_role() -> No
         launched.append(role)
         return nodes.launch(role, node_id, generation)
 
-    supervisor = Supervisor(launch, first_generation=7)
+    supervisor = Supervisor(launch, issue=from_seven)
     supervisor.want("decode", 2)
     await supervisor.start()
     with pytest.raises(NodeUnavailable, match="no memory"):
