@@ -20,7 +20,8 @@ import grpc.aio
 from cluster.nodes.addresses import host_answers, own_address
 from cluster.nodes.listening import check_addresses, check_free, split_address
 from cluster.nodes.node_logs import NodeLogs
-from cluster.nodes.supervise import Slot, Supervisor
+from cluster.nodes.slots import Slot
+from cluster.nodes.supervise import Supervisor
 from cluster.state.embedded_redis import EmbeddedRedis
 from cluster.state.holder import DeploymentLease, Holder
 from cluster.state.registry import NodeDirectory
@@ -229,7 +230,8 @@ class Deployment:
         await self.supervisor.stand_down(await self._successor)
 
     async def _start_nodes(self, registry: Registry) -> None:
-        from cluster.nodes.launch import RayNode, RayNodes, Wanted
+        from cluster.nodes.launch import RayNode, RayNodes
+        from cluster.nodes.places import Wanted
 
         config = self.config
         roles = [
@@ -238,7 +240,7 @@ class Deployment:
         ]
         wanted = [
             # With several, another goes on with its streams; without prefill nodes, decode computes prompts.
-            Wanted(f"{role}-{i}", resource, standby=config.standby and role == "decode" and count == 1)
+            Wanted(f"{role}-{i}", resource, config.standby and role == "decode" and count == 1, vital=role == "decode")
             for role, count, resource in roles
             for i in range(count)
         ]

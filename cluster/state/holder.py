@@ -100,7 +100,7 @@ _HOLDER = TypeAdapter(Holder)
 class DeploymentLease:
     """This process's hold on a deployment: ``acquire`` it, ask it for generations, ``release`` it."""
 
-    def __init__(self, url: str, deployment: str, holder: Holder, on_lost: Callable[[str], None]) -> None:
+    def __init__(self, url: str, deployment: str, holder: Holder, on_lost: Callable[[str], object]) -> None:
         """on_lost: called once, from the lease's thread, when another process took over, with a description of it."""
         self._client = connect(url)
         self._deployment, self._on_lost = deployment, on_lost
@@ -187,7 +187,7 @@ class DeploymentLease:
     def _renew(self) -> str | None:
         """Returns who took over, if somebody did. Raises redis.RedisError."""
         keys = (self._key, self._records, self._leases)
-        arguments = [self._mark, self._who, int(LEASE_S * 1000), self.token, FORGET_MS]
+        arguments: list[str | bytes | int] = [self._mark, self._who, int(LEASE_S * 1000), self.token, FORGET_MS]
         renewed, who = self._client.eval(_RENEW, 3, *keys, *arguments)
         return None if renewed else _describe(who)
 

@@ -93,7 +93,7 @@ class LeaseKeeper:
         with self._writing:
             record = self._record.with_load(self._load())
             ttl_ms = int(self._ttl_s * 1000)
-            arguments = [record.to_json(), record.generation, ttl_ms, record.id, uuid.uuid4().hex]
+            arguments: list[str | int] = [record.to_json(), record.generation, ttl_ms, record.id, uuid.uuid4().hex]
             written = self._client.eval(_WRITE, len(self._keys), *self._keys, *arguments)
         if not written:
             self.fenced = True

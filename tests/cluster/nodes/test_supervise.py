@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from cluster.nodes import supervise
-from cluster.nodes.slots import MAX_BACKOFF_S, NodeEvent
+from cluster.nodes.slots import MAX_BACKOFF_S, NodeEvent, NotPlaced
 from cluster.nodes.supervise import POLL_S, Supervisor
 from paceline.errors import InvalidRequest, NodeUnavailable
 
@@ -371,6 +371,85 @@ async def test_a_process_that_comes_after_the_stop_is_killed() -> None:
     go.set()
     await until(lambda: bool(nodes.handles) and nodes.handles[0].killed.is_set())
     assert [handle.killed.is_set() for handle in nodes.handles] == [True]
+
+
+async def test_a_node_without_lease_that_answers_is_kept_and_told_once(case: Case) -> None:
+    heard: list[tuple[str, int, bool]] = []
+    case.supervisor.heard = lambda *told: heard.append(told)
+    await case.supervisor.start()
+    handle = case.nodes.handles[0]
+    handle.ticks, case.leased = True, False
+    await until(lambda: case.clock.now > 20.0)
+    assert case.kinds == ["started", "kept"]
+    assert set(heard) == {("decode-0", 1, True)}
+    assert len(heard) <= 21  # one that answers is asked once a second
+    handle.ticks, now = False, case.clock.now
+    await case.handle(1)
+    assert 1.0 <= case.clock.now - now <= 4.0  # a whole grace from its last answer, at most 1 s earlier
+    assert heard[-1] == ("decode-0", 1, False)
+    assert case.kinds == ["started", "kept", "lease_lost", "started"]
+    await case.supervisor.stop(0.0)
+
+
+@pytest.mark.parametrize(("count", "at_once"), [(1, 1), (2, 1), (3, 2), (4, 2)])
+async def test_at_most_half_of_a_role_is_down_for_its_lease(
+    count: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "LEASE_GRACE_S", 0.1)
+    monkeypatch.setattr(supervise, "ASK_AFTER_S", 0.0)
+    nodes = Nodes()
+    supervisor = Supervisor(nodes.launch)
+    supervisor.want("decode", count)
+    await supervisor.start()
+    nodes.failures = {number: NodeUnavailable("no memory") for number in range(count, 100)}
+    supervisor.has_lease = lambda node_id, generation: False
+    await until(lambda: sum(handle.killed.is_set() for handle in nodes.handles[:count]) == at_once)
+    await asyncio.sleep(0.3)
+    assert sum(handle.killed.is_set() for handle in nodes.handles[:count]) == at_once
+    nodes.failures.clear()
+    await until(lambda: all(handle.killed.is_set() for handle in nodes.handles[:count]))  # one after the other
+    await supervisor.stop(0.0)
+
+
+async def test_who_is_superseded_ends_starts_and_switches_nothing(case: Case) -> None:
+    case.supervisor.want("prefill", 1)
+    await case.supervisor.start()
+    await case.supervisor.stand_down("process 7 on elsewhere")
+    for handle in case.nodes.handles:
+        handle.dead = True
+    case.leased = False
+    await asyncio.sleep(3 * POLL_S)
+    with pytest.raises(NodeUnavailable, match="another process supervises"):
+        await case.supervisor.switch("prefill-0", "decode", 1.0)
+    await case.supervisor.stop(1.0)
+    assert case.kinds == ["started", "started"]
+    assert not any(handle.killed.is_set() or handle.stops for handle in case.nodes.handles)
+
+
+@pytest.mark.parametrize("missing", ["prefill-0", "decode-1", "decode"])
+async def test_a_node_without_a_place_is_tried_again_while_others_serve(missing: str) -> None:
+    nodes, events, room = Nodes(), list[NodeEvent](), False
+
+    def launch(role: str, node_id: str, generation: int) -> Handle:
+        if node_id.startswith(missing) and not room:
+            raise NotPlaced(f"{node_id}: no host")
+        return nodes.launch(role, node_id, generation)
+
+    supervisor = Supervisor(launch, events.append)
+    supervisor.want("prefill", 1)
+    supervisor.want("decode", 2)
+    if missing == "decode":  # nobody can serve
+        with pytest.raises(NotPlaced, match="decode-0: no host"):
+            await supervisor.start()
+    else:
+        await supervisor.start()
+        assert {(event.kind, event.node_id) for event in events if event.node_id == missing} == {
+            ("start_failed", missing)
+        }
+        assert len(nodes.handles) == 2
+        room = True
+        await until(lambda: len(nodes.handles) == 3)
+    await supervisor.stop(0.0)
 
 
 # ---- roles

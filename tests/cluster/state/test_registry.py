@@ -335,9 +335,9 @@ async def test_records_that_cannot_be_read_hide_no_other(
         bodies[f"bad-{number}"] = json.dumps(good | {"id": f"bad-{number}", name: value})
     bodies["bad-large"] = json.dumps(good | {"id": "bad-large", "log": 1_000_000 * "x"})
     with redis.Redis.from_url(server.url) as client:
-        client.hset("paceline:default:nodes", mapping=bodies)  # type: ignore[arg-type]  # its types know no str keys
+        client.hset("paceline:default:nodes", mapping=bodies)
         ends = {node_id: int((time.time() + 60) * 1000) for node_id in bodies}
-        client.hset("paceline:default:leases", mapping=ends | {"bad-lease": "soon"})  # type: ignore[arg-type]
+        client.hset("paceline:default:leases", mapping=ends | {"bad-lease": "soon"})
     await until(lambda: len(directory.nodes()) == 2)
     assert ids(directory) == ["decode-0", "decode-1"]
     await asyncio.sleep(TTL_S)
