@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 NAME = "blue"
 NO_ROOM_S = 7.0  # above lease, doubt and grace together, in which all nodes used to be killed
 BACK_S = 15.0
+ADDRESSES = ["--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"]
 BODY = {"prompt": "In a paceline the front rider", "seed": 20, "max_tokens": 24, "ignore_eos": True}
 
 
@@ -55,17 +56,7 @@ def test_another_serve_and_a_redis_without_room_and_without_life(tmp_path: Path)
         with serve(*options, "--no-standby", "--kv-cache-tokens", "1024") as server:
             before, running = tokens(server), {process.pid for process in nodes(server)}
             refused = subprocess.run(
-                [
-                    paceline(),
-                    "serve",
-                    *options[2:],
-                    "--model",
-                    str(other),
-                    "--grpc",
-                    "127.0.0.1:0",
-                    "--http",
-                    "127.0.0.1:0",
-                ],
+                [paceline(), "serve", *options[2:], "--model", str(other), *ADDRESSES],
                 capture_output=True,
                 text=True,
                 timeout=60,
