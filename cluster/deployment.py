@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ log = logging.getLogger(__name__)
 Tell = Callable[[str, str], None]  # (what is waited for, details)
 RPC_TIMEOUT_S = 30.0
 PHASE_POLL_S = 0.5
+SEEN_TIMEOUT_S = 10.0  # for a Redis that is away for a moment
+SEEN_POLL_S = 0.1
 DOUBT_S = 1.5  # a node whose lease ran out is used on for so long, in which it is asked
 
 
@@ -106,7 +109,7 @@ class Deployment:
         await self.directory.start()
         self._at_end("directory", self.directory.close)
         await self._start_nodes(registry)
-        await self.directory.refresh()  # the nodes have their leases now; the first request is not to miss one
+        await self._show_own_nodes()
         self.directory.on_change(node_logs.follow)
         node_logs.follow(self.directory.nodes())
         watcher = CacheWatcher(registry.url, self.directory.nodes, registry.lease_ttl_s, registry.namespace)
@@ -114,7 +117,6 @@ class Deployment:
         self._at_end("cached prefixes", watcher.close)
         with self._waiting_for("nodes to pair"):
             self.served = await self._introduce(self.supervisor.slots)
-        self._show_own_nodes(self.supervisor.slots)
         metrics = Metrics()
         metrics.watch_nodes(self.directory.nodes)
         metrics.watch_registry(lambda: self.directory.stale_for_s)
@@ -314,10 +316,18 @@ class Deployment:
             status = await stub.Status(node_pb2.StatusRequest(), timeout=RPC_TIMEOUT_S)
         return Served(status.max_model_len, status.vocab_size, status.bit_exact)
 
-    def _show_own_nodes(self, slots: list[Slot]) -> None:
-        """Nodes that serve something else are not used, whoever registered them under this deployment's name."""
-        own = {(slot.node_id, slot.generation) for slot in slots}
-        records = [record for record in self.directory.nodes() if (record.id, record.generation) in own]
+    async def _show_own_nodes(self) -> None:
+        """See the nodes that have started, and from now on none that serve something else, whatever their name is."""
+        end = time.monotonic() + SEEN_TIMEOUT_S
+        while True:
+            await self.directory.refresh()  # they have their leases now; the first request is not to miss one
+            own = {(slot.node_id, slot.generation) for slot in self.supervisor.slots}
+            records = [record for record in self.directory.nodes() if (record.id, record.generation) in own]
+            if records:
+                break
+            if time.monotonic() >= end:
+                raise NodeUnavailable(f"Redis (option redis) did not tell of the nodes in {SEEN_TIMEOUT_S:g} s")
+            await asyncio.sleep(SEEN_POLL_S)
         self.directory.show_only((record.model, record.fingerprint_digest) for record in records)
 
     async def stop(self, grace_s: float) -> None:
