@@ -68,8 +68,8 @@ class Places:
         return self._groups[node_id]
 
     def there(self, node_id: str) -> bool:
-        """Whether a node can be started at its place; waits for a moment. Of one group it cannot be told for each: Ray
-        calls the whole group unplaced while a host is lost."""
+        """Whether a node can be started at its place; waits for a moment. One group for all tells nothing of each
+        node: Ray calls it unplaced as a whole while a host is lost."""
         return self._together or bool(self._groups[node_id][0].wait(THERE_TIMEOUT_S))
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ class Supervisor:
     A node without its lease on a host that does not answer is cut off: nothing can be ended or started there. It is
     left alone until it has its lease again, which costs no reload, or is known to have died, or its host has answered
     for a whole grace, in which it could have had its lease back. A node without its lease that answers itself is kept:
-    Redis may take no writes. Of a role at most half of the nodes are down for a lost lease at a time.
+    Redis may take no writes. At most half of a role's nodes are down for a lost lease at a time.
     """
 
     launch: Launch

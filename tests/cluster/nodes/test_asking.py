@@ -16,7 +16,9 @@ from paceline.v1 import node_pb2, node_pb2_grpc
 
 
 class Server(node_pb2_grpc.DecodeNodeServicer):
-    """A node's gRPC server."""
+    """What is asked of a node's gRPC server."""
+
+    Decode = Handoff = Pair = Trace = None  # type: ignore[assignment]
 
     async def Status(self, request: node_pb2.StatusRequest, context: Any) -> node_pb2.StatusResponse:
         return node_pb2.StatusResponse()
@@ -28,7 +30,12 @@ class Reference(Future[dict[str, Any]]):
     def future(self) -> Future[dict[str, Any]]:
         """What one waits for."""
         waited: Future[dict[str, Any]] = Future()
-        self.add_done_callback(lambda done: waited.cancelled() or waited.set_result(done.result()))
+
+        def pass_on(done: Future[dict[str, Any]]) -> None:
+            if not waited.cancelled():
+                waited.set_result(done.result())
+
+        self.add_done_callback(pass_on)
         return waited
 
 
@@ -60,7 +67,9 @@ async def address() -> AsyncIterator[str]:
 
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch) -> RayNode:
-    done = lambda references, timeout: ([each for each in references if each.done()], [])  # noqa: E731
+    def done(references: list[Reference], timeout: float) -> tuple[list[Reference], list[Reference]]:
+        return [each for each in references if each.done()], []
+
     monkeypatch.setattr("cluster.nodes.launch.ray.wait", done)
     monkeypatch.setattr(launch, "ASK_TIMEOUT_S", 0.3)
     monkeypatch.setattr(addresses, "ANSWER_TIMEOUT_S", 0.2)
