@@ -229,7 +229,7 @@ class Deployment:
         self._lease, self._successor = lease, successor
 
     async def _stand_down(self) -> None:
-        await self.supervisor.stand_down(await self._successor)
+        await self.supervisor.stand_down(await asyncio.shield(self._successor))
 
     async def _start_nodes(self, registry: Registry) -> None:
         from cluster.nodes.launch import RayNode, RayNodes

@@ -61,10 +61,11 @@ class Slot:
     handle: NodeHandle | None = None
     address: str = ""
     started_at: float = 0.0
-    leased_at: float = 0.0  # when its lease was last seen, it last answered, or its host was silent: the grace's start
+    leased_at: float = 0.0  # when its lease was last seen, or its host found silent
+    answered_at: float = 0.0  # when it was last asked and answered; the grace runs from the later of the two
     asked_at: float = 0.0
     cut_off: bool = False
-    kept: bool = False  # it has no lease, but answers
+    kept: bool = False  # it has had no lease for a whole grace, but answers
     replaced_for_lease: bool = False  # it was killed for its lease, and has not started anew
     backoff_s: float = FIRST_BACKOFF_S
     restarts: int = 0

@@ -127,18 +127,20 @@ class Supervisor:
             return False
         slot.cut_off = False
         if await self._answers(slot):
-            slot.leased_at = self.clock()
             return False
-        return self.clock() - slot.leased_at >= LEASE_GRACE_S and _may_replace(slot, self.slots)
+        since = self.clock() - max(slot.leased_at, slot.answered_at)
+        return since >= LEASE_GRACE_S and _may_replace(slot, self.slots)
 
     async def _answers(self, slot: Slot) -> bool:
         """Ask a node without its lease; the router goes on using one that answers."""
         alive = slot.handle is not None and await slot.handle.answers()
         self.heard(slot.node_id, slot.generation, alive)
-        if alive and not slot.kept:
-            detail = "it has no lease in Redis, but answers; used on"
-            self._tell(NodeEvent("kept", slot.node_id, slot.role, slot.generation, detail))
-        slot.kept = alive
+        if alive:
+            slot.answered_at = self.clock()
+            if not slot.kept and self.clock() - slot.leased_at >= LEASE_GRACE_S:
+                slot.kept = True
+                detail = "it has no lease in Redis, but answers; used on"
+                self._tell(NodeEvent("kept", slot.node_id, slot.role, slot.generation, detail))
         return alive
 
     async def _replace(self, slot: Slot, kind: Literal["died", "lease_lost"] | None) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 import redis
 
@@ -19,7 +17,7 @@ from cluster.state.node_lease import LeaseKeeper
 from cluster.state.registry_types import NodeRecord, namespace_of
 from tests.fakes.redis_servers import Embedded
 from tests.multihost.small_model import write_model
-from tests.support.server import Server, paceline, serve
+from tests.support.server import Server, serve
 from tests.support.tiny_chat import CHAT_VOCAB
 from tests.support.tiny_model import tiny_spec
 
@@ -28,7 +26,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 NAME = "blue"
 NO_ROOM_S = 7.0  # above lease, doubt and grace together, in which all nodes used to be killed
 BACK_S = 15.0
-ADDRESSES = ["--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"]
 BODY = {"prompt": "In a paceline the front rider", "seed": 20, "max_tokens": 24, "ignore_eos": True}
 
 
@@ -39,30 +36,17 @@ def tokens(server: Server) -> list[int]:
     return found
 
 
-def nodes(server: Server) -> list[psutil.Process]:
-    return [process for process in server.processes() if "".join(process.cmdline()).startswith("ray::NodeHost")]
-
-
-def test_another_serve_and_a_redis_without_room_and_without_life(tmp_path: Path) -> None:
+def test_another_deployment_and_a_redis_without_room_and_without_life(tmp_path: Path) -> None:
     folder = tmp_path / "tiny"
     write_model(folder, replace(tiny_spec(CHAT_VOCAB), max_position_embeddings=512))
-    (other := tmp_path / "other").symlink_to(folder)
     registry = Embedded()
     options = ["--model", str(folder), "--redis", registry.url, "--deployment", NAME, "--drafter", "ngram"]
     foreign = NodeRecord("decode-0", "decode", 2**40, "127.0.0.1:1", model="other", fingerprint_digest="other")
     green = LeaseKeeper(registry.url, foreign, 2.0, lambda: True, dict, namespace_of("green"))
     odd = LeaseKeeper(registry.url, replace(foreign, id="decode-7"), 2.0, lambda: True, dict, namespace_of(NAME))
     try:
-        with serve(*options, "--no-standby", "--kv-cache-tokens", "1024") as server:
-            before, running = tokens(server), {process.pid for process in nodes(server)}
-            refused = subprocess.run(
-                [paceline(), "serve", *options[2:], "--model", str(other), *ADDRESSES],
-                capture_output=True,
-                text=True,
-                timeout=60,
-            )
-            assert refused.returncode != 0
-            assert f"deployment: 'blue' is held by process {server.process.pid} on " in refused.stderr
+        with serve(*options, "--prefill-nodes", "0", "--no-standby", "--kv-cache-tokens", "1024") as server:
+            before = tokens(server)
             green.start()
             odd.start()
             with redis.Redis.from_url(registry.url) as client:
@@ -73,7 +57,7 @@ def test_another_serve_and_a_redis_without_room_and_without_life(tmp_path: Path)
                     time.sleep(0.2)
                 client.config_set("maxmemory", "64mb")
             log = server.log.read_text()
-            assert log.count("kept: it has no lease in Redis, but answers") == len(running) == 2
+            assert log.count("kept: it has no lease in Redis, but answers") == 1
             assert "lease_lost" not in log
             assert log.count("decode-7 generation 1099511627776 at 127.0.0.1:1 serves 'other'") == 1
             registry.kill()
