@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,9 +21,12 @@ import grpc.aio
 from cluster.nodes.addresses import host_answers, own_address
 from cluster.nodes.listening import check_addresses, check_free, split_address
 from cluster.nodes.node_logs import NodeLogs
-from cluster.nodes.supervise import Slot, Supervisor
+from cluster.nodes.slots import Slot
+from cluster.nodes.supervise import Supervisor
 from cluster.state.embedded_redis import EmbeddedRedis
+from cluster.state.holder import DeploymentLease, Holder
 from cluster.state.registry import NodeDirectory
+from cluster.state.registry_types import Registry
 from paceline.assembly.shipped import with_real_drafter
 from paceline.config import ServeConfig
 from paceline.errors import NodeUnavailable, PairingRefused
@@ -41,6 +45,9 @@ log = logging.getLogger(__name__)
 Tell = Callable[[str, str], None]  # (what is waited for, details)
 RPC_TIMEOUT_S = 30.0
 PHASE_POLL_S = 0.5
+SEEN_TIMEOUT_S = 10.0  # for a Redis that is away for a moment
+SEEN_POLL_S = 0.1
+DOUBT_S = 1.5  # a node whose lease ran out is used on for so long, in which it is asked
 
 
 @dataclass(frozen=True)
@@ -79,9 +86,12 @@ class Deployment:
         check_addresses(config)
         await asyncio.to_thread(check_free, config)  # a host name may have to be looked up
         front_door = asyncio.get_running_loop().run_in_executor(None, _import_front_door)  # while Ray starts
+        if config.redis:
+            await self._hold(config.redis)  # before anything of another holder's could be touched
         with self._waiting_for("Ray"):
             self._start_ray()
-        registry_url = self._start_registry()
+        registry_url = config.redis or await self._start_redis()
+        registry = Registry(registry_url, config.lease_ttl_s, config.deployment)
         with self._waiting_for("the front door's modules"):
             await front_door
             from cluster.routing.metrics import Metrics
@@ -95,25 +105,26 @@ class Deployment:
             tokenizer = Tokenizer.from_folder(folder, config.chat_template)
         node_logs = NodeLogs()
         self._at_end("node logs", node_logs.close)  # after the nodes, for their last words
-        self.directory = NodeDirectory(registry_url, config.lease_ttl_s)
+        self.directory = NodeDirectory(registry.url, registry.lease_ttl_s, registry.namespace, DOUBT_S)
         await self.directory.start()
         self._at_end("directory", self.directory.close)
-        self.supervisor = await self._start_nodes(registry_url)
-        await self.directory.refresh()  # the nodes have their leases now; the first request is not to miss one
+        await self._start_nodes(registry)
+        await self._show_own_nodes()
         self.directory.on_change(node_logs.follow)
         node_logs.follow(self.directory.nodes())
-        watcher = CacheWatcher(registry_url, self.directory.nodes, config.lease_ttl_s)
+        watcher = CacheWatcher(registry.url, self.directory.nodes, registry.lease_ttl_s, registry.namespace)
         await watcher.start()
         self._at_end("cached prefixes", watcher.close)
         with self._waiting_for("nodes to pair"):
             self.served = await self._introduce(self.supervisor.slots)
         metrics = Metrics()
         metrics.watch_nodes(self.directory.nodes)
+        metrics.watch_registry(lambda: self.directory.stale_for_s)
         if config.vllm_metrics:
             from cluster.routing.vllm_metrics import VllmMetrics
 
             metrics.registry.register(VllmMetrics(metrics, config.model, self.directory.nodes))
-        journal = open_journal(config, registry_url, metrics.registry)
+        journal = open_journal(config, registry.url, metrics.registry)
         if journal is not None:
             self._at_end("journal", journal.close)
         grammars = GrammarCompiler(folder, self.served.vocab_size)
@@ -190,19 +201,39 @@ class Deployment:
         start_ray(config.ray_address, config.prefill_nodes + config.decode_nodes)
         self._at_end("ray", stop_ray)
 
-    def _start_registry(self) -> str:
+    async def _start_redis(self) -> str:
+        """A Redis of this deployment's own, held; returns its URL."""
         config = self.config
-        if config.redis:
-            return config.redis
         if config.ray_address == "local":
             server = EmbeddedRedis()
         else:  # nodes may be on other hosts
             server = EmbeddedRedis(tcp=True, host=own_address(config.host, config.node_interface))
         self._at_end("redis", server.close)
+        server.keep_running()
+        await self._hold(server.url)
         return server.url
 
-    async def _start_nodes(self, registry_url: str) -> Supervisor:
-        from cluster.nodes.launch import RayNode, RayNodes, Wanted
+    async def _hold(self, redis_url: str) -> None:
+        """Become the one process that supervises this deployment, or raise ConfigError."""
+        loop = asyncio.get_running_loop()
+        successor: asyncio.Future[str] = loop.create_future()
+        lease = DeploymentLease(
+            redis_url,
+            self.config.deployment,
+            Holder(self.config.model),
+            on_lost=lambda who: loop.call_soon_threadsafe(successor.set_result, who),
+        )
+        self._at_end("deployment lease", lease.release)
+        with self._waiting_for("the deployment's lease"):
+            await asyncio.to_thread(lease.acquire)
+        self._lease, self._successor = lease, successor
+
+    async def _stand_down(self) -> None:
+        await self.supervisor.stand_down(await asyncio.shield(self._successor))
+
+    async def _start_nodes(self, registry: Registry) -> None:
+        from cluster.nodes.launch import RayNode, RayNodes
+        from cluster.nodes.places import Wanted
 
         config = self.config
         roles = [
@@ -211,7 +242,7 @@ class Deployment:
         ]
         wanted = [
             # With several, another goes on with its streams; without prefill nodes, decode computes prompts.
-            Wanted(f"{role}-{i}", resource, standby=config.standby and role == "decode" and count == 1)
+            Wanted(f"{role}-{i}", resource, config.standby and role == "decode" and count == 1, vital=role == "decode")
             for role, count, resource in roles
             for i in range(count)
         ]
@@ -221,7 +252,7 @@ class Deployment:
         node_config = config.node(threads, secrets.token_hex(8) if shares else "", self._open_weight_file())
         slots = {node.node_id: number for number, node in enumerate(wanted)}
         with self._waiting_for("Ray to place nodes"):
-            nodes = await asyncio.to_thread(RayNodes, wanted, registry_url, config.lease_ttl_s, config.node_interface)
+            nodes = await asyncio.to_thread(RayNodes, wanted, registry, config.node_interface)
         self._at_end("placement", nodes.close)
 
         def launch(role: str, node_id: str, generation: int) -> RayNode:
@@ -229,7 +260,13 @@ class Deployment:
             return nodes.launch(role, node_id, generation, own)
 
         # A node that stopped without dying is replaced too.
-        supervisor = Supervisor(launch, has_lease=self.directory.holds, reachable=host_answers)
+        supervisor = self.supervisor = Supervisor(
+            launch,
+            issue=self._lease.issue,
+            has_lease=self.directory.holds,
+            heard=self.directory.heard,
+            reachable=host_answers,
+        )
         for role, count, _ in roles:
             supervisor.want(role, count)
         self._at_end("nodes", lambda: supervisor.stop(self._grace_s))
@@ -239,7 +276,8 @@ class Deployment:
                 await supervisor.start()
         finally:
             told.cancel()
-        return supervisor
+        standing_down = asyncio.create_task(self._stand_down(), name="stand-down")
+        self._at_end("stand-down", standing_down.cancel)
 
     async def _tell_phases(self, slots: list[Slot]) -> None:
         """Tell what each node that has not started is at, until cancelled."""
@@ -270,13 +308,27 @@ class Deployment:
 
     async def _introduce(self, slots: list[Slot]) -> Served:
         """Pair every prefill node with every decode node now, so that a mismatch shows before the first request."""
-        prefills = [slot for slot in slots if slot.role == "prefill"]
-        decodes = [slot for slot in slots if slot.role == "decode"]
+        prefills = [slot for slot in slots if slot.role == "prefill" and slot.address]
+        decodes = [slot for slot in slots if slot.role == "decode" and slot.address]
         await asyncio.gather(*(_connect(p, d) for p in prefills for d in decodes))
         async with grpc.aio.insecure_channel(decodes[0].address) as channel:
             stub = node_pb2_grpc.DecodeNodeStub(channel)
             status = await stub.Status(node_pb2.StatusRequest(), timeout=RPC_TIMEOUT_S)
         return Served(status.max_model_len, status.vocab_size, status.bit_exact)
+
+    async def _show_own_nodes(self) -> None:
+        """See the nodes that have started, and from now on none that serve something else, whatever their name is."""
+        end = time.monotonic() + SEEN_TIMEOUT_S
+        while True:
+            await self.directory.refresh()  # they have their leases now; the first request is not to miss one
+            own = {(slot.node_id, slot.generation) for slot in self.supervisor.slots}
+            records = [record for record in self.directory.nodes() if (record.id, record.generation) in own]
+            if records:
+                break
+            if time.monotonic() >= end:
+                raise NodeUnavailable(f"Redis (option redis) did not tell of the nodes in {SEEN_TIMEOUT_S:g} s")
+            await asyncio.sleep(SEEN_POLL_S)
+        self.directory.show_only((record.model, record.fingerprint_digest) for record in records)
 
     async def stop(self, grace_s: float) -> None:
         """End everything, newest first; each part has its own deadline. Idempotent.

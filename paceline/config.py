@@ -353,6 +353,10 @@ class ServeConfig(EngineConfig):
     """URL of the Redis that holds node leases and the journal, e.g. `redis://HOST:6379/0`. Empty starts an embedded
     server."""
 
+    deployment: str = Field(default="default", pattern="^[A-Za-z0-9_-]{1,40}$")
+    """Name of this deployment in Redis and Ray: letters, digits, `-` and `_`, at most 40. Each name is served by one
+    process at a time; other names are not noticed."""
+
     lease_ttl_s: float = Field(default=2.0, gt=0)
     """Seconds without a heartbeat after which a node counts as lost. Raise it where hosts or Redis pause for longer."""
 

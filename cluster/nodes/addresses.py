@@ -1,14 +1,16 @@
-"""Addresses of hosts: this one's own, and whether another one answers at its."""
+"""Addresses: this host's own, and whether another host, or a node, answers at its."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 
+import grpc.aio
 import psutil
 
 from paceline.config import AUTO_HOST
 from paceline.errors import ConfigError
+from paceline.v1 import node_pb2, node_pb2_grpc
 
 ANSWER_TIMEOUT_S = 1.0
 
@@ -54,4 +56,15 @@ async def host_answers(address: str) -> bool:
     except OSError:  # no route, no answer in time (TimeoutError is one)
         return False
     writer.transport.abort()
+    return True
+
+
+async def node_answers(role: str, address: str) -> bool:
+    """Whether the gRPC server of a node answers; false after ANSWER_TIMEOUT_S."""
+    stubs = {"prefill": node_pb2_grpc.PrefillNodeStub, "decode": node_pb2_grpc.DecodeNodeStub}
+    async with grpc.aio.insecure_channel(address) as channel:
+        try:
+            await stubs[role](channel).Status(node_pb2.StatusRequest(), timeout=ANSWER_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return False
     return True

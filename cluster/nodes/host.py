@@ -21,8 +21,8 @@ import redis
 from cluster.nodes.addresses import own_address
 from cluster.nodes.node_logs import stderr_file
 from cluster.state.cache_events import CachePublisher, KeySource
-from cluster.state.registry import Fenced, LeaseKeeper
-from cluster.state.registry_types import NodeRecord
+from cluster.state.node_lease import Fenced, LeaseKeeper
+from cluster.state.registry_types import NodeRecord, Registry
 from paceline.config import NodeConfig
 from paceline.errors import NodeUnavailable
 from paceline.logs import configure_logging
@@ -35,6 +35,8 @@ T = TypeVar("T")
 START_TIMEOUT_S = 300.0  # loads the model
 STOP_MARGIN_S = 15.0  # past the grace
 LOOP_STALL_S = 2.0
+REGISTER_TIMEOUT_S = 10.0
+REGISTER_RETRY_S = 0.2
 
 
 class Shell(Protocol):
@@ -98,8 +100,7 @@ class NodeHost:
         node_id: str,
         generation: int,
         config: NodeConfig,
-        registry_url: str,
-        lease_ttl_s: float,
+        registry: Registry,
         interface: str = "",
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
@@ -109,7 +110,7 @@ class NodeHost:
         configure_logging(config.log_level, config.log_format, node_id)
         self._role, self._node_id, self._generation = role, node_id, generation
         self._config = config.model_copy(update={"host": own_address(config.host, interface)})
-        self._registry_url, self._lease_ttl_s = registry_url, lease_ttl_s
+        self._registry = registry
         with phase("importing"):
             self._node = make_node(role, node_id, self._config)
         self._loop = asyncio.new_event_loop()
@@ -126,27 +127,43 @@ class NodeHost:
         NodeUnavailable when it cannot be registered. After a failure the process is of no use: end it."""
         self._thread.start()
         self._address = self._run(self._node.start(), START_TIMEOUT_S)
+        registry = self._registry
         keeper = LeaseKeeper(
-            self._registry_url, self._record(), self._lease_ttl_s, self._alive, self._load, on_fenced=self._fenced
+            registry.url,
+            self._record(),
+            registry.lease_ttl_s,
+            self._alive,
+            self._load,
+            registry.namespace,
+            self._fenced,
         )
-        try:
-            with phase("registering"):
-                keeper.start()
-        except (redis.RedisError, Fenced) as error:
-            keeper.close()
-            told = f"{self._node_id} cannot be registered in Redis (option redis): {error}"
-            raise NodeUnavailable(told) from None
+        with phase("registering"):
+            self._register(keeper)
         self._keeper = keeper
         cache = self._node.shell.prefix_cache()
         if cache is not None:
             node = self._node_id, self._generation
-            self._publisher = CachePublisher(self._registry_url, node, cache, self._lease_ttl_s)
+            self._publisher = CachePublisher(registry.url, node, cache, registry.lease_ttl_s, registry.namespace)
             self._publisher.start()
         # Modules, model and tables live as long as the process: full collections need not walk them again and again.
         gc.collect()
         gc.freeze()
         give_back_memory()
         return self._address
+
+    def _register(self, keeper: LeaseKeeper) -> None:
+        """Redis may be away for a moment: a model that is loaded is worth a wait."""
+        end = time.monotonic() + REGISTER_TIMEOUT_S
+        while True:
+            try:
+                keeper.start()
+                return
+            except (redis.RedisError, Fenced) as error:
+                if isinstance(error, Fenced) or time.monotonic() >= end:
+                    keeper.close()
+                    told = f"{self._node_id} cannot be registered in Redis (option redis): {error}"
+                    raise NodeUnavailable(told) from None
+            time.sleep(REGISTER_RETRY_S)
 
     def stop(self, grace_s: float) -> None:
         """Refuse new work, let what runs finish for ``grace_s``, end everything. Idempotent; a second caller waits

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-from collections import Counter
+import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
 
+from cluster.nodes.addresses import node_answers
 from cluster.nodes.host import START_TIMEOUT_S, STOP_MARGIN_S, NodeHost
+from cluster.nodes.slots import NotPlaced
+from cluster.state.registry_types import Registry
 from paceline.config import NodeConfig
 from paceline.errors import NodeUnavailable, PacelineError
 
@@ -23,21 +26,20 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.nodes.places import Places, Wanted
 from cluster.nodes.private_ray import start_private_ray
 
 log = logging.getLogger(__name__)
 
-PLACEMENT_TIMEOUT_S = 60.0
 STATUS_TIMEOUT_S = 10.0
 PHASE_TIMEOUT_S = 1.0
+ASK_TIMEOUT_S = 1.0
 AGENT_TIMEOUT_S = 2.0  # for Ray's helpers to end by themselves
 # A helper of a step's parallel regions looks for the next one for about half a millisecond, then it sleeps. Regions are
 # tens of microseconds apart, and waking a sleeper takes as long: a step of SmolLM2 on two cores took twice the time.
 SPIN_COUNT = "20000"
-CPU_SHARE = 0.01  # nodes pin their own threads; Ray only has to place them
 
 _private: list[psutil.Process] = []  # Ray's own processes of a private cluster, to be ended with it
 
@@ -85,39 +87,28 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """A node that is to run for the life of the deployment, over generations."""
-
-    node_id: str
-    resource: str = ""  # Ray resource of which it takes 1; empty: it may run on any host
-    standby: bool = False  # beside it a process waits that has all but the model, to be its next generation
-
-
 class RayNodes:
-    """Launches node processes into one placement group, a bundle per node."""
+    """Launches node processes at their places."""
 
-    def __init__(self, wanted: Sequence[Wanted], registry_url: str, lease_ttl_s: float, interface: str = "") -> None:
-        """wanted: every node there will be. interface: of the nodes' addresses; empty: as their options say."""
-        self._registry_url, self._lease_ttl_s, self._interface = registry_url, lease_ttl_s, interface
-        self._bundles = {node.node_id: i for i, node in enumerate(wanted)}
+    def __init__(self, wanted: Sequence[Wanted], registry: Registry, interface: str = "") -> None:
+        """wanted: every node there will be. interface: of the nodes' addresses; empty: as their options say. Raises
+        NodeUnavailable when Ray has no place for what the deployment cannot do without."""
+        self._registry, self._interface = registry, interface
+        # Names in Ray say whose they are. The rest is this start's own: what an earlier one left may linger.
+        self._name = f"paceline-{registry.deployment}-{secrets.token_hex(4)}"
         self._with_standby = {node.node_id for node in wanted if node.standby}
-        self._standbys: dict[tuple[str, int], RayNode] = {}  # by node and the generation that each is to be
-        bundles = [{"CPU": CPU_SHARE} | ({node.resource: 1} if node.resource else {}) for node in wanted]
-        # Apart where there are hosts enough, together where not. STRICT_SPREAD would refuse more nodes than hosts,
-        # and would leave the nodes of a lost host unplaced for as long as no other comes.
-        self._group = placement_group(bundles, strategy="SPREAD")
-        if not self._group.wait(PLACEMENT_TIMEOUT_S):
-            self.close()
-            raise NodeUnavailable(_unplaced(wanted))
+        self._standbys: dict[str, tuple[int, RayNode]] = {}  # by node; with the generation that each is to be
+        self._places = Places(self._name, wanted)
 
     def launch(self, role: str, node_id: str, generation: int, config: NodeConfig) -> RayNode:
-        """A node process, not yet started: the standby, where there is one that lives."""
-        node = self._standbys.pop((node_id, generation), None)
-        if node is not None and node.role != role:
+        """A node process, not yet started: the standby, where there is one that lives. Raises NotPlaced."""
+        stands_for, node = self._standbys.pop(node_id, (generation, None))
+        if node is not None and (node.role, stands_for) != (role, generation):
             node.kill()
             node = None
         if node is None or node.died():
+            if not self._places.there(node_id):
+                raise NotPlaced(f"{node_id} is not started: no host of the Ray cluster has room for it")
             node = self._process(role, node_id, generation, config)
         if node_id in self._with_standby:  # once the node runs, so that it starts no later for it
             node.on_started = lambda: self._stand_by(role, node_id, generation + 1, config)
@@ -125,7 +116,7 @@ class RayNodes:
 
     def _stand_by(self, role: str, node_id: str, generation: int, config: NodeConfig) -> None:
         try:
-            self._standbys[node_id, generation] = self._process(role, node_id, generation, config)
+            self._standbys[node_id] = generation, self._process(role, node_id, generation, config)
         except ray.exceptions.RayError as error:  # the node itself runs
             log.warning("%s has no standby: %s", node_id, error)
 
@@ -137,32 +128,22 @@ class RayNodes:
         if self._interface:
             environment["NCCL_SOCKET_IFNAME"] = f"={self._interface}"  # exactly this one; without = it is a prefix
         actor = ray.remote(NodeHost).options(
-            name=f"paceline-{node_id}#{generation}",
-            namespace="paceline",
+            name=f"{self._name}/{node_id}#{generation}",
+            namespace=self._name,
             num_cpus=0,  # the bundle's share is for placing; a predecessor that is slow to go must not block it
             max_restarts=0,
             max_task_retries=0,
             max_concurrency=4,  # wait_stopped holds one thread for life; start, stop and status have the others
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, self._bundles[node_id]),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(*self._places.of(node_id)),
         )
-        handle = actor.remote(
-            role, node_id, generation, config, self._registry_url, self._lease_ttl_s, self._interface, environment
-        )
+        handle = actor.remote(role, node_id, generation, config, self._registry, self._interface, environment)
         return RayNode(node_id, role, handle)
 
     def close(self) -> None:
-        """End the standbys and give the placement group back."""
+        """End the standbys and give the places back."""
         while self._standbys:
-            self._standbys.popitem()[1].kill()
-        remove_placement_group(self._group)
-
-
-def _unplaced(wanted: Sequence[Wanted]) -> str:
-    """What was asked for, and what the cluster has of it."""
-    asked = Counter(node.resource for node in wanted if node.resource)
-    there = ray.cluster_resources()
-    short = [f"{count} of {name!r} asked, {there.get(name, 0):g} there" for name, count in asked.items()]
-    return f"Ray could not place {len(wanted)} nodes in {PLACEMENT_TIMEOUT_S:g} s; " + "; ".join(short or ["no CPU"])
+            self._standbys.popitem()[1][1].kill()
+        self._places.close()
 
 
 class RayNode:
@@ -172,6 +153,7 @@ class RayNode:
         self.node_id, self.role = node_id, role
         self.on_started: Callable[[], None] = lambda: None
         self._actor = actor
+        self._asked: Any = None  # the answer to the latest ``answers``
         self._watch = actor.wait_stopped.remote()
 
     def start(self) -> str:
@@ -196,6 +178,21 @@ class RayNode:
         except ray.exceptions.RayError as error:
             raise NodeUnavailable(f"{self.node_id} does not answer: {error}") from error
         return status
+
+    async def answers(self) -> bool:
+        """Whether the process says that its engine loop ticks, and its gRPC server answers, within ASK_TIMEOUT_S."""
+        try:
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                status = await self._ask_status()
+                return status["alive"] and not status["fenced"] and await node_answers(self.role, status["address"])
+        except (TimeoutError, ray.exceptions.RayError):
+            return False
+
+    async def _ask_status(self) -> Any:
+        """A process that is stopped has one question waiting at most."""
+        if self._asked is None or ray.wait([self._asked], timeout=0)[0]:
+            self._asked = self._actor.status.remote()
+        return await asyncio.wrap_future(self._asked.future())
 
     def phase(self) -> str:
         """What its start is at; empty where it does not answer at once."""

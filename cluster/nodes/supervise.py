@@ -5,73 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
-from paceline.errors import InvalidRequest
+from cluster.nodes.slots import FIRST_BACKOFF_S, MAX_BACKOFF_S, Launch, NodeEvent, NodeHandle, NotPlaced, Slot
+from paceline.errors import InvalidRequest, NodeUnavailable
 
 log = logging.getLogger(__name__)
 
 ROLES = ("prefill", "decode")
 POLL_S = 0.05
-FIRST_BACKOFF_S = 0.1
-MAX_BACKOFF_S = 10.0
 HEALTHY_AFTER_S = 10.0  # a life this long, as long as the longest backoff, resets it
 LEASE_GRACE_S = 2.0  # a node without its lease for so long is replaced; the router has stopped using it
-ASK_AFTER_S = 0.25  # between two questions whether the host of a node without its lease answers
+ASK_AFTER_S = 0.25  # between two questions to a node without its lease, or to its host
+ASK_KEPT_AFTER_S = 1.0  # to one that answered
 KILL_TIMEOUT_S = 10.0
 STOP_MARGIN_S = 45.0  # past the grace; handles have closer deadlines of their own
-
-
-class NodeHandle(Protocol):
-    """A node process; ``start``, ``stop`` and ``kill`` block, each within a deadline of its own."""
-
-    def start(self) -> str:
-        """Start the node; returns its gRPC address. Raises PacelineError."""
-
-    def died(self) -> bool:
-        """Whether the process is gone or was stopped."""
-
-    def stop(self, grace_s: float) -> None:
-        """Drain and end, for at most ``grace_s`` seconds and a margin. Never raises."""
-
-    def kill(self) -> None:
-        """End the process now. Never raises; does nothing to one that is gone."""
-
-
-Launch = Callable[[str, str, int], NodeHandle]  # (role, node id, generation)
-
-
-@dataclass(frozen=True)
-class NodeEvent:
-    """Something that happened to a node."""
-
-    kind: Literal["started", "died", "lease_lost", "cut_off", "start_failed", "stopped"]
-    node_id: str
-    role: str
-    generation: int
-    detail: str = ""  # the address, or what went wrong
-    retry_in_s: float = 0.0  # of died, lease_lost and start_failed: the backoff that follows
-
-
-@dataclass
-class Slot:
-    """One wanted node."""
-
-    role: str
-    node_id: str
-    generation: int = 0
-    handle: NodeHandle | None = None
-    address: str = ""
-    started_at: float = 0.0
-    leased_at: float = 0.0  # when its lease was last seen, or its host found silent: its grace runs from here
-    asked_at: float = 0.0
-    cut_off: bool = False
-    backoff_s: float = FIRST_BACKOFF_S
-    restarts: int = 0
-    last_error: str = ""
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # whoever ends or starts its process
 
 
 @dataclass
@@ -79,49 +29,61 @@ class Supervisor:
     """Owns the node processes of a deployment.
 
     Life of a slot: launched (a new generation) -> started (its address known) -> died, or without its lease for
-    ``lease_grace_s`` -> killed -> after ``backoff_s`` launched again; until ``stop``. A node without its lease on a
-    host that does not answer is cut off: nothing can be ended or started there. It is left alone until it has its
-    lease again, which costs no reload, or is known to have died, or its host has answered for a whole grace, in which
-    it could have had its lease back.
+    ``lease_grace_s`` -> killed -> after ``backoff_s`` launched again; until ``stop``.
+
+    A node without its lease on a host that does not answer is cut off: nothing can be ended or started there. It is
+    left alone until it has its lease again, which costs no reload, or is known to have died, or its host has answered
+    for a whole grace, in which it could have had its lease back. A node without its lease that answers itself is kept:
+    Redis may take no writes. At most half of a role's nodes are down for a lost lease at a time.
     """
 
     launch: Launch
     on_event: Callable[[NodeEvent], None] = lambda event: None
+    issue: Callable[[str, int], int] = lambda node_id, above: above + 1  # DeploymentLease.issue; blocks
     has_lease: Callable[[str, int], bool] = lambda node_id, generation: True  # NodeDirectory.holds
+    heard: Callable[[str, int, bool], None] = lambda node_id, generation, alive: None  # NodeDirectory.heard
     reachable: Callable[[str], Awaitable[bool]] = lambda address: _yes()  # whether the host at an address answers
-    lease_grace_s: float = LEASE_GRACE_S
-    # Generations go on from the time of day, so that a deployment started anew is not fenced off by the generations
-    # that an earlier one left in a Redis of the operator's.
-    first_generation: int = field(default_factory=lambda: int(time.time()))
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    slots: list[Slot] = field(default_factory=list)
-    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
-    _switching: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _stopping: bool = False
+    slots: list[Slot] = field(default_factory=list, init=False)
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list, init=False)
+    _switching: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _stopping: bool = field(default=False, init=False)
+    _superseded: bool = field(default=False, init=False)
 
     def want(self, role: str, count: int) -> None:
         """Add ``count`` nodes of ``role`` to the wanted set; before ``start``."""
-        self.slots += [Slot(role, f"{role}-{i}", self.first_generation - 1) for i in range(count)]
+        self.slots += [Slot(role, f"{role}-{i}") for i in range(count)]
 
     async def start(self) -> None:
         """Start all wanted nodes side by side. Raises what the first failing one raised: a deployment that cannot
-        start at all is a mistake to report, not to retry."""
-        await asyncio.gather(*(self._start_slot(slot) for slot in self.slots))
+        start at all is a mistake to report, not to retry. A node that no host has room for is tried again while the
+        others serve, as long as one of them decodes."""
+        missing = [error for error in await asyncio.gather(*(self._first_start(slot) for slot in self.slots)) if error]
+        if missing and not any(slot.role == "decode" and slot.handle is not None for slot in self.slots):
+            raise missing[0]
         self._tasks = [asyncio.create_task(self._watch(slot), name=f"watch-{slot.node_id}") for slot in self.slots]
 
+    async def _first_start(self, slot: Slot) -> NotPlaced | None:
+        try:
+            await self._start_slot(slot)
+        except NotPlaced as error:
+            await self._start_failed(slot, error)
+            return error
+        return None
+
     async def _start_slot(self, slot: Slot) -> None:
-        slot.generation += 1
+        slot.generation = await asyncio.to_thread(self.issue, slot.node_id, slot.generation)
         slot.address = await asyncio.to_thread(self._launch_and_start, slot)
         slot.started_at = slot.leased_at = self.clock()
-        slot.cut_off = False
+        slot.cut_off = slot.kept = slot.replaced_for_lease = False
         self._tell(NodeEvent("started", slot.node_id, slot.role, slot.generation, slot.address))
 
     def _launch_and_start(self, slot: Slot) -> str:
         """Start a process, in a thread where a cancelled start goes on: one that comes after ``stop`` is ended here."""
         handle = self.launch(slot.role, slot.node_id, slot.generation)
         slot.handle = handle
-        if self._stopping:
+        if self._stopping or self._superseded:
             handle.kill()
         return handle.start()
 
@@ -147,28 +109,45 @@ class Supervisor:
         if slot.handle.died():
             return "died"
         if self.has_lease(slot.node_id, slot.generation):
-            slot.leased_at, slot.cut_off = self.clock(), False
+            slot.leased_at, slot.cut_off, slot.kept = self.clock(), False, False
             return None
         return "lease_lost"
 
     async def _grace_is_over(self, slot: Slot) -> bool:
-        """Whether a node without its lease has had ``lease_grace_s`` to renew it, on a host that answers."""
-        if self.clock() - slot.asked_at < ASK_AFTER_S:
+        """Whether a node without its lease has had LEASE_GRACE_S to renew it, on a host that answers, and did not
+        answer itself in that time."""
+        if self.clock() - slot.asked_at < (ASK_KEPT_AFTER_S if slot.kept else ASK_AFTER_S):
             return False
         slot.asked_at = self.clock()
-        if await self.reachable(slot.address):
-            slot.cut_off = False
-            return self.clock() - slot.leased_at >= self.lease_grace_s
-        slot.leased_at = self.clock()
-        if not slot.cut_off:
-            self._tell(NodeEvent("cut_off", slot.node_id, slot.role, slot.generation, slot.address))
-        slot.cut_off = True
-        return False
+        if not await self.reachable(slot.address):
+            slot.leased_at = self.clock()
+            if not slot.cut_off:
+                self._tell(NodeEvent("cut_off", slot.node_id, slot.role, slot.generation, slot.address))
+            slot.cut_off = True
+            return False
+        slot.cut_off = False
+        if await self._answers(slot):
+            return False
+        since = self.clock() - max(slot.leased_at, slot.answered_at)
+        return since >= LEASE_GRACE_S and _may_replace(slot, self.slots)
+
+    async def _answers(self, slot: Slot) -> bool:
+        """Ask a node without its lease; the router goes on using one that answers."""
+        alive = slot.handle is not None and await slot.handle.answers()
+        self.heard(slot.node_id, slot.generation, alive)
+        if alive:
+            slot.answered_at = self.clock()
+            if not slot.kept and self.clock() - slot.leased_at >= LEASE_GRACE_S:
+                slot.kept = True
+                detail = "it has no lease in Redis, but answers; used on"
+                self._tell(NodeEvent("kept", slot.node_id, slot.role, slot.generation, detail))
+        return alive
 
     async def _replace(self, slot: Slot, kind: Literal["died", "lease_lost"] | None) -> None:
         if slot.handle is not None and kind is not None:
             if self.clock() - slot.started_at >= HEALTHY_AFTER_S:
                 slot.backoff_s = FIRST_BACKOFF_S
+            slot.replaced_for_lease = kind == "lease_lost"
             self._tell(NodeEvent(kind, slot.node_id, slot.role, slot.generation, "", slot.backoff_s))
             await self._discard(slot)
         await self.sleep(slot.backoff_s)
@@ -178,10 +157,13 @@ class Supervisor:
             slot.restarts += 1
             slot.last_error = ""
         except Exception as error:  # whatever a start can fail with must not end the watch
-            slot.last_error = str(error) or repr(error)
-            wait_s = slot.backoff_s
-            self._tell(NodeEvent("start_failed", slot.node_id, slot.role, slot.generation, slot.last_error, wait_s))
-            await self._discard(slot)
+            await self._start_failed(slot, error)
+
+    async def _start_failed(self, slot: Slot, error: Exception) -> None:
+        slot.last_error = str(error) or repr(error)
+        wait_s = slot.backoff_s
+        self._tell(NodeEvent("start_failed", slot.node_id, slot.role, slot.generation, slot.last_error, wait_s))
+        await self._discard(slot)
 
     async def _discard(self, slot: Slot) -> None:
         """End what may be left of the process: a stopped or wedged one still holds its memory and its name."""
@@ -216,6 +198,8 @@ class Supervisor:
         if role not in ROLES:
             raise InvalidRequest("role", f"{role!r} is neither {' nor '.join(ROLES)}")
         async with self._switching, slot.lock:
+            if self._superseded:
+                raise NodeUnavailable("another process supervises this deployment now")
             if role == slot.role:
                 return slot
             if not any(other.role == "decode" for other in self.slots if other is not slot):
@@ -231,14 +215,26 @@ class Supervisor:
                 raise
             return slot
 
-    async def stop(self, grace_s: float) -> None:
-        """Stop watching, then drain and end all nodes side by side, in bounded time. Idempotent."""
-        if self._stopping:
-            return
-        self._stopping = True
+    async def stand_down(self, successor: str) -> None:
+        """Another process supervises this deployment now: end, start and replace no node any more. Idempotent."""
+        self._superseded = True
+        log.error("this deployment is supervised by %s now; this process looks after no node any more", successor)
+        await self._stop_watching()
+
+    async def _stop_watching(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def stop(self, grace_s: float) -> None:
+        """Stop watching, then drain and end all nodes side by side, in bounded time; after ``stand_down`` the nodes are
+        left alone. Idempotent."""
+        if self._stopping:
+            return
+        self._stopping = True
+        await self._stop_watching()
+        if self._superseded:
+            return
         await asyncio.gather(*(self._stop_slot(slot, grace_s) for slot in self.slots))
 
     async def _stop_slot(self, slot: Slot, grace_s: float) -> None:
@@ -258,6 +254,12 @@ class Supervisor:
         except Exception as error:
             log.warning("%s did not stop, killing it: %r", slot.node_id, error)
             await self._discard(slot)
+
+
+def _may_replace(slot: Slot, slots: Sequence[Slot]) -> bool:
+    """Whether one more node of this role may be down for its lease."""
+    peers = [other for other in slots if other.role == slot.role]
+    return 2 * sum(other.replaced_for_lease for other in peers) < len(peers)
 
 
 async def _yes() -> bool:

@@ -78,6 +78,7 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 _GAUGES: dict[str, tuple[str, ...]] = {
     "requests_running": ("Requests that run now.",),
     "requests_queued": ("Requests that wait at the router for their turn.",),
+    "registry_stale_seconds": ("Seconds since Redis last told the router of its nodes.",),
     "node_breaker": ("Circuit breaker of a node: 0 closed (in use), 0.5 half-open, 1 open (left out).", "node"),
 }
 _NODE_GAUGES: dict[str, tuple[str, str]] = {  # and the field of the node's record
@@ -109,6 +110,10 @@ class Metrics:
     def watch_nodes(self, nodes: Callable[[], Sequence[NodeRecord]]) -> None:
         """Show what nodes report with their leases. nodes: those alive; called at every scrape."""
         self.registry.register(NodeMetrics(nodes))
+
+    def watch_registry(self, stale_for_s: Callable[[], float]) -> None:
+        """Show how old the view of the nodes is. stale_for_s: called at every scrape."""
+        self._gauges["registry_stale_seconds"].set_function(stale_for_s)
 
     def before_render(self, refresh: Callable[[], None]) -> None:
         """Have gauges set by ``refresh`` whenever they are read."""

@@ -4,11 +4,12 @@ A node's `CachePublisher` sends what changed four times a lease, from its own th
 router's `CacheWatcher` reads as often into its `PrefixIndex`. Neither has anything to do with a request: without Redis
 the index goes stale, and routers choose by load alone.
 
-Keys, of generation g of node n: ``cache:{n}:{g}:events``, a stream of the last STREAM_EVENTS events, each under its own
-number; ``cache:{n}:{g}:keys``, a hash of the last snapshot (``at``, ``scheme``, ``keys``) and ``head``, the number of
-the last event. A snapshot is taken every SNAPSHOT_EVENTS events, so stream and snapshot always overlap. Whenever Redis
-may not have all (it came back empty or older, an answer was lost, more changed than is kept) the node writes a new
-snapshot under a number of its own, which no event has: whoever followed sees the gap.
+Keys, of generation g of node n, under the deployment's namespace: ``cache:{n}:{g}:events``, a stream of the last
+STREAM_EVENTS events, each under its own number; ``cache:{n}:{g}:keys``, a hash of the last snapshot (``at``,
+``scheme``, ``keys``) and ``head``, the number of the last event. A snapshot is taken every SNAPSHOT_EVENTS events, so
+stream and snapshot always overlap. Whenever Redis may not have all (it came back empty or older, an answer was lost,
+more changed than is kept) the node writes a new snapshot under a number of its own, which no event has: whoever
+followed sees the gap.
 """
 
 from __future__ import annotations
@@ -20,14 +21,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, get_args
 
 import redis
-import redis.asyncio
-import redis.asyncio.retry
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
+from cluster.state.connection import JOIN_TIMEOUT_S, connect, connect_async
+from cluster.state.node_lease import REFRESHES_PER_LEASE
 from cluster.state.prefix_index import MAX_KEYS, CacheEvent, Key, Kind, NodeKeys, PrefixIndex, Snapshot, numbered
-from cluster.state.registry import JOIN_TIMEOUT_S, OPERATION_TIMEOUT_S, REFRESHES_PER_LEASE, RETRIES
-from cluster.state.registry_types import NodeRecord
+from cluster.state.registry_types import DEFAULT_NAMESPACE, NodeRecord
 from paceline.kvcache.changes import CacheChanges
 from paceline.kvcache.keys import KEY_BYTES, KeyScheme
 
@@ -77,13 +75,10 @@ def _names(namespace: str, node: Key) -> tuple[str, str]:
 class CachePublisher:
     """Publishes what one generation of a node has cached, from its own thread."""
 
-    def __init__(self, url: str, node: Key, cache: KeySource, lease_ttl_s: float, namespace: str = "paceline") -> None:
-        self._client = redis.Redis.from_url(
-            url,
-            socket_timeout=OPERATION_TIMEOUT_S,
-            socket_connect_timeout=OPERATION_TIMEOUT_S,
-            retry=Retry(NoBackoff(), RETRIES),
-        )
+    def __init__(
+        self, url: str, node: Key, cache: KeySource, lease_ttl_s: float, namespace: str = DEFAULT_NAMESPACE
+    ) -> None:
+        self._client = connect(url)
         self._node, self._cache = node, cache
         self._keys = _names(namespace, node)
         self._period_s = lease_ttl_s / REFRESHES_PER_LEASE
@@ -160,15 +155,10 @@ class CacheWatcher:
     """Keeps a router's ``index`` up to date with what the live nodes publish."""
 
     def __init__(
-        self, url: str, nodes: Callable[[], list[NodeRecord]], lease_ttl_s: float, namespace: str = "paceline"
+        self, url: str, nodes: Callable[[], list[NodeRecord]], lease_ttl_s: float, namespace: str = DEFAULT_NAMESPACE
     ) -> None:
         """nodes: the registry's view."""
-        self._client: Any = redis.asyncio.Redis.from_url(
-            url,
-            socket_timeout=OPERATION_TIMEOUT_S,
-            socket_connect_timeout=OPERATION_TIMEOUT_S,
-            retry=redis.asyncio.retry.Retry(NoBackoff(), RETRIES),
-        )
+        self._client = connect_async(url)
         self.index = PrefixIndex()
         self._nodes, self._ttl_s, self._namespace = nodes, lease_ttl_s, namespace
         self._unreadable: set[Key] = set()  # told already

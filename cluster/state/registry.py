@@ -1,12 +1,8 @@
-"""Who is alive: leases in Redis.
+"""Who is alive: the router's view of the nodes' leases in Redis (``cluster.state.node_lease`` writes them).
 
-A node's record lives under a key that expires; its LeaseKeeper writes it again every quarter of the lease, but only
-while the node's engine loop ticks, so that a stopped or wedged process loses its lease like a dead one. Generations
-fence: once generation g of a node was seen, a lower one is refused. Routers poll the records into a view that they keep
-when Redis goes away (docs/internals/failures.md#the-failure-table).
-
-Keys, all under the namespace: ``node:{id}`` record, ``nodes`` set of ids, ``generation:{id}`` highest seen, ``epoch``
-a random mark that is gone when Redis lost its data.
+Keys, all under ``paceline:{deployment}``: ``nodes`` hash of records by id, ``leases`` hash of the time at which each
+ends, ``generations`` hash of the highest that was issued or registered, ``epoch`` a random mark that is gone when Redis
+lost its data; ``holder`` is that of ``cluster.state.holder``.
 """
 
 from __future__ import annotations
@@ -14,165 +10,47 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import threading
 import time
-import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import redis
-import redis.asyncio
-import redis.asyncio.retry
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
-from cluster.state.registry_types import NodeRecord
+from cluster.state.connection import JOIN_TIMEOUT_S, connect_async
+from cluster.state.node_lease import NOW_MS, REFRESHES_PER_LEASE, keys_of
+from cluster.state.registry_types import DEFAULT_NAMESPACE, NodeRecord
 
 log = logging.getLogger(__name__)
 
-GENERATION_TTL_S = 86_400  # how long a dead node's generation still fences
-OPERATION_TIMEOUT_S = 1.0
-RETRIES = 1  # at once: a pooled connection may have died with an earlier server; the next renewal is the backoff
-REFRESHES_PER_LEASE = 4
-JOIN_TIMEOUT_S = 2 * OPERATION_TIMEOUT_S * (1 + RETRIES)  # connect and answer, each try
+MAX_RECORD_BYTES = 64 * 1024  # a longer one is no node's; real ones have less than 2 KiB
+MAX_LAPSED = 1024  # records without lease that are remembered
+VOUCHED_S = 3.0  # for so long one answer keeps a node without lease in the view
 
-# KEYS: record, set of ids, generation. ARGV: record JSON, generation, lease in ms, id, generation's lifetime in s.
-_WRITE = """
-local seen = tonumber(redis.call('GET', KEYS[3]) or '0')
-if seen > tonumber(ARGV[2]) then return 0 end
-redis.call('SET', KEYS[3], ARGV[2], 'EX', ARGV[5])
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[3])
-redis.call('SADD', KEYS[2], ARGV[4])
-return 1
-"""
-# KEYS: record. ARGV: generation. Only the holder's own generation is removed.
-_REMOVE = """
-local record = redis.call('GET', KEYS[1])
-if record and cjson.decode(record)['generation'] == tonumber(ARGV[1]) then return redis.call('DEL', KEYS[1]) end
-return 0
-"""
-# KEYS: set of ids, epoch. ARGV: prefix of record keys, epoch to set where there is none. Returns epoch, then id and
-# record of each live node. In one script: an id is forgotten only while its record is really gone.
-_READ = """
-if redis.call('EXISTS', KEYS[2]) == 0 then redis.call('SET', KEYS[2], ARGV[2]) end
-local answer = {redis.call('GET', KEYS[2])}
-for _, id in ipairs(redis.call('SMEMBERS', KEYS[1])) do
-  local record = redis.call('GET', ARGV[1] .. id)
+# KEYS: records, leases, epoch. ARGV: longest record in bytes; of a longer one comes nothing. Returns the epoch, then
+# id and record of each node whose lease holds. Nothing is written: a Redis that takes no writes can still be read.
+_READ = f"""
+{NOW_MS}
+local answer = {{redis.call('GET', KEYS[3]) or ''}}
+local leases = redis.call('HGETALL', KEYS[2])
+for i = 1, #leases, 2 do
+  local ends = tonumber(leases[i + 1])
+  local record = ends and ends > now and redis.call('HGET', KEYS[1], leases[i])
   if record then
-    answer[#answer + 1] = id
+    if #record > tonumber(ARGV[1]) then record = '' end
+    answer[#answer + 1] = leases[i]
     answer[#answer + 1] = record
-  else
-    redis.call('SREM', KEYS[1], id)
   end
 end
 return answer
 """
 
 
-class Fenced(Exception):
-    """A newer generation of this node exists; this one must not serve."""
+@dataclass
+class _Lapsed:
+    """A node whose lease ran out."""
 
-
-class LeaseKeeper:
-    """Keeps one node's record alive from its own thread."""
-
-    def __init__(
-        self,
-        url: str,
-        record: NodeRecord,
-        lease_ttl_s: float,
-        alive: Callable[[], bool],
-        load: Callable[[], Mapping[str, Any]],
-        namespace: str = "paceline",
-        on_fenced: Callable[[], None] = lambda: None,
-    ) -> None:
-        """alive: whether the engine loop ticked lately; load: see ``NodeRecord.with_load``; on_fenced: called once,
-        from the keeper's thread, when a newer generation took over."""
-        self._client = redis.Redis.from_url(
-            url,
-            socket_timeout=OPERATION_TIMEOUT_S,
-            socket_connect_timeout=OPERATION_TIMEOUT_S,
-            retry=Retry(NoBackoff(), RETRIES),
-        )
-        self._record, self._ttl_s, self._alive, self._load = record, lease_ttl_s, alive, load
-        self._namespace, self._on_fenced = namespace, on_fenced
-        self._stop = threading.Event()
-        self._writing = threading.Lock()  # one write at a time, so that none carries a state older than the last
-        self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
-        self._trouble = ""
-        self.fenced = False
-
-    def start(self) -> None:
-        """Write the record, then keep it. Raises Fenced, or redis.RedisError when Redis cannot be reached."""
-        self.write()
-        self._thread.start()
-
-    def write(self) -> None:
-        """Write the record once. Raises Fenced or redis.RedisError."""
-        prefix = self._namespace
-        with self._writing:
-            record = self._record.with_load(self._load())
-            keys = [f"{prefix}:node:{record.id}", f"{prefix}:nodes", f"{prefix}:generation:{record.id}"]
-            ttl_ms = int(self._ttl_s * 1000)
-            arguments: list[str | int] = [record.to_json(), record.generation, ttl_ms, record.id, GENERATION_TTL_S]
-            written = self._client.eval(_WRITE, len(keys), *keys, *arguments)
-        if not written:
-            self.fenced = True
-            raise Fenced(f"{record.id}: a generation above {record.generation} is registered")
-
-    def drain(self) -> None:
-        """Tell routers to send nothing new."""
-        self._record = replace(self._record, state="draining")
-        try:
-            self.write()
-        except (redis.RedisError, Fenced) as error:
-            log.warning("could not mark %s as draining: %s", self._record.id, error)
-
-    def _run(self) -> None:
-        while not self._stop.wait(self._ttl_s / REFRESHES_PER_LEASE):
-            try:
-                self._report(self._renew())
-            except Fenced:
-                log.error("%s generation %d is fenced off", self._record.id, self._record.generation)
-                self._on_fenced()
-                return
-            except Exception as error:  # whatever a node's heartbeat raises: it is not alive
-                self._report(f"the heartbeat failed: {error!r}")
-
-    def _renew(self) -> str:
-        """Returns what kept the lease from being renewed, or nothing."""
-        if not self._alive():
-            return "the engine loop does not tick"
-        if self._stop.is_set():  # closed meanwhile: the record must not come back
-            return ""
-        try:
-            self.write()
-        except redis.RedisError as error:
-            return f"Redis: {error}"
-        return ""
-
-    def _report(self, trouble: str) -> None:
-        """Log changes only: a renewal comes several times a second."""
-        if trouble and not self._trouble:
-            log.warning("%s: lease not renewed: %s", self._record.id, trouble)
-        elif self._trouble and not trouble:
-            log.info("%s: lease renewed again", self._record.id)
-        self._trouble = trouble
-
-    def close(self) -> None:
-        """Stop renewing and remove the record. Idempotent; at most a few seconds without Redis."""
-        if self._stop.is_set():
-            return
-        self._stop.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(JOIN_TIMEOUT_S)
-        key = f"{self._namespace}:node:{self._record.id}"
-        try:
-            self._client.eval(_REMOVE, 1, key, self._record.generation)
-        except redis.RedisError as error:
-            log.warning("record of %s not removed, its lease will expire: %s", self._record.id, error)
-        self._client.close()
+    record: NodeRecord
+    shown_until: float  # on the clock of ``time.monotonic``
 
 
 class NodeDirectory:
@@ -180,18 +58,21 @@ class NodeDirectory:
 
     The view changes only on Redis's word. While Redis is away it stays as it is; and for one lease after an outage, or
     after Redis came back empty, a node that is missing stays too: it had no way to renew.
+
+    A node may also lose its lease because Redis takes no writes. It stays for ``doubt_s``, in which the supervisor asks
+    it, and for as long as the supervisor hears from it (``heard``).
     """
 
-    def __init__(self, url: str, lease_ttl_s: float, namespace: str = "paceline") -> None:
-        self._client: Any = redis.asyncio.Redis.from_url(
-            url,
-            socket_timeout=OPERATION_TIMEOUT_S,
-            socket_connect_timeout=OPERATION_TIMEOUT_S,
-            retry=redis.asyncio.retry.Retry(NoBackoff(), RETRIES),
-        )
-        self._ttl_s = lease_ttl_s
-        self._namespace = namespace
+    def __init__(self, url: str, lease_ttl_s: float, namespace: str = DEFAULT_NAMESPACE, doubt_s: float = 0.0) -> None:
+        self._client = connect_async(url)
+        self._ttl_s, self._doubt_s = lease_ttl_s, doubt_s
+        self._keys = keys_of(namespace)
+        self._leased: dict[str, NodeRecord] = {}
+        self._lapsed: dict[str, _Lapsed] = {}  # by id, none of which is in _leased
         self._view: dict[str, NodeRecord] = {}
+        self._kinds: frozenset[tuple[str, str]] = frozenset()  # model and digest; empty: all are shown
+        self._told: set[tuple[str, int]] = set()  # ids and generations that were refused
+        self._unreadable: set[bytes] = set()  # ids whose record was refused
         self._seen_at = time.monotonic()
         self._epoch: bytes | None = None  # of the data that the view was read from; None after an outage
         self._keep_until = -math.inf  # until then a missing node stays in the view
@@ -206,8 +87,22 @@ class NodeDirectory:
 
     def holds(self, node_id: str, generation: int) -> bool:
         """Whether this generation of the node has its lease."""
-        record = self._view.get(node_id)
+        record = self._leased.get(node_id)
         return record is not None and record.generation == generation
+
+    def heard(self, node_id: str, generation: int, alive: bool) -> None:
+        """A node without lease was asked. alive: it stays in the view for VOUCHED_S, else it leaves now."""
+        lapsed = self._lapsed.get(node_id)
+        if lapsed is None or lapsed.record.generation != generation:
+            return
+        lapsed.shown_until = time.monotonic() + VOUCHED_S if alive else -math.inf
+        self._update()
+
+    def show_only(self, kinds: Iterable[tuple[str, str]]) -> None:
+        """From now on show only nodes of these pairs of model and fingerprint digest: others are not this
+        deployment's, whatever their name. They are named in the log once."""
+        self._kinds = frozenset(kinds)
+        self._update()
 
     @property
     def stale_for_s(self) -> float:
@@ -229,16 +124,43 @@ class NodeDirectory:
             epoch, found = await self._read()
         except (redis.RedisError, OSError, TimeoutError) as error:
             if self._reachable:
-                log.warning("Redis is unreachable, keeping %d nodes: %s", len(self._view), error)
+                log.warning("Redis does not answer, keeping %d nodes: %s", len(self._view), error)
             self._reachable, self._epoch = False, None
             return
         now = time.monotonic()
         if not self._reachable:
             log.warning("Redis answers again after %.1f s", self.stale_for_s)
-        if self._view and epoch != self._epoch:
+        if self._leased and epoch != self._epoch:
             self._keep_until = now + self._ttl_s
         self._seen_at, self._reachable, self._epoch = now, True, epoch
-        self._show(_merge(self._view, found) if now < self._keep_until else found)
+        self._lease(_merge(self._leased, found) if now < self._keep_until else found, now)
+        self._update()
+
+    def _lease(self, leased: dict[str, NodeRecord], now: float) -> None:
+        """Take note of who has a lease, and of who had one. A draining node goes by itself."""
+        for node_id, record in self._leased.items():
+            if node_id not in leased and record.state != "draining":
+                self._lapsed[node_id] = _Lapsed(record, now + self._doubt_s)
+        self._lapsed = {node_id: lapsed for node_id, lapsed in self._lapsed.items() if node_id not in leased}
+        while len(self._lapsed) > MAX_LAPSED:
+            del self._lapsed[next(iter(self._lapsed))]
+        self._leased = leased
+
+    def _update(self) -> None:
+        now = time.monotonic()
+        vouched = {node_id: lapsed.record for node_id, lapsed in self._lapsed.items() if lapsed.shown_until > now}
+        self._show({node_id: record for node_id, record in (self._leased | vouched).items() if self._ours(record)})
+
+    def _ours(self, record: NodeRecord) -> bool:
+        if not self._kinds or (record.model, record.fingerprint_digest) in self._kinds:
+            return True
+        if (record.id, record.generation) not in self._told:
+            self._told = {key for key in self._told if self.holds(*key)} | {(record.id, record.generation)}
+            log.error(
+                "%s generation %d at %s serves %r with fingerprint %.12s, which is not this deployment's; not used",
+                *(record.id, record.generation, record.address, record.model, record.fingerprint_digest or "none"),
+            )
+        return False
 
     def _show(self, view: dict[str, NodeRecord]) -> None:
         changed = _identity(view) != _identity(self._view)
@@ -252,22 +174,33 @@ class NodeDirectory:
                 log.exception("a listener of the node directory failed")
 
     async def _read(self) -> tuple[bytes, dict[str, NodeRecord]]:
-        prefix = self._namespace
-        epoch, *rest = await self._client.eval(
-            _READ, 2, f"{prefix}:nodes", f"{prefix}:epoch", f"{prefix}:node:", uuid.uuid4().hex
-        )
+        records, leases, _, epoch_key = self._keys
+        epoch, *rest = await self._client.eval(_READ, 3, records, leases, epoch_key, MAX_RECORD_BYTES)
         found: dict[str, NodeRecord] = {}
+        unreadable: set[bytes] = set()
         for key, body in zip(rest[::2], rest[1::2], strict=True):
             try:
-                found[key.decode()] = NodeRecord.from_json(body)
+                record = _record(key, body)
             except ValueError as error:
-                log.warning("the record of node %r cannot be read: %s", key, error)
+                unreadable.add(key)
+                if key not in self._unreadable:
+                    log.warning("the record of node %.100r cannot be read: %.500s", key, error)
+            else:
+                found[record.id] = record
+        self._unreadable = unreadable
         return epoch, found
 
     async def _poll(self) -> None:
+        broken = False
         while not self._closing:
             await asyncio.sleep(self._ttl_s / REFRESHES_PER_LEASE)
-            await self.refresh()
+            try:
+                await self.refresh()
+                broken = False
+            except Exception:  # a fault in here must not freeze the view for good
+                if not broken:
+                    log.exception("reading the nodes' leases failed")
+                broken = True
 
     async def close(self) -> None:
         """Stop reading. Idempotent, and bounded without Redis."""
@@ -277,6 +210,16 @@ class NodeDirectory:
             await asyncio.wait({self._task}, timeout=JOIN_TIMEOUT_S)
             self._task = None
         await self._client.aclose()
+
+
+def _record(key: bytes, body: bytes) -> NodeRecord:
+    """Raises ValueError."""
+    if not body:
+        raise ValueError(f"it has more than {MAX_RECORD_BYTES} bytes, or none")
+    record = NodeRecord.from_json(body)
+    if record.id.encode() != key:
+        raise ValueError(f"it names another node, {record.id!r}")
+    return record
 
 
 def _identity(view: Mapping[str, NodeRecord]) -> list[tuple[str, int, str, str]]:

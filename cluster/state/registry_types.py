@@ -1,11 +1,39 @@
-"""What the registry knows of a node."""
+"""What the registry knows of a node, and where a deployment's registry is."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
+
+DEFAULT_DEPLOYMENT = "default"
+
+Count = Annotated[int, Field(ge=0)]
+
+
+def namespace_of(deployment: str) -> str:
+    """What every key of a deployment in Redis begins with."""
+    return f"paceline:{deployment}"
+
+
+DEFAULT_NAMESPACE = namespace_of(DEFAULT_DEPLOYMENT)
+
+
+@dataclass(frozen=True)
+class Registry:
+    """Where the nodes of a deployment register, and for how long each time."""
+
+    url: str  # of Redis
+    lease_ttl_s: float
+    deployment: str = DEFAULT_DEPLOYMENT
+
+    @property
+    def namespace(self) -> str:
+        """See ``namespace_of``."""
+        return namespace_of(self.deployment)
 
 
 @dataclass(frozen=True)
@@ -13,23 +41,23 @@ class NodeRecord:
     """One node under a live lease. The first five fields name it; its LeaseKeeper fills the load at every renewal."""
 
     id: str  # e.g. "decode-0"; the same across restarts
-    role: str  # "prefill" or "decode"
-    generation: int  # grows with every restart; a lower one can never replace a higher one
-    address: str  # host:port of its gRPC server
-    state: str = "ready"  # or "draining"
+    role: Annotated[str, Field(pattern="^(prefill|decode)$")]
+    generation: Annotated[int, Field(ge=0, lt=2**53)]  # grows with every restart; a lower one never replaces a higher
+    address: Annotated[str, Field(pattern=r"^.+:\d{1,5}$")]  # host:port of its gRPC server
+    state: Annotated[str, Field(pattern="^(ready|draining)$")] = "ready"
     pid: int = 0
     hostname: str = ""
     started_at: float = 0.0  # Unix time
     model: str = ""
     fingerprint_digest: str = ""  # equal for two nodes exactly when they can pair
     log: str = ""  # file on its host that its stderr goes to
-    running: int = 0
-    waiting: int = 0
-    free_pages: int = 0
-    total_pages: int = 0
-    missing_drafts: int = 0  # sequences that came without the state of their drafter, since the node started
+    running: Count = 0
+    waiting: Count = 0
+    free_pages: Count = 0
+    total_pages: Count = 0
+    missing_drafts: Count = 0  # sequences that came without the state of their drafter, since the node started
     # Rounds in which a drafter that copies found something, and in which it did not, by its name; likewise.
-    copies: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    copies: Mapping[str, Annotated[Sequence[Count], Field(min_length=2, max_length=2)]] = field(default_factory=dict)
 
     def with_load(self, load: Mapping[str, Any]) -> NodeRecord:
         """The same node with the fields of ``load``: from ``running`` on."""
@@ -41,12 +69,9 @@ class NodeRecord:
 
     @classmethod
     def from_json(cls, body: str | bytes) -> NodeRecord:
-        """Raises ValueError. A field that this version does not know is left out: nodes may be newer than routers."""
-        content = json.loads(body)
-        if not isinstance(content, dict):
-            raise ValueError("a node's record must be a mapping")
-        known = {known.name for known in fields(cls)}
-        try:
-            return cls(**{key: value for key, value in content.items() if key in known})
-        except TypeError as error:  # a field without default is missing
-            raise ValueError(str(error)) from None
+        """Raises ValueError for what is no record, or has a field of a wrong type. A field that this version does not
+        know is left out: nodes may be newer than routers."""
+        return _RECORD.validate_json(body, strict=True)
+
+
+_RECORD = TypeAdapter(NodeRecord)

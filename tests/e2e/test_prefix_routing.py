@@ -18,6 +18,7 @@ from cluster.nodes.host import NodeHost
 from cluster.routing.router import Router
 from cluster.state.cache_events import CacheWatcher
 from cluster.state.registry import NodeDirectory
+from cluster.state.registry_types import Registry
 from decode_node.node import DecodeNode
 from paceline.config import NodeConfig, ServeConfig
 from paceline.engine.model_runner import ModelRunner
@@ -122,7 +123,7 @@ async def deployment() -> AsyncIterator[Deployment]:
     server = Embedded()
     config = NodeConfig.model_validate({"model": "tiny", "prefill_chunk_tokens": 16} | OPTIONS)
     names = [(role, f"{role}-{i}") for role in ("prefill", "decode") for i in range(2)]
-    hosts = [NodeHost(role, node_id, 1, config, server.url, TTL_S) for role, node_id in names]
+    hosts = [NodeHost(role, node_id, 1, config, Registry(server.url, TTL_S)) for role, node_id in names]
     directory = NodeDirectory(server.url, TTL_S)
     watcher = CacheWatcher(server.url, directory.nodes, TTL_S)
     serve = ServeConfig.model_validate({"model": "tiny", "lease_ttl_s": TTL_S} | OPTIONS)

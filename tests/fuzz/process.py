@@ -17,6 +17,7 @@ from cluster.routing.metrics import Metrics
 from cluster.routing.router import Router
 from cluster.state.journal import open_journal
 from cluster.state.registry import NodeDirectory
+from cluster.state.registry_types import Registry
 from paceline.config import ServeConfig
 from paceline.speculation import TreeKind
 from paceline.text.tokenizer import Tokenizer
@@ -48,7 +49,7 @@ def options(folder: str) -> ServeConfig:
 
 
 def run_node(role: str, folder: str, redis_url: str) -> None:
-    host = NodeHost(role, f"{role}-0", 1, options(folder).node(threads=1), redis_url, LEASE_TTL_S)
+    host = NodeHost(role, f"{role}-0", 1, options(folder).node(threads=1), Registry(redis_url, LEASE_TTL_S))
     print(host.start(), flush=True)
     sys.stdin.read()
     host.stop(GRACE_S)

@@ -19,8 +19,9 @@ from cluster.nodes import host
 from cluster.nodes.host import NodeHost
 from cluster.nodes.node_logs import stderr_file
 from cluster.state.embedded_redis import EmbeddedRedis
-from cluster.state.registry import LeaseKeeper, NodeDirectory
-from cluster.state.registry_types import NodeRecord
+from cluster.state.node_lease import LeaseKeeper
+from cluster.state.registry import NodeDirectory
+from cluster.state.registry_types import NodeRecord, Registry
 from paceline.config import NodeConfig
 from paceline.errors import ConfigError, NodeUnavailable
 from paceline.v1.inference_pb2 import NodeInfo
@@ -83,7 +84,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> PretendedNode:
 
 @pytest.fixture
 def node_host(server: EmbeddedRedis, node: PretendedNode) -> Iterator[NodeHost]:
-    made = NodeHost("decode", "decode-0", 3, NodeConfig(model="m"), server.url, TTL_S)
+    made = NodeHost("decode", "decode-0", 3, NodeConfig(model="m"), Registry(server.url, TTL_S))
     yield made
     made.stop(0.0)
 
@@ -195,8 +196,9 @@ def test_ends_by_itself_when_it_has_a_successor(
     successor.close()
 
 
-def test_does_not_start_without_a_registry(node: PretendedNode) -> None:
-    node_host = NodeHost("decode", "decode-0", 1, NodeConfig(model="m"), "unix:///nonexistent.sock", TTL_S)
+def test_does_not_start_without_a_registry(node: PretendedNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "REGISTER_TIMEOUT_S", 0.1)
+    node_host = NodeHost("decode", "decode-0", 1, NodeConfig(model="m"), Registry("unix:///nonexistent.sock", TTL_S))
     with pytest.raises(NodeUnavailable, match=r"decode-0 cannot be registered in Redis \(option redis\)"):
         node_host.start()
     node_host.stop(0.0)

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from cluster.nodes import launch
-from cluster.nodes.launch import RayNode, RayNodes, Wanted
+from cluster.nodes import places
+from cluster.nodes.launch import RayNode, RayNodes
+from cluster.nodes.places import Wanted
+from cluster.state.registry_types import Registry
 from paceline.config import NodeConfig
 
 CONFIG = NodeConfig(model="tiny")
@@ -16,6 +18,8 @@ CONFIG = NodeConfig(model="tiny")
 
 class Group:
     """A placement group that is there."""
+
+    id = "group"
 
     def wait(self, timeout_s: float) -> bool:
         return True
@@ -56,10 +60,10 @@ class Case:
 
 @pytest.fixture
 def case(monkeypatch: pytest.MonkeyPatch) -> Case:
-    monkeypatch.setattr(launch, "placement_group", lambda bundles, strategy: Group())
-    monkeypatch.setattr(launch, "remove_placement_group", lambda group: None)
+    monkeypatch.setattr(places, "placement_group", lambda bundles, strategy, name: Group())
+    monkeypatch.setattr(places, "remove_placement_group", lambda group: None)
     wanted = [Wanted("decode-0", standby=True), Wanted("decode-1")]
-    made = Case(RayNodes(wanted, "redis://nowhere", 2.0))
+    made = Case(RayNodes(wanted, Registry("redis://nowhere", 2.0)))
 
     def process(role: str, node_id: str, generation: int, config: NodeConfig) -> Process:
         made.made.append(Process(node_id, generation, role, on_started=lambda: None))

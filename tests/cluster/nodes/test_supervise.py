@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from cluster.nodes import supervise
-from cluster.nodes.supervise import MAX_BACKOFF_S, POLL_S, NodeEvent, Supervisor
+from cluster.nodes.slots import MAX_BACKOFF_S, NodeEvent, NotPlaced
+from cluster.nodes.supervise import POLL_S, Supervisor
 from paceline.errors import InvalidRequest, NodeUnavailable
 
 REAL_LIMIT_S = 5.0
@@ -25,6 +26,7 @@ class Handle:
     generation: int
     failure: Exception | None = None  # what start raises
     dead: bool = False
+    ticks: bool = False  # a node that is asked has no lease: most are wedged
     stop_s: float = 0.0
     beside: threading.Barrier | None = None  # others that must stop at the same time
     killed: threading.Event = field(default_factory=threading.Event)
@@ -37,6 +39,9 @@ class Handle:
 
     def died(self) -> bool:
         return self.dead
+
+    async def answers(self) -> bool:
+        return self.ticks
 
     def stop(self, grace_s: float) -> None:
         self.stops.append(grace_s)
@@ -78,6 +83,11 @@ class Nodes:
         return handle
 
 
+def from_seven(node_id: str, above: int) -> int:
+    """A registry that has issued six generations of every node."""
+    return max(above, 6) + 1
+
+
 async def until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + REAL_LIMIT_S
     while not condition():
@@ -96,8 +106,6 @@ class Case:
             self.nodes.launch,
             on_event=self.events.append,
             has_lease=lambda node_id, generation: self.leased or generation > 1,
-            lease_grace_s=2.0,
-            first_generation=1,
             clock=self.clock,
             sleep=self.clock.sleep,
         )
@@ -120,7 +128,7 @@ def case() -> Case:
 
 async def test_starts_what_is_wanted() -> None:
     nodes, events = Nodes(), list[NodeEvent]()
-    supervisor = Supervisor(nodes.launch, events.append, first_generation=7)
+    supervisor = Supervisor(nodes.launch, events.append, issue=from_seven)
     supervisor.want("prefill", 2)
     supervisor.want("decode", 1)
     await supervisor.start()
@@ -365,9 +373,83 @@ async def test_a_process_that_comes_after_the_stop_is_killed() -> None:
     assert [handle.killed.is_set() for handle in nodes.handles] == [True]
 
 
-async def test_generations_outrank_those_of_an_earlier_deployment() -> None:
-    earlier = Supervisor(Nodes().launch).first_generation
-    assert earlier == pytest.approx(time.time(), abs=5)
+async def test_a_node_without_lease_that_answers_is_kept_and_told_once(case: Case) -> None:
+    heard: list[tuple[str, int, bool]] = []
+    case.supervisor.heard = lambda *told: heard.append(told)
+    await case.supervisor.start()
+    handle = case.nodes.handles[0]
+    handle.ticks, case.leased = True, False
+    await until(lambda: case.clock.now > 20.0)
+    assert case.kinds == ["started", "kept"]
+    assert set(heard) == {("decode-0", 1, True)}
+    assert len(heard) <= 30  # one that answers for a whole grace is asked once a second
+    handle.ticks, now = False, case.clock.now
+    await case.handle(1)
+    assert 1.0 <= case.clock.now - now <= 4.0  # a whole grace from its last answer, at most 1 s earlier
+    assert heard[-1] == ("decode-0", 1, False)
+    assert case.kinds == ["started", "kept", "lease_lost", "started"]
+    await case.supervisor.stop(0.0)
+
+
+@pytest.mark.parametrize(("count", "at_once"), [(1, 1), (2, 1), (3, 2), (4, 2)])
+async def test_at_most_half_of_a_role_is_down_for_its_lease(
+    count: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "LEASE_GRACE_S", 0.1)
+    monkeypatch.setattr(supervise, "ASK_AFTER_S", 0.0)
+    nodes = Nodes()
+    supervisor = Supervisor(nodes.launch)
+    supervisor.want("decode", count)
+    await supervisor.start()
+    nodes.failures = {number: NodeUnavailable("no memory") for number in range(count, 100)}
+    supervisor.has_lease = lambda node_id, generation: False
+    await until(lambda: sum(handle.killed.is_set() for handle in nodes.handles[:count]) == at_once)
+    await asyncio.sleep(0.3)
+    assert sum(handle.killed.is_set() for handle in nodes.handles[:count]) == at_once
+    nodes.failures.clear()
+    await until(lambda: all(handle.killed.is_set() for handle in nodes.handles[:count]))  # one after the other
+    await supervisor.stop(0.0)
+
+
+async def test_who_is_superseded_ends_starts_and_switches_nothing(case: Case) -> None:
+    case.supervisor.want("prefill", 1)
+    await case.supervisor.start()
+    await case.supervisor.stand_down("process 7 on elsewhere")
+    for handle in case.nodes.handles:
+        handle.dead = True
+    case.leased = False
+    await asyncio.sleep(3 * POLL_S)
+    with pytest.raises(NodeUnavailable, match="another process supervises"):
+        await case.supervisor.switch("prefill-0", "decode", 1.0)
+    await case.supervisor.stop(1.0)
+    assert case.kinds == ["started", "started"]
+    assert not any(handle.killed.is_set() or handle.stops for handle in case.nodes.handles)
+
+
+@pytest.mark.parametrize("missing", ["prefill-0", "decode-1", "decode"])
+async def test_a_node_without_a_place_is_tried_again_while_others_serve(missing: str) -> None:
+    nodes, events, room = Nodes(), list[NodeEvent](), False
+
+    def launch(role: str, node_id: str, generation: int) -> Handle:
+        if node_id.startswith(missing) and not room:
+            raise NotPlaced(f"{node_id}: no host")
+        return nodes.launch(role, node_id, generation)
+
+    supervisor = Supervisor(launch, events.append)
+    supervisor.want("prefill", 1)
+    supervisor.want("decode", 2)
+    if missing == "decode":  # nobody can serve
+        with pytest.raises(NotPlaced, match="decode-0: no host"):
+            await supervisor.start()
+    else:
+        await supervisor.start()
+        assert {(event.kind, event.node_id) for event in events if event.node_id == missing} == {
+            ("start_failed", missing)
+        }
+        assert len(nodes.handles) == 2
+        room = True
+        await until(lambda: len(nodes.handles) == 3)
+    await supervisor.stop(0.0)
 
 
 # ---- roles
@@ -375,7 +457,7 @@ async def test_generations_outrank_those_of_an_earlier_deployment() -> None:
 
 async def test_a_node_changes_sides_by_drain_and_restart() -> None:
     nodes, events = Nodes(), list[NodeEvent]()
-    supervisor = Supervisor(nodes.launch, events.append, first_generation=7)
+    supervisor = Supervisor(nodes.launch, events.append, issue=from_seven)
     supervisor.want("prefill", 2)
     supervisor.want("decode", 1)
     await supervisor.start()
@@ -402,7 +484,7 @@ async def test_a_node_changes_sides_by_drain_and_restart() -> None:
 )
 async def test_switches_that_are_refused(node_id: str, role: str, field_: str, said: str) -> None:
     nodes = Nodes()
-    supervisor = Supervisor(nodes.launch, first_generation=7)
+    supervisor = Supervisor(nodes.launch, issue=from_seven)
     supervisor.want("prefill", 1)
     supervisor.want("decode", 1)
     await supervisor.start()
@@ -415,7 +497,7 @@ async def test_switches_that_are_refused(node_id: str, role: str, field_: str, s
 
 async def test_two_switches_at_once_leave_a_decode_node() -> None:
     nodes = Nodes()
-    supervisor = Supervisor(nodes.launch, first_generation=7)
+    supervisor = Supervisor(nodes.launch, issue=from_seven)
     supervisor.want("decode", 2)
     await supervisor.start()
     both = [supervisor.switch(f"decode-{i}", "prefill", 1.0) for i in range(2)]
@@ -433,7 +515,7 @@ async def test_a_switch_whose_start_fails_is_tried_again_in_the_new_role() -> No
         launched.append(role)
         return nodes.launch(role, node_id, generation)
 
-    supervisor = Supervisor(launch, first_generation=7)
+    supervisor = Supervisor(launch, issue=from_seven)
     supervisor.want("decode", 2)
     await supervisor.start()
     with pytest.raises(NodeUnavailable, match="no memory"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from cluster.state.registry import LeaseKeeper
+from cluster.state.node_lease import LeaseKeeper
 from cluster.state.registry_types import NodeRecord
 
 

@@ -14,8 +14,8 @@ import pytest
 import redis
 
 from cluster.state.cache_events import SNAPSHOT_EVENTS, STREAM_EVENTS, CachePublisher, CacheWatcher, _names
-from cluster.state.registry import OPERATION_TIMEOUT_S
-from cluster.state.registry_types import NodeRecord
+from cluster.state.connection import OPERATION_TIMEOUT_S
+from cluster.state.registry_types import DEFAULT_NAMESPACE, NodeRecord
 from paceline.kvcache.changes import MAX_CHANGES
 from paceline.kvcache.keys import KEY_VERSION
 from tests.fakes.redis_servers import SERVERS, Server
@@ -101,7 +101,7 @@ async def test_a_router_that_missed_too_much_reads_the_whole(
     for i in range(1, STREAM_EVENTS + 9):
         holder.add(prompt(i))
         holder.publisher.publish()
-    events, state = _names("paceline", holder.name)
+    events, state = _names(DEFAULT_NAMESPACE, holder.name)
     assert client.xlen(events) == STREAM_EVENTS
     first = int(client.xrange(events, count=1)[0][0].partition(b"-")[0])
     assert first <= int(client.hget(state, "at")) <= int(client.hget(state, "head"))  # snapshot and stream overlap
@@ -128,7 +128,7 @@ async def test_one_event_that_is_lost_is_noticed(watcher: CacheWatcher, holder: 
         holder.publisher.publish()
         if i == 0:
             await watcher.refresh()
-    events, _ = _names("paceline", holder.name)
+    events, _ = _names(DEFAULT_NAMESPACE, holder.name)
     assert client.xdel(events, client.xrange(events)[1][0]) == 1
     await watcher.refresh()
     assert known(watcher, holder) is None  # nothing rather than what was true before
@@ -262,7 +262,7 @@ async def test_redis_that_hangs_stalls_nobody(server: Server, watcher: CacheWatc
 async def test_a_redis_that_fell_back_is_brought_up_again(watcher: CacheWatcher, holder: Holder, client: Any) -> None:
     """As after a switch to a replica that lags: it has an older snapshot and older events."""
     holder.publisher.publish()
-    old = {key: client.dump(key) for key in _names("paceline", holder.name)}
+    old = {key: client.dump(key) for key in _names(DEFAULT_NAMESPACE, holder.name)}
     for i in range(3):
         holder.add(prompt(i))
         holder.publisher.publish()
@@ -283,7 +283,7 @@ async def test_a_node_that_cannot_publish_is_forgotten(watcher: CacheWatcher, ho
     holder.publisher.publish()
     await watcher.refresh()
     assert known(watcher, holder) == holder.keys()
-    for key in _names("paceline", holder.name):
+    for key in _names(DEFAULT_NAMESPACE, holder.name):
         client.pexpire(key, 1)
     await until(lambda: not client.keys("*:cache:*"))
     await watcher.refresh()
@@ -295,7 +295,7 @@ async def test_a_log_that_is_gone_is_replaced_at_once(server: Server, holder: Ho
     for i in range(3):
         holder.add(prompt(i))
         holder.publisher.publish()
-    assert client.delete(_names("paceline", holder.name)[0]) == 1
+    assert client.delete(_names(DEFAULT_NAMESPACE, holder.name)[0]) == 1
     late = CacheWatcher(server.url, lambda: [holder.record], TTL_S)
     await late.refresh()
     assert known(late, holder) is None
@@ -312,7 +312,7 @@ async def test_what_cannot_be_read_gives_no_hint(
     """A router and a node of different versions: better no hint than a wrong one."""
     holder.add(prompt(1))
     holder.publisher.publish()
-    events, state = _names("paceline", holder.name)
+    events, state = _names(DEFAULT_NAMESPACE, holder.name)
     if what == "version":
         body = client.hget(state, "scheme").replace(b'"version": %d' % KEY_VERSION, b'"version": 99')
         client.hset(state, "scheme", body)

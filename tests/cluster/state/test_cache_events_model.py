@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from cluster.state import cache_events
 from cluster.state.cache_events import CacheWatcher, _names
 from cluster.state.embedded_redis import EmbeddedRedis
+from cluster.state.registry_types import DEFAULT_NAMESPACE
 from tests.support.cached_prefixes import Holder, prompt
 
 PROMPT = st.integers(0, 7).map(prompt)
@@ -84,12 +85,12 @@ class CacheEventsMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1))
     def lose_a_key(self, which: int) -> None:
         """As when memory runs out."""
-        self.client.delete(_names("paceline", self.holder.name)[which])
+        self.client.delete(_names(DEFAULT_NAMESPACE, self.holder.name)[which])
 
-    @precondition(lambda self: self.client.xlen(_names("paceline", self.holder.name)[0]))
+    @precondition(lambda self: self.client.xlen(_names(DEFAULT_NAMESPACE, self.holder.name)[0]))
     @rule(data=st.data())
     def lose_an_event(self, data: st.DataObject) -> None:
-        events = _names("paceline", self.holder.name)[0]
+        events = _names(DEFAULT_NAMESPACE, self.holder.name)[0]
         numbers = [number for number, _ in self.client.xrange(events) or () if number is not None]
         assert self.client.xdel(events, data.draw(st.sampled_from(numbers))) == 1
         self.torn = True

@@ -19,6 +19,9 @@ import redis
 
 from cluster.state import embedded_redis
 from cluster.state.embedded_redis import EmbeddedRedis
+from cluster.state.holder import DeploymentLease, Holder
+from cluster.state.node_lease import LeaseKeeper
+from cluster.state.registry_types import NodeRecord
 from tests.fakes.wait import wait_for
 
 PARENT = """
@@ -45,6 +48,13 @@ def folder_of(server: EmbeddedRedis) -> Path:
 def ping(url: str) -> bool:
     with redis.Redis.from_url(url, socket_timeout=2.0) as client:
         return bool(client.ping())
+
+
+def answers(url: str) -> bool:
+    try:
+        return ping(url)
+    except redis.ConnectionError:
+        return False
 
 
 def test_serves_privately_and_leaves_nothing() -> None:
@@ -107,6 +117,40 @@ def test_tcp_asks_for_a_password_that_no_process_list_shows() -> None:
         with pytest.raises(redis.AuthenticationError):
             ping(f"redis://{address}/0")
         assert password not in " ".join(psutil.Process(server.pid).cmdline())
+
+
+def test_one_that_dies_comes_back_at_its_address_within_a_second() -> None:
+    with EmbeddedRedis(tcp=True) as server, redis.Redis.from_url(server.url) as client:
+        server.keep_running()
+        for _ in range(2):
+            client.set("key", "value")
+            pid = server.pid
+            os.kill(pid, signal.SIGKILL)
+            began = time.monotonic()
+            wait_for(lambda gone=pid: server.pid != gone)  # type: ignore[misc]  # mypy takes no default of a lambda
+            wait_for(lambda: answers(server.url))
+            assert time.monotonic() - began < 1.0
+            assert client.get("key") is None
+        pid = server.pid
+    assert not running(pid)
+
+
+def test_a_full_one_evicts_what_expires_and_never_a_lease() -> None:
+    """With a lease of Redis' own in place of ours, ``volatile-ttl`` would evict that first."""
+    with EmbeddedRedis() as server, redis.Redis.from_url(server.url) as client:
+        keeper = LeaseKeeper(server.url, NodeRecord("decode-0", "decode", 1, "h:1"), 60.0, lambda: True, dict)
+        keeper.write()
+        lease = DeploymentLease(server.url, "default", Holder("m"), lambda who: None)
+        lease.acquire()
+        ours = set(client.keys("*"))
+        assert len(ours) == 5
+        for number in range(100):
+            client.set(f"journal:{number}", 1_000_000 * "x", ex=3600)
+        assert client.info("stats")["evicted_keys"] > 30
+        assert ours <= set(client.keys("*"))
+        keeper.write()
+        lease.release()
+        keeper.close()
 
 
 def test_another_port_when_one_was_taken_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,12 +77,14 @@ def stored(server: Server) -> dict[str, bytes]:
     """What Redis has, by key."""
     with redis.Redis.from_url(server.url) as client:
         found = {key.decode(): client.get(key) for key in client.keys("*")}
-        return {key.removeprefix("paceline:journal:"): value for key, value in found.items() if value is not None}
+        return {
+            key.removeprefix("paceline:default:journal:"): value for key, value in found.items() if value is not None
+        }
 
 
 def ttl_s(server: Server, key: str) -> float:
     with redis.Redis.from_url(server.url) as client:
-        return float(client.pttl(f"paceline:journal:{key}")) / 1000
+        return float(client.pttl(f"paceline:default:journal:{key}")) / 1000
 
 
 async def test_an_entry_is_there_at_once_and_goes_soon_after_its_answer(server: Server) -> None:

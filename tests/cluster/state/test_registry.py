@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 import redis
 
-from cluster.state.registry import JOIN_TIMEOUT_S, Fenced, LeaseKeeper, NodeDirectory
-from cluster.state.registry_types import NodeRecord
+from cluster.state.connection import JOIN_TIMEOUT_S
+from cluster.state.node_lease import Fenced, LeaseKeeper
+from cluster.state.registry import NodeDirectory
+from cluster.state.registry_types import DEFAULT_NAMESPACE, NodeRecord, namespace_of
 from tests.fakes.redis_servers import SERVERS, Server
 
 TTL_S = 0.4
@@ -56,7 +58,7 @@ class Keepers:
         generation: int = 1,
         alive: Callable[[], bool] = lambda: True,
         on_fenced: Callable[[], None] = lambda: None,
-        namespace: str = "paceline",
+        namespace: str = DEFAULT_NAMESPACE,
         ttl_s: float = TTL_S,
     ) -> LeaseKeeper:
         record = NodeRecord(node_id, node_id.split("-")[0], generation, "127.0.0.1:1")
@@ -136,7 +138,7 @@ async def test_a_node_is_seen_with_all_it_says_until_it_leaves(
     await directory.refresh()
     assert directory.nodes() == []
     with redis.Redis.from_url(server.url) as client:
-        assert client.smembers("paceline:nodes") == set()
+        assert client.hgetall("paceline:default:nodes") == client.hgetall("paceline:default:leases") == {}
 
 
 async def test_listeners_hear_of_joins_drains_and_leaves_only(directory: NodeDirectory, keepers: Keepers) -> None:
@@ -171,7 +173,7 @@ async def test_a_drain_is_told_at_once(server: Server, keepers: Keepers) -> None
     keeper = keepers.start("decode-0", ttl_s=60.0)
     keeper.drain()
     with redis.Redis.from_url(server.url) as client:
-        record = client.get("paceline:node:decode-0")
+        record = client.hget("paceline:default:nodes", "decode-0")
     assert record is not None
     assert json.loads(record)["state"] == "draining"
 
@@ -202,7 +204,7 @@ async def test_a_killed_or_stopped_process_loses_its_lease(
     await until(lambda: ids(directory) == ["decode-0"])
     holder.process.send_signal(number)
     with redis.Redis.from_url(server.url) as client:
-        lease_ends_ms = client.pexpiretime("paceline:node:decode-0")
+        lease_ends_ms = int(client.hget("paceline:default:leases", "decode-0"))
         await until(lambda: directory.nodes() == [])
         seconds, microseconds = client.time()
     assert seconds * 1000 + microseconds / 1000 >= lease_ends_ms  # by the lease, not by anything sooner
@@ -263,7 +265,7 @@ async def test_the_view_outlives_a_restart_of_redis(server: Server, keepers: Kee
     await until(lambda: len(directory.nodes()) == 2, 2 * ttl_s + SLACK_S)
     assert heard == [["decode-0", "prefill-0"]]  # none of the living was missing for a moment
     with redis.Redis.from_url(server.url) as client:
-        assert client.smembers("paceline:nodes") == {b"decode-0", b"prefill-0"}
+        assert set(client.hgetall("paceline:default:nodes")) == {b"decode-0", b"prefill-0"}
     await directory.close()
 
 
@@ -325,12 +327,17 @@ async def test_records_that_cannot_be_read_hide_no_other(
     server: Server, directory: NodeDirectory, keepers: Keepers
 ) -> None:
     keepers.start("decode-0")
-    newer = {"id": "decode-1", "role": "decode", "generation": 1, "address": "127.0.0.1:2", "colour": "blue"}
-    bodies = {"decode-1": json.dumps(newer), "bad-0": "{", "bad-1": "[]", "bad-2": '{"id": "bad-2"}'}
+    good = {"id": "decode-1", "role": "decode", "generation": 1, "address": "127.0.0.1:2"}
+    bodies: dict[str, str | bytes] = {"decode-1": json.dumps(good | {"colour": "blue"})}  # of a newer version
+    bodies |= {"bad-0": "{", "bad-1": "[]", "bad-2": '{"id": "bad-2"}', "bad-3": json.dumps(good), "bad-4": b"\xff"}
+    wrong = {"role": "router", "generation": "1", "address": 7, "running": "many", "free_pages": -1, "copies": {"a": 1}}
+    for number, (name, value) in enumerate(wrong.items(), 5):
+        bodies[f"bad-{number}"] = json.dumps(good | {"id": f"bad-{number}", name: value})
+    bodies["bad-large"] = json.dumps(good | {"id": "bad-large", "log": 1_000_000 * "x"})
     with redis.Redis.from_url(server.url) as client:
-        for node_id, body in bodies.items():
-            client.set(f"paceline:node:{node_id}", body)
-            client.sadd("paceline:nodes", node_id)
+        client.hset("paceline:default:nodes", mapping=bodies)
+        ends = {node_id: int((time.time() + 60) * 1000) for node_id in bodies}
+        client.hset("paceline:default:leases", mapping=ends | {"bad-lease": "soon"})
     await until(lambda: len(directory.nodes()) == 2)
     assert ids(directory) == ["decode-0", "decode-1"]
     await asyncio.sleep(TTL_S)
@@ -338,7 +345,7 @@ async def test_records_that_cannot_be_read_hide_no_other(
 
 
 async def test_namespaces_do_not_mix(directory: NodeDirectory, keepers: Keepers) -> None:
-    other = keepers.make("decode-0", 9, namespace="other")
+    other = keepers.make("decode-0", 9, namespace=namespace_of("other"))
     other.start()
     keepers.start("decode-0", 1)
     await until(lambda: directory.holds("decode-0", 1))

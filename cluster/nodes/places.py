@@ -1,0 +1,90 @@
+"""Where in a Ray cluster the nodes run: a placement group holds a place for each, over its generations."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from paceline.errors import NodeUnavailable
+
+log = logging.getLogger(__name__)
+
+TOGETHER_TIMEOUT_S = 20.0  # for all nodes to be placed as one group
+ALONE_TIMEOUT_S = 40.0  # after that, for the first node that the deployment cannot do without
+THERE_TIMEOUT_S = 1.0  # to find out whether a node has its place
+CPU_SHARE = 0.01  # nodes pin their own threads; Ray only has to place them
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A node that is to run for the life of the deployment, over generations."""
+
+    node_id: str
+    resource: str = ""  # Ray resource of which it takes 1; empty: it may run on any host
+    standby: bool = False  # beside it a process waits that has all but the model, to be its next generation
+    vital: bool = False  # one of these at least must run
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What Ray is to keep for it."""
+        return {"CPU": CPU_SHARE} | ({self.resource: 1.0} if self.resource else {})
+
+
+class Places:
+    """The places of all nodes of a deployment.
+
+    Ray places a group as a whole or not at all. Where that does not succeed in TOGETHER_TIMEOUT_S, because a host is
+    missing, each node has a group of its own, and those that have a place can run.
+    """
+
+    def __init__(self, name: str, wanted: Sequence[Wanted]) -> None:
+        """name: of the groups in Ray. Blocks. Raises NodeUnavailable when no vital node has a place in time."""
+        # Apart where there are hosts enough, together where not. STRICT_SPREAD would refuse more nodes than hosts,
+        # and would leave the nodes of a lost host unplaced for as long as no other comes.
+        together = placement_group([node.bundle for node in wanted], strategy="SPREAD", name=name)
+        self._groups = {node.node_id: (together, index) for index, node in enumerate(wanted)}
+        self._together = bool(together.wait(TOGETHER_TIMEOUT_S))
+        if not self._together:
+            log.warning("%s; each is placed by itself", _unplaced(wanted, TOGETHER_TIMEOUT_S))
+            remove_placement_group(together)
+            self._groups = {node.node_id: (_alone(name, node), 0) for node in wanted}
+            self._wait_for_one(wanted)
+
+    def _wait_for_one(self, wanted: Sequence[Wanted]) -> None:
+        end = time.monotonic() + ALONE_TIMEOUT_S
+        while not any(self.there(node.node_id) for node in wanted if node.vital):
+            if time.monotonic() >= end:
+                self.close()
+                raise NodeUnavailable(_unplaced(wanted, TOGETHER_TIMEOUT_S + ALONE_TIMEOUT_S))
+
+    def of(self, node_id: str) -> tuple[PlacementGroup, int]:
+        """A node's placement group, and its bundle there."""
+        return self._groups[node_id]
+
+    def there(self, node_id: str) -> bool:
+        """Whether a node can be started at its place; waits for a moment. One group for all tells nothing of each
+        node: Ray calls it unplaced as a whole while a host is lost."""
+        return self._together or bool(self._groups[node_id][0].wait(THERE_TIMEOUT_S))
+
+    def close(self) -> None:
+        """Give all places back; what runs there ends."""
+        for group in {group.id: group for group, _ in self._groups.values()}.values():
+            remove_placement_group(group)
+
+
+def _alone(name: str, node: Wanted) -> PlacementGroup:
+    return placement_group([node.bundle], strategy="PACK", name=f"{name}/{node.node_id}")
+
+
+def _unplaced(wanted: Sequence[Wanted], within_s: float) -> str:
+    """What was asked for, and what the cluster has of it."""
+    asked = Counter(node.resource for node in wanted if node.resource)
+    there = ray.cluster_resources()
+    short = [f"{count} of {name!r} asked, {there.get(name, 0):g} there" for name, count in asked.items()]
+    return f"Ray could not place {len(wanted)} nodes in {within_s:g} s; " + "; ".join(short or ["no CPU"])

@@ -1,0 +1,105 @@
+"""A node without lease is asked twice over: its process by Ray, which is pretended, and its server by real gRPC."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from cluster.nodes import addresses, launch
+from cluster.nodes.launch import RayNode
+from paceline.v1 import node_pb2, node_pb2_grpc
+
+
+class Server(node_pb2_grpc.DecodeNodeServicer):
+    """What is asked of a node's gRPC server."""
+
+    Decode = Handoff = Pair = Trace = None  # type: ignore[assignment]
+
+    async def Status(self, request: node_pb2.StatusRequest, context: Any) -> node_pb2.StatusResponse:
+        return node_pb2.StatusResponse()
+
+
+class Reference(Future[dict[str, Any]]):
+    """An answer that may come; like Ray's, it outlives whoever waited for it."""
+
+    def future(self) -> Future[dict[str, Any]]:
+        """What one waits for."""
+        waited: Future[dict[str, Any]] = Future()
+
+        def pass_on(done: Future[dict[str, Any]]) -> None:
+            if not waited.cancelled():
+                waited.set_result(done.result())
+
+        self.add_done_callback(pass_on)
+        return waited
+
+
+class Actor:
+    """A node's process: answers when ``answer`` is there."""
+
+    def __init__(self) -> None:
+        self.asked: list[Reference] = []
+        self.answer: dict[str, Any] | None = None
+        self.status = self.wait_stopped = self
+
+    def remote(self) -> Reference:
+        reference = Reference()
+        self.asked.append(reference)
+        if self.answer is not None:
+            reference.set_result(self.answer)
+        return reference
+
+
+@pytest.fixture
+async def address() -> AsyncIterator[str]:
+    server = grpc.aio.server()
+    node_pb2_grpc.add_DecodeNodeServicer_to_server(Server(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(0)
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> RayNode:
+    def done(references: list[Reference], timeout: float) -> tuple[list[Reference], list[Reference]]:
+        return [each for each in references if each.done()], []
+
+    monkeypatch.setattr("cluster.nodes.launch.ray.wait", done)
+    monkeypatch.setattr(launch, "ASK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(addresses, "ANSWER_TIMEOUT_S", 0.2)
+    return RayNode("decode-0", "decode", Actor())
+
+
+@pytest.mark.parametrize(
+    ("status", "answers"),
+    [({}, True), ({"alive": False}, False), ({"fenced": True}, False), ({"address": "silent"}, False)],
+)
+async def test_both_must_answer_and_the_engine_must_tick(
+    node: RayNode, address: str, status: dict[str, Any], answers: bool
+) -> None:
+    with socket.socket() as silent:  # as of a process that is stopped: the kernel takes connections
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        node._actor.answer = {"alive": True, "fenced": False, "address": address} | status
+        if status.get("address"):
+            node._actor.answer["address"] = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert await node.answers() is answers
+
+
+async def test_a_silent_process_has_one_question_waiting_and_its_late_answer_is_not_taken(
+    node: RayNode, address: str
+) -> None:
+    actor = node._actor
+    before = len(actor.asked)  # it is watched
+    for _ in range(3):
+        assert not await node.answers()
+    assert len(actor.asked) == before + 1
+    actor.asked[-1].set_result({"alive": True, "fenced": False, "address": address})
+    assert not await node.answers()
+    assert len(actor.asked) == before + 2

@@ -1,0 +1,171 @@
+"""One process supervises a deployment: who holds the name, who may take it, and who issues generations."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import redis
+
+from cluster.deployment import Deployment
+from cluster.state import holder
+from cluster.state.holder import DeploymentLease, Holder
+from paceline.config import ServeConfig
+from paceline.errors import ConfigError, NodeUnavailable
+from tests.fakes.redis_servers import Embedded
+from tests.fakes.wait import wait_for
+
+HOLDER = Path(__file__).with_name("deployment_holder.py")
+TAKEN_OVER_S = 3.0  # after a holder's death
+
+
+@pytest.fixture
+def server() -> Iterator[Embedded]:
+    made = Embedded()
+    yield made
+    made.close()
+
+
+Make = Callable[..., DeploymentLease]
+
+
+@pytest.fixture
+def make(server: Embedded) -> Iterator[Make]:
+    with ExitStack() as made:
+
+        def one(
+            deployment: str = "default", model: str = "m", lost: Callable[[str], None] = lambda who: None
+        ) -> DeploymentLease:
+            lease = DeploymentLease(server.url, deployment, Holder(model), lost)
+            made.callback(lease.release)
+            return lease
+
+        yield one
+
+
+class Process:
+    """Another holder."""
+
+    def __init__(self, url: str, model: str) -> None:
+        command = [sys.executable, str(HOLDER), url, "default", model]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.line() == "held 1"
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        with self.process:
+            self.process.kill()
+
+
+async def test_a_second_serve_of_the_name_is_refused_and_another_name_is_not(server: Embedded, make: Make) -> None:
+    """The second one is a real deployment, whose model is another: it is refused before it starts anything."""
+    first = make(model="smollm2")
+    first.acquire()
+    second = Deployment(ServeConfig(model="other", redis=server.url, grpc="127.0.0.1:0", http="127.0.0.1:0"))
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as refused:
+        await second.start()
+    assert time.monotonic() - began < TAKEN_OVER_S
+    told = str(refused.value)
+    assert f"'default' is held by process {Holder('').pid} on {socket.gethostname()} with model 'smollm2'" in told
+    assert "UTC; serve under another name (--deployment NAME), or stop that process" in told
+    other = make("other")
+    other.acquire()
+    assert (first.issue("decode-0", 0), first.issue("decode-0", 0), other.issue("decode-0", 0)) == (1, 2, 1)
+    with redis.Redis.from_url(server.url) as client:
+        names = {key.decode().split(":")[1] for key in client.keys("*")}
+    assert names == {"default", "other"}
+    first.release()
+    again = make()
+    began = time.monotonic()
+    again.acquire()  # at once: no lease had to end
+    assert time.monotonic() - began < holder.LEASE_S / 2
+    assert (again.token, again.issue("decode-0", 0)) == (2, 3)
+
+
+def test_a_holder_that_stopped_is_followed_in_time_and_stands_down(server: Embedded, make: Make) -> None:
+    with Process(server.url, "old") as old:
+        old.process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        new = make(model="new")
+        new.acquire()
+        assert time.monotonic() - began < TAKEN_OVER_S
+        assert new.token == 2
+        old.process.send_signal(signal.SIGCONT)
+        assert "with model 'new'" in old.line()
+        assert old.line() == "decode-0 is not started: another process supervises 'default' now"
+    time.sleep(2 * holder.RENEW_S)
+    assert not new.lost
+
+
+def test_a_redis_that_lost_its_data_gives_holder_and_generations_back(server: Embedded, make: Make) -> None:
+    lease = make()
+    lease.acquire()
+    assert [lease.issue("decode-0", 0) for _ in range(3)] == [1, 2, 3]
+    server.kill()
+    server.start_again()
+    assert lease.issue("decode-0", 3) == 4  # what the supervisor saw
+    rival = make(model="rival")
+    with redis.Redis.from_url(server.url) as client:
+        wait_for(lambda: client.hget("paceline:default:holder", "mark") is not None)
+    with pytest.raises(ConfigError, match="model 'm'"):
+        rival.acquire()
+    assert not lease.lost
+
+
+def test_a_rival_on_an_empty_redis_is_the_only_holder_then(server: Embedded, make: Make) -> None:
+    """Both have the token 1: the mark tells them apart."""
+    lost: list[str] = []
+    old = make(model="old", lost=lost.append)
+    old.acquire()
+    with redis.Redis.from_url(server.url) as client, client.pipeline(transaction=True) as both:
+        mark = {"mark": "rival", "who": "{}", "ends": str(int(time.time() * 1000) + 60_000), "token": "1"}
+        both.flushall()
+        both.hset("paceline:default:holder", mapping=mark)
+        both.execute()
+    wait_for(lambda: bool(lost))
+    assert lost == ["another process"]
+    assert old.lost
+
+
+def test_a_redis_that_is_away_for_a_moment_is_waited_for(
+    server: Embedded, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.kill()
+    late = threading.Timer(0.3, server.start_again)
+    late.start()
+    lease = make()
+    lease.acquire()
+    late.join()
+    monkeypatch.setattr(holder, "REDIS_WAIT_S", 0.2)
+    server.kill()
+    with pytest.raises(NodeUnavailable, match=r"\(option redis\) did not give a generation for decode-0 in 0.2 s"):
+        lease.issue("decode-0", 1)
+
+
+def test_records_of_nodes_that_went_without_a_word_are_removed(
+    server: Embedded, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_ms = int(time.time() * 1000)
+    with redis.Redis.from_url(server.url) as client:
+        client.hset("paceline:default:nodes", mapping={"decode-0": "{}", "decode-1": "{}"})
+        client.hset(
+            "paceline:default:leases", mapping={"decode-0": now_ms - 2 * holder.FORGET_MS, "decode-1": now_ms - 1000}
+        )
+        make().acquire()
+        wait_for(lambda: client.hkeys("paceline:default:leases") == [b"decode-1"])
+        assert client.hkeys("paceline:default:nodes") == [b"decode-1"]
