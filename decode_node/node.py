@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -50,7 +50,7 @@ class DecodeNode:
         fingerprint = fingerprint_of(runner)
         streams: dict[str, Stream] = {}
         sink = ReservedPages(runner, streams, self._ready, self._failed)
-        self._links = await LinkHost.start(HostContext(self._node_id, fingerprint, config, runner.kv.device, sink))
+        self._links = LinkHost(HostContext(self._node_id, fingerprint, config, runner.kv.device, sink))
         limits = DecodeLimits(config.max_running, config.max_waiting, config.prefill_chunk_tokens)
         deadlines = HandoffDeadlines(config.reserve_deadline_s, config.handoff_deadline_s)
         self._engine = DecodeEngine(runner, limits, deadlines, streams, self._links)
@@ -78,7 +78,7 @@ class DecodeNode:
                     if event.HasField("finished"):
                         return
             finally:  # nothing happens when the stream ended by itself
-                loop.post(lambda: self._engine.leave(stream))
+                self._post(stream.ticket, lambda: self._engine.leave(stream))
 
     async def pair(self, request: handoff_pb2.PairRequest) -> handoff_pb2.PairResponse:
         """Open a link for a prefill node. PairingRefused when the two do not fit."""
@@ -115,10 +115,14 @@ class DecodeNode:
         return stream
 
     def _ready(self, ticket: str, state: handoff_pb2.State, draft: DraftState | None) -> None:
-        self.shell.loop.post(lambda: self._engine.handoff_ready(ticket, state, draft))
+        self._post(ticket, lambda: self._engine.handoff_ready(ticket, state, draft))
 
     def _failed(self, ticket: str, reason: str) -> None:
-        self.shell.loop.post(lambda: self._engine.handoff_failed(ticket, reason))
+        self._post(ticket, lambda: self._engine.handoff_failed(ticket, reason))
+
+    def _post(self, ticket: str, work: Callable[[], None]) -> None:
+        """Run ``work``, which is about one stream, on the engine thread; the stream ends where it raises."""
+        self.shell.loop.post(work, lambda error: self._engine.fail(ticket, error))
 
     def _tick(self) -> None:
         self._links.expire()

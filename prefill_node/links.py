@@ -22,7 +22,7 @@ from kv_transfer.layout.compat import check_pairing, decode_layout
 from kv_transfer.layout.reshard import Side, reshard
 from kv_transfer.layout.rows import RowSource
 from kv_transfer.transports.registry import open_transport, staging_device
-from kv_transfer.transports.rendezvous import create_store
+from kv_transfer.transports.rendezvous import LinkStore
 from kv_transfer.transports.sentinel import Sentinel
 from paceline.config import NodeConfig
 from paceline.errors import NodeUnavailable, Overloaded, PacelineError
@@ -122,48 +122,78 @@ class Link:
 
 
 class _Control:
-    """The control stream of a link: messages out in order, acknowledgements in."""
+    """The control stream of a link: messages out in order, acknowledgements in. It comes before the data pipe, whose
+    ends tell each other over it where they are."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, timeout_s: float) -> None:
         self.channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self.stub = node_pb2_grpc.DecodeNodeStub(self.channel)
+        self.store = LinkStore(self._tell, timeout_s)
+        self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._outgoing: asyncio.Queue[handoff_pb2.HandoffMessage] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
+        self._accepted: asyncio.Future[None] = self._loop.create_future()
+        self._sender: HandoffSender | None = None  # once the link is open
 
     def post(self, message: handoff_pb2.HandoffMessage) -> None:
         """Queue a message. Thread-safe; bounded by the sender, which waits for the bytes of each."""
         notify(self._loop, self._outgoing.put_nowait, message)
 
-    async def open(self, link_id: str, timeout_s: float) -> None:
-        """Say Hello and wait until the decode node accepted the stream."""
+    def open(self, link_id: str) -> None:
+        """Claim the link; both directions run until the stream ends, which ends the link."""
         self._call = self.stub.Handoff()
-        await self._call.write(handoff_pb2.HandoffMessage(hello=handoff_pb2.Hello(link_id=link_id)))
-        ack = await asyncio.wait_for(self._call.read(), timeout_s)
-        if not isinstance(ack, handoff_pb2.HandoffAck) or ack.WhichOneof("body") != "hello":
-            raise NodeUnavailable(f"link {link_id}: the decode node did not accept the control stream")
+        self.post(handoff_pb2.HandoffMessage(hello=handoff_pb2.Hello(link_id=link_id)))
+        self._tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._read())]
 
-    def run(self, sender: HandoffSender) -> None:
-        """Pump both directions until the stream ends, which ends the link."""
-        self._tasks = [asyncio.create_task(self._write(sender)), asyncio.create_task(self._read(sender))]
+    async def accepted(self, sender: HandoffSender) -> None:
+        """Wait until the decode node's ends are open too; ``sender`` hears of the stream from now on. NodeUnavailable
+        when it does not accept."""
+        self._sender = sender
+        await asyncio.wait_for(asyncio.shield(self._accepted), self._timeout_s)
 
-    async def _write(self, sender: HandoffSender) -> None:
+    def _tell(self, key: str, value: bytes) -> None:
+        self.post(handoff_pb2.HandoffMessage(rendezvous=handoff_pb2.Rendezvous(key=key, value=value)))
+
+    async def _write(self) -> None:
         try:
             while True:
                 await self._call.write(await self._outgoing.get())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            sender.link_lost(f"control stream broke: {error!r}")
+            if self._sender is not None:  # before that `_read` tells why
+                self._sender.link_lost(f"control stream broke: {error!r}")
 
-    async def _read(self, sender: HandoffSender) -> None:
+    async def _read(self) -> None:
         try:
             while isinstance(ack := await self._call.read(), handoff_pb2.HandoffAck):  # else the end of the stream
-                sender.acknowledge(ack)
+                self._take(ack)
         except grpc.aio.AioRpcError as error:
-            sender.link_lost(f"control stream broke: {error.code()} {error.details()}")
+            self._end(f"control stream broke: {error.code()} {error.details()}")
+        except ValueError as error:
+            self._end(str(error))
         else:
-            sender.link_lost("control stream ended")
+            self._end("control stream ended")
+
+    def _take(self, ack: handoff_pb2.HandoffAck) -> None:
+        """ValueError when no decode node of ours says that."""
+        match ack.WhichOneof("body"):
+            case "rendezvous":
+                self.store.receive(ack.rendezvous.key, ack.rendezvous.value)
+            case "hello" if not self._accepted.done():
+                self._accepted.set_result(None)
+            case _ if self._sender is not None:
+                self._sender.acknowledge(ack)
+
+    def _end(self, reason: str) -> None:
+        self.store.close(reason)
+        if not self._accepted.done():
+            self._accepted.set_exception(NodeUnavailable(reason))
+            self._accepted.exception()  # read by now: nobody may be waiting for it
+        if self._sender is not None:
+            self._sender.link_lost(reason)
 
     async def close(self) -> None:
+        self.store.close("the link is closed")
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -206,7 +236,7 @@ class LinkPool:
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     async def _open(self, address: str) -> Link:
-        control = _Control(address)
+        control = _Control(address, self._context.config.transfer_timeout_s)
         try:
             link = await self._pair(address, control)
         except BaseException as error:
@@ -220,7 +250,7 @@ class LinkPool:
         return link
 
     async def _pair(self, address: str, control: _Control) -> Link:
-        """Pair, then open pipe, sentinel and control stream, in the order in which the decode node opens them."""
+        """Pair, then open control stream, pipe and sentinel, in the order in which the decode node opens them."""
         context, config = self._context, self._context.config
         timeout = config.transfer_timeout_s
         paired = await control.stub.Pair(
@@ -229,9 +259,9 @@ class LinkPool:
         check_pairing(context.fingerprint, paired.fingerprint, dtype_cast=config.handoff_dtype_cast)
         layout = decode_layout(context.kv.layout, paired.fingerprint)
         rows = RowSource(context.kv, reshard(Side(context.kv.layout), Side(layout)))
-        store = await asyncio.to_thread(create_store, paired.store_host, paired.store_port, False, timeout)
+        control.open(paired.link_id)
         transport = await asyncio.to_thread(
-            open_transport, config.transport, store, paired.link_id, 0, config.host, timeout, context.device
+            open_transport, config.transport, control.store, paired.link_id, 0, config.host, timeout, context.device
         )
         loop = asyncio.get_running_loop()
         sender = HandoffSender(
@@ -246,7 +276,7 @@ class LinkPool:
         try:
             sentinel = await asyncio.to_thread(
                 Sentinel,
-                store,
+                control.store,
                 paired.link_id,
                 0,
                 config.host,
@@ -254,13 +284,12 @@ class LinkPool:
                 sender.link_lost,
                 lambda: sender.link_lost("the decode node closed the link"),
             )
-            await control.open(paired.link_id, timeout)
+            await control.accepted(sender)
         except BaseException:
             await asyncio.to_thread(sender.close, CLOSE_TIMEOUT_S)
             if sentinel is not None:
                 await asyncio.to_thread(sentinel.close, CLOSE_TIMEOUT_S)
             raise
-        control.run(sender)
         feeder = RowFeeder(sender, rows, context.device, context.ended)
         return Link(paired.link_id, paired.decode_node_id, sender, feeder, sentinel)
 

@@ -121,7 +121,10 @@ class PrefillNode:
 
     def _ended(self, ticket: str, failure: str | None) -> None:
         ended = time.monotonic()  # the engine may be in the midst of a step
-        self.shell.loop.post(lambda: self._engine.handoff_ended(ticket, failure, ended))
+        self.shell.loop.post(
+            lambda: self._engine.handoff_ended(ticket, failure, ended),
+            lambda error: self._engine.fail(ticket, error),
+        )
 
     def _sent(self, message: handoff_pb2.HandoffMessage, began: float) -> None:
         """A sender's thread has sent a message and its bytes."""

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs lack it
 
-from paceline.errors import NodeUnavailable, PacelineError
+from paceline.errors import NodeUnavailable, PacelineError, PermissionDenied
 from paceline.rpc.malformed import RefuseMalformed
 from paceline.rpc.wire_errors import error_from_status, metadata_for, status_for
 
@@ -115,4 +115,6 @@ def error_from_peer(error: grpc.aio.AioRpcError, peer: str) -> PacelineError:
     details = f"{peer}: {error.details()}"
     if error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
         return NodeUnavailable(details)
-    return error_from_status(error.code(), details, error.trailing_metadata()) or NodeUnavailable(details)
+    known = error_from_status(error.code(), details, error.trailing_metadata())
+    # A node that refuses another's certificate is no fault of the request, nor its client's business.
+    return NodeUnavailable(details) if known is None or isinstance(known, PermissionDenied) else known
