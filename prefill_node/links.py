@@ -22,14 +22,14 @@ from kv_transfer.layout.compat import check_pairing, decode_layout
 from kv_transfer.layout.reshard import Side, reshard
 from kv_transfer.layout.rows import RowSource
 from kv_transfer.transports.registry import open_transport, staging_device
-from kv_transfer.transports.rendezvous import LinkStore
 from kv_transfer.transports.sentinel import Sentinel
 from paceline.config import NodeConfig
 from paceline.errors import NodeUnavailable, Overloaded, PacelineError
 from paceline.kvcache.pool import KvPool
-from paceline.rpc.calls import CHANNEL_OPTIONS, error_from_peer
+from paceline.rpc.calls import error_from_peer
 from paceline.serving.loop import notify
-from paceline.v1 import handoff_pb2, node_pb2_grpc
+from paceline.v1 import handoff_pb2
+from prefill_node.control import ControlStream
 from prefill_node.feeder import RowFeeder
 
 log = logging.getLogger(__name__)
@@ -121,91 +121,12 @@ class Link:
         self._sentinel.close(CLOSE_TIMEOUT_S)
 
 
-class _Control:
-    """The control stream of a link: messages out in order, acknowledgements in. It comes before the data pipe, whose
-    ends tell each other over it where they are."""
-
-    def __init__(self, address: str, timeout_s: float) -> None:
-        self.channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self.stub = node_pb2_grpc.DecodeNodeStub(self.channel)
-        self.store = LinkStore(self._tell, timeout_s)
-        self._timeout_s = timeout_s
-        self._loop = asyncio.get_running_loop()
-        self._outgoing: asyncio.Queue[handoff_pb2.HandoffMessage] = asyncio.Queue()
-        self._tasks: list[asyncio.Task[None]] = []
-        self._accepted: asyncio.Future[None] = self._loop.create_future()
-        self._sender: HandoffSender | None = None  # once the link is open
-
-    def post(self, message: handoff_pb2.HandoffMessage) -> None:
-        """Queue a message. Thread-safe; bounded by the sender, which waits for the bytes of each."""
-        notify(self._loop, self._outgoing.put_nowait, message)
-
-    def open(self, link_id: str) -> None:
-        """Claim the link; both directions run until the stream ends, which ends the link."""
-        self._call = self.stub.Handoff()
-        self.post(handoff_pb2.HandoffMessage(hello=handoff_pb2.Hello(link_id=link_id)))
-        self._tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._read())]
-
-    async def accepted(self, sender: HandoffSender) -> None:
-        """Wait until the decode node's ends are open too; ``sender`` hears of the stream from now on. NodeUnavailable
-        when it does not accept."""
-        self._sender = sender
-        await asyncio.wait_for(asyncio.shield(self._accepted), self._timeout_s)
-
-    def _tell(self, key: str, value: bytes) -> None:
-        self.post(handoff_pb2.HandoffMessage(rendezvous=handoff_pb2.Rendezvous(key=key, value=value)))
-
-    async def _write(self) -> None:
-        try:
-            while True:
-                await self._call.write(await self._outgoing.get())
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            if self._sender is not None:  # before that `_read` tells why
-                self._sender.link_lost(f"control stream broke: {error!r}")
-
-    async def _read(self) -> None:
-        try:
-            while isinstance(ack := await self._call.read(), handoff_pb2.HandoffAck):  # else the end of the stream
-                self._take(ack)
-        except grpc.aio.AioRpcError as error:
-            self._end(f"control stream broke: {error.code()} {error.details()}")
-        except ValueError as error:
-            self._end(str(error))
-        else:
-            self._end("control stream ended")
-
-    def _take(self, ack: handoff_pb2.HandoffAck) -> None:
-        """ValueError when no decode node of ours says that."""
-        match ack.WhichOneof("body"):
-            case "rendezvous":
-                self.store.receive(ack.rendezvous.key, ack.rendezvous.value)
-            case "hello" if not self._accepted.done():
-                self._accepted.set_result(None)
-            case _ if self._sender is not None:
-                self._sender.acknowledge(ack)
-
-    def _end(self, reason: str) -> None:
-        self.store.close(reason)
-        if not self._accepted.done():
-            self._accepted.set_exception(NodeUnavailable(reason))
-            self._accepted.exception()  # read by now: nobody may be waiting for it
-        if self._sender is not None:
-            self._sender.link_lost(reason)
-
-    async def close(self) -> None:
-        self.store.close("the link is closed")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.channel.close()
-
-
 class LinkPool:
     """The node's links by decode address. Belongs to the event loop."""
 
     def __init__(self, context: LinkContext) -> None:
         self._context = context
-        self._links: dict[str, tuple[Link, _Control]] = {}
+        self._links: dict[str, tuple[Link, ControlStream]] = {}
         self._opening: dict[str, asyncio.Task[Link]] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -236,7 +157,7 @@ class LinkPool:
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     async def _open(self, address: str) -> Link:
-        control = _Control(address, self._context.config.transfer_timeout_s)
+        control = ControlStream(address, self._context.config.transfer_timeout_s)
         try:
             link = await self._pair(address, control)
         except BaseException as error:
@@ -249,7 +170,7 @@ class LinkPool:
         self._links[address] = link, control
         return link
 
-    async def _pair(self, address: str, control: _Control) -> Link:
+    async def _pair(self, address: str, control: ControlStream) -> Link:
         """Pair, then open control stream, pipe and sentinel, in the order in which the decode node opens them."""
         context, config = self._context, self._context.config
         timeout = config.transfer_timeout_s
@@ -308,7 +229,7 @@ class LinkPool:
         task.add_done_callback(self._closing.discard)
 
 
-async def _tear_down(link: Link, control: _Control) -> None:
+async def _tear_down(link: Link, control: ControlStream) -> None:
     await asyncio.to_thread(link.close)
     await control.close()
 

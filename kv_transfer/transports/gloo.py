@@ -22,8 +22,11 @@ POISON_TAG = 1  # nothing is ever sent with it
 
 
 def gloo_group(store: Any, prefix: str, rank: Rank, host: str, timeout_s: float) -> Any:
-    """Join a 2-rank gloo group over a torch store of the link; ``host`` is the address that the peer reaches this process at (the host name may
-    resolve to 127.0.0.1). TransportError when the peer does not come within ``timeout_s``."""
+    """Join a 2-rank gloo group over a torch store of the link. TransportError when the peer does not come within
+    ``timeout_s``.
+
+    host: the address that the peer reaches this process at (the host name may resolve to 127.0.0.1).
+    """
     options = torch_dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 1

@@ -15,9 +15,9 @@ from kv_transfer.transports.base import Rank, Transport
 from paceline.errors import ConfigError
 from paceline.transports import TRANSPORTS, TransportRecord
 
-# (torch store of the link, link id, rank, own address, timeout in seconds, device): opens one end of the data pipe of a link; blocks
-# until the peer does the same. The timeout is that of joining, and of one message. ConfigError naming ``transport``
-# when it cannot work here, TransportError when the peer does not come.
+# (torch store of the link, link id, rank, own address, timeout in seconds, device): opens one end of the data pipe of a
+# link; blocks until the peer does the same. The timeout is that of joining, and of one message. ConfigError naming
+# ``transport`` when it cannot work here, TransportError when the peer does not come.
 OpenTransport: TypeAlias = Callable[[Any, str, Rank, str, float, torch.device], Transport]
 
 

@@ -1,7 +1,7 @@
 """Links over torch.distributed: one 2-rank process group per (prefill, decode) pair, made and dropped in milliseconds.
 
-Groups are built directly over a store of the link and never registered: there is no world to join, and a dead peer harms nobody
-else.
+Groups are built directly over a store of the link and never registered: there is no world to join, and a dead peer
+harms nobody else.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def test_a_message_that_no_sender_writes_ends_the_link_at_once(message: HandoffM
         wait_for(lambda: link.receiver._in_flight.tickets, "the hand-off beside it")
         tracemalloc.start()
         began = time.perf_counter()
-        with pytest.raises(TransportError, match="announced|control message of"):
+        with pytest.raises(TransportError, match=r"announced|control message of"):
             link.receiver.feed(message)
         took_s, peak = time.perf_counter() - began, tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()

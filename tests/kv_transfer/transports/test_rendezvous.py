@@ -45,7 +45,8 @@ def test_a_peer_can_neither_fill_it_nor_change_what_is_there() -> None:
     assert store.get("mine") == b"here"
     with pytest.raises(ValueError, match="bytes"):
         store.receive("large", bytes(MAX_VALUE_BYTES + 1))
+    for number in range(1, MAX_KEYS):
+        store.receive(f"k{number}", b"")
     with pytest.raises(ValueError, match="keys already"):
-        for number in range(MAX_KEYS):
-            store.receive(f"k{number}", b"")
+        store.receive("one more", b"")
     assert store.num_keys() == MAX_KEYS
