@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from decode_node.permits import Permits
 from kv_transfer.handoff.receiver import HandoffReceiver
 from kv_transfer.handoff.sink import HandoffSink
 from kv_transfer.layout.compat import check_pairing
@@ -29,6 +30,7 @@ from kv_transfer.transports.rendezvous import LinkStore
 from kv_transfer.transports.sentinel import Sentinel
 from paceline.config import NodeConfig
 from paceline.errors import InvalidRequest, NodeUnavailable, Overloaded, PacelineError, PermissionDenied, quoted
+from paceline.rpc.guard import audit
 from paceline.serving.loop import notify
 from paceline.v1 import handoff_pb2
 
@@ -37,6 +39,7 @@ log = logging.getLogger(__name__)
 MAX_LINKS = 256
 MAX_OPENING = 16  # threads that wait for peers
 MAX_ID_CHARS = 256
+REFUSAL_S = 0.2  # for the status of a control stream to arrive
 CLOSE_TIMEOUT_S = 2.0  # each, for the threads of a link that ends
 CLOSED = "the prefill node closed the link"  # in order: not worth a warning
 
@@ -65,6 +68,11 @@ class _Link:
         else:
             self.ack(None)
 
+    def refuse(self, problem: PacelineError) -> None:
+        """Tell the peer why; the pipe is cut a moment later, so that it hears that first."""
+        self.problem = problem
+        self.ack(None)
+
     def ack(self, ack: handoff_pb2.HandoffAck | None) -> None:
         """Queue an acknowledgement. Thread-safe; bounded by the tickets of the link."""
         notify(self.loop, self.acks.put_nowait, ack)
@@ -79,6 +87,7 @@ class HostContext:
     config: NodeConfig
     device: torch.device  # of the pool
     sink: HandoffSink
+    permits: Permits
 
 
 class LinkHost:
@@ -90,6 +99,7 @@ class LinkHost:
         self._links: dict[str, _Link] = {}
         self._threads = ThreadPoolExecutor(MAX_OPENING, thread_name_prefix="link-open")
         self._closing: set[asyncio.Task[None]] = set()
+        self.refused = 0  # hand-offs that no router had given to who began them
 
     # -- what the prefill node calls -----------------------------------------------------------------------------
 
@@ -129,7 +139,7 @@ class LinkHost:
             raise NodeUnavailable(f"no link {quoted(hello.hello.link_id)} waits for a control stream")
         link.opening = link.loop.run_in_executor(self._threads, self._open, link, hello)
         link.opening.add_done_callback(lambda done: self._opened(link, done))
-        reader = asyncio.create_task(_feed(incoming, link))
+        reader = asyncio.create_task(self._feed(incoming, link))
         try:
             while (ack := await link.acks.get()) is not None:
                 yield ack
@@ -137,7 +147,8 @@ class LinkHost:
                 raise link.problem
         finally:
             reader.cancel()
-            self._drop(link, "the control stream ended")
+            if not isinstance(link.problem, PermissionDenied):
+                self._drop(link, "the control stream ended")
 
     # -- what the engine and the timer call ----------------------------------------------------------------------
 
@@ -206,6 +217,24 @@ class LinkHost:
         link.receiver = receiver
         receiver.feed(hello)
 
+    async def _feed(self, messages: AsyncIterator[handoff_pb2.HandoffMessage], link: _Link) -> None:
+        """Take what comes on the control stream; when it cannot go on, neither does the link."""
+        try:
+            async for message in messages:
+                self._context.permits.check(link.peer, message)
+                _take(message, link)
+        except PermissionDenied as error:
+            self.refused += 1
+            audit.warning("refused a hand-off on link %s: %s", link.link_id, error)
+            link.refuse(error)
+            link.loop.call_later(REFUSAL_S, self._drop, link, str(error))
+        except PacelineError as error:
+            link.end(NodeUnavailable(f"control stream: {error}"))
+        except Exception as error:  # gRPC's own, when the peer vanished
+            link.end(NodeUnavailable(f"control stream broke: {error!r}"))
+        else:
+            link.end(NodeUnavailable("control stream ended"))
+
     def _opened(self, link: _Link, done: asyncio.Future[None]) -> None:
         if not done.cancelled() and (error := done.exception()) is not None:
             link.end(NodeUnavailable(f"link {link.link_id} did not open: {error}"))
@@ -242,19 +271,6 @@ def _close(link: _Link, reason: str) -> None:
             log.warning("link %s: a receive is still blocked; its pages stay held until it returns", link.link_id)
     if link.sentinel is not None:
         link.sentinel.close(CLOSE_TIMEOUT_S)
-
-
-async def _feed(messages: AsyncIterator[handoff_pb2.HandoffMessage], link: _Link) -> None:
-    """Take what comes on the control stream; when it cannot go on, neither does the link."""
-    try:
-        async for message in messages:
-            _take(message, link)
-    except PacelineError as error:
-        link.end(error if isinstance(error, PermissionDenied) else NodeUnavailable(f"control stream: {error}"))
-    except Exception as error:  # gRPC's own, when the peer vanished
-        link.end(NodeUnavailable(f"control stream broke: {error!r}"))
-    else:
-        link.end(NodeUnavailable("control stream ended"))
 
 
 def _take(message: handoff_pb2.HandoffMessage, link: _Link) -> None:

@@ -19,7 +19,8 @@ from decode_node.engine.engine import DecodeEngine
 from decode_node.engine.reservations import HandoffDeadlines, num_slots
 from decode_node.engine.scheduler import DecodeLimits
 from decode_node.links import HostContext, LinkHost
-from decode_node.service import DecodeService
+from decode_node.permits import Permits
+from decode_node.service import CALLERS, DecodeService
 from decode_node.sink import ReservedPages
 from decode_node.stream import EventQueue, Stream
 from paceline.config import NodeConfig
@@ -50,12 +51,13 @@ class DecodeNode:
         fingerprint = fingerprint_of(runner)
         streams: dict[str, Stream] = {}
         sink = ReservedPages(runner, streams, self._ready, self._failed)
-        self._links = LinkHost(HostContext(self._node_id, fingerprint, config, runner.kv.device, sink))
+        permits = Permits(self._node_id, config, streams)
+        self._links = LinkHost(HostContext(self._node_id, fingerprint, config, runner.kv.device, sink, permits))
         limits = DecodeLimits(config.max_running, config.max_waiting, config.prefill_chunk_tokens)
         deadlines = HandoffDeadlines(config.reserve_deadline_s, config.handoff_deadline_s)
         self._engine = DecodeEngine(runner, limits, deadlines, streams, self._links)
         self.shell = NodeShell("decode", self._node_id, config, runner, fingerprint, self._engine)
-        return await self.shell.start(self._register, self._tick)
+        return await self.shell.start(self._register, self._tick, CALLERS)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new sequences, let those in progress finish for ``grace_s`` seconds, then end."""
@@ -95,7 +97,11 @@ class DecodeNode:
 
     def counts(self) -> dict[str, Any]:
         """What routers show of this node besides its load, by field of the registry's record."""
-        return {"missing_drafts": self._engine.missing_drafts, "copies": self._runner.drafter.copies()}
+        return {
+            "missing_drafts": self._engine.missing_drafts,
+            "copies": self._runner.drafter.copies(),
+            "refused_calls": self.shell.guard.refused + self._links.refused,
+        }
 
     # -- insides -----------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from paceline.config import NodeConfig
 from paceline.errors import NodeUnavailable, Overloaded, PacelineError
 from paceline.kvcache.pool import KvPool
 from paceline.rpc.calls import error_from_peer
+from paceline.rpc.identity import Identity
 from paceline.serving.loop import notify
 from paceline.v1 import handoff_pb2
 from prefill_node.control import ControlStream
@@ -47,6 +48,7 @@ class LinkContext:
     fingerprint: handoff_pb2.Fingerprint
     config: NodeConfig
     kv: KvPool
+    identity: Identity
     ended: Callable[[str, str | None], None]
     sent: Callable[[handoff_pb2.HandoffMessage, float], None] | None = None
 
@@ -76,9 +78,9 @@ class Link:
         """See `RowFeeder`."""
         return self._feeder.groups(layers, num_tokens)
 
-    def begin(self, ticket: str, tokens: range) -> None:
+    def begin(self, ticket: str, tokens: range, grant: bytes = b"") -> None:
         """See `RowFeeder`."""
-        self._feeder.begin(ticket, tokens)
+        self._feeder.begin(ticket, tokens, grant)
 
     def rows(self, ticket: str, block: RowBlock, slots: torch.Tensor) -> None:
         """See `RowFeeder`."""
@@ -157,7 +159,7 @@ class LinkPool:
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     async def _open(self, address: str) -> Link:
-        control = ControlStream(address, self._context.config.transfer_timeout_s)
+        control = ControlStream(address, self._context.identity, self._context.config.transfer_timeout_s)
         try:
             link = await self._pair(address, control)
         except BaseException as error:
@@ -175,7 +177,9 @@ class LinkPool:
         context, config = self._context, self._context.config
         timeout = config.transfer_timeout_s
         paired = await control.stub.Pair(
-            handoff_pb2.PairRequest(prefill_node_id=context.node_id, fingerprint=context.fingerprint), timeout=timeout
+            handoff_pb2.PairRequest(prefill_node_id=context.node_id, fingerprint=context.fingerprint),
+            timeout=timeout,
+            metadata=context.identity.metadata,
         )
         check_pairing(context.fingerprint, paired.fingerprint, dtype_cast=config.handoff_dtype_cast)
         layout = decode_layout(context.kv.layout, paired.fingerprint)

@@ -28,6 +28,7 @@ class NodeRecord:
     free_pages: int = 0
     total_pages: int = 0
     missing_drafts: int = 0  # sequences that came without the state of their drafter, since the node started
+    refused_calls: int = 0  # whose caller may not make them, since the node started
     # Rounds in which a drafter that copies found something, and in which it did not, by its name; likewise.
     copies: Mapping[str, Sequence[int]] = field(default_factory=dict)
 

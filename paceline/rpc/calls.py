@@ -59,22 +59,35 @@ class _CallersThatLeft(logging.Filter):
 _CALLERS_THAT_LEFT = _CallersThatLeft()  # one, so that adding it again changes nothing
 
 
-def make_server(options: Seq[tuple[str, Any]], max_concurrent_rpcs: int) -> grpc.aio.Server:
-    """A server that refuses what is no message of its RPC, and logs no caller that left."""
+def make_server(
+    options: Seq[tuple[str, Any]],
+    max_concurrent_rpcs: int | None,
+    interceptors: Seq[grpc.aio.ServerInterceptor] = (),
+) -> grpc.aio.Server:
+    """A server that refuses what is no message of its RPC, and logs no caller that left. max_concurrent_rpcs: None
+    where one of ``interceptors`` bounds them."""
     logging.getLogger(cygrpc.__name__).addFilter(_CALLERS_THAT_LEFT)
     return grpc.aio.server(
-        interceptors=[RefuseMalformed()], options=options, maximum_concurrent_rpcs=max_concurrent_rpcs
+        interceptors=[*interceptors, RefuseMalformed()], options=options, maximum_concurrent_rpcs=max_concurrent_rpcs
     )
 
 
+def _insecurely(server: grpc.aio.Server, address: str) -> int:
+    return server.add_insecure_port(address)
+
+
 async def start_server(
-    register: Callable[[grpc.aio.Server], None], host: str, max_concurrent_rpcs: int
+    register: Callable[[grpc.aio.Server], None],
+    host: str,
+    max_concurrent_rpcs: int,
+    interceptors: Seq[grpc.aio.ServerInterceptor] = (),
+    bind: Callable[[grpc.aio.Server, str], int] = _insecurely,
 ) -> tuple[grpc.aio.Server, str]:
-    """Serve on a free port of ``host``; returns the server and its "host:port"."""
-    server = make_server(SERVER_OPTIONS, max_concurrent_rpcs)
+    """Serve on a free port of ``host``; returns the server and its "host:port". bind: opens a port at an address."""
+    server = make_server(SERVER_OPTIONS, max_concurrent_rpcs, interceptors)
     register(server)
     at = f"[{host}]" if ":" in host else host
-    port = server.add_insecure_port(f"{at}:0")
+    port = bind(server, f"{at}:0")
     await server.start()
     return server, f"{at}:{port}"
 

@@ -1,0 +1,182 @@
+"""Who may call a node: parts of the deployment, each its own RPCs. Real gRPC, real certificates."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from paceline.rpc.grants import Grants
+from paceline.rpc.identity import Identity
+from paceline.rpc.tls import Role, TlsFolder
+from paceline.v1 import handoff_pb2, node_pb2, node_pb2_grpc, trace_pb2
+from paceline.wire import sequence_to_proto
+from tests.fakes.nodes import Cluster, sequence_request
+from tests.fakes.runner import expected_output
+from tests.support.certificates import SECRET, expired, identity, make_folder, secured
+
+CALL_TIMEOUT_S = 5.0
+RPCS: dict[str, tuple[Role, Role]] = {  # who serves it, who may call it
+    "Decode": ("decode", "router"),
+    "Pair": ("decode", "prefill"),
+    "Handoff": ("decode", "prefill"),
+    "Status": ("decode", "router"),
+    "Trace": ("decode", "router"),
+    "Prefill": ("prefill", "router"),
+    "Connect": ("prefill", "router"),
+    "prefill's Status": ("prefill", "router"),
+    "prefill's Trace": ("prefill", "router"),
+}
+REQUESTS: dict[str, Any] = {
+    "Decode": node_pb2.DecodeRequest(),
+    "Pair": handoff_pb2.PairRequest(),
+    "Handoff": handoff_pb2.HandoffMessage(hello=handoff_pb2.Hello(link_id="?")),
+    "Status": node_pb2.StatusRequest(),
+    "Trace": trace_pb2.TraceRequest(),
+    "Prefill": node_pb2.PrefillRequest(),
+    "Connect": node_pb2.ConnectRequest(),
+}
+
+
+async def ask(nodes: Cluster, name: str, caller: Identity, *, proves_itself: bool = True) -> grpc.StatusCode:
+    """The status of one RPC. proves_itself not: connects with the CA alone."""
+    server, _ = RPCS[name]
+    address = nodes.decode_address if server == "decode" else nodes.prefill.shell.load().address
+    stub: Any = node_pb2_grpc.DecodeNodeStub if server == "decode" else node_pb2_grpc.PrefillNodeStub
+    channel = caller.channel(address, server, ())
+    if not proves_itself and caller.tls is not None:
+        credentials = grpc.ssl_channel_credentials((caller.tls.path / "ca.pem").read_bytes())
+        named = [("grpc.ssl_target_name_override", f"{server}.paceline")]
+        channel = grpc.aio.secure_channel(address, credentials, options=named)
+    method = name.rpartition(" ")[2]
+    async with channel:
+        call = getattr(stub(channel), method)
+        request: Any = REQUESTS[method]
+        if method == "Handoff":
+
+            async def hello() -> AsyncIterator[handoff_pb2.HandoffMessage]:
+                yield REQUESTS[method]
+
+            request = hello()
+        made = call(request, metadata=caller.metadata, timeout=CALL_TIMEOUT_S)
+        try:
+            if method in ("Decode", "Handoff", "Prefill"):
+                async for _ in made:
+                    pass
+            else:
+                await made
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+    return grpc.StatusCode.OK
+
+
+async def test_every_rpc_is_for_its_callers_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Mutants: a method of another role's in CALLERS, a token that is not compared, a server that asks for no
+    certificate."""
+    folder = make_folder(tmp_path / "a")
+    stranger, old = make_folder(tmp_path / "b"), expired(folder, tmp_path / "c")
+    unavailable, denied = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.PERMISSION_DENIED
+    roles: tuple[Role, ...] = ("router", "prefill", "decode", "admin")
+    async with secured(folder) as nodes:
+        for name, (_, caller) in RPCS.items():
+            assert await ask(nodes, name, identity(caller, folder), proves_itself=False) is unavailable
+            assert await ask(nodes, name, identity(caller, stranger)) is unavailable
+            mixed = identity(caller, _with_ca_of(folder, stranger, tmp_path / name))
+            assert await ask(nodes, name, mixed) is unavailable
+            assert await ask(nodes, name, identity(caller, old)) is unavailable
+            assert await ask(nodes, name, identity(caller, None)) is unavailable
+            assert await ask(nodes, name, identity(caller, folder, token="")) is denied
+            assert await ask(nodes, name, identity(caller, folder, token="another")) is denied
+            for role in set(roles) - {caller}:
+                assert await ask(nodes, name, identity(role, folder)) is denied
+            let_in = await ask(nodes, name, identity(caller, folder))
+            assert (let_in is unavailable) == (name in ("Handoff", "Connect"))  # there is no such link, nor address
+            assert let_in is not denied
+        refused = nodes.decode.shell.guard.refused + nodes.prefill.shell.guard.refused
+        assert refused == 5 * len(RPCS)
+        lines = [record.getMessage() for record in caplog.records if record.name == "paceline.audit"]
+        assert len(lines) == refused
+        assert (
+            sum("as admin" in line and "/Pair " in line and "is for prefill, not for admin" in line for line in lines)
+            == 1
+        )
+        assert SECRET.call_token not in caplog.text
+        request = sequence_request()
+        assert (await nodes.generate(request)).output == expected_output(request)
+        await nodes.wait_for_release()
+
+
+def _with_ca_of(folder: TlsFolder, other: TlsFolder, into: Path) -> TlsFolder:
+    """Trusts the servers of ``folder``, and shows certificates of ``other``."""
+    shutil.copytree(other.path, into)
+    shutil.copy(folder.path / "ca.pem", into / "ca.pem")
+    return TlsFolder(into)
+
+
+async def test_without_certificates_the_token_keeps_strangers_out() -> None:
+    async with secured(None) as nodes:
+        for name, (_, caller) in RPCS.items():
+            assert await ask(nodes, name, identity(caller, None, token="")) is grpc.StatusCode.PERMISSION_DENIED
+        request = sequence_request()
+        assert (await nodes.generate(request)).output == expected_output(request)
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+async def test_a_prefill_node_delivers_what_a_router_gave_to_it_alone(
+    encrypted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The poisoning of a tenant's pages by a prefill node with a valid certificate: a ticket of another tenant's, of
+    another node's, without a grant. Mutant: `Permits.check` returns."""
+    tls = make_folder(tmp_path / "a") if encrypted else None
+    router = Grants(SECRET.ticket_key)
+    forged: dict[str, Callable[[str], bytes]] = {
+        "no grant": lambda ticket: b"",
+        "a grant without the key": lambda ticket: Grants("?").sign(ticket, "prefill-0", "decode-0", "acme", 60.0),
+        "another node's": lambda ticket: router.sign(ticket, "prefill-1", "decode-0", "acme", 60.0),
+        "another tenant's": lambda ticket: router.sign(ticket, "prefill-0", "decode-0", "evil", 60.0),
+        "another ticket's": lambda ticket: router.sign(f"{ticket}0", "prefill-0", "decode-0", "acme", 60.0),
+        "one that is over": lambda ticket: router.sign(ticket, "prefill-0", "decode-0", "acme", -1e5),
+    }
+    async with secured(tls) as nodes:
+        for make in forged.values():
+            request = sequence_request(cache_salt="acme")
+            decode = nodes.open_decode(request)
+            reserved = (await anext(aiter(decode))).reserved
+            prefill = nodes.prefill_stub.Prefill(
+                node_pb2.PrefillRequest(
+                    sequence=sequence_to_proto(request),
+                    ticket=reserved.ticket,
+                    decode_address=nodes.decode_address,
+                    grant=make(reserved.ticket),
+                ),
+                metadata=nodes.identity.metadata,
+            )
+            with pytest.raises(grpc.aio.AioRpcError, match="PERMISSION_DENIED"):
+                async for _ in prefill:
+                    pass
+            decode.cancel()
+            await nodes.wait_for_release()
+        assert nodes.decode.counts()["refused_calls"] == len(forged)
+        again = sequence_request(cache_salt="acme")
+        assert (await nodes.generate(again)).output == expected_output(again)
+        await nodes.wait_for_release()
+
+
+async def test_new_certificates_are_taken_up_without_a_restart(tmp_path: Path) -> None:
+    """Mutant: `node_credentials` reads its files once."""
+    folder = make_folder(tmp_path / "a")
+    async with secured(folder) as nodes:
+        assert await ask(nodes, "Status", identity("router", folder)) is grpc.StatusCode.OK
+        successor = make_folder(tmp_path / "b")
+        for file in successor.path.iterdir():
+            shutil.copy(file, folder.path / file.name)
+        assert await ask(nodes, "Status", identity("router", successor)) is grpc.StatusCode.OK
+        old = make_folder(tmp_path / "c")
+        assert await ask(nodes, "Status", identity("router", old)) is grpc.StatusCode.UNAVAILABLE
+        (folder.path / "decode.pem").write_text("half a file")  # stays as it was
+        assert await ask(nodes, "Status", identity("router", successor)) is grpc.StatusCode.OK
