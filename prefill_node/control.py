@@ -55,9 +55,8 @@ class ControlStream:
         try:
             while True:
                 await self._call.write(await self._outgoing.get())
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            if self._sender is not None:  # before that `_read` tells why
-                self._sender.link_lost(f"control stream broke: {error!r}")
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # the call is over: `_read` hears why, and ends the link
 
     async def _read(self) -> None:
         try:
