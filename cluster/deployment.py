@@ -69,6 +69,7 @@ class Deployment:
         self.admin_address = ""
         self._secret = Secret.from_file(config.secret_file)
         self.identity = Identity("router", self._secret.call_token, TlsFolder.of(config.tls_dir))
+        self.grants = Grants(self._secret.ticket_key)
         self._parts = AsyncExitStack()  # what was started; each part ends by itself and lets the others end
         self._grace_s = 0.0
 
@@ -153,7 +154,7 @@ class Deployment:
             journal=journal,
             prefixes=prefixes,
             grammars=grammars,
-            calls=NodeCalls(identity=self.identity, grants=Grants(self._secret.ticket_key)),
+            calls=NodeCalls(identity=self.identity, grants=self.grants),
         )
         self._at_end("router", self.router.close)
         host, port = split_address(config.http)

@@ -28,6 +28,7 @@ from paceline.engine.fingerprint import fingerprint_of
 from paceline.errors import PacelineError
 from paceline.host_memory import host_zeros
 from paceline.kvcache.layout import LayerOwner
+from paceline.rpc.identity import Identity
 from paceline.serving.loop import notify
 from paceline.v1 import handoff_pb2
 from prefill_node.links import LinkContext, LinkPool
@@ -97,7 +98,13 @@ class RowsNode:
         """An address where nobody listens: nothing is asked of it by RPC."""
         self._loop = asyncio.get_running_loop()
         context = LinkContext(
-            "rows-0", fingerprint_of(self._runner), self._config, self._runner.kv, self._on_ended, self._on_sent
+            "rows-0",
+            fingerprint_of(self._runner),
+            self._config,
+            self._runner.kv,
+            Identity("prefill"),
+            self._on_ended,
+            self._on_sent,
         )
         self._links = LinkPool(context)
         return "127.0.0.1:0"
