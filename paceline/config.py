@@ -61,7 +61,8 @@ class EngineConfig(Frozen):
     """What a node's engine is made of; the same on every node of a deployment."""
 
     model: Annotated[str, Group("Model")] = "smollm2-135m-instruct"
-    """Model to serve: a name that `paceline pull` knows, a folder with safetensors and config.json, or a hub id."""
+    """Model to serve: a name that `paceline pull` knows, a folder with safetensors and config.json, or a hub id,
+    `owner/name@COMMIT` where it is not to change."""
 
     dtype: DtypeName = "bf16"
     """Number format of weights, activations and KV cache. `fp32` takes twice the memory."""
