@@ -100,7 +100,7 @@ class Client:
         timeout: seconds for a whole call, retries included.
         retries: how often in a row, without a new chunk, a stream that broke is asked for again.
         tls: True checks the router's certificate with the system's roots, a path with the CA in that file. gRPC's own
-            channel credentials are taken too, e.g. with a client certificate. OSError when the file cannot be read.
+        channel credentials are taken too, e.g. with a client certificate. OSError when the file cannot be read.
         options: gRPC channel options, over the SDK's own.
         """
         self._timeout, self._retries = timeout, retries

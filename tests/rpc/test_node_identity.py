@@ -180,3 +180,34 @@ async def test_new_certificates_are_taken_up_without_a_restart(tmp_path: Path) -
         assert await ask(nodes, "Status", identity("router", old)) is grpc.StatusCode.UNAVAILABLE
         (folder.path / "decode.pem").write_text("half a file")  # stays as it was
         assert await ask(nodes, "Status", identity("router", successor)) is grpc.StatusCode.OK
+
+
+async def test_a_router_goes_over_to_its_new_certificate_while_its_streams_go_on(tmp_path: Path) -> None:
+    """Mutant: `NodeCalls` keeps a channel for as long as the node lives, until the certificate in it is over."""
+    folder = make_folder(tmp_path / "a")
+    async with secured(folder) as nodes:
+        calls = NodeCalls(identity=identity("router", folder))
+        node = NodeRecord("decode-0", "decode", 1, nodes.decode_address)
+
+        async def until(condition: Callable[[], bool]) -> None:
+            async with asyncio.timeout(5):
+                while not condition():
+                    await asyncio.sleep(0.005)
+
+        await until(lambda: calls.connected(node))
+        request = sequence_request(max_tokens=40)
+        message = node_pb2.DecodeRequest(sequence=sequence_to_proto(request), local_prefill=True)
+        stream, old = calls.decode(node, message, 10.0), calls._lines[node.address]
+        assert (await stream.next()) is not None
+        certificates.renew(folder.path, 1)
+        connected = []
+        await until(lambda: bool(connected.append(calls.connected(node)) or calls._lines[node.address] is not old))
+        assert all(connected)
+        got: list[int] = []
+        while (event := await stream.next()) is not None:
+            got += event.tokens.token_ids
+        assert got == expected_output(request)
+        stream.close()
+        await calls.prune({node.address})
+        assert old.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+        await calls.close()
