@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -11,6 +12,9 @@ import grpc
 import grpc.aio
 import pytest
 
+from cluster.commands import certificates
+from cluster.routing.node_calls import NodeCalls
+from cluster.state.registry_types import NodeRecord
 from paceline.rpc.grants import Grants
 from paceline.rpc.identity import Identity
 from paceline.rpc.tls import Role, TlsFolder
