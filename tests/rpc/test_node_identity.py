@@ -20,6 +20,7 @@ from paceline.rpc.identity import Identity
 from paceline.rpc.tls import Role, TlsFolder
 from paceline.v1 import handoff_pb2, node_pb2, node_pb2_grpc, trace_pb2
 from paceline.wire import sequence_to_proto
+from prefill_node.control import ControlStream
 from tests.fakes.nodes import Cluster, sequence_request
 from tests.fakes.runner import expected_output
 from tests.support.certificates import SECRET, expired, identity, make_folder, secured
@@ -146,23 +147,23 @@ async def test_a_prefill_node_delivers_what_a_router_gave_to_it_alone(
         "another ticket's": lambda ticket: router.sign(f"{ticket}0", "prefill-0", "decode-0", "acme", 60.0),
         "one that is over": lambda ticket: router.sign(ticket, "prefill-0", "decode-0", "acme", -1e5),
     }
+    ends: asyncio.Queue[str] = asyncio.Queue()
+    end = ControlStream._end
+
+    def noted(control: ControlStream, reason: str) -> None:
+        ends.put_nowait(reason)
+        end(control, reason)
+
+    monkeypatch.setattr(ControlStream, "_end", noted)
     async with secured(tls) as nodes:
         for make in forged.values():
             request = sequence_request(cache_salt="acme")
             decode = nodes.open_decode(request)
             reserved = (await anext(aiter(decode))).reserved
-            prefill = nodes.prefill_stub.Prefill(
-                node_pb2.PrefillRequest(
-                    sequence=sequence_to_proto(request),
-                    ticket=reserved.ticket,
-                    decode_address=nodes.decode_address,
-                    grant=make(reserved.ticket),
-                ),
-                metadata=nodes.identity.metadata,
-            )
-            with pytest.raises(grpc.aio.AioRpcError, match="PERMISSION_DENIED"):
-                async for _ in prefill:
-                    pass
+            link = await nodes.prefill._links.get(nodes.decode_address)
+            link.begin(reserved.ticket, range(len(request.prompt_token_ids)), make(reserved.ticket))
+            ended = await asyncio.wait_for(ends.get(), CALL_TIMEOUT_S)
+            assert ended.startswith("control stream broke: StatusCode.PERMISSION_DENIED")
             decode.cancel()
             await nodes.wait_for_release()
         assert nodes.decode.counts()["refused_calls"] == len(forged)
