@@ -84,6 +84,7 @@ class Deployment:
     async def _start(self) -> None:
         config = self.config
         check_addresses(config)
+        self.identity.check()
         await asyncio.to_thread(check_free, config)  # a host name may have to be looked up
         front_door = asyncio.get_running_loop().run_in_executor(None, _import_front_door)  # while Ray starts
         with self._waiting_for("Ray"):
@@ -159,7 +160,9 @@ class Deployment:
         self._at_end("router", self.router.close)
         host, port = split_address(config.http)
         fingerprint = system_fingerprint(config, (node.fingerprint_digest for node in self.directory.nodes()))
-        tls = self.identity.tls if self.identity.tls is not None and self.identity.tls.is_public else None
+        tls = self.public_tls
+        if tls is None and self.identity.tls is not None:
+            log.warning("%s has no server.pem: clients are served without TLS", self.identity.tls.path)
         options = HttpOptions(config.cors_origins, fingerprint)
         http = await serve_http(create_app(self.router, metrics, options), host, port, tls)
         self._at_end("http", lambda: http.stop(self._grace_s))
@@ -292,6 +295,12 @@ class Deployment:
             stub = node_pb2_grpc.DecodeNodeStub(channel)
             status = await stub.Status(node_pb2.StatusRequest(), timeout=RPC_TIMEOUT_S, metadata=self.identity.metadata)
         return Served(status.max_model_len, status.vocab_size, status.bit_exact)
+
+    @property
+    def public_tls(self) -> TlsFolder | None:
+        """What clients are served with; None: in the clear."""
+        tls = self.identity.tls
+        return tls if tls is not None and tls.is_public else None
 
     async def stop(self, grace_s: float) -> None:
         """End everything, newest first; each part has its own deadline. Idempotent.

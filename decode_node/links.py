@@ -109,8 +109,8 @@ class LinkHost:
         check_pairing(request.fingerprint, context.fingerprint, dtype_cast=config.handoff_dtype_cast)
         if len(self._links) >= MAX_LINKS:
             raise Overloaded(f"{MAX_LINKS} links are open on this decode node")
-        if len(request.prefill_node_id) > MAX_ID_CHARS:
-            raise InvalidRequest("prefill_node_id", f"must have at most {MAX_ID_CHARS} characters")
+        if len(request.prefill_node_id) > MAX_ID_CHARS or not request.prefill_node_id.isprintable():  # it is logged
+            raise InvalidRequest("prefill_node_id", f"must be at most {MAX_ID_CHARS} printable characters")
         link_id = f"{request.prefill_node_id}/{context.node_id}/{uuid.uuid4().hex}"
         deadline = time.monotonic() + 2 * config.transfer_timeout_s
         link = _Link(link_id, request.prefill_node_id, deadline, asyncio.get_running_loop())

@@ -87,6 +87,11 @@ class Identity:
         named = [*options, ("grpc.ssl_target_name_override", role_name(peer))]
         return grpc.aio.secure_channel(address, self.tls.channel_credentials(self.role), options=named)
 
+    def check(self) -> None:
+        """ConfigError naming ``tls_dir`` when a file that this part needs is missing or is none."""
+        if self.tls is not None:
+            self.tls.node_credentials(self.role)
+
     def stamp(self) -> Stamp:
         """Changes when channels made from now on have another certificate."""
         return () if self.tls is None else self.tls.stamp(self.role)

@@ -150,3 +150,11 @@ def test_certificates_are_made_shown_and_renewed_once(tmp_path: Path) -> None:
     (folder / "ca.key").unlink()
     with pytest.raises(ConfigError, match=r"ca\.key"):
         certificates.renew(folder, 60)
+
+
+def test_a_folder_that_lacks_a_file_is_named_before_anything_starts(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "a")
+    Identity("router", "", folder).check()
+    (folder.path / "router.key").unlink()
+    with pytest.raises(ConfigError, match=r"tls_dir: .*router\.key: No such file"):
+        Identity("router", "", folder).check()
