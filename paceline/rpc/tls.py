@@ -97,7 +97,7 @@ class TlsFolder:
             connection.context = context
 
         first = self._context()
-        first.sni_callback = renew  # type: ignore[assignment]  # called without a name too
+        first.sni_callback = renew  # called without a name too
         return first
 
     # -- insides -----------------------------------------------------------------------------------------------

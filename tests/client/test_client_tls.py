@@ -120,7 +120,7 @@ async def test_operators_need_their_own_certificate(tmp_path: Path) -> None:
     try:
         codes = []
         for role in ("admin", "prefill"):
-            async with Identity(role, "", folder).channel(f"127.0.0.1:{server.port}", "router") as channel:  # type: ignore[arg-type]
+            async with Identity(role, "", folder).channel(f"127.0.0.1:{server.port}", "router") as channel:
                 with pytest.raises(grpc.aio.AioRpcError) as failed:
                     await admin_pb2_grpc.AdminStub(channel).SetRole(asked, timeout=5)
                 codes.append(failed.value.code())

@@ -70,7 +70,8 @@ async def fails_once(nodes: Cluster) -> str:
 @pytest.mark.parametrize("change", CHANGES)
 async def test_it_ends_its_request_and_holds_nothing(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: a range check of `decode_node/sink.py` left out."""
-    send, changed = RowFeeder.state, []
+    send = RowFeeder.state
+    changed: list[str] = []
 
     def state(feeder: RowFeeder, ticket: str, message: handoff_pb2.State, hidden: object) -> None:
         if not changed:
@@ -85,7 +86,8 @@ async def test_it_ends_its_request_and_holds_nothing(change: Change, monkeypatch
 
 async def test_a_posted_call_that_raises_ends_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: `EngineLoop.post` without ``failed``."""
-    ready, failed = Handoffs.ready, []
+    ready = Handoffs.ready
+    failed: list[str] = []
 
     def raise_once(handoffs: Handoffs, ticket: str, state: handoff_pb2.State, draft: object) -> None:
         if not failed:

@@ -52,8 +52,15 @@ async def roles(client: AsyncClient) -> dict[str, str]:
 
 async def test_nodes_change_sides_under_load(tmp_path: Path) -> None:
     tls = make_folder(tmp_path / "certs").path
-    options = ("--model", str(write_model(tmp_path / "model")), *OPTIONS, "--admin", "127.0.0.1:0")
-    options += ("--tls-dir", str(tls))
+    options = (
+        "--model",
+        str(write_model(tmp_path / "model")),
+        *OPTIONS,
+        "--admin",
+        "127.0.0.1:0",
+        "--tls-dir",
+        str(tls),
+    )
     with serve(*options) as server:
         async with AsyncClient(server.grpc, tls=tls / "ca.pem") as client:
             undisturbed = await texts(client, asyncio.Event())

@@ -205,8 +205,13 @@ async def test_a_router_goes_over_to_its_new_certificate_while_its_streams_go_on
         stream, old = calls.decode(node, message, 10.0), calls._lines[node.address]
         assert (await stream.next()) is not None
         certificates.renew(folder.path, 1)
-        connected = []
-        await until(lambda: bool(connected.append(calls.connected(node)) or calls._lines[node.address] is not old))
+        connected: list[bool] = []
+
+        def renewed() -> bool:
+            connected.append(calls.connected(node))
+            return calls._lines[node.address] is not old
+
+        await until(renewed)
         assert all(connected)
         got: list[int] = []
         while (event := await stream.next()) is not None:

@@ -112,7 +112,7 @@ class FuzzLink:
         self.abort, self.bytes_sent, self.lost = self.feeder.abort, self.sender.bytes_sent, self.sender.link_lost
         self.sending_s, self.groups = self.sender.sending_s, self.feeder.groups
 
-    def begin(self, ticket: str, tokens: range, grant: bytes) -> None:
+    def begin(self, ticket: str, tokens: range, grant: bytes = b"") -> None:
         seq = self.world.p_engine._jobs[ticket].seq
         assert seq is not None
         self.refs[ticket] = tuple(seq.table.pages)
