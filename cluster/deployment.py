@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 import grpc.aio
+from pydantic import SecretStr
 
 from cluster.nodes.addresses import host_answers, own_address
 from cluster.nodes.listening import check_addresses, check_free, split_address
@@ -31,6 +32,9 @@ from paceline.assembly.shipped import with_real_drafter
 from paceline.config import ServeConfig
 from paceline.errors import NodeUnavailable, PairingRefused
 from paceline.phases import phase
+from paceline.rpc.grants import Grants
+from paceline.rpc.identity import Identity, Secret
+from paceline.rpc.tls import TlsFolder
 from paceline.v1 import node_pb2, node_pb2_grpc
 
 if TYPE_CHECKING:
@@ -70,6 +74,9 @@ class Deployment:
         self.grpc_address = ""
         self.http_address = ""
         self.admin_address = ""
+        self._secret = Secret.from_file(config.secret_file)
+        self.identity = Identity("router", self._secret.call_token, TlsFolder.of(config.tls_dir))
+        self.grants = Grants(self._secret.ticket_key)
         self._parts = AsyncExitStack()  # what was started; each part ends by itself and lets the others end
         self._grace_s = 0.0
 
@@ -84,6 +91,7 @@ class Deployment:
     async def _start(self) -> None:
         config = self.config
         check_addresses(config)
+        self.identity.check()
         await asyncio.to_thread(check_free, config)  # a host name may have to be looked up
         front_door = asyncio.get_running_loop().run_in_executor(None, _import_front_door)  # while Ray starts
         if config.redis:
@@ -142,6 +150,7 @@ class Deployment:
         from cluster.frontdoor.http import HttpOptions, create_app, serve_http
         from cluster.frontdoor.service import serve_grpc
         from cluster.nodes.admin import serve_admin
+        from cluster.routing.node_calls import NodeCalls
         from cluster.routing.router import Router
 
         config, served = self.config, self.served
@@ -157,17 +166,21 @@ class Deployment:
             journal=journal,
             prefixes=prefixes,
             grammars=grammars,
+            calls=NodeCalls(identity=self.identity, grants=self.grants),
         )
         self._at_end("router", self.router.close)
         host, port = split_address(config.http)
         fingerprint = system_fingerprint(config, (node.fingerprint_digest for node in self.directory.nodes()))
+        tls = self.public_tls
+        if tls is None and self.identity.tls is not None:
+            log.warning("%s has no server.pem: clients are served without TLS", self.identity.tls.path)
         options = HttpOptions(config.cors_origins, fingerprint, resumable=config.acceptance == "sample")
-        http = await serve_http(create_app(self.router, metrics, options), host, port)
+        http = await serve_http(create_app(self.router, metrics, options), host, port, tls)
         self._at_end("http", lambda: http.stop(self._grace_s))
-        server = await serve_grpc(self.router, config.grpc)
+        server = await serve_grpc(self.router, config.grpc, tls=tls)
         self._at_end("grpc", lambda: server.stop(self._grace_s))
         if config.admin:
-            admin = await serve_admin(self.supervisor, config.admin, config.drain_timeout_s)
+            admin = await serve_admin(self.supervisor, config.admin, config.drain_timeout_s, self.identity)
             self._at_end("admin", admin.stop)
             self.admin_address = f"{split_address(config.admin)[0]}:{admin.port}"
         self.http_address = f"{host}:{http.port}"
@@ -252,11 +265,11 @@ class Deployment:
         node_config = config.node(threads, secrets.token_hex(8) if shares else "", self._open_weight_file())
         slots = {node.node_id: number for number, node in enumerate(wanted)}
         with self._waiting_for("Ray to place nodes"):
-            nodes = await asyncio.to_thread(RayNodes, wanted, registry, config.node_interface)
+            nodes = await asyncio.to_thread(RayNodes, wanted, registry, config.node_interface, self.identity)
         self._at_end("placement", nodes.close)
 
         def launch(role: str, node_id: str, generation: int) -> RayNode:
-            own = node_config.model_copy(update={"cores_slot": slots[node_id]})
+            own = node_config.model_copy(update={"cores_slot": slots[node_id], **self._secrets_of(role)})
             return nodes.launch(role, node_id, generation, own)
 
         # A node that stopped without dying is replaced too.
@@ -290,6 +303,11 @@ class Deployment:
             details = [f"{node.node_id} is {at}" for node, at in zip(nodes, phases, strict=True) if at]
             self._tell(f"{len(slots)} nodes", ", ".join(details))
 
+    def _secrets_of(self, role: str) -> dict[str, SecretStr]:
+        """What a node proves itself with, and a decode node checks hand-offs with."""
+        secrets_ = {"call_token": SecretStr(self._secret.call_token)}
+        return secrets_ | ({"ticket_key": SecretStr(self._secret.ticket_key)} if role == "decode" else {})
+
     def _open_weight_file(self) -> str:
         """Path of the memory file for the nodes' weights; empty where they are on other hosts, or each is better off
         with weights of its own."""
@@ -310,10 +328,10 @@ class Deployment:
         """Pair every prefill node with every decode node now, so that a mismatch shows before the first request."""
         prefills = [slot for slot in slots if slot.role == "prefill" and slot.address]
         decodes = [slot for slot in slots if slot.role == "decode" and slot.address]
-        await asyncio.gather(*(_connect(p, d) for p in prefills for d in decodes))
-        async with grpc.aio.insecure_channel(decodes[0].address) as channel:
+        await asyncio.gather(*(_connect(self.identity, p, d) for p in prefills for d in decodes))
+        async with self.identity.channel(decodes[0].address, "decode") as channel:
             stub = node_pb2_grpc.DecodeNodeStub(channel)
-            status = await stub.Status(node_pb2.StatusRequest(), timeout=RPC_TIMEOUT_S)
+            status = await stub.Status(node_pb2.StatusRequest(), timeout=RPC_TIMEOUT_S, metadata=self.identity.metadata)
         return Served(status.max_model_len, status.vocab_size, status.bit_exact)
 
     async def _show_own_nodes(self) -> None:
@@ -329,6 +347,12 @@ class Deployment:
                 raise NodeUnavailable(f"Redis (option redis) did not tell of the nodes in {SEEN_TIMEOUT_S:g} s")
             await asyncio.sleep(SEEN_POLL_S)
         self.directory.show_only((record.model, record.fingerprint_digest) for record in records)
+
+    @property
+    def public_tls(self) -> TlsFolder | None:
+        """What clients are served with; None: in the clear."""
+        tls = self.identity.tls
+        return tls if tls is not None and tls.is_public else None
 
     async def stop(self, grace_s: float) -> None:
         """End everything, newest first; each part has its own deadline. Idempotent.
@@ -351,11 +375,15 @@ def _import_front_door() -> None:
         import_module(name)
 
 
-async def _connect(prefill: Slot, decode: Slot) -> None:
-    async with grpc.aio.insecure_channel(prefill.address) as channel:
+async def _connect(identity: Identity, prefill: Slot, decode: Slot) -> None:
+    async with identity.channel(prefill.address, "prefill") as channel:
         stub = node_pb2_grpc.PrefillNodeStub(channel)
         try:
-            await stub.Connect(node_pb2.ConnectRequest(decode_address=decode.address), timeout=RPC_TIMEOUT_S)
+            await stub.Connect(
+                node_pb2.ConnectRequest(decode_address=decode.address),
+                timeout=RPC_TIMEOUT_S,
+                metadata=identity.metadata,
+            )
         except grpc.aio.AioRpcError as error:
             pair = f"{prefill.node_id} and {decode.node_id}"
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:

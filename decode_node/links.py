@@ -1,10 +1,11 @@
 """Links of a decode node, one per paired prefill node.
 
-    PAIRED --both ends opened pipe and sentinel--> OPEN --Hello on a control stream--> CLAIMED --anything breaks--> gone
-       |                                            |
-       +--- the peer does not come -----------------+--- unclaimed at its deadline -------------------------------> gone
+    PAIRED --Hello on a control stream--> CLAIMED --both ends opened pipe and sentinel--> OPEN --anything breaks--> gone
+       |                                     |
+       +--- unclaimed at its deadline -------+--- the peer does not open its ends --------------------------------> gone
 
-A link is never repaired: the prefill node pairs again and gets a new id.
+The control stream comes first: over it the two ends tell each other where pipe and sentinel are (rendezvous.py). A link
+is never repaired: the prefill node pairs again and gets a new id.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ from dataclasses import dataclass, field
 
 import torch
 
+from decode_node.permits import Permits
 from kv_transfer.handoff.receiver import HandoffReceiver
 from kv_transfer.handoff.sink import HandoffSink
 from kv_transfer.layout.compat import check_pairing
 from kv_transfer.transports.base import TransportError
 from kv_transfer.transports.registry import open_transport, staging_device
-from kv_transfer.transports.rendezvous import Store, create_store
+from kv_transfer.transports.rendezvous import LinkStore
 from kv_transfer.transports.sentinel import Sentinel
 from paceline.config import NodeConfig
-from paceline.errors import NodeUnavailable, Overloaded, PacelineError
+from paceline.errors import InvalidRequest, NodeUnavailable, Overloaded, PacelineError, PermissionDenied, quoted
+from paceline.rpc.guard import audit
 from paceline.serving.loop import notify
 from paceline.v1 import handoff_pb2
 
@@ -35,6 +38,8 @@ log = logging.getLogger(__name__)
 
 MAX_LINKS = 256
 MAX_OPENING = 16  # threads that wait for peers
+MAX_ID_CHARS = 256
+REFUSAL_S = 0.2  # for the status of a control stream to arrive
 CLOSE_TIMEOUT_S = 2.0  # each, for the threads of a link that ends
 CLOSED = "the prefill node closed the link"  # in order: not worth a warning
 
@@ -47,11 +52,26 @@ class _Link:
     peer: str
     deadline: float  # to be claimed, monotonic clock
     loop: asyncio.AbstractEventLoop
+    store: LinkStore = field(init=False)
     acks: asyncio.Queue[handoff_pb2.HandoffAck | None] = field(default_factory=asyncio.Queue)
-    claimed: bool = False
-    opening: asyncio.Future[HandoffReceiver] | None = None
-    receiver: HandoffReceiver | None = None  # the opening thread
+    opening: asyncio.Future[None] | None = None  # once it is claimed
+    problem: PacelineError | None = None  # to be told on the control stream
+    receiver: HandoffReceiver | None = None  # the opening thread, when all is open but the answer to Hello
     sentinel: Sentinel | None = None  # the opening thread
+
+    def end(self, problem: PacelineError) -> None:
+        """The control stream cannot go on: whatever waits for it ends. From any thread."""
+        self.problem = self.problem or problem
+        self.store.close(str(problem))
+        if self.receiver is not None:
+            self.receiver.link_lost(str(problem))
+        else:
+            self.ack(None)
+
+    def refuse(self, problem: PacelineError) -> None:
+        """Tell the peer why; the pipe is cut a moment later, so that it hears that first."""
+        self.problem = problem
+        self.ack(None)
 
     def ack(self, ack: handoff_pb2.HandoffAck | None) -> None:
         """Queue an acknowledgement. Thread-safe; bounded by the tickets of the link."""
@@ -67,73 +87,68 @@ class HostContext:
     config: NodeConfig
     device: torch.device  # of the pool
     sink: HandoffSink
+    permits: Permits
 
 
 class LinkHost:
     """Pairs with prefill nodes and receives their hand-offs. Belongs to the event loop, but ``cancel`` and ``fail``
     may be called from any thread."""
 
-    def __init__(self, context: HostContext, store: Store) -> None:
+    def __init__(self, context: HostContext) -> None:
         self._context = context
-        self._store = store
         self._links: dict[str, _Link] = {}
         self._threads = ThreadPoolExecutor(MAX_OPENING, thread_name_prefix="link-open")
         self._closing: set[asyncio.Task[None]] = set()
-
-    @classmethod
-    async def start(cls, context: HostContext) -> LinkHost:
-        """Open the rendezvous store that all links meet at."""
-        config = context.config
-        store = await asyncio.to_thread(create_store, config.host, 0, True, config.transfer_timeout_s)
-        return cls(context, store)
+        self.refused = 0  # hand-offs that no router had given to who began them
 
     # -- what the prefill node calls -----------------------------------------------------------------------------
 
     async def pair(self, request: handoff_pb2.PairRequest) -> handoff_pb2.PairResponse:
-        """Check fingerprints, then wait for the peer in the background. Raises PairingRefused or Overloaded."""
+        """Check fingerprints; the link then waits for its control stream. Raises PairingRefused or Overloaded."""
         context, config = self._context, self._context.config
         check_pairing(request.fingerprint, context.fingerprint, dtype_cast=config.handoff_dtype_cast)
         if len(self._links) >= MAX_LINKS:
             raise Overloaded(f"{MAX_LINKS} links are open on this decode node")
-        loop = asyncio.get_running_loop()
+        if len(request.prefill_node_id) > MAX_ID_CHARS or not request.prefill_node_id.isprintable():  # it is logged
+            raise InvalidRequest("prefill_node_id", f"must be at most {MAX_ID_CHARS} printable characters")
         link_id = f"{request.prefill_node_id}/{context.node_id}/{uuid.uuid4().hex}"
-        # Pipe and sentinel may take one timeout each, then the peer says Hello.
-        link = _Link(link_id, request.prefill_node_id, time.monotonic() + 3 * config.transfer_timeout_s, loop)
+        deadline = time.monotonic() + 2 * config.transfer_timeout_s
+        link = _Link(link_id, request.prefill_node_id, deadline, asyncio.get_running_loop())
+        link.store = LinkStore(
+            lambda key, value: link.ack(
+                handoff_pb2.HandoffAck(rendezvous=handoff_pb2.Rendezvous(key=key, value=value))
+            ),
+            config.transfer_timeout_s,
+        )
         self._links[link_id] = link
-        link.opening = loop.run_in_executor(self._threads, self._open, link)
-        link.opening.add_done_callback(lambda done: self._opened(link, done))
         return handoff_pb2.PairResponse(
-            link_id=link_id,
-            store_host=config.host,
-            store_port=self._store.port,
-            fingerprint=context.fingerprint,
-            decode_node_id=context.node_id,
+            link_id=link_id, fingerprint=context.fingerprint, decode_node_id=context.node_id
         )
 
     async def handoff(
         self, messages: AsyncIterable[handoff_pb2.HandoffMessage]
     ) -> AsyncGenerator[handoff_pb2.HandoffAck, None]:
         """Serve the control stream of one link until either side ends it."""
-        timeout = self._context.config.transfer_timeout_s
         incoming = aiter(messages)
-        hello = await asyncio.wait_for(anext(incoming), timeout)
-        link = self._links.get(hello.hello.link_id)
-        if hello.WhichOneof("body") != "hello" or link is None or link.opening is None or link.claimed:
-            raise NodeUnavailable(f"no link {hello.hello.link_id!r} waits for a control stream")
-        link.claimed = True
-        reader: asyncio.Task[None] | None = None
         try:
-            receiver = await asyncio.wait_for(asyncio.shield(link.opening), 2 * timeout + 1.0)
-            receiver.feed(hello)
-            reader = asyncio.create_task(_feed(incoming, receiver))
+            hello = await asyncio.wait_for(anext(incoming), self._context.config.transfer_timeout_s)
+        except (TimeoutError, StopAsyncIteration):
+            raise NodeUnavailable("the control stream did not begin with Hello") from None
+        link = self._links.get(hello.hello.link_id)
+        if hello.WhichOneof("body") != "hello" or link is None or link.opening is not None:
+            raise NodeUnavailable(f"no link {quoted(hello.hello.link_id)} waits for a control stream")
+        link.opening = link.loop.run_in_executor(self._threads, self._open, link, hello)
+        link.opening.add_done_callback(lambda done: self._opened(link, done))
+        reader = asyncio.create_task(self._feed(incoming, link))
+        try:
             while (ack := await link.acks.get()) is not None:
                 yield ack
-        except TransportError as error:
-            raise NodeUnavailable(f"link {link.link_id}: {error}") from error
+            if link.problem is not None:
+                raise link.problem
         finally:
-            if reader is not None:
-                reader.cancel()
-            self._drop(link, "the control stream ended")
+            reader.cancel()
+            if not isinstance(link.problem, PermissionDenied):
+                self._drop(link, "the control stream ended")
 
     # -- what the engine and the timer call ----------------------------------------------------------------------
 
@@ -153,7 +168,7 @@ class LinkHost:
         """Drop the links that nobody claimed in time."""
         now = time.monotonic()
         for link in list(self._links.values()):
-            if not link.claimed and link.deadline <= now:
+            if link.opening is None and link.deadline <= now:
                 self._drop(link, f"unclaimed by {link.peer}")
 
     async def close(self) -> None:
@@ -162,7 +177,6 @@ class LinkHost:
             self._drop(link, "the decode node stops")
         await asyncio.gather(*self._closing, return_exceptions=True)
         await asyncio.to_thread(self._threads.shutdown)
-        await asyncio.to_thread(self._store.close)  # left to the collector, it would keep the process from exiting
 
     # -- insides -------------------------------------------------------------------------------------------------
 
@@ -171,12 +185,13 @@ class LinkHost:
         link = self._links.get(link_id)
         return None if link is None else link.receiver
 
-    def _open(self, link: _Link) -> HandoffReceiver:
-        """Open pipe and sentinel, in the order in which the prefill node does; blocks until it does."""
+    def _open(self, link: _Link, hello: handoff_pb2.HandoffMessage) -> None:
+        """Open pipe and sentinel, in the order in which the prefill node does, then answer its Hello; blocks until it
+        has opened its own."""
         context, config = self._context, self._context.config
         device = staging_device(config.transport, context.device)
         timeout = config.transfer_timeout_s
-        transport = open_transport(config.transport, self._store, link.link_id, 1, config.host, timeout, device)
+        transport = open_transport(config.transport, link.store, link.link_id, 1, config.host, timeout, device)
         receiver = HandoffReceiver(
             transport,
             context.sink,
@@ -188,7 +203,7 @@ class LinkHost:
         )
         try:
             link.sentinel = Sentinel(
-                self._store,
+                link.store,
                 link.link_id,
                 1,
                 config.host,
@@ -200,11 +215,30 @@ class LinkHost:
             receiver.close(CLOSE_TIMEOUT_S)
             raise
         link.receiver = receiver
-        return receiver
+        receiver.feed(hello)
 
-    def _opened(self, link: _Link, done: asyncio.Future[HandoffReceiver]) -> None:
-        if not done.cancelled() and done.exception() is not None:
-            self._drop(link, f"{link.peer} did not come: {done.exception()}")
+    async def _feed(self, messages: AsyncIterator[handoff_pb2.HandoffMessage], link: _Link) -> None:
+        """Take what comes on the control stream; when it cannot go on, neither does the link."""
+        try:
+            async for message in messages:
+                self._context.permits.check(link.peer, message)
+                _take(message, link)
+        except PermissionDenied as error:
+            self.refused += 1
+            audit.warning("refused a hand-off on link %s: %s", link.link_id, error)
+            link.refuse(error)
+            link.loop.call_later(REFUSAL_S, self._drop, link, str(error))
+        except PacelineError as error:
+            link.end(NodeUnavailable(f"control stream: {error}"))
+        except Exception as error:  # gRPC's own, when the peer vanished
+            link.end(NodeUnavailable(f"control stream broke: {error!r}"))
+        else:
+            link.end(NodeUnavailable("control stream ended"))
+
+    def _opened(self, link: _Link, done: asyncio.Future[None]) -> None:
+        if not done.cancelled() and (error := done.exception()) is not None:
+            link.end(NodeUnavailable(f"link {link.link_id} did not open: {error}"))
+            self._drop(link, f"{link.peer} did not come: {error}")
 
     def _lost(self, link: _Link, reason: str) -> None:
         """The receiver's thread has failed every ticket of the link and ends."""
@@ -223,6 +257,7 @@ class LinkHost:
         task.add_done_callback(self._closing.discard)
 
     async def _tear_down(self, link: _Link, reason: str) -> None:
+        link.store.close(reason)
         if link.opening is not None:
             await asyncio.wait([link.opening])  # bounded by its own timeouts
         link.acks.put_nowait(None)
@@ -238,13 +273,14 @@ def _close(link: _Link, reason: str) -> None:
         link.sentinel.close(CLOSE_TIMEOUT_S)
 
 
-async def _feed(messages: AsyncIterator[handoff_pb2.HandoffMessage], receiver: HandoffReceiver) -> None:
-    try:
-        async for message in messages:
-            receiver.feed(message)
-    except PacelineError as error:
-        receiver.link_lost(f"control stream: {error}")
-    except Exception as error:  # gRPC's own, when the peer vanished
-        receiver.link_lost(f"control stream broke: {error!r}")
+def _take(message: handoff_pb2.HandoffMessage, link: _Link) -> None:
+    """One message of the control stream. PacelineError when it ends the link."""
+    if message.WhichOneof("body") == "rendezvous":
+        try:
+            link.store.receive(message.rendezvous.key, message.rendezvous.value)
+        except ValueError as error:
+            raise TransportError(str(error)) from None
+    elif link.receiver is None:
+        raise TransportError("a message came before the link was open")
     else:
-        receiver.link_lost("control stream ended")
+        link.receiver.feed(message)

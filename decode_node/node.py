@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -19,7 +19,8 @@ from decode_node.engine.engine import DecodeEngine
 from decode_node.engine.reservations import HandoffDeadlines, num_slots
 from decode_node.engine.scheduler import DecodeLimits
 from decode_node.links import HostContext, LinkHost
-from decode_node.service import DecodeService
+from decode_node.permits import Permits
+from decode_node.service import CALLERS, DecodeService
 from decode_node.sink import ReservedPages
 from decode_node.stream import EventQueue, Stream
 from paceline.config import NodeConfig
@@ -50,12 +51,13 @@ class DecodeNode:
         fingerprint = fingerprint_of(runner)
         streams: dict[str, Stream] = {}
         sink = ReservedPages(runner, streams, self._ready, self._failed)
-        self._links = await LinkHost.start(HostContext(self._node_id, fingerprint, config, runner.kv.device, sink))
+        permits = Permits(self._node_id, config, streams)
+        self._links = LinkHost(HostContext(self._node_id, fingerprint, config, runner.kv.device, sink, permits))
         limits = DecodeLimits(config.max_running, config.max_waiting, config.prefill_chunk_tokens)
         deadlines = HandoffDeadlines(config.reserve_deadline_s, config.handoff_deadline_s)
         self._engine = DecodeEngine(runner, limits, deadlines, streams, self._links)
         self.shell = NodeShell("decode", self._node_id, config, runner, fingerprint, self._engine)
-        return await self.shell.start(self._register, self._tick)
+        return await self.shell.start(self._register, self._tick, CALLERS)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new sequences, let those in progress finish for ``grace_s`` seconds, then end."""
@@ -78,7 +80,7 @@ class DecodeNode:
                     if event.HasField("finished"):
                         return
             finally:  # nothing happens when the stream ended by itself
-                loop.post(lambda: self._engine.leave(stream))
+                self._post(stream.ticket, lambda: self._engine.leave(stream))
 
     async def pair(self, request: handoff_pb2.PairRequest) -> handoff_pb2.PairResponse:
         """Open a link for a prefill node. PairingRefused when the two do not fit."""
@@ -95,7 +97,11 @@ class DecodeNode:
 
     def counts(self) -> dict[str, Any]:
         """What routers show of this node besides its load, by field of the registry's record."""
-        return {"missing_drafts": self._engine.missing_drafts, "copies": self._runner.drafter.copies()}
+        return {
+            "missing_drafts": self._engine.missing_drafts,
+            "copies": self._runner.drafter.copies(),
+            "refused_calls": self.shell.guard.refused + self._links.refused,
+        }
 
     # -- insides -----------------------------------------------------------------------------------------------
 
@@ -115,10 +121,14 @@ class DecodeNode:
         return stream
 
     def _ready(self, ticket: str, state: handoff_pb2.State, draft: DraftState | None) -> None:
-        self.shell.loop.post(lambda: self._engine.handoff_ready(ticket, state, draft))
+        self._post(ticket, lambda: self._engine.handoff_ready(ticket, state, draft))
 
     def _failed(self, ticket: str, reason: str) -> None:
-        self.shell.loop.post(lambda: self._engine.handoff_failed(ticket, reason))
+        self._post(ticket, lambda: self._engine.handoff_failed(ticket, reason))
+
+    def _post(self, ticket: str, work: Callable[[], None]) -> None:
+        """Run ``work``, which is about one stream, on the engine thread; the stream ends where it raises."""
+        self.shell.loop.post(work, lambda error: self._engine.fail(ticket, error))
 
     def _tick(self) -> None:
         self._links.expire()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping
 from typing import Any, Protocol
 
 import grpc
@@ -10,9 +10,17 @@ import grpc.aio
 
 from paceline.node.shell import NodeShell
 from paceline.rpc.calls import answer_stream, answering_errors
+from paceline.rpc.tls import Role
 from paceline.v1 import handoff_pb2, node_pb2, node_pb2_grpc, trace_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
+CALLERS: Mapping[str, Role] = {
+    "Decode": "router",
+    "Pair": "prefill",
+    "Handoff": "prefill",
+    "Status": "router",
+    "Trace": "router",
+}
 
 
 class DecodeCalls(Protocol):

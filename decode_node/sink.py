@@ -19,6 +19,9 @@ from paceline.engine.model_runner import ModelRunner
 from paceline.errors import HandoffFailed
 from paceline.spec_decode.sequence import DraftState
 from paceline.v1 import handoff_pb2
+from paceline.wire import finish_reason_from_proto
+
+MAX_PROBABILITY = 1.001  # a sum of float32 may come out above 1
 
 
 class ReservedPages:
@@ -64,22 +67,31 @@ class ReservedPages:
         """All rows are there. HandoffFailed when the state makes no sense; then nothing of it is used."""
         if not 0 <= state.first_token_id < self._runner.vocab_size:
             raise HandoffFailed(f"first token {state.first_token_id} is outside the vocabulary")
-        self._on_ready(ticket, state, draft_state(state, hidden.to(self._runner.kv.device)))
+        finish_reason_from_proto(state.finish_reason)  # PacelineError for one that is not known here
+        self._on_ready(ticket, state, draft_state(state, hidden.to(self._runner.kv.device), self._runner.vocab_size))
 
     def failed(self, ticket: str, reason: str) -> None:
         """No row of this ticket will be written any more."""
         self._on_failed(ticket, reason)
 
 
-def draft_state(state: handoff_pb2.State, hidden: torch.Tensor) -> DraftState | None:
-    """The drafter's state as it crossed, or None when there is none. HandoffFailed when its shape is wrong."""
+def draft_state(state: handoff_pb2.State, hidden: torch.Tensor, vocab_size: int) -> DraftState | None:
+    """The drafter's state as it crossed, or None when there is none. HandoffFailed when its shape or a value is none
+    that a drafter leaves: the whole batch would fail with it.
+
+    hidden: [rows, hidden_size]. vocab_size: token ids are below it.
+    """
     depth, width = state.proposal_depth, state.proposal_width
     if not len(state.proposal_ids) == len(state.proposal_probs) == depth * width:
         raise HandoffFailed(f"{len(state.proposal_ids)} draft proposals where {depth} x {width} are announced")
     if depth * width == 0:
         return None
-    return DraftState(
-        torch.tensor(state.proposal_ids, dtype=torch.int64).view(depth, width),
-        torch.tensor(state.proposal_probs, dtype=torch.float32).view(depth, width),
-        hidden,
-    )
+    if not len(hidden):
+        raise HandoffFailed("draft proposals came without a hidden row")
+    ids = torch.tensor(state.proposal_ids, dtype=torch.int64)
+    probs = torch.tensor(state.proposal_probs, dtype=torch.float32)
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise HandoffFailed("a draft proposal is outside the vocabulary")
+    if not bool(((probs >= 0) & (probs <= MAX_PROBABILITY)).all()):  # not so either where one is not a number
+        raise HandoffFailed("the probability of a draft proposal is none")
+    return DraftState(ids.view(depth, width), probs.view(depth, width), hidden)

@@ -6,9 +6,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Literal, Self, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from paceline.speculation import DRAFTERS, TreeKind, drafter_choices, is_weightless
@@ -60,7 +61,8 @@ class EngineConfig(Frozen):
     """What a node's engine is made of; the same on every node of a deployment."""
 
     model: Annotated[str, Group("Model")] = "smollm2-135m-instruct"
-    """Model to serve: a name that `paceline pull` knows, a folder with safetensors and config.json, or a hub id."""
+    """Model to serve: a name that `paceline pull` knows, a folder with safetensors and config.json, or a hub id,
+    `owner/name@COMMIT` where it is not to change."""
 
     dtype: DtypeName = "bf16"
     """Number format of weights, activations and KV cache. `fp32` takes twice the memory."""
@@ -271,6 +273,15 @@ class NodeConfig(EngineConfig):
     host: str = "127.0.0.1"
     """Address that the node listens on and that its peers reach it at."""
 
+    tls_dir: str = ""
+    """Folder with the certificates of this deployment's parts. Empty: calls are not encrypted."""
+
+    call_token: SecretStr = SecretStr("")
+    """Comes with every call between parts. Empty: everyone may call."""
+
+    ticket_key: SecretStr = SecretStr("")
+    """Decode nodes check with it what prefill nodes may deliver. Empty: nothing is checked."""
+
 
 class ServeConfig(EngineConfig):
     """A deployment."""
@@ -319,7 +330,17 @@ class ServeConfig(EngineConfig):
     """Shows the metrics that have an equal in vLLM under vLLM's names too, for dashboards that are there."""
 
     admin: str = ""
-    """HOST:PORT of the operators' gRPC, for `paceline role`. It has no authentication. Empty does not serve it."""
+    """HOST:PORT of the operators' gRPC, for `paceline role`. With `tls_dir` it takes `admin` certificates, without it
+    everybody. Empty does not serve it."""
+
+    tls_dir: Annotated[str, Group("Security")] = ""
+    """Folder with certificates, as `paceline certs init` makes it, at the same path on every host. Calls between
+    router, nodes and operators then use mTLS; with `server.pem` in it, so does the public side. Empty encrypts
+    nothing."""
+
+    secret_file: str = ""
+    """File with a secret of at least 16 characters that proves to nodes that a caller belongs to this deployment. Empty
+    makes a new one at every start."""
 
     chat_template: Annotated[str, Group("Chats and tools")] = ""
     """File with a chat template (jinja) to use in place of the model's own. Empty takes the model's."""
@@ -393,7 +414,14 @@ class ServeConfig(EngineConfig):
     def node(self, threads: int, cores_group: str = "", weight_file: str = "") -> NodeConfig:
         """The part that one node needs."""
         shared = {name: getattr(self, name) for name in EngineConfig.model_fields}
-        return NodeConfig(**shared, threads=threads, cores_group=cores_group, weight_file=weight_file, host=self.host)
+        return NodeConfig(
+            **shared,
+            threads=threads,
+            cores_group=cores_group,
+            weight_file=weight_file,
+            host=self.host,
+            tls_dir=str(Path(self.tls_dir).expanduser().absolute()) if self.tls_dir else "",
+        )
 
     @property
     def host(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.errors import InvalidRequest, quoted
+from paceline.errors import InvalidRequest, PacelineError, quoted
 from paceline.request import (
     FinishReason,
     Grammar,
@@ -61,7 +61,9 @@ def finish_reason_to_proto(reason: FinishReason | None) -> common_pb2.FinishReas
 
 
 def finish_reason_from_proto(value: common_pb2.FinishReason.ValueType) -> FinishReason | None:
-    """UNSPECIFIED is None: not finished."""
+    """UNSPECIFIED is None: not finished. PacelineError for a value that is not known here."""
+    if value not in _FINISH_BACK:
+        raise PacelineError(f"finish reason {value} is not known here")
     return _FINISH_BACK[value]
 
 

@@ -63,12 +63,12 @@ class RowFeeder:
         sizes = [num_tokens * self._source.token_bytes(range(layer, layer + 1)) for layer in layers]
         return layer_groups(sizes, layers.start)
 
-    def begin(self, ticket: str, tokens: range) -> None:
-        """Open the hand-off of the rows of ``tokens``."""
+    def begin(self, ticket: str, tokens: range, grant: bytes = b"") -> None:
+        """Open the hand-off of the rows of ``tokens``. grant: the router's word that this node may."""
 
         def begin() -> None:
             try:
-                self._sender.begin(ticket, tokens, self._source.plan.name)
+                self._sender.begin(ticket, tokens, self._source.plan.name, grant)
             except PacelineError as error:
                 self._refused(ticket, str(error))
 

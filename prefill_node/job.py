@@ -35,8 +35,8 @@ class Carrier(Protocol):
     def groups(self, layers: range, num_tokens: int) -> tuple[range, ...]:
         """The layers whose rows of a chunk are to be given to `rows` together, as each group is computed."""
 
-    def begin(self, ticket: str, tokens: range) -> None:
-        """Open the hand-off of the rows of ``tokens``."""
+    def begin(self, ticket: str, tokens: range, grant: bytes = b"") -> None:
+        """Open the hand-off of the rows of ``tokens``. grant: the router's word that this node may."""
 
     def rows(self, ticket: str, block: RowBlock, slots: torch.Tensor) -> None:
         """Send the rows of ``block`` that lie at ``slots``, int64 [tokens of the block]."""
@@ -72,6 +72,7 @@ class PrefillJob:
     emit: Callable[[node_pb2.PrefillEvent | PacelineError], None]  # thread-safe; an error or HandedOff is the last
     trace: Trace = NO_TRACE  # the engine thread's row; others record on rows of their own
     grammar: CompiledGrammar | None = None  # of the request, if it has one
+    grant: bytes = b""  # the router's, for the ticket
     queued_at: float = field(default_factory=time.monotonic)
     phase: JobPhase = JobPhase.WAITING
     seq: Sequence | None = None  # the engine, when the job reaches the head of the line

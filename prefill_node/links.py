@@ -22,14 +22,15 @@ from kv_transfer.layout.compat import check_pairing, decode_layout
 from kv_transfer.layout.reshard import Side, reshard
 from kv_transfer.layout.rows import RowSource
 from kv_transfer.transports.registry import open_transport, staging_device
-from kv_transfer.transports.rendezvous import create_store
 from kv_transfer.transports.sentinel import Sentinel
 from paceline.config import NodeConfig
 from paceline.errors import NodeUnavailable, Overloaded, PacelineError
 from paceline.kvcache.pool import KvPool
-from paceline.rpc.calls import CHANNEL_OPTIONS, error_from_peer
+from paceline.rpc.calls import error_from_peer
+from paceline.rpc.identity import Identity
 from paceline.serving.loop import notify
-from paceline.v1 import handoff_pb2, node_pb2_grpc
+from paceline.v1 import handoff_pb2
+from prefill_node.control import ControlStream
 from prefill_node.feeder import RowFeeder
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class LinkContext:
     fingerprint: handoff_pb2.Fingerprint
     config: NodeConfig
     kv: KvPool
+    identity: Identity
     ended: Callable[[str, str | None], None]
     sent: Callable[[handoff_pb2.HandoffMessage, float], None] | None = None
 
@@ -76,9 +78,9 @@ class Link:
         """See `RowFeeder`."""
         return self._feeder.groups(layers, num_tokens)
 
-    def begin(self, ticket: str, tokens: range) -> None:
+    def begin(self, ticket: str, tokens: range, grant: bytes = b"") -> None:
         """See `RowFeeder`."""
-        self._feeder.begin(ticket, tokens)
+        self._feeder.begin(ticket, tokens, grant)
 
     def rows(self, ticket: str, block: RowBlock, slots: torch.Tensor) -> None:
         """See `RowFeeder`."""
@@ -121,61 +123,12 @@ class Link:
         self._sentinel.close(CLOSE_TIMEOUT_S)
 
 
-class _Control:
-    """The control stream of a link: messages out in order, acknowledgements in."""
-
-    def __init__(self, address: str) -> None:
-        self.channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self.stub = node_pb2_grpc.DecodeNodeStub(self.channel)
-        self._loop = asyncio.get_running_loop()
-        self._outgoing: asyncio.Queue[handoff_pb2.HandoffMessage] = asyncio.Queue()
-        self._tasks: list[asyncio.Task[None]] = []
-
-    def post(self, message: handoff_pb2.HandoffMessage) -> None:
-        """Queue a message. Thread-safe; bounded by the sender, which waits for the bytes of each."""
-        notify(self._loop, self._outgoing.put_nowait, message)
-
-    async def open(self, link_id: str, timeout_s: float) -> None:
-        """Say Hello and wait until the decode node accepted the stream."""
-        self._call = self.stub.Handoff()
-        await self._call.write(handoff_pb2.HandoffMessage(hello=handoff_pb2.Hello(link_id=link_id)))
-        ack = await asyncio.wait_for(self._call.read(), timeout_s)
-        if not isinstance(ack, handoff_pb2.HandoffAck) or ack.WhichOneof("body") != "hello":
-            raise NodeUnavailable(f"link {link_id}: the decode node did not accept the control stream")
-
-    def run(self, sender: HandoffSender) -> None:
-        """Pump both directions until the stream ends, which ends the link."""
-        self._tasks = [asyncio.create_task(self._write(sender)), asyncio.create_task(self._read(sender))]
-
-    async def _write(self, sender: HandoffSender) -> None:
-        try:
-            while True:
-                await self._call.write(await self._outgoing.get())
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            sender.link_lost(f"control stream broke: {error!r}")
-
-    async def _read(self, sender: HandoffSender) -> None:
-        try:
-            while isinstance(ack := await self._call.read(), handoff_pb2.HandoffAck):  # else the end of the stream
-                sender.acknowledge(ack)
-        except grpc.aio.AioRpcError as error:
-            sender.link_lost(f"control stream broke: {error.code()} {error.details()}")
-        else:
-            sender.link_lost("control stream ended")
-
-    async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.channel.close()
-
-
 class LinkPool:
     """The node's links by decode address. Belongs to the event loop."""
 
     def __init__(self, context: LinkContext) -> None:
         self._context = context
-        self._links: dict[str, tuple[Link, _Control]] = {}
+        self._links: dict[str, tuple[Link, ControlStream]] = {}
         self._opening: dict[str, asyncio.Task[Link]] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -206,7 +159,7 @@ class LinkPool:
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     async def _open(self, address: str) -> Link:
-        control = _Control(address)
+        control = ControlStream(address, self._context.identity, self._context.config.transfer_timeout_s)
         try:
             link = await self._pair(address, control)
         except BaseException as error:
@@ -219,19 +172,21 @@ class LinkPool:
         self._links[address] = link, control
         return link
 
-    async def _pair(self, address: str, control: _Control) -> Link:
-        """Pair, then open pipe, sentinel and control stream, in the order in which the decode node opens them."""
+    async def _pair(self, address: str, control: ControlStream) -> Link:
+        """Pair, then open control stream, pipe and sentinel, in the order in which the decode node opens them."""
         context, config = self._context, self._context.config
         timeout = config.transfer_timeout_s
         paired = await control.stub.Pair(
-            handoff_pb2.PairRequest(prefill_node_id=context.node_id, fingerprint=context.fingerprint), timeout=timeout
+            handoff_pb2.PairRequest(prefill_node_id=context.node_id, fingerprint=context.fingerprint),
+            timeout=timeout,
+            metadata=context.identity.metadata,
         )
         check_pairing(context.fingerprint, paired.fingerprint, dtype_cast=config.handoff_dtype_cast)
         layout = decode_layout(context.kv.layout, paired.fingerprint)
         rows = RowSource(context.kv, reshard(Side(context.kv.layout), Side(layout)))
-        store = await asyncio.to_thread(create_store, paired.store_host, paired.store_port, False, timeout)
+        control.open(paired.link_id)
         transport = await asyncio.to_thread(
-            open_transport, config.transport, store, paired.link_id, 0, config.host, timeout, context.device
+            open_transport, config.transport, control.store, paired.link_id, 0, config.host, timeout, context.device
         )
         loop = asyncio.get_running_loop()
         sender = HandoffSender(
@@ -246,7 +201,7 @@ class LinkPool:
         try:
             sentinel = await asyncio.to_thread(
                 Sentinel,
-                store,
+                control.store,
                 paired.link_id,
                 0,
                 config.host,
@@ -254,13 +209,12 @@ class LinkPool:
                 sender.link_lost,
                 lambda: sender.link_lost("the decode node closed the link"),
             )
-            await control.open(paired.link_id, timeout)
+            await control.accepted(sender)
         except BaseException:
             await asyncio.to_thread(sender.close, CLOSE_TIMEOUT_S)
             if sentinel is not None:
                 await asyncio.to_thread(sentinel.close, CLOSE_TIMEOUT_S)
             raise
-        control.run(sender)
         feeder = RowFeeder(sender, rows, context.device, context.ended)
         return Link(paired.link_id, paired.decode_node_id, sender, feeder, sentinel)
 
@@ -279,7 +233,7 @@ class LinkPool:
         task.add_done_callback(self._closing.discard)
 
 
-async def _tear_down(link: Link, control: _Control) -> None:
+async def _tear_down(link: Link, control: ControlStream) -> None:
     await asyncio.to_thread(link.close)
     await control.close()
 

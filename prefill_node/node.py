@@ -29,7 +29,7 @@ from prefill_node.engine.scheduler import PrefillLimits
 from prefill_node.job import PrefillJob
 from prefill_node.links import LinkContext, LinkPool
 from prefill_node.nowhere import Nowhere
-from prefill_node.service import PrefillService
+from prefill_node.service import CALLERS, PrefillService
 
 Events = asyncio.Queue[node_pb2.PrefillEvent | PacelineError]
 
@@ -56,8 +56,10 @@ class PrefillNode:
         self._engine = PrefillEngine(runner, limits, answer_timeout_s)
         self.shell = NodeShell("prefill", self._node_id, config, runner, fingerprint, self._engine)
         sent = self._sent if config.trace_requests else None
-        self._links = LinkPool(LinkContext(self._node_id, fingerprint, config, runner.kv, self._ended, sent))
-        return await self.shell.start(self._register, lambda: self.shell.loop.post(self._engine.expire))
+        self._links = LinkPool(
+            LinkContext(self._node_id, fingerprint, config, runner.kv, self.shell.identity, self._ended, sent)
+        )
+        return await self.shell.start(self._register, lambda: self.shell.loop.post(self._engine.expire), CALLERS)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new prompts, let those in progress finish for ``grace_s`` seconds, then end."""
@@ -90,8 +92,8 @@ class PrefillNode:
         return node_pb2.ConnectResponse(link_id=link.link_id, decode_node_id=link.decode_node_id)
 
     def counts(self) -> dict[str, Any]:
-        """What routers show of this node besides its load: nothing."""
-        return {}
+        """What routers show of this node besides its load, by field of the registry's record."""
+        return {"refused_calls": self.shell.guard.refused}
 
     # -- insides -----------------------------------------------------------------------------------------------
 
@@ -112,6 +114,7 @@ class PrefillNode:
             ticket=f"{self._node_id}-{uuid.uuid4().hex}" if request.alone else request.ticket,
             first_token=0 if request.alone else request.decode_cached_tokens,
             link=link,
+            grant=request.grant,
             deadline=time.monotonic() + self._config.reserve_deadline_s,
             emit=lambda event: notify(loop, events.put_nowait, event),
             grammar=grammar,
@@ -121,7 +124,10 @@ class PrefillNode:
 
     def _ended(self, ticket: str, failure: str | None) -> None:
         ended = time.monotonic()  # the engine may be in the midst of a step
-        self.shell.loop.post(lambda: self._engine.handoff_ended(ticket, failure, ended))
+        self.shell.loop.post(
+            lambda: self._engine.handoff_ended(ticket, failure, ended),
+            lambda error: self._engine.fail(ticket, error),
+        )
 
     def _sent(self, message: handoff_pb2.HandoffMessage, began: float) -> None:
         """A sender's thread has sent a message and its bytes."""

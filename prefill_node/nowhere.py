@@ -21,7 +21,7 @@ class Nowhere:
         """See Carrier."""
         return ()
 
-    def begin(self, ticket: str, tokens: range) -> None:
+    def begin(self, ticket: str, tokens: range, grant: bytes = b"") -> None:
         """See Carrier."""
 
     def rows(self, ticket: str, block: RowBlock, slots: torch.Tensor) -> None:

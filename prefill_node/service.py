@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Protocol
 
 import grpc
@@ -10,9 +10,11 @@ import grpc.aio
 
 from paceline.node.shell import NodeShell
 from paceline.rpc.calls import answer_stream, answering_errors
+from paceline.rpc.tls import Role
 from paceline.v1 import node_pb2, node_pb2_grpc, trace_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
+CALLERS: Mapping[str, Role] = {"Prefill": "router", "Connect": "router", "Status": "router", "Trace": "router"}
 
 
 class PrefillCalls(Protocol):

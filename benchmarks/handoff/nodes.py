@@ -6,10 +6,12 @@ import asyncio
 import logging
 import multiprocessing
 import os
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,12 +22,13 @@ from kv_transfer.handoff.block import TARGET_KV, RowBlock
 from kv_transfer.handoff.cut import message_sizes
 from kv_transfer.transports.base import Transport
 from kv_transfer.transports.registry import open_transport
-from kv_transfer.transports.rendezvous import create_store
+from kv_transfer.transports.rendezvous import torch_dist
 from paceline.config import NodeConfig
 from paceline.engine.fingerprint import fingerprint_of
 from paceline.errors import PacelineError
 from paceline.host_memory import host_zeros
 from paceline.kvcache.layout import LayerOwner
+from paceline.rpc.identity import Identity
 from paceline.serving.loop import notify
 from paceline.v1 import handoff_pb2
 from prefill_node.links import LinkContext, LinkPool
@@ -95,7 +98,13 @@ class RowsNode:
         """An address where nobody listens: nothing is asked of it by RPC."""
         self._loop = asyncio.get_running_loop()
         context = LinkContext(
-            "rows-0", fingerprint_of(self._runner), self._config, self._runner.kv, self._on_ended, self._on_sent
+            "rows-0",
+            fingerprint_of(self._runner),
+            self._config,
+            self._runner.kv,
+            Identity("prefill"),
+            self._on_ended,
+            self._on_sent,
         )
         self._links = LinkPool(context)
         return "127.0.0.1:0"
@@ -148,16 +157,12 @@ def _node(role: Role, config: NodeConfig, computes: bool) -> PrefillNode | Decod
 async def _answer(role: Role, node: PrefillNode | DecodeNode | RowsNode, pipe: Connection, host: str) -> None:
     """Run a node until the pipe ends; answer what is asked through it."""
     pipe.send(await node.start())
-    store = None
     raw: RawEnd | None = None
     try:
         while (asked := await asyncio.to_thread(_receive, pipe)) is not None:
             verb, value = asked
-            if verb == "store":
-                store = create_store(host, 0, True, TIMEOUT_S)
-                pipe.send(store.port)
-            elif verb == "open":
-                own = store or create_store(host, value, False, TIMEOUT_S)
+            if verb == "open":
+                own = torch_dist.FileStore(value)
                 rank: Literal[0, 1] = 0 if role == "prefill" else 1
                 transport = await asyncio.to_thread(open_transport, "gloo", own, "raw", rank, host, TIMEOUT_S)
                 raw = RawEnd(transport, role == "prefill")
@@ -172,8 +177,6 @@ async def _answer(role: Role, node: PrefillNode | DecodeNode | RowsNode, pipe: C
         if raw is not None:
             raw.close()
         await node.stop(0.0)
-        if store is not None:
-            store.close()
 
 
 def _receive(pipe: Connection) -> Any:
@@ -199,9 +202,8 @@ class NodeProcesses:
             self._pipes[role] = mine
             self._processes.append(process)
         self.addresses = {role: str(self._read(role, START_TIMEOUT_S)) for role in self._pipes}
-        self._pipes["decode"].send(("store", None))
-        port = self._read("decode")
-        self._ask_both("open", port)
+        with tempfile.TemporaryDirectory() as folder:  # both are on this machine
+            self._ask_both("open", str(Path(folder) / "keys"))
 
     def raw_copy_s(self, sizes: Sequence[int]) -> float:
         """Seconds of a raw copy of messages of ``sizes``, as the receiving end sees it. Blocks."""

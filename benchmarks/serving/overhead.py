@@ -8,8 +8,6 @@ import statistics
 import time
 from dataclasses import dataclass
 
-import grpc.aio
-
 from benchmarks.common.timing import REPEATS
 from benchmarks.engine import Row, prompt
 from cluster.deployment import Deployment
@@ -33,17 +31,19 @@ def request(num_prompt: int, num_output: int) -> SequenceRequest:
 
 @dataclass
 class Nodes:
-    """Direct stubs to the two nodes."""
+    """Direct stubs to the two nodes, which are asked as the router asks them."""
 
     prefill: node_pb2_grpc.PrefillNodeAsyncStub
     decode: node_pb2_grpc.DecodeNodeAsyncStub
     decode_address: str
+    deployment: Deployment
 
     async def first_token_s(self, apart: bool) -> float:
         """Seconds from asking the decode node to the first token, by way of the prefill node or not."""
         sequence = sequence_to_proto(request(PROMPT_TOKENS, 2))
         began = time.perf_counter()
-        call = self.decode.Decode(node_pb2.DecodeRequest(sequence=sequence, local_prefill=not apart))
+        request_ = node_pb2.DecodeRequest(sequence=sequence, local_prefill=not apart)
+        call = self.decode.Decode(request_, metadata=self.deployment.identity.metadata)
         took = 0.0
         async for event in call:
             if event.HasField("reserved") and apart:
@@ -53,9 +53,12 @@ class Nodes:
         return took
 
     async def _prefill(self, sequence: node_pb2.SequenceRequest, ticket: str) -> float:
-        message = node_pb2.PrefillRequest(sequence=sequence, ticket=ticket, decode_address=self.decode_address)
+        grant = self.deployment.grants.sign(ticket, "prefill-0", "decode-0", sequence.cache_salt, 60.0)
+        message = node_pb2.PrefillRequest(
+            sequence=sequence, ticket=ticket, decode_address=self.decode_address, grant=grant
+        )
         at = 0.0
-        async for event in self.prefill.Prefill(message):
+        async for event in self.prefill.Prefill(message, metadata=self.deployment.identity.metadata):
             if event.HasField("first_token"):
                 at = time.perf_counter()
         return at
@@ -63,7 +66,8 @@ class Nodes:
     async def message_s(self) -> float:
         """Seconds per message of a stream taken from the decode node itself."""
         sequence = sequence_to_proto(request(32, OUTPUT_TOKENS))
-        call = self.decode.Decode(node_pb2.DecodeRequest(sequence=sequence, local_prefill=True))
+        request_ = node_pb2.DecodeRequest(sequence=sequence, local_prefill=True)
+        call = self.decode.Decode(request_, metadata=self.deployment.identity.metadata)
         times = [time.perf_counter() async for event in call if event.HasField("tokens")]
         return (times[-1] - times[0]) / (len(times) - 1)
 
@@ -85,12 +89,15 @@ async def measure(model: str) -> list[Row]:
     try:
         addresses = {slot.role: slot.address for slot in deployment.supervisor.slots}
         async with (
-            grpc.aio.insecure_channel(addresses["prefill"]) as prefill,
-            grpc.aio.insecure_channel(addresses["decode"]) as decode,
+            deployment.identity.channel(addresses["prefill"], "prefill") as prefill,
+            deployment.identity.channel(addresses["decode"], "decode") as decode,
             AsyncClient(deployment.grpc_address) as client,
         ):
             nodes = Nodes(
-                node_pb2_grpc.PrefillNodeStub(prefill), node_pb2_grpc.DecodeNodeStub(decode), addresses["decode"]
+                node_pb2_grpc.PrefillNodeStub(prefill),
+                node_pb2_grpc.DecodeNodeStub(decode),
+                addresses["decode"],
+                deployment,
             )
             apart, together = await in_turn(lambda: nodes.first_token_s(True), lambda: nodes.first_token_s(False))
             through, direct = await in_turn(lambda: client_message_s(client), nodes.message_s)

@@ -17,6 +17,7 @@ try:
 except ModuleNotFoundError as missing:  # the client SDK alone is installed
     raise SystemExit(f"error {missing.name} is not installed; the command needs pip install 'paceline[node]'") from None
 
+from cluster.commands.certs import certs
 from cluster.commands.console import errors
 from cluster.commands.fetch import fetch_model
 from cluster.commands.generate import generate
@@ -39,6 +40,7 @@ app.command("train-drafter")(train_drafter)
 app.command("trace")(trace)
 app.command("role")(role)
 app.command("generate")(generate)
+app.add_typer(certs, name="certs")
 
 
 def add_registered_commands() -> None:

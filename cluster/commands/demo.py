@@ -33,7 +33,8 @@ async def run_demo(config: ServeConfig) -> None:
             f"ready in {time.monotonic() - began:.1f} s: grpc {deployment.grpc_address}, http {deployment.http_address}"
         )
         console.print(f"\n[bold]{QUESTION}[/bold]")
-        async with AsyncClient(deployment.grpc_address) as client:
+        public = deployment.public_tls
+        async with AsyncClient(deployment.grpc_address, tls=public.path / "ca.pem" if public else False) as client:
             completion = None
             messages = [{"role": "user", "content": QUESTION}]
             async for chunk in client.stream(messages, max_tokens=MAX_TOKENS, temperature=0.0, seed=1):

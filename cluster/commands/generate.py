@@ -62,6 +62,12 @@ def generate(
     ] = ["127.0.0.1:50051"],  # noqa: B006  (typer reads the default)
     timeout: Annotated[float, typer.Option(help="Seconds for the whole request.")] = 600.0,
     retries: Annotated[int, typer.Option(help="Times in a row that a stream that broke is asked for again.")] = 8,
+    tls: Annotated[
+        bool, typer.Option("--tls", help="Connect with TLS, and check the router with the system's roots.")
+    ] = False,
+    tls_ca: Annotated[
+        Path | None, typer.Option(help="Connect with TLS, and check the router with the CA in this file.")
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message ahead of the prompt; implies --chat.")] = None,
     json_schema: Annotated[
@@ -81,11 +87,13 @@ def generate(
     asked: Any = messages if chat or system is not None else prompt
     try:
         given = _sdk_options(options | _from_files(json_schema, grammar))
-        with Client(server, timeout=timeout, retries=retries) as client:
+        with Client(server, timeout=timeout, retries=retries, tls=tls_ca or tls) as client:
             if not as_json and options.get("n") in (None, 1):
                 _stream(client, asked, given)
                 return
             done = client.generate(asked, **given)
+    except OSError as error:
+        raise typer.BadParameter(f"--tls-ca: {error}") from None
     except (TypeError, ValueError, OverflowError) as error:  # what no field of a request can hold
         raise typer.BadParameter(str(error)) from None
     if as_json:

@@ -15,13 +15,19 @@ errors = Console(stderr=True, highlight=False)
 def trace(
     request_id: Annotated[str, typer.Argument(help="Id of one of the latest requests, e.g. req-0f3a...")],
     router: Annotated[str, typer.Option(help="HOST:PORT of a router's gRPC.")] = "127.0.0.1:50051",
+    tls: Annotated[
+        bool, typer.Option("--tls", help="Connect with TLS, and check the router with the system's roots.")
+    ] = False,
+    tls_ca: Annotated[
+        Path | None, typer.Option(help="Connect with TLS, and check the router with the CA in this file.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="File to write. Not given: the trace is printed.")] = None,
 ) -> None:
     """Write the timeline of a request, on the router and all nodes, for ui.perfetto.dev (Chrome trace JSON)."""
     from paceline.client import Client
     from paceline.trace_file import chrome_trace
 
-    with Client(router) as client:
+    with Client(router, tls=tls_ca or tls) as client:
         found = client.trace(request_id)
     text = json.dumps(chrome_trace(found), indent=1)
     if found.silent:

@@ -20,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from cluster.frontdoor.http_errors import HttpProblem
 from cluster.nodes.listening import listen
 from paceline.errors import ConfigError, DeadlineExceeded
+from paceline.rpc.tls import TlsFolder
 
 log = logging.getLogger(__name__)
 
@@ -125,8 +126,10 @@ class HttpServer:
             await asyncio.wait(set(self._server.server_state.tasks), timeout=STOP_MARGIN_S)
 
 
-async def serve_http(app: ASGIApp, host: str, port: int) -> HttpServer:
-    """Serve ``app``; port 0 takes a free one. Raises ConfigError when the address cannot be had."""
+async def serve_http(app: ASGIApp, host: str, port: int, tls: TlsFolder | None = None) -> HttpServer:
+    """Serve ``app``; port 0 takes a free one. tls: has the certificate of HTTPS; None: plain HTTP. Raises ConfigError
+    when the address cannot be had."""
+    context = None if tls is None else tls.public_context()
     listener = listen("http", host, port)
     config = uvicorn.Config(
         app,
@@ -137,6 +140,7 @@ async def serve_http(app: ASGIApp, host: str, port: int) -> HttpServer:
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
+        ssl_context_factory=None if context is None else lambda config, default: context,
     )
     server = _Embedded(config)
     task = asyncio.create_task(server.serve(sockets=[listener]), name="http")

@@ -21,6 +21,7 @@ from cluster.routing.router import Router
 from paceline import answer_wire
 from paceline.errors import ConfigError, DeadlineExceeded, InvalidRequest
 from paceline.rpc.calls import MAX_MESSAGE_BYTES, answering_errors, end_server, make_server
+from paceline.rpc.tls import TlsFolder
 from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2
 from paceline.wire import trace_to_proto
 
@@ -123,8 +124,9 @@ class GrpcServer:
         await end_server(self.server, lambda: self.router.inflight, grace_s)
 
 
-async def serve_grpc(router: Router, address: str) -> GrpcServer:
-    """Serve at ``host:port``; port 0 takes a free one. Raises ConfigError when the address cannot be had."""
+async def serve_grpc(router: Router, address: str, *, tls: TlsFolder | None = None) -> GrpcServer:
+    """Serve at ``host:port``; port 0 takes a free one. tls: has the public certificate; None: in the clear. Raises
+    ConfigError when the address cannot be had."""
     options = [
         ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -139,7 +141,10 @@ async def serve_grpc(router: Router, address: str) -> GrpcServer:
         await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     try:
-        port = server.add_insecure_port(address)
+        if tls is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, tls.public_credentials())
     except RuntimeError as error:
         raise ConfigError("grpc", f"cannot listen at {address} (port 0 takes a free one): {error}") from None
     await server.start()

@@ -10,6 +10,7 @@ import psutil
 
 from paceline.config import AUTO_HOST
 from paceline.errors import ConfigError
+from paceline.rpc.identity import Identity
 from paceline.v1 import node_pb2, node_pb2_grpc
 
 ANSWER_TIMEOUT_S = 1.0
@@ -59,12 +60,13 @@ async def host_answers(address: str) -> bool:
     return True
 
 
-async def node_answers(role: str, address: str) -> bool:
+async def node_answers(identity: Identity, role: str, address: str) -> bool:
     """Whether the gRPC server of a node answers; false after ANSWER_TIMEOUT_S."""
-    stubs = {"prefill": node_pb2_grpc.PrefillNodeStub, "decode": node_pb2_grpc.DecodeNodeStub}
-    async with grpc.aio.insecure_channel(address) as channel:
+    decodes = role == "decode"
+    async with identity.channel(address, "decode" if decodes else "prefill") as channel:
         try:
-            await stubs[role](channel).Status(node_pb2.StatusRequest(), timeout=ANSWER_TIMEOUT_S)
+            stub = node_pb2_grpc.DecodeNodeStub(channel) if decodes else node_pb2_grpc.PrefillNodeStub(channel)
+            await stub.Status(node_pb2.StatusRequest(), timeout=ANSWER_TIMEOUT_S, metadata=identity.metadata)
         except grpc.aio.AioRpcError:
             return False
     return True

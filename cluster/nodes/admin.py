@@ -9,6 +9,8 @@ import grpc.aio
 from cluster.nodes.supervise import Supervisor
 from paceline.errors import ConfigError
 from paceline.rpc.calls import answering_errors, make_server
+from paceline.rpc.guard import Guard
+from paceline.rpc.identity import Identity
 from paceline.v1 import admin_pb2, admin_pb2_grpc
 
 MAX_REQUEST_BYTES = 64 * 1024
@@ -43,13 +45,15 @@ class AdminServer:
         await self._server.stop(0)
 
 
-async def serve_admin(supervisor: Supervisor, address: str, drain_timeout_s: float) -> AdminServer:
-    """Serve at ``host:port``; port 0 takes a free one. Raises ConfigError when the address cannot be had."""
+async def serve_admin(supervisor: Supervisor, address: str, drain_timeout_s: float, identity: Identity) -> AdminServer:
+    """Serve at ``host:port``; port 0 takes a free one. identity: the router's; with TLS, callers need an ``admin``
+    certificate. Raises ConfigError when the address cannot be had."""
     options = [("grpc.max_receive_message_length", MAX_REQUEST_BYTES), ("grpc.so_reuseport", 0)]
-    server = make_server(options, MAX_RPCS)
+    guard = Guard({"SetRole": "admin"}, "", by_role=identity.tls is not None)  # operators have no token
+    server = make_server(options, MAX_RPCS, [guard])
     admin_pb2_grpc.add_AdminServicer_to_server(AdminService(supervisor, drain_timeout_s), server)
     try:
-        port = server.add_insecure_port(address)
+        port = identity.bind(server, address)
     except RuntimeError as error:
         raise ConfigError("admin", f"cannot listen at {address} (port 0 takes a free one): {error}") from None
     await server.start()

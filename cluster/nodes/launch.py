@@ -18,6 +18,7 @@ from cluster.nodes.slots import NotPlaced
 from cluster.state.registry_types import Registry
 from paceline.config import NodeConfig
 from paceline.errors import NodeUnavailable, PacelineError
+from paceline.rpc.identity import Identity
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # Ray would otherwise hide GPUs from actors that ask for none; Paceline assigns devices itself.
@@ -40,6 +41,8 @@ AGENT_TIMEOUT_S = 2.0  # for Ray's helpers to end by themselves
 # A helper of a step's parallel regions looks for the next one for about half a millisecond, then it sleeps. Regions are
 # tens of microseconds apart, and waking a sleeper takes as long: a step of SmolLM2 on two cores took twice the time.
 SPIN_COUNT = "20000"
+
+ROUTER = Identity("router")  # one that proves nothing
 
 _private: list[psutil.Process] = []  # Ray's own processes of a private cluster, to be ended with it
 
@@ -90,10 +93,13 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
 class RayNodes:
     """Launches node processes at their places."""
 
-    def __init__(self, wanted: Sequence[Wanted], registry: Registry, interface: str = "") -> None:
-        """wanted: every node there will be. interface: of the nodes' addresses; empty: as their options say. Raises
-        NodeUnavailable when Ray has no place for what the deployment cannot do without."""
-        self._registry, self._interface = registry, interface
+    def __init__(
+        self, wanted: Sequence[Wanted], registry: Registry, interface: str = "", identity: Identity = ROUTER
+    ) -> None:
+        """wanted: every node there will be. interface: of the nodes' addresses; empty: as their options say. identity:
+        of who asks nodes whether they live. Raises NodeUnavailable when Ray has no place for what the deployment cannot
+        do without."""
+        self._registry, self._interface, self._identity = registry, interface, identity
         # Names in Ray say whose they are. The rest is this start's own: what an earlier one left may linger.
         self._name = f"paceline-{registry.deployment}-{secrets.token_hex(4)}"
         self._with_standby = {node.node_id for node in wanted if node.standby}
@@ -137,7 +143,7 @@ class RayNodes:
             scheduling_strategy=PlacementGroupSchedulingStrategy(*self._places.of(node_id)),
         )
         handle = actor.remote(role, node_id, generation, config, self._registry, self._interface, environment)
-        return RayNode(node_id, role, handle)
+        return RayNode(node_id, role, handle, self._identity)
 
     def close(self) -> None:
         """End the standbys and give the places back."""
@@ -149,8 +155,9 @@ class RayNodes:
 class RayNode:
     """One node process. Calls block, each with a deadline: run them in threads."""
 
-    def __init__(self, node_id: str, role: str, actor: Any) -> None:
-        self.node_id, self.role = node_id, role
+    def __init__(self, node_id: str, role: str, actor: Any, identity: Identity = ROUTER) -> None:
+        """identity: of who asks whether it lives."""
+        self.node_id, self.role, self._identity = node_id, role, identity
         self.on_started: Callable[[], None] = lambda: None
         self._actor = actor
         self._asked: Any = None  # the answer to the latest ``answers``
@@ -184,9 +191,12 @@ class RayNode:
         try:
             async with asyncio.timeout(ASK_TIMEOUT_S):
                 status = await self._ask_status()
-                return status["alive"] and not status["fenced"] and await node_answers(self.role, status["address"])
+                return status["alive"] and not status["fenced"] and await self._serves(status["address"])
         except (TimeoutError, ray.exceptions.RayError):
             return False
+
+    async def _serves(self, address: str) -> bool:
+        return await node_answers(self._identity, self.role, address)
 
     async def _ask_status(self) -> Any:
         """A process that is stopped has one question waiting at most."""

@@ -179,6 +179,9 @@ class Attempt:
             ticket=reserved.ticket,
             decode_address=self.pair.decode.address,
             decode_cached_tokens=reserved.cached_tokens,
+            grant=self._around.calls.grant(
+                reserved.ticket, (node.id, self.pair.decode.id), sequence.cache_salt, self._timeout_s
+            ),
         )
         prefill = self._around.calls.prefill(node, request, self._timeout_s, self.pair.prefill_hint)
         try:

@@ -244,6 +244,12 @@ class NodeMetrics(Collector):
             None,
             ["node"],
         )
+        refused = CounterMetricFamily(
+            "paceline_node_refused_calls",
+            "Calls and hand-offs that a node refused because of who made them. The audit log has a line of each.",
+            None,
+            ["node"],
+        )
         copies = CounterMetricFamily(
             "paceline_node_copy_rounds",
             "Rounds in which a drafter of the node looked for text to copy, by result: hit (it drafted) or miss.",
@@ -252,8 +258,10 @@ class NodeMetrics(Collector):
         )
         for node in nodes:
             missing.add_metric([node.id], node.missing_drafts)
+            refused.add_metric([node.id], node.refused_calls)
             for drafter, (hits, misses) in node.copies.items():
                 copies.add_metric([node.id, drafter, "hit"], hits)
                 copies.add_metric([node.id, drafter, "miss"], misses)
         yield missing
+        yield refused
         yield copies

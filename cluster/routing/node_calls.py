@@ -11,8 +11,10 @@ import grpc
 import grpc.aio
 
 from cluster.state.registry_types import NodeRecord
-from paceline.errors import NodeUnavailable, PacelineError
-from paceline.rpc.calls import CHANNEL_OPTIONS
+from paceline.errors import ConfigError, NodeUnavailable, PacelineError, PermissionDenied
+from paceline.rpc.grants import Grants
+from paceline.rpc.identity import Identity
+from paceline.rpc.tls import Stamp
 from paceline.rpc.wire_errors import error_from_rpc
 from paceline.v1 import node_pb2, node_pb2_grpc, trace_pb2
 
@@ -29,11 +31,17 @@ class NodeFailure(Exception):
         self.gone = gone
 
 
+def _of_node(error: PacelineError) -> PacelineError:
+    """A node that does not let this router call is a fault of the deployment, not of the client's rights."""
+    return NodeUnavailable(str(error)) if isinstance(error, PermissionDenied) else error
+
+
 @dataclass
 class _Line:
-    """A channel and the calls in progress on it."""
+    """A channel, which has the certificates of when it was made, and the calls in progress on it."""
 
     channel: grpc.aio.Channel
+    stamp: Stamp
     calls: int = 0
 
 
@@ -73,7 +81,7 @@ class NodeStream(Generic[E]):
         try:
             event = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            known = error_from_rpc(error, self.node.id)
+            known = _of_node(error_from_rpc(error, self.node.id))
             state = line.channel.get_state()
             gone = isinstance(known, NodeUnavailable) and state is not grpc.ChannelConnectivity.READY
             raise NodeFailure(self.node, known, gone) from None
@@ -99,11 +107,18 @@ class NodeStream(Generic[E]):
 
 @dataclass
 class NodeCalls:
-    """Opens streams; counts those in progress by node id, which is the router's own view of load."""
+    """Opens streams; counts those in progress by node id, which is the router's own view of load.
+
+    identity: who calls. grants: the router's word for hand-offs; None where nodes check none.
+    """
 
     own: Counter[str] = field(default_factory=Counter)
     own_tokens: Counter[str] = field(default_factory=Counter)  # of prompts that prefill nodes have still to compute
+    identity: Identity = field(default_factory=lambda: Identity("router"))
+    grants: Grants | None = None
     _lines: dict[str, _Line] = field(default_factory=dict)
+    _renewed: dict[str, _Line] = field(default_factory=dict)  # to take the place of a line once connected
+    _old: list[_Line] = field(default_factory=list)
 
     def decode(
         self, node: NodeRecord, request: node_pb2.DecodeRequest, timeout_s: float
@@ -111,7 +126,7 @@ class NodeCalls:
         """Start DecodeNode.Decode."""
         line = self._line(node)
         stub = node_pb2_grpc.DecodeNodeStub(line.channel)
-        return self._started(stub.Decode(request, timeout=timeout_s), node, line)
+        return self._started(stub.Decode(request, timeout=timeout_s, metadata=self.identity.metadata), node, line)
 
     def prefill(
         self, node: NodeRecord, request: node_pb2.PrefillRequest, timeout_s: float, cached_tokens: int = 0
@@ -120,7 +135,12 @@ class NodeCalls:
         line = self._line(node)
         stub = node_pb2_grpc.PrefillNodeStub(line.channel)
         tokens = len(request.sequence.prompt_token_ids) + len(request.sequence.output_token_ids)
-        return self._started(stub.Prefill(request, timeout=timeout_s), node, line, max(tokens - cached_tokens, 0))
+        return self._started(
+            stub.Prefill(request, timeout=timeout_s, metadata=self.identity.metadata),
+            node,
+            line,
+            max(tokens - cached_tokens, 0),
+        )
 
     async def trace(self, node: NodeRecord, request_id: str, timeout_s: float) -> trace_pb2.TraceResponse:
         """What the node keeps of a request. Raises NodeFailure."""
@@ -130,10 +150,10 @@ class NodeCalls:
         stub: Any = node_pb2_grpc.DecodeNodeStub if decodes else node_pb2_grpc.PrefillNodeStub
         try:
             answer: trace_pb2.TraceResponse = await stub(line.channel).Trace(
-                trace_pb2.TraceRequest(request_id=request_id), timeout=timeout_s
+                trace_pb2.TraceRequest(request_id=request_id), timeout=timeout_s, metadata=self.identity.metadata
             )
         except grpc.aio.AioRpcError as error:
-            raise NodeFailure(node, error_from_rpc(error, node.id)) from None
+            raise NodeFailure(node, _of_node(error_from_rpc(error, node.id))) from None
         finally:
             line.calls -= 1
         return answer
@@ -144,11 +164,34 @@ class NodeCalls:
         self.own_tokens[node.id] += tokens
         return NodeStream(call, node, line, self, tokens)
 
+    def grant(self, ticket: str, nodes: tuple[str, str], cache_salt: str, lasts_s: float) -> bytes:
+        """The word that a prefill node may deliver a ticket. nodes: ids of prefill and decode."""
+        return b"" if self.grants is None else self.grants.sign(ticket, *nodes, cache_salt, lasts_s)
+
     def _line(self, node: NodeRecord) -> _Line:
-        if node.address not in self._lines:
-            channel = grpc.aio.insecure_channel(node.address, options=CHANNEL_OPTIONS)
-            self._lines[node.address] = _Line(channel)
-        return self._lines[node.address]
+        line = self._lines.get(node.address)
+        if line is None:
+            line = self._lines[node.address] = self._make_line(node)
+        try:
+            current = self.identity.stamp() == line.stamp
+        except ConfigError:  # a file is being replaced
+            return line
+        return line if current else self._renew(node, line)
+
+    def _make_line(self, node: NodeRecord) -> _Line:
+        stamp = self.identity.stamp()
+        return _Line(self.identity.channel(node.address, "decode" if node.role == "decode" else "prefill"), stamp)
+
+    def _renew(self, node: NodeRecord, line: _Line) -> _Line:
+        """The certificates are new: connect with them, and go over to that connection once it is there."""
+        renewed = self._renewed.get(node.address)
+        if renewed is None:
+            renewed = self._renewed[node.address] = self._make_line(node)
+        if renewed.channel.get_state(try_to_connect=True) is not grpc.ChannelConnectivity.READY:
+            return line
+        self._lines[node.address] = self._renewed.pop(node.address)
+        self._old.append(line)
+        return renewed
 
     def connected(self, node: NodeRecord) -> bool:
         """Whether there is a connection to the node, over which it has spoken. Where there is none, one is tried for
@@ -163,12 +206,18 @@ class NodeCalls:
             del self.own[node.id], self.own_tokens[node.id]
 
     async def prune(self, alive: set[str]) -> None:
-        """Close the idle channels of addresses that are no longer served."""
-        for address in [a for a, line in self._lines.items() if a not in alive and not line.calls]:
-            await self._lines.pop(address).channel.close()
+        """Close the idle channels of addresses that are no longer served, and those with old certificates."""
+        gone = [a for a, line in self._lines.items() if a not in alive and not line.calls]
+        idle = [self._lines.pop(address) for address in gone]
+        idle += [self._renewed.pop(address) for address in gone if address in self._renewed]
+        idle += [line for line in self._old if not line.calls]
+        self._old = [line for line in self._old if line.calls]
+        for line in idle:
+            await line.channel.close()
 
     async def close(self) -> None:
         """Close every channel; calls in progress are cancelled."""
-        while self._lines:
-            _, line = self._lines.popitem()
+        lines = [*self._lines.values(), *self._renewed.values(), *self._old]
+        self._lines, self._renewed, self._old = {}, {}, []
+        for line in lines:
             await line.channel.close()

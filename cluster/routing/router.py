@@ -78,11 +78,13 @@ class Router:
         journal: Journal | None = None,
         prefixes: PrefixIndex | None = None,
         grammars: GrammarCompiler | None = None,
+        calls: NodeCalls | None = None,
     ) -> None:  # a parameter for each part that it does not own; those that may be left out have a name
         """model_name: what requests may call the model. bit_exact: what the nodes' probe said. detokenizer: makes one
         per choice from tokenizer, prompt ids and stop strings; the default is paceline.text.tokenizer's. journal: of
         streams that other routers may go on with; started, and closed by its owner. prefixes: what nodes are thought
-        to have cached; None: they are chosen by load alone. grammars: checks those of requests; None: nodes do."""
+        to have cached; None: they are chosen by load alone. grammars: checks those of requests; None: nodes do.
+        calls: to the nodes, closed with the router; None: as nobody in particular."""
         self.config = config
         self.tokenizer = tokenizer
         style = answer_style(config, tokenizer.template)
@@ -94,7 +96,7 @@ class Router:
         self._journal = journal
         self._grammars = grammars
         self._detokenizer = detokenizer if detokenizer is not None else _incremental
-        self._calls = NodeCalls()
+        self._calls = calls if calls is not None else NodeCalls()
         self._recorder = Recorder(config.trace_requests)
         self._pairing = Pairing(registry.nodes, self._calls, config.page_size, prefixes)
         self.metrics.before_render(lambda: self.metrics.set_breakers(self._pairing.breaker_levels()))

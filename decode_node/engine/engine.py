@@ -15,8 +15,9 @@ from decode_node.engine.reservations import HandoffDeadlines, Reservations
 from decode_node.engine.scheduler import DecodeLimits, DecodeScheduler
 from decode_node.engine.work import ModelWork
 from decode_node.stream import Stream, StreamPhase
+from kv_transfer.handoff.state import HandoffState
 from paceline.engine.model_runner import ModelRunner
-from paceline.errors import Overloaded
+from paceline.errors import Overloaded, PacelineError
 from paceline.serving.ledger import PageLedger
 from paceline.spec_decode.sequence import DraftState
 from paceline.v1 import handoff_pb2
@@ -101,6 +102,16 @@ class DecodeEngine:
     def handoff_failed(self, ticket: str, reason: str) -> None:
         """A hand-off is over, and none of its rows will be written any more."""
         self._handoffs.failed(ticket, reason)
+
+    def fail(self, ticket: str, error: Exception) -> None:
+        """What was posted about a stream raised: end it, and give its pages back. Only where no hand-off writes to it
+        any more; one that is in flight is ended by its link."""
+        stream = self.streams.get(ticket)
+        if stream is None:
+            return
+        handoff = stream.landing.handoff if stream.landing is not None else None
+        if handoff is None or handoff.fail_reserved(str(error)) or handoff.status is not HandoffState.SENDING:
+            self._ends.fail(stream, PacelineError(f"{stream.request.request_id} failed: {error!r}"))
 
     def leave(self, stream: Stream) -> None:
         """The RPC is over. Nothing happens when the stream ended by itself."""

@@ -13,6 +13,8 @@ from kv_transfer.handoff.block import RowBlock
 from kv_transfer.transports.base import CHUNK_BYTES, MESSAGE_BYTES
 from paceline.v1.handoff_pb2 import HandoffMessage
 
+MAX_CONTROL_BYTES = 64 * 1024  # of one control message: bounds every text and list in it
+
 
 def chunks(block: RowBlock, token_bytes: int, *, one_message: bool = False) -> tuple[RowBlock, ...]:
     """The fewest blocks of at most ``CHUNK_BYTES`` (``one_message``: of one message each), of about equal size. A token
@@ -42,3 +44,20 @@ def message_sizes(message: HandoffMessage) -> tuple[int, ...]:
     if message.state.num_bytes:
         return (message.state.num_bytes,)
     return tuple(size for _, size in messages(RowBlock.of(message.chunk), message.chunk.num_bytes) if size)
+
+
+def announcement_problem(message: HandoffMessage, max_bytes: int) -> str | None:
+    """Why no sender of ours can have written this message, whatever its ticket, or None. Looked at before anything is
+    derived from the message: its numbers say how much the receiver cuts, allocates and waits for.
+
+    max_bytes: that one message may announce.
+    """
+    size = message.ByteSize()
+    if size > MAX_CONTROL_BYTES:
+        return f"a control message of {size} bytes; at most {MAX_CONTROL_BYTES} are taken"
+    announced = max(message.chunk.num_bytes, message.state.num_bytes)
+    if announced > max_bytes:
+        return f"{announced} bytes announced at once; at most {max_bytes} are taken"
+    if (num_tokens := message.chunk.num_tokens) > max_bytes:  # a token has a byte
+        return f"{num_tokens} tokens announced in {message.chunk.num_bytes} bytes"
+    return None

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Intake:
-    """``max_chunk_bytes`` and ``checksums``: see HandoffReceiver. TransportError from any method: the link broke."""
+    """``checksums``: see HandoffReceiver. TransportError from any method: the link broke."""
 
     def __init__(
         self,
@@ -36,14 +36,12 @@ class Intake:
         control: ControlQueue,
         in_flight: InFlight,
         *,
-        max_chunk_bytes: int,
         checksums: bool,
     ) -> None:
         self._staging = staging
         self._sink = sink
         self._control = control
         self._in_flight = in_flight
-        self._max_chunk_bytes = max_chunk_bytes
         self._checksums = checksums
 
     def chunk(self, message: HandoffMessage) -> None:
@@ -55,8 +53,6 @@ class Intake:
             return
         block = RowBlock.of(message.chunk)
         problem = handoff.chunk_problem(block, num_bytes)
-        if problem is None and num_bytes > self._max_chunk_bytes:
-            problem = f"a chunk of {num_bytes} bytes; at most {self._max_chunk_bytes} are taken"
         if problem is None and self._checksums and len(message_sizes(message)) > 1:
             problem = "a checksum over several messages, whose rows are used as they come"
         if problem is not None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 
 from kv_transfer.handoff.control import ControlQueue, Work
+from kv_transfer.handoff.cut import announcement_problem
 from kv_transfer.handoff.in_flight import InFlight
 from kv_transfer.handoff.intake import Intake
 from kv_transfer.handoff.sink import HandoffSink
@@ -35,7 +36,7 @@ class HandoffReceiver:
 
     ``ack``: puts an answer on the control stream; thread-safe, never blocks.
     ``on_link_lost(reason)``: once, when the link dies and its tickets have failed (not on ``close``).
-    ``max_chunk_bytes``: a larger chunk fails its ticket; bounds the staging buffer.
+    ``max_chunk_bytes``: a message that announces more ends the link; bounds the staging buffer.
     ``device``: where bytes are received (a CUDA device for NCCL).
     ``checksums``: bytes whose sum is missing or wrong fail their ticket before any of them is used; host memory only.
     """
@@ -53,6 +54,7 @@ class HandoffReceiver:
         checksums: bool = False,
     ) -> None:
         self._transport = transport
+        self._max_chunk_bytes = max_chunk_bytes
         self._on_link_lost = on_link_lost
         self._control = ControlQueue()
         self._in_flight = InFlight(sink, ack, link_id)
@@ -61,7 +63,6 @@ class HandoffReceiver:
             sink,
             self._control,
             self._in_flight,
-            max_chunk_bytes=max_chunk_bytes,
             checksums=checksums,
         )
         self._closing = False
@@ -71,8 +72,13 @@ class HandoffReceiver:
     # -- the owner's events ------------------------------------------------------------------------------------
 
     def feed(self, message: HandoffMessage) -> None:
-        """Queue the next control message; never blocks. TransportError when the link is dead. Overloaded when 4096
-        messages wait: the sender ran ahead of the bytes it announced, so end the link."""
+        """Queue the next control message; never blocks. TransportError when the link is dead, or dies of a message that
+        no sender of ours writes. Overloaded when 4096 messages wait: the sender ran ahead of the bytes it announced,
+        so end the link."""
+        problem = announcement_problem(message, self._max_chunk_bytes)
+        if problem is not None:
+            self.link_lost(problem)
+            raise TransportError(problem)
         self._control.put(message)
 
     def cancel(self, ticket: str) -> bool:

@@ -80,13 +80,13 @@ class HandoffSender:
 
     # -- the owner's events ------------------------------------------------------------------------------------
 
-    def begin(self, ticket: str, tokens: range, reshard: str = "") -> None:
+    def begin(self, ticket: str, tokens: range, reshard: str = "", grant: bytes = b"") -> None:
         """Open a hand-off of the rows of ``tokens``, cut as the plan named ``reshard`` says. TransportError when the
-        link is dead, HandoffFailed when the ticket is open already."""
+        link is dead, HandoffFailed when the ticket is open already. grant: the router's word, passed on."""
         self._check_alive()
         self._book.open(ticket)
         try:
-            begin = Begin(num_tokens=len(tokens), first_token=tokens.start, reshard=reshard)
+            begin = Begin(num_tokens=len(tokens), first_token=tokens.start, reshard=reshard, grant=grant)
             self._enqueue(Outgoing.of(ticket, begin))
         except (DeadlineExceeded, TransportError):
             self._book.forget(ticket)

@@ -14,16 +14,19 @@ import torch
 from torch import Tensor
 
 from kv_transfer.transports.base import MESSAGE_BYTES, Pending, Rank, TransportError, byte_view, message_slices
-from kv_transfer.transports.rendezvous import Store, torch_dist
+from kv_transfer.transports.rendezvous import torch_dist
 from kv_transfer.transports.torch_dist import TorchDistTransport
 
 TAG = 0
 POISON_TAG = 1  # nothing is ever sent with it
 
 
-def gloo_group(store: Store, prefix: str, rank: Rank, host: str, timeout_s: float) -> Any:
-    """Join a 2-rank gloo group; ``host`` is the address that the peer reaches this process at (the host name may
-    resolve to 127.0.0.1). TransportError when the peer does not come within ``timeout_s``."""
+def gloo_group(store: Any, prefix: str, rank: Rank, host: str, timeout_s: float) -> Any:
+    """Join a 2-rank gloo group over a torch store of the link. TransportError when the peer does not come within
+    ``timeout_s``.
+
+    host: the address that the peer reaches this process at (the host name may resolve to 127.0.0.1).
+    """
     options = torch_dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 1
@@ -78,9 +81,7 @@ class GlooTransport(TorchDistTransport):
         poison(group)
 
 
-def open_gloo(
-    store: Store, link_id: str, rank: Rank, host: str, timeout_s: float, device: torch.device
-) -> GlooTransport:
+def open_gloo(store: Any, link_id: str, rank: Rank, host: str, timeout_s: float, device: torch.device) -> GlooTransport:
     """See `registry.OpenTransport`. ``device`` is the host's memory, the only one that gloo moves."""
     prefix = f"{link_id}/data"
-    return GlooTransport(gloo_group(store, prefix, rank, host, timeout_s), store, prefix, rank)
+    return GlooTransport(gloo_group(store, prefix, rank, host, timeout_s), prefix, rank)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kv_transfer.transports.base import Rank, TransportError
 from kv_transfer.transports.gloo import TAG
-from kv_transfer.transports.rendezvous import Store, torch_dist
+from kv_transfer.transports.rendezvous import torch_dist
 from kv_transfer.transports.torch_dist import TorchDistTransport
 from paceline.errors import ConfigError
 
@@ -25,10 +25,8 @@ class NcclTransport(TorchDistTransport):
     """CUDA tensors, on a stream of its own. Communicators are aborted, never destroyed: destroying is collective and
     would wait for a dead peer."""
 
-    def __init__(
-        self, group: Any, store: Store, prefix: str, rank: Rank, device: torch.device, timeout_s: float
-    ) -> None:
-        super().__init__(group, store, prefix, rank)
+    def __init__(self, group: Any, prefix: str, rank: Rank, device: torch.device, timeout_s: float) -> None:
+        super().__init__(group, prefix, rank)
         self._device = device
         self._timeout_s = timeout_s
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -59,9 +57,7 @@ class NcclTransport(TorchDistTransport):
         group.abort()
 
 
-def open_nccl(
-    store: Store, link_id: str, rank: Rank, host: str, timeout_s: float, device: torch.device
-) -> NcclTransport:
+def open_nccl(store: Any, link_id: str, rank: Rank, host: str, timeout_s: float, device: torch.device) -> NcclTransport:
     """See `registry.OpenTransport`. NCCL finds the peer by the store alone, whatever ``host`` is."""
     if not dist.is_nccl_available():
         raise ConfigError("transport", "nccl is not in this build of torch; use gloo")
@@ -77,7 +73,7 @@ def open_nccl(
     options.config.max_ctas = NCCL_MAX_CTAS
     try:
         group = torch_dist.ProcessGroupNCCL(torch_dist.PrefixStore(prefix, store), rank, 2, options)
-        transport = NcclTransport(group, store, prefix, rank, device, timeout_s)
+        transport = NcclTransport(group, prefix, rank, device, timeout_s)
     except RuntimeError as error:
         raise TransportError(f"link {prefix}: the peer did not join: {error}") from error
     hello = torch.zeros(1, dtype=torch.uint8, device=device)  # the communicator is built by the first message

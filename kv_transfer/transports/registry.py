@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 
 from kv_transfer.transports.base import Rank, Transport
-from kv_transfer.transports.rendezvous import Store
 from paceline.errors import ConfigError
 from paceline.transports import TRANSPORTS, TransportRecord
 
-# (store, link id, rank, own address, timeout in seconds, device): opens one end of the data pipe of a link; blocks
-# until the peer does the same. The timeout is that of joining, and of one message. ConfigError naming ``transport``
-# when it cannot work here, TransportError when the peer does not come.
-OpenTransport: TypeAlias = Callable[[Store, str, Rank, str, float, torch.device], Transport]
+# (torch store of the link, link id, rank, own address, timeout in seconds, device): opens one end of the data pipe of a
+# link; blocks until the peer does the same. The timeout is that of joining, and of one message. ConfigError naming
+# ``transport`` when it cannot work here, TransportError when the peer does not come.
+OpenTransport: TypeAlias = Callable[[Any, str, Rank, str, float, torch.device], Transport]
 
 
 def transport_record(name: str) -> TransportRecord:
@@ -36,7 +35,7 @@ def staging_device(name: str, pool_device: torch.device) -> torch.device:
 
 def open_transport(
     name: str,
-    store: Store,
+    store: Any,
     link_id: str,
     rank: Rank,
     host: str,

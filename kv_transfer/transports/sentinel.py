@@ -18,7 +18,6 @@ import torch
 
 from kv_transfer.transports.base import Rank
 from kv_transfer.transports.gloo import TAG, gloo_group, poison
-from kv_transfer.transports.rendezvous import Store, forget_keys
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ class Sentinel:
 
     def __init__(
         self,
-        store: Store,
+        store: Any,
         link_id: str,
         rank: Rank,
         host: str,
@@ -43,7 +42,6 @@ class Sentinel:
         on_lost: Callable[[str], None],
         on_closed: Callable[[], None] = lambda: None,
     ) -> None:
-        self._store = store
         self._prefix = f"{link_id}/sentinel"
         self._rank = rank
         self._on_lost = on_lost
@@ -67,7 +65,6 @@ class Sentinel:
             if self._thread.is_alive():  # the peer is stopped or cut off
                 poison(group)
                 self._thread.join(timeout_s)
-        forget_keys(self._store, self._prefix, self._rank)
 
     def _run(self, group: Any) -> None:
         try:

@@ -1,7 +1,7 @@
 """Links over torch.distributed: one 2-rank process group per (prefill, decode) pair, made and dropped in milliseconds.
 
-Groups are built directly over a store and never registered: there is no world to join, and a dead peer harms nobody
-else.
+Groups are built directly over a store of the link and never registered: there is no world to join, and a dead peer
+harms nobody else.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from kv_transfer.transports.base import Rank, Transport, TransportError
-from kv_transfer.transports.rendezvous import Store, forget_keys
 
 
 class TorchDistTransport(Transport):
     """One end of a link's pipe. A kind of group is a subclass."""
 
-    def __init__(self, group: Any, store: Store, prefix: str, rank: Rank) -> None:
+    def __init__(self, group: Any, prefix: str, rank: Rank) -> None:
         self._group: Any | None = group  # typed loosely: a build without NCCL has no such class
-        self._store = store
         self._prefix = prefix
         self._rank = rank
         self._dead: str | None = None
@@ -35,7 +33,6 @@ class TorchDistTransport(Transport):
         self._dead = self._dead or "closed"
         group, self._group = self._group, None
         if group is not None:
-            forget_keys(self._store, self._prefix, self._rank)
             self._end_group(group)
 
     def abort(self) -> None:

@@ -29,6 +29,7 @@ MOST_FILES = 32
 VERSION = 1  # of the files; another is measured anew
 # Options that change neither what a round costs nor how heads do.
 WITHOUT = {"host", "cores_group", "cores_slot", "weight_file", "log_level", "log_format", "trace_requests"}
+WITHOUT |= {"tls_dir", "call_token", "ticket_key"}
 
 
 @dataclass(frozen=True)

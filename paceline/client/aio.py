@@ -9,7 +9,7 @@ from typing import Any, Unpack
 import grpc.aio
 
 from paceline.client import convert
-from paceline.client.channel import CHANNEL_OPTIONS, DEFAULT_TIMEOUT_S
+from paceline.client.channel import DEFAULT_TIMEOUT_S, Tls, open_aio_channel
 from paceline.client.chats import ChatOptions, Messages
 from paceline.client.convert import GenerateOptions, Prompt
 from paceline.client.failover import DEFAULT_RETRIES, Patience, Routers
@@ -94,6 +94,7 @@ class AsyncClient:
         *,
         timeout: float = DEFAULT_TIMEOUT_S,
         retries: int = DEFAULT_RETRIES,
+        tls: Tls = False,
         options: Sequence[tuple[str, Any]] = (),
     ) -> None:
         """Nothing is connected before the first call.
@@ -101,12 +102,14 @@ class AsyncClient:
         address: ``host:port`` of a router's gRPC, or of several, which are used in this order when one fails.
         timeout: seconds for a whole call, retries included.
         retries: how often in a row, without a new chunk, a stream that broke is asked for again.
+        tls: True checks the router's certificate with the system's roots, a path with the CA in that file. gRPC's own
+        channel credentials are taken too, e.g. with a client certificate. OSError when the file cannot be read.
         options: gRPC channel options, over the SDK's own.
         """
         self._timeout, self._retries = timeout, retries
         self._routers: Routers[grpc.aio.Channel] = Routers(
             address,
-            lambda at: grpc.aio.insecure_channel(at, options=[*CHANNEL_OPTIONS, *options]),
+            lambda at: open_aio_channel(at, tls, options),
             inference_pb2_grpc.InferenceStub,
         )
 

@@ -1,8 +1,17 @@
-"""Channel options of both clients."""
+"""Channels of both clients."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+
+# False: in the clear. True: the system's roots. A path: the CA's file. Credentials: as they are, e.g. with a client's.
+Tls: TypeAlias = bool | str | PathLike[str] | grpc.ChannelCredentials
 
 DEFAULT_TIMEOUT_S = 600.0
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -16,3 +25,28 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
+
+
+def _credentials(tls: Tls) -> grpc.ChannelCredentials | None:
+    """None: in the clear. OSError when the file of a CA cannot be read."""
+    if isinstance(tls, bool):
+        return grpc.ssl_channel_credentials() if tls else None
+    if isinstance(tls, grpc.ChannelCredentials):
+        return tls
+    return grpc.ssl_channel_credentials(Path(tls).expanduser().read_bytes())
+
+
+def open_channel(address: str, tls: Tls, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
+    """To a router; ``options`` go over the SDK's own."""
+    credentials, all_options = _credentials(tls), [*CHANNEL_OPTIONS, *options]
+    if credentials is None:
+        return grpc.insecure_channel(address, options=all_options)
+    return grpc.secure_channel(address, credentials, options=all_options)
+
+
+def open_aio_channel(address: str, tls: Tls, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
+    """The same for an event loop."""
+    credentials, all_options = _credentials(tls), [*CHANNEL_OPTIONS, *options]
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=all_options)
+    return grpc.aio.secure_channel(address, credentials, options=all_options)

@@ -7,7 +7,7 @@ from paceline.grammar.tokens import version
 from paceline.kvcache.layout import KvLayout, LayerOwner
 from paceline.v1.handoff_pb2 import Fingerprint
 
-HANDOFF_PROTOCOL = 2  # version of handoff.proto's meaning
+HANDOFF_PROTOCOL = 3  # version of handoff.proto's meaning
 
 
 def fingerprint_of(runner: ModelRunner) -> Fingerprint:

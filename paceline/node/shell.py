@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Literal, Protocol
 
 import grpc.aio
 
@@ -17,6 +17,9 @@ from paceline.engine.model_runner import ModelRunner
 from paceline.errors import NodeUnavailable
 from paceline.kvcache.prefix import PrefixCache
 from paceline.rpc.calls import end_server, start_server
+from paceline.rpc.guard import Guard
+from paceline.rpc.identity import Identity
+from paceline.rpc.tls import Role
 from paceline.serving.cores import CoreShare
 from paceline.serving.ledger import PageLedger
 from paceline.serving.loop import EngineLoop, every
@@ -28,6 +31,8 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1  # of the deadlines
 STOP_TIMEOUT_S = 10.0  # for the engine thread
+
+NodeRole = Literal["prefill", "decode"]
 
 
 class Engine(Protocol):
@@ -52,9 +57,11 @@ class Engine(Protocol):
 class NodeShell:
     """Made, then ``start``ed. At the end ``end_calls``, then, when the role's links are gone, ``end_engine``."""
 
+    guard: Guard  # of the server, once it is started
+
     def __init__(
         self,
-        role: str,
+        role: NodeRole,
         node_id: str,
         config: NodeConfig,
         runner: ModelRunner,
@@ -70,20 +77,26 @@ class NodeShell:
         self._address = ""
         self._draining = False
         self._active = 0  # calls in progress
+        self.identity = Identity.of_node(role, config)
         self.recorder = Recorder(config.trace_requests)
         self._cores = share_cores(config)
         self.loop = EngineLoop(f"engine-{node_id}", engine.step, self._cores)
 
     # -- life --------------------------------------------------------------------------------------------------
 
-    async def start(self, register: Callable[[grpc.aio.Server], None], tick: Callable[[], None]) -> str:
+    async def start(
+        self, register: Callable[[grpc.aio.Server], None], tick: Callable[[], None], roles: Mapping[str, Role]
+    ) -> str:
         """Start engine thread, timer and server; returns "host:port". ``tick`` runs every ``TICK_S`` on the event
-        loop."""
+        loop. roles: who may call each method. ConfigError naming ``tls_dir``."""
         config = self._config
+        self.guard = self.identity.guard(roles)
         self.loop.start()
         self._timer = asyncio.create_task(every(TICK_S, tick))
         max_rpcs = 4 * (config.max_waiting + config.max_running) + 64
-        self._server, self._address = await start_server(register, config.host, max_rpcs)
+        self._server, self._address = await start_server(
+            register, config.host, max_rpcs, [self.guard], self.identity.bind
+        )
         log.info("%s node %s serves at %s", self._role, self._node_id, self._address)
         return self._address
 

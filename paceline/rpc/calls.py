@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs lack it
 
-from paceline.errors import NodeUnavailable, PacelineError
+from paceline.errors import NodeUnavailable, PacelineError, PermissionDenied
 from paceline.rpc.malformed import RefuseMalformed
 from paceline.rpc.wire_errors import error_from_status, metadata_for, status_for
 
@@ -59,22 +59,35 @@ class _CallersThatLeft(logging.Filter):
 _CALLERS_THAT_LEFT = _CallersThatLeft()  # one, so that adding it again changes nothing
 
 
-def make_server(options: Seq[tuple[str, Any]], max_concurrent_rpcs: int) -> grpc.aio.Server:
-    """A server that refuses what is no message of its RPC, and logs no caller that left."""
+def make_server(
+    options: Seq[tuple[str, Any]],
+    max_concurrent_rpcs: int | None,
+    interceptors: Seq[grpc.aio.ServerInterceptor] = (),
+) -> grpc.aio.Server:
+    """A server that refuses what is no message of its RPC, and logs no caller that left. max_concurrent_rpcs: None
+    where one of ``interceptors`` bounds them."""
     logging.getLogger(cygrpc.__name__).addFilter(_CALLERS_THAT_LEFT)
     return grpc.aio.server(
-        interceptors=[RefuseMalformed()], options=options, maximum_concurrent_rpcs=max_concurrent_rpcs
+        interceptors=[*interceptors, RefuseMalformed()], options=options, maximum_concurrent_rpcs=max_concurrent_rpcs
     )
 
 
+def _insecurely(server: grpc.aio.Server, address: str) -> int:
+    return server.add_insecure_port(address)
+
+
 async def start_server(
-    register: Callable[[grpc.aio.Server], None], host: str, max_concurrent_rpcs: int
+    register: Callable[[grpc.aio.Server], None],
+    host: str,
+    max_concurrent_rpcs: int,
+    interceptors: Seq[grpc.aio.ServerInterceptor] = (),
+    bind: Callable[[grpc.aio.Server, str], int] = _insecurely,
 ) -> tuple[grpc.aio.Server, str]:
-    """Serve on a free port of ``host``; returns the server and its "host:port"."""
-    server = make_server(SERVER_OPTIONS, max_concurrent_rpcs)
+    """Serve on a free port of ``host``; returns the server and its "host:port". bind: opens a port at an address."""
+    server = make_server(SERVER_OPTIONS, max_concurrent_rpcs, interceptors)
     register(server)
     at = f"[{host}]" if ":" in host else host
-    port = server.add_insecure_port(f"{at}:0")
+    port = bind(server, f"{at}:0")
     await server.start()
     return server, f"{at}:{port}"
 
@@ -115,4 +128,6 @@ def error_from_peer(error: grpc.aio.AioRpcError, peer: str) -> PacelineError:
     details = f"{peer}: {error.details()}"
     if error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
         return NodeUnavailable(details)
-    return error_from_status(error.code(), details, error.trailing_metadata()) or NodeUnavailable(details)
+    known = error_from_status(error.code(), details, error.trailing_metadata())
+    # A node that refuses another's certificate is no fault of the request, nor its client's business.
+    return NodeUnavailable(details) if known is None or isinstance(known, PermissionDenied) else known

@@ -37,7 +37,7 @@ class EngineLoop:
         """cores: told when there is work; None where cores are not shared."""
         self._step = step
         self._cores = cores
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[tuple[Callable[[], None], Callable[[Exception], None] | None]] = deque()
         self._condition = threading.Condition()
         self._stopping = False
         self._woken = False
@@ -48,10 +48,13 @@ class EngineLoop:
         """Start the thread."""
         self._thread.start()
 
-    def post(self, work: Callable[[], None]) -> None:
-        """Run ``work`` on the engine thread before its next step. From any thread."""
+    def post(self, work: Callable[[], None], failed: Callable[[Exception], None] | None = None) -> None:
+        """Run ``work`` on the engine thread before its next step. From any thread.
+
+        failed: called there when ``work`` raises, to end what it was about: nobody else knows.
+        """
         with self._condition:
-            self._inbox.append(work)
+            self._inbox.append((work, failed))
             self._condition.notify()
 
     def wake(self) -> None:
@@ -131,11 +134,20 @@ class EngineLoop:
             with self._condition:
                 if not self._inbox:
                     return
-                work = self._inbox.popleft()
+                work, failed = self._inbox.popleft()
             try:
                 work()
-            except Exception:
+            except Exception as error:
                 log.exception("a posted call failed; the engine goes on")
+                if failed is not None:
+                    _tell(failed, error)
+
+
+def _tell(failed: Callable[[Exception], None], error: Exception) -> None:
+    try:
+        failed(error)
+    except Exception:
+        log.exception("ending what a posted call was about failed; the engine goes on")
 
 
 class _Callback(Protocol):

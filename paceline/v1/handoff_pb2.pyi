@@ -152,21 +152,15 @@ Global___PairRequest: _TypeAlias = PairRequest  # noqa: Y015
 
 @_typing.final
 class PairResponse(_message.Message):
-    """The decode node hosts the rendezvous store of the link; rank 0 is prefill, rank 1 decode."""
+    """A link that waits for its control stream; rank 0 is prefill, rank 1 decode."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LINK_ID_FIELD_NUMBER: _builtins.int
-    STORE_HOST_FIELD_NUMBER: _builtins.int
-    STORE_PORT_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     DECODE_NODE_ID_FIELD_NUMBER: _builtins.int
     link_id: _builtins.str
-    """Names the link."""
-    store_host: _builtins.str
-    """Host of the store."""
-    store_port: _builtins.int
-    """Port of the store."""
+    """Names the link. 122 bits of it are random: only who paired can claim the link."""
     decode_node_id: _builtins.str
     """Its id."""
     @_builtins.property
@@ -177,14 +171,12 @@ class PairResponse(_message.Message):
         self,
         *,
         link_id: _builtins.str = ...,
-        store_host: _builtins.str = ...,
-        store_port: _builtins.int = ...,
         fingerprint: Global___Fingerprint | None = ...,
         decode_node_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_node_id", b"decode_node_id", "fingerprint", b"fingerprint", "link_id", b"link_id", "store_host", b"store_host", "store_port", b"store_port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_node_id", b"decode_node_id", "fingerprint", b"fingerprint", "link_id", b"link_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -204,6 +196,7 @@ class HandoffMessage(_message.Message):
     CHUNK_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
+    RENDEZVOUS_FIELD_NUMBER: _builtins.int
     ticket: _builtins.str
     """Empty for Hello."""
     @_builtins.property
@@ -226,6 +219,10 @@ class HandoffMessage(_message.Message):
     def abort(self) -> Global___Abort:
         """Last of a ticket that did not."""
 
+    @_builtins.property
+    def rendezvous(self) -> Global___Rendezvous:
+        """Right after Hello, without a ticket: how the decode node's end of the link finds this one."""
+
     def __init__(
         self,
         *,
@@ -235,16 +232,43 @@ class HandoffMessage(_message.Message):
         chunk: Global___Chunk | None = ...,
         state: Global___State | None = ...,
         abort: Global___Abort | None = ...,
+        rendezvous: Global___Rendezvous | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "begin", b"begin", "body", b"body", "chunk", b"chunk", "hello", b"hello", "state", b"state"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "begin", b"begin", "body", b"body", "chunk", b"chunk", "hello", b"hello", "rendezvous", b"rendezvous", "state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "begin", b"begin", "body", b"body", "chunk", b"chunk", "hello", b"hello", "state", b"state", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "begin", b"begin", "body", b"body", "chunk", b"chunk", "hello", b"hello", "rendezvous", b"rendezvous", "state", b"state", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "begin", "chunk", "state", "abort"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "begin", "chunk", "state", "abort", "rendezvous"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
 Global___HandoffMessage: _TypeAlias = HandoffMessage  # noqa: Y015
+
+@_typing.final
+class Rendezvous(_message.Message):
+    """What one end of a link tells the other, so that their data pipe and sentinel find each other."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """What is told, in the words of the transport."""
+    value: _builtins.bytes
+    """An address, for one."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        value: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Rendezvous: _TypeAlias = Rendezvous  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
@@ -277,22 +301,26 @@ class Begin(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     RESHARD_FIELD_NUMBER: _builtins.int
+    GRANT_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
     """Tokens of KV that will cross."""
     first_token: _builtins.int
     """First token that crosses (decode may hold a prefix already)."""
     reshard: _builtins.str
     """Name of the reshard plan: which heads cross between these two ranks. Empty when neither side is sharded."""
+    grant: _builtins.bytes
+    """The router's word that this prefill node may deliver the ticket: see PrefillRequest."""
     def __init__(
         self,
         *,
         num_tokens: _builtins.int = ...,
         first_token: _builtins.int = ...,
         reshard: _builtins.str = ...,
+        grant: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "num_tokens", b"num_tokens", "reshard", b"reshard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "grant", b"grant", "num_tokens", b"num_tokens", "reshard", b"reshard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -451,6 +479,7 @@ class HandoffAck(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     CANCELLED_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
+    RENDEZVOUS_FIELD_NUMBER: _builtins.int
     ticket: _builtins.str
     """Which hand-off; empty for hello and credit."""
     @_builtins.property
@@ -473,6 +502,10 @@ class HandoffAck(_message.Message):
     def credit(self) -> Global___Credit:
         """For the whole link, without a ticket: so many more bytes may be sent."""
 
+    @_builtins.property
+    def rendezvous(self) -> Global___Rendezvous:
+        """Without a ticket, before the answer to Hello: how the prefill node's end of the link finds this one."""
+
     def __init__(
         self,
         *,
@@ -482,12 +515,13 @@ class HandoffAck(_message.Message):
         failed: Global___Failed | None = ...,
         cancelled: Global___Cancelled | None = ...,
         credit: Global___Credit | None = ...,
+        rendezvous: Global___Rendezvous | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancelled", b"cancelled", "credit", b"credit", "failed", b"failed", "hello", b"hello", "ready", b"ready"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancelled", b"cancelled", "credit", b"credit", "failed", b"failed", "hello", b"hello", "ready", b"ready", "rendezvous", b"rendezvous"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancelled", b"cancelled", "credit", b"credit", "failed", b"failed", "hello", b"hello", "ready", b"ready", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "cancelled", b"cancelled", "credit", b"credit", "failed", b"failed", "hello", b"hello", "ready", b"ready", "rendezvous", b"rendezvous", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "ready", "failed", "cancelled", "credit"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "ready", "failed", "cancelled", "credit", "rendezvous"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

@@ -28,7 +28,7 @@ from paceline.v1 import inference_pb2 as paceline_dot_v1_dot_inference__pb2
 from paceline.v1 import trace_pb2 as paceline_dot_v1_dot_trace__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16paceline/v1/node.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\x1a\x19paceline/v1/handoff.proto\x1a\x1bpaceline/v1/inference.proto\x1a\x17paceline/v1/trace.proto\"\xcb\x01\n\x0fSequenceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\x05\x12\x18\n\x10output_token_ids\x18\x03 \x03(\x05\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12-\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x18.paceline.v1.Speculation\x12\x12\n\ncache_salt\x18\x06 \x01(\t\"\x95\x01\n\x0ePrefillRequest\x12.\n\x08sequence\x18\x01 \x01(\x0b\x32\x1c.paceline.v1.SequenceRequest\x12\x0e\n\x06ticket\x18\x02 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x03 \x01(\t\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\x04 \x01(\r\x12\r\n\x05\x61lone\x18\x05 \x01(\x08\"\xad\x01\n\x0cPrefillEvent\x12.\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x17.paceline.v1.FirstTokenH\x00\x12,\n\nhanded_off\x18\x02 \x01(\x0b\x32\x16.paceline.v1.HandedOffH\x00\x12\x36\n\x0fprompt_logprobs\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"V\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12,\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1a.paceline.v1.TokenLogprobs\"\xa7\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x31\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.TokenLogprobsH\x00\x88\x01\x01\x12\x30\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x04 \x01(\rB\x0b\n\t_logprobs\"\\\n\tHandedOff\x12(\n\x05\x62ytes\x18\x01 \x01(\x0b\x32\x19.paceline.v1.HandoffBytes\x12\x11\n\texposed_s\x18\x02 \x01(\x01\x12\x12\n\ntransfer_s\x18\x03 \x01(\x01\"(\n\x0e\x43onnectRequest\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x01 \x01(\t\":\n\x0f\x43onnectResponse\x12\x0f\n\x07link_id\x18\x01 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_node_id\x18\x02 \x01(\t\"s\n\rDecodeRequest\x12.\n\x08sequence\x18\x01 \x01(\x0b\x32\x1c.paceline.v1.SequenceRequest\x12\x15\n\rlocal_prefill\x18\x02 \x01(\x08\x12\x1b\n\x13local_prefill_up_to\x18\x03 \x01(\r\"\xcb\x01\n\x0b\x44\x65\x63odeEvent\x12)\n\x08reserved\x18\x01 \x01(\x0b\x32\x15.paceline.v1.ReservedH\x00\x12%\n\x06tokens\x18\x02 \x01(\x0b\x32\x13.paceline.v1.TokensH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.paceline.v1.FinishedH\x00\x12\x36\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"H\n\x08Reserved\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x15\n\rlocal_prefill\x18\x03 \x01(\x08\"\xa7\x01\n\x06Tokens\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.paceline.v1.TokenLogprobs\x12&\n\x05round\x18\x04 \x01(\x0b\x32\x12.paceline.v1.RoundH\x00\x88\x01\x01\x12\x15\n\rcached_tokens\x18\x05 \x01(\rB\x08\n\x06_round\"<\n\x08\x46inished\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.paceline.v1.FinishReason\"\x0f\n\rStatusRequest\"\xd5\x01\n\x0eStatusResponse\x12#\n\x04node\x18\x01 \x01(\x0b\x32\x15.paceline.v1.NodeInfo\x12-\n\x0b\x66ingerprint\x18\x02 \x01(\x0b\x32\x18.paceline.v1.Fingerprint\x12\x11\n\tbit_exact\x18\x03 \x01(\x08\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\x0c\n\x04held\x18\x05 \x01(\r\x12\x11\n\tintegrity\x18\x06 \x01(\t\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r2\x9b\x02\n\x0bPrefillNode\x12\x43\n\x07Prefill\x12\x1b.paceline.v1.PrefillRequest\x1a\x19.paceline.v1.PrefillEvent0\x01\x12\x44\n\x07\x43onnect\x12\x1b.paceline.v1.ConnectRequest\x1a\x1c.paceline.v1.ConnectResponse\x12\x41\n\x06Status\x12\x1a.paceline.v1.StatusRequest\x1a\x1b.paceline.v1.StatusResponse\x12>\n\x05Trace\x12\x19.paceline.v1.TraceRequest\x1a\x1a.paceline.v1.TraceResponse2\xd3\x02\n\nDecodeNode\x12@\n\x06\x44\x65\x63ode\x12\x1a.paceline.v1.DecodeRequest\x1a\x18.paceline.v1.DecodeEvent0\x01\x12;\n\x04Pair\x12\x18.paceline.v1.PairRequest\x1a\x19.paceline.v1.PairResponse\x12\x43\n\x07Handoff\x12\x1b.paceline.v1.HandoffMessage\x1a\x17.paceline.v1.HandoffAck(\x01\x30\x01\x12\x41\n\x06Status\x12\x1a.paceline.v1.StatusRequest\x1a\x1b.paceline.v1.StatusResponse\x12>\n\x05Trace\x12\x19.paceline.v1.TraceRequest\x1a\x1a.paceline.v1.TraceResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16paceline/v1/node.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\x1a\x19paceline/v1/handoff.proto\x1a\x1bpaceline/v1/inference.proto\x1a\x17paceline/v1/trace.proto\"\xcb\x01\n\x0fSequenceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\x05\x12\x18\n\x10output_token_ids\x18\x03 \x03(\x05\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12-\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x18.paceline.v1.Speculation\x12\x12\n\ncache_salt\x18\x06 \x01(\t\"\xa4\x01\n\x0ePrefillRequest\x12.\n\x08sequence\x18\x01 \x01(\x0b\x32\x1c.paceline.v1.SequenceRequest\x12\x0e\n\x06ticket\x18\x02 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x03 \x01(\t\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\x04 \x01(\r\x12\r\n\x05\x61lone\x18\x05 \x01(\x08\x12\r\n\x05grant\x18\x06 \x01(\x0c\"\xad\x01\n\x0cPrefillEvent\x12.\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x17.paceline.v1.FirstTokenH\x00\x12,\n\nhanded_off\x18\x02 \x01(\x0b\x32\x16.paceline.v1.HandedOffH\x00\x12\x36\n\x0fprompt_logprobs\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"V\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12,\n\x08logprobs\x18\x02 \x03(\x0b\x32\x1a.paceline.v1.TokenLogprobs\"\xa7\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x31\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.TokenLogprobsH\x00\x88\x01\x01\x12\x30\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x04 \x01(\rB\x0b\n\t_logprobs\"\\\n\tHandedOff\x12(\n\x05\x62ytes\x18\x01 \x01(\x0b\x32\x19.paceline.v1.HandoffBytes\x12\x11\n\texposed_s\x18\x02 \x01(\x01\x12\x12\n\ntransfer_s\x18\x03 \x01(\x01\"(\n\x0e\x43onnectRequest\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x01 \x01(\t\":\n\x0f\x43onnectResponse\x12\x0f\n\x07link_id\x18\x01 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_node_id\x18\x02 \x01(\t\"s\n\rDecodeRequest\x12.\n\x08sequence\x18\x01 \x01(\x0b\x32\x1c.paceline.v1.SequenceRequest\x12\x15\n\rlocal_prefill\x18\x02 \x01(\x08\x12\x1b\n\x13local_prefill_up_to\x18\x03 \x01(\r\"\xcb\x01\n\x0b\x44\x65\x63odeEvent\x12)\n\x08reserved\x18\x01 \x01(\x0b\x32\x15.paceline.v1.ReservedH\x00\x12%\n\x06tokens\x18\x02 \x01(\x0b\x32\x13.paceline.v1.TokensH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.paceline.v1.FinishedH\x00\x12\x36\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"H\n\x08Reserved\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x15\n\rlocal_prefill\x18\x03 \x01(\x08\"\xa7\x01\n\x06Tokens\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.paceline.v1.TokenLogprobs\x12&\n\x05round\x18\x04 \x01(\x0b\x32\x12.paceline.v1.RoundH\x00\x88\x01\x01\x12\x15\n\rcached_tokens\x18\x05 \x01(\rB\x08\n\x06_round\"<\n\x08\x46inished\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.paceline.v1.FinishReason\"\x0f\n\rStatusRequest\"\xd5\x01\n\x0eStatusResponse\x12#\n\x04node\x18\x01 \x01(\x0b\x32\x15.paceline.v1.NodeInfo\x12-\n\x0b\x66ingerprint\x18\x02 \x01(\x0b\x32\x18.paceline.v1.Fingerprint\x12\x11\n\tbit_exact\x18\x03 \x01(\x08\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\x0c\n\x04held\x18\x05 \x01(\r\x12\x11\n\tintegrity\x18\x06 \x01(\t\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r2\x9b\x02\n\x0bPrefillNode\x12\x43\n\x07Prefill\x12\x1b.paceline.v1.PrefillRequest\x1a\x19.paceline.v1.PrefillEvent0\x01\x12\x44\n\x07\x43onnect\x12\x1b.paceline.v1.ConnectRequest\x1a\x1c.paceline.v1.ConnectResponse\x12\x41\n\x06Status\x12\x1a.paceline.v1.StatusRequest\x1a\x1b.paceline.v1.StatusResponse\x12>\n\x05Trace\x12\x19.paceline.v1.TraceRequest\x1a\x1a.paceline.v1.TraceResponse2\xd3\x02\n\nDecodeNode\x12@\n\x06\x44\x65\x63ode\x12\x1a.paceline.v1.DecodeRequest\x1a\x18.paceline.v1.DecodeEvent0\x01\x12;\n\x04Pair\x12\x18.paceline.v1.PairRequest\x1a\x19.paceline.v1.PairResponse\x12\x43\n\x07Handoff\x12\x1b.paceline.v1.HandoffMessage\x1a\x17.paceline.v1.HandoffAck(\x01\x30\x01\x12\x41\n\x06Status\x12\x1a.paceline.v1.StatusRequest\x1a\x1b.paceline.v1.StatusResponse\x12>\n\x05Trace\x12\x19.paceline.v1.TraceRequest\x1a\x1a.paceline.v1.TraceResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,35 +38,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SEQUENCEREQUEST']._serialized_start=147
   _globals['_SEQUENCEREQUEST']._serialized_end=350
   _globals['_PREFILLREQUEST']._serialized_start=353
-  _globals['_PREFILLREQUEST']._serialized_end=502
-  _globals['_PREFILLEVENT']._serialized_start=505
-  _globals['_PREFILLEVENT']._serialized_end=678
-  _globals['_PROMPTLOGPROBS']._serialized_start=680
-  _globals['_PROMPTLOGPROBS']._serialized_end=766
-  _globals['_FIRSTTOKEN']._serialized_start=769
-  _globals['_FIRSTTOKEN']._serialized_end=936
-  _globals['_HANDEDOFF']._serialized_start=938
-  _globals['_HANDEDOFF']._serialized_end=1030
-  _globals['_CONNECTREQUEST']._serialized_start=1032
-  _globals['_CONNECTREQUEST']._serialized_end=1072
-  _globals['_CONNECTRESPONSE']._serialized_start=1074
-  _globals['_CONNECTRESPONSE']._serialized_end=1132
-  _globals['_DECODEREQUEST']._serialized_start=1134
-  _globals['_DECODEREQUEST']._serialized_end=1249
-  _globals['_DECODEEVENT']._serialized_start=1252
-  _globals['_DECODEEVENT']._serialized_end=1455
-  _globals['_RESERVED']._serialized_start=1457
-  _globals['_RESERVED']._serialized_end=1529
-  _globals['_TOKENS']._serialized_start=1532
-  _globals['_TOKENS']._serialized_end=1699
-  _globals['_FINISHED']._serialized_start=1701
-  _globals['_FINISHED']._serialized_end=1761
-  _globals['_STATUSREQUEST']._serialized_start=1763
-  _globals['_STATUSREQUEST']._serialized_end=1778
-  _globals['_STATUSRESPONSE']._serialized_start=1781
-  _globals['_STATUSRESPONSE']._serialized_end=1994
-  _globals['_PREFILLNODE']._serialized_start=1997
-  _globals['_PREFILLNODE']._serialized_end=2280
-  _globals['_DECODENODE']._serialized_start=2283
-  _globals['_DECODENODE']._serialized_end=2622
+  _globals['_PREFILLREQUEST']._serialized_end=517
+  _globals['_PREFILLEVENT']._serialized_start=520
+  _globals['_PREFILLEVENT']._serialized_end=693
+  _globals['_PROMPTLOGPROBS']._serialized_start=695
+  _globals['_PROMPTLOGPROBS']._serialized_end=781
+  _globals['_FIRSTTOKEN']._serialized_start=784
+  _globals['_FIRSTTOKEN']._serialized_end=951
+  _globals['_HANDEDOFF']._serialized_start=953
+  _globals['_HANDEDOFF']._serialized_end=1045
+  _globals['_CONNECTREQUEST']._serialized_start=1047
+  _globals['_CONNECTREQUEST']._serialized_end=1087
+  _globals['_CONNECTRESPONSE']._serialized_start=1089
+  _globals['_CONNECTRESPONSE']._serialized_end=1147
+  _globals['_DECODEREQUEST']._serialized_start=1149
+  _globals['_DECODEREQUEST']._serialized_end=1264
+  _globals['_DECODEEVENT']._serialized_start=1267
+  _globals['_DECODEEVENT']._serialized_end=1470
+  _globals['_RESERVED']._serialized_start=1472
+  _globals['_RESERVED']._serialized_end=1544
+  _globals['_TOKENS']._serialized_start=1547
+  _globals['_TOKENS']._serialized_end=1714
+  _globals['_FINISHED']._serialized_start=1716
+  _globals['_FINISHED']._serialized_end=1776
+  _globals['_STATUSREQUEST']._serialized_start=1778
+  _globals['_STATUSREQUEST']._serialized_end=1793
+  _globals['_STATUSRESPONSE']._serialized_start=1796
+  _globals['_STATUSRESPONSE']._serialized_end=2009
+  _globals['_PREFILLNODE']._serialized_start=2012
+  _globals['_PREFILLNODE']._serialized_end=2295
+  _globals['_DECODENODE']._serialized_start=2298
+  _globals['_DECODENODE']._serialized_end=2637
 # @@protoc_insertion_point(module_scope)

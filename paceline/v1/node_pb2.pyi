@@ -82,6 +82,7 @@ class PrefillRequest(_message.Message):
     DECODE_ADDRESS_FIELD_NUMBER: _builtins.int
     DECODE_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     ALONE_FIELD_NUMBER: _builtins.int
+    GRANT_FIELD_NUMBER: _builtins.int
     ticket: _builtins.str
     """The decode node's reservation."""
     decode_address: _builtins.str
@@ -90,6 +91,10 @@ class PrefillRequest(_message.Message):
     """Tokens of the prefix that decode already holds."""
     alone: _builtins.bool
     """Nothing is left to decode after the first token: nothing is handed over, and ticket and address are not looked at."""
+    grant: _builtins.bytes
+    """The router's word that this node may deliver the ticket: a deadline, and a code over ticket, both nodes' ids,
+    cache salt and deadline that only routers and decode nodes can make. Empty in a deployment without a secret.
+    """
     @_builtins.property
     def sequence(self) -> Global___SequenceRequest:
         """What is asked."""
@@ -102,10 +107,11 @@ class PrefillRequest(_message.Message):
         decode_address: _builtins.str = ...,
         decode_cached_tokens: _builtins.int = ...,
         alone: _builtins.bool = ...,
+        grant: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alone", b"alone", "decode_address", b"decode_address", "decode_cached_tokens", b"decode_cached_tokens", "sequence", b"sequence", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alone", b"alone", "decode_address", b"decode_address", "decode_cached_tokens", b"decode_cached_tokens", "grant", b"grant", "sequence", b"sequence", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

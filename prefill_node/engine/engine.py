@@ -170,6 +170,13 @@ class PrefillEngine:
         else:
             job.emit(HandoffFailed(f"hand-off to decode failed: {failure}"))
 
+    def fail(self, ticket: str, error: Exception) -> None:
+        """What was posted about a job whose hand-off is over raised: end it, and give its pages back."""
+        job = self._jobs.get(ticket)
+        if job is not None:
+            self._release(job)
+            job.emit(_internal(error))
+
     def expire(self) -> None:
         """Apply the deadlines: in line, and of the peer's answer."""
         now = time.monotonic()

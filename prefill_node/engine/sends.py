@@ -90,7 +90,7 @@ class Sends:
             assert job.seq is not None
             job.begun = True
             job.trace.record("hand-off begin", first_token=job.first_token, end_token=job.seq.num_prefill)
-            job.link.begin(job.ticket, range(job.first_token, job.seq.num_prefill))
+            job.link.begin(job.ticket, range(job.first_token, job.seq.num_prefill), job.grant)
 
     def _send_group(self, job: PrefillJob, layers: range, start: int, end: int) -> None:
         self._begin(job)

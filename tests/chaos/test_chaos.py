@@ -26,7 +26,7 @@ from tests.chaos.report import Hit, alone, had_spare, hits_of, percentile, table
 from tests.chaos.sockets import who_listens
 from tests.multihost.small_model import SPEC, write_model
 from tests.support.needs import needs_kernels
-from tests.support.server import Server
+from tests.support.server import NODE_METADATA, Server
 from tests.support.server import serve as serving
 from tests.support.untrained_heads import write_tiny_head
 
@@ -247,7 +247,9 @@ async def status_of(address: str, role: str) -> node_pb2.StatusResponse | None:
     async with grpc.aio.insecure_channel(address) as channel:
         make: Any = node_pb2_grpc.DecodeNodeStub if role == "decode" else node_pb2_grpc.PrefillNodeStub
         try:
-            answer: node_pb2.StatusResponse = await make(channel).Status(node_pb2.StatusRequest(), timeout=2.0)
+            answer: node_pb2.StatusResponse = await make(channel).Status(
+                node_pb2.StatusRequest(), timeout=2.0, metadata=NODE_METADATA
+            )
         except grpc.aio.AioRpcError:
             return None
     return answer

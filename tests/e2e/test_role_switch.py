@@ -1,4 +1,6 @@
-"""Nodes change sides under load: ``paceline role`` against a real deployment, and no stream notices but by a pause."""
+"""Nodes change sides under load: ``paceline role`` against a real deployment, and no stream notices but by a pause.
+
+Everything speaks TLS, so that a node that changed its role has to prove the new one."""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import pytest
 
 from paceline.client import AsyncClient
 from tests.multihost.small_model import write_model
+from tests.support.certificates import make_folder
 from tests.support.needs import needs_kernels
 from tests.support.server import Server, paceline, serve
 
@@ -38,8 +41,8 @@ async def texts(client: AsyncClient, started: asyncio.Event) -> list[tuple[int, 
     return list(await asyncio.gather(*(one(number) for number in range(STREAMS))))
 
 
-async def switch(server: Server, node_id: str, role: str) -> subprocess.CompletedProcess[str]:
-    command = [paceline(), "role", node_id, role, "--admin", server.admin]
+async def switch(server: Server, node_id: str, role: str, tls: Path) -> subprocess.CompletedProcess[str]:
+    command = [paceline(), "role", node_id, role, "--admin", server.admin, "--tls-dir", str(tls)]
     return await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=120)
 
 
@@ -48,18 +51,27 @@ async def roles(client: AsyncClient) -> dict[str, str]:
 
 
 async def test_nodes_change_sides_under_load(tmp_path: Path) -> None:
-    options = ("--model", str(write_model(tmp_path / "model")), *OPTIONS, "--admin", "127.0.0.1:0")
+    tls = make_folder(tmp_path / "certs").path
+    options = (
+        "--model",
+        str(write_model(tmp_path / "model")),
+        *OPTIONS,
+        "--admin",
+        "127.0.0.1:0",
+        "--tls-dir",
+        str(tls),
+    )
     with serve(*options) as server:
-        async with AsyncClient(server.grpc) as client:
+        async with AsyncClient(server.grpc, tls=tls / "ca.pem") as client:
             undisturbed = await texts(client, asyncio.Event())
             started = asyncio.Event()
             running = asyncio.create_task(texts(client, started))
             await started.wait()
-            refused = await switch(server, "decode-0", "prefill")
+            refused = await switch(server, "decode-0", "prefill", tls)
             assert refused.returncode != 0
             assert "only decode node" in refused.stderr
             for node_id, role in (("prefill-1", "decode"), ("decode-0", "prefill")):
-                done = await switch(server, node_id, role)
+                done = await switch(server, node_id, role, tls)
                 assert done.returncode == 0, done.stderr
                 assert f"{node_id} serves {role}" in done.stdout
             assert await running == undisturbed

@@ -23,7 +23,7 @@ from paceline.v1 import node_pb2, node_pb2_grpc
 from tests.support.exactness import run
 from tests.support.needs import needs_kernels
 from tests.support.prompts import QUESTIONS, prompt_requests
-from tests.support.server import Server, paceline, serve
+from tests.support.server import NODE_METADATA, Server, paceline, serve
 
 pytestmark = [pytest.mark.e2e, pytest.mark.real_model, pytest.mark.timeout(400)]
 
@@ -131,7 +131,7 @@ async def all_pages_back(client: AsyncClient) -> None:
             make: Any = node_pb2_grpc.DecodeNodeStub if node.role == "decode" else node_pb2_grpc.PrefillNodeStub
             stub = make(channel)
             while True:
-                status = await stub.Status(node_pb2.StatusRequest())
+                status = await stub.Status(node_pb2.StatusRequest(), metadata=NODE_METADATA)
                 if status.held == 0 and status.node.running == 0 and status.node.free_pages == status.node.total_pages:
                     break
                 await asyncio.sleep(0.1)

@@ -10,13 +10,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
-import grpc.aio
 import torch
 
 from decode_node.node import DecodeNode
 from paceline.config import NodeConfig
 from paceline.request import SamplingParams, SequenceRequest
+from paceline.rpc.grants import Grants
+from paceline.rpc.identity import Identity
 from paceline.v1 import common_pb2, inference_pb2, node_pb2, node_pb2_grpc
 from paceline.wire import sequence_to_proto
 from prefill_node.node import PrefillNode
@@ -90,21 +90,28 @@ class Cluster:
     prefill_stub: node_pb2_grpc.PrefillNodeAsyncStub
     decode_stub: node_pb2_grpc.DecodeNodeAsyncStub
     decode_address: str
+    identity: Identity = field(default_factory=lambda: Identity("router"))  # of who asks the nodes
+    grants: Grants | None = None
 
     def open_decode(self, request: SequenceRequest, *, local_prefill: bool = False) -> Any:
         """The Decode call."""
         message = node_pb2.DecodeRequest(sequence=sequence_to_proto(request), local_prefill=local_prefill)
-        return self.decode_stub.Decode(message)
+        return self.decode_stub.Decode(message, metadata=self.identity.metadata)
 
     def open_prefill(self, request: SequenceRequest, reserved: node_pb2.Reserved) -> Any:
         """The Prefill call for a reservation."""
+        grant = b""
+        if self.grants is not None:
+            grant = self.grants.sign(reserved.ticket, "prefill-0", "decode-0", request.cache_salt, 60.0)
         return self.prefill_stub.Prefill(
             node_pb2.PrefillRequest(
                 sequence=sequence_to_proto(request),
                 ticket=reserved.ticket,
                 decode_address=self.decode_address,
                 decode_cached_tokens=reserved.cached_tokens,
-            )
+                grant=grant,
+            ),
+            metadata=self.identity.metadata,
         )
 
     async def generate(self, request: SequenceRequest) -> Outcome:
@@ -172,8 +179,10 @@ async def cluster(
     prefill_config: NodeConfig | None = None,
     decode_config: NodeConfig | None = None,
     prefill_weights: str = "w0",
+    identity: Identity = Identity("router"),
+    grants: Grants | None = None,
 ) -> AsyncIterator[Cluster]:
-    """Both nodes, started; stopped at the end."""
+    """Both nodes, started; stopped at the end. identity, grants: of the scripted router."""
     torch.set_num_threads(1)
     prefill_config = prefill_config or node_config()
     decode_config = decode_config or node_config(page_size=8)
@@ -183,8 +192,8 @@ async def cluster(
     decode = DecodeNode(decode_config, "decode-0", decode_runner.runner)
     prefill_address, decode_address = await prefill.start(), await decode.start()
     async with (
-        grpc.aio.insecure_channel(prefill_address) as prefill_channel,
-        grpc.aio.insecure_channel(decode_address) as decode_channel,
+        identity.channel(prefill_address, "prefill", ()) as prefill_channel,
+        identity.channel(decode_address, "decode", ()) as decode_channel,
     ):
         try:
             yield Cluster(
@@ -195,6 +204,8 @@ async def cluster(
                 node_pb2_grpc.PrefillNodeStub(prefill_channel),
                 node_pb2_grpc.DecodeNodeStub(decode_channel),
                 decode_address,
+                identity,
+                grants,
             )
         finally:
             for runner in (prefill_runner, decode_runner):

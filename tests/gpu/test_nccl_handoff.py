@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kv_transfer.transports.registry import open_transport
-from kv_transfer.transports.rendezvous import Store, create_store
+from kv_transfer.transports.rendezvous import torch_dist
 from kv_transfer.transports.sentinel import Sentinel
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import HandoffFailed
@@ -23,7 +23,7 @@ from paceline.request import SequenceRequest
 from paceline.v1.handoff_pb2 import HandoffMessage
 from tests.support.device_runner import GPU, NARROW, answers, device_runner, mixed_requests, texts, write_heads
 from tests.support.needs import NO_KERNELS
-from tests.support.prefill_peer import HOST, JOIN_S, NCCL_ENVIRONMENT, PrefillPeer
+from tests.support.prefill_peer import HOST, NCCL_ENVIRONMENT, PrefillPeer
 from tests.support.two_engines import WAIT_S, Decode
 
 pytestmark = pytest.mark.timeout(400)
@@ -47,10 +47,9 @@ def a_host_of_its_own() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def store() -> Iterator[Store]:
-    made = create_store(HOST, 0, is_master=True, timeout_s=JOIN_S)
-    yield made
-    made.close()
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of a store that processes share: a file."""
+    return str(tmp_path_factory.mktemp("store") / "keys")
 
 
 @pytest.fixture(scope="module")
@@ -62,16 +61,15 @@ def drafting(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 class PeerLink:
     """A link to a prefill process of its own."""
 
-    def __init__(
-        self, store: Store, decode: Decode, backend: str, device: str, behaviour: str, **runner: object
-    ) -> None:
+    def __init__(self, store: str, decode: Decode, backend: str, device: str, behaviour: str, **runner: object) -> None:
         self.decode = decode
+        keys = torch_dist.FileStore(store)
         self.lost: list[str] = []
         self.told = threading.Event()
         link_id = next(_link_ids)
         self.peer = PrefillPeer(
             {
-                "store": store.port,
+                "store": store,
                 "link_id": link_id,
                 "backend": backend,
                 "device": device,
@@ -84,10 +82,10 @@ class PeerLink:
         place = torch.device(device if backend == "nccl" else "cpu")
         timeout_s = MESSAGE_TIMEOUT_S if backend == "gloo" else WAIT_S
         self.transport = open_transport(
-            "nccl" if backend == "nccl" else "gloo", store, link_id, 1, HOST, timeout_s, place
+            "nccl" if backend == "nccl" else "gloo", keys, link_id, 1, HOST, timeout_s, place
         )
         self.receiver = decode.attach(self.transport, self._ack, link_id, place)
-        self.sentinel = Sentinel(store, link_id, 1, HOST, timeout_s, self._on_lost)
+        self.sentinel = Sentinel(keys, link_id, 1, HOST, timeout_s, self._on_lost)
         self.peer.start(lambda message: self.receiver.feed(HandoffMessage.FromString(message)))
 
     def _ack(self, ack: object) -> None:
@@ -125,7 +123,7 @@ def expected(device: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("backend", "device"), PATHS)
-def test_pools_and_texts_are_equal(backend: str, device: str, store: Store, drafting: dict[str, object]) -> None:
+def test_pools_and_texts_are_equal(backend: str, device: str, store: str, drafting: dict[str, object]) -> None:
     decode = Decode(decode_runner(device, drafting))
     link = PeerLink(store, decode, backend, device, "serve", **drafting)
     try:
@@ -137,7 +135,7 @@ def test_pools_and_texts_are_equal(backend: str, device: str, store: Store, draf
 
 
 @pytest.mark.parametrize(("backend", "device"), PATHS)
-def test_a_peer_killed_in_mid_transfer(backend: str, device: str, store: Store, drafting: dict[str, object]) -> None:
+def test_a_peer_killed_in_mid_transfer(backend: str, device: str, store: str, drafting: dict[str, object]) -> None:
     """The survivor fails that request alone, serves others on the same device, and takes a new link at once."""
     if device == "cpu" and load_kernels() is None:
         pytest.skip(NO_KERNELS)  # one prompt is found where it was computed alone, and its bits are compared

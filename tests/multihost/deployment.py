@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import yaml
 
+from tests.multihost.client_process import SECRET
 from tests.multihost.clients import Streams, Watch
 from tests.multihost.hosts import Host, wait_until
 
@@ -67,8 +68,9 @@ class Deployment:
 @contextmanager
 def serve(head: Host, options: Mapping[str, Any]) -> Iterator[Deployment]:
     """Serve from ``deploy/serve.yaml`` with ``options`` over it; at the end Ctrl-C must end it with 0."""
-    config = yaml.safe_load((DEPLOY / "serve.yaml").read_text()) | dict(options)
-    file, log = head.folder / "serve.yaml", head.folder / "serve.log"
+    file, log, secret = head.folder / "serve.yaml", head.folder / "serve.log", head.folder / "secret"
+    secret.write_text(SECRET)
+    config = yaml.safe_load((DEPLOY / "serve.yaml").read_text()) | dict(options) | {"secret_file": str(secret)}
     file.write_text(yaml.safe_dump(config))
     command = ["env", "RAY_AUTH_MODE=token", "paceline", "serve", "--config", str(file), "--verbose"]
     with log.open("w") as errors:

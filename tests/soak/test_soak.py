@@ -30,6 +30,7 @@ from tests.soak.calls import Calls
 from tests.soak.load import Load
 from tests.soak.processes import Slope, Watch, grown, table, trends
 from tests.support.needs import needs_kernels
+from tests.support.server import NODE_METADATA
 from tests.support.server import serve as serving
 from tests.support.tiny_chat import CHAT_VOCAB
 from tests.support.tiny_model import tiny_spec
@@ -180,7 +181,7 @@ async def all_free(client: AsyncClient) -> None:
         async with grpc.aio.insecure_channel(node.address) as channel:
             make: Any = node_pb2_grpc.DecodeNodeStub if node.role == "decode" else node_pb2_grpc.PrefillNodeStub
             stub = make(channel)
-            while not is_free(status := await stub.Status(node_pb2.StatusRequest(), timeout=FREE_TIMEOUT_S)):
+            while not is_free(status := await _status(stub)):
                 assert time.monotonic() < end, f"{node.id} is not free {FREE_TIMEOUT_S:g} s after the last: {status}"
                 await asyncio.sleep(0.1)
             assert status.integrity == ""
@@ -218,3 +219,10 @@ def complaints(pids: Iterable[int]) -> list[str]:
     """What processes wrote to their logs of errors that nobody took."""
     lines = [line for pid in pids for line in Path(f"/proc/{pid}/fd/2").resolve().read_text().splitlines()]
     return [line for line in lines if " ERROR " in line or "Traceback" in line or "never retrieved" in line]
+
+
+async def _status(stub: Any) -> node_pb2.StatusResponse:
+    answer: node_pb2.StatusResponse = await stub.Status(
+        node_pb2.StatusRequest(), timeout=FREE_TIMEOUT_S, metadata=NODE_METADATA
+    )
+    return answer

@@ -112,13 +112,13 @@ class FuzzLink:
         self.abort, self.bytes_sent, self.lost = self.feeder.abort, self.sender.bytes_sent, self.sender.link_lost
         self.sending_s, self.groups = self.sender.sending_s, self.feeder.groups
 
-    def begin(self, ticket: str, tokens: range) -> None:
+    def begin(self, ticket: str, tokens: range, grant: bytes = b"") -> None:
         seq = self.world.p_engine._jobs[ticket].seq
         assert seq is not None
         self.refs[ticket] = tuple(seq.table.pages)
         self.feeder.lost_target.discard(ticket)
         self.world.begun[ticket] += 1
-        self.feeder.begin(ticket, tokens)
+        self.feeder.begin(ticket, tokens, grant)
 
     def _gathers(self) -> None:
         """The midst of a gather: whatever happens there, the pages stay until it is over."""

@@ -1,6 +1,6 @@
 """A prefill engine in a process of its own, which tests may kill, and this process's handle on it.
 
-    python -m tests.support.prefill_peer '{"control": PORT, "store": PORT, "link_id": ..., ...}'
+    python -m tests.support.prefill_peer '{"control": PORT, "store": PATH, "link_id": ..., ...}'
 
 The control stream is a socket on this host; data goes by gloo or NCCL, with the sentinel beside it, as between nodes.
 Behaviours: ``serve``; ``hang`` announces the first bytes of a chunk and sends none of them.
@@ -43,7 +43,7 @@ class PeerOptions:
     """What the child is told."""
 
     control: int  # port
-    store: int  # port
+    store: str  # path of a store in a file
     link_id: str
     backend: Literal["gloo", "nccl"]
     device: str
@@ -129,7 +129,7 @@ def child(options: PeerOptions) -> None:
     """The process."""
     from kv_transfer.transports.base import Transport
     from kv_transfer.transports.registry import open_transport
-    from kv_transfer.transports.rendezvous import create_store
+    from kv_transfer.transports.rendezvous import torch_dist
     from kv_transfer.transports.sentinel import Sentinel
     from paceline.v1.handoff_pb2 import HandoffAck
     from tests.support.device_runner import device_runner
@@ -159,7 +159,7 @@ def child(options: PeerOptions) -> None:
 
         abort = close
 
-    store = create_store(HOST, options.store, is_master=False, timeout_s=JOIN_S)
+    store = torch_dist.FileStore(options.store)
     staging = torch.device(options.device if options.backend == "nccl" else "cpu")
     real = open_transport(options.backend, store, options.link_id, 0, HOST, options.timeout_s, staging)
     transport = Hanging() if options.behaviour == "hang" else real

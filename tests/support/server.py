@@ -16,8 +16,12 @@ from pathlib import Path
 
 import psutil
 
+from paceline.rpc.identity import Identity, Secret
+
 READY_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 60.0
+SECRET = "the secret of a deployment that tests ask about its nodes"
+NODE_METADATA = Identity("router", Secret(SECRET).call_token).metadata  # to ask its nodes with
 
 
 @dataclass
@@ -45,8 +49,10 @@ def paceline() -> str:
 def serve(*options: str, end_with: signal.Signals = signal.SIGINT) -> Iterator[Server]:
     """Serve on free ports; at the end Ctrl-C, or the signal given, must drain, exit 0 and leave no process behind."""
     with tempfile.TemporaryDirectory(prefix="paceline-test-") as folder:
-        log = Path(folder) / "log"
-        command = [paceline(), "serve", "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", "--verbose", *options]
+        log, secret = Path(folder) / "log", Path(folder) / "secret"
+        secret.write_text(SECRET)
+        command = [paceline(), "serve", "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", "--verbose"]
+        command += ["--secret-file", str(secret), *options]
         with log.open("w") as errors:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         server = Server(process, "", "", log)

@@ -1,4 +1,4 @@
-"""The other end of a link, in a process that tests kill: ``python peer_process.py PORT LINK_ID RANK BEHAVIOUR BYTES``.
+"""The other end of a link, in a process that tests kill: ``python peer_process.py STORE LINK_ID RANK BEHAVIOUR BYTES``.
 
 Says "ready" in the store when it is about to join. Behaviours: ``idle`` joins and waits; ``whole`` exchanges one tensor
 and ends in order; ``freeze`` exchanges one message (not cut), slowly when it sends; when it receives, it stops
@@ -19,7 +19,7 @@ from contextlib import suppress
 import torch
 
 from kv_transfer.transports.registry import open_transport
-from kv_transfer.transports.rendezvous import create_store
+from kv_transfer.transports.rendezvous import torch_dist
 from kv_transfer.transports.sentinel import Sentinel
 
 HOST = "127.0.0.1"
@@ -43,9 +43,9 @@ def stop_midway(buffer: torch.Tensor) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def main(port: str, link_id: str, rank_text: str, behaviour: str, num_bytes: str) -> None:
+def main(path: str, link_id: str, rank_text: str, behaviour: str, num_bytes: str) -> None:
     torch.set_num_threads(1)
-    store = create_store(HOST, int(port), is_master=False, timeout_s=30)
+    store = torch_dist.FileStore(path)
     rank = 1 if rank_text == "1" else 0
     data = (torch.ones if rank == 0 else torch.zeros)(int(num_bytes), dtype=torch.uint8)
     store.set(f"{link_id}.ready", "yes")

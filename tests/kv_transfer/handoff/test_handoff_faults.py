@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from contextlib import suppress
 
 import pytest
 import torch
 
 from kv_transfer.handoff.block import TARGET_KV
-from kv_transfer.handoff.receiver import HandoffReceiver
+from kv_transfer.handoff.cut import MAX_CONTROL_BYTES
 from kv_transfer.handoff.state import HandoffState
-from kv_transfer.transports.base import MESSAGE_BYTES
-from kv_transfer.transports.loopback import loopback_pair
+from kv_transfer.transports.base import MESSAGE_BYTES, TransportError
 from paceline.errors import HandoffFailed
+from paceline.v1.handoff_pb2 import Abort, Chunk, HandoffMessage, State
 from paceline.v1.handoff_pb2 import Begin as BeginMessage
-from paceline.v1.handoff_pb2 import HandoffMessage, State
 from tests.support.handoff_link import (
     DRAFT,
     FIRST,
@@ -63,16 +63,36 @@ def test_a_wrong_size_is_drained_and_fails_that_ticket_alone(num_bytes: int) -> 
         assert len(link.sink.failures) == 1
 
 
-def test_a_chunk_over_the_limit_is_drained_and_fails() -> None:
+IMPOSSIBLE = {
+    "tokens of an unknown ticket": HandoffMessage(
+        ticket="?", chunk=Chunk(byte_class=TARGET_KV, num_layers=1, num_tokens=2**32 - 1, num_bytes=2**32 - 1)
+    ),
+    "a loop over tokens": HandoffMessage(
+        ticket="?", chunk=Chunk(byte_class=TARGET_KV, num_layers=1, num_tokens=2**32 - 1, num_bytes=(2**32 - 1) << 23)
+    ),
+    "more tokens than bytes": HandoffMessage(ticket="?", chunk=Chunk(num_layers=1, num_tokens=2**32 - 1, num_bytes=8)),
+    "hidden rows": HandoffMessage(ticket="?", state=State(num_hidden_rows=1, num_bytes=2**63)),
+    "a long text": HandoffMessage(ticket="?", abort=Abort(reason="x" * MAX_CONTROL_BYTES)),
+}
+
+
+@pytest.mark.parametrize("message", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_a_message_that_no_sender_writes_ends_the_link_at_once(message: HandoffMessage) -> None:
+    """Mutant: without `announcement_problem`, "a loop over tokens" makes a range for each of 4.3 G tokens."""
     with open_link() as link:
-        link.receiver.close()
-        link.send_end, link.recv_end = loopback_pair()
-        link.receiver = HandoffReceiver(link.recv_end, link.sink, link.on_ack, max_chunk_bytes=383)
         link.sink.reserve("t")
         raw(link, HandoffMessage(ticket="t", begin=BeginMessage(first_token=FIRST, num_tokens=NUM)))
-        raw(link, raw_chunk("t", 384), torch.zeros(384, dtype=torch.uint8))
-        wait_for(lambda: link.sink.failures, "the failure")
-        assert "at most 383" in link.sink.failures[0][1]
+        wait_for(lambda: link.receiver._in_flight.tickets, "the hand-off beside it")
+        tracemalloc.start()
+        began = time.perf_counter()
+        with pytest.raises(TransportError, match=r"announced|control message of"):
+            link.receiver.feed(message)
+        took_s, peak = time.perf_counter() - began, tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert took_s < 0.05
+        assert peak < 10e6
+        wait_for(lambda: link.receiver_lost, "the end of the link")
+        assert [ticket for ticket, _ in link.sink.failures] == ["t"]
 
 
 @pytest.mark.parametrize(

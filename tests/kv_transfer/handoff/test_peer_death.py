@@ -23,7 +23,7 @@ from kv_transfer.handoff.sender import HandoffSender
 from kv_transfer.handoff.state import Handoff, HandoffState
 from kv_transfer.transports.base import Rank, Transport, TransportError, byte_view
 from kv_transfer.transports.registry import open_transport
-from kv_transfer.transports.rendezvous import Store, create_store
+from kv_transfer.transports.rendezvous import torch_dist
 from kv_transfer.transports.sentinel import Sentinel
 from kv_transfer.transports.torch_dist import TorchDistTransport
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
@@ -87,12 +87,12 @@ class WholeMessage(Transport):
 class Peer:
     """The other process and this process's end of the link to it."""
 
-    def __init__(self, store: Store, rank: int, behaviour: str, num_bytes: int = NUM_BYTES) -> None:
-        self._store = store
+    def __init__(self, store: Path, rank: int, behaviour: str, num_bytes: int = NUM_BYTES) -> None:
+        self._store = torch_dist.FileStore(str(store))
         self._link_id = next(_link_ids)
         self._my_rank = 1 - rank
         script = str(Path(__file__).with_name("peer_process.py"))
-        arguments = [str(store.port), self._link_id, str(rank), behaviour, str(num_bytes)]
+        arguments = [str(store), self._link_id, str(rank), behaviour, str(num_bytes)]
         self.process = subprocess.Popen([sys.executable, script, *arguments])
         self.lost: list[str] = []
 
@@ -113,14 +113,13 @@ class Peer:
 
 
 @pytest.fixture(scope="module")
-def store() -> Iterator[Store]:
-    result = create_store(HOST, 0, is_master=True, timeout_s=30)
-    yield result
-    result.close()
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a store that processes share: a file."""
+    return tmp_path_factory.mktemp("store") / "keys"
 
 
 @pytest.fixture
-def start(store: Store) -> Iterator[Callable[..., Peer]]:
+def start(store: Path) -> Iterator[Callable[..., Peer]]:
     peers: list[Peer] = []
 
     def start_peer(rank: int, behaviour: str, num_bytes: int = NUM_BYTES) -> Peer:

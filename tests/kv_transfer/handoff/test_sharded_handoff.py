@@ -16,7 +16,7 @@ from kv_transfer.handoff.state import HandoffState
 from kv_transfer.transports.base import Transport, byte_view
 from kv_transfer.transports.loopback import loopback_pair
 from kv_transfer.transports.registry import open_transport
-from kv_transfer.transports.rendezvous import Store, create_store
+from kv_transfer.transports.rendezvous import store_pair
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.v1.handoff_pb2 import Begin, HandoffMessage
 from tests.kv_transfer.layout.sharded import HIDDEN_SIZE, Sharded, cut, random_rows, read
@@ -39,15 +39,8 @@ HOST = "127.0.0.1"
 Degrees = tuple[int, int]
 
 
-@pytest.fixture(scope="module")
-def stores() -> Iterator[tuple[Store, Store]]:
-    decode = create_store(HOST, 0, is_master=True, timeout_s=5)
-    yield create_store(HOST, decode.port, is_master=False, timeout_s=5), decode
-    decode.close()
-
-
-def gloo_pair(stores: tuple[Store, Store], link_ids: Iterator[int]) -> tuple[Transport, Transport]:
-    link_id = f"link/{next(link_ids)}"
+def gloo_pair(link_ids: Iterator[int]) -> tuple[Transport, Transport]:
+    link_id, stores = f"link/{next(link_ids)}", store_pair(5.0)
     with ThreadPoolExecutor(2) as pool:
         ends = [pool.submit(open_transport, "gloo", stores[i], link_id, i, HOST, 5.0) for i in (0, 1)]
         return ends[0].result(20), ends[1].result(20)
@@ -57,8 +50,8 @@ _link_ids = itertools.count()
 
 
 @pytest.fixture(params=["loopback", "gloo"])
-def open_link(request: pytest.FixtureRequest, stores: tuple[Store, Store]) -> Callable[[], tuple[Transport, Transport]]:
-    return loopback_pair if request.param == "loopback" else partial(gloo_pair, stores, _link_ids)
+def open_link(request: pytest.FixtureRequest) -> Callable[[], tuple[Transport, Transport]]:
+    return loopback_pair if request.param == "loopback" else partial(gloo_pair, _link_ids)
 
 
 @contextmanager

@@ -24,4 +24,4 @@ def test_rows_are_staged_where_the_transport_reads() -> None:
 
 def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(ConfigError, match=r"'tin' is unknown; known are gloo, nccl"):
-        open_transport("tin", None, "link", 0, "127.0.0.1", 1.0)  # type: ignore[arg-type]
+        open_transport("tin", None, "link", 0, "127.0.0.1", 1.0)

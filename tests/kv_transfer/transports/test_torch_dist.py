@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from kv_transfer.transports.base import MESSAGE_BYTES, TransportError, byte_view
 from kv_transfer.transports.registry import open_transport
-from kv_transfer.transports.rendezvous import Store, create_store
+from kv_transfer.transports.rendezvous import LinkStore, store_pair
 from kv_transfer.transports.sentinel import Sentinel
 from kv_transfer.transports.torch_dist import TorchDistTransport
 from paceline.errors import ConfigError
@@ -34,7 +34,7 @@ class End:
     closed: threading.Event = field(default_factory=threading.Event)
 
 
-def open_end(store: Store, link_id: str, rank: int, timeout_s: float) -> End:
+def open_end(store: LinkStore, link_id: str, rank: int, timeout_s: float) -> End:
     transport = open_transport("gloo", store, link_id, 1 if rank else 0, HOST, timeout_s)
     assert isinstance(transport, TorchDistTransport)
     lost: list[str] = []
@@ -43,8 +43,8 @@ def open_end(store: Store, link_id: str, rank: int, timeout_s: float) -> End:
     return End(transport, sentinel, lost, closed)
 
 
-def open_pair(stores: tuple[Store, Store], timeout_s: float = 5.0) -> tuple[End, End]:
-    link_id = next(_link_ids)
+def open_pair(timeout_s: float = 5.0) -> tuple[End, End]:
+    link_id, stores = next(_link_ids), store_pair(timeout_s)
     with ThreadPoolExecutor(2) as pool:
         prefill, decode = (pool.submit(open_end, stores[rank], link_id, rank, timeout_s) for rank in (0, 1))
         return prefill.result(20), decode.result(20)
@@ -56,16 +56,9 @@ def close_pair(ends: tuple[End, End]) -> None:
         end.transport.close()
 
 
-@pytest.fixture(scope="module")
-def stores() -> Iterator[tuple[Store, Store]]:
-    decode = create_store(HOST, 0, is_master=True, timeout_s=5)
-    yield create_store(HOST, decode.port, is_master=False, timeout_s=5), decode
-    decode.close()
-
-
 @pytest.fixture
-def link(stores: tuple[Store, Store]) -> Iterator[tuple[End, End]]:
-    ends = open_pair(stores)
+def link() -> Iterator[tuple[End, End]]:
+    ends = open_pair()
     yield ends
     close_pair(ends)
 
@@ -97,9 +90,9 @@ def test_an_orderly_end_is_told_as_such(link: tuple[End, End]) -> None:
     assert not prefill.closed.is_set()
 
 
-def test_both_ends_may_close_at_once(stores: tuple[Store, Store]) -> None:
+def test_both_ends_may_close_at_once() -> None:
     for _ in range(10):
-        ends = open_pair(stores)
+        ends = open_pair()
         start = time.monotonic()
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda end: end.sentinel.close(20.0), ends))
@@ -108,8 +101,8 @@ def test_both_ends_may_close_at_once(stores: tuple[Store, Store]) -> None:
         close_pair(ends)
 
 
-def test_a_receive_without_a_sender_times_out_and_the_link_is_dead(stores: tuple[Store, Store]) -> None:
-    ends = open_pair(stores, timeout_s=2.0)  # to join, too
+def test_a_receive_without_a_sender_times_out_and_the_link_is_dead() -> None:
+    ends = open_pair(timeout_s=2.0)  # to join, too
     start = time.monotonic()
     with pytest.raises(TransportError, match="recv of 4 bytes failed"):
         ends[1].transport.recv(torch.zeros(1))
@@ -122,16 +115,16 @@ def test_a_receive_without_a_sender_times_out_and_the_link_is_dead(stores: tuple
     close_pair(ends)
 
 
-def test_a_send_without_a_receiver_times_out(stores: tuple[Store, Store]) -> None:
-    ends = open_pair(stores, timeout_s=2.0)  # to join, too
+def test_a_send_without_a_receiver_times_out() -> None:
+    ends = open_pair(timeout_s=2.0)  # to join, too
     with pytest.raises(TransportError, match="send of"):
         ends[0].transport.send(torch.zeros(MESSAGE_BYTES))
     close_pair(ends)
 
 
 @pytest.mark.parametrize("aborting", [0, 1])
-def test_abort_at_either_end_wakes_a_receive_between_messages(stores: tuple[Store, Store], aborting: int) -> None:
-    ends = open_pair(stores, timeout_s=30)
+def test_abort_at_either_end_wakes_a_receive_between_messages(aborting: int) -> None:
+    ends = open_pair(timeout_s=30)
     timer = threading.Timer(0.1, ends[aborting].transport.abort)
     timer.start()
     start = time.monotonic()
@@ -142,8 +135,8 @@ def test_abort_at_either_end_wakes_a_receive_between_messages(stores: tuple[Stor
     close_pair(ends)
 
 
-def test_links_of_one_process_are_independent(stores: tuple[Store, Store]) -> None:
-    one, two = open_pair(stores), open_pair(stores)
+def test_links_of_one_process_are_independent() -> None:
+    one, two = open_pair(), open_pair()
     one[0].transport.abort()
     with ThreadPoolExecutor(1) as pool:
         sent, got = torch.randn(100), torch.zeros(100)
@@ -155,20 +148,18 @@ def test_links_of_one_process_are_independent(stores: tuple[Store, Store]) -> No
     close_pair(two)
 
 
-def test_an_absent_peer_is_an_error(stores: tuple[Store, Store]) -> None:
+def test_an_absent_peer_is_an_error() -> None:
     start = time.monotonic()
     with pytest.raises(TransportError, match="did not join"):
-        open_transport("gloo", stores[1], next(_link_ids), 1, HOST, 0.3)
+        open_transport("gloo", store_pair(0.3)[1], next(_link_ids), 1, HOST, 0.3)
     assert time.monotonic() - start < 10
-    with pytest.raises(TransportError, match="rendezvous store"):
-        create_store(HOST, 1, is_master=False, timeout_s=0.3)
 
 
-def test_thirty_links_leave_nothing_behind(stores: tuple[Store, Store]) -> None:
-    close_pair(open_pair(stores))
-    held, keys = resources(), stores[1].num_keys()
+def test_thirty_links_leave_nothing_behind() -> None:
+    close_pair(open_pair())
+    held = resources()
     for _ in range(30):
-        ends = open_pair(stores)
+        ends = open_pair()
         with ThreadPoolExecutor(1) as pool:
             sending = pool.submit(ends[0].transport.send, torch.ones(10))
             ends[1].transport.recv(torch.zeros(10))
@@ -176,14 +167,13 @@ def test_thirty_links_leave_nothing_behind(stores: tuple[Store, Store]) -> None:
         close_pair(ends)
         del ends
     assert left_beside(held) == set()
-    assert stores[1].num_keys() == keys
 
 
-def test_aborted_links_leave_nothing_behind(stores: tuple[Store, Store]) -> None:
-    close_pair(open_pair(stores))
+def test_aborted_links_leave_nothing_behind() -> None:
+    close_pair(open_pair())
     held = resources()
     for _ in range(5):
-        ends = open_pair(stores)
+        ends = open_pair()
         ends[0].transport.abort()
         close_pair(ends)
         del ends
@@ -191,6 +181,6 @@ def test_aborted_links_leave_nothing_behind(stores: tuple[Store, Store]) -> None
 
 
 @pytest.mark.skipif(dist.is_nccl_available(), reason="this build of torch has NCCL")
-def test_nccl_is_refused_by_name_where_it_is_missing(stores: tuple[Store, Store]) -> None:
+def test_nccl_is_refused_by_name_where_it_is_missing() -> None:
     with pytest.raises(ConfigError, match="transport: nccl is not in this build"):
-        open_transport("nccl", stores[0], next(_link_ids), 0, HOST, 1.0)
+        open_transport("nccl", store_pair(1.0)[0], next(_link_ids), 0, HOST, 1.0)
