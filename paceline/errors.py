@@ -2,6 +2,8 @@
 
 PacelineError
 ├── InvalidRequest      the caller's input is wrong; names the field       INVALID_ARGUMENT / HTTP 400
+├── Unauthenticated     no valid API key                                   UNAUTHENTICATED / HTTP 401
+├── PermissionDenied    the API key does not allow it                      PERMISSION_DENIED / HTTP 403
 ├── ConfigError         an option of the deployment is wrong; names the key
 ├── Overloaded          no room now; says when to come back                RESOURCE_EXHAUSTED / HTTP 429
 ├── NodeUnavailable     a node is gone or draining                         UNAVAILABLE / HTTP 503
@@ -39,6 +41,14 @@ class InvalidRequest(PacelineError):
 
     def __reduce__(self) -> tuple[type[InvalidRequest], tuple[str, str, str]]:
         return type(self), (self.field, self.message, self.code)
+
+
+class Unauthenticated(PacelineError):
+    """The deployment wants an API key, and none that is valid was sent."""
+
+
+class PermissionDenied(PacelineError):
+    """The API key is valid and does not allow what was asked."""
 
 
 class ConfigError(PacelineError):

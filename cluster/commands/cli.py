@@ -20,6 +20,7 @@ except ModuleNotFoundError as missing:  # the client SDK alone is installed
 from cluster.commands.console import errors
 from cluster.commands.fetch import fetch_model
 from cluster.commands.generate import generate
+from cluster.commands.keys import app as keys
 from cluster.commands.options import ServeHelp, load_config, serve_parameters
 from cluster.commands.role import role
 from cluster.commands.trace import trace
@@ -39,6 +40,7 @@ app.command("train-drafter")(train_drafter)
 app.command("trace")(trace)
 app.command("role")(role)
 app.command("generate")(generate)
+app.add_typer(keys, name="keys")
 
 
 def add_registered_commands() -> None:

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from cluster.commands.api_key import ApiKeyFile, key_in
+
 START_TIMEOUT_S = 600.0  # it drains, then loads the model
 
 
@@ -15,17 +17,21 @@ def role(
     ],
     to: Annotated[str, typer.Argument(help="The role to take: prefill or decode.")],
     admin: Annotated[str, typer.Option(help="HOST:PORT that the deployment was given as --admin.")] = "127.0.0.1:50052",
+    api_key_file: ApiKeyFile = None,
 ) -> None:
     """Let a node finish its work, then start it again in another role. Requests go on meanwhile."""
     import grpc
 
+    from paceline.client.channel import key_metadata
     from paceline.errors import NodeUnavailable
     from paceline.v1 import admin_pb2, admin_pb2_grpc
 
     with grpc.insecure_channel(admin) as channel:
         try:
             request = admin_pb2.SetRoleRequest(node_id=node_id, role=to)
-            done = admin_pb2_grpc.AdminStub(channel).SetRole(request, timeout=START_TIMEOUT_S)
+            done = admin_pb2_grpc.AdminStub(channel).SetRole(
+                request, timeout=START_TIMEOUT_S, metadata=key_metadata(key_in(api_key_file))
+            )
         except grpc.RpcError as error:
             raise NodeUnavailable(f"{admin}: {error.details()}") from None
     typer.echo(f"{done.node_id} serves {done.role} at {done.address}, generation {done.generation}")

@@ -9,19 +9,22 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from cluster.commands.api_key import ApiKeyFile, key_in
+
 errors = Console(stderr=True, highlight=False)
 
 
 def trace(
     request_id: Annotated[str, typer.Argument(help="Id of one of the latest requests, e.g. req-0f3a...")],
     router: Annotated[str, typer.Option(help="HOST:PORT of a router's gRPC.")] = "127.0.0.1:50051",
+    api_key_file: ApiKeyFile = None,
     out: Annotated[Path | None, typer.Option(help="File to write. Not given: the trace is printed.")] = None,
 ) -> None:
     """Write the timeline of a request, on the router and all nodes, for ui.perfetto.dev (Chrome trace JSON)."""
     from paceline.client import Client
     from paceline.trace_file import chrome_trace
 
-    with Client(router) as client:
+    with Client(router, api_key=key_in(api_key_file)) as client:
         found = client.trace(request_id)
     text = json.dumps(chrome_trace(found), indent=1)
     if found.silent:

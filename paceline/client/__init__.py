@@ -26,7 +26,9 @@ from paceline.errors import (
     Overloaded,
     PacelineError,
     PairingRefused,
+    PermissionDenied,
     RequestCancelled,
+    Unauthenticated,
 )
 from paceline.request import FinishReason, TokenLogprobs
 from paceline.results import (
@@ -78,6 +80,7 @@ __all__ = [
     "Overloaded",
     "PacelineError",
     "PairingRefused",
+    "PermissionDenied",
     "Prompt",
     "RequestCancelled",
     "RequestTrace",
@@ -91,6 +94,7 @@ __all__ = [
     "ToolCall",
     "ToolCallPart",
     "TraceEvent",
+    "Unauthenticated",
     "Usage",
     "choices_of",
 ]

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 import grpc.aio
 
 from paceline.client import convert
-from paceline.client.channel import CHANNEL_OPTIONS, DEFAULT_TIMEOUT_S
+from paceline.client.channel import CHANNEL_OPTIONS, DEFAULT_TIMEOUT_S, key_metadata
 from paceline.client.chats import ChatOptions, Messages
 from paceline.client.convert import GenerateOptions, Prompt
 from paceline.client.failover import DEFAULT_RETRIES, Patience, Routers
@@ -32,7 +32,7 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
 
     def _open(self, request: inference_pb2.GenerateRequest) -> None:
         self._router, stub = self._routers.current
-        self._call = stub.GenerateStream(request, timeout=self._patience.left_s)
+        self._call = stub.GenerateStream(request, timeout=self._patience.left_s, metadata=self._routers.metadata)
 
     async def __anext__(self) -> Chunk:
         while True:
@@ -95,6 +95,7 @@ class AsyncClient:
         timeout: float = DEFAULT_TIMEOUT_S,
         retries: int = DEFAULT_RETRIES,
         options: Sequence[tuple[str, Any]] = (),
+        api_key: str | None = None,
     ) -> None:
         """Nothing is connected before the first call.
 
@@ -102,12 +103,14 @@ class AsyncClient:
         timeout: seconds for a whole call, retries included.
         retries: how often in a row, without a new chunk, a stream that broke is asked for again.
         options: gRPC channel options, over the SDK's own.
+        api_key: sent with every call; without it that of the environment's PACELINE_API_KEY, if there is one.
         """
-        self._timeout, self._retries = timeout, retries
+        self._timeout, self._retries, metadata = timeout, retries, key_metadata(api_key)
         self._routers: Routers[grpc.aio.Channel] = Routers(
             address,
             lambda at: grpc.aio.insecure_channel(at, options=[*CHANNEL_OPTIONS, *options]),
             inference_pb2_grpc.InferenceStub,
+            metadata,
         )
 
     async def generate(
@@ -212,7 +215,7 @@ class AsyncClient:
         while True:
             router, stub = self._routers.current
             try:
-                return await getattr(stub, method)(request, timeout=patience.left_s)
+                return await getattr(stub, method)(request, timeout=patience.left_s, metadata=self._routers.metadata)
             except grpc.aio.AioRpcError as error:
                 try:
                     patience.pause_s(error, started=False)

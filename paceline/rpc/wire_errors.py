@@ -17,7 +17,9 @@ from paceline.errors import (
     Overloaded,
     PacelineError,
     PairingRefused,
+    PermissionDenied,
     RequestCancelled,
+    Unauthenticated,
 )
 
 Metadata = tuple[tuple[str, str], ...]
@@ -28,6 +30,8 @@ MAX_DETAILS_BYTES = 6 * 1024  # as they travel; gRPC drops a call whose trailing
 
 _STATUS: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
     (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
+    (Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
+    (PermissionDenied, grpc.StatusCode.PERMISSION_DENIED),
     (ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
     (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (NodeUnavailable, grpc.StatusCode.UNAVAILABLE),
@@ -77,6 +81,8 @@ def error_from_status(code: grpc.StatusCode, details: str, metadata: Iterable[An
     if code is grpc.StatusCode.FAILED_PRECONDITION:
         return PairingRefused.from_text(details)
     simple: dict[grpc.StatusCode, type[PacelineError]] = {
+        grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+        grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
         grpc.StatusCode.UNAVAILABLE: NodeUnavailable,
         grpc.StatusCode.NOT_FOUND: NotFound,
         grpc.StatusCode.ABORTED: HandoffFailed,
