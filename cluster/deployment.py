@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import grpc.aio
 
 from cluster.nodes.addresses import host_answers, own_address
-from cluster.nodes.listening import check_addresses, check_free, split_address
+from cluster.nodes.listening import check_addresses, check_free, raise_open_files, split_address
 from cluster.nodes.node_logs import NodeLogs
 from cluster.nodes.supervise import Slot, Supervisor
 from cluster.state.embedded_redis import EmbeddedRedis
@@ -65,6 +65,7 @@ class Deployment:
         self.admin_address = ""
         self._parts = AsyncExitStack()  # what was started; each part ends by itself and lets the others end
         self._grace_s = 0.0
+        self._registry_url = ""
 
     async def start(self) -> None:
         """Bring everything up. On failure nothing is left running."""
@@ -81,7 +82,7 @@ class Deployment:
         front_door = asyncio.get_running_loop().run_in_executor(None, _import_front_door)  # while Ray starts
         with self._waiting_for("Ray"):
             self._start_ray()
-        registry_url = self._start_registry()
+        registry_url = self._registry_url = self._start_registry()
         with self._waiting_for("the front door's modules"):
             await front_door
             from cluster.routing.metrics import Metrics
@@ -128,12 +129,18 @@ class Deployment:
         prefixes: PrefixIndex,
         grammars: GrammarCompiler,
     ) -> None:
+        from cluster.access.access import open_access
         from cluster.frontdoor.http import HttpOptions, create_app, serve_http
-        from cluster.frontdoor.service import serve_grpc
-        from cluster.nodes.admin import serve_admin
+        from cluster.frontdoor.service import operators_gate, serve_grpc
+        from cluster.nodes.admin import METHODS, serve_admin
         from cluster.routing.router import Router
 
         config, served = self.config, self.served
+        raise_open_files()
+        access = open_access(config, self._registry_url, metrics)
+        if access is not None:
+            access.start()
+            self._at_end("access", access.close)
         self.router = Router(
             self.directory,
             tokenizer,
@@ -146,17 +153,19 @@ class Deployment:
             journal=journal,
             prefixes=prefixes,
             grammars=grammars,
+            quotas=access.quotas if access is not None else None,
         )
         self._at_end("router", self.router.close)
         host, port = split_address(config.http)
         fingerprint = system_fingerprint(config, (node.fingerprint_digest for node in self.directory.nodes()))
-        options = HttpOptions(config.cors_origins, fingerprint)
+        options = HttpOptions(config.cors_origins, fingerprint, access, config.open_metrics)
         http = await serve_http(create_app(self.router, metrics, options), host, port)
         self._at_end("http", lambda: http.stop(self._grace_s))
-        server = await serve_grpc(self.router, config.grpc)
+        server = await serve_grpc(self.router, config.grpc, access)
         self._at_end("grpc", lambda: server.stop(self._grace_s))
         if config.admin:
-            admin = await serve_admin(self.supervisor, config.admin, config.drain_timeout_s)
+            gate = operators_gate(METHODS, access)
+            admin = await serve_admin(self.supervisor, config.admin, config.drain_timeout_s, [gate])
             self._at_end("admin", admin.stop)
             self.admin_address = f"{split_address(config.admin)[0]}:{admin.port}"
         self.http_address = f"{host}:{http.port}"

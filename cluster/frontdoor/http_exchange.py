@@ -12,12 +12,17 @@ from typing import Any
 from fastapi import Request
 from starlette.types import Message, Receive, Send
 
+from cluster.access.caller import owner
+from cluster.frontdoor.held_bodies import HeldBody
 from cluster.frontdoor.http_errors import HttpProblem, dumps
+from cluster.frontdoor.http_surface import hold_body
 from paceline.errors import quoted
 
 MAX_BODY_BYTES = 8 * 2**20
 MAX_DISCARDED_BYTES = 4 * MAX_BODY_BYTES  # read of a body too large; a client that sends on sees no answer
 BODY_TIMEOUT_S = 60.0
+BODY_START_S = 10.0  # within them a body must be there, but for what arrives at BODY_BYTES_PER_S at least
+BODY_BYTES_PER_S = 128 * 1024
 SEND_TIMEOUT_S = 60.0
 
 JSON = "application/json"
@@ -37,11 +42,16 @@ async def read_body(request: Request) -> bytes:
     )
     if length.isdigit() and int(length) > MAX_DISCARDED_BYTES:
         raise too_large
+    held = HeldBody(request.app.state.bodies, owner(request.client.host if request.client else ""))
+    hold_body(request.scope, held)
     body, size = bytearray(), 0
+    start_s, started = min(BODY_START_S, BODY_TIMEOUT_S), asyncio.get_running_loop().time()
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
+        async with asyncio.timeout(start_s) as deadline:
             async for part in request.stream():
                 size += len(part)
+                held.grow(min(size, MAX_BODY_BYTES))
+                deadline.reschedule(started + min(BODY_TIMEOUT_S, start_s + size / BODY_BYTES_PER_S))
                 if size > MAX_DISCARDED_BYTES:
                     break
                 if size > MAX_BODY_BYTES:
@@ -49,7 +59,8 @@ async def read_body(request: Request) -> bytes:
                 else:
                     body += part
     except TimeoutError:
-        raise HttpProblem(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s", code="timeout") from None
+        took_s = asyncio.get_running_loop().time() - started
+        raise HttpProblem(408, f"the body did not arrive within {took_s:.2g} s", code="timeout") from None
     if size > MAX_BODY_BYTES:
         raise too_large
     return bytes(body)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
+import resource
+from collections.abc import Collection, Iterator
 from http import HTTPStatus
 
 import h11
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 10.0
 STOP_MARGIN_S = 2.0  # on top of the grace, for what was cancelled to end
 MAX_CONNECTIONS = 4096
+MIN_OF_ADDRESS = 64  # connections that one address may always have; of more, half of all
+RESERVED_FILES = 512  # open files that are not for connections: nodes, Redis, models
 KEEP_ALIVE_S = 60
 HEAD_TIMEOUT_S = 60.0  # for the head of a request, from its first byte or from the connection's beginning
 RETRY_AFTER_S = 1
@@ -40,9 +43,8 @@ class _Connection(H11Protocol):  # type: ignore[misc, unused-ignore]
         """See asyncio.Protocol."""
         super().connection_made(transport)
         self._await_head()
-        if len(self.connections) > MAX_CONNECTIONS:
+        if full := _full(self.connections, self.client):
             headers = {"retry-after": str(RETRY_AFTER_S)}
-            full = f"{MAX_CONNECTIONS} connections are open"
             self._refuse(HttpProblem(503, full, "service_unavailable_error", code="overloaded", headers=headers))
 
     def data_received(self, data: bytes) -> None:
@@ -93,6 +95,20 @@ class _Connection(H11Protocol):  # type: ignore[misc, unused-ignore]
         with contextlib.suppress(h11.LocalProtocolError):
             self.transport.write(b"".join(self.conn.send(part) or b"" for part in parts))
         self.transport.close()
+
+
+def _full(connections: Collection[_Connection], client: tuple[str, int] | None) -> str:
+    """Why there is no room for one more of ``connections``; empty when there is."""
+    open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = open_files - min(RESERVED_FILES, open_files // 2) if open_files >= 0 else MAX_CONNECTIONS
+    most = min(MAX_CONNECTIONS, room)
+    if len(connections) > most:
+        return f"{most} connections are open"
+    of_address = max(most // 2, MIN_OF_ADDRESS)
+    if client is None or len(connections) <= of_address:
+        return ""
+    own = sum(other.client is not None and other.client[0] == client[0] for other in connections)
+    return f"{of_address} connections of your address are open" if own > of_address else ""
 
 
 class _Embedded(uvicorn.Server):  # type: ignore[misc, unused-ignore]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import grpc.aio
@@ -13,6 +14,8 @@ from paceline.v1 import admin_pb2, admin_pb2_grpc
 
 MAX_REQUEST_BYTES = 64 * 1024
 MAX_RPCS = 8
+_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
+METHODS = tuple(f"/{_SERVICE.full_name}/{method.name}" for method in _SERVICE.methods)
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
@@ -43,10 +46,16 @@ class AdminServer:
         await self._server.stop(0)
 
 
-async def serve_admin(supervisor: Supervisor, address: str, drain_timeout_s: float) -> AdminServer:
-    """Serve at ``host:port``; port 0 takes a free one. Raises ConfigError when the address cannot be had."""
+async def serve_admin(
+    supervisor: Supervisor,
+    address: str,
+    drain_timeout_s: float,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> AdminServer:
+    """Serve at ``host:port``; port 0 takes a free one. interceptors: what asks who calls. Raises ConfigError when the
+    address cannot be had."""
     options = [("grpc.max_receive_message_length", MAX_REQUEST_BYTES), ("grpc.so_reuseport", 0)]
-    server = make_server(options, MAX_RPCS)
+    server = make_server(options, MAX_RPCS, interceptors)
     admin_pb2_grpc.add_AdminServicer_to_server(AdminService(supervisor, drain_timeout_s), server)
     try:
         port = server.add_insecure_port(address)

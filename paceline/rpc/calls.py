@@ -59,11 +59,16 @@ class _CallersThatLeft(logging.Filter):
 _CALLERS_THAT_LEFT = _CallersThatLeft()  # one, so that adding it again changes nothing
 
 
-def make_server(options: Seq[tuple[str, Any]], max_concurrent_rpcs: int) -> grpc.aio.Server:
-    """A server that refuses what is no message of its RPC, and logs no caller that left."""
+def make_server(
+    options: Seq[tuple[str, Any]],
+    max_concurrent_rpcs: int | None,
+    interceptors: Seq[grpc.aio.ServerInterceptor] = (),
+) -> grpc.aio.Server:
+    """A server that refuses what is no message of its RPC, and logs no caller that left. max_concurrent_rpcs: None
+    where one of ``interceptors`` bounds them."""
     logging.getLogger(cygrpc.__name__).addFilter(_CALLERS_THAT_LEFT)
     return grpc.aio.server(
-        interceptors=[RefuseMalformed()], options=options, maximum_concurrent_rpcs=max_concurrent_rpcs
+        interceptors=[*interceptors, RefuseMalformed()], options=options, maximum_concurrent_rpcs=max_concurrent_rpcs
     )
 
 

@@ -4,7 +4,7 @@ would answer UNKNOWN, as for a bug of the server."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ from paceline.errors import InvalidRequest
 from paceline.rpc.wire_errors import metadata_for, status_for
 
 LENGTH_DELIMITED = 2
+MAX_SEARCHED_BYTES = 64 * 1024  # of a message: the search is done in Python, on the event loop
+MAX_SEARCHED_FIELDS = 4096
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -45,23 +47,27 @@ class _Malformed:
 
 def malformed(descriptor: Descriptor, data: bytes, error: DecodeError) -> InvalidRequest:
     """The error for ``data``, which failed to parse as ``descriptor`` with ``error``; it names the field if it can."""
-    if field := _field_not_utf8(descriptor, data):
+    left = iter(range(MAX_SEARCHED_FIELDS))
+    if len(data) <= MAX_SEARCHED_BYTES and (field := _field_not_utf8(descriptor, data, left)):
         return InvalidRequest(field, "is not valid UTF-8")
     return InvalidRequest("request", f"is not a {descriptor.full_name}: {str(error).rpartition(': ')[2]}")
 
 
-def _field_not_utf8(descriptor: Descriptor, data: bytes) -> str:
-    """The path of the first string that is not UTF-8. Empty when there is none, and when the bytes are no message."""
+def _field_not_utf8(descriptor: Descriptor, data: bytes, left: Iterator[int]) -> str:
+    """The path of the first string that is not UTF-8. Empty when there is none, when the bytes are no message, and when
+    there are more fields than ``left`` has items."""
     try:
         fields: Any = UnknownFieldSet(Empty.FromString(data))
     except DecodeError:
         return ""
     for item in fields:
+        if next(left, None) is None:
+            return ""
         field = descriptor.fields_by_number.get(item.field_number)
         if field is None or item.wire_type != LENGTH_DELIMITED:
             continue
         if field.message_type is not None:
-            if inner := _field_not_utf8(field.message_type, item.data):
+            if inner := _field_not_utf8(field.message_type, item.data, left):
                 return f"{field.name}.{inner}"
         elif field.type == FieldDescriptor.TYPE_STRING and not _is_utf8(item.data):
             return str(field.name)
