@@ -91,7 +91,9 @@ def open_access(config: ServeConfig, redis_url: str, metrics: AccessCounts) -> A
     return Access(KeyFile(Path(config.api_keys)), Quotas(shared, metrics), config.model, metrics, Audit())
 
 
-def bearer(header: str | None) -> str | None:
-    """The key in an ``authorization`` header."""
+def bearer(header: str | bytes | None) -> str | None:
+    """The key in an ``authorization`` header, which is text unless somebody plays tricks."""
+    if isinstance(header, bytes):
+        return None
     scheme, _, key = (header or "").partition(" ")
     return key.strip() or None if scheme.lower() == "bearer" else None

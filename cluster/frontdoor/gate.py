@@ -101,8 +101,8 @@ class Gate(grpc.aio.ServerInterceptor):
     async def _admit(self, context: Context, name: str, kind: Kind) -> Any:
         if self._access is None:
             return None
-        headers = dict(context.invocation_metadata() or ())
-        return await self._access.admit(bearer(headers.get("authorization")), peer_of(context), name, kind.need)
+        sent = dict(context.invocation_metadata() or ()).get("authorization")
+        return await self._access.admit(bearer(sent), peer_of(context), name, kind.need)
 
     @contextmanager
     def _place(self, context: Context, kind: Kind) -> Iterator[None]:

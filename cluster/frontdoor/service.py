@@ -29,6 +29,7 @@ from paceline.wire import trace_to_proto
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 HEALTHY = ("", SERVICE)  # what health is told of; empty: of the server
 MAX_REQUEST_BYTES = 4 * 1024 * 1024
+MAX_FIELDS = 65_536  # of a request above 64 KiB: more keep the event loop busy while they are parsed
 WRITE_TIMEOUT_S = 60.0  # for one chunk: a client that reads nothing for longer loses its request
 GENERATION_ID_BYTES = 16
 EXTRA_RPCS = 256  # beyond the requests that the router admits: refusals, tokenizing, traces
@@ -158,7 +159,7 @@ async def serve_grpc(router: Router, address: str, access: Access | None = None)
         ("grpc.so_reuseport", 0),
     ]
     gate = Gate(rules(router.config.max_inflight + router.config.max_queued + EXTRA_RPCS), access)
-    server = make_server(options, None, [gate])
+    server = make_server(options, None, [gate], MAX_FIELDS)
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(router), server)
     checks = _Health()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)

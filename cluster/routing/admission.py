@@ -92,7 +92,10 @@ class Admission:
         return Place(slots, self._clock(), tenant)
 
     def widen(self, place: Place, slots: int) -> None:
-        """The request turns out to be of ``slots`` sequences. Before its turn."""
+        """The request turns out to be of ``slots`` sequences. Before its turn. Raises Overloaded, as ``enter`` does."""
+        others = self.slots - place.slots
+        if others and others + slots > self._max_running and self.waiting > self._max_queued:
+            raise self._overloaded("no more are admitted")
         self.slots += slots - place.slots
         place.slots = slots
 

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from paceline.errors import InvalidRequest
+from paceline.rpc.parts import too_many_fields
 from paceline.rpc.wire_errors import metadata_for, status_for
 
 LENGTH_DELIMITED = 2
@@ -28,6 +29,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class RefuseMalformed(grpc.aio.ServerInterceptor):
     """Answers a request that cannot be parsed with INVALID_ARGUMENT, on every RPC of the server."""
 
+    def __init__(self, max_fields: int | None = None) -> None:
+        """max_fields: a request above MAX_SEARCHED_BYTES with more is refused too; None: they are not counted."""
+        self._max_fields = max_fields
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
@@ -35,7 +40,7 @@ class RefuseMalformed(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """See grpc.aio.ServerInterceptor."""
         handler = await continuation(handler_call_details)
-        return None if handler is None else _refusing(handler)
+        return None if handler is None else _refusing(handler, self._max_fields)
 
 
 @dataclass(frozen=True)
@@ -82,12 +87,15 @@ def _is_utf8(data: bytes) -> bool:
     return True
 
 
-def _refusing(handler: Any) -> Any:
+def _refusing(handler: Any, max_fields: int | None) -> Any:
     """A handler that refuses what ``handler`` cannot deserialize, and otherwise does the same."""
     deserialize = handler.request_deserializer
     descriptor = deserialize.__self__.DESCRIPTOR  # generated code passes the message class's FromString
 
     def read(data: bytes) -> Any:
+        counted = max_fields is not None and len(data) > MAX_SEARCHED_BYTES
+        if counted and too_many_fields(descriptor, data, max_fields or 0):
+            return _Malformed(InvalidRequest("request", f"has more than {max_fields} fields and messages"))
         try:
             return deserialize(data)
         except DecodeError as error:

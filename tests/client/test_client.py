@@ -175,5 +175,5 @@ def test_all_is_what_there_is() -> None:
     assert paceline.client.NodeUnavailable is RootNodeUnavailable
     errors = [vars(paceline.client)[name] for name in paceline.client.__all__]
     errors = [kind for kind in errors if isinstance(kind, type) and issubclass(kind, Exception)]
-    assert len(errors) == 11
+    assert len(errors) == 13
     assert all(issubclass(kind, PacelineError) for kind in errors)
