@@ -15,7 +15,7 @@ class _NoMessage(Exception):
 
 
 def too_many_fields(descriptor: Descriptor, data: bytes, most: int) -> bool:
-    """Whether ``data``, of the message ``descriptor``, has more than ``most`` fields, those within its messages counted.
+    """Whether ``data``, of the message ``descriptor``, has more than ``most`` fields, with those within its messages.
     False for bytes that are no message: parsing them says so."""
     try:
         return _count(descriptor, data, 0, len(data), most, 0) < 0

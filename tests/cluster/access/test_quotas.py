@@ -74,7 +74,8 @@ async def test_sequences_of_a_router_that_died_come_back(server: Embedded) -> No
     counters._ttl_ms = 80
     assert await counters.take("k", limits, Ask(sequences=1, tokens=5, hold="a")) is None
     refused = await counters.take("k", limits, Ask(sequences=1, tokens=5, hold="b"))
-    assert refused is not None and refused.limit == "concurrency"
+    assert refused is not None
+    assert refused.limit == "concurrency"
     await asyncio.sleep(0.1)
     assert await counters.take("k", limits, Ask(sequences=1, tokens=5, hold="b")) is None
     await counters.close()

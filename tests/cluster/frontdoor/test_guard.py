@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi.routing import APIRoute
 
 from cluster.access.caller import tenant_salt
 from cluster.frontdoor.guard import NEEDS
@@ -79,7 +78,6 @@ async def test_every_route_and_every_kind_of_key(
             if expected:
                 told = response.json()["error"]
                 assert told["type"] == ("authentication_error" if expected == 401 else "permission_error")
-                assert isinstance(route, APIRoute) and "secret" not in response.text
             assert ("www-authenticate" in response.headers) == (response.status_code == 401)
     assert (await asking.get("/nowhere")).status_code == 401
     assert b'paceline_refused_keys_total{status="PermissionDenied"}' in surface.metrics.render()
