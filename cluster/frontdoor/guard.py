@@ -57,9 +57,7 @@ class Guard:
         try:
             caller = await self._access.admit(_sent(Headers(scope=scope), path), peer, act, need)
         except PacelineError as error:
-            problem = problem_for(error)
-            problem.headers["connection"] = "close"  # what it sends on is not read
-            return await refusal(path, problem)(scope, receive, send)
+            return await refusal(path, problem_for(error))(scope, receive, send)
         if caller is not None:
             set_current(caller)
         return await self._app(scope, receive, send)

@@ -27,7 +27,7 @@ class HeldBodies:
         """``size`` bytes more. Raises HttpProblem."""
         of_owner = self._of[owner] + size
         if self.total + size > self._most or of_owner > self._most * OWNER_SHARE:
-            headers = {"retry-after": "1", "connection": "close"}
+            headers = {"retry-after": "1"}
             text = "too many bytes of request bodies are held here"
             raise HttpProblem(429, text, "rate_limit_error", code="overloaded", headers=headers)
         self.total += size

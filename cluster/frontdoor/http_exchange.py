@@ -44,26 +44,40 @@ async def read_body(request: Request) -> bytes:
         raise too_large
     held = HeldBody(request.app.state.bodies, owner(request.client.host if request.client else ""))
     hold_body(request.scope, held)
-    body, size = bytearray(), 0
+    body, size, refused = bytearray(), 0, None
     start_s, started = min(BODY_START_S, BODY_TIMEOUT_S), asyncio.get_running_loop().time()
     try:
         async with asyncio.timeout(start_s) as deadline:
             async for part in request.stream():
                 size += len(part)
-                held.grow(min(size, MAX_BODY_BYTES))
                 deadline.reschedule(started + min(BODY_TIMEOUT_S, start_s + size / BODY_BYTES_PER_S))
                 if size > MAX_DISCARDED_BYTES:
                     break
-                if size > MAX_BODY_BYTES:
+                refused = refused or _no_room(held, size)
+                if size > MAX_BODY_BYTES or refused:
                     body.clear()  # read on all the same: a client that is cut off while it sends misses the answer
+                    held.release()
                 else:
                     body += part
     except TimeoutError:
+        if refused:
+            raise refused from None
         took_s = asyncio.get_running_loop().time() - started
         raise HttpProblem(408, f"the body did not arrive within {took_s:.2g} s", code="timeout") from None
     if size > MAX_BODY_BYTES:
         raise too_large
+    if refused:
+        raise refused
     return bytes(body)
+
+
+def _no_room(held: HeldBody, size: int) -> HttpProblem | None:
+    """Why ``size`` bytes of the body cannot be held."""
+    try:
+        held.grow(min(size, MAX_BODY_BYTES))
+    except HttpProblem as problem:
+        return problem
+    return None
 
 
 class ClientGone(Exception):

@@ -31,6 +31,7 @@ MIN_OF_ADDRESS = 64  # connections that one address may always have; of more, ha
 RESERVED_FILES = 512  # open files that are not for connections: nodes, Redis, models
 KEEP_ALIVE_S = 60
 HEAD_TIMEOUT_S = 60.0  # for the head of a request, from its first byte or from the connection's beginning
+REST_TIMEOUT_S = 10.0  # for the rest of a body whose request is answered; it is thrown away
 RETRY_AFTER_S = 1
 
 
@@ -38,6 +39,7 @@ class _Connection(H11Protocol):  # type: ignore[misc, unused-ignore]
     """One connection."""
 
     _head: asyncio.TimerHandle | None = None  # runs while a head is awaited
+    _rest: asyncio.TimerHandle | None = None  # runs while the rest of a body is thrown away
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """See asyncio.Protocol."""
@@ -50,6 +52,8 @@ class _Connection(H11Protocol):  # type: ignore[misc, unused-ignore]
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
         super().data_received(data)
+        if self._rest is not None and self.conn.their_state is not h11.SEND_BODY:
+            self._stop_rest()
         if self.conn.their_state is not h11.IDLE:
             self._stop_waiting()
         elif self._head is None:
@@ -58,7 +62,15 @@ class _Connection(H11Protocol):  # type: ignore[misc, unused-ignore]
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
         self._stop_waiting()
+        self._stop_rest()
         super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        """Overrides uvicorn's. A client that was answered before it has sent its body may end it: who is cut off while
+        it sends misses the answer."""
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
+            self._rest = self.loop.call_later(REST_TIMEOUT_S, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
         """Overrides uvicorn's, which calls it for bytes that are no HTTP."""
@@ -72,6 +84,11 @@ class _Connection(H11Protocol):  # type: ignore[misc, unused-ignore]
         if self._head is not None:
             self._head.cancel()
             self._head = None
+
+    def _stop_rest(self) -> None:
+        if self._rest is not None:
+            self._rest.cancel()
+            self._rest = None
 
     def _head_is_late(self) -> None:
         self._head = None
