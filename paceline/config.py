@@ -319,7 +319,8 @@ class ServeConfig(EngineConfig):
     """Shows the metrics that have an equal in vLLM under vLLM's names too, for dashboards that are there."""
 
     admin: str = ""
-    """HOST:PORT of the operators' gRPC, for `paceline role`. It has no authentication. Empty does not serve it."""
+    """HOST:PORT of the operators' gRPC, for `paceline role`. With `api_keys` it takes an operator's. Empty
+    does not serve it."""
 
     api_keys: Annotated[str, Group("Access")] = ""
     """YAML file of API keys, which `paceline keys` makes. It is read again when it changes. Empty lets everybody in."""

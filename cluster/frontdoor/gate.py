@@ -53,6 +53,7 @@ class Gate(grpc.aio.ServerInterceptor):
         self._rules, self._access = rules, access
         self._open: Counter[Kind] = Counter()
         self._of_peer: Counter[tuple[Kind, str]] = Counter()
+        self._made: dict[str, tuple[Any, Any]] = {}  # by method: what is registered, and what stands for it
 
     async def intercept_service(
         self,
@@ -62,9 +63,15 @@ class Gate(grpc.aio.ServerInterceptor):
         """See grpc.aio.ServerInterceptor."""
         handler: Any = await continuation(handler_call_details)
         method: Any = handler_call_details.method
+        made = self._made.get(method)
+        if handler is None or (made is not None and made[0] is handler):
+            return None if made is None else made[1]
         name = method.decode() if isinstance(method, bytes) else method
         kind = self._rules.of(name)
-        return None if handler is None or kind is None else self._behind(handler, name, kind)
+        if kind is None:
+            return None
+        made = self._made[method] = handler, self._behind(handler, name, kind)  # once: each call would pay for it
+        return made[1]
 
     def _behind(self, handler: Any, name: str, kind: Kind) -> Any:
         """A handler that does the same behind the gate. It takes a stream, since gRPC reads the message of every other
@@ -83,13 +90,13 @@ class Gate(grpc.aio.ServerInterceptor):
 
         async def call(requests: AsyncIterator[Any], context: Context) -> Any:
             async with answering_errors(context):
-                with self._place(context, kind):
+                with self._place(peer_of(context), kind):
                     await opened(context)
                     return await behave(await asked(requests), context)
 
         async def stream(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
             async with answering_errors(context):
-                with self._place(context, kind):
+                with self._place(peer_of(context), kind):
                     await opened(context)
                     async for answer in behave(await asked(requests), context):
                         yield answer
@@ -105,9 +112,9 @@ class Gate(grpc.aio.ServerInterceptor):
         return await self._access.admit(bearer(sent), peer_of(context), name, kind.need)
 
     @contextmanager
-    def _place(self, context: Context, kind: Kind) -> Iterator[None]:
+    def _place(self, peer: str, kind: Kind) -> Iterator[None]:
         """Raises Overloaded where there is none."""
-        own = (kind, peer_of(context))
+        own = (kind, peer)
         if self._open[kind] >= kind.most or self._of_peer[own] >= kind.of_peer:
             raise Overloaded(f"{self._open[kind]} calls of this kind are open, {self._of_peer[own]} of your address")
         self._open[kind] += 1

@@ -28,13 +28,21 @@ def check_addresses(config: ServeConfig) -> None:
 
     Raises ConfigError.
     """
+    reached = []
     for key in OPTIONS:
         address: str = getattr(config, key)
         host, _, port = address.rpartition(":")
         if not (host and port.isdigit()) and (address or key != "admin"):
             raise ConfigError(key, f"{address!r} is not HOST:PORT")
         if address and not is_loopback(host) and not config.api_keys:
-            _without_keys(key, address, config.insecure)
+            if not config.insecure:
+                text = (
+                    f"{address} is reached by other hosts, and everybody there could use it: give api_keys, or insecure"
+                )
+                raise ConfigError(key, text)
+            reached.append(f"{key} {address}")
+    if reached:
+        log.warning("INSECURE: %s let in everybody who reaches them, since there are no api_keys", ", ".join(reached))
 
 
 def is_loopback(host: str) -> bool:
@@ -43,13 +51,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _without_keys(key: str, address: str, allowed: bool) -> None:
-    if not allowed:
-        text = f"{address} is reached by other hosts, and everybody there could use it: give api_keys, or insecure"
-        raise ConfigError(key, text)
-    log.warning("INSECURE: %s %s lets in everybody who reaches it, since there are no api_keys", key, address)
 
 
 def check_free(config: ServeConfig) -> None:

@@ -32,6 +32,7 @@ class RefuseMalformed(grpc.aio.ServerInterceptor):
     def __init__(self, max_fields: int | None = None) -> None:
         """max_fields: a request above MAX_SEARCHED_BYTES with more is refused too; None: they are not counted."""
         self._max_fields = max_fields
+        self._made: dict[str, tuple[Any, Any]] = {}  # by method: what is registered, and what stands for it
 
     async def intercept_service(
         self,
@@ -40,7 +41,13 @@ class RefuseMalformed(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """See grpc.aio.ServerInterceptor."""
         handler = await continuation(handler_call_details)
-        return None if handler is None else _refusing(handler, self._max_fields)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        made = self._made.get(method)
+        if made is None or made[0] is not handler:  # it is made once: each call would pay for it
+            made = self._made[method] = handler, _refusing(handler, self._max_fields)
+        return made[1]
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,9 @@ async def test_a_deployment_asks_for_keys_at_all_its_doors(tmp_path: Path, caplo
     """As it opens its front door, without nodes. Mutant: a door that is not given the keys."""
     keys: Keys = write_keys(tmp_path / "keys.yaml")
     redis = Embedded()
-    free = {"grpc": "127.0.0.1:0", "http": "127.0.0.1:0", "admin": "127.0.0.1:0"}
-    made: Any = Deployment(ServeConfig(model="tiny", drafter="none", api_keys=str(keys.path), **free))
+    free = dict.fromkeys(("grpc", "http", "admin"), "127.0.0.1:0")
+    options = {"model": "tiny", "drafter": "none", "api_keys": str(keys.path)} | free
+    made: Any = Deployment(ServeConfig.model_validate(options))
     made.directory, made.served, made.supervisor = FakeRegistry(), Served(MAX_MODEL_LEN, VOCAB, True), _Supervisor()
     made._registry_url = redis.url
     try:

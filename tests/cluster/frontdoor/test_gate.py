@@ -40,15 +40,19 @@ class Surface:
     def client(self, name: str = "", key: str | None = None) -> AsyncClient:
         return AsyncClient(self.address, api_key=key or (self.keys.secrets[name] if name else ""))
 
+    def channel(self) -> Any:
+        return grpc.aio.insecure_channel(self.address, options=BIG)
+
     async def told(self, opened: Any, method: str, name: str, data: bytes = b"") -> Code:
         """How a call ends; reading stops at the first answer."""
-        call = opened.stream_stream(method)(metadata=tuple(self.keys.header(name).items()))
+        call: Any = opened.stream_stream(method)(metadata=tuple(self.keys.header(name).items()))
         await call.write(data)
         with suppress(grpc.aio.AioRpcError):
             if await call.read() is not grpc.aio.EOF:
                 call.cancel()
                 return Code.OK
-        return await call.code()
+        code: Code = await call.code()
+        return code
 
 
 @asynccontextmanager
@@ -77,7 +81,7 @@ async def test_every_rpc_and_every_kind_of_key(tmp_path: Path) -> None:
     """The answer comes before a message: where it is a refusal none is sent."""
     unknown = dict.fromkeys(("", "wrong", "revoked", "expired"), Code.UNAUTHENTICATED)
     denied = dict.fromkeys(("metrics", "operator", "model"), Code.PERMISSION_DENIED)
-    async with serving(tmp_path) as surface, grpc.aio.insecure_channel(surface.address) as opened:
+    async with serving(tmp_path) as surface, surface.channel() as opened:
         for method in (*INFERENCE, REFLECTION):
             refused = unknown | (denied if method in INFERENCE[:3] else {})
             if method == REFLECTION:
@@ -124,7 +128,7 @@ async def test_the_sdk_and_what_belongs_to_a_tenant(tmp_path: Path, monkeypatch:
 async def test_watchers_take_nothing_from_others(tmp_path: Path) -> None:
     """Mutant: one bound for all RPCs, which 1,024 watchers reach."""
     options = {"max_queued": 4, "max_inflight": 4}
-    async with serving(tmp_path, **options) as surface, grpc.aio.insecure_channel(surface.address) as opened:
+    async with serving(tmp_path, **options) as surface, surface.channel() as opened:
         watches = [opened.unary_stream(WATCH)(b"") for _ in range(1024)]
         answers = await asyncio.gather(*(watch.read() for watch in watches), return_exceptions=True)
         assert sum(isinstance(answer, bytes) for answer in answers) == MAX_WATCHES_OF_PEER
@@ -142,7 +146,7 @@ async def test_watchers_take_nothing_from_others(tmp_path: Path) -> None:
 
 async def test_a_call_without_a_message_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "MESSAGE_TIMEOUT_S", 0.1)
-    async with serving(tmp_path) as surface, grpc.aio.insecure_channel(surface.address) as opened:
+    async with serving(tmp_path) as surface, surface.channel() as opened:
         call = opened.stream_stream(INFERENCE[1])(metadata=tuple(surface.keys.header("acme").items()))
         async with asyncio.timeout(5):
             assert await call.code() is Code.DEADLINE_EXCEEDED
@@ -160,7 +164,7 @@ async def test_the_largest_message_holds_up_nobody(tmp_path: Path) -> None:
             await asyncio.sleep(0.001)
             gaps.append(time.monotonic() - before)
 
-    async with serving(tmp_path) as surface, grpc.aio.insecure_channel(surface.address, options=BIG) as opened:
+    async with serving(tmp_path) as surface, surface.channel() as opened:
         beating = asyncio.create_task(beat())
         generate = opened.unary_unary(INFERENCE[0])
         for end in (b"", b"\x0a\x03\x0a\x01\xff"):

@@ -20,7 +20,7 @@ from cluster.routing.metrics import Metrics
 from tests.support.api_keys import Keys, write_keys
 from tests.support.fake_router import MODEL, FakeRouter
 
-ASK = {"/v1/completions": {"prompt": "hi"}, "/v1/responses": {"input": "hi"}}
+ASK: dict[str, Any] = {"/v1/completions": {"prompt": "hi"}, "/v1/responses": {"input": "hi"}}
 ASK |= {"/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}}
 # What each kind of key is told where a scope is needed; the rest are let in.
 OF_KEY = {"": 401, "wrong": 401, "revoked": 401, "expired": 401}

@@ -95,7 +95,7 @@ async def test_connections_are_counted_by_address_and_by_open_files(app: Any, mo
         status, _, body = await answer(await connect(HEALTH))
         assert (status, "of your address" in body["error"]["message"]) == (503, True)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    monkeypatch.setattr(http_server.resource, "getrlimit", lambda kind: (64, hard))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, hard))
     assert http_server._full(range(40), None) == "6 connections are open"  # type: ignore[arg-type]
     monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 4096)
     assert http_server._full(range(40), None) == "32 connections are open"  # type: ignore[arg-type]
