@@ -157,8 +157,8 @@ async def test_invented_tenants_empty_no_queue() -> None:
 
 
 async def test_a_tenant_has_no_more_than_its_share_while_others_ask() -> None:
-    """The share is of sequences and of KV tokens. Alone it has all, and one request always runs. Mutants: either bound; the share of
-    a tenant that is alone."""
+    """The share is of sequences and of KV tokens. Alone it has all, and one request always runs. Mutants: either bound;
+    the share of a tenant that is alone."""
     clock = Clock()
     admission = Admission(8, 50, 60.0, clock, TenantBounds(trusted=True, share=0.5), lambda: 1000)
     taken: list[Place] = []
