@@ -20,7 +20,7 @@ import grpc.aio
 from pydantic import SecretStr
 
 from cluster.nodes.addresses import host_answers, own_address
-from cluster.nodes.listening import check_addresses, check_free, split_address
+from cluster.nodes.listening import check_addresses, check_free, raise_open_files, split_address
 from cluster.nodes.node_logs import NodeLogs
 from cluster.nodes.slots import Slot
 from cluster.nodes.supervise import Supervisor
@@ -79,6 +79,7 @@ class Deployment:
         self.grants = Grants(self._secret.ticket_key)
         self._parts = AsyncExitStack()  # what was started; each part ends by itself and lets the others end
         self._grace_s = 0.0
+        self._registry_url = ""
 
     async def start(self) -> None:
         """Bring everything up. On failure nothing is left running."""
@@ -98,7 +99,7 @@ class Deployment:
             await self._hold(config.redis)  # before anything of another holder's could be touched
         with self._waiting_for("Ray"):
             self._start_ray()
-        registry_url = config.redis or await self._start_redis()
+        registry_url = self._registry_url = config.redis or await self._start_redis()
         registry = Registry(registry_url, config.lease_ttl_s, config.deployment)
         with self._waiting_for("the front door's modules"):
             await front_door
@@ -147,13 +148,19 @@ class Deployment:
         prefixes: PrefixIndex,
         grammars: GrammarCompiler,
     ) -> None:
+        from cluster.access.access import open_access
         from cluster.frontdoor.http import HttpOptions, create_app, serve_http
-        from cluster.frontdoor.service import serve_grpc
-        from cluster.nodes.admin import serve_admin
+        from cluster.frontdoor.service import operators_gate, serve_grpc
+        from cluster.nodes.admin import METHODS, serve_admin
         from cluster.routing.node_calls import NodeCalls
         from cluster.routing.router import Router
 
         config, served = self.config, self.served
+        raise_open_files()
+        access = open_access(config, self._registry_url, metrics)
+        if access is not None:
+            access.start()
+            self._at_end("access", access.close)
         self.router = Router(
             self.directory,
             tokenizer,
@@ -167,6 +174,7 @@ class Deployment:
             prefixes=prefixes,
             grammars=grammars,
             calls=NodeCalls(identity=self.identity, grants=self.grants),
+            quotas=access.quotas if access is not None else None,
         )
         self._at_end("router", self.router.close)
         host, port = split_address(config.http)
@@ -174,13 +182,16 @@ class Deployment:
         tls = self.public_tls
         if tls is None and self.identity.tls is not None:
             log.warning("%s has no server.pem: clients are served without TLS", self.identity.tls.path)
-        options = HttpOptions(config.cors_origins, fingerprint, resumable=config.acceptance == "sample")
+        options = HttpOptions(
+            config.cors_origins, fingerprint, config.acceptance == "sample", access, config.open_metrics
+        )
         http = await serve_http(create_app(self.router, metrics, options), host, port, tls)
         self._at_end("http", lambda: http.stop(self._grace_s))
-        server = await serve_grpc(self.router, config.grpc, tls=tls)
+        server = await serve_grpc(self.router, config.grpc, access, tls=tls)
         self._at_end("grpc", lambda: server.stop(self._grace_s))
         if config.admin:
-            admin = await serve_admin(self.supervisor, config.admin, config.drain_timeout_s, self.identity)
+            gate = operators_gate(METHODS, access)
+            admin = await serve_admin(self.supervisor, config.admin, config.drain_timeout_s, self.identity, [gate])
             self._at_end("admin", admin.stop)
             self.admin_address = f"{split_address(config.admin)[0]}:{admin.port}"
         self.http_address = f"{host}:{http.port}"

@@ -330,8 +330,8 @@ class ServeConfig(EngineConfig):
     """Shows the metrics that have an equal in vLLM under vLLM's names too, for dashboards that are there."""
 
     admin: str = ""
-    """HOST:PORT of the operators' gRPC, for `paceline role`. With `tls_dir` it takes `admin` certificates, without it
-    everybody. Empty does not serve it."""
+    """HOST:PORT of the operators' gRPC, for `paceline role`. With `tls_dir` it takes `admin` certificates, with
+    `api_keys` an operator's key, and without either everybody. Empty does not serve it."""
 
     tls_dir: Annotated[str, Group("Security")] = ""
     """Folder with certificates, as `paceline certs init` makes it, at the same path on every host. Calls between
@@ -341,6 +341,24 @@ class ServeConfig(EngineConfig):
     secret_file: str = ""
     """File with a secret of at least 16 characters that proves to nodes that a caller belongs to this deployment. Empty
     makes a new one at every start."""
+
+    api_keys: str = ""
+    """YAML file of API keys, which `paceline keys` makes. It is read again when it changes. Empty lets everybody in."""
+
+    open_metrics: bool = False
+    """With `api_keys`, let everybody read `/metrics`. Otherwise it needs a key with the scope `metrics`."""
+
+    insecure: bool = False
+    """Lets `grpc`, `http` and `admin` listen at an address that other hosts reach, without API keys. Everybody there
+    may then use them."""
+
+    tenant_share: float = Field(default=0.5, gt=0, le=1)
+    """With `api_keys`, the part of `max_inflight` and of the nodes' KV tokens that one tenant may have while others ask
+    too. 1 is all."""
+
+    read_timeout_s: float = Field(default=15.0, gt=0)
+    """Seconds that a client may keep a full queue of chunks waiting before its request ends. Reading four chunks a
+    second is enough."""
 
     chat_template: Annotated[str, Group("Chats and tools")] = ""
     """File with a chat template (jinja) to use in place of the model's own. Empty takes the model's."""

@@ -21,6 +21,7 @@ from cluster.commands.certs import certs
 from cluster.commands.console import errors
 from cluster.commands.fetch import fetch_model
 from cluster.commands.generate import generate
+from cluster.commands.keys import app as keys
 from cluster.commands.options import ServeHelp, load_config, serve_parameters
 from cluster.commands.role import role
 from cluster.commands.trace import trace
@@ -41,6 +42,7 @@ app.command("trace")(trace)
 app.command("role")(role)
 app.command("generate")(generate)
 app.add_typer(certs, name="certs")
+app.add_typer(keys, name="keys")
 
 
 def add_registered_commands() -> None:

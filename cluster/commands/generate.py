@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
+from cluster.commands.api_key import ApiKeyFile, key_in
 from paceline.client import ChatOptions, Client, GenerateOptions
 
 DEFAULT_MAX_TOKENS = 128  # so that a model that does not end its text does not fill its context
@@ -68,6 +69,7 @@ def generate(
     tls_ca: Annotated[
         Path | None, typer.Option(help="Connect with TLS, and check the router with the CA in this file.")
     ] = None,
+    api_key_file: ApiKeyFile = None,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message ahead of the prompt; implies --chat.")] = None,
     json_schema: Annotated[
@@ -87,7 +89,9 @@ def generate(
     asked: Any = messages if chat or system is not None else prompt
     try:
         given = _sdk_options(options | _from_files(json_schema, grammar))
-        with Client(server, timeout=timeout, retries=retries, tls=tls_ca or tls) as client:
+        with Client(
+            server, timeout=timeout, retries=retries, tls=tls_ca or tls, api_key=key_in(api_key_file)
+        ) as client:
             if not as_json and options.get("n") in (None, 1):
                 _stream(client, asked, given)
                 return

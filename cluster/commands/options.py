@@ -25,7 +25,7 @@ from paceline.errors import ConfigError
 
 PREFIX = "PACELINE_"
 # Variables that are not options of a deployment.
-OTHER_VARIABLES = {"PACELINE_HOME", "PACELINE_KERNELS"}
+OTHER_VARIABLES = {"PACELINE_HOME", "PACELINE_KERNELS", "PACELINE_API_KEY"}
 
 
 def load_config(

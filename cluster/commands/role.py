@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cluster.commands.api_key import ApiKeyFile, key_in
+
 if TYPE_CHECKING:
     import grpc
 
@@ -22,17 +24,21 @@ def role(
     tls_dir: Annotated[
         Path | None, typer.Option(help="Folder with ca.pem, admin.pem and admin.key, where the deployment has one.")
     ] = None,
+    api_key_file: ApiKeyFile = None,
 ) -> None:
     """Let a node finish its work, then start it again in another role. Requests go on meanwhile."""
     import grpc
 
+    from paceline.client.channel import key_metadata
     from paceline.errors import NodeUnavailable
     from paceline.v1 import admin_pb2, admin_pb2_grpc
 
     with _channel(admin, tls_dir) as channel:
         try:
             request = admin_pb2.SetRoleRequest(node_id=node_id, role=to)
-            done = admin_pb2_grpc.AdminStub(channel).SetRole(request, timeout=START_TIMEOUT_S)
+            done = admin_pb2_grpc.AdminStub(channel).SetRole(
+                request, timeout=START_TIMEOUT_S, metadata=key_metadata(key_in(api_key_file))
+            )
         except grpc.RpcError as error:
             raise NodeUnavailable(f"{admin}: {error.details()}") from None
     typer.echo(f"{done.node_id} serves {done.role} at {done.address}, generation {done.generation}")

@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from cluster.commands.api_key import ApiKeyFile, key_in
+
 errors = Console(stderr=True, highlight=False)
 
 
@@ -21,13 +23,14 @@ def trace(
     tls_ca: Annotated[
         Path | None, typer.Option(help="Connect with TLS, and check the router with the CA in this file.")
     ] = None,
+    api_key_file: ApiKeyFile = None,
     out: Annotated[Path | None, typer.Option(help="File to write. Not given: the trace is printed.")] = None,
 ) -> None:
     """Write the timeline of a request, on the router and all nodes, for ui.perfetto.dev (Chrome trace JSON)."""
     from paceline.client import Client
     from paceline.trace_file import chrome_trace
 
-    with Client(router, tls=tls_ca or tls) as client:
+    with Client(router, tls=tls_ca or tls, api_key=key_in(api_key_file)) as client:
         found = client.trace(request_id)
     text = json.dumps(chrome_trace(found), indent=1)
     if found.silent:

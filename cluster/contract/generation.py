@@ -17,6 +17,7 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_TOOLS = 128  # that a request offers, and calls of a message
 MAX_TEXT_ARGUMENTS = 1024  # of a tool
 MAX_MESSAGES = 8192  # messages of a chat, and text parts of a message: each costs some time of the event loop
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 GENERATION_ID = re.compile(r"[A-Za-z0-9_-]{22,128}")  # room for 128 random bits: the id is a capability
 
 
@@ -97,6 +98,7 @@ class GenerationRequest:
     DEFAULT_MAX_TOKENS. An empty ``model`` is the one served, an empty ``request_id`` is made. ``generation_id`` names a
     stream that other routers may go on with, which ``resume`` asks for. ``priority``: the higher one of a tenant's
     waiting requests goes first. ``answer_format``: how the answer to token ids is read; of a chat the router makes it.
+    ``cache_salt``: scope of the prefix cache; empty is the tenant.
     """
 
     prompt: Prompt
@@ -110,6 +112,7 @@ class GenerationRequest:
     resume: Resume | None = None
     priority: int = 0
     answer_format: AnswerFormat | None = None
+    cache_salt: str = ""
 
 
 def check_count(where: str, count: int, most: int) -> None:
@@ -123,6 +126,8 @@ def check_name(where: str, name: str) -> None:
     if len(name) > MAX_NAME_CHARS:
         raise InvalidRequest(where, f"at most {MAX_NAME_CHARS} characters")
     check_unicode(where, name)
+    if CONTROL.search(name):  # it would forge lines of logs
+        raise InvalidRequest(where, "must not have control characters or line ends")
 
 
 def check_generation_id(generation_id: str) -> None:

@@ -140,7 +140,7 @@ async def make_plan(
             prompt_token_ids=prompt,
             params=replace(params, seed=derive_seed(seed, i), stop=(), n=1),
             speculation=request.speculation,
-            cache_salt=request.tenant,
+            cache_salt=request.cache_salt or request.tenant,
         )
         for i in range(params.n)
     )

@@ -22,16 +22,18 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cluster.access.access import Access
 from cluster.frontdoor import openapi, resuming
+from cluster.frontdoor.guard import Guard, refusal
+from cluster.frontdoor.held_bodies import HeldBodies
 from cluster.frontdoor.http_errors import HttpProblem, check_model, dumps, model_not_found, problem_for
-from cluster.frontdoor.http_exchange import JSON, ClientGone, Sender, read_body, while_connected
+from cluster.frontdoor.http_exchange import ClientGone, Sender, read_body, while_connected
 from cluster.frontdoor.http_server import HttpServer, serve_http
 from cluster.frontdoor.http_surface import IGNORED, SurfaceApp, request_id
 from cluster.frontdoor.http_tokens import add_tokens
 from cluster.frontdoor.json_body import parse_object
-from cluster.frontdoor.messages.errors import is_message_path, message_error
 from cluster.frontdoor.messages.routes import add_messages
 from cluster.frontdoor.openai_answers import Health, Model, Models, NodeCounts, Version
 from cluster.frontdoor.openai_parse import ApiRequest, parse_chat, parse_completion
@@ -58,6 +60,8 @@ class HttpOptions:
     cors_origins: tuple[str, ...] = ()  # of web pages that may ask; ``*`` is any
     fingerprint: str = ""  # names what the text depends on besides the request
     resumable: bool = False  # the same request and seed make the same text, so streams may go on anywhere
+    access: Access | None = None  # who may ask; None: everybody
+    open_metrics: bool = False  # /metrics needs no key
 
 
 def create_app(
@@ -72,9 +76,11 @@ def create_app(
         openapi_url=None,
         redirect_slashes=False,
         origins=options.cors_origins,
+        around=lambda inner: _guarded(inner, options),
     )
     if not described:
         app.router.route_class = _Undescribed
+    app.state.bodies = HeldBodies()
     _add_generation(app, router, metrics, options)
     add_responses(app, router, metrics)
     add_messages(app, router, metrics)
@@ -84,10 +90,12 @@ def create_app(
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return _refusal(request, HttpProblem(error.status_code, str(error.detail), headers=dict(error.headers or {})))
+        return refusal(
+            request.url.path, HttpProblem(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+        )
 
     async def on_error(request: Request, error: Exception) -> Response:
-        return _refusal(request, problem_for(error))
+        return refusal(request.url.path, problem_for(error))
 
     async def on_disconnect(_: Request, error: Exception) -> Response:
         return Response(status_code=400)  # nobody reads it
@@ -99,6 +107,10 @@ def create_app(
     app.add_exception_handler(Exception, on_error)
     _add_document(app, lambda: create_app(router, metrics, options, described=True))
     return app
+
+
+def _guarded(app: ASGIApp, options: HttpOptions) -> ASGIApp:
+    return app if options.access is None else Guard(app, options.access, options.open_metrics)
 
 
 def _add_generation(app: FastAPI, router: Serving, metrics: Metrics, options: HttpOptions) -> None:
@@ -254,9 +266,3 @@ class _Reply(Response):
                 await sender.whole(problem.status, problem.body(), problem.headers)
         except ClientGone:
             log.info("%s: the client is gone", self._request.generation.request_id)
-
-
-def _refusal(request: Request, problem: HttpProblem) -> Response:
-    """In the shape of the API that was asked."""
-    body = dumps(message_error(problem)) if is_message_path(request.url.path) else problem.dumps()
-    return Response(body, problem.status, problem.headers, JSON)

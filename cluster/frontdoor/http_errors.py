@@ -17,7 +17,9 @@ from paceline.errors import (
     NodeUnavailable,
     Overloaded,
     PacelineError,
+    PermissionDenied,
     RequestCancelled,
+    Unauthenticated,
 )
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,8 @@ class HttpProblem(Exception):
 
 
 KINDS: tuple[tuple[type[PacelineError], int, str, str], ...] = (
+    (Unauthenticated, 401, "authentication_error", "invalid_api_key"),
+    (PermissionDenied, 403, "permission_error", "permission_denied"),
     (Overloaded, 429, "rate_limit_error", "overloaded"),
     (NodeUnavailable, 503, "service_unavailable_error", "node_unavailable"),
     (HandoffFailed, 503, "service_unavailable_error", "handoff_failed"),
@@ -67,6 +71,8 @@ def problem_for(error: Exception) -> HttpProblem:
         if isinstance(error, kind):
             wait_s = error.retry_after_s if isinstance(error, Overloaded) else None
             headers = {} if wait_s is None else {"retry-after": str(max(1, math.ceil(wait_s)))}
+            if status == 401:
+                headers["www-authenticate"] = "Bearer"
             return HttpProblem(status, str(error), name, code=code, headers=headers)
     log.error("a request failed", exc_info=error)
     message = str(error) if isinstance(error, PacelineError) else "internal error"

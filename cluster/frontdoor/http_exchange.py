@@ -12,12 +12,17 @@ from typing import Any
 from fastapi import Request
 from starlette.types import Message, Receive, Send
 
+from cluster.access.caller import owner
+from cluster.frontdoor.held_bodies import HeldBody
 from cluster.frontdoor.http_errors import HttpProblem, dumps
+from cluster.frontdoor.http_surface import hold_body
 from paceline.errors import quoted
 
 MAX_BODY_BYTES = 8 * 2**20
 MAX_DISCARDED_BYTES = 4 * MAX_BODY_BYTES  # read of a body too large; a client that sends on sees no answer
 BODY_TIMEOUT_S = 60.0
+BODY_START_S = 10.0  # within them a body must be there, but for what arrives at BODY_BYTES_PER_S at least
+BODY_BYTES_PER_S = 128 * 1024
 SEND_TIMEOUT_S = 60.0
 
 JSON = "application/json"
@@ -37,22 +42,42 @@ async def read_body(request: Request) -> bytes:
     )
     if length.isdigit() and int(length) > MAX_DISCARDED_BYTES:
         raise too_large
-    body, size = bytearray(), 0
+    held = HeldBody(request.app.state.bodies, owner(request.client.host if request.client else ""))
+    hold_body(request.scope, held)
+    body, size, refused = bytearray(), 0, None
+    start_s, started = min(BODY_START_S, BODY_TIMEOUT_S), asyncio.get_running_loop().time()
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
+        async with asyncio.timeout(start_s) as deadline:
             async for part in request.stream():
                 size += len(part)
+                deadline.reschedule(started + min(BODY_TIMEOUT_S, start_s + size / BODY_BYTES_PER_S))
                 if size > MAX_DISCARDED_BYTES:
                     break
-                if size > MAX_BODY_BYTES:
+                refused = refused or _no_room(held, size)
+                if size > MAX_BODY_BYTES or refused:
                     body.clear()  # read on all the same: a client that is cut off while it sends misses the answer
+                    held.release()
                 else:
                     body += part
     except TimeoutError:
-        raise HttpProblem(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s", code="timeout") from None
+        if refused:
+            raise refused from None
+        took_s = asyncio.get_running_loop().time() - started
+        raise HttpProblem(408, f"the body did not arrive within {took_s:.2g} s", code="timeout") from None
     if size > MAX_BODY_BYTES:
         raise too_large
+    if refused:
+        raise refused
     return bytes(body)
+
+
+def _no_room(held: HeldBody, size: int) -> HttpProblem | None:
+    """Why ``size`` bytes of the body cannot be held."""
+    try:
+        held.grow(min(size, MAX_BODY_BYTES))
+    except HttpProblem as problem:
+        return problem
+    return None
 
 
 class ClientGone(Exception):

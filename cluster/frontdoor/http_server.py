@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
+import resource
+from collections.abc import Collection, Iterator
 from http import HTTPStatus
 
 import h11
@@ -27,8 +28,11 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 10.0
 STOP_MARGIN_S = 2.0  # on top of the grace, for what was cancelled to end
 MAX_CONNECTIONS = 4096
+MIN_OF_ADDRESS = 64  # connections that one address may always have; of more, half of all
+RESERVED_FILES = 512  # open files that are not for connections: nodes, Redis, models
 KEEP_ALIVE_S = 60
 HEAD_TIMEOUT_S = 60.0  # for the head of a request, from its first byte or from the connection's beginning
+REST_TIMEOUT_S = 10.0  # for the rest of a body whose request is answered; it is thrown away
 RETRY_AFTER_S = 1
 
 
@@ -36,19 +40,21 @@ class _Connection(H11Protocol):  # type: ignore[misc, unused-ignore]
     """One connection."""
 
     _head: asyncio.TimerHandle | None = None  # runs while a head is awaited
+    _rest: asyncio.TimerHandle | None = None  # runs while the rest of a body is thrown away
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """See asyncio.Protocol."""
         super().connection_made(transport)
         self._await_head()
-        if len(self.connections) > MAX_CONNECTIONS:
+        if full := _full(self.connections, self.client):
             headers = {"retry-after": str(RETRY_AFTER_S)}
-            full = f"{MAX_CONNECTIONS} connections are open"
             self._refuse(HttpProblem(503, full, "service_unavailable_error", code="overloaded", headers=headers))
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
         super().data_received(data)
+        if self._rest is not None and self.conn.their_state is not h11.SEND_BODY:
+            self._stop_rest()
         if self.conn.their_state is not h11.IDLE:
             self._stop_waiting()
         elif self._head is None:
@@ -57,7 +63,15 @@ class _Connection(H11Protocol):  # type: ignore[misc, unused-ignore]
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
         self._stop_waiting()
+        self._stop_rest()
         super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        """Overrides uvicorn's. A client that was answered before it has sent its body may end it: who is cut off while
+        it sends misses the answer."""
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
+            self._rest = self.loop.call_later(REST_TIMEOUT_S, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
         """Overrides uvicorn's, which calls it for bytes that are no HTTP."""
@@ -71,6 +85,11 @@ class _Connection(H11Protocol):  # type: ignore[misc, unused-ignore]
         if self._head is not None:
             self._head.cancel()
             self._head = None
+
+    def _stop_rest(self) -> None:
+        if self._rest is not None:
+            self._rest.cancel()
+            self._rest = None
 
     def _head_is_late(self) -> None:
         self._head = None
@@ -94,6 +113,20 @@ class _Connection(H11Protocol):  # type: ignore[misc, unused-ignore]
         with contextlib.suppress(h11.LocalProtocolError):
             self.transport.write(b"".join(self.conn.send(part) or b"" for part in parts))
         self.transport.close()
+
+
+def _full(connections: Collection[_Connection], client: tuple[str, int] | None) -> str:
+    """Why there is no room for one more of ``connections``; empty when there is."""
+    open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = open_files - min(RESERVED_FILES, open_files // 2) if open_files >= 0 else MAX_CONNECTIONS
+    most = min(MAX_CONNECTIONS, room)
+    if len(connections) > most:
+        return f"{most} connections are open"
+    of_address = max(most // 2, MIN_OF_ADDRESS)
+    if client is None or len(connections) <= of_address:
+        return ""
+    own = sum(other.client is not None and other.client[0] == client[0] for other in connections)
+    return f"{of_address} connections of your address are open" if own > of_address else ""
 
 
 class _Embedded(uvicorn.Server):  # type: ignore[misc, unused-ignore]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -18,6 +18,7 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster.frontdoor.held_bodies import HeldBody
 from cluster.frontdoor.http_errors import HttpProblem
 
 REQUEST_ID = "x-request-id"
@@ -25,24 +26,33 @@ IGNORED = "x-paceline-ignored"
 EXPOSED = (REQUEST_ID, IGNORED, "retry-after")  # headers of answers that scripts of other origins may read
 _ID = re.compile(r"[A-Za-z0-9._:=/+@-]{1,128}")  # no '#', which numbers the choices of a request
 _STATE = "paceline"  # key of what the surface keeps in a scope
+_BODY = "body"
 
 
 def request_id(scope: Mapping[str, Any], prefix: str) -> str:
     """The id of a request: the client's own, or one that begins with ``prefix``. The answer's header has it."""
-    state: dict[str, str] = scope[_STATE]
-    return state.setdefault(REQUEST_ID, f"{prefix}-{uuid.uuid4().hex}")
+    state: dict[str, Any] = scope[_STATE]
+    return str(state.setdefault(REQUEST_ID, f"{prefix}-{uuid.uuid4().hex}"))
+
+
+def hold_body(scope: Mapping[str, Any], body: HeldBody) -> None:
+    """Have the body's bytes counted until the answer begins."""
+    scope[_STATE][_BODY] = body
 
 
 class SurfaceApp(FastAPI):
-    """An application behind the surface. ``origins``: those that browsers may ask from; ``*`` is any."""
+    """An application behind the surface. ``origins``: those that browsers may ask from; ``*`` is any. ``around``: what
+    is put around the application within the surface."""
 
-    def __init__(self, *, origins: tuple[str, ...] = (), **settings: Any) -> None:
-        self._origins = origins
+    def __init__(
+        self, *, origins: tuple[str, ...] = (), around: Callable[[ASGIApp], ASGIApp] = lambda app: app, **settings: Any
+    ) -> None:
+        self._origins, self._around = origins, around
         super().__init__(**settings)
 
     def build_middleware_stack(self) -> ASGIApp:
         """Overrides Starlette's, whose own handlers of errors would be outside of what is added to it."""
-        app = super().build_middleware_stack()
+        app = self._around(super().build_middleware_stack())
         if self._origins:
             methods = ("GET", "HEAD", "POST", "DELETE")
             app = _Cors(app, self._origins, methods, allow_headers=("*",), expose_headers=EXPOSED)
@@ -57,7 +67,7 @@ class _Surface:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         given = Headers(scope=scope).get(REQUEST_ID, "")
-        state = {REQUEST_ID: given} if _ID.fullmatch(given) else {}
+        state: dict[str, Any] = {REQUEST_ID: given} if _ID.fullmatch(given) else {}
         path, head = scope["path"], scope["method"] == "HEAD"
         inner = {**scope, _STATE: state}
         if len(path) > 1 and path.endswith("/"):
@@ -67,6 +77,7 @@ class _Surface:
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
+                _release(state)
                 said = Headers(raw=message["headers"]).get(REQUEST_ID) or f"req-{uuid.uuid4().hex}"
                 name = state.setdefault(REQUEST_ID, said)
                 others = [header for header in message["headers"] if header[0] != REQUEST_ID.encode()]
@@ -75,7 +86,16 @@ class _Surface:
                 message = {**message, "body": b""}
             await send(message)
 
-        return await self._app(inner, receive, named)
+        try:
+            return await self._app(inner, receive, named)
+        finally:
+            _release(state)
+
+
+def _release(state: dict[str, Any]) -> None:
+    held = state.pop(_BODY, None)
+    if held is not None:
+        held.release()
 
 
 class _Cors(CORSMiddleware):

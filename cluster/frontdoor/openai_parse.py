@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cluster.access.caller import with_salt
 from cluster.contract.generation import Chat, ChatMessage, GenerationRequest, Prompt
 from cluster.frontdoor.json_models import ignored_fields, read
 from cluster.frontdoor.openai_formats import grammar_of
@@ -118,6 +119,7 @@ def _parse(
     if asked.best_of not in (None, n):
         raise InvalidRequest("best_of", f"is not supported unless it equals n, which is {n}")
     format_name, grammar = grammar_of(asked)
+    tenant, salt = with_salt(asked.cache_salt or "")
     generation = GenerationRequest(
         prompt=prompt,
         sampling=replace(_sampling(asked, top_logprobs), grammar=grammar, prompt_logprobs=max(of_prompt, default=None)),
@@ -125,7 +127,8 @@ def _parse(
         speculation=speculation_of(asked.speculation or Speculation()),
         model=asked.model or "",
         request_id=request_id,
-        tenant=asked.cache_salt or "",
+        tenant=tenant,
+        cache_salt=salt,
         priority=asked.priority or 0,
     )
     return ApiRequest(

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from cluster.access.caller import with_salt
 from cluster.contract.generation import (
     MAX_NAME_CHARS,
     MAX_PRIORITY,
@@ -83,6 +84,7 @@ def generation(
     own: OwnFields, chat: Chat, sampling: SamplingParams, max_tokens: int | None, request_id: str
 ) -> GenerationRequest:
     """What the router is asked."""
+    tenant, salt = with_salt(own.cache_salt or "")
     return GenerationRequest(
         prompt=chat,
         sampling=sampling,
@@ -90,7 +92,8 @@ def generation(
         speculation=speculation_of(own.speculation or Speculation()),
         model=own.model or "",
         request_id=request_id,
-        tenant=own.cache_salt or "",
+        tenant=tenant,
+        cache_salt=salt,
         priority=own.priority or 0,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,8 +14,10 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from cluster.access.access import Access, Need
 from cluster.contract import public_wire
 from cluster.contract.plan import Plan
+from cluster.frontdoor.gate import Gate, Kind, Rules
 from cluster.routing.resume import UnknownGeneration
 from cluster.routing.router import Router
 from paceline import answer_wire
@@ -28,9 +30,13 @@ from paceline.wire import trace_to_proto
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 HEALTHY = ("", SERVICE)  # what health is told of; empty: of the server
 MAX_REQUEST_BYTES = 4 * 1024 * 1024
+MAX_FIELDS = 65_536  # of a request above 64 KiB: more keep the event loop busy while they are parsed
 WRITE_TIMEOUT_S = 60.0  # for one chunk: a client that reads nothing for longer loses its request
 GENERATION_ID_BYTES = 16
-EXTRA_RPCS = 256  # beyond the requests that the router admits: refusals, tokenizing, health
+EXTRA_RPCS = 256  # beyond the requests that the router admits: refusals, tokenizing, traces
+MAX_CHECKS = 256  # of health at once
+MAX_WATCHES, MAX_WATCHES_OF_PEER = 1024, 64  # of health
+MAX_REFLECTIONS, MAX_REFLECTIONS_OF_PEER = 64, 8  # streams that read the schema
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -124,16 +130,39 @@ class GrpcServer:
         await end_server(self.server, lambda: self.router.inflight, grace_s)
 
 
-async def serve_grpc(router: Router, address: str, *, tls: TlsFolder | None = None) -> GrpcServer:
-    """Serve at ``host:port``; port 0 takes a free one. tls: has the public certificate; None: in the clear. Raises
-    ConfigError when the address cannot be had."""
+def rules(max_work: int) -> Rules:
+    """What every RPC of the server needs, and how many there may be at once. max_work: those of the router."""
+    work = Kind(Need.INFER, max_work, max_work)
+    asks = Kind(Need.KEY, max_work, max_work)
+    checks = Kind(Need.OPEN, MAX_CHECKS, MAX_CHECKS)
+    watches = Kind(Need.OPEN, MAX_WATCHES, MAX_WATCHES_OF_PEER)
+    schema = Kind(Need.OPERATOR, MAX_REFLECTIONS, MAX_REFLECTIONS_OF_PEER)
+    kinds = {f"/{SERVICE}/{name}": work for name in ("Generate", "GenerateStream", "Tokenize")}
+    kinds |= {f"/{SERVICE}/{name}": asks for name in ("ModelInfo", "Trace")}  # the router says whose a trace is
+    kinds |= {f"/{health.SERVICE_NAME}/{name}": checks for name in ("Check", "List")}
+    kinds |= {f"/{health.SERVICE_NAME}/Watch": watches}
+    return Rules(kinds | {f"/{reflection.SERVICE_NAME}/ServerReflectionInfo": schema})
+
+
+def operators_gate(methods: Sequence[str], access: Access | None) -> Gate:
+    """Lets operators' keys in alone, or everybody where there are no keys."""
+    kind = Kind(Need.OPERATOR, EXTRA_RPCS, EXTRA_RPCS)
+    return Gate(Rules(dict.fromkeys(methods, kind)), access)
+
+
+async def serve_grpc(
+    router: Router, address: str, access: Access | None = None, *, tls: TlsFolder | None = None
+) -> GrpcServer:
+    """Serve at ``host:port``; port 0 takes a free one. access: who may call; None: everybody. tls: has the public
+    certificate; None: in the clear. Raises ConfigError when the address cannot be had."""
     options = [
         ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.so_reuseport", 0),
     ]
-    server = make_server(options, router.config.max_inflight + router.config.max_queued + EXTRA_RPCS)
+    gate = Gate(rules(router.config.max_inflight + router.config.max_queued + EXTRA_RPCS), access)
+    server = make_server(options, None, [gate], MAX_FIELDS)
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(router), server)
     checks = _Health()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)

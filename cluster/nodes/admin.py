@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import grpc.aio
@@ -15,6 +16,8 @@ from paceline.v1 import admin_pb2, admin_pb2_grpc
 
 MAX_REQUEST_BYTES = 64 * 1024
 MAX_RPCS = 8
+_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
+METHODS = tuple(f"/{_SERVICE.full_name}/{method.name}" for method in _SERVICE.methods)
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
@@ -45,12 +48,18 @@ class AdminServer:
         await self._server.stop(0)
 
 
-async def serve_admin(supervisor: Supervisor, address: str, drain_timeout_s: float, identity: Identity) -> AdminServer:
+async def serve_admin(
+    supervisor: Supervisor,
+    address: str,
+    drain_timeout_s: float,
+    identity: Identity,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> AdminServer:
     """Serve at ``host:port``; port 0 takes a free one. identity: the router's; with TLS, callers need an ``admin``
-    certificate. Raises ConfigError when the address cannot be had."""
+    certificate. interceptors: what asks who calls, after that. Raises ConfigError when the address cannot be had."""
     options = [("grpc.max_receive_message_length", MAX_REQUEST_BYTES), ("grpc.so_reuseport", 0)]
     guard = Guard({"SetRole": "admin"}, "", by_role=identity.tls is not None)  # operators have no token
-    server = make_server(options, MAX_RPCS, [guard])
+    server = make_server(options, MAX_RPCS, [guard, *interceptors])
     admin_pb2_grpc.add_AdminServicer_to_server(AdminService(supervisor, drain_timeout_s), server)
     try:
         port = identity.bind(server, address)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ipaddress
+import logging
+import resource
 import socket
 
 from paceline.config import ServeConfig
 from paceline.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 OPTIONS = ("grpc", "http", "admin")
 BACKLOG = 512
+MAX_OPEN_FILES = 65536
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -18,12 +24,33 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def check_addresses(config: ServeConfig) -> None:
-    """Every address is HOST:PORT; only ``admin`` may be empty. Raises ConfigError."""
+    """Every address is HOST:PORT, and without API keys of this machine alone; only ``admin`` may be empty.
+
+    Raises ConfigError.
+    """
+    reached = []
     for key in OPTIONS:
         address: str = getattr(config, key)
         host, _, port = address.rpartition(":")
         if not (host and port.isdigit()) and (address or key != "admin"):
             raise ConfigError(key, f"{address!r} is not HOST:PORT")
+        if address and not is_loopback(host) and not config.api_keys:
+            if not config.insecure:
+                text = (
+                    f"{address} is reached by other hosts, and everybody there could use it: give api_keys, or insecure"
+                )
+                raise ConfigError(key, text)
+            reached.append(f"{key} {address}")
+    if reached:
+        log.warning("INSECURE: %s let in everybody who reaches them, since there are no api_keys", ", ".join(reached))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this machine alone reaches the host. A name other than localhost may be any address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def check_free(config: ServeConfig) -> None:
@@ -48,3 +75,13 @@ def listen(key: str, host: str, port: int) -> socket.socket:
         return socket.create_server((host.strip("[]"), port), family=family, backlog=BACKLOG)
     except (OSError, OverflowError) as error:
         raise ConfigError(key, f"cannot listen at {host}:{port} (port 0 takes a free one): {error}") from None
+
+
+def raise_open_files() -> int:
+    """Let this process open as many files as it may, at most MAX_OPEN_FILES. Returns how many that is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else soft

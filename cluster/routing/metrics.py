@@ -43,6 +43,15 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     "bypassed": ("Prompts so short that a decode node computed them itself (option bypass_tokens).",),
     "completion_tokens": ("Output tokens sent to clients.",),
     "choices": ("Choices that are complete, by finish_reason: stop, length, abort or tool_calls.", "finish_reason"),
+    "refused_keys": (
+        "Calls refused for their API key, by status: Unauthenticated or PermissionDenied.",
+        "status",
+    ),
+    "refused_quotas": (
+        "Calls refused by a quota of their API key, by limit: requests_per_minute, tokens_per_minute, concurrency, "
+        "tokens_in_flight or budget_tokens.",
+        "limit",
+    ),
     "retries": ("Attempts at a choice that failed and were made again, by class of the error.", "error"),
     "spec_rounds": ("Draft-verify rounds of completed choices, one target forward each.",),
     "spec_draft_tokens": ("Draft tokens that the target verified.",),
@@ -79,6 +88,7 @@ _GAUGES: dict[str, tuple[str, ...]] = {
     "requests_running": ("Requests that run now.",),
     "requests_queued": ("Requests that wait at the router for their turn.",),
     "registry_stale_seconds": ("Seconds since Redis last told the router of its nodes.",),
+    "quotas_alone": ("1 while this router counts quotas for itself, since Redis is away.",),
     "node_breaker": ("Circuit breaker of a node: 0 closed (in use), 0.5 half-open, 1 open (left out).", "node"),
 }
 _NODE_GAUGES: dict[str, tuple[str, str]] = {  # and the field of the node's record
@@ -142,6 +152,18 @@ class Metrics:
     def request_refused(self, status: str) -> None:
         """A request is over and never ran."""
         self._counters["requests"].labels(status).inc()
+
+    def key_refused(self, status: str) -> None:
+        """A call was refused for its API key. status: the error's class."""
+        self._counters["refused_keys"].labels(status).inc()
+
+    def quota_refused(self, limit: str) -> None:
+        """A call was refused by a quota. limit: its name."""
+        self._counters["refused_quotas"].labels(limit).inc()
+
+    def quotas_alone(self, alone: bool) -> None:
+        """Whether this router counts quotas for itself, since Redis is away."""
+        self._gauges["quotas_alone"].set(alone)
 
     def fields_ignored(self, fields: Iterable[str]) -> None:
         """A request has these fields, which are known and not looked at."""

@@ -10,27 +10,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any, Protocol
 
+from cluster.access.caller import Caller, as_asked_by, current
+from cluster.access.quotas import Quotas
 from cluster.contract.generation import GenerationRequest, Prompt, ReceivedChoice
 from cluster.contract.plan import Plan, ServedModel, TokenizerLike, make_plan, tokenize
 from cluster.contract.tools import answer_style, markers
-from cluster.routing.admission import Admission, Place
+from cluster.routing.admission import Admission, Place, TenantBounds
 from cluster.routing.attempt import Attempt, Surroundings
 from cluster.routing.bypass import Bypass
 from cluster.routing.choice import ChoiceRun, Detokenizer
 from cluster.routing.metrics import Metrics
 from cluster.routing.node_calls import NodeCalls, NodeFailure
 from cluster.routing.pairing import Pairing, Tries
+from cluster.routing.reading import Reading
 from cluster.routing.resume import find_admitted, journaled, received_of
-from cluster.routing.traces import collect
+from cluster.routing.traces import Owners, collect, not_kept
 from cluster.state.journal import Journal
 from cluster.state.prefix_index import PrefixIndex
 from cluster.state.registry_types import NodeRecord
 from paceline.config import ServeConfig
-from paceline.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, PacelineError
+from paceline.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, PacelineError
 from paceline.grammar.compile import GrammarCompiler
 from paceline.parsing.parser import make_parser
 from paceline.request import MAX_N
@@ -79,18 +82,24 @@ class Router:
         prefixes: PrefixIndex | None = None,
         grammars: GrammarCompiler | None = None,
         calls: NodeCalls | None = None,
+        quotas: Quotas | None = None,
     ) -> None:  # a parameter for each part that it does not own; those that may be left out have a name
         """model_name: what requests may call the model. bit_exact: what the nodes' probe said. detokenizer: makes one
         per choice from tokenizer, prompt ids and stop strings; the default is paceline.text.tokenizer's. journal: of
         streams that other routers may go on with; started, and closed by its owner. prefixes: what nodes are thought
         to have cached; None: they are chosen by load alone. grammars: checks those of requests; None: nodes do.
-        calls: to the nodes, closed with the router; None: as nobody in particular."""
+        calls: to the nodes, closed with the router; None: as nobody in particular. quotas: what API keys may use,
+        closed by its owner; None: nobody has a key."""
         self.config = config
         self.tokenizer = tokenizer
         style = answer_style(config, tokenizer.template)
         self.served = ServedModel(model_name, max_model_len, vocab_size, config.selectable, config, style)
         self.metrics = metrics if metrics is not None else Metrics()
-        self._admission = Admission(config.max_inflight, config.max_queued, config.queue_timeout_s)
+        self._quotas = Quotas(None, self.metrics) if quotas is None else quotas
+        bounds = TenantBounds(trusted=quotas is not None, share=config.tenant_share if quotas is not None else 1.0)
+        self._admission = Admission(
+            config.max_inflight, config.max_queued, config.queue_timeout_s, bounds=bounds, kv_tokens=self._kv_tokens
+        )
         self._registry = registry
         self._bit_exact = bit_exact
         self._journal = journal
@@ -98,6 +107,7 @@ class Router:
         self._detokenizer = detokenizer if detokenizer is not None else _incremental
         self._calls = calls if calls is not None else NodeCalls()
         self._recorder = Recorder(config.trace_requests)
+        self._owners = Owners(config.trace_requests)
         self._pairing = Pairing(registry.nodes, self._calls, config.page_size, prefixes)
         self.metrics.before_render(lambda: self.metrics.set_breakers(self._pairing.breaker_levels()))
         self.metrics.before_render(lambda: self.metrics.set_queued(self._admission.waiting))
@@ -118,16 +128,18 @@ class Router:
         when there is no room, NodeUnavailable or HandoffFailed when retries did not help, DeadlineExceeded; of a
         request that resumes also UnknownGeneration.
         """
-        started_at = time.monotonic()
-        request = await self._found(request)
-        choices = min(max(request.sampling.n, 1), MAX_N)
-        if MAX_N >= request.sampling.n > self.config.max_inflight:  # it could only run beyond the bound
-            self.metrics.request_refused(InvalidRequest.__name__)
-            raise InvalidRequest("n", f"at most {self.config.max_inflight} sequences run here, got {choices}")
-        place = self._admit(choices, request.tenant)
+        started_at, caller = time.monotonic(), current()
+        place, request = self._admit(request, caller)
         status, over, trace = "cancelled", self.metrics.request_refused, NO_TRACE
+        hold, used = None, 0
         try:
+            if request.resume is not None:
+                request = as_asked_by(caller, await find_admitted(request, self._journal))
+                self._admission.widen(place, self._num_choices(request))
             plan = await make_plan(request, self.served, self.tokenizer, self._grammars)
+            hold = await self._quotas.hold(caller, len(plan.sequences), plan.num_tokens)
+            used = plan.num_prompt_tokens * len(plan.sequences)
+            self._owners.note(plan.request_id, plan.admitted.tenant)
             trace = self._recorder.open(plan.request_id, "request")
             trace.record("planned", started_at, time.monotonic(), prompt_tokens=plan.num_prompt_tokens)
             replayable = self.config.acceptance == "sample"
@@ -140,6 +152,7 @@ class Router:
             with journaled(self._journal, plan, request.generation_id):
                 async with aclosing(self._run(runs, started_at)) as chunks:
                     async for chunk in chunks:
+                        used += len(chunk.token_ids)
                         yield chunk
             status = "ok"
         except Exception as error:
@@ -148,6 +161,7 @@ class Router:
         finally:
             trace.record("request", started_at, time.monotonic(), status=status)
             self._admission.leave(place)
+            self._quotas.release(hold, used)
             over(status)
 
     async def complete(self, request: GenerationRequest) -> Generation:
@@ -156,8 +170,9 @@ class Router:
             return self._collect([chunk async for chunk in chunks])
 
     async def tokenize(self, prompt: Prompt) -> Tokenization:
-        """Token ids of a text or a chat."""
-        return Tokenization(await tokenize(prompt, self.tokenizer, self.served.style), self.served.max_model_len)
+        """Token ids of a text or a chat. Raises InvalidRequest, and Overloaded when there is no room."""
+        with self._a_place():
+            return Tokenization(await tokenize(prompt, self.tokenizer, self.served.style), self.served.max_model_len)
 
     def model_info(self) -> ModelInfo:
         """What is served and how."""
@@ -185,8 +200,14 @@ class Router:
         return self._admission.slots
 
     async def trace(self, request_id: str) -> RequestTrace:
-        """When what happened to one of the latest requests. Raises NotFound."""
-        return await collect(request_id, self._recorder, self._registry.nodes(), self._calls)
+        """When what happened to one of the latest requests. Raises NotFound, also for another tenant's, and Overloaded
+        when there is no room."""
+        caller = current()
+        sees_all = caller is None or "operator" in caller.key.scopes
+        if caller is not None and not sees_all and not self._owners.owns(caller.tenant, request_id):
+            raise not_kept(request_id, self._recorder.num_requests)
+        with self._a_place():
+            return await collect(request_id, self._recorder, self._registry.nodes(), self._calls)
 
     def ready(self) -> bool:
         """Whether a decode node is there to serve."""
@@ -202,13 +223,36 @@ class Router:
 
     # -- insides -----------------------------------------------------------------------------------------------
 
-    def _admit(self, choices: int, tenant: str) -> Place:
-        """Each choice is a sequence on the nodes. Raises Overloaded."""
+    def _admit(self, request: GenerationRequest, caller: Caller | None) -> tuple[Place, GenerationRequest]:
+        """A place, and the request as its caller may ask it. Raises Overloaded, InvalidRequest, PermissionDenied."""
         try:
-            return self._admission.enter(choices, tenant)
-        except Overloaded:
-            self.metrics.request_refused(Overloaded.__name__)
+            request = as_asked_by(caller, request)
+            return self._admission.enter(self._num_choices(request), request.tenant), request
+        except PacelineError as error:
+            self.metrics.request_refused(type(error).__name__)
             raise
+
+    def _num_choices(self, request: GenerationRequest) -> int:
+        """Each choice is a sequence on the nodes. Raises InvalidRequest for more than could run at once."""
+        choices = min(max(request.sampling.n, 1), MAX_N)
+        if MAX_N >= request.sampling.n > self.config.max_inflight:  # it could only run beyond the bound
+            raise InvalidRequest("n", f"at most {self.config.max_inflight} sequences run here, got {choices}")
+        return choices
+
+    def _kv_tokens(self) -> int:
+        """Tokens that the KV caches of the decode nodes hold together."""
+        pages = sum(node.total_pages for node in self._registry.nodes() if node.role == "decode")
+        return pages * self.config.page_size
+
+    @contextmanager
+    def _a_place(self) -> Iterator[None]:
+        """For work that is no request. Raises Overloaded."""
+        caller = current()
+        place = self._admission.enter(1, "" if caller is None else caller.tenant)
+        try:
+            yield
+        finally:
+            self._admission.leave(place)
 
     async def _turn(self, place: Place, plan: Plan) -> None:
         """Wait until the request may run. Raises Overloaded, NodeUnavailable."""
@@ -216,19 +260,10 @@ class Router:
         await self._admission.turn(place, plan.admitted.tenant, plan.admitted.priority, plan.num_tokens)
         self.metrics.request_started(time.monotonic() - since)
 
-    async def _found(self, request: GenerationRequest) -> GenerationRequest:
-        """The request to plan: of a resume, the one that was admitted."""
-        if request.resume is None:
-            return request
-        try:
-            return await find_admitted(request, self._journal)
-        except PacelineError as error:
-            self.metrics.request_refused(type(error).__name__)
-            raise
-
     async def _run(self, runs: list[ChoiceRun], started_at: float) -> AsyncGenerator[Chunk, None]:
         queue: asyncio.Queue[Chunk | Exception] = asyncio.Queue(QUEUE_CHUNKS)
         deadline = started_at + self.config.request_timeout_s
+        reading = Reading(self.config.read_timeout_s, lambda: self._unread(queue, tasks))
         tasks = [
             asyncio.create_task(self._run_choice(run, queue, deadline), name=run.sequence.request_id) for run in runs
         ]
@@ -239,13 +274,23 @@ class Router:
                 item = await queue.get()
                 if isinstance(item, Exception):
                     raise item
-                yield item
+                with reading.of(queue):
+                    yield item
                 left -= item.completion is not None
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._tasks.difference_update(tasks)
+
+    def _unread(self, queue: asyncio.Queue[Chunk | Exception], tasks: list[asyncio.Task[None]]) -> None:
+        """The client does not read: free the nodes, and tell it should it come back."""
+        for task in tasks:
+            task.cancel()
+        while not queue.empty():
+            queue.get_nowait()
+        limit_s = self.config.read_timeout_s
+        queue.put_nowait(DeadlineExceeded(f"the client kept {QUEUE_CHUNKS} chunks waiting for {limit_s:g} s"))
 
     def _choices(
         self, plan: Plan, received: Mapping[int, ReceivedChoice], started_at: float, retell: bool

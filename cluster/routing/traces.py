@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from cluster.contract.generation import check_name
@@ -46,12 +47,33 @@ async def collect(
     parts = [own, *(trace_from_proto(request_id, answer) for answer in answers if answer is not None)]
     events = sorted((event for part in parts for event in part.events), key=lambda event: event.start_s)
     if not events:
-        raise NotFound(_unknown(request_id, recorder.num_requests, silent))
+        raise not_kept(request_id, recorder.num_requests, silent)
     return RequestTrace(request_id, tuple(events), silent, sum(part.dropped for part in parts))
 
 
-def _unknown(request_id: str, kept: int, silent: tuple[str, ...]) -> str:
+def not_kept(request_id: str, kept: int, silent: tuple[str, ...] = ()) -> NotFound:
+    """Nobody has a trace of it for who asks."""
     if not kept:
-        return f"no trace of {request_id!r}: the deployment keeps none (trace_requests is 0)"
+        return NotFound(f"no trace of {request_id!r}: the deployment keeps none (trace_requests is 0)")
     also = f"; {', '.join(silent)} did not answer" if silent else ""
-    return f"no trace of {request_id!r}: the router and each node keep those of their latest {kept} requests{also}"
+    text = f"no trace of {request_id!r}: the router and each node keep those of their latest {kept} requests{also}"
+    return NotFound(text)
+
+
+class Owners:
+    """Whose the latest requests are. An id that two tenants took is nobody's: its trace is of both."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._tenants: OrderedDict[str, str | None] = OrderedDict()  # by request id; None: of several tenants
+
+    def note(self, request_id: str, tenant: str) -> None:
+        """A request of ``tenant`` runs."""
+        before = self._tenants.pop(request_id, tenant)
+        self._tenants[request_id] = tenant if before == tenant else None
+        while len(self._tenants) > self._most:
+            self._tenants.popitem(last=False)
+
+    def owns(self, tenant: str, request_id: str) -> bool:
+        """Whether the trace is of this tenant's requests alone."""
+        return self._tenants.get(request_id) == tenant

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 import grpc.aio
 
 from paceline.client import convert
-from paceline.client.channel import DEFAULT_TIMEOUT_S, Tls, open_aio_channel
+from paceline.client.channel import DEFAULT_TIMEOUT_S, Tls, key_metadata, open_aio_channel
 from paceline.client.chats import ChatOptions, Messages
 from paceline.client.convert import GenerateOptions, Prompt
 from paceline.client.failover import DEFAULT_RETRIES, Patience, Routers
@@ -32,7 +32,7 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
 
     def _open(self, request: inference_pb2.GenerateRequest) -> None:
         self._router, stub = self._routers.current
-        self._call = stub.GenerateStream(request, timeout=self._patience.left_s)
+        self._call = stub.GenerateStream(request, timeout=self._patience.left_s, metadata=self._routers.metadata)
 
     async def __anext__(self) -> Chunk:
         while True:
@@ -96,6 +96,7 @@ class AsyncClient:
         retries: int = DEFAULT_RETRIES,
         tls: Tls = False,
         options: Sequence[tuple[str, Any]] = (),
+        api_key: str | None = None,
     ) -> None:
         """Nothing is connected before the first call.
 
@@ -105,12 +106,14 @@ class AsyncClient:
         tls: True checks the router's certificate with the system's roots, a path with the CA in that file. gRPC's own
         channel credentials are taken too, e.g. with a client certificate. OSError when the file cannot be read.
         options: gRPC channel options, over the SDK's own.
+        api_key: sent with every call; without it that of the environment's PACELINE_API_KEY, if there is one.
         """
-        self._timeout, self._retries = timeout, retries
+        self._timeout, self._retries, metadata = timeout, retries, key_metadata(api_key)
         self._routers: Routers[grpc.aio.Channel] = Routers(
             address,
             lambda at: open_aio_channel(at, tls, options),
             inference_pb2_grpc.InferenceStub,
+            metadata,
         )
 
     async def generate(
@@ -215,7 +218,7 @@ class AsyncClient:
         while True:
             router, stub = self._routers.current
             try:
-                return await getattr(stub, method)(request, timeout=patience.left_s)
+                return await getattr(stub, method)(request, timeout=patience.left_s, metadata=self._routers.metadata)
             except grpc.aio.AioRpcError as error:
                 try:
                     patience.pause_s(error, started=False)

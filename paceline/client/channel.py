@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
@@ -50,3 +51,17 @@ def open_aio_channel(address: str, tls: Tls, options: Sequence[tuple[str, Any]])
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=all_options)
     return grpc.aio.secure_channel(address, credentials, options=all_options)
+
+
+KEY_VARIABLE = "PACELINE_API_KEY"
+
+
+def key_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    """What every call sends; None takes the key in PACELINE_API_KEY, and no key where there is none. ValueError for a
+    text that no header can hold; it does not repeat the text."""
+    key = os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key
+    if not key:
+        return ()
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise ValueError("api_key: must be printable ASCII without spaces")
+    return (("authorization", f"Bearer {key}"),)

@@ -24,12 +24,18 @@ C = TypeVar("C")
 class Routers(Generic[C]):
     """A channel and a stub for each address. The one in use stays so, for every call, until it fails one."""
 
-    def __init__(self, addresses: str | Sequence[str], connect: Callable[[str], C], stub: Callable[[C], Any]) -> None:
-        """ValueError when there is no address."""
+    def __init__(
+        self,
+        addresses: str | Sequence[str],
+        connect: Callable[[str], C],
+        stub: Callable[[C], Any],
+        metadata: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        """metadata: sent with every call. ValueError when there is no address."""
         listed = (addresses,) if isinstance(addresses, str) else tuple(addresses)
         if not listed:
             raise ValueError("at least one address is needed")
-        self.addresses = listed
+        self.addresses, self.metadata = listed, metadata
         self.channels = [connect(address) for address in listed]
         self._stubs = [stub(channel) for channel in self.channels]
         self._current = 0

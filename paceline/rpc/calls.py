@@ -63,13 +63,13 @@ def make_server(
     options: Seq[tuple[str, Any]],
     max_concurrent_rpcs: int | None,
     interceptors: Seq[grpc.aio.ServerInterceptor] = (),
+    max_fields: int | None = None,
 ) -> grpc.aio.Server:
     """A server that refuses what is no message of its RPC, and logs no caller that left. max_concurrent_rpcs: None
-    where one of ``interceptors`` bounds them."""
+    where one of ``interceptors`` bounds them. max_fields: of a large request; None: any number."""
     logging.getLogger(cygrpc.__name__).addFilter(_CALLERS_THAT_LEFT)
-    return grpc.aio.server(
-        interceptors=[*interceptors, RefuseMalformed()], options=options, maximum_concurrent_rpcs=max_concurrent_rpcs
-    )
+    asked = [*interceptors, RefuseMalformed(max_fields)]
+    return grpc.aio.server(interceptors=asked, options=options, maximum_concurrent_rpcs=max_concurrent_rpcs)
 
 
 def _insecurely(server: grpc.aio.Server, address: str) -> int:

@@ -4,7 +4,7 @@ would answer UNKNOWN, as for a bug of the server."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +16,23 @@ from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from paceline.errors import InvalidRequest
+from paceline.rpc.parts import too_many_fields
 from paceline.rpc.wire_errors import metadata_for, status_for
 
 LENGTH_DELIMITED = 2
+MAX_SEARCHED_BYTES = 64 * 1024  # of a message: the search is done in Python, on the event loop
+MAX_SEARCHED_FIELDS = 4096
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RefuseMalformed(grpc.aio.ServerInterceptor):
     """Answers a request that cannot be parsed with INVALID_ARGUMENT, on every RPC of the server."""
+
+    def __init__(self, max_fields: int | None = None) -> None:
+        """max_fields: a request above MAX_SEARCHED_BYTES with more is refused too; None: they are not counted."""
+        self._max_fields = max_fields
+        self._made: dict[str, tuple[Any, Any]] = {}  # by method: what is registered, and what stands for it
 
     async def intercept_service(
         self,
@@ -33,7 +41,13 @@ class RefuseMalformed(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """See grpc.aio.ServerInterceptor."""
         handler = await continuation(handler_call_details)
-        return None if handler is None else _refusing(handler)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        made = self._made.get(method)
+        if made is None or made[0] is not handler:  # it is made once: each call would pay for it
+            made = self._made[method] = handler, _refusing(handler, self._max_fields)
+        return made[1]
 
 
 @dataclass(frozen=True)
@@ -45,23 +59,27 @@ class _Malformed:
 
 def malformed(descriptor: Descriptor, data: bytes, error: DecodeError) -> InvalidRequest:
     """The error for ``data``, which failed to parse as ``descriptor`` with ``error``; it names the field if it can."""
-    if field := _field_not_utf8(descriptor, data):
+    left = iter(range(MAX_SEARCHED_FIELDS))
+    if len(data) <= MAX_SEARCHED_BYTES and (field := _field_not_utf8(descriptor, data, left)):
         return InvalidRequest(field, "is not valid UTF-8")
     return InvalidRequest("request", f"is not a {descriptor.full_name}: {str(error).rpartition(': ')[2]}")
 
 
-def _field_not_utf8(descriptor: Descriptor, data: bytes) -> str:
-    """The path of the first string that is not UTF-8. Empty when there is none, and when the bytes are no message."""
+def _field_not_utf8(descriptor: Descriptor, data: bytes, left: Iterator[int]) -> str:
+    """The path of the first string that is not UTF-8. Empty when there is none, when the bytes are no message, and when
+    there are more fields than ``left`` has items."""
     try:
         fields: Any = UnknownFieldSet(Empty.FromString(data))
     except DecodeError:
         return ""
     for item in fields:
+        if next(left, None) is None:
+            return ""
         field = descriptor.fields_by_number.get(item.field_number)
         if field is None or item.wire_type != LENGTH_DELIMITED:
             continue
         if field.message_type is not None:
-            if inner := _field_not_utf8(field.message_type, item.data):
+            if inner := _field_not_utf8(field.message_type, item.data, left):
                 return f"{field.name}.{inner}"
         elif field.type == FieldDescriptor.TYPE_STRING and not _is_utf8(item.data):
             return str(field.name)
@@ -76,12 +94,15 @@ def _is_utf8(data: bytes) -> bool:
     return True
 
 
-def _refusing(handler: Any) -> Any:
+def _refusing(handler: Any, max_fields: int | None) -> Any:
     """A handler that refuses what ``handler`` cannot deserialize, and otherwise does the same."""
     deserialize = handler.request_deserializer
     descriptor = deserialize.__self__.DESCRIPTOR  # generated code passes the message class's FromString
 
     def read(data: bytes) -> Any:
+        counted = max_fields is not None and len(data) > MAX_SEARCHED_BYTES
+        if counted and too_many_fields(descriptor, data, max_fields or 0):
+            return _Malformed(InvalidRequest("request", f"has more than {max_fields} fields and messages"))
         try:
             return deserialize(data)
         except DecodeError as error:

@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.frontdoor.http import create_app, serve_http
+from cluster.access.access import Access
+from cluster.frontdoor.http import HttpOptions, create_app, serve_http
 from cluster.state.registry_types import NodeRecord
 from paceline.config import NodeConfig, ServeConfig
 from paceline.text.tokenizer import Tokenizer
@@ -43,16 +44,18 @@ class Served:
 
 
 @asynccontextmanager
-async def served(folder: Path, drafter: str = "ngram") -> AsyncIterator[Served]:
-    """folder: for the tokenizer's files. At the end every page must be free."""
+async def served(folder: Path, drafter: str = "ngram", access: Access | None = None) -> AsyncIterator[Served]:
+    """folder: for the tokenizer's files. access: who may ask. At the end every page must be free."""
     options = {"drafter": drafter, "num_draft_tokens": 3}
     config = NodeConfig.model_validate({"model": MODEL, "dtype": "fp32", "kv_cache_tokens": 4096} | options)
     runners = [tiny_runner("fp32", 0, CHAT_VOCAB, **options) for _ in range(2)]
     tokenizer = Tokenizer.from_folder(write_chat_tokenizer(folder))
     async with pair(config, *runners) as nodes:
         serve = ServeConfig(model=MODEL, drafter=drafter)
-        router = StallingRouter(_Registry(nodes), tokenizer, serve, MODEL, CONTEXT, CHAT_VOCAB)
-        http = await serve_http(create_app(router, router.metrics), "127.0.0.1", 0)
+        quotas = None if access is None else access.quotas
+        router = StallingRouter(_Registry(nodes), tokenizer, serve, MODEL, CONTEXT, CHAT_VOCAB, quotas=quotas)
+        app = create_app(router, router.metrics, HttpOptions(access=access))
+        http = await serve_http(app, "127.0.0.1", 0)
         try:
             yield Served(f"http://127.0.0.1:{http.port}", router, nodes)
         finally:

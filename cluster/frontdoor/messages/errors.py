@@ -9,6 +9,8 @@ PATH = "/v1/messages"
 # The kinds of error by status; a status that is not here is an api_error.
 KINDS = {
     400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     408: "timeout_error",

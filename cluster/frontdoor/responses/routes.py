@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from cluster.access.caller import owner
 from cluster.frontdoor.http_errors import dumps, problem_for
 from cluster.frontdoor.http_exchange import JSON, ClientGone, Sender, read_body, while_connected
 from cluster.frontdoor.intake import counted
@@ -66,18 +67,18 @@ def add_responses(app: FastAPI, router: Serving, metrics: Metrics) -> None:
     @app.get(f"{PATH}/{{response_id}}", **_RESPONSE)
     async def response(request: Request, response_id: str) -> Response:
         """Tell an answer that is being made, or that is kept. `cache_salt` in the query names its tenant."""
-        tenant = _query(request)["cache_salt"]
+        tenant = owner(_query(request)["cache_salt"])
         return _json(responses.show(tenant, response_id))
 
     @app.post(f"{PATH}/{{response_id}}/cancel", **_RESPONSE)
     async def cancel_response(request: Request, response_id: str) -> Response:
         """End an answer that is being made; its nodes are freed. `cache_salt` in the query names its tenant."""
-        return _json(responses.cancel(_query(request)["cache_salt"], response_id))
+        return _json(responses.cancel(owner(_query(request)["cache_salt"]), response_id))
 
     @app.delete(f"{PATH}/{{response_id}}", **_DELETED_RESPONSE)
     async def delete_response(request: Request, response_id: str) -> Response:
         """Keep an answer no more. `cache_salt` in the query names its tenant."""
-        responses.delete(_query(request)["cache_salt"], response_id)
+        responses.delete(owner(_query(request)["cache_salt"]), response_id)
         return _json(DeletedResponse(id=response_id, object="response", deleted=True))
 
     @app.get(f"{PATH}/{{response_id}}/input_items", **_INPUT_ITEMS)
@@ -85,7 +86,7 @@ def add_responses(app: FastAPI, router: Serving, metrics: Metrics) -> None:
         """List the items of an answer's own input. The query may have `order` (desc, the default, or asc), `limit`
         (at most 100, 20 by default), `after` (an item's id) and `cache_salt`, which names the tenant."""
         query = _query(request, "order", "limit", "after")
-        items = list(responses.input_items(query["cache_salt"], response_id))
+        items = list(responses.input_items(owner(query["cache_salt"]), response_id))
         return _json(_page(items, query["order"], query["limit"], query["after"]))
 
 

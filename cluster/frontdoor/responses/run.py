@@ -88,8 +88,8 @@ class Run:
 
     async def _thought(self) -> int:
         """Tokens of what the model thought."""
-        thought = self.answer.reasoning
-        return len((await self._router.tokenize(thought)).token_ids) if thought else 0
+        thought = self.answer.reasoning  # not through the router's admission: the answer is made already
+        return len(await asyncio.to_thread(self._router.tokenizer.encode, thought)) if thought else 0
 
     def _on_plan(self, plan: Plan) -> None:
         self.planned.set()

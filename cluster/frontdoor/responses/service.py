@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+from cluster.access.caller import owner
 from cluster.contract.generation import ChatMessage
 from cluster.frontdoor.http_errors import HttpProblem, problem_for
 from cluster.frontdoor.intake import check_model
@@ -88,7 +89,7 @@ class Responses:
 
     def _before(self, asked: ResponseRequest) -> tuple[ChatMessage, ...]:
         """The conversation that goes on. Raises HttpProblem when there is none of that id, or its end is not known."""
-        tenant, previous = asked.cache_salt or "", asked.previous_response_id
+        tenant, previous = owner(asked.cache_salt or ""), asked.previous_response_id
         if previous is None:
             return ()
         kept = self._store.find(tenant, previous)

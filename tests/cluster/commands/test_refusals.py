@@ -49,7 +49,7 @@ def test_an_address_that_is_none_is_named(option: str, address: str) -> None:
 
 def test_addresses_that_are_right() -> None:
     check_addresses(ServeConfig())
-    check_addresses(ServeConfig(grpc="0.0.0.0:0", http="[::1]:8000", admin="localhost:50052"))
+    check_addresses(ServeConfig(grpc="127.0.0.1:0", http="[::1]:8000", admin="localhost:50052"))
 
 
 @pytest.mark.parametrize("option", ["grpc", "http", "admin"])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
-from cluster.routing.admission import RETRY_AFTER_S, Admission, Place
+from cluster.routing.admission import RETRY_AFTER_S, Admission, Place, TenantBounds
 from cluster.routing.fair_queue import QUANTUM_TOKENS
 from paceline.errors import NodeUnavailable, Overloaded
 
@@ -135,3 +136,64 @@ async def test_retry_after_follows_the_drain_rate() -> None:
         with pytest.raises(NodeUnavailable):
             await task
     assert one.running
+
+
+async def test_invented_tenants_empty_no_queue() -> None:
+    """16 requests wait, and 100 with a tenant each come. Mutant: every name counts for as much as one from a key."""
+    admission = Admission(1, 32, 60.0)
+    (one,) = await running(admission, 1)
+    honest = [waits(admission, "honest") for _ in range(16)]
+    invented = []
+    for i in range(100):
+        with suppress(Overloaded):
+            invented.append(waits(admission, f"invented-{i}"))
+        await asyncio.sleep(0)
+    assert len(invented) == 16
+    assert not any(task.done() for _, task in honest)
+    admission.leave(one)
+    for place, task in (*honest, *invented):
+        task.cancel()
+        admission.leave(place)
+
+
+async def test_a_tenant_has_no_more_than_its_share_while_others_ask() -> None:
+    """The share is of sequences and of KV tokens. Alone it has all, and one request always runs. Mutants: either bound;
+    the share of a tenant that is alone."""
+    clock = Clock()
+    admission = Admission(8, 50, 60.0, clock, TenantBounds(trusted=True, share=0.5), lambda: 1000)
+    taken: list[Place] = []
+
+    async def started(tenant: str, tokens: int, slots: int = 1) -> bool:
+        place, task = waits(admission, tenant, slots=slots, tokens=tokens)
+        await asyncio.sleep(0)
+        taken.append(place)
+        if not place.running:
+            task.cancel()
+        return place.running
+
+    assert [await started("a", 300) for _ in range(3)] == [True] * 3  # nobody else asks
+    assert await started("b", 600)  # above the share, and the only one of its tenant
+    assert not await started("b", 10)
+    assert not await started("a", 10)
+    assert await started("c", 10, slots=3)
+    assert not await started("c", 10, slots=2)
+    while taken:
+        admission.leave(taken.pop())
+    clock.now += 61
+    assert [await started("a", 300) for _ in range(3)] == [True] * 3
+    while taken:
+        admission.leave(taken.pop())
+    assert admission.slots == admission.waiting == admission.running_slots == 0
+
+
+async def test_who_is_kept_back_runs_when_its_own_ends() -> None:
+    admission = Admission(4, 50, 60.0, Clock(), TenantBounds(trusted=True, share=0.5))
+    other, other_task = waits(admission, "b")
+    first = [waits(admission, "a", slots=2) for _ in range(2)]
+    late, late_task = waits(admission, "b")
+    await asyncio.gather(other_task, first[0][1], late_task)
+    assert not first[1][0].running
+    admission.leave(first[0][0])
+    await first[1][1]
+    for place in (first[1][0], other, late):
+        admission.leave(place)

@@ -28,10 +28,11 @@ prefill_nodes: 2
 decode_nodes: 2
 kv_cache_tokens: 65536
 http: 0.0.0.0:8000
+api_keys: keys.yaml
 ```
 
-Two further variables are no options. `PACELINE_HOME` is the folder that holds models and compiled CPU kernels,
-`~/.cache/paceline` unless given. `PACELINE_KERNELS` chooses kernels for tests; CONTRIBUTING.md describes it.
+Three further variables are no options. `PACELINE_API_KEY` is the key that clients send. `PACELINE_HOME` is the folder
+that holds models and compiled CPU kernels, `~/.cache/paceline` unless given. `PACELINE_KERNELS` chooses kernels for tests; CONTRIBUTING.md describes it.
 """
 
 

@@ -30,8 +30,8 @@ PAGE = """\
 
 The package is `paceline.v1`; its files are in `proto/`. The router serves `Inference` at the address of the option
 `--grpc`, with gRPC's health checks and reflection beside it. `Admin` has an address of its own, that of `--admin`.
-With `--tls-dir` they take TLS alone ([how](../guides/security.md#tls)). The [Python SDK](python.md) is a client of
-`Inference`.
+A deployment with [API keys](../guides/security.md) wants one in the metadata `authorization`, and with `--tls-dir` it
+takes TLS alone ([how](../guides/security.md#tls)). The [Python SDK](python.md) is a client of `Inference`.
 
 Errors are gRPC's statuses; [Errors](python.md#errors) lists them with the exceptions that the SDK raises. A call may
 carry a deadline, and a call that is cancelled ends its generation.

@@ -22,7 +22,8 @@ PAGE = """\
 The HTTP address is that of the option `--http`. Requests and answers are those of OpenAI's completions and chat
 completions, so OpenAI's own clients work with `base_url="http://HOST:PORT/v1"`. Sampling fields that OpenAI does not
 have are those of vLLM and SGLang. [Responses and Messages](../guides/other_apis.md) has OpenAI's Responses API and
-Anthropic's Messages API. There is no authentication: put a proxy in front where one is needed.
+Anthropic's Messages API. A deployment with [API keys](../guides/security.md) wants one as
+`authorization: Bearer KEY`.
 
 A body is JSON of at most {mib} MiB, with the content type `application/json`, and arrives within {body_s:g} s. A field
 that is null counts as absent, and a whole number is an integer however it is written (`16.0`).

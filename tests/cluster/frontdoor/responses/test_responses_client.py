@@ -124,7 +124,6 @@ async def test_thought_text_and_calls(client: openai.AsyncOpenAI, router: ChunkR
     ]
     assert answer.usage is not None
     assert answer.usage.output_tokens_details.reasoning_tokens == len("?Let me see.")  # a start, and the letters
-    assert router.tokenized == ["Let me see."]
     parameters = '{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}'
     assert asked_chat(router).tools == (Tool("weather", "Of a city.", parameters, True),)
 

@@ -1,0 +1,99 @@
+"""The front door's decision about a call, before anything of its body or message is read."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Protocol
+
+from cluster.access.audit import Audit
+from cluster.access.caller import Caller
+from cluster.access.keys import KeyFile, RefusedKey, Scope
+from cluster.access.quotas import QuotaCounts, Quotas
+from cluster.access.redis_counters import RedisCounters
+from paceline.config import ServeConfig
+from paceline.errors import PermissionDenied, Unauthenticated
+
+HOLD_MARGIN_S = 60.0  # a quota's hold outlives the longest request by so much
+
+
+class Need(Enum):
+    """What a call needs where the deployment has API keys."""
+
+    OPEN = "open"  # nothing
+    KEY = "key"  # any valid key
+    INFER = "infer"  # a key with this scope, for the model that is served
+    METRICS = "metrics"  # a key with this scope
+    OPERATOR = "operator"  # a key with this scope
+
+
+class AccessCounts(QuotaCounts, Protocol):
+    """cluster.routing.metrics.Metrics, as far as access needs it."""
+
+    def key_refused(self, status: str) -> None:
+        """A call was refused for its key. status: the error's class."""
+
+
+class Access:
+    """Who may call. ``start`` follows the file of keys; ``close`` ends that, and the quotas."""
+
+    def __init__(self, keys: KeyFile, quotas: Quotas, model: str, metrics: AccessCounts, audit: Audit) -> None:
+        """model: the name that is served."""
+        self.quotas, self.audit = quotas, audit
+        self._keys, self._model, self._metrics = keys, model, metrics
+
+    async def admit(self, sent: str | None, peer: str, act: str, need: Need) -> Caller | None:
+        """Who calls; None where anybody may. sent: the key, None without one. peer: the address. act: route or RPC.
+
+        Raises Unauthenticated, PermissionDenied, and Overloaded when the key has no more requests.
+        """
+        if need is Need.OPEN:
+            return None
+        key_id = ""
+        try:
+            key = self._keys.find(sent)
+            key_id, caller = key.id, Caller(key, peer)
+            _check(caller, need, self._model)
+        except (Unauthenticated, PermissionDenied) as error:
+            key_id = error.key_id if isinstance(error, RefusedKey) else key_id
+            self.audit.refused(peer, key_id, act, str(error))
+            self._metrics.key_refused("PermissionDenied" if isinstance(error, PermissionDenied) else "Unauthenticated")
+            raise
+        await self.quotas.request(caller)
+        if need is Need.OPERATOR:
+            self.audit.done(peer, key_id, act, "allowed")
+        return caller
+
+    def start(self) -> None:
+        """Follow the file of keys, on the running event loop."""
+        self._keys.start()
+
+    async def close(self) -> None:
+        """Idempotent."""
+        await self._keys.close()
+        await self.quotas.close()
+
+
+def _check(caller: Caller, need: Need, model: str) -> None:
+    scopes: dict[Need, Scope] = {Need.INFER: "infer", Need.METRICS: "metrics", Need.OPERATOR: "operator"}
+    if need in scopes:
+        caller.check_scope(scopes[need])
+    if need is Need.INFER:
+        caller.check_model(model)
+
+
+def open_access(config: ServeConfig, redis_url: str, metrics: AccessCounts) -> Access | None:
+    """What the options ask for; None without ``api_keys``. Raises ConfigError for a file that is wrong."""
+    if not config.api_keys:
+        return None
+    longest_s = config.request_timeout_s + config.queue_timeout_s + HOLD_MARGIN_S
+    shared = RedisCounters(redis_url, longest_s) if redis_url else None
+    return Access(KeyFile(Path(config.api_keys)), Quotas(shared, metrics), config.model, metrics, Audit())
+
+
+def bearer(header: str | bytes | None) -> str | None:
+    """The key in an ``authorization`` header, which is text unless somebody plays tricks."""
+    if isinstance(header, bytes):
+        return None
+    scheme, _, key = (header or "").partition(" ")
+    return key.strip() or None if scheme.lower() == "bearer" else None

@@ -1,0 +1,145 @@
+"""What every RPC of the public server needs, asked before its message is read: a key, a place, and the message in time.
+
+Places are counted by kind, so that watchers of health and readers of the schema take none of those for work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+import grpc
+import grpc.aio
+
+from cluster.access.access import Access, Need, bearer
+from cluster.access.caller import set_current
+from paceline.errors import DeadlineExceeded, NodeUnavailable, Overloaded
+from paceline.rpc.calls import answering_errors
+
+MESSAGE_TIMEOUT_S = 30.0  # for the message of a call, from its headers
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Calls that share places."""
+
+    need: Need
+    most: int  # at once
+    of_peer: int  # of one address at once
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The kind of every RPC by its full name. A name that is none here is refused."""
+
+    kinds: Mapping[str, Kind]
+
+    def of(self, method: str) -> Kind | None:
+        """The kind of ``/package.Service/Method``."""
+        return self.kinds.get(method)
+
+
+class Gate(grpc.aio.ServerInterceptor):
+    """Lets calls in by ``rules``; ``access`` None asks for no keys."""
+
+    def __init__(self, rules: Rules, access: Access | None) -> None:
+        self._rules, self._access = rules, access
+        self._open: Counter[Kind] = Counter()
+        self._of_peer: Counter[tuple[Kind, str]] = Counter()
+        self._made: dict[str, tuple[Any, Any]] = {}  # by method: what is registered, and what stands for it
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """See grpc.aio.ServerInterceptor."""
+        handler: Any = await continuation(handler_call_details)
+        method: Any = handler_call_details.method
+        made = self._made.get(method)
+        if handler is None or (made is not None and made[0] is handler):
+            return None if made is None else made[1]
+        name = method.decode() if isinstance(method, bytes) else method
+        kind = self._rules.of(name)
+        if kind is None:
+            return None
+        made = self._made[method] = handler, self._behind(handler, name, kind)  # once: each call would pay for it
+        return made[1]
+
+    def _behind(self, handler: Any, name: str, kind: Kind) -> Any:
+        """A handler that does the same behind the gate. It takes a stream, since gRPC reads the message of every other
+        one before it asks anybody."""
+        kinds = {True: "stream", False: "unary"}
+        takes, gives = kinds[handler.request_streaming], kinds[handler.response_streaming]
+        behave = getattr(handler, f"{takes}_{gives}")
+
+        async def opened(context: Context) -> None:
+            caller = await self._admit(context, name, kind)
+            if caller is not None:
+                set_current(caller)
+
+        async def asked(requests: AsyncIterator[Any]) -> Any:
+            return requests if handler.request_streaming else await _message(requests)
+
+        async def call(requests: AsyncIterator[Any], context: Context) -> Any:
+            async with answering_errors(context):
+                with self._place(peer_of(context), kind):
+                    await opened(context)
+                    return await behave(await asked(requests), context)
+
+        async def stream(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
+            async with answering_errors(context):
+                with self._place(peer_of(context), kind):
+                    await opened(context)
+                    async for answer in behave(await asked(requests), context):
+                        yield answer
+
+        make: Any = getattr(grpc, f"stream_{gives}_rpc_method_handler")
+        run = stream if inspect.isasyncgenfunction(behave) else call
+        return make(run, handler.request_deserializer, handler.response_serializer)
+
+    async def _admit(self, context: Context, name: str, kind: Kind) -> Any:
+        if self._access is None:
+            return None
+        sent = dict(context.invocation_metadata() or ()).get("authorization")
+        return await self._access.admit(bearer(sent), peer_of(context), name, kind.need)
+
+    @contextmanager
+    def _place(self, peer: str, kind: Kind) -> Iterator[None]:
+        """Raises Overloaded where there is none."""
+        own = (kind, peer)
+        if self._open[kind] >= kind.most or self._of_peer[own] >= kind.of_peer:
+            raise Overloaded(f"{self._open[kind]} calls of this kind are open, {self._of_peer[own]} of your address")
+        self._open[kind] += 1
+        self._of_peer[own] += 1
+        try:
+            yield
+        finally:
+            self._open[kind] -= 1
+            self._of_peer[own] -= 1
+            if not self._of_peer[own]:
+                del self._of_peer[own]
+
+
+async def _message(requests: AsyncIterator[Any]) -> Any:
+    """The one message of a call. Raises DeadlineExceeded, and NodeUnavailable when the client leaves without one."""
+    try:
+        async with asyncio.timeout(MESSAGE_TIMEOUT_S):
+            return await anext(requests)
+    except TimeoutError:
+        raise DeadlineExceeded(f"the message did not arrive within {MESSAGE_TIMEOUT_S:g} s") from None
+    except StopAsyncIteration:
+        raise NodeUnavailable("the call ended without a message") from None
+
+
+def peer_of(context: Context) -> str:
+    """The address of the client, without its port: gRPC writes ``ipv4:1.2.3.4:5`` and ``ipv6:%5B::1%5D:5``."""
+    kind, _, address = unquote(context.peer()).partition(":")
+    return address.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else context.peer()

@@ -1,0 +1,61 @@
+"""Bytes of HTTP bodies that are held before their requests are answered: bounded for all, and for each owner.
+
+A small body is always let in: there are no more of them than connections. So a client with large bodies keeps no other
+one out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from cluster.frontdoor.http_errors import HttpProblem
+
+MAX_HELD_BYTES = 256 * 2**20  # of all bodies above SMALL_BYTES
+OWNER_SHARE = 0.5  # of it, for one tenant, or one address where there are no keys
+SMALL_BYTES = 32 * 1024
+
+
+class HeldBodies:
+    """The books."""
+
+    def __init__(self, most: int = MAX_HELD_BYTES) -> None:
+        self._most = most
+        self._of: Counter[str] = Counter()
+        self.total = 0
+
+    def take(self, owner: str, size: int) -> None:
+        """``size`` bytes more. Raises HttpProblem."""
+        of_owner = self._of[owner] + size
+        if self.total + size > self._most or of_owner > self._most * OWNER_SHARE:
+            headers = {"retry-after": "1"}
+            text = "too many bytes of request bodies are held here"
+            raise HttpProblem(429, text, "rate_limit_error", code="overloaded", headers=headers)
+        self.total += size
+        self._of[owner] = of_owner
+
+    def give(self, owner: str, size: int) -> None:
+        """They are held no more."""
+        self.total -= size
+        self._of[owner] -= size
+        if not self._of[owner]:
+            del self._of[owner]
+
+
+class HeldBody:
+    """One body. ``release`` it."""
+
+    def __init__(self, bodies: HeldBodies, owner: str) -> None:
+        self._bodies, self._owner = bodies, owner
+        self._taken = 0
+
+    def grow(self, size: int) -> None:
+        """It has ``size`` bytes now. Raises HttpProblem."""
+        if size > SMALL_BYTES:
+            self._bodies.take(self._owner, size - self._taken)
+            self._taken = size
+
+    def release(self) -> None:
+        """Idempotent."""
+        if self._taken:
+            self._bodies.give(self._owner, self._taken)
+            self._taken = 0

@@ -1,0 +1,125 @@
+"""Quotas: exact, whole, given back; the counts of this process and those in Redis decide alike."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.access.counters import Ask, LocalCounters
+from cluster.access.keys import Limits
+from cluster.access.quotas import Quotas
+from cluster.access.redis_counters import RedisCounters
+from cluster.routing.metrics import Metrics
+from paceline.errors import InvalidRequest, Overloaded
+from tests.fakes.redis_servers import Embedded
+from tests.support.api_keys import caller
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Embedded]:
+    made = Embedded()
+    yield made
+    made.close()
+
+
+async def test_both_counts_decide_alike(server: Embedded) -> None:
+    """Random takes and gives of keys with every limit. Mutant: any comparison of the script."""
+    rng, said = random.Random(5), set()
+    own, shared = LocalCounters(time.time), RedisCounters(server.url, 600.0, "alike")
+    for name, of_total in (("a", {"tokens_per_minute": 900}), ("b", {"budget_tokens": 900})):
+        limits = Limits(requests_per_minute=40, concurrency=6, tokens_in_flight=250, **of_total)
+        open_: list[Ask] = []
+        for i in range(200):
+            if open_ and rng.random() < 0.4:
+                ask = open_.pop(rng.randrange(len(open_)))
+                for counters in (own, shared) * 2:  # a second time does nothing
+                    await counters.give(name, limits, ask, ask.tokens // 3)
+                continue
+            some = Ask(sequences=rng.randint(1, 3), tokens=rng.randint(1, 150), hold=f"{i}")
+            ask = rng.choice((Ask(requests=1), some))
+            first, second = await own.take(name, limits, ask), await shared.take(name, limits, ask)
+            assert (first and first.limit) == (second and second.limit), i
+            said.add(first.limit if first else "")
+            if first is None and ask.hold:
+                open_.append(ask)
+    await shared.close()
+    assert said == {"", *Limits.model_fields}
+
+
+async def test_four_routers_admit_a_minutes_requests_exactly(server: Embedded) -> None:
+    """Mutant: a read and a write in place of the script."""
+    key = caller("acme", requests_per_minute=20)
+    routers = [Quotas(RedisCounters(server.url, 600.0, "four"), Metrics()) for _ in range(4)]
+
+    async def one(i: int) -> float:
+        try:
+            await routers[i % 4].request(key)
+        except Overloaded as refused:
+            return refused.retry_after_s
+        return 0.0
+
+    waits = await asyncio.gather(*(one(i) for i in range(60)))
+    assert waits.count(0.0) == 20
+    assert all(0 < wait <= 3.0 for wait in waits if wait)
+    for router in routers:
+        await router.close()
+
+
+async def test_sequences_of_a_router_that_died_come_back(server: Embedded) -> None:
+    limits, counters = Limits(concurrency=1), RedisCounters(server.url, 600.0, "dead")
+    counters._ttl_ms = 80
+    assert await counters.take("k", limits, Ask(sequences=1, tokens=5, hold="a")) is None
+    refused = await counters.take("k", limits, Ask(sequences=1, tokens=5, hold="b"))
+    assert refused is not None
+    assert refused.limit == "concurrency"
+    await asyncio.sleep(0.1)
+    assert await counters.take("k", limits, Ask(sequences=1, tokens=5, hold="b")) is None
+    await counters.close()
+
+
+async def test_what_is_not_used_is_given_back_and_what_never_fits_is_named() -> None:
+    quotas = Quotas(None, Metrics())
+    key = caller("acme", tokens_per_minute=100, budget_tokens=130, concurrency=2)
+    hold = await quotas.hold(key, 1, 100)
+    with pytest.raises(Overloaded, match="100 tokens a minute") as caught:
+        await quotas.hold(key, 1, 10)
+    assert caught.value.retry_after_s == pytest.approx(6.0, abs=0.1)
+    quotas.release(hold, 30)
+    await asyncio.sleep(0)
+    second = await quotas.hold(key, 2, 60)
+    with pytest.raises(Overloaded, match="2 sequences at once"):
+        await quotas.hold(key, 1, 1)
+    quotas.release(second, 60)
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="130 tokens in all"):
+        await quotas.hold(key, 1, 41)
+    for n, tokens, field in ((3, 1, "n"), (1, 101, "max_tokens")):
+        with pytest.raises(InvalidRequest, match=f"^{field}: "):
+            await quotas.hold(key, n, tokens)
+    await quotas.close()
+
+
+async def test_without_redis_each_router_counts_for_itself_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    server, metrics, key = Embedded(), Metrics(), caller("acme", requests_per_minute=3)
+    quotas = Quotas(RedisCounters(server.url, 600.0), metrics)
+    for _ in range(3):
+        await quotas.request(key)
+    server.kill()
+    started = time.monotonic()
+    for _ in range(3):
+        await quotas.request(key)
+    assert time.monotonic() - started < 1.0
+    with pytest.raises(Overloaded):
+        await quotas.request(key)
+    assert caplog.text.count("counted by this router alone") == 1
+    assert b"paceline_quotas_alone 1.0" in metrics.render()
+    server.start_again()
+    quotas._away_until = 0.0
+    await quotas.request(key)
+    assert b"paceline_quotas_alone 0.0" in metrics.render()
+    await quotas.close()
+    server.close()

@@ -1,0 +1,80 @@
+"""Tenants of keys on real nodes, and the parts as a deployment puts them together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+
+from cluster.deployment import Deployment, Served
+from cluster.routing.metrics import Metrics
+from cluster.state.prefix_index import PrefixIndex
+from paceline.client import AsyncClient
+from paceline.config import ServeConfig
+from paceline.v1 import admin_pb2, admin_pb2_grpc
+from tests.fakes.redis_servers import Embedded
+from tests.support.api_keys import Keys, write_keys
+from tests.support.scripted_nodes import MAX_MODEL_LEN, VOCAB, ByteTokenizer, FakeRegistry
+from tests.support.tiny_http import MODEL, served
+
+
+async def test_no_tenant_learns_what_another_has_cached(tmp_path: Path) -> None:
+    """The whole prompt is guessed, and so is every word of the other tenant's request. Mutant: a salt of the body's
+    alone."""
+    keys = write_keys(tmp_path / "keys.yaml")
+    prompt = {"prompt": "the quick brown fox jumps over the lazy dog " * 4, "max_tokens": 2, "seed": 1}
+
+    async def cached(client: httpx.AsyncClient, name: str, **more: Any) -> int:
+        answer = await client.post("/v1/completions", json=prompt | more, headers=keys.header(name))
+        assert answer.status_code == 200, answer.text
+        return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    async with served(tmp_path, access=keys.access(MODEL)) as made, httpx.AsyncClient(base_url=made.url) as client:
+        assert await cached(client, "acme") == 0
+        assert await cached(client, "acme") > 0
+        assert await cached(client, "other") == 0
+        assert await cached(client, "slow", cache_salt="acme") == 0
+        assert await cached(client, "acme", cache_salt="mine") == 0
+        assert await cached(client, "acme", cache_salt="mine") > 0
+
+
+class _Supervisor:
+    async def switch(self, node_id: str, role: str, timeout_s: float) -> Any:
+        raise KeyError(node_id)
+
+
+async def test_a_deployment_asks_for_keys_at_all_its_doors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As it opens its front door, without nodes. Mutant: a door that is not given the keys."""
+    keys: Keys = write_keys(tmp_path / "keys.yaml")
+    redis = Embedded()
+    free = dict.fromkeys(("grpc", "http", "admin"), "127.0.0.1:0")
+    options = {"model": "tiny", "drafter": "none", "api_keys": str(keys.path)} | free
+    made: Any = Deployment(ServeConfig.model_validate(options))
+    made.directory, made.served, made.supervisor = FakeRegistry(), Served(MAX_MODEL_LEN, VOCAB, True), _Supervisor()
+    made._registry_url = redis.url
+    try:
+        await made._open_front_door(ByteTokenizer(), Metrics(), None, PrefixIndex(), None)
+        async with httpx.AsyncClient(base_url=f"http://{made.http_address}") as client:
+            for name, status in (("", 401), ("slow", 200), ("slow", 200), ("slow", 429)):
+                assert (await client.get("/v1/models", headers=keys.header(name))).status_code == status
+            assert (await client.get("/metrics")).status_code == 401
+            assert (await client.get("/metrics", headers=keys.header("metrics"))).status_code == 200
+        async with AsyncClient(made.grpc_address, api_key=keys.secrets["acme"]) as sdk:
+            assert (await sdk.model_info()).model == "tiny"
+        async with grpc.aio.insecure_channel(made.admin_address) as channel:
+            stub, request = admin_pb2_grpc.AdminStub(channel), admin_pb2.SetRoleRequest(node_id="n", role="decode")
+            for name, code in (("acme", "PERMISSION_DENIED"), ("operator", "UNKNOWN")):
+                call = stub.SetRole(request, metadata=tuple(keys.header(name).items()))
+                assert (await call.code()).name == code
+    finally:
+        await made.stop(0.0)
+        redis.close()
+    told = [record.getMessage() for record in caplog.records if record.name == "paceline.audit"]
+    assert told[-2:] == [
+        "peer=127.0.0.1 key=acme act='/paceline.v1.Admin/SetRole' "
+        "outcome=\"refused: the API key lacks the scope 'operator'\"",
+        "peer=127.0.0.1 key=operator act='/paceline.v1.Admin/SetRole' outcome='allowed'",
+    ]

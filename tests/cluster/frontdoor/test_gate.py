@@ -1,0 +1,208 @@
+"""Who may use the gRPC surface, and that strangers take nothing from the others: over a real port."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2
+
+from cluster.contract.generation import GenerationRequest
+from cluster.frontdoor import gate
+from cluster.frontdoor.service import MAX_WATCHES_OF_PEER, SERVICE, rules, serve_grpc
+from paceline.client import AsyncClient
+from paceline.errors import DeadlineExceeded, InvalidRequest, NotFound, PermissionDenied, Unauthenticated
+from paceline.request import SamplingParams
+from paceline.v1 import inference_pb2
+from tests.cluster.frontdoor.test_grpc_refusals import GOOD, HEALTH, REFLECTION
+from tests.support.api_keys import Keys, write_keys
+from tests.support.scripted_nodes import Fleet, Script, fleet
+
+INFERENCE = [f"/{SERVICE}/{name}" for name in ("Generate", "GenerateStream", "Tokenize", "ModelInfo", "Trace")]
+WATCH = "/grpc.health.v1.Health/Watch"
+BIG = [("grpc.max_send_message_length", 64 << 20)]
+Code = grpc.StatusCode
+
+
+class Surface:
+    """A router in front of scripted nodes, with keys."""
+
+    def __init__(self, nodes: Fleet, keys: Keys, port: int) -> None:
+        self.nodes, self.keys, self.address = nodes, keys, f"127.0.0.1:{port}"
+
+    def client(self, name: str = "", key: str | None = None) -> AsyncClient:
+        return AsyncClient(self.address, api_key=key or (self.keys.secrets[name] if name else ""))
+
+    def channel(self) -> Any:
+        return grpc.aio.insecure_channel(self.address, options=BIG)
+
+    async def told(self, opened: Any, method: str, name: str, data: bytes = b"") -> Code:
+        """How a call ends; reading stops at the first answer."""
+        call: Any = opened.stream_stream(method)(metadata=tuple(self.keys.header(name).items()))
+        await call.write(data)
+        with suppress(grpc.aio.AioRpcError):
+            if await call.read() is not grpc.aio.EOF:
+                call.cancel()
+                return Code.OK
+        code: Code = await call.code()
+        return code
+
+
+@asynccontextmanager
+async def serving(folder: Path, **options: Any) -> AsyncIterator[Surface]:
+    keys = write_keys(folder / "keys.yaml")
+    access = keys.access("tiny")
+    async with fleet(**options) as nodes:
+        nodes.router._quotas = access.quotas
+        server = await serve_grpc(nodes.router, "127.0.0.1:0", access)
+        try:
+            yield Surface(nodes, keys, server.port)
+        finally:
+            await server.stop(0)
+
+
+def test_every_rpc_has_a_decision() -> None:
+    """Mutant: an RPC that nobody decided on."""
+    methods = {f"/{SERVICE}/{method.name}" for method in inference_pb2.DESCRIPTOR.services_by_name["Inference"].methods}
+    health = {f"/grpc.health.v1.Health/{m.name}" for m in health_pb2.DESCRIPTOR.services_by_name["Health"].methods}
+    kinds = rules(10).kinds
+    assert set(kinds) == methods | health | {REFLECTION}
+    assert {name for name, kind in kinds.items() if kind.need.value == "open"} == health
+
+
+async def test_every_rpc_and_every_kind_of_key(tmp_path: Path) -> None:
+    """The answer comes before a message: where it is a refusal none is sent."""
+    unknown = dict.fromkeys(("", "wrong", "revoked", "expired"), Code.UNAUTHENTICATED)
+    denied = dict.fromkeys(("metrics", "operator", "model"), Code.PERMISSION_DENIED)
+    async with serving(tmp_path) as surface, surface.channel() as opened:
+        for method in (*INFERENCE, REFLECTION):
+            refused = unknown | (denied if method in INFERENCE[:3] else {})
+            if method == REFLECTION:
+                refused = unknown | dict.fromkeys(("acme", "metrics", "model"), Code.PERMISSION_DENIED)
+            for name, code in refused.items():
+                call = opened.stream_stream(method)(metadata=tuple(surface.keys.header(name).items()))
+                async with asyncio.timeout(2):
+                    assert await call.code() is code, (method, name)
+        for method in (HEALTH, WATCH):
+            assert await surface.told(opened, method, "") is Code.OK
+        assert await surface.told(opened, REFLECTION, "operator", b"\x3a\x00") is Code.OK
+        assert await surface.told(opened, INFERENCE[0], "acme", GOOD.SerializeToString()) is Code.OK
+        assert await surface.told(opened, INFERENCE[3], "metrics") is Code.OK
+
+
+async def test_the_sdk_and_what_belongs_to_a_tenant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutants: the trace of anybody; the tenant of the message; a salt that is the tenant's name."""
+    async with serving(tmp_path) as surface:
+        with pytest.raises(Unauthenticated):
+            await surface.client().generate("hello", max_tokens=3)
+        with pytest.raises(PermissionDenied):
+            await surface.client("model").generate("hello", max_tokens=3)
+        monkeypatch.setenv("PACELINE_API_KEY", surface.keys.secrets["acme"])
+        async with AsyncClient(surface.address) as acme, surface.client("other") as other:
+            request_id = (await acme.generate("hello", max_tokens=3)).request_id
+            assert (await acme.trace(request_id)).events
+            with pytest.raises(NotFound) as foreign:
+                await other.trace(request_id)
+            with pytest.raises(NotFound) as unknown:
+                await other.trace("req-none")
+            assert str(foreign.value).replace(request_id, "req-none") == str(unknown.value)
+            assert (await surface.client("operator").trace(request_id)).events
+            await other.generate("hello", max_tokens=3, request_id=request_id)
+            with pytest.raises(NotFound):  # it would be of both
+                await acme.trace(request_id)
+            with pytest.raises(InvalidRequest, match=r"^tenant: "):
+                await acme.generate("hello", max_tokens=3, tenant="other")
+            await acme.generate("hello", max_tokens=3, tenant="acme")
+        salts = [sequence.cache_salt for sequence in surface.nodes.nodes["decode-0"].sequences]
+        assert [salt == salts[0] for salt in salts] == [True, False, True]
+        assert not {"", "acme", "other"} & set(salts)
+
+
+async def test_watchers_take_nothing_from_others(tmp_path: Path) -> None:
+    """Mutant: one bound for all RPCs, which 1,024 watchers reach."""
+    options = {"max_queued": 4, "max_inflight": 4}
+    async with serving(tmp_path, **options) as surface, surface.channel() as opened:
+        watches = [opened.unary_stream(WATCH)(b"") for _ in range(1024)]
+        answers = await asyncio.gather(*(watch.read() for watch in watches), return_exceptions=True)
+        assert sum(isinstance(answer, bytes) for answer in answers) == MAX_WATCHES_OF_PEER
+        errors = [answer for answer in answers if isinstance(answer, grpc.aio.AioRpcError)]
+        assert {error.code() for error in errors} <= {Code.RESOURCE_EXHAUSTED, Code.CANCELLED}  # gRPC's own, rarely
+        async with surface.client("acme") as client:
+            assert len((await client.generate("hello", max_tokens=3)).choices) == 1
+        for watch in watches:
+            watch.cancel()
+        assert await surface.told(opened, HEALTH, "") is Code.OK
+        async with asyncio.timeout(5):  # the places come back
+            while await surface.told(opened, WATCH, "") is not Code.OK:
+                await asyncio.sleep(0.02)
+
+
+async def test_a_call_without_a_message_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "MESSAGE_TIMEOUT_S", 0.1)
+    async with serving(tmp_path) as surface, surface.channel() as opened:
+        call = opened.stream_stream(INFERENCE[1])(metadata=tuple(surface.keys.header("acme").items()))
+        async with asyncio.timeout(5):
+            assert await call.code() is Code.DEADLINE_EXCEEDED
+
+
+async def test_the_largest_message_holds_up_nobody(tmp_path: Path) -> None:
+    """4 MiB of empty messages, the last of which is broken, or not. Mutant: a search through all of them."""
+    empty = inference_pb2.GenerateRequest(chat=inference_pb2.Chat(messages=[inference_pb2.ChatMessage()]))
+    turn = empty.chat.SerializeToString()
+    gaps = [0.0]
+
+    async def beat() -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.001)
+            gaps.append(time.monotonic() - before)
+
+    async with serving(tmp_path) as surface, surface.channel() as opened:
+        beating = asyncio.create_task(beat())
+        generate = opened.unary_unary(INFERENCE[0])
+        for end in (b"", b"\x0a\x03\x0a\x01\xff"):
+            chat = turn * ((4 * 2**20 - 64) // len(turn)) + end
+            length = len(chat)
+            size = b""
+            while length:
+                size += bytes([length & 127 | (128 if length > 127 else 0)])
+                length >>= 7
+            number = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name["chat"].number
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await generate(
+                    bytes([number << 3 | 2]) + size + chat, metadata=tuple(surface.keys.header("acme").items())
+                )
+            assert caught.value.code() is Code.INVALID_ARGUMENT
+        beating.cancel()
+        assert max(gaps) < 0.5, max(gaps)  # 40 ms on a free core; the search took 5.3 s, parsing alone 150 ms
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\r2026 ERROR", "\u2028", "\x1b[2J"])
+async def test_names_that_would_forge_logs(tmp_path: Path, name: str) -> None:
+    async with serving(tmp_path) as surface, surface.client("acme") as client:
+        with pytest.raises(InvalidRequest, match=r"^request_id: .*control"):
+            await client.generate("hello", max_tokens=3, request_id=name)
+        with pytest.raises(InvalidRequest, match=r"^request_id: .*control"):
+            await surface.client("operator").trace(name)
+
+
+async def test_a_client_that_does_not_read_loses_its_request_and_not_the_nodes(tmp_path: Path) -> None:
+    """Mutant: no bound on how long a full queue waits."""
+    async with fleet(read_timeout_s=0.3, max_inflight=1) as nodes:
+        nodes.nodes["decode-0"].script = Script(round_size=1)
+        stream = nodes.router.generate(GenerationRequest("hello", SamplingParams(seed=5, ignore_eos=True), 100))
+        await anext(stream)
+        async with asyncio.timeout(5):
+            while not all(task.done() for task in nodes.router._tasks):
+                await asyncio.sleep(0.02)
+        with pytest.raises(DeadlineExceeded, match="chunks waiting"):
+            async for _ in stream:
+                pass
+        await nodes.idle()
