@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc.aio
 from pydantic import SecretStr
 
+from cluster.access.keys import read_keys
 from cluster.nodes.addresses import host_answers, own_address
 from cluster.nodes.listening import check_addresses, check_free, raise_open_files, split_address
 from cluster.nodes.node_logs import NodeLogs
@@ -94,6 +96,8 @@ class Deployment:
         check_addresses(config)
         self.identity.check()
         await asyncio.to_thread(check_free, config)  # a host name may have to be looked up
+        if config.api_keys:
+            await asyncio.to_thread(read_keys, Path(config.api_keys))  # what is wrong there is said before nodes start
         front_door = asyncio.get_running_loop().run_in_executor(None, _import_front_door)  # while Ray starts
         if config.redis:
             await self._hold(config.redis)  # before anything of another holder's could be touched

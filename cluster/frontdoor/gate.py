@@ -64,14 +64,13 @@ class Gate(grpc.aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         method: Any = handler_call_details.method
         made = self._made.get(method)
-        if handler is None or (made is not None and made[0] is handler):
-            return None if made is None else made[1]
-        name = method.decode() if isinstance(method, bytes) else method
-        kind = self._rules.of(name)
-        if kind is None:
-            return None
-        made = self._made[method] = handler, self._behind(handler, name, kind)  # once: each call would pay for it
-        return made[1]
+        if handler is not None and (made is None or made[0] is not handler):
+            name = method.decode() if isinstance(method, bytes) else method
+            kind = self._rules.of(name)  # a name that is none gets no handler
+            made = handler, None if kind is None else self._behind(handler, name, kind)
+            self._made[method] = made  # once: each call would pay for it
+        answer: grpc.RpcMethodHandler[Any, Any] | None = None if handler is None or made is None else made[1]
+        return answer
 
     def _behind(self, handler: Any, name: str, kind: Kind) -> Any:
         """A handler that does the same behind the gate. It takes a stream, since gRPC reads the message of every other

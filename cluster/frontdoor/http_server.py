@@ -32,6 +32,7 @@ MIN_OF_ADDRESS = 64  # connections that one address may always have; of more, ha
 RESERVED_FILES = 512  # open files that are not for connections: nodes, Redis, models
 KEEP_ALIVE_S = 60
 HEAD_TIMEOUT_S = 60.0  # for the head of a request, from its first byte or from the connection's beginning
+READ_BYTES = 32 * 1024
 REST_TIMEOUT_S = 10.0  # for the rest of a body whose request is answered; it is thrown away
 RETRY_AFTER_S = 1
 
@@ -45,6 +46,8 @@ class _Connection(H11Protocol):  # type: ignore[misc, unused-ignore]
     def connection_made(self, transport: asyncio.Transport) -> None:
         """See asyncio.Protocol."""
         super().connection_made(transport)
+        if hasattr(transport, "max_size"):  # asyncio's own, which reads 256 KiB of each ready connection at once
+            transport.max_size = READ_BYTES
         self._await_head()
         if full := _full(self.connections, self.client):
             headers = {"retry-after": str(RETRY_AFTER_S)}

@@ -175,9 +175,10 @@ class Router:
             return Tokenization(await tokenize(prompt, self.tokenizer, self.served.style), self.served.max_model_len)
 
     def model_info(self) -> ModelInfo:
-        """What is served and how."""
+        """What is served and how. Nodes' addresses are for operators, where there are API keys."""
+        shown = _sees_all(current())
         nodes = [
-            NodeInfo(n.id, n.role, n.address, n.running, n.waiting, n.free_pages, n.total_pages)
+            NodeInfo(n.id, n.role, n.address if shown else "", n.running, n.waiting, n.free_pages, n.total_pages)
             for n in self._registry.nodes()
         ]
         return ModelInfo(
@@ -203,8 +204,7 @@ class Router:
         """When what happened to one of the latest requests. Raises NotFound, also for another tenant's, and Overloaded
         when there is no room."""
         caller = current()
-        sees_all = caller is None or "operator" in caller.key.scopes
-        if caller is not None and not sees_all and not self._owners.owns(caller.tenant, request_id):
+        if caller is not None and not _sees_all(caller) and not self._owners.owns(caller.tenant, request_id):
             raise not_kept(request_id, self._recorder.num_requests)
         with self._a_place():
             return await collect(request_id, self._recorder, self._registry.nodes(), self._calls)
@@ -375,6 +375,10 @@ class Router:
     def _collect(self, chunks: list[Chunk]) -> Generation:
         choices = choices_of(chunks)
         return Generation(choices[0].completion.request_id, self.served.model, choices)
+
+
+def _sees_all(caller: Caller | None) -> bool:
+    return caller is None or "operator" in caller.key.scopes
 
 
 def _incremental(tokenizer: TokenizerLike, prompt_ids: Sequence[int], stop: Sequence[str]) -> Detokenizer:

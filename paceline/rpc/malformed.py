@@ -47,7 +47,8 @@ class RefuseMalformed(grpc.aio.ServerInterceptor):
         made = self._made.get(method)
         if made is None or made[0] is not handler:  # it is made once: each call would pay for it
             made = self._made[method] = handler, _refusing(handler, self._max_fields)
-        return made[1]
+        answer: grpc.RpcMethodHandler[Any, Any] = made[1]
+        return answer
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,13 @@ from grpc_health.v1 import health_pb2
 from cluster.contract.generation import GenerationRequest
 from cluster.frontdoor import gate
 from cluster.frontdoor.service import MAX_WATCHES_OF_PEER, SERVICE, rules, serve_grpc
+from cluster.state.journal import open_journal
 from paceline.client import AsyncClient
 from paceline.errors import DeadlineExceeded, InvalidRequest, NotFound, PermissionDenied, Unauthenticated
 from paceline.request import SamplingParams
 from paceline.v1 import inference_pb2
 from tests.cluster.frontdoor.test_grpc_refusals import GOOD, HEALTH, REFLECTION
+from tests.fakes.redis_servers import Embedded
 from tests.support.api_keys import Keys, write_keys
 from tests.support.scripted_nodes import Fleet, Script, fleet
 
@@ -98,8 +100,10 @@ async def test_every_rpc_and_every_kind_of_key(tmp_path: Path) -> None:
 
 
 async def test_the_sdk_and_what_belongs_to_a_tenant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mutants: the trace of anybody; the tenant of the message; a salt that is the tenant's name."""
+    """Mutants: the trace of anybody; the tenant of the message; a salt that is the tenant's name; addresses for all."""
     async with serving(tmp_path) as surface:
+        for name, shown in (("acme", False), ("operator", True)):
+            assert all(bool(node.address) == shown for node in (await surface.client(name).model_info()).nodes)
         with pytest.raises(Unauthenticated):
             await surface.client().generate("hello", max_tokens=3)
         with pytest.raises(PermissionDenied):
@@ -123,6 +127,34 @@ async def test_the_sdk_and_what_belongs_to_a_tenant(tmp_path: Path, monkeypatch:
         salts = [sequence.cache_salt for sequence in surface.nodes.nodes["decode-0"].sequences]
         assert [salt == salts[0] for salt in salts] == [True, False, True]
         assert not {"", "acme", "other"} & set(salts)
+
+
+async def test_a_stream_is_resumed_by_its_tenant_alone(tmp_path: Path) -> None:
+    """Mutant: the journal is asked with the message's tenant."""
+    redis = Embedded()
+    async with serving(tmp_path) as surface:
+        journal = open_journal(surface.nodes.router.config, redis.url)
+        surface.nodes.router._journal = journal
+        generation_id = "g" * 32
+        first = inference_pb2.GenerateRequest(text="hello", generation_id=generation_id)
+        resume = inference_pb2.GenerateRequest(generation_id=generation_id, resume=inference_pb2.Resume())
+        stolen = inference_pb2.GenerateRequest(
+            generation_id=generation_id, resume=inference_pb2.Resume(), tenant="acme"
+        )
+        async with surface.channel() as opened:
+
+            async def told(name: str, request: inference_pb2.GenerateRequest) -> Code:
+                return await surface.told(opened, INFERENCE[1], name, request.SerializeToString())
+
+            assert await told("acme", first) is Code.OK
+            async with asyncio.timeout(5):
+                while await told("acme", resume) is not Code.OK:
+                    await asyncio.sleep(0.02)
+            assert await told("other", resume) is Code.NOT_FOUND
+            assert await told("other", stolen) is Code.INVALID_ARGUMENT
+        assert journal is not None
+        await journal.close()
+    redis.close()
 
 
 async def test_watchers_take_nothing_from_others(tmp_path: Path) -> None:

@@ -108,3 +108,19 @@ def test_priority_comes_from_both_apis_and_outlives_a_router() -> None:
     assert parse_completion({"prompt": "x", "priority": 7}, "id").generation.priority == 7
     with pytest.raises(InvalidRequest, match="priority"):
         parse_completion({"prompt": "x", "priority": "high"}, "id")
+
+
+async def test_a_full_router_does_not_tokenize_nor_trace() -> None:
+    """Mutant: work that is no request passes by admission."""
+    async with fleet(max_inflight=1, max_queued=0) as made:
+        made.nodes["decode-0"].script.gate = asyncio.Event()
+        running = asyncio.create_task(made.router.complete(ask()))
+        while not made.router.inflight:
+            await asyncio.sleep(0.005)
+        for asked in (made.router.tokenize("hello"), made.router.trace("req-1")):
+            with pytest.raises(Overloaded):
+                await asked
+        made.nodes["decode-0"].script.gate.set()
+        await running
+        assert (await made.router.tokenize("hi")).token_ids == (104, 105)
+        assert made.router.inflight == 0

@@ -32,7 +32,8 @@ api_keys: keys.yaml
 ```
 
 Three further variables are no options. `PACELINE_API_KEY` is the key that clients send. `PACELINE_HOME` is the folder
-that holds models and compiled CPU kernels, `~/.cache/paceline` unless given. `PACELINE_KERNELS` chooses kernels for tests; CONTRIBUTING.md describes it.
+that holds models and compiled CPU kernels, `~/.cache/paceline` unless given. `PACELINE_KERNELS`
+chooses kernels for tests; CONTRIBUTING.md describes it.
 """
 
 
