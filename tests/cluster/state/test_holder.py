@@ -127,15 +127,18 @@ def test_a_redis_that_lost_its_data_gives_holder_and_generations_back(server: Em
     assert not lease.lost
 
 
-def test_a_rival_on_an_empty_redis_is_the_only_holder_then(server: Embedded, make: Make) -> None:
-    """Both have the token 1: the mark tells them apart."""
+RIVAL = {"mark": "rival", "who": "{}", "ends": "9999999999999"}
+
+
+@pytest.mark.parametrize("found", [RIVAL | {"token": "1"}, {"token": "2"}], ids=["holds it", "held it and let go"])
+def test_a_rival_that_came_meanwhile_is_noticed(server: Embedded, make: Make, found: dict[str, str]) -> None:
+    """On an empty Redis both have the token 1: the mark tells them apart."""
     lost: list[str] = []
     old = make(model="old", lost=lost.append)
     old.acquire()
     with redis.Redis.from_url(server.url) as client, client.pipeline(transaction=True) as both:
-        mark = {"mark": "rival", "who": "{}", "ends": str(int(time.time() * 1000) + 60_000), "token": "1"}
         both.flushall()
-        both.hset("paceline:default:holder", mapping=mark)
+        both.hset("paceline:default:holder", mapping=found)
         both.execute()
     wait_for(lambda: bool(lost))
     assert lost == ["another process"]
