@@ -334,9 +334,8 @@ class ServeConfig(EngineConfig):
     `api_keys` an operator's key, and without either everybody. Empty does not serve it."""
 
     tls_dir: Annotated[str, Group("Security")] = ""
-    """Folder with certificates, as `paceline certs init` makes it, at the same path on every host. Calls between
-    router, nodes and operators then use mTLS; with `server.pem` in it, so does the public side. Empty encrypts
-    nothing."""
+    """Folder that `paceline certs init` makes, at the same path on every host. Parts then talk over mTLS, and clients
+    over TLS where `server.pem` is in it. Empty encrypts nothing."""
 
     secret_file: str = ""
     """File with a secret of at least 16 characters that proves to nodes that a caller belongs to this deployment. Empty

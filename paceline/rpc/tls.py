@@ -79,11 +79,11 @@ class TlsFolder:
         return (self.path / f"{SERVER}.pem").exists()
 
     def public_credentials(self) -> grpc.ServerCredentials:
-        """Of the public gRPC."""
+        """The public gRPC takes them."""
         return self._server_credentials(SERVER, self._client_ca())
 
     def public_context(self) -> ssl.SSLContext:
-        """Of HTTPS."""
+        """HTTPS takes it."""
         names = self._names(SERVER, self._client_ca())
         context, stamp = self._context(), self._stamp(names)
 

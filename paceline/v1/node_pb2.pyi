@@ -92,8 +92,8 @@ class PrefillRequest(_message.Message):
     alone: _builtins.bool
     """Nothing is left to decode after the first token: nothing is handed over, and ticket and address are not looked at."""
     grant: _builtins.bytes
-    """The router's word that this node may deliver the ticket: a deadline, and a code over ticket, both nodes' ids,
-    cache salt and deadline that only routers and decode nodes can make. Empty in a deployment without a secret.
+    """The router's word that this node may deliver the ticket: a deadline, and a code that routers and decode nodes
+    alone can make. Empty in a deployment without a secret.
     """
     @_builtins.property
     def sequence(self) -> Global___SequenceRequest:

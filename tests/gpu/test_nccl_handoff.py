@@ -48,7 +48,7 @@ def a_host_of_its_own() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of a store that processes share: a file."""
+    """A file, for a store that processes share."""
     return str(tmp_path_factory.mktemp("store") / "keys")
 
 

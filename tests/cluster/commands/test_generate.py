@@ -83,7 +83,7 @@ def test_it_has_every_option_of_the_sdk() -> None:
     asked = {name for name, p in connection.items() if p.kind is p.KEYWORD_ONLY} - {"options"}
     flags = GenerateOptions.__annotations__.keys() - NOT_FLAGS
     assert options.keys() == flags | asked | {
-        *("prompt", "server", "chat", "system", "as_json", "json_schema", "grammar"),
+        *("prompt", "server", "tls", "tls_ca", "chat", "system", "as_json", "json_schema", "grammar"),
     }
     assert {name: options[name].default for name in asked} == {name: connection[name].default for name in asked}
     assert inspect.signature(AsyncClient.__init__).parameters.keys() == connection.keys()

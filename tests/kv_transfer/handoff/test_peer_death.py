@@ -114,7 +114,7 @@ class Peer:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a store that processes share: a file."""
+    """A file, for a store that processes share."""
     return tmp_path_factory.mktemp("store") / "keys"
 
 
