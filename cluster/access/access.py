@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Protocol
 
 from cluster.access.audit import Audit
 from cluster.access.caller import Caller
 from cluster.access.keys import KeyFile, RefusedKey, Scope
-from cluster.access.quotas import QuotaCounts, Quotas
+from cluster.access.quotas import AccessCounts, Quotas
 from cluster.access.redis_counters import RedisCounters
 from paceline.config import ServeConfig
 from paceline.errors import PermissionDenied, Unauthenticated
@@ -25,13 +24,6 @@ class Need(Enum):
     INFER = "infer"  # a key with this scope, for the model that is served
     METRICS = "metrics"  # a key with this scope
     OPERATOR = "operator"  # a key with this scope
-
-
-class AccessCounts(QuotaCounts, Protocol):
-    """cluster.routing.metrics.Metrics, as far as access needs it."""
-
-    def key_refused(self, status: str) -> None:
-        """A call was refused for its key. status: the error's class."""
 
 
 class Access:
@@ -57,7 +49,9 @@ class Access:
         except (Unauthenticated, PermissionDenied) as error:
             key_id = error.key_id if isinstance(error, RefusedKey) else key_id
             self.audit.refused(peer, key_id, act, str(error))
-            self._metrics.key_refused("PermissionDenied" if isinstance(error, PermissionDenied) else "Unauthenticated")
+            self._metrics.access_refused(
+                "PermissionDenied" if isinstance(error, PermissionDenied) else "Unauthenticated"
+            )
             raise
         await self.quotas.request(caller)
         if need is Need.OPERATOR:

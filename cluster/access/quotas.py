@@ -35,11 +35,11 @@ _WORDS = {
 }
 
 
-class QuotaCounts(Protocol):
-    """cluster.routing.metrics.Metrics, as far as quotas need it."""
+class AccessCounts(Protocol):
+    """cluster.routing.metrics.Metrics, as far as access needs it."""
 
-    def quota_refused(self, limit: str) -> None:
-        """A call was refused."""
+    def access_refused(self, reason: str) -> None:
+        """A call was refused. reason: the error's class, or the quota that is used up."""
 
     def quotas_alone(self, alone: bool) -> None:
         """Whether this router counts for itself, since Redis is away."""
@@ -58,7 +58,7 @@ class Hold:
 class Quotas:
     """What keys may use. ``close`` it."""
 
-    def __init__(self, shared: RedisCounters | None, metrics: QuotaCounts, own: LocalCounters | None = None) -> None:
+    def __init__(self, shared: RedisCounters | None, metrics: AccessCounts, own: LocalCounters | None = None) -> None:
         """shared: counts of all routers; None: each router counts for itself."""
         self._shared, self._metrics = shared, metrics
         self._own = LocalCounters() if own is None else own
@@ -112,7 +112,7 @@ class Quotas:
         """The counters that have it now. Raises Overloaded."""
         counters, refusal = await self._decide(caller, ask)
         if refusal is not None:
-            self._metrics.quota_refused(refusal.limit)
+            self._metrics.access_refused(refusal.limit)
             most = getattr(caller.key, refusal.limit)
             raise Overloaded(f"the API key has {most} {_WORDS[refusal.limit]}, and they are used up", refusal.wait_s)
         return counters

@@ -232,7 +232,8 @@ class GenerationBody(IgnoredFields, FormatFields):
     speculation: Speculation | None = None
     """How tokens are drafted for this request."""
     cache_salt: Annotated[Text, Field(max_length=MAX_NAME_CHARS)] | None = None
-    """The tenant: scope of the prefix cache and of the router's fairness."""
+    """The tenant: scope of the prefix cache and of the router's fairness. With API keys it divides the prefix cache of
+    the key's tenant."""
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     """While requests of a tenant wait, the one of the higher priority goes first. The default is 0."""
     return_token_ids: bool | None = None

@@ -59,7 +59,8 @@ class OwnFields(JsonObject):
     speculation: Speculation | None = None
     """How tokens are drafted for this request."""
     cache_salt: Annotated[Text, Field(max_length=MAX_NAME_CHARS)] | None = None
-    """The tenant: scope of the prefix cache, of the router's fairness and of stored answers."""
+    """The tenant: scope of the prefix cache, of the router's fairness and of stored answers. With API keys it divides
+    the prefix cache of the key's tenant."""
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     """While requests of a tenant wait, the one of the higher priority goes first. The default is 0."""
 

@@ -43,14 +43,10 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     "bypassed": ("Prompts so short that a decode node computed them itself (option bypass_tokens).",),
     "completion_tokens": ("Output tokens sent to clients.",),
     "choices": ("Choices that are complete, by finish_reason: stop, length, abort or tool_calls.", "finish_reason"),
-    "refused_keys": (
-        "Calls refused for their API key, by status: Unauthenticated or PermissionDenied.",
-        "status",
-    ),
-    "refused_quotas": (
-        "Calls refused by a quota of their API key, by limit: requests_per_minute, tokens_per_minute, concurrency, "
-        "tokens_in_flight or budget_tokens.",
-        "limit",
+    "access_refused": (
+        "Calls refused for their API key, by reason: Unauthenticated, PermissionDenied, requests_per_minute, "
+        "tokens_per_minute, concurrency, tokens_in_flight or budget_tokens.",
+        "reason",
     ),
     "retries": ("Attempts at a choice that failed and were made again, by class of the error.", "error"),
     "spec_rounds": ("Draft-verify rounds of completed choices, one target forward each.",),
@@ -153,13 +149,9 @@ class Metrics:
         """A request is over and never ran."""
         self._counters["requests"].labels(status).inc()
 
-    def key_refused(self, status: str) -> None:
-        """A call was refused for its API key. status: the error's class."""
-        self._counters["refused_keys"].labels(status).inc()
-
-    def quota_refused(self, limit: str) -> None:
-        """A call was refused by a quota. limit: its name."""
-        self._counters["refused_quotas"].labels(limit).inc()
+    def access_refused(self, reason: str) -> None:
+        """A call was refused for its API key. reason: the error's class, or the quota that is used up."""
+        self._counters["access_refused"].labels(reason).inc()
 
     def quotas_alone(self, alone: bool) -> None:
         """Whether this router counts quotas for itself, since Redis is away."""

@@ -98,7 +98,11 @@ class Router:
         self._quotas = Quotas(None, self.metrics) if quotas is None else quotas
         bounds = TenantBounds(trusted=quotas is not None, share=config.tenant_share if quotas is not None else 1.0)
         self._admission = Admission(
-            config.max_inflight, config.max_queued, config.queue_timeout_s, bounds=bounds, kv_tokens=self._kv_tokens
+            config.max_inflight,
+            config.max_queued,
+            config.queue_timeout_s,
+            bounds=bounds,
+            kv_tokens=lambda: _kv_tokens(registry.nodes(), config.page_size),
         )
         self._registry = registry
         self._bit_exact = bit_exact
@@ -239,11 +243,6 @@ class Router:
             raise InvalidRequest("n", f"at most {self.config.max_inflight} sequences run here, got {choices}")
         return choices
 
-    def _kv_tokens(self) -> int:
-        """Tokens that the KV caches of the decode nodes hold together."""
-        pages = sum(node.total_pages for node in self._registry.nodes() if node.role == "decode")
-        return pages * self.config.page_size
-
     @contextmanager
     def _a_place(self) -> Iterator[None]:
         """For work that is no request. Raises Overloaded."""
@@ -375,6 +374,11 @@ class Router:
     def _collect(self, chunks: list[Chunk]) -> Generation:
         choices = choices_of(chunks)
         return Generation(choices[0].completion.request_id, self.served.model, choices)
+
+
+def _kv_tokens(nodes: Sequence[NodeRecord], page_size: int) -> int:
+    """Tokens that the KV caches of the decode nodes hold together."""
+    return page_size * sum(node.total_pages for node in nodes if node.role == "decode")
 
 
 def _sees_all(caller: Caller | None) -> bool:

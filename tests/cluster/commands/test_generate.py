@@ -80,10 +80,10 @@ def arguments(name: str, value: Any) -> list[str]:
 def test_it_has_every_option_of_the_sdk() -> None:
     options = inspect.signature(generate).parameters
     connection = inspect.signature(Client.__init__).parameters
-    asked = {name for name, p in connection.items() if p.kind is p.KEYWORD_ONLY} - {"options"}
+    asked = {name for name, p in connection.items() if p.kind is p.KEYWORD_ONLY} - {"options", "api_key"}
     flags = GenerateOptions.__annotations__.keys() - NOT_FLAGS
     assert options.keys() == flags | asked | {
-        *("prompt", "server", "tls", "tls_ca", "chat", "system", "as_json", "json_schema", "grammar"),
+        *("prompt", "server", "tls", "tls_ca", "api_key_file", "chat", "system", "as_json", "json_schema", "grammar"),
     }
     assert {name: options[name].default for name in asked} == {name: connection[name].default for name in asked}
     assert inspect.signature(AsyncClient.__init__).parameters.keys() == connection.keys()

@@ -81,7 +81,7 @@ async def test_every_route_and_every_kind_of_key(
                 assert told["type"] == ("authentication_error" if expected == 401 else "permission_error")
             assert ("www-authenticate" in response.headers) == (response.status_code == 401)
     assert (await asking.get("/nowhere")).status_code == 401
-    assert b'paceline_refused_keys_total{status="PermissionDenied"}' in surface.metrics.render()
+    assert b'paceline_access_refused_total{reason="PermissionDenied"}' in surface.metrics.render()
 
 
 async def test_anthropics_header_and_shape(surface: Surface, asking: httpx.AsyncClient) -> None:
