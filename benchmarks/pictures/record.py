@@ -35,7 +35,7 @@ async def record(config: ServeConfig, characters: int, repeats: int) -> dict[str
     deployment = Deployment(config)
     await deployment.start()
     try:
-        async with AsyncClient(deployment.grpc_address) as client:
+        async with AsyncClient(deployment.front.grpc_address) as client:
             took: dict[str, float] = {}
             for i in range(repeats + 1):
                 began = time.perf_counter()

@@ -43,7 +43,7 @@ class Nodes:
         sequence = sequence_to_proto(request(PROMPT_TOKENS, 2))
         began = time.perf_counter()
         request_ = node_pb2.DecodeRequest(sequence=sequence, local_prefill=not apart)
-        call = self.decode.Decode(request_, metadata=self.deployment.identity.metadata)
+        call = self.decode.Decode(request_, metadata=self.deployment.front.identity.metadata)
         took = 0.0
         async for event in call:
             if event.HasField("reserved") and apart:
@@ -53,12 +53,12 @@ class Nodes:
         return took
 
     async def _prefill(self, sequence: node_pb2.SequenceRequest, ticket: str) -> float:
-        grant = self.deployment.grants.sign(ticket, "prefill-0", "decode-0", sequence.cache_salt, 60.0)
+        grant = self.deployment.front.grants.sign(ticket, "prefill-0", "decode-0", sequence.cache_salt, 60.0)
         message = node_pb2.PrefillRequest(
             sequence=sequence, ticket=ticket, decode_address=self.decode_address, grant=grant
         )
         at = 0.0
-        async for event in self.prefill.Prefill(message, metadata=self.deployment.identity.metadata):
+        async for event in self.prefill.Prefill(message, metadata=self.deployment.front.identity.metadata):
             if event.HasField("first_token"):
                 at = time.perf_counter()
         return at
@@ -67,7 +67,7 @@ class Nodes:
         """Seconds per message of a stream taken from the decode node itself."""
         sequence = sequence_to_proto(request(32, OUTPUT_TOKENS))
         request_ = node_pb2.DecodeRequest(sequence=sequence, local_prefill=True)
-        call = self.decode.Decode(request_, metadata=self.deployment.identity.metadata)
+        call = self.decode.Decode(request_, metadata=self.deployment.front.identity.metadata)
         times = [time.perf_counter() async for event in call if event.HasField("tokens")]
         return (times[-1] - times[0]) / (len(times) - 1)
 
@@ -89,9 +89,9 @@ async def measure(model: str) -> list[Row]:
     try:
         addresses = {slot.role: slot.address for slot in deployment.supervisor.slots}
         async with (
-            deployment.identity.channel(addresses["prefill"], "prefill") as prefill,
-            deployment.identity.channel(addresses["decode"], "decode") as decode,
-            AsyncClient(deployment.grpc_address) as client,
+            deployment.front.identity.channel(addresses["prefill"], "prefill") as prefill,
+            deployment.front.identity.channel(addresses["decode"], "decode") as decode,
+            AsyncClient(deployment.front.grpc_address) as client,
         ):
             nodes = Nodes(
                 node_pb2_grpc.PrefillNodeStub(prefill),

@@ -10,6 +10,7 @@ from cluster.access.caller import Caller
 from cluster.access.keys import KeyFile, RefusedKey, Scope
 from cluster.access.quotas import AccessCounts, Quotas
 from cluster.access.redis_counters import RedisCounters
+from cluster.state.registry_types import Registry
 from paceline.config import ServeConfig
 from paceline.errors import PermissionDenied, Unauthenticated
 
@@ -76,12 +77,13 @@ def _check(caller: Caller, need: Need, model: str) -> None:
         caller.check_model(model)
 
 
-def open_access(config: ServeConfig, redis_url: str, metrics: AccessCounts) -> Access | None:
-    """What the options ask for; None without ``api_keys``. Raises ConfigError for a file that is wrong."""
+def open_access(config: ServeConfig, registry: Registry, metrics: AccessCounts) -> Access | None:
+    """What the options ask for; None without ``api_keys``. All routers of a deployment count together. Raises
+    ConfigError for a file that is wrong."""
     if not config.api_keys:
         return None
     longest_s = config.request_timeout_s + config.queue_timeout_s + HOLD_MARGIN_S
-    shared = RedisCounters(redis_url, longest_s) if redis_url else None
+    shared = RedisCounters(registry.url, longest_s, registry.namespace) if registry.url else None
     return Access(KeyFile(Path(config.api_keys)), Quotas(shared, metrics), config.model, metrics, Audit())
 
 

@@ -6,10 +6,10 @@ import asyncio
 import inspect
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 try:
     import typer
@@ -26,9 +26,13 @@ from cluster.commands.options import ServeHelp, load_config, serve_parameters
 from cluster.commands.role import role
 from cluster.commands.trace import trace
 from cluster.commands.train import make_corpus, train_drafter
-from paceline.config import ServeConfig
+from paceline.config import ROUTER_OPTIONS, ServeConfig
 from paceline.errors import ConfigError, PacelineError
 from paceline.logs import configure_logging
+
+if TYPE_CHECKING:
+    from cluster.parts import Tell
+    from cluster.serving_router import ServingRouter
 
 app = typer.Typer(
     help="Paceline: disaggregated prefill and decode with speculative decoding in every step.",
@@ -43,6 +47,18 @@ app.command("role")(role)
 app.command("generate")(generate)
 app.add_typer(certs, name="certs")
 app.add_typer(keys, name="keys")
+
+
+JOIN = inspect.Parameter(
+    "join",
+    inspect.Parameter.KEYWORD_ONLY,
+    annotation=Annotated[
+        str,
+        typer.Option(
+            "--join", envvar="PACELINE_REDIS", help="URL of the deployment's Redis, e.g. redis://HOST:6379/0."
+        ),
+    ],
+)
 
 
 def add_registered_commands() -> None:
@@ -67,24 +83,32 @@ def main() -> None:
         sys.exit(1)
 
 
-def with_serve_options(run: Callable[[ServeConfig], None]) -> Callable[..., None]:
-    """A command that takes every deployment option, ``--config FILE`` and ``--verbose``."""
+def with_serve_options(
+    run: Callable[..., None], only: Container[str] | None = None, first: Sequence[inspect.Parameter] = ()
+) -> Callable[..., None]:
+    """A command that takes every deployment option, or those of ``only``, ``--config FILE`` and ``--verbose``. first:
+    further options, which ``run`` gets by name."""
+    own = {parameter.name for parameter in first}
 
     def command(config: Path | None = None, verbose: bool = False, **given: Any) -> None:
         if verbose and given["log_level"] is None:
             given["log_level"] = "info"
-        options = load_config(given, config)
+        options = load_config({name: value for name, value in given.items() if name not in own}, config)
+        foreign = [] if only is None else sorted(options.model_fields_set - {*ROUTER_OPTIONS, "redis"})
+        if foreign:
+            raise ConfigError(foreign[0], "is the deployment's; a router that joins takes it over")
         configure_logging(options.log_level, options.log_format, "router")
-        run(options)
+        run(options, **{name: given[name] for name in own})
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     file = Annotated[Path | None, typer.Option("--config", help="YAML file with any of the options below.")]
     loud = Annotated[bool, typer.Option("--verbose", help="Short for --log-level info.")]
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
+            *first,
             inspect.Parameter("config", keyword, default=None, annotation=file),
             inspect.Parameter("verbose", keyword, default=False, annotation=loud),
-            *serve_parameters(),
+            *serve_parameters(only),
         ]
     )
     command.__doc__ = run.__doc__
@@ -110,14 +134,48 @@ def _on_signals(run: Callable[[], None]) -> None:
 
 
 async def _serve(config: ServeConfig) -> None:
-    from cluster.commands.progress import start_progress
     from cluster.deployment import Deployment
+
+    def ready(deployment: Deployment) -> str:
+        exact = "bit-exact" if deployment.front.served.bit_exact else "not bit-exact"
+        admin = f" admin={deployment.admin_address}" if deployment.admin_address else ""
+        return f"{_addresses(deployment.front)} drafter={deployment.config.drafter} ({exact}){admin}"
+
+    await _run(lambda tell: Deployment(config, tell), ready, config)
+
+
+async def _join(url: str, config: ServeConfig) -> None:
+    from cluster.joined import JoinedRouter
+
+    await _run(lambda tell: JoinedRouter(url, config, tell), lambda joined: _addresses(joined.front), config)
+
+
+def _addresses(front: ServingRouter) -> str:
+    return f"ready grpc={front.grpc_address} http={front.http_address} model={front.config.model}"
+
+
+class Serving(Protocol):
+    """What serves until it is told to stop."""
+
+    async def start(self) -> None:
+        """Bring everything up."""
+
+    async def stop(self, grace_s: float) -> None:
+        """End everything."""
+
+
+S = TypeVar("S", bound=Serving)
+
+
+async def _run(make: Callable[[Tell], S], ready: Callable[[S], str], config: ServeConfig) -> None:
+    """Start it, print a line when it is ready, drain and end it at a signal."""
+    from cluster.commands.progress import start_progress
 
     stop = asyncio.Event()
     _on_signals(stop.set)
     with start_progress(errors, lines=config.log_level in ("debug", "info")) as tell:
-        deployment = Deployment(config, tell)
-        starting = asyncio.create_task(deployment.start())
+        made = make(tell)
+        starting = asyncio.create_task(made.start())
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
@@ -126,16 +184,16 @@ async def _serve(config: ServeConfig) -> None:
         return
     await starting
     _on_signals(stop.set)  # Ray has put its own handler of SIGTERM there, which ends the process at once
-    exact = "bit-exact" if deployment.served.bit_exact else "not bit-exact"
-    typer.echo(
-        f"ready grpc={deployment.grpc_address} http={deployment.http_address} model={config.model} "
-        f"drafter={deployment.config.drafter} ({exact})"
-        + (f" admin={deployment.admin_address}" if deployment.admin_address else "")
-    )
+    typer.echo(ready(made))
     sys.stdout.flush()
     await stop.wait()
     errors.print(f"draining, at most {config.drain_timeout_s:g} s")
-    await deployment.stop(config.drain_timeout_s)
+    await made.stop(config.drain_timeout_s)
+
+
+def router(config: ServeConfig, join: str) -> None:
+    """Join a deployment that another process serves, with gRPC and HTTP of its own. Prints a line beginning "ready"."""
+    asyncio.run(_join(join, config))
 
 
 def demo(config: ServeConfig) -> None:
@@ -147,4 +205,5 @@ def demo(config: ServeConfig) -> None:
 
 
 app.command("serve", cls=ServeHelp)(with_serve_options(serve))
+app.command("router", cls=ServeHelp)(with_serve_options(router, ROUTER_OPTIONS, [JOIN]))
 app.command("demo", cls=ServeHelp)(with_serve_options(demo))

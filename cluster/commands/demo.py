@@ -29,12 +29,13 @@ async def run_demo(config: ServeConfig) -> None:
         deployment = Deployment(local, tell)
         await deployment.start()
     try:
+        front = deployment.front
         console.print(
-            f"ready in {time.monotonic() - began:.1f} s: grpc {deployment.grpc_address}, http {deployment.http_address}"
+            f"ready in {time.monotonic() - began:.1f} s: grpc {front.grpc_address}, http {front.http_address}"
         )
         console.print(f"\n[bold]{QUESTION}[/bold]")
-        public = deployment.public_tls
-        async with AsyncClient(deployment.grpc_address, tls=public.path / "ca.pem" if public else False) as client:
+        public = front.public_tls
+        async with AsyncClient(front.grpc_address, tls=public.path / "ca.pem" if public else False) as client:
             completion = None
             messages = [{"role": "user", "content": QUESTION}]
             async for chunk in client.stream(messages, max_tokens=MAX_TOKENS, temperature=0.0, seed=1):

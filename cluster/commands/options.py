@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -137,9 +137,9 @@ def _values(info: FieldInfo) -> str:
     return ", ".join(f"{word} {bounds[kind]}" for kind, word in words.items() if kind in bounds)
 
 
-def serve_parameters() -> list[inspect.Parameter]:
-    """One command-line option for every field of ServeConfig."""
-    return [_parameter(option) for option in serve_options()]
+def serve_parameters(only: Container[str] | None = None) -> list[inspect.Parameter]:
+    """One command-line option for every field of ServeConfig, or for those of ``only``."""
+    return [_parameter(option) for option in serve_options() if only is None or option.name in only]
 
 
 def _parameter(option: Option) -> inspect.Parameter:
@@ -149,14 +149,16 @@ def _parameter(option: Option) -> inspect.Parameter:
 
 
 class ServeHelp(TyperCommand):
-    """A command with all options of a deployment. Its help lists them by group, each description below its flag:
+    """A command with options of a deployment. Its help lists them by group, each description below its flag:
     beside the flags, as in typer's tables, 80 columns would leave it 30."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help."""
         super().format_help(ctx, formatter)
         console = Console(highlight=False)
-        for group, options in groupby(serve_options(), key=lambda option: option.group):
+        taken = {parameter.name for parameter in self.params}
+        listed = [option for option in serve_options() if option.name in taken]
+        for group, options in groupby(listed, key=lambda option: option.group):
             console.print(f"[bold]{group}[/bold]")
             for option in options:
                 facts = "; ".join(filter(None, (option.metavar, option.values, f"default {option.default}")))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from cluster.deployment import Tell
+from cluster.parts import Tell
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Who supervises a deployment: one router process at a time, by a lease in Redis.
 
 ``{namespace}:holder`` is a hash: ``mark``, random, and ``who`` of the process that holds the deployment, ``ends``, when
-its lease ends by the clock of the Redis server, and ``token``, which grows with every holder and outlives them. The
+its lease ends by the clock of the Redis server, ``serving``, what it tells routers that join (`published`), and
+``token``, which grows with every holder and outlives them. The
 holder renews the lease from a thread of its own, so that a busy event loop does not lose it. Nothing else may supervise
 while the lease holds; once it has run out, the next one may take it, and the earlier holder is told so (``on_lost``)
 as soon as it can reach Redis again. Generations are issued to the holder alone.
@@ -44,11 +45,12 @@ _TAKE = f"""
 {NOW_MS}
 local mark, who, ends = unpack(redis.call('HMGET', KEYS[1], 'mark', 'who', 'ends'))
 if mark and mark ~= ARGV[1] and (tonumber(ends) or 0) > now then return {{0, who, ends}} end
+redis.call('HDEL', KEYS[1], 'serving')
 redis.call('HSET', KEYS[1], 'mark', ARGV[1], 'who', ARGV[2], 'ends', now + ARGV[3])
 return {{redis.call('HINCRBY', KEYS[1], 'token', 1), '', ''}}
 """
-# KEYS: holder, records, leases. ARGV: mark, who, lease in ms, token, age in ms at which records go. Returns 1; or 0 and
-# who took over. An empty Redis gets its holder back, with a token that is no lower.
+# KEYS: holder, records, leases. ARGV: mark, who, lease in ms, token, age in ms at which records go, what is served.
+# Returns 1; or 0 and who took over. An empty Redis gets its holder back, with a token that is no lower.
 _RENEW = f"""
 {NOW_MS}
 local mark, who, token = unpack(redis.call('HMGET', KEYS[1], 'mark', 'who', 'token'))
@@ -56,6 +58,7 @@ token = tonumber(token) or 0
 if mark and mark ~= ARGV[1] or not mark and token > tonumber(ARGV[4]) then return {{0, who or ''}} end
 redis.call('HSET', KEYS[1], 'mark', ARGV[1], 'who', ARGV[2], 'ends', now + ARGV[3])
 redis.call('HSET', KEYS[1], 'token', math.max(token, tonumber(ARGV[4])))
+if ARGV[6] ~= '' then redis.call('HSET', KEYS[1], 'serving', ARGV[6]) end
 local leases = redis.call('HGETALL', KEYS[3])
 for i = 1, #leases, 2 do
   if (tonumber(leases[i + 1]) or 0) + ARGV[5] < now then
@@ -67,7 +70,9 @@ return {{1, ''}}
 """
 # KEYS: holder. ARGV: mark.
 _RELEASE = """
-if redis.call('HGET', KEYS[1], 'mark') == ARGV[1] then redis.call('HDEL', KEYS[1], 'mark', 'who', 'ends') end
+if redis.call('HGET', KEYS[1], 'mark') == ARGV[1] then
+  redis.call('HDEL', KEYS[1], 'mark', 'who', 'ends', 'serving')
+end
 """
 # KEYS: holder, generations. ARGV: mark, node id, generation to be above. Returns the generation; 0 to who is no holder.
 _ISSUE = """
@@ -108,6 +113,7 @@ class DeploymentLease:
         namespace = namespace_of(deployment)
         self._key = f"{namespace}:holder"
         self._records, self._leases, self._generations, _ = keys_of(namespace)
+        self._serving = b""
         self._mark = uuid.uuid4().hex
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="deployment-lease", daemon=True)
@@ -151,6 +157,10 @@ class DeploymentLease:
             raise NodeUnavailable(f"{node_id} is not started: another process supervises {self._deployment!r} now")
         return generation
 
+    def publish(self, serving: bytes) -> None:
+        """From the next renewal on, tell routers that join what is served."""
+        self._serving = serving
+
     def _take(self) -> tuple[int, bytes, bytes]:
         token, who, ends = self._client.eval(_TAKE, 1, self._key, self._mark, self._who, int(LEASE_S * 1000))
         return int(token), who, ends
@@ -188,7 +198,7 @@ class DeploymentLease:
         """Returns who took over, if somebody did. Raises redis.RedisError."""
         keys = (self._key, self._records, self._leases)
         arguments: list[str | bytes | int] = [self._mark, self._who, int(LEASE_S * 1000), self.token, FORGET_MS]
-        renewed, who = self._client.eval(_RENEW, 3, *keys, *arguments)
+        renewed, who = self._client.eval(_RENEW, 3, *keys, *arguments, self._serving)
         return None if renewed else _describe(who)
 
     def release(self) -> None:

@@ -355,6 +355,8 @@ class FakePrefill(node_pb2_grpc.PrefillNodeServicer):
 class FakeRegistry:
     """The nodes that are alive."""
 
+    stale_for_s = 0.0
+
     def __init__(self) -> None:
         self.records: dict[str, NodeRecord] = {}
 

@@ -46,12 +46,13 @@ def paceline() -> str:
 
 
 @contextmanager
-def serve(*options: str, end_with: signal.Signals = signal.SIGINT) -> Iterator[Server]:
-    """Serve on free ports; at the end Ctrl-C, or the signal given, must drain, exit 0 and leave no process behind."""
+def serve(*options: str, end_with: signal.Signals = signal.SIGINT, verb: str = "serve") -> Iterator[Server]:
+    """Serve on free ports; at the end Ctrl-C, or the signal given, must drain, exit 0 (unless it kills) and leave no
+    process behind. verb: of the command; ``router`` joins."""
     with tempfile.TemporaryDirectory(prefix="paceline-test-") as folder:
         log, secret = Path(folder) / "log", Path(folder) / "secret"
         secret.write_text(SECRET)
-        command = [paceline(), "serve", "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", "--verbose"]
+        command = [paceline(), verb, "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", "--verbose"]
         command += ["--secret-file", str(secret), *options]
         with log.open("w") as errors:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
@@ -64,7 +65,7 @@ def serve(*options: str, end_with: signal.Signals = signal.SIGINT) -> Iterator[S
             raise
         finally:
             left = _stop(server, end_with)
-        assert process.returncode == 0, log.read_text()[-3000:]
+        assert process.returncode == (-end_with if end_with is signal.SIGKILL else 0), log.read_text()[-3000:]
         assert left == [], left
 
 

@@ -9,9 +9,9 @@ import grpc.aio
 import httpx
 import pytest
 
-from cluster.deployment import Deployment, Served
-from cluster.routing.metrics import Metrics
-from cluster.state.prefix_index import PrefixIndex
+from cluster.deployment import Deployment
+from cluster.state.published import Served
+from cluster.state.registry_types import Registry
 from paceline.client import AsyncClient
 from paceline.config import ServeConfig
 from paceline.v1 import admin_pb2, admin_pb2_grpc
@@ -53,16 +53,18 @@ async def test_a_deployment_asks_for_keys_at_all_its_doors(tmp_path: Path, caplo
     free = dict.fromkeys(("grpc", "http", "admin"), "127.0.0.1:0")
     options = {"model": "tiny", "drafter": "none", "api_keys": str(keys.path)} | free
     made: Any = Deployment(ServeConfig.model_validate(options))
-    made.directory, made.served, made.supervisor = FakeRegistry(), Served(MAX_MODEL_LEN, VOCAB, True), _Supervisor()
-    made._registry_url = redis.url
+    front, made.supervisor = made.front, _Supervisor()
+    front.directory, front.registry = FakeRegistry(), Registry(redis.url, 2.0)
+    front._tokenizer, front._folder = ByteTokenizer(), None
     try:
-        await made._open_front_door(ByteTokenizer(), Metrics(), None, PrefixIndex(), None)
-        async with httpx.AsyncClient(base_url=f"http://{made.http_address}") as client:
+        await front.open(Served(MAX_MODEL_LEN, VOCAB, True))
+        await made._open_admin()
+        async with httpx.AsyncClient(base_url=f"http://{front.http_address}") as client:
             for name, status in (("", 401), ("slow", 200), ("slow", 200), ("slow", 429)):
                 assert (await client.get("/v1/models", headers=keys.header(name))).status_code == status
             assert (await client.get("/metrics")).status_code == 401
             assert (await client.get("/metrics", headers=keys.header("metrics"))).status_code == 200
-        async with AsyncClient(made.grpc_address, api_key=keys.secrets["acme"]) as sdk:
+        async with AsyncClient(front.grpc_address, api_key=keys.secrets["acme"]) as sdk:
             assert (await sdk.model_info()).model == "tiny"
         async with grpc.aio.insecure_channel(made.admin_address) as channel:
             stub, request = admin_pb2_grpc.AdminStub(channel), admin_pb2.SetRoleRequest(node_id="n", role="decode")

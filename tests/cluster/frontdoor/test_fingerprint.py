@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.deployment import system_fingerprint
+from cluster.serving_router import system_fingerprint
 from paceline.config import ServeConfig
 
 

@@ -1,0 +1,109 @@
+"""A router that joins a deployment: another process's nodes, with gRPC and HTTP of its own.
+
+It starts no node and supervises none. When it ends, or is killed, streams of the SDK and of clients that send
+``Last-Event-ID`` go on at another router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import grpc.aio
+
+from cluster.access.keys import read_keys
+from cluster.nodes.listening import check_addresses, check_free
+from cluster.parts import Parts, Tell
+from cluster.serving_router import SHARED_OPTIONS, ServingRouter
+from cluster.state.published import Published, read_published
+from cluster.state.registry_types import NodeRecord, Registry
+from paceline.config import ROUTER_OPTIONS, ServeConfig
+from paceline.errors import ConfigError, NodeUnavailable
+from paceline.rpc.identity import Identity, Secret
+from paceline.v1 import node_pb2, node_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+SEEN_TIMEOUT_S = 10.0  # for a decode node of the deployment
+SEEN_POLL_S = 0.1
+RPC_TIMEOUT_S = 5.0
+
+
+class JoinedRouter:
+    """``start`` joins and serves, or raises; ``stop`` ends what was started."""
+
+    def __init__(self, url: str, config: ServeConfig, tell: Tell | None = None) -> None:
+        """url: of the deployment's Redis. config: of which ROUTER_OPTIONS count. Raises ConfigError."""
+        if not config.secret_file:
+            raise ConfigError("secret_file", "is needed: name the same file as the deployment does (--secret-file)")
+        self._url, self._own = url, config
+        self._parts = Parts(tell)
+        self._secret = Secret.from_file(config.secret_file)
+
+    async def start(self) -> None:
+        """Join the deployment. On failure nothing is left running. Raises ConfigError, NodeUnavailable."""
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop(grace_s=0)
+            raise
+
+    async def _start(self) -> None:
+        own = self._own
+        check_addresses(own)
+        await asyncio.to_thread(check_free, own)
+        if own.api_keys:
+            await asyncio.to_thread(read_keys, Path(own.api_keys))
+        with self._parts.waiting_for(f"deployment {own.deployment}"):
+            told = await read_published(self._url, own.deployment)
+        self.config = _joined_config(own, self._url, told)
+        front = self.front = ServingRouter(self.config, self._parts, self._secret)
+        front.identity.check()
+        with self._parts.waiting_for("the front door's modules"):
+            await front.prepare()
+        if front.text_digest != told.text_digest:
+            what = f"the tokenizer or the chat template of {self.config.model!r}"
+            raise ConfigError("join", f"{what} here is not the deployment's")
+        await front.watch(Registry(self._url, self.config.lease_ttl_s, own.deployment))
+        front.directory.show_only(told.kinds)
+        with self._parts.waiting_for("a decode node"):
+            await self._meet(await self._decode_node(), front.identity)
+        await front.open(told.served)
+
+    async def _decode_node(self) -> NodeRecord:
+        end = time.monotonic() + SEEN_TIMEOUT_S
+        while True:
+            await self.front.directory.refresh()
+            found = [node for node in self.front.directory.nodes() if node.role == "decode"]
+            if found:
+                return found[0]
+            if time.monotonic() >= end:
+                raise NodeUnavailable(f"no decode node of the deployment was seen within {SEEN_TIMEOUT_S:g} s")
+            await asyncio.sleep(SEEN_POLL_S)
+
+    async def _meet(self, node: NodeRecord, identity: Identity) -> None:
+        """Ask a node, so that a router whom nodes refuse does not open."""
+        async with identity.channel(node.address, "decode") as channel:
+            stub = node_pb2_grpc.DecodeNodeStub(channel)
+            try:
+                await stub.Status(node_pb2.StatusRequest(), timeout=RPC_TIMEOUT_S, metadata=identity.metadata)
+            except grpc.aio.AioRpcError as error:
+                if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+                    refused = f"{node.id} refuses this router: {error.details()}"
+                    raise ConfigError("secret_file", f"{refused}; it must be the deployment's") from None
+                raise NodeUnavailable(f"{node.id} at {node.address} does not answer: {error.details()}") from None
+
+    async def stop(self, grace_s: float) -> None:
+        """End everything, newest first. Idempotent. grace_s: what runs may go on for so long."""
+        await self._parts.close(grace_s)
+
+
+def _joined_config(own: ServeConfig, url: str, told: Published) -> ServeConfig:
+    """The deployment's options, and this process's own."""
+    if told.build != version("paceline"):
+        raise ConfigError("join", f"the deployment runs Paceline {told.build}, this is {version('paceline')}")
+    shared = {name: value for name, value in told.options.items() if name in SHARED_OPTIONS}
+    return ServeConfig.model_validate(shared | own.model_dump(include=set(ROUTER_OPTIONS)) | {"redis": url})

@@ -1,0 +1,176 @@
+"""A router with all that it needs: its view of nodes and cached prefixes, journal, grammars, quotas, gRPC and HTTP.
+
+``paceline serve`` has one beside its nodes. ``paceline router`` is one alone, in front of another process's nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cluster.nodes.listening import raise_open_files, split_address
+from cluster.parts import Parts
+from cluster.state.published import Served
+from cluster.state.registry import NodeDirectory
+from cluster.state.registry_types import Registry
+from paceline.config import EngineConfig, ServeConfig
+from paceline.rpc.grants import Grants
+from paceline.rpc.identity import Identity, Secret
+from paceline.rpc.tls import TlsFolder
+
+if TYPE_CHECKING:
+    from cluster.access.access import Access
+    from cluster.routing.metrics import Metrics
+    from cluster.routing.router import Router
+    from paceline.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+# Options that every router of a deployment has alike; those that join take them over. The others are a process's own,
+# or say what nodes there are.
+SHARED_OPTIONS = frozenset(EngineConfig.model_fields.keys() - {"log_level", "log_format", "trace_requests"}) | {
+    *("chat_template", "tool_call_parser", "reasoning_parser", "max_inflight", "max_queued", "queue_timeout_s"),
+    *("request_timeout_s", "bypass_tokens", "lease_ttl_s", "journal_mode", "journal_ttl_s", "journal_entry_bytes"),
+    *("journal_total_bytes", "tenant_share", "read_timeout_s"),
+}
+DOUBT_S = 1.5  # a node whose lease ran out is used on for so long, in which it is asked
+
+
+class ServingRouter:
+    """Life: ``prepare`` -> ``watch`` -> ``open``. Its parts end with ``parts``."""
+
+    def __init__(self, config: ServeConfig, parts: Parts, secret: Secret) -> None:
+        """Raises ConfigError naming ``tls_dir``."""
+        self.config, self._parts = config, parts
+        self.identity = Identity("router", secret.call_token, TlsFolder.of(config.tls_dir))
+        self.grants = Grants(secret.ticket_key)
+        self.grpc_address = ""
+        self.http_address = ""
+
+    async def prepare(self) -> None:
+        """Import what the front door is made of, and read the tokenizer. Raises ConfigError."""
+        await asyncio.get_running_loop().run_in_executor(None, import_front_door)
+        from paceline.models.hub import resolve_model
+        from paceline.text.tokenizer import Tokenizer
+
+        self._folder: Path = await asyncio.to_thread(resolve_model, self.config.model)
+        self._tokenizer: Tokenizer = Tokenizer.from_folder(self._folder, self.config.chat_template)
+
+    @property
+    def text_digest(self) -> str:
+        """Names what this router makes tokens of text with, and text of tokens."""
+        known = hashlib.sha256((self._folder / "tokenizer.json").read_bytes())
+        known.update((self._tokenizer.template.source or "").encode())
+        return known.hexdigest()[:32]
+
+    async def watch(self, registry: Registry) -> None:
+        """See the nodes."""
+        self.registry = registry
+        self.directory = NodeDirectory(registry.url, registry.lease_ttl_s, registry.namespace, DOUBT_S)
+        await self.directory.start()
+        self._parts.at_end("directory", self.directory.close)
+
+    async def open(self, served: Served) -> None:
+        """Serve. served: what the nodes have said. Raises ConfigError for an address that cannot be had."""
+        from cluster.access.access import open_access
+
+        self.served = served
+        raise_open_files()
+        metrics = self._metrics()
+        access = open_access(self.config, self.registry, metrics)
+        if access is not None:
+            access.start()
+            self._parts.at_end("access", access.close)
+        self.router = await self._router(metrics, access)
+        self._parts.at_end("router", self.router.close)
+        await self._serve(metrics, access)
+
+    def _metrics(self) -> Metrics:
+        from cluster.routing.metrics import Metrics
+
+        metrics = Metrics()
+        metrics.watch_nodes(self.directory.nodes)
+        metrics.watch_registry(lambda: self.directory.stale_for_s)
+        if self.config.vllm_metrics:
+            from cluster.routing.vllm_metrics import VllmMetrics
+
+            metrics.registry.register(VllmMetrics(metrics, self.config.model, self.directory.nodes))
+        return metrics
+
+    async def _router(self, metrics: Metrics, access: Access | None) -> Router:
+        from cluster.routing.node_calls import NodeCalls
+        from cluster.routing.router import Router
+        from cluster.state.cache_events import CacheWatcher
+        from cluster.state.journal import open_journal
+        from paceline.grammar.compile import GrammarCompiler
+
+        config, registry, served, at_end = self.config, self.registry, self.served, self._parts.at_end
+        watcher = CacheWatcher(registry.url, self.directory.nodes, registry.lease_ttl_s, registry.namespace)
+        await watcher.start()
+        at_end("cached prefixes", watcher.close)
+        journal = open_journal(config, registry.url, metrics.registry)
+        if journal is not None:
+            at_end("journal", journal.close)
+        grammars = GrammarCompiler(self._folder, served.vocab_size)
+        at_end("grammars", grammars.close)
+        return Router(
+            self.directory,
+            self._tokenizer,
+            config,
+            config.model,
+            served.max_model_len,
+            served.vocab_size,
+            metrics=metrics,
+            bit_exact=served.bit_exact,
+            journal=journal,
+            prefixes=watcher.index,
+            grammars=grammars,
+            calls=NodeCalls(identity=self.identity, grants=self.grants),
+            quotas=access.quotas if access is not None else None,
+        )
+
+    async def _serve(self, metrics: Metrics, access: Access | None) -> None:
+        from cluster.frontdoor.http import HttpOptions, create_app, serve_http
+        from cluster.frontdoor.service import serve_grpc
+
+        config, parts = self.config, self._parts
+        self.access = access
+        host, port = split_address(config.http)
+        fingerprint = system_fingerprint(config, (node.fingerprint_digest for node in self.directory.nodes()))
+        tls = self.public_tls
+        if tls is None and self.identity.tls is not None:
+            log.warning("%s has no server.pem: clients are served without TLS", self.identity.tls.path)
+        options = HttpOptions(
+            config.cors_origins, fingerprint, config.acceptance == "sample", access, config.open_metrics
+        )
+        http = await serve_http(create_app(self.router, metrics, options), host, port, tls)
+        parts.at_end("http", lambda: http.stop(parts.grace_s))
+        server = await serve_grpc(self.router, config.grpc, access, tls=tls)
+        parts.at_end("grpc", lambda: server.stop(parts.grace_s))
+        self.http_address = f"{host}:{http.port}"
+        self.grpc_address = f"{split_address(config.grpc)[0]}:{server.port}"
+
+    @property
+    def public_tls(self) -> TlsFolder | None:
+        """What clients are served with; None: in the clear."""
+        tls = self.identity.tls
+        return tls if tls is not None and tls.is_public else None
+
+
+def system_fingerprint(config: ServeConfig, node_digests: Iterable[str]) -> str:
+    """Names what the text depends on besides the request. node_digests: of what the nodes' pairing compares, which is
+    model, weights, number format and kernels among others; nodes that come later pair with them."""
+    parts = json.dumps([config.model, config.acceptance, config.draft_sampling, sorted(set(node_digests))])
+    return f"fp_{hashlib.sha256(parts.encode()).hexdigest()[:16]}"
+
+
+def import_front_door() -> None:
+    """What imports fastapi, jinja and more: a second of work."""
+    for name in ("cluster.frontdoor.http", "cluster.frontdoor.service", "cluster.routing.router"):
+        import_module(name)

@@ -1,0 +1,72 @@
+"""What a deployment tells routers that join it, in the hash of its holder: gone with the holder's lease."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+from pydantic import TypeAdapter, ValidationError
+
+from cluster.state.connection import connect
+from cluster.state.node_lease import NOW_MS
+from cluster.state.registry_types import namespace_of
+from paceline.errors import ConfigError
+
+WAIT_S = 10.0  # for a deployment that starts, or a Redis that is away for a moment
+POLL_S = 0.25
+
+# KEYS: holder. Returns what is served, empty where no lease runs.
+_READ = f"""
+{NOW_MS}
+local serving, ends = unpack(redis.call('HMGET', KEYS[1], 'serving', 'ends'))
+if serving and (tonumber(ends) or 0) > now then return serving end
+return ''
+"""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the nodes say they serve."""
+
+    max_model_len: int
+    vocab_size: int
+    bit_exact: bool
+
+
+@dataclass(frozen=True)
+class Published:
+    """A deployment that serves."""
+
+    build: str  # version of Paceline
+    options: dict[str, Any]  # of ServeConfig, those that are the same for every router
+    served: Served
+    kinds: list[tuple[str, str]]  # model and fingerprint digest of the deployment's nodes
+    text_digest: str  # of tokenizer and chat template
+
+    def to_json(self) -> bytes:
+        """As it lies in Redis."""
+        return _PUBLISHED.dump_json(self)
+
+
+_PUBLISHED = TypeAdapter(Published)
+
+
+async def read_published(url: str, deployment: str) -> Published:
+    """What the deployment tells. Raises ConfigError where it tells nothing within WAIT_S."""
+    with connect(url) as client:
+        end, told = time.monotonic() + WAIT_S, "nobody serves it there"
+        while True:
+            try:
+                found: Any = await asyncio.to_thread(client.eval, _READ, 1, f"{namespace_of(deployment)}:holder")
+                if found:
+                    return _PUBLISHED.validate_json(found)
+            except redis.RedisError as error:
+                told = f"Redis: {error}"
+            except ValidationError as error:
+                raise ConfigError("join", f"deployment {deployment!r} is of another version: {error}") from None
+            if time.monotonic() >= end:
+                raise ConfigError("join", f"deployment {deployment!r} was not found within {WAIT_S:g} s: {told}")
+            await asyncio.sleep(POLL_S)

@@ -1,0 +1,147 @@
+"""A whole deployment on a Redis of the operator's: routers that join and die, other users, what failures cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis
+
+from cluster.state.node_lease import LeaseKeeper
+from cluster.state.registry_types import NodeRecord, namespace_of
+from paceline.client import Client
+from tests.fakes.redis_servers import Embedded
+from tests.multihost.small_model import write_model
+from tests.support.server import Server, paceline, serve
+from tests.support.tiny_chat import CHAT_VOCAB
+from tests.support.tiny_model import tiny_spec
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+NAME = "blue"
+NO_ROOM_S = 7.0  # above lease, doubt and grace together, in which all nodes used to be killed
+BACK_S = 15.0
+BODY: dict[str, Any] = {"prompt": "In a paceline the front rider", "seed": 20, "max_tokens": 24, "ignore_eos": True}
+
+
+LONG = BODY | {"max_tokens": 450}
+
+
+def tokens(server: Server, body: dict[str, Any] = BODY) -> list[int]:
+    reply = httpx.post(f"http://{server.http}/v1/completions", json=body, timeout=BACK_S)
+    assert reply.status_code == 200, reply.text
+    found: list[int] = reply.json()["paceline"]["token_ids"][0]
+    return found
+
+
+@pytest.fixture(scope="module")
+def registry() -> Iterator[Embedded]:
+    with Embedded() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def server(registry: Embedded, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    write_model(folder, replace(tiny_spec(CHAT_VOCAB), max_position_embeddings=512))
+    options = ["--model", str(folder), "--redis", registry.url, "--deployment", NAME, "--drafter", "ngram"]
+    with serve(*options, "--prefill-nodes", "0", "--no-standby", "--kv-cache-tokens", "1024") as made:
+        yield made
+
+
+def test_streams_go_on_when_routers_that_joined_are_killed(server: Server, registry: Embedded) -> None:
+    joining = ("--join", registry.url, "--deployment", NAME)
+    whole = tokens(server, LONG)
+    with (
+        serve(*joining, end_with=signal.SIGKILL, verb="router") as a,
+        serve(*joining, end_with=signal.SIGKILL, verb="router") as b,
+    ):
+        found: list[int] = []
+        asked = {"seed": LONG["seed"], "max_tokens": LONG["max_tokens"], "ignore_eos": True}
+        with Client([a.grpc, b.grpc]) as client:
+            for number, chunk in enumerate(client.stream(str(LONG["prompt"]), **asked)):
+                found += chunk.token_ids
+                if number == 3:
+                    assert len(found) < len(whole) // 2
+                    a.process.kill()
+        assert found == whole
+        text, last = "", ""
+        for router, kill in ((b, True), (server, False)):
+            with httpx.stream(
+                "POST",
+                f"http://{router.http}/v1/completions",
+                json=LONG | {"stream": True},
+                headers={"last-event-id": last} if last else {},
+                timeout=BACK_S,
+            ) as reply:
+                for line in _until_broken(reply):
+                    if line.startswith("id: "):
+                        last = line.removeprefix("id: ")
+                    elif line.startswith("data: {"):
+                        event = json.loads(line.removeprefix("data: "))
+                        text += "".join(choice["text"] for choice in event["choices"])
+                    if kill and len(text) > 20:
+                        b.process.kill()
+        assert text == httpx.post(f"http://{server.http}/v1/completions", json=LONG).json()["choices"][0]["text"]
+    assert event["paceline"]["token_ids"] == [whole]
+
+
+def _until_broken(reply: httpx.Response) -> Iterator[str]:
+    with suppress(httpx.RemoteProtocolError, httpx.ReadError):
+        yield from reply.iter_lines()
+
+
+def test_a_stranger_does_not_join(server: Server, registry: Embedded, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("no more than a guess")
+    for options, status, said in (
+        (("--deployment", NAME, "--secret-file", str(secret)), 2, "--secret-file: decode-0 refuses this router"),
+        (("--deployment", NAME), 2, "--secret-file: is needed"),
+    ):
+        ports = ("--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", "--join", registry.url)
+        done = subprocess.run([paceline(), "router", *ports, *options], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, said in done.stderr) == (status, True), done.stderr
+
+
+def test_another_deployment_and_a_redis_without_room_and_without_life(server: Server, registry: Embedded) -> None:
+    foreign = NodeRecord("decode-0", "decode", 2**40, "127.0.0.1:1", model="other", fingerprint_digest="other")
+    green = LeaseKeeper(registry.url, foreign, 2.0, lambda: True, dict, namespace_of("green"))
+    odd = LeaseKeeper(registry.url, replace(foreign, id="decode-7"), 2.0, lambda: True, dict, namespace_of(NAME))
+    try:
+        before = tokens(server)
+        green.start()
+        odd.start()
+        with redis.Redis.from_url(registry.url) as client:
+            client.config_set("maxmemory", "1")
+            end = time.monotonic() + NO_ROOM_S
+            while time.monotonic() < end:
+                assert tokens(server) == before
+                time.sleep(0.2)
+            client.config_set("maxmemory", "64mb")
+        log = server.log.read_text()
+        assert log.count("kept: it has no lease in Redis, but answers") == 1
+        assert "lease_lost" not in log
+        assert log.count("decode-7 generation 1099511627776 at 127.0.0.1:1 serves 'other'") == 1
+        registry.kill()
+        registry.start_again()
+        decode = re.search(r"decode-0 is process (\d+)", log)
+        assert decode is not None
+        os.kill(int(decode[1]), signal.SIGKILL)
+        end = time.monotonic() + BACK_S
+        assert tokens(server) == before
+        assert time.monotonic() < end
+        assert "decode-0 generation 2 started" in server.log.read_text()
+    finally:
+        green.close()
+        odd.close()
