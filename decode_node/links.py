@@ -131,7 +131,8 @@ class LinkHost:
         """Serve the control stream of one link until either side ends it."""
         incoming = aiter(messages)
         try:
-            hello = await asyncio.wait_for(anext(incoming), self._context.config.transfer_timeout_s)
+            async with asyncio.timeout(self._context.config.transfer_timeout_s):
+                hello = await anext(incoming)
         except (TimeoutError, StopAsyncIteration):
             raise NodeUnavailable("the control stream did not begin with Hello") from None
         link = self._links.get(hello.hello.link_id)

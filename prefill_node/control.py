@@ -46,7 +46,8 @@ class ControlStream:
         """Wait until the decode node's ends are open too; ``sender`` hears of the stream from now on. NodeUnavailable
         when it does not accept."""
         self._sender = sender
-        await asyncio.wait_for(asyncio.shield(self._accepted), self._timeout_s)
+        async with asyncio.timeout(self._timeout_s):
+            await asyncio.shield(self._accepted)
 
     def _tell(self, key: str, value: bytes) -> None:
         self.post(handoff_pb2.HandoffMessage(rendezvous=handoff_pb2.Rendezvous(key=key, value=value)))

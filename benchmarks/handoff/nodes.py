@@ -123,7 +123,9 @@ class RowsNode:
         link.begin(order.ticket, tokens)
         link.rows(order.ticket, RowBlock(TARGET_KV, layers, tokens), torch.arange(order.num_tokens))
         link.state(order.ticket, handoff_pb2.State(first_token_id=1), None)
-        if failure := await asyncio.wait_for(self._ended, TIMEOUT_S):
+        async with asyncio.timeout(TIMEOUT_S):
+            failure = await self._ended
+        if failure:
             raise PacelineError(f"the hand-off failed: {failure}")
         return HandedOver(self._began_s, tuple(self._sizes))
 

@@ -88,7 +88,7 @@ class Supervisor:
         return handle.start()
 
     async def _watch(self, slot: Slot) -> None:
-        while True:
+        while not (self._stopping or self._superseded):
             await self.sleep(POLL_S)
             try:
                 async with slot.lock:
@@ -171,7 +171,8 @@ class Supervisor:
         if handle is None:
             return
         try:
-            await asyncio.wait_for(asyncio.to_thread(handle.kill), KILL_TIMEOUT_S)
+            async with asyncio.timeout(KILL_TIMEOUT_S):
+                await asyncio.to_thread(handle.kill)
         except Exception as error:
             log.warning("%s generation %d could not be killed: %r", slot.node_id, slot.generation, error)
 
@@ -249,7 +250,8 @@ class Supervisor:
 
     async def _drain_slot(self, slot: Slot, handle: NodeHandle, grace_s: float) -> None:
         try:
-            await asyncio.wait_for(asyncio.to_thread(handle.stop, grace_s), grace_s + STOP_MARGIN_S)
+            async with asyncio.timeout(grace_s + STOP_MARGIN_S):
+                await asyncio.to_thread(handle.stop, grace_s)
             slot.handle = None
         except Exception as error:
             log.warning("%s did not stop, killing it: %r", slot.node_id, error)

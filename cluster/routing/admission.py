@@ -112,7 +112,8 @@ class Admission:
         if place.running:
             return
         try:
-            await asyncio.wait_for(asyncio.shield(place.turn), self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                await asyncio.shield(place.turn)
         except TimeoutError:
             if place.running:  # its turn came with the end of the wait
                 return
