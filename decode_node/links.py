@@ -30,7 +30,7 @@ from kv_transfer.transports.rendezvous import LinkStore
 from kv_transfer.transports.sentinel import Sentinel
 from paceline.config import NodeConfig
 from paceline.errors import InvalidRequest, NodeUnavailable, Overloaded, PacelineError, PermissionDenied, quoted
-from paceline.rpc.guard import audit
+from paceline.rpc.audit import Audit
 from paceline.serving.loop import notify
 from paceline.v1 import handoff_pb2
 
@@ -99,6 +99,7 @@ class LinkHost:
         self._links: dict[str, _Link] = {}
         self._threads = ThreadPoolExecutor(MAX_OPENING, thread_name_prefix="link-open")
         self._closing: set[asyncio.Task[None]] = set()
+        self._audit = Audit()
         self.refused = 0  # hand-offs that no router had given to who began them
 
     # -- what the prefill node calls -----------------------------------------------------------------------------
@@ -226,7 +227,7 @@ class LinkHost:
                 _take(message, link)
         except PermissionDenied as error:
             self.refused += 1
-            audit.warning("refused a hand-off on link %s: %s", link.link_id, error)
+            self._audit.refused(link.peer, "", f"hand-off on link {link.link_id}", str(error))
             link.refuse(error)
             link.loop.call_later(REFUSAL_S, self._drop, link, str(error))
         except PacelineError as error:

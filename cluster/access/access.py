@@ -5,7 +5,6 @@ from __future__ import annotations
 from enum import Enum
 from pathlib import Path
 
-from cluster.access.audit import Audit
 from cluster.access.caller import Caller
 from cluster.access.keys import KeyFile, RefusedKey, Scope
 from cluster.access.quotas import AccessCounts, Quotas
@@ -13,6 +12,7 @@ from cluster.access.redis_counters import RedisCounters
 from cluster.state.registry_types import Registry
 from paceline.config import ServeConfig
 from paceline.errors import PermissionDenied, Unauthenticated
+from paceline.rpc.audit import Audit
 
 HOLD_MARGIN_S = 60.0  # a quota's hold outlives the longest request by so much
 

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -20,6 +19,7 @@ import grpc.aio
 from cluster.access.access import Access, Need, bearer
 from cluster.access.caller import set_current
 from paceline.errors import DeadlineExceeded, NodeUnavailable, Overloaded
+from paceline.rpc.audit import peer_of
 from paceline.rpc.calls import answering_errors
 
 MESSAGE_TIMEOUT_S = 30.0  # for the message of a call, from its headers
@@ -136,9 +136,3 @@ async def _message(requests: AsyncIterator[Any]) -> Any:
         raise DeadlineExceeded(f"the message did not arrive within {MESSAGE_TIMEOUT_S:g} s") from None
     except StopAsyncIteration:
         raise NodeUnavailable("the call ended without a message") from None
-
-
-def peer_of(context: Context) -> str:
-    """The address of the client, without its port: gRPC writes ``ipv4:1.2.3.4:5`` and ``ipv6:%5B::1%5D:5``."""
-    kind, _, address = unquote(context.peer()).partition(":")
-    return address.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else context.peer()

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import hmac
 import inspect
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from paceline.rpc.audit import Audit, peer_of
 from paceline.rpc.tls import Role, role_of
-
-audit = logging.getLogger("paceline.audit")
 
 TOKEN_KEY = "paceline-deployment"
 SAN_KEY = "x509_subject_alternative_name"  # gRPC's own, in a call's auth context
@@ -33,6 +31,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, roles: Mapping[str, Role], token: str, *, by_role: bool) -> None:
         self._roles, self._token, self._by_role = roles, token, by_role
+        self._audit = Audit()
         self.refused = 0
 
     async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Any:
@@ -59,7 +58,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         """Count and tell a call that is refused."""
         self.refused += 1
         role = _role(context) or "nobody"
-        audit.warning("refused %s from %s as %s: %s", method, _said(context.peer()), _said(role), _said(reason))
+        self._audit.refused(peer_of(context), "", method, f"{role}: {reason}"[:MAX_SAID_CHARS])
 
     def _token_fits(self, sent: str | bytes) -> bool:
         given = sent.encode() if isinstance(sent, str) else sent
@@ -70,11 +69,6 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         if not self._by_role or (allowed is not None and _role(context) == allowed):
             return ""
         return f"it is for {allowed or 'nobody'}, not for {_role(context) or 'a certificate without a role'}"
-
-
-def _said(text: str) -> str:
-    """What a stranger may have chosen, on one line."""
-    return text.encode("unicode_escape").decode()[:MAX_SAID_CHARS]
 
 
 def _role(context: Context) -> str:

@@ -15,6 +15,7 @@ import pytest
 from cluster.commands import certificates
 from cluster.routing.node_calls import NodeCalls
 from cluster.state.registry_types import NodeRecord
+from paceline.rpc.audit import LINES_PER_MINUTE
 from paceline.rpc.grants import Grants
 from paceline.rpc.identity import Identity
 from paceline.rpc.tls import Role, TlsFolder
@@ -105,11 +106,8 @@ async def test_every_rpc_is_for_its_callers_alone(tmp_path: Path, caplog: pytest
         refused = nodes.decode.shell.guard.refused + nodes.prefill.shell.guard.refused
         assert refused == 5 * len(RPCS)
         lines = [record.getMessage() for record in caplog.records if record.name == "paceline.audit"]
-        assert len(lines) == refused
-        assert (
-            sum("as admin" in line and "/Pair " in line and "is for prefill, not for admin" in line for line in lines)
-            == 1
-        )
+        assert min(refused, 2 * LINES_PER_MINUTE) <= len(lines) <= refused  # each node's, so many of an address
+        assert sum("admin: it is for prefill, not for admin" in line and "/Pair'" in line for line in lines) == 1
         assert SECRET.call_token not in caplog.text
         request = sequence_request()
         assert (await nodes.generate(request)).output == expected_output(request)

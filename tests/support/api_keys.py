@@ -10,11 +10,11 @@ from typing import Any
 import yaml
 
 from cluster.access.access import Access
-from cluster.access.audit import Audit
 from cluster.access.caller import Caller, set_current
 from cluster.access.keys import Key, KeyFile, digest, new_key
 from cluster.access.quotas import Quotas
 from cluster.routing.metrics import Metrics
+from paceline.rpc.audit import Audit
 
 PAST = datetime.now(UTC) - timedelta(days=1)
 

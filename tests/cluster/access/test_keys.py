@@ -11,11 +11,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from cluster.access.audit import LINES_PER_MINUTE, Audit
 from cluster.access.keys import KeyFile, digest, read_keys
 from cluster.commands.keys import app
 from paceline.errors import ConfigError, Unauthenticated
 from paceline.logs import JsonFormatter
+from paceline.rpc.audit import LINES_PER_MINUTE, Audit
 from tests.support.api_keys import entry, write_keys
 
 

@@ -1,4 +1,4 @@
-"""One line for every refused key and every act of an operator, in the log ``paceline.audit``. It never has a key."""
+"""One line for every refused caller and every act of an operator, in the log ``paceline.audit``. It never has a key."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+import grpc.aio
 
 log = logging.getLogger("paceline.audit")
 
 LINES_PER_MINUTE = 30  # of one address; as many may come at once
 MAX_ADDRESSES = 1024
+
+
+def peer_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    """The address of a caller, without its port: gRPC writes ``ipv4:1.2.3.4:5`` and ``ipv6:%5B::1%5D:5``."""
+    kind, _, address = unquote(context.peer()).partition(":")
+    return address.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else context.peer()
 
 
 @dataclass
@@ -29,7 +39,8 @@ class Audit:
         self._addresses: OrderedDict[str, _Address] = OrderedDict()
 
     def refused(self, peer: str, key_id: str, act: str, why: str) -> None:
-        """Somebody was refused. key_id: empty where no known key was sent. act: the route or the RPC."""
+        """Somebody was refused. peer: an address without its port. key_id: empty where no known key was sent. act: the
+        route or the RPC."""
         left_out = self._left_out(peer)
         if left_out is not None:
             self._write(logging.WARNING, peer, key_id, act, f"refused: {why}", left_out)
