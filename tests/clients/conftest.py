@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"needs {missing}"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """The base URL of the deployment's HTTP."""
     if running := os.environ.get("PACELINE_URL"):
