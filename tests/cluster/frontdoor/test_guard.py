@@ -84,6 +84,18 @@ async def test_every_route_and_every_kind_of_key(
     assert b'paceline_access_refused_total{reason="PermissionDenied"}' in surface.metrics.render()
 
 
+async def test_another_spelling_of_a_path_is_no_way_past_a_scope(surface: Surface, asking: httpx.AsyncClient) -> None:
+    """Starlette's routes take a newline at the end of a path. Mutant: templates are compared as text."""
+    for path, need in NEEDS.items():
+        if "{" in path or need.value not in ("infer", "metrics"):
+            continue
+        without = "metrics" if need.value == "infer" else "acme"
+        for ending in ("%0A", "%0A/", "/", "//"):
+            for method in ("GET", "HEAD", "POST", "OPTIONS"):
+                told = await asking.request(method, path + ending, json={}, headers=surface.keys.header(without))
+                assert told.status_code in (403, 404, 405), (method, path, ending)
+
+
 async def test_anthropics_header_and_shape(surface: Surface, asking: httpx.AsyncClient) -> None:
     key = surface.keys.secrets["acme"]
     for path, status in (("/v1/messages", 200), ("/v1/completions", 401)):
