@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import redis
 
 from cluster.access.counters import Ask, LocalCounters
 from cluster.access.keys import Limits
@@ -48,6 +49,49 @@ async def test_both_counts_decide_alike(server: Embedded) -> None:
                 open_.append(ask)
     await shared.close()
     assert said == {"", *Limits.model_fields}
+
+
+async def test_a_limit_that_is_new_begins_with_a_full_bucket(server: Embedded) -> None:
+    """The key has a limit of another kind at first. Mutant: tokens are taken from a bucket that has no limit."""
+    before, after = Limits(concurrency=9), Limits(concurrency=9, tokens_per_minute=100, requests_per_minute=5)
+    shared = RedisCounters(server.url, 600.0, "new limit")
+    for counters in (LocalCounters(), shared):
+        for hold in "ab":
+            assert await counters.take("k", before, Ask(sequences=1, tokens=5000, hold=hold)) is None
+        await counters.give("k", before, Ask(sequences=1, tokens=5000, hold="a"), 4000)
+        assert await counters.take("k", after, Ask(requests=5)) is None
+        assert await counters.take("k", after, Ask(sequences=1, tokens=100, hold="c")) is None
+        assert await counters.take("k", after, Ask(sequences=1, tokens=100, hold="d")) is not None
+    await shared.close()
+
+
+async def test_the_clock_of_redis_is_set_back(server: Embedded) -> None:
+    """What was noted at a time to come counts as noted now. Mutant: a bucket waits for that time to fill."""
+    counters, limits = RedisCounters(server.url, 600.0, "clock"), Limits(requests_per_minute=600)
+    assert await counters.take("k", limits, Ask(requests=600)) is None
+    with redis.Redis.from_url(server.url) as client:
+        client.hincrby(counters._keys("k")[0], "requests_at", 3_600_000)
+    assert await counters.take("k", limits, Ask(requests=1)) is not None
+    await asyncio.sleep(0.15)
+    assert await counters.take("k", limits, Ask(requests=1)) is None
+    await counters.close()
+
+
+@pytest.mark.parametrize("gone", [0, 1], ids=["sums", "holds"])
+async def test_redis_evicts_one_of_a_keys_two(server: Embedded, gone: int) -> None:
+    """Both expire, so a Redis whose memory is full may let either go. Mutants: sequences that nobody gives back stay;
+    those given back twice make room for more than the limit."""
+    counters, limits = RedisCounters(server.url, 600.0, f"evicted {gone}"), Limits(concurrency=2)
+    asks = [Ask(sequences=1, tokens=5, hold=hold) for hold in "abcdefg"]
+    for ask in asks[:2]:
+        assert await counters.take("k", limits, ask) is None
+    with redis.Redis.from_url(server.url) as client:
+        client.delete(counters._keys("k")[gone])
+    for ask in asks[:2]:
+        await counters.give("k", limits, ask, 0)
+    taken = [await counters.take("k", limits, ask) is None for ask in asks[2:]]
+    assert taken == [True, True, False, False, False]
+    await counters.close()
 
 
 async def test_four_routers_admit_a_minutes_requests_exactly(server: Embedded) -> None:
