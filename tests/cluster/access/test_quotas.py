@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 
@@ -167,3 +169,22 @@ async def test_without_redis_each_router_counts_for_itself_and_says_so(caplog: p
     assert b"paceline_quotas_alone 0.0" in metrics.render()
     await quotas.close()
     server.close()
+
+
+async def test_what_a_redis_took_too_late_is_given_back(server: Embedded) -> None:
+    """It stands still for longer than requests wait for it. Mutants: a late yes keeps its sequence until its time is
+    over; what could not be given back is forgotten."""
+    shared = RedisCounters(server.url, 600.0, "late")
+    quotas, key = Quotas(shared, Metrics()), caller("acme", concurrency=2)
+    early = await quotas.hold(key, 1, 10)
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        quotas.release(await quotas.hold(key, 1, 10), 10)
+        quotas.release(early, 10)
+        await asyncio.sleep(0.3)
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    async with asyncio.timeout(3.0):
+        while await shared.take("acme", key.key, Ask(sequences=2, tokens=10, hold="both")) is not None:
+            await asyncio.sleep(0.1)
+    await quotas.close()
