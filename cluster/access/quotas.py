@@ -128,7 +128,7 @@ class Quotas:
                 refusal = await self._shared.take(caller.key.id, caller.key, ask)
             except (redis.RedisError, OSError) as error:
                 self._note_away(error)
-                self._owe(Hold(caller.key.id, caller.key, ask, self._shared), ask.tokens)  # it may have it, or take it yet
+                self._owe(Hold(caller.key.id, caller.key, ask, self._shared), ask.tokens)  # it may take it yet
             else:
                 self._note_back()
                 return self._shared, refusal

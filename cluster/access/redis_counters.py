@@ -1,8 +1,9 @@
 """What keys have used, counted in Redis: exact however many routers count there, since a decision is one script.
 
 Keys: ``{namespace}:quota:{hash of the key's id}`` has the buckets and sums, and with ``:holds`` the sequences that run,
-by the time at which they end at the latest: those of a router that died are given back then. A Redis whose memory is full may evict either; the sequences that the
-other one counts then count no more. Time is that of Redis; what was noted at a time to come counts as noted now.
+by the time at which they end at the latest: those of a router that died are given back then. A Redis whose memory is
+full may evict either; what ran then counts no more. Time is that of Redis; what was noted at a time to come counts as
+noted now.
 """
 
 from __future__ import annotations
