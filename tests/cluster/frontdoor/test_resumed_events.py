@@ -13,7 +13,7 @@ import pytest
 
 from cluster.frontdoor.http import HttpOptions, create_app
 from tests.support.http_app import CHATS, COMPLETIONS, refused
-from tests.support.scripted_nodes import Fleet, fleet
+from tests.support.scripted_nodes import Fleet, fleet, letters
 from tests.support.two_routers import StallingRouter, scripted
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 24}
@@ -24,6 +24,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     (CHATS, CHAT),
     (CHATS, CHAT | {"n": 3, "logprobs": True, "top_logprobs": 1, "stream_options": USAGE}),
     (COMPLETIONS, COMPLETION | {"n": 2, "logprobs": 1, "return_token_ids": True, "seed": 2**53 - 1}),
+    (COMPLETIONS, COMPLETION | {"seed": 0, "stop": letters(0, 2, 4)[2:]}),  # which ends in the midst of a later round
     (COMPLETIONS, COMPLETION | {"stop": ["qq", "ab"], "stream_options": USAGE | {"continuous_usage_stats": True}}),
 ]
 
