@@ -102,7 +102,8 @@ class Got:
 
 @pytest.mark.parametrize(("path", "body"), ASKED)
 async def test_from_every_event_on(two: Two, path: str, body: dict[str, Any]) -> None:
-    """Fails where an id counts tokens whose text was not told, and where the end of a choice is told again."""
+    """Fails where an id counts tokens whose text was not told, where the end of a choice is told again, and where an id
+    of a resumed stream forgets what the client has of another choice."""
     whole = await two.ask(0, path, body)
     named = [i for i, (event_id, _) in enumerate(whole) if event_id]
     assert len(named) >= len(whole) // 2
@@ -111,6 +112,9 @@ async def test_from_every_event_on(two: Two, path: str, body: dict[str, Any]) ->
         rest = await two.ask(1, path, body, since=whole[i][0])
         assert Got().take(whole[: i + 1]).take(rest).sorted() == Got().take(whole).sorted(), whole[i][0]
         assert not rest or rest[-1][0] == whole[-1][0]  # and on from there
+        if "n" in body and rest[:-1] and rest[0][0]:
+            again = [rest[0], *await two.ask(0, path, body, since=rest[0][0])]
+            assert Got().take(whole[: i + 1]).take(again).sorted() == Got().take(whole).sorted(), (whole[i][0], rest[0])
 
 
 async def test_what_cannot_be_resumed(two: Two) -> None:
