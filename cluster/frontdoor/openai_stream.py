@@ -168,6 +168,9 @@ class Answer:
         """``events`` of a chunk, without those that a client which resumes has. Each comes with its id, which is empty
         where the stream cannot be resumed from."""
         events = self.events(chunk)
+        if chunk.retold:
+            choice = self._choices[chunk.choice]
+            choice.told = len(choice.token_ids)  # also where no event came of it
         if not events:
             return []
         ids = [""] * len(events)

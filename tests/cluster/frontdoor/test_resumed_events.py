@@ -25,6 +25,8 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     (CHATS, CHAT | {"n": 3, "logprobs": True, "top_logprobs": 1, "stream_options": USAGE}),
     (COMPLETIONS, COMPLETION | {"n": 2, "logprobs": 1, "return_token_ids": True, "seed": 2**53 - 1}),
     (COMPLETIONS, COMPLETION | {"seed": 0, "stop": letters(0, 2, 4)[2:]}),  # which ends in the midst of a later round
+    # The fourth letter is held back: in smaller rounds no event comes of it.
+    (COMPLETIONS, COMPLETION | {"max_tokens": 6, "seed": 0, "return_token_ids": True, "stop": letters(0, 5, 1) + "!"}),
     (COMPLETIONS, COMPLETION | {"stop": ["qq", "ab"], "stream_options": USAGE | {"continuous_usage_stats": True}}),
 ]
 
