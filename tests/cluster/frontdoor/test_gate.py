@@ -121,11 +121,15 @@ async def test_the_sdk_and_what_belongs_to_a_tenant(tmp_path: Path, monkeypatch:
             await other.generate("hello", max_tokens=3, request_id=request_id)
             with pytest.raises(NotFound):  # it would be of both
                 await acme.trace(request_id)
+            await acme.generate("hello", max_tokens=3, n=2, request_id="job")
+            await other.generate("hello", max_tokens=3, request_id="job#1")  # as one of the other's choices is called
+            with pytest.raises(NotFound):
+                await other.trace("job#1")
             with pytest.raises(InvalidRequest, match=r"^tenant: "):
                 await acme.generate("hello", max_tokens=3, tenant="other")
             await acme.generate("hello", max_tokens=3, tenant="acme")
         salts = [sequence.cache_salt for sequence in surface.nodes.nodes["decode-0"].sequences]
-        assert [salt == salts[0] for salt in salts] == [True, False, True]
+        assert [salt == salts[0] for salt in salts] == [True, False, True, True, False, True]
         assert not {"", "acme", "other"} & set(salts)
 
 
