@@ -142,7 +142,6 @@ class Router:
                 self._admission.widen(place, self._num_choices(request))
             plan = await make_plan(request, self.served, self.tokenizer, self._grammars)
             hold = await self._quotas.hold(caller, len(plan.sequences), plan.num_tokens)
-            used = plan.num_prompt_tokens * len(plan.sequences)
             self._owners.note(plan.request_id, plan.admitted.tenant)
             trace = self._recorder.open(plan.request_id, "request")
             trace.record("planned", started_at, time.monotonic(), prompt_tokens=plan.num_prompt_tokens)
@@ -150,6 +149,7 @@ class Router:
             received = received_of(plan, request, self.served.vocab_size, replayable)
             runs = self._choices(plan, received, started_at, request.resume is not None and request.resume.retell)
             await self._turn(place, plan)
+            used = plan.num_prompt_tokens * len(plan.sequences)
             trace.record("admitted")
             over = self.metrics.request_ended
             on_plan(plan)

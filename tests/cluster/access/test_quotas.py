@@ -19,7 +19,9 @@ from cluster.access.redis_counters import RedisCounters
 from cluster.routing.metrics import Metrics
 from paceline.errors import InvalidRequest, Overloaded
 from tests.fakes.redis_servers import Embedded
-from tests.support.api_keys import caller
+from tests.support.api_keys import asked_by, caller
+from tests.support.router_asks import ask
+from tests.support.scripted_nodes import fleet
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +149,24 @@ async def test_what_is_not_used_is_given_back_and_what_never_fits_is_named() -> 
         with pytest.raises(InvalidRequest, match=f"^{field}: "):
             await quotas.hold(key, n, tokens)
     await quotas.close()
+
+
+async def test_a_request_that_never_ran_costs_no_tokens() -> None:
+    """Its turn did not come. Mutant: the prompt counts from the plan on."""
+    quotas, who = Quotas(None, Metrics()), caller("acme", budget_tokens=100)
+    async with fleet(max_inflight=1, queue_timeout_s=0.1) as made:
+        made.router._quotas = quotas
+        gate = made.nodes["decode-0"].script.gate = asyncio.Event()
+        first = asyncio.create_task(asked_by(who, made.router.complete(ask())))
+        while not made.router._admission.running_slots:
+            await asyncio.sleep(0.005)
+        with pytest.raises(Overloaded, match="did not come"):
+            await asyncio.create_task(asked_by(who, made.router.complete(ask())))
+        gate.set()
+        await first
+        await asyncio.sleep(0)
+    used = quotas._own._keys["acme"]
+    assert (used.total, used.sequences, used.in_flight) == (len("hello") + 10, 0, 0)
 
 
 async def test_without_redis_each_router_counts_for_itself_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
