@@ -66,9 +66,7 @@ class Owners:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._tenants: OrderedDict[str, str | None] = (
-            OrderedDict()
-        )  # by request id, without choice; None: of several tenants
+        self._tenants: OrderedDict[str, str | None] = OrderedDict()  # by id without choice; None: several's
 
     def note(self, request_id: str, tenant: str) -> None:
         """A request of ``tenant`` runs."""

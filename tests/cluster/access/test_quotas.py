@@ -87,13 +87,13 @@ async def test_redis_evicts_one_of_a_keys_two(server: Embedded, gone: int) -> No
     those given back twice make room for more than the limit."""
     counters, limits = RedisCounters(server.url, 600.0, f"evicted {gone}"), Limits(concurrency=2)
     asks = [Ask(sequences=1, tokens=5, hold=hold) for hold in "abcdefg"]
-    for ask in asks[:2]:
-        assert await counters.take("k", limits, ask) is None
+    for one in asks[:2]:
+        assert await counters.take("k", limits, one) is None
     with redis.Redis.from_url(server.url) as client:
         client.delete(counters._keys("k")[gone])
-    for ask in asks[:2]:
-        await counters.give("k", limits, ask, 0)
-    taken = [await counters.take("k", limits, ask) is None for ask in asks[2:]]
+    for one in asks[:2]:
+        await counters.give("k", limits, one, 0)
+    taken = [await counters.take("k", limits, one) is None for one in asks[2:]]
     assert taken == [True, True, False, False, False]
     await counters.close()
 
