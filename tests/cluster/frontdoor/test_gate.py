@@ -229,11 +229,12 @@ async def test_names_that_would_forge_logs(tmp_path: Path, name: str) -> None:
             await surface.client("operator").trace(name)
 
 
-async def test_a_client_that_does_not_read_loses_its_request_and_not_the_nodes(tmp_path: Path) -> None:
-    """Mutant: no bound on how long a full queue waits."""
-    async with fleet(read_timeout_s=0.3, max_inflight=1) as nodes:
+@pytest.mark.parametrize("n", [1, 40], ids=["one", "more choices than chunks that may wait"])
+async def test_a_client_that_does_not_read_loses_its_request_and_not_the_nodes(n: int) -> None:
+    """Mutants: no bound on how long a full queue waits; it is told that the router stops, which clients try again."""
+    async with fleet(read_timeout_s=0.3, max_inflight=n) as nodes:
         nodes.nodes["decode-0"].script = Script(round_size=1)
-        stream = nodes.router.generate(GenerationRequest("hello", SamplingParams(seed=5, ignore_eos=True), 100))
+        stream = nodes.router.generate(GenerationRequest("hello", SamplingParams(n=n, seed=5, ignore_eos=True), 100))
         await anext(stream)
         async with asyncio.timeout(5):
             while not all(task.done() for task in nodes.router._tasks):
