@@ -131,6 +131,19 @@ async def test_without_certificates_the_token_keeps_strangers_out() -> None:
         assert (await nodes.generate(request)).output == expected_output(request)
 
 
+async def test_a_stranger_is_refused_before_its_message_is_read() -> None:
+    """It sends none. Mutant: the message, of 64 MiB at most, is taken in first."""
+    services = {"decode": "DecodeNode", "prefill": "PrefillNode"}
+    async with secured(None) as nodes:
+        addresses = {"decode": nodes.decode_address, "prefill": nodes.prefill.shell.load().address}
+        for name, (server, _) in RPCS.items():
+            async with grpc.aio.insecure_channel(addresses[server]) as channel:
+                opened: Any = channel
+                call = opened.stream_stream(f"/paceline.v1.{services[server]}/{name.rpartition(' ')[2]}")()
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    assert await call.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
 @pytest.mark.parametrize("encrypted", [True, False])
 async def test_a_prefill_node_delivers_what_a_router_gave_to_it_alone(
     encrypted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
