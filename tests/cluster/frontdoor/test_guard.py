@@ -108,15 +108,17 @@ async def test_anthropics_header_and_shape(surface: Surface, asking: httpx.Async
 async def test_the_answer_comes_before_the_body(
     surface: Surface, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client sends headers and no body. Mutants: the key is asked for in the route; the connection stays."""
+    """A client sends headers and no body. Mutants: the key is asked for in the route; the connection stays; the address
+    is what the client says it is."""
     monkeypatch.setattr(http_server, "REST_TIMEOUT_S", 0.1)
     surface.access.audit._addresses.clear()  # tests before this one had used up the address's lines
     server = await serve_http(surface.app, "127.0.0.1", 0)
     try:
         for name, status in (("", b"401"), ("wrong", b"401"), ("metrics", b"403")):
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            key = "".join(f"{field}: {value}\r\n" for field, value in surface.keys.header(name).items())
-            writer.write(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 8000000\r\n{key}\r\n".encode())
+            fields = {"host": "x", "content-length": "8000000", "x-forwarded-for": "6.6.6.6 key=ops"}
+            head = "".join(f"{field}: {value}\r\n" for field, value in (fields | surface.keys.header(name)).items())
+            writer.write(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode())
             async with asyncio.timeout(5):
                 assert (await reader.readuntil(b"\r\n")).split()[1] == status
                 await reader.read()  # and the connection is closed
