@@ -202,8 +202,8 @@ async def test_new_certificates_are_taken_up_without_a_restart(tmp_path: Path) -
 
 async def test_a_router_goes_over_to_its_new_certificate_while_its_streams_go_on(tmp_path: Path) -> None:
     """Its files are replaced one after the other, while calls go on. Mutants: `NodeCalls` keeps a channel for as long
-    as the node lives; a call fails for a file that is half written; what was made of files that do not fit is waited for.
-    """
+    as the node lives; a call fails for a file that is half written; what was made of files that do not fit is waited
+    for."""
     folder, other = make_folder(tmp_path / "a"), make_folder(tmp_path / "b")
     async with secured(folder) as nodes:
         calls = NodeCalls(identity=identity("router", folder))
