@@ -5,6 +5,7 @@ A limit per minute is a token bucket: it holds a minute's worth, is full at firs
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -47,9 +48,9 @@ class Counters(Protocol):
 
 @dataclass
 class _Used:
-    requests: float  # in the bucket
-    tokens: float  # in the bucket
     at: float
+    requests: float = math.inf  # in the bucket; a limit that is new begins with a full one
+    tokens: float = math.inf  # in the bucket
     total: int = 0
     holds: dict[str, Ask] = field(default_factory=dict)
     sequences: int = 0
@@ -68,8 +69,8 @@ class LocalCounters:
         used = self._refilled(key_id, limits)
         if refusal := _refusal(used, limits, ask):
             return refusal
-        used.requests -= ask.requests
-        used.tokens -= ask.tokens
+        used.requests -= ask.requests if limits.requests_per_minute else 0
+        used.tokens -= ask.tokens if limits.tokens_per_minute else 0
         used.total += ask.tokens
         if ask.hold:
             used.holds[ask.hold] = ask
@@ -84,18 +85,23 @@ class LocalCounters:
             return
         used.sequences -= ask.sequences
         used.in_flight -= ask.tokens
-        used.tokens = min(limits.tokens_per_minute or 0, used.tokens + unused)
+        if limits.tokens_per_minute:
+            used.tokens = min(limits.tokens_per_minute, used.tokens + unused)
         used.total -= unused
 
     def _refilled(self, key_id: str, limits: Limits) -> _Used:
         """The key's counts, with its buckets filled up to now."""
-        now, requests, tokens = self._clock(), limits.requests_per_minute or 0, limits.tokens_per_minute or 0
-        used = self._keys.setdefault(key_id, _Used(requests, tokens, now))
+        now = self._clock()
+        used = self._keys.setdefault(key_id, _Used(now))
         minutes = (now - used.at) / MINUTE_S
-        used.requests = min(requests, used.requests + minutes * requests)
-        used.tokens = min(tokens, used.tokens + minutes * tokens)
+        used.requests = _filled(used.requests, limits.requests_per_minute, minutes)
+        used.tokens = _filled(used.tokens, limits.tokens_per_minute, minutes)
         used.at = now
         return used
+
+
+def _filled(has: float, most: int | None, minutes: float) -> float:
+    return has if most is None else min(most, has + minutes * most)
 
 
 def _refusal(used: _Used, limits: Limits, ask: Ask) -> Refusal | None:

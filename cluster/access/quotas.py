@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 1.0  # between two tries while Redis is away
 GIVE_TIMEOUT_S = 1.0  # for what is still to be given back at the end
+MAX_OWED = 4096  # requests whose part Redis did not take back yet; those of more end there by their time
 _WORDS = {
     "requests_per_minute": "requests a minute",
     "tokens_per_minute": "tokens a minute",
@@ -65,6 +66,8 @@ class Quotas:
         self._away_until = 0.0
         self._away = False
         self._giving: set[asyncio.Task[None]] = set()
+        self._owed: dict[str, tuple[Hold, int]] = {}  # by the ask's name: what is to be given back, unused tokens
+        self._repaying: asyncio.Task[None] | None = None
 
     async def request(self, caller: Caller) -> None:
         """One more call of the key. Raises Overloaded."""
@@ -105,6 +108,8 @@ class Quotas:
         """Give back what is over, for a moment, then end. Idempotent."""
         if self._giving:
             await asyncio.wait(self._giving, timeout=GIVE_TIMEOUT_S)
+        if self._repaying is not None:
+            self._repaying.cancel()
         if self._shared is not None:
             await self._shared.close()
 
@@ -123,6 +128,7 @@ class Quotas:
                 refusal = await self._shared.take(caller.key.id, caller.key, ask)
             except (redis.RedisError, OSError) as error:
                 self._note_away(error)
+                self._owe(Hold(caller.key.id, caller.key, ask, self._shared), ask.tokens)  # it may take it yet
             else:
                 self._note_back()
                 return self._shared, refusal
@@ -131,8 +137,28 @@ class Quotas:
     async def _give(self, hold: Hold, unused: int) -> None:
         try:
             await hold.counters.give(hold.key_id, hold.limits, hold.ask, unused)
-        except (redis.RedisError, OSError) as error:  # its sequences end in Redis by their time
+        except (redis.RedisError, OSError) as error:
             self._note_away(error)
+            self._owe(hold, unused)
+
+    def _owe(self, hold: Hold, unused: int) -> None:
+        """Give it back when Redis answers again."""
+        if not hold.ask.hold or len(self._owed) >= MAX_OWED:
+            return
+        self._owed[hold.ask.hold] = hold, unused
+        if self._repaying is None or self._repaying.done():
+            self._repaying = asyncio.get_running_loop().create_task(self._repay(), name="quotas owed")
+
+    async def _repay(self) -> None:
+        while self._owed:
+            await asyncio.sleep(RETRY_S)
+            for name, (hold, unused) in list(self._owed.items()):
+                del self._owed[name]
+                try:
+                    await hold.counters.give(hold.key_id, hold.limits, hold.ask, unused)
+                except (redis.RedisError, OSError):
+                    self._owed[name] = hold, unused  # behind the others
+                    break
 
     def _note_away(self, error: Exception) -> None:
         self._away_until = time.monotonic() + RETRY_S

@@ -1,7 +1,9 @@
 """What keys have used, counted in Redis: exact however many routers count there, since a decision is one script.
 
 Keys: ``{namespace}:quota:{hash of the key's id}`` has the buckets and sums, and with ``:holds`` the sequences that run,
-by the time at which they end at the latest: those of a router that died are given back then. Time is that of Redis.
+by the time at which they end at the latest: those of a router that died are given back then. A Redis whose memory is
+full may evict either; what ran then counts no more. Time is that of Redis; what was noted at a time to come counts as
+noted now.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local function level(name, cap)
   local kept = redis.call('HMGET', KEYS[1], name, name .. '_at')
   if not kept[1] then return cap end
+  if tonumber(kept[2]) > now then redis.call('HSET', KEYS[1], name .. '_at', string.format('%.0f', now)) end
   return math.min(cap, kept[1] + math.max(0, now - kept[2]) * cap / 60000)
 end
 local function put(name, value)
@@ -39,6 +42,8 @@ local function let_go(member)
   redis.call('HINCRBY', KEYS[1], 'in_flight', -tokens)
   return true
 end
+if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('DEL', KEYS[2])
+elseif redis.call('EXISTS', KEYS[2]) == 0 then redis.call('HDEL', KEYS[1], 'sequences', 'in_flight') end
 """
 
 TAKE = (

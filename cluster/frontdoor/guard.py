@@ -34,7 +34,7 @@ NEEDS = {
     "/tokenize": Need.INFER,
     "/detokenize": Need.INFER,
 }
-_PATTERNS = [(compile_path(template)[0], template) for template in NEEDS if "{" in template]
+_PATTERNS = [(compile_path(template)[0], template) for template in NEEDS]  # as routes match: a newline may end a path
 
 
 class Guard:

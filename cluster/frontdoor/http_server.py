@@ -175,6 +175,7 @@ async def serve_http(app: ASGIApp, host: str, port: int, tls: TlsFolder | None =
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # X-Forwarded-For is the client's own word, in the audit and for limits of an address
         timeout_keep_alive=KEEP_ALIVE_S,
         ssl_context_factory=None if context is None else lambda config, default: context,
     )

@@ -79,6 +79,9 @@ class Answer:
         self._prompts_told: set[int] = set()
         self._offsets: dict[int, list[int]] = {}  # of each prompt's tokens in its text
         self._resumable, self._position = resumable, None  # type: bool, Position | None
+        resume = request.generation.resume
+        had = [Told()] * len(self._choices)  # by the client that resumes
+        self._had = had if resume is None else [Told(one.next_index, one.complete) for one in resume.choices]
         self._name_of = lru_cache(maxsize=4096)(self._name)
         kind = "chat.completion" if request.chat else "text_completion"
         self._head: dict[str, Any] = {
@@ -165,13 +168,19 @@ class Answer:
         """``events`` of a chunk, without those that a client which resumes has. Each comes with its id, which is empty
         where the stream cannot be resumed from."""
         events = self.events(chunk)
+        if chunk.retold:
+            choice = self._choices[chunk.choice]
+            choice.told = len(choice.token_ids)  # also where no event came of it
         if not events:
             return []
         ids = [""] * len(events)
         over = all(choice.completion for choice in self._choices)
         usage_is_apart = over and self._request.include_usage
         if self._position is not None:
-            told = [Told(choice.told, choice.completion is not None) for choice in self._choices]
+            told = [
+                Told(max(had.num_tokens, choice.told), had.complete or choice.completion is not None)
+                for had, choice in zip(self._had, self._choices, strict=True)
+            ]
             ids[-1] = str(self._position.at(told, over))
             if usage_is_apart:
                 ids[-2] = str(self._position.at(told, over=False))

@@ -20,6 +20,7 @@ MAX_RETRY_AFTER_S = 60.0
 DRAIN_WINDOW_S = 30.0  # the drain rate is that of the requests which ended in it
 DRAIN_SAMPLES = 512
 COMPETING_S = 60.0  # a tenant that asked within them competes with others
+LOOK_MARGIN_S = 0.01  # past the end of that time, for clocks that tick apart
 MAX_SEEN = 64  # tenants whose last request is remembered
 
 
@@ -73,6 +74,7 @@ class Admission:
         self._places: dict[Waiting, Place] = {}  # queued ones
         self._ended: deque[float] = deque(maxlen=DRAIN_SAMPLES)  # when requests that ran were over
         self._closed = False
+        self._look_at: asyncio.TimerHandle | None = None  # whether who is kept back may run
         self.waiting = 0  # requests entered or queued
         self.running_slots = 0
         self.slots = 0  # sequences of all places
@@ -144,6 +146,8 @@ class Admission:
     def close(self) -> None:
         """End every wait. Idempotent."""
         self._closed = True
+        if self._look_at is not None:
+            self._look_at.cancel()
         for place in list(self._places.values()):
             self._end(place, NodeUnavailable("the router stops"))
 
@@ -199,9 +203,15 @@ class Admission:
     def _others_ask(self, tenant: str) -> bool:
         """Whether another tenant asked lately, or has something that runs or waits."""
         latest = next((name for name in reversed(self._seen) if name != tenant), None)
-        if latest is not None and self._seen[latest] >= self._clock() - COMPETING_S:
+        if latest is not None and (left_s := self._seen[latest] + COMPETING_S - self._clock()) >= 0:
+            if self._look_at is None:  # nothing else may happen by then
+                self._look_at = asyncio.get_running_loop().call_later(left_s + LOOK_MARGIN_S, self._look)
             return True
         return any(name != tenant for name in self._of_tenant)
+
+    def _look(self) -> None:
+        self._look_at = None
+        self._start_next()
 
     def _note_seen(self, tenant: str) -> None:
         if self._bounds.share == 1.0:

@@ -292,6 +292,8 @@ class Attempt:
             here = slice(part.start, part.stop)
             made_by = round_ if part.stop == len(token_ids) else None
             await self._take_part(node, first + part.start, token_ids[here], logprobs[here], made_by)
+            if self._choice.finish_reason is not None:  # a stop string: no token may follow
+                return
 
     async def _take_part(
         self,

@@ -173,20 +173,22 @@ class NodeCalls:
         if line is None:
             line = self._lines[node.address] = self._make_line(node)
         try:
-            current = self.identity.stamp() == line.stamp
+            stamp = self.identity.stamp()
+            return line if stamp == line.stamp else self._renew(node, line, stamp)
         except ConfigError:  # a file is being replaced
             return line
-        return line if current else self._renew(node, line)
 
     def _make_line(self, node: NodeRecord) -> _Line:
         stamp = self.identity.stamp()
         return _Line(self.identity.channel(node.address, "decode" if node.role == "decode" else "prefill"), stamp)
 
-    def _renew(self, node: NodeRecord, line: _Line) -> _Line:
+    def _renew(self, node: NodeRecord, line: _Line, stamp: Stamp) -> _Line:
         """The certificates are new: connect with them, and go over to that connection once it is there."""
         renewed = self._renewed.get(node.address)
-        if renewed is None:
-            renewed = self._renewed[node.address] = self._make_line(node)
+        if renewed is None or renewed.stamp != stamp:  # it may be of files that did not fit together yet
+            made = self._make_line(node)
+            self._old += [renewed] if renewed is not None else []
+            renewed = self._renewed[node.address] = made
         if renewed.channel.get_state(try_to_connect=True) is not grpc.ChannelConnectivity.READY:
             return line
         self._lines[node.address] = self._renewed.pop(node.address)

@@ -11,6 +11,22 @@ from typing import Any
 CREDIT_S = 0.25  # that a chunk taken gives back: the least rate is four chunks a second while as many wait
 
 
+class ChunkQueue(asyncio.Queue[Any]):
+    """What a request's reader is to get: chunks, then its end or an error. The error that came first is the one it is
+    told."""
+
+    _ended = False
+
+    def end(self, error: Exception) -> None:
+        """The reader is told ``error``, after the chunks that there is room for."""
+        if self._ended:
+            return
+        self._ended = True
+        if self.full():
+            self.get_nowait()
+        self.put_nowait(error)
+
+
 class Reading:
     """Adds up the seconds in which the reader kept a full queue waiting. At ``limit_s`` it calls ``too_slow``, once."""
 

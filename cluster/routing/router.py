@@ -26,7 +26,7 @@ from cluster.routing.choice import ChoiceRun, Detokenizer
 from cluster.routing.metrics import Metrics
 from cluster.routing.node_calls import NodeCalls, NodeFailure
 from cluster.routing.pairing import Pairing, Tries
-from cluster.routing.reading import Reading
+from cluster.routing.reading import ChunkQueue, Reading
 from cluster.routing.resume import find_admitted, journaled, received_of
 from cluster.routing.traces import Owners, collect, not_kept
 from cluster.state.journal import Journal
@@ -142,7 +142,6 @@ class Router:
                 self._admission.widen(place, self._num_choices(request))
             plan = await make_plan(request, self.served, self.tokenizer, self._grammars)
             hold = await self._quotas.hold(caller, len(plan.sequences), plan.num_tokens)
-            used = plan.num_prompt_tokens * len(plan.sequences)
             self._owners.note(plan.request_id, plan.admitted.tenant)
             trace = self._recorder.open(plan.request_id, "request")
             trace.record("planned", started_at, time.monotonic(), prompt_tokens=plan.num_prompt_tokens)
@@ -150,6 +149,7 @@ class Router:
             received = received_of(plan, request, self.served.vocab_size, replayable)
             runs = self._choices(plan, received, started_at, request.resume is not None and request.resume.retell)
             await self._turn(place, plan)
+            used = plan.num_prompt_tokens * len(plan.sequences)
             trace.record("admitted")
             over = self.metrics.request_ended
             on_plan(plan)
@@ -260,7 +260,7 @@ class Router:
         self.metrics.request_started(time.monotonic() - since)
 
     async def _run(self, runs: list[ChoiceRun], started_at: float) -> AsyncGenerator[Chunk, None]:
-        queue: asyncio.Queue[Chunk | Exception] = asyncio.Queue(QUEUE_CHUNKS)
+        queue = ChunkQueue(QUEUE_CHUNKS)
         deadline = started_at + self.config.request_timeout_s
         reading = Reading(self.config.read_timeout_s, lambda: self._unread(queue, tasks))
         tasks = [
@@ -282,14 +282,14 @@ class Router:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._tasks.difference_update(tasks)
 
-    def _unread(self, queue: asyncio.Queue[Chunk | Exception], tasks: list[asyncio.Task[None]]) -> None:
+    def _unread(self, queue: ChunkQueue, tasks: list[asyncio.Task[None]]) -> None:
         """The client does not read: free the nodes, and tell it should it come back."""
         for task in tasks:
             task.cancel()
         while not queue.empty():
             queue.get_nowait()
         limit_s = self.config.read_timeout_s
-        queue.put_nowait(DeadlineExceeded(f"the client kept {QUEUE_CHUNKS} chunks waiting for {limit_s:g} s"))
+        queue.end(DeadlineExceeded(f"the client kept {QUEUE_CHUNKS} chunks waiting for {limit_s:g} s"))
 
     def _choices(
         self, plan: Plan, received: Mapping[int, ReceivedChoice], started_at: float, retell: bool
@@ -312,7 +312,7 @@ class Router:
             runs.append(run)
         return runs
 
-    async def _run_choice(self, run: ChoiceRun, queue: asyncio.Queue[Chunk | Exception], deadline: float) -> None:
+    async def _run_choice(self, run: ChoiceRun, queue: ChunkQueue, deadline: float) -> None:
         """Put the chunks of a choice, then its completion or the error that ended it."""
         try:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
@@ -326,9 +326,7 @@ class Router:
             run.trace.record("failed", error=str(error))
             await queue.put(error)
         except asyncio.CancelledError:  # by ``close``, with a reader, or by the reader's end, without
-            while queue.full():
-                queue.get_nowait()
-            queue.put_nowait(NodeUnavailable("the router stops"))
+            queue.end(NodeUnavailable("the router stops"))
             raise
         except Exception as error:  # a bug ends this request, visibly, and no other
             log.exception("request %s failed", run.sequence.request_id)
@@ -337,7 +335,7 @@ class Router:
             if last.completion is not None:
                 self.metrics.choice_ended(last.completion)
 
-    async def _attempts(self, run: ChoiceRun, queue: asyncio.Queue[Chunk | Exception], deadline: float) -> None:
+    async def _attempts(self, run: ChoiceRun, queue: ChunkQueue, deadline: float) -> None:
         """Attempts on pair after pair, each from where the last one ended, until the choice has its finish reason."""
         tries = Tries()
         prompt, salt = run.sequence.prompt_token_ids, run.sequence.cache_salt

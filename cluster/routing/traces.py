@@ -61,19 +61,21 @@ def not_kept(request_id: str, kept: int, silent: tuple[str, ...] = ()) -> NotFou
 
 
 class Owners:
-    """Whose the latest requests are. An id that two tenants took is nobody's: its trace is of both."""
+    """Whose the latest requests are. An id that two tenants took is nobody's: its trace is of both. So are ids that
+    begin alike up to a '#', which numbers the choices of a request."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._tenants: OrderedDict[str, str | None] = OrderedDict()  # by request id; None: of several tenants
+        self._tenants: OrderedDict[str, str | None] = OrderedDict()  # by id without choice; None: several's
 
     def note(self, request_id: str, tenant: str) -> None:
         """A request of ``tenant`` runs."""
-        before = self._tenants.pop(request_id, tenant)
-        self._tenants[request_id] = tenant if before == tenant else None
+        name = request_id.partition("#")[0]
+        before = self._tenants.pop(name, tenant)
+        self._tenants[name] = tenant if before == tenant else None
         while len(self._tenants) > self._most:
             self._tenants.popitem(last=False)
 
     def owns(self, tenant: str, request_id: str) -> bool:
         """Whether the trace is of this tenant's requests alone."""
-        return self._tenants.get(request_id) == tenant
+        return self._tenants.get(request_id.partition("#")[0]) == tenant

@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import TypeVar
 
 import redis
@@ -40,11 +41,12 @@ RETRY_S = 0.1  # between two tries to take it, or to reach Redis
 REDIS_WAIT_S = 10.0  # for a Redis that is away for a moment
 FORGET_MS = 60_000  # records of nodes whose lease ended so long ago are removed
 
-# KEYS: holder. ARGV: mark, who, lease in ms. Returns the token; or 0, who holds it and when that ends.
+# KEYS: holder. ARGV: mark, who, lease in ms, an end that counts as over. Returns the token; or 0, who holds it and when
+# that ends.
 _TAKE = f"""
 {NOW_MS}
 local mark, who, ends = unpack(redis.call('HMGET', KEYS[1], 'mark', 'who', 'ends'))
-if mark and mark ~= ARGV[1] and (tonumber(ends) or 0) > now then return {{0, who, ends}} end
+if mark and mark ~= ARGV[1] and (tonumber(ends) or 0) > now and ends ~= ARGV[4] then return {{0, who, ends}} end
 redis.call('HDEL', KEYS[1], 'serving')
 redis.call('HSET', KEYS[1], 'mark', ARGV[1], 'who', ARGV[2], 'ends', now + ARGV[3])
 return {{redis.call('HINCRBY', KEYS[1], 'token', 1), '', ''}}
@@ -74,10 +76,11 @@ if redis.call('HGET', KEYS[1], 'mark') == ARGV[1] then
   redis.call('HDEL', KEYS[1], 'mark', 'who', 'ends', 'serving')
 end
 """
-# KEYS: holder, generations. ARGV: mark, node id, generation to be above. Returns the generation; 0 to who is no holder.
+# KEYS: holder, generations. ARGV: mark, node id, generation to be above, token. Returns the generation; 0 to who is no
+# holder.
 _ISSUE = """
-local mark = redis.call('HGET', KEYS[1], 'mark')
-if mark and mark ~= ARGV[1] then return 0 end
+local mark, token = unpack(redis.call('HMGET', KEYS[1], 'mark', 'token'))
+if mark and mark ~= ARGV[1] or not mark and (tonumber(token) or 0) > tonumber(ARGV[4]) then return 0 end
 local seen = tonumber(redis.call('HGET', KEYS[2], ARGV[2]) or '0') or 0
 local generation = math.max(seen, tonumber(ARGV[3])) + 1
 redis.call('HSET', KEYS[2], ARGV[2], generation)
@@ -127,12 +130,15 @@ class DeploymentLease:
         Blocks for at most a few LEASE_S, or REDIS_WAIT_S without Redis. Raises ConfigError when another process has
         the lease and renews it, and NodeUnavailable without Redis.
         """
-        first_end = b""
+        first_end, over = b"", b""
+        began = time.monotonic()
         while True:
-            token, who, ends = self._patiently("the deployment's lease", self._take)
+            token, who, ends = self._patiently("the deployment's lease", partial(self._take, over))
             if token:
                 break
             first_end = first_end or ends
+            if time.monotonic() - began >= 2 * LEASE_S:  # Redis's clock was set back since the last renewal
+                over = first_end
             if ends != first_end:  # it was renewed: its holder lives
                 raise ConfigError(
                     "deployment",
@@ -151,7 +157,7 @@ class DeploymentLease:
         keys = (self._key, self._generations)
         generation = self._patiently(
             f"a generation for {node_id}",
-            lambda: int(self._client.eval(_ISSUE, 2, *keys, self._mark, node_id, above)),
+            lambda: int(self._client.eval(_ISSUE, 2, *keys, self._mark, node_id, above, self.token)),
         )
         if not generation:
             raise NodeUnavailable(f"{node_id} is not started: another process supervises {self._deployment!r} now")
@@ -161,8 +167,8 @@ class DeploymentLease:
         """From the next renewal on, tell routers that join what is served."""
         self._serving = serving
 
-    def _take(self) -> tuple[int, bytes, bytes]:
-        token, who, ends = self._client.eval(_TAKE, 1, self._key, self._mark, self._who, int(LEASE_S * 1000))
+    def _take(self, over: bytes = b"") -> tuple[int, bytes, bytes]:
+        token, who, ends = self._client.eval(_TAKE, 1, self._key, self._mark, self._who, int(LEASE_S * 1000), over)
         return int(token), who, ends
 
     def _patiently(self, what: str, ask: Callable[[], T]) -> T:

@@ -41,18 +41,31 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
             return handler
         sent = dict(details.invocation_metadata or ()).get(TOKEN_KEY, "")
         method = details.method
-        problem = "" if self._token_fits(sent) else "it does not carry the token of this deployment"
+        if not self._token_fits(sent):
+            return self._refusal(method, handler.response_streaming)
         kind = ("stream" if handler.request_streaming else "unary", "stream" if handler.response_streaming else "unary")
         behave: Any = getattr(handler, f"{kind[0]}_{kind[1]}")
 
         async def check(context: Context) -> None:
-            if found := problem or self._role_problem(method, context):
-                self.refuse(method, context, found)
-                await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{method}: {found}")
+            if found := self._role_problem(method, context):
+                await self._abort(method, context, found)
 
         make: Any = getattr(grpc, f"{kind[0]}_{kind[1]}_rpc_method_handler")
-        read = None if problem else handler.request_deserializer  # nothing that a stranger sent is looked at
-        return make(_checked(behave, check), read, handler.response_serializer)
+        return make(_checked(behave, check), handler.request_deserializer, handler.response_serializer)
+
+    def _refusal(self, method: str, gives_stream: bool) -> Any:
+        """A handler for a stranger. It takes a stream, since gRPC reads the message of every other one before it asks
+        anybody."""
+
+        async def refuse(_: Any, context: Context) -> None:
+            await self._abort(method, context, "it does not carry the token of this deployment")
+
+        make: Any = grpc.stream_stream_rpc_method_handler if gives_stream else grpc.stream_unary_rpc_method_handler
+        return make(refuse)
+
+    async def _abort(self, method: str, context: Context, reason: str) -> None:
+        self.refuse(method, context, reason)
+        await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{method}: {reason}")
 
     def refuse(self, method: str, context: Context, reason: str) -> None:
         """Count and tell a call that is refused."""

@@ -89,11 +89,11 @@ class TlsFolder:
 
         def renew(connection: Any, name: str | None, _: ssl.SSLContext) -> None:
             nonlocal context, stamp
-            if (now := self._stamp(names)) != stamp:
-                try:
+            try:
+                if (now := self._stamp(names)) != stamp:
                     context, stamp = self._context(), now
-                except ConfigError as error:  # written at this moment, perhaps: the next handshake sees
-                    log.error("the certificate of HTTPS stays as it was: %s", error)
+            except ConfigError as error:  # written at this moment, perhaps: the next handshake sees
+                log.error("the certificate of HTTPS stays as it was: %s", error)
             connection.context = context
 
         first = self._context()

@@ -92,6 +92,8 @@ async def test_clients_check_the_router_and_it_is_renewed_without_a_restart(tmp_
             shutil.copy(stranger.path / name, folder.path / name)
         await answered(other_ca)
         await refused(ca)
+        (folder.path / "server.pem").unlink()  # it is being replaced
+        await answered(other_ca)
 
 
 async def test_with_a_ca_for_clients_they_need_a_certificate(tmp_path: Path) -> None:

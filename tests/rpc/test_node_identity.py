@@ -129,6 +129,19 @@ async def test_without_certificates_the_token_keeps_strangers_out() -> None:
         assert (await nodes.generate(request)).output == expected_output(request)
 
 
+async def test_a_stranger_is_refused_before_its_message_is_read() -> None:
+    """It sends none. Mutant: the message, of 64 MiB at most, is taken in first."""
+    services = {"decode": "DecodeNode", "prefill": "PrefillNode"}
+    async with secured(None) as nodes:
+        addresses = {"decode": nodes.decode_address, "prefill": nodes.prefill.shell.load().address}
+        for name, (server, _) in RPCS.items():
+            async with grpc.aio.insecure_channel(addresses[server]) as channel:
+                opened: Any = channel
+                call = opened.stream_stream(f"/paceline.v1.{services[server]}/{name.rpartition(' ')[2]}")()
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    assert await call.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
 @pytest.mark.parametrize("encrypted", [True, False])
 async def test_a_prefill_node_delivers_what_a_router_gave_to_it_alone(
     encrypted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -186,8 +199,10 @@ async def test_new_certificates_are_taken_up_without_a_restart(tmp_path: Path) -
 
 
 async def test_a_router_goes_over_to_its_new_certificate_while_its_streams_go_on(tmp_path: Path) -> None:
-    """Mutant: `NodeCalls` keeps a channel for as long as the node lives, until the certificate in it is over."""
-    folder = make_folder(tmp_path / "a")
+    """Its files are replaced one after the other, while calls go on. Mutants: `NodeCalls` keeps a channel for as long
+    as the node lives; a call fails for a file that is half written; what was made of files that do not fit is waited
+    for."""
+    folder, other = make_folder(tmp_path / "a"), make_folder(tmp_path / "b")
     async with secured(folder) as nodes:
         calls = NodeCalls(identity=identity("router", folder))
         node = NodeRecord("decode-0", "decode", 1, nodes.decode_address)
@@ -198,10 +213,16 @@ async def test_a_router_goes_over_to_its_new_certificate_while_its_streams_go_on
                     await asyncio.sleep(0.005)
 
         await until(lambda: calls.connected(node))
+        shutil.copy(folder.path / "router.pem", tmp_path / "kept.pem")
         request = sequence_request(max_tokens=40)
         message = node_pb2.DecodeRequest(sequence=sequence_to_proto(request), local_prefill=True)
         stream, old = calls.decode(node, message, 10.0), calls._lines[node.address]
         assert (await stream.next()) is not None
+        for half in (b"", (other.path / "router.pem").read_bytes()):  # which is not of this key
+            (folder.path / "router.pem").write_bytes(half)
+            assert calls.connected(node)
+            assert calls._lines[node.address] is old
+        shutil.copy(tmp_path / "kept.pem", folder.path / "router.pem")
         certificates.renew(folder.path, 1)
         connected: list[bool] = []
 

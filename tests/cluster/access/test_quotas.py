@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 
 import pytest
+import redis
 
 from cluster.access.counters import Ask, LocalCounters
 from cluster.access.keys import Limits
@@ -16,7 +19,9 @@ from cluster.access.redis_counters import RedisCounters
 from cluster.routing.metrics import Metrics
 from paceline.errors import InvalidRequest, Overloaded
 from tests.fakes.redis_servers import Embedded
-from tests.support.api_keys import caller
+from tests.support.api_keys import asked_by, caller
+from tests.support.router_asks import ask
+from tests.support.scripted_nodes import fleet
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +53,49 @@ async def test_both_counts_decide_alike(server: Embedded) -> None:
                 open_.append(ask)
     await shared.close()
     assert said == {"", *Limits.model_fields}
+
+
+async def test_a_limit_that_is_new_begins_with_a_full_bucket(server: Embedded) -> None:
+    """The key has a limit of another kind at first. Mutant: tokens are taken from a bucket that has no limit."""
+    before, after = Limits(concurrency=9), Limits(concurrency=9, tokens_per_minute=100, requests_per_minute=5)
+    shared = RedisCounters(server.url, 600.0, "new limit")
+    for counters in (LocalCounters(), shared):
+        for hold in "ab":
+            assert await counters.take("k", before, Ask(sequences=1, tokens=5000, hold=hold)) is None
+        await counters.give("k", before, Ask(sequences=1, tokens=5000, hold="a"), 4000)
+        assert await counters.take("k", after, Ask(requests=5)) is None
+        assert await counters.take("k", after, Ask(sequences=1, tokens=100, hold="c")) is None
+        assert await counters.take("k", after, Ask(sequences=1, tokens=100, hold="d")) is not None
+    await shared.close()
+
+
+async def test_the_clock_of_redis_is_set_back(server: Embedded) -> None:
+    """What was noted at a time to come counts as noted now. Mutant: a bucket waits for that time to fill."""
+    counters, limits = RedisCounters(server.url, 600.0, "clock"), Limits(requests_per_minute=600)
+    assert await counters.take("k", limits, Ask(requests=600)) is None
+    with redis.Redis.from_url(server.url) as client:
+        client.hincrby(counters._keys("k")[0], "requests_at", 3_600_000)
+    assert await counters.take("k", limits, Ask(requests=1)) is not None
+    await asyncio.sleep(0.15)
+    assert await counters.take("k", limits, Ask(requests=1)) is None
+    await counters.close()
+
+
+@pytest.mark.parametrize("gone", [0, 1], ids=["sums", "holds"])
+async def test_redis_evicts_one_of_a_keys_two(server: Embedded, gone: int) -> None:
+    """Both expire, so a Redis whose memory is full may let either go. Mutants: sequences that nobody gives back stay;
+    those given back twice make room for more than the limit."""
+    counters, limits = RedisCounters(server.url, 600.0, f"evicted {gone}"), Limits(concurrency=2)
+    asks = [Ask(sequences=1, tokens=5, hold=hold) for hold in "abcdefg"]
+    for one in asks[:2]:
+        assert await counters.take("k", limits, one) is None
+    with redis.Redis.from_url(server.url) as client:
+        client.delete(counters._keys("k")[gone])
+    for one in asks[:2]:
+        await counters.give("k", limits, one, 0)
+    taken = [await counters.take("k", limits, one) is None for one in asks[2:]]
+    assert taken == [True, True, False, False, False]
+    await counters.close()
 
 
 async def test_four_routers_admit_a_minutes_requests_exactly(server: Embedded) -> None:
@@ -103,6 +151,24 @@ async def test_what_is_not_used_is_given_back_and_what_never_fits_is_named() -> 
     await quotas.close()
 
 
+async def test_a_request_that_never_ran_costs_no_tokens() -> None:
+    """Its turn did not come. Mutant: the prompt counts from the plan on."""
+    quotas, who = Quotas(None, Metrics()), caller("acme", budget_tokens=100)
+    async with fleet(max_inflight=1, queue_timeout_s=0.1) as made:
+        made.router._quotas = quotas
+        gate = made.nodes["decode-0"].script.gate = asyncio.Event()
+        first = asyncio.create_task(asked_by(who, made.router.complete(ask())))
+        while not made.router._admission.running_slots:
+            await asyncio.sleep(0.005)
+        with pytest.raises(Overloaded, match="did not come"):
+            await asyncio.create_task(asked_by(who, made.router.complete(ask())))
+        gate.set()
+        await first
+        await asyncio.sleep(0)
+    used = quotas._own._keys["acme"]
+    assert (used.total, used.sequences, used.in_flight) == (len("hello") + 10, 0, 0)
+
+
 async def test_without_redis_each_router_counts_for_itself_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     server, metrics, key = Embedded(), Metrics(), caller("acme", requests_per_minute=3)
     quotas = Quotas(RedisCounters(server.url, 600.0), metrics)
@@ -123,3 +189,22 @@ async def test_without_redis_each_router_counts_for_itself_and_says_so(caplog: p
     assert b"paceline_quotas_alone 0.0" in metrics.render()
     await quotas.close()
     server.close()
+
+
+async def test_what_a_redis_took_too_late_is_given_back(server: Embedded) -> None:
+    """It stands still for longer than requests wait for it. Mutants: a late yes keeps its sequence until its time is
+    over; what could not be given back is forgotten."""
+    shared = RedisCounters(server.url, 600.0, "late")
+    quotas, key = Quotas(shared, Metrics()), caller("acme", concurrency=2)
+    early = await quotas.hold(key, 1, 10)
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        quotas.release(await quotas.hold(key, 1, 10), 10)
+        quotas.release(early, 10)
+        await asyncio.sleep(0.3)
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    async with asyncio.timeout(3.0):
+        while await shared.take("acme", key.key, Ask(sequences=2, tokens=10, hold="both")) is not None:
+            await asyncio.sleep(0.1)
+    await quotas.close()

@@ -121,11 +121,15 @@ async def test_the_sdk_and_what_belongs_to_a_tenant(tmp_path: Path, monkeypatch:
             await other.generate("hello", max_tokens=3, request_id=request_id)
             with pytest.raises(NotFound):  # it would be of both
                 await acme.trace(request_id)
+            await acme.generate("hello", max_tokens=3, n=2, request_id="job")
+            await other.generate("hello", max_tokens=3, request_id="job#1")  # as one of the other's choices is called
+            with pytest.raises(NotFound):
+                await other.trace("job#1")
             with pytest.raises(InvalidRequest, match=r"^tenant: "):
                 await acme.generate("hello", max_tokens=3, tenant="other")
             await acme.generate("hello", max_tokens=3, tenant="acme")
         salts = [sequence.cache_salt for sequence in surface.nodes.nodes["decode-0"].sequences]
-        assert [salt == salts[0] for salt in salts] == [True, False, True]
+        assert [salt == salts[0] for salt in salts] == [True, False, True, True, False, True]
         assert not {"", "acme", "other"} & set(salts)
 
 
@@ -225,11 +229,12 @@ async def test_names_that_would_forge_logs(tmp_path: Path, name: str) -> None:
             await surface.client("operator").trace(name)
 
 
-async def test_a_client_that_does_not_read_loses_its_request_and_not_the_nodes(tmp_path: Path) -> None:
-    """Mutant: no bound on how long a full queue waits."""
-    async with fleet(read_timeout_s=0.3, max_inflight=1) as nodes:
+@pytest.mark.parametrize("n", [1, 40], ids=["one", "more choices than chunks that may wait"])
+async def test_a_client_that_does_not_read_loses_its_request_and_not_the_nodes(n: int) -> None:
+    """Mutants: no bound on how long a full queue waits; it is told that the router stops, which clients try again."""
+    async with fleet(read_timeout_s=0.3, max_inflight=n) as nodes:
         nodes.nodes["decode-0"].script = Script(round_size=1)
-        stream = nodes.router.generate(GenerationRequest("hello", SamplingParams(seed=5, ignore_eos=True), 100))
+        stream = nodes.router.generate(GenerationRequest("hello", SamplingParams(n=n, seed=5, ignore_eos=True), 100))
         await anext(stream)
         async with asyncio.timeout(5):
             while not all(task.done() for task in nodes.router._tasks):

@@ -84,6 +84,18 @@ async def test_every_route_and_every_kind_of_key(
     assert b'paceline_access_refused_total{reason="PermissionDenied"}' in surface.metrics.render()
 
 
+async def test_another_spelling_of_a_path_is_no_way_past_a_scope(surface: Surface, asking: httpx.AsyncClient) -> None:
+    """Starlette's routes take a newline at the end of a path. Mutant: templates are compared as text."""
+    for path, need in NEEDS.items():
+        if "{" in path or need.value not in ("infer", "metrics"):
+            continue
+        without = "metrics" if need.value == "infer" else "acme"
+        for ending in ("%0A", "%0A/", "/", "//"):
+            for method in ("GET", "HEAD", "POST", "OPTIONS"):
+                told = await asking.request(method, path + ending, json={}, headers=surface.keys.header(without))
+                assert told.status_code in (403, 404, 405), (method, path, ending)
+
+
 async def test_anthropics_header_and_shape(surface: Surface, asking: httpx.AsyncClient) -> None:
     key = surface.keys.secrets["acme"]
     for path, status in (("/v1/messages", 200), ("/v1/completions", 401)):
@@ -96,15 +108,17 @@ async def test_anthropics_header_and_shape(surface: Surface, asking: httpx.Async
 async def test_the_answer_comes_before_the_body(
     surface: Surface, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client sends headers and no body. Mutants: the key is asked for in the route; the connection stays."""
+    """A client sends headers and no body. Mutants: the key is asked for in the route; the connection stays; the address
+    is what the client says it is."""
     monkeypatch.setattr(http_server, "REST_TIMEOUT_S", 0.1)
     surface.access.audit._addresses.clear()  # tests before this one had used up the address's lines
     server = await serve_http(surface.app, "127.0.0.1", 0)
     try:
         for name, status in (("", b"401"), ("wrong", b"401"), ("metrics", b"403")):
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            key = "".join(f"{field}: {value}\r\n" for field, value in surface.keys.header(name).items())
-            writer.write(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 8000000\r\n{key}\r\n".encode())
+            fields = {"host": "x", "content-length": "8000000", "x-forwarded-for": "6.6.6.6 key=ops"}
+            head = "".join(f"{field}: {value}\r\n" for field, value in (fields | surface.keys.header(name)).items())
+            writer.write(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode())
             async with asyncio.timeout(5):
                 assert (await reader.readuntil(b"\r\n")).split()[1] == status
                 await reader.read()  # and the connection is closed

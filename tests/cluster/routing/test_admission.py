@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import pytest
 
+from cluster.routing import admission as admission_module
 from cluster.routing.admission import RETRY_AFTER_S, Admission, Place, TenantBounds
 from cluster.routing.fair_queue import QUANTUM_TOKENS
 from paceline.errors import NodeUnavailable, Overloaded
@@ -196,4 +197,20 @@ async def test_who_is_kept_back_runs_when_its_own_ends() -> None:
     admission.leave(first[0][0])
     await first[1][1]
     for place in (first[1][0], other, late):
+        admission.leave(place)
+
+
+async def test_who_is_kept_back_runs_when_the_others_ask_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else happens. Mutant: only the end of a request is an occasion to look."""
+    monkeypatch.setattr(admission_module, "COMPETING_S", 0.2)
+    admission = Admission(4, 50, 60.0, bounds=TenantBounds(trusted=True, share=0.5))
+    other, other_task = waits(admission, "b")
+    await other_task
+    admission.leave(other)
+    first, second = [waits(admission, "a", slots=2) for _ in range(2)]
+    await first[1]
+    assert not second[0].running
+    async with asyncio.timeout(2):
+        await second[1]
+    for place, _ in (first, second):
         admission.leave(place)

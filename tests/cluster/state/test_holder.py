@@ -172,3 +172,30 @@ def test_records_of_nodes_that_went_without_a_word_are_removed(
         make().acquire()
         wait_for(lambda: client.hkeys("paceline:default:leases") == [b"decode-1"])
         assert client.hkeys("paceline:default:nodes") == [b"decode-1"]
+
+
+def test_who_lost_the_deployment_issues_nothing_although_nobody_holds_it(server: Embedded, make: Make) -> None:
+    """The successor came and went before the old holder's next renewal. Mutant: only the mark is compared."""
+    old, new = make(model="old"), make(model="new")
+    old.token, _, _ = old._take()  # its thread does not run, as in a process that was stopped
+    with redis.Redis.from_url(server.url) as client:
+        client.hset("paceline:default:holder", "ends", 1)
+    new.acquire()
+    new.release()
+    with pytest.raises(NodeUnavailable, match="another process supervises"):
+        old.issue("decode-0", 0)
+
+
+def test_a_dead_holders_lease_from_before_a_step_of_the_clock_is_taken(
+    server: Embedded, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis's clock was set back by a day after the last renewal. Mutant: the lease is believed until it ends."""
+    monkeypatch.setattr(holder, "LEASE_S", 0.3)
+    with redis.Redis.from_url(server.url) as client:
+        ends = int((time.time() + 86_400) * 1000)
+        client.hset("paceline:default:holder", mapping={"mark": "dead", "who": "{}", "ends": ends, "token": 1})
+    lease = make()
+    taking = threading.Thread(target=lease.acquire, daemon=True)
+    taking.start()
+    taking.join(TAKEN_OVER_S)
+    assert lease.token == 2
