@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
+from cluster.access import redis_counters
 from cluster.access.counters import Ask, LocalCounters
 from cluster.access.keys import Limits
 from cluster.access.quotas import Quotas
