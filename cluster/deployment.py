@@ -50,6 +50,8 @@ class Deployment:
         self._secret = Secret.from_file(config.secret_file)
         self.front = ServingRouter(self.config, self._parts, self._secret)
         self.admin_address = ""
+        self.problem = ""
+        self.ended = asyncio.Event()  # never by itself
 
     async def start(self) -> None:
         """Bring everything up. On failure nothing is left running."""

@@ -13,12 +13,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 import grpc.aio
+import redis
 
 from cluster.access.keys import read_keys
 from cluster.nodes.listening import check_addresses, check_free
 from cluster.parts import Parts, Tell
 from cluster.serving_router import SHARED_OPTIONS, ServingRouter
-from cluster.state.published import Published, read_published
+from cluster.state.published import Published, read_published, wait_for_published
 from cluster.state.registry_types import NodeRecord, Registry
 from paceline.config import ROUTER_OPTIONS, ServeConfig
 from paceline.errors import ConfigError, NodeUnavailable
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 SEEN_TIMEOUT_S = 10.0  # for a decode node of the deployment
 SEEN_POLL_S = 0.1
+FOLLOW_S = 2.0
 RPC_TIMEOUT_S = 5.0
 
 
@@ -42,6 +44,8 @@ class JoinedRouter:
         self._url, self._own = url, config
         self._parts = Parts(tell)
         self._secret = Secret.from_file(config.secret_file)
+        self.problem = ""
+        self.ended = asyncio.Event()  # by itself, for ``problem``
 
     async def start(self) -> None:
         """Join the deployment. On failure nothing is left running. Raises ConfigError, NodeUnavailable."""
@@ -58,7 +62,7 @@ class JoinedRouter:
         if own.api_keys:
             await asyncio.to_thread(read_keys, Path(own.api_keys))
         with self._parts.waiting_for(f"deployment {own.deployment}"):
-            told = await read_published(self._url, own.deployment)
+            told = self._told = await wait_for_published(self._url, own.deployment)
         self.config = _joined_config(own, self._url, told)
         front = self.front = ServingRouter(self.config, self._parts, self._secret)
         front.identity.check()
@@ -72,6 +76,25 @@ class JoinedRouter:
         with self._parts.waiting_for("a decode node"):
             await self._meet(await self._decode_node(), front.identity)
         await front.open(told.served)
+        following = asyncio.create_task(self.follow(), name="follow-deployment")
+        self._parts.at_end("following the deployment", following.cancel)
+
+    async def follow(self) -> None:
+        """Until the deployment is started anew with something that this router does not know."""
+        while True:
+            await asyncio.sleep(FOLLOW_S)
+            try:
+                told = await asyncio.to_thread(read_published, self._url, self._own.deployment)
+            except redis.RedisError:
+                continue
+            except ConfigError:
+                break
+            if told not in (None, self._told):
+                break
+        self.problem = (
+            f"deployment {self._own.deployment!r} was started anew with other options: start this router again"
+        )
+        self.ended.set()
 
     async def _decode_node(self) -> NodeRecord:
         end = time.monotonic() + SEEN_TIMEOUT_S

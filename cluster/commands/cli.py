@@ -27,7 +27,7 @@ from cluster.commands.role import role
 from cluster.commands.trace import trace
 from cluster.commands.train import make_corpus, train_drafter
 from paceline.config import ROUTER_OPTIONS, ServeConfig
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, NodeUnavailable, PacelineError
 from paceline.logs import configure_logging
 
 if TYPE_CHECKING:
@@ -155,7 +155,10 @@ def _addresses(front: ServingRouter) -> str:
 
 
 class Serving(Protocol):
-    """What serves until it is told to stop."""
+    """What serves until it is told to stop, or has ``ended`` by itself for a ``problem``."""
+
+    problem: str
+    ended: asyncio.Event
 
     async def start(self) -> None:
         """Bring everything up."""
@@ -186,9 +189,13 @@ async def _run(make: Callable[[Tell], S], ready: Callable[[S], str], config: Ser
     _on_signals(stop.set)  # Ray has put its own handler of SIGTERM there, which ends the process at once
     typer.echo(ready(made))
     sys.stdout.flush()
-    await stop.wait()
+    ended = asyncio.create_task(made.ended.wait())
+    await asyncio.wait({stopping, ended}, return_when=asyncio.FIRST_COMPLETED)
+    ended.cancel()
     errors.print(f"draining, at most {config.drain_timeout_s:g} s")
     await made.stop(config.drain_timeout_s)
+    if made.problem:
+        raise NodeUnavailable(made.problem)
 
 
 def router(config: ServeConfig, join: str) -> None:

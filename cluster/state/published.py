@@ -54,19 +54,27 @@ class Published:
 _PUBLISHED = TypeAdapter(Published)
 
 
-async def read_published(url: str, deployment: str) -> Published:
+async def wait_for_published(url: str, deployment: str) -> Published:
     """What the deployment tells. Raises ConfigError where it tells nothing within WAIT_S."""
+    end, told = time.monotonic() + WAIT_S, "nobody serves it there"
+    while True:
+        try:
+            found = await asyncio.to_thread(read_published, url, deployment)
+            if found is not None:
+                return found
+        except redis.RedisError as error:
+            told = f"Redis: {error}"
+        if time.monotonic() >= end:
+            raise ConfigError("join", f"deployment {deployment!r} was not found within {WAIT_S:g} s: {told}")
+        await asyncio.sleep(POLL_S)
+
+
+def read_published(url: str, deployment: str) -> Published | None:
+    """What the deployment tells now; None where nobody serves it. Blocks. Raises redis.RedisError, and ConfigError for
+    what another version wrote."""
     with connect(url) as client:
-        end, told = time.monotonic() + WAIT_S, "nobody serves it there"
-        while True:
-            try:
-                found: Any = await asyncio.to_thread(client.eval, _READ, 1, f"{namespace_of(deployment)}:holder")
-                if found:
-                    return _PUBLISHED.validate_json(found)
-            except redis.RedisError as error:
-                told = f"Redis: {error}"
-            except ValidationError as error:
-                raise ConfigError("join", f"deployment {deployment!r} is of another version: {error}") from None
-            if time.monotonic() >= end:
-                raise ConfigError("join", f"deployment {deployment!r} was not found within {WAIT_S:g} s: {told}")
-            await asyncio.sleep(POLL_S)
+        found: Any = client.eval(_READ, 1, f"{namespace_of(deployment)}:holder")
+    try:
+        return _PUBLISHED.validate_json(found) if found else None
+    except ValidationError as error:
+        raise ConfigError("join", f"deployment {deployment!r} is of another version: {error}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import subprocess
@@ -10,14 +11,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import redis
 
+from cluster import joined
 from cluster.deployment import Deployment
 from cluster.state import holder
 from cluster.state.holder import DeploymentLease, Holder
+from cluster.state.published import Published, Served, read_published
 from paceline.config import ServeConfig
 from paceline.errors import ConfigError, NodeUnavailable
 from tests.fakes.redis_servers import Embedded
@@ -95,6 +99,30 @@ async def test_a_second_serve_of_the_name_is_refused_and_another_name_is_not(ser
     again.acquire()  # at once: no lease had to end
     assert time.monotonic() - began < holder.LEASE_S / 2
     assert (again.token, again.issue("decode-0", 0)) == (2, 3)
+
+
+async def test_a_router_that_joined_ends_when_the_deployment_has_other_options(
+    server: Embedded, make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It goes on while nobody holds the deployment, and when it is held again as before."""
+    monkeypatch.setattr(joined, "FOLLOW_S", 0.02)
+    (tmp_path / "secret").write_text("a secret of this deployment")
+    router = joined.JoinedRouter(server.url, ServeConfig(secret_file=str(tmp_path / "secret")))
+    told = Published("1", {"acceptance": "sample"}, Served(64, 64, True), [("tiny", "digest")], "text")
+    router._told = told
+    following = asyncio.create_task(router.follow())
+    for options in ({"acceptance": "sample"}, {"acceptance": "typical"}):
+        held = make()
+        held.acquire()
+        assert read_published(server.url, "default") is None  # not yet, or not any more
+        held.publish(replace(told, options=options).to_json())
+        while read_published(server.url, "default") is None:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.2)
+        assert router.ended.is_set() == (options != told.options)
+        held.release()
+    await following
+    assert "was started anew with other options" in router.problem
 
 
 def test_a_holder_that_stopped_is_followed_in_time_and_stands_down(server: Embedded, make: Make) -> None:
