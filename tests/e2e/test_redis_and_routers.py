@@ -36,10 +36,11 @@ BODY: dict[str, Any] = {"prompt": "In a paceline the front rider", "seed": 20, "
 
 
 LONG = BODY | {"max_tokens": 450}
+LONG_S = 60.0
 
 
 def tokens(server: Server, body: dict[str, Any] = BODY) -> list[int]:
-    reply = httpx.post(f"http://{server.http}/v1/completions", json=body, timeout=BACK_S)
+    reply = httpx.post(f"http://{server.http}/v1/completions", json=body, timeout=LONG_S if body is LONG else BACK_S)
     assert reply.status_code == 200, reply.text
     found: list[int] = reply.json()["paceline"]["token_ids"][0]
     return found
@@ -93,7 +94,12 @@ def test_streams_go_on_when_routers_that_joined_are_killed(server: Server, regis
                         text += "".join(choice["text"] for choice in event["choices"])
                     if kill and len(text) > 20:
                         b.process.kill()
-        assert text == httpx.post(f"http://{server.http}/v1/completions", json=LONG).json()["choices"][0]["text"]
+        assert (
+            text
+            == httpx.post(f"http://{server.http}/v1/completions", json=LONG, timeout=LONG_S).json()["choices"][0][
+                "text"
+            ]
+        )
     assert event["paceline"]["token_ids"] == [whole]
 
 
