@@ -1,8 +1,7 @@
-"""A deployment with chained MTP modules in fp32, options from a YAML file and the environment; decode alone, too."""
+"""A deployment with chained MTP modules in fp32, options from a YAML file and the environment."""
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -36,13 +35,3 @@ def test_options_from_file_and_environment(
         assert completion.handoff.hidden == 2 * 576 * 4
         assert completion.speculation.draft_tokens > 0
         assert len(completion.speculation.accepted_per_round) == completion.speculation.rounds
-
-
-def test_no_prefill_node(smollm2_folder: Path) -> None:
-    """With no prefill node, decode computes prompts itself."""
-    options = ("--prefill-nodes", "0", "--drafter", "none")
-    with serve(*options, end_with=signal.SIGTERM) as server, Client(server.grpc) as client:
-        done = client.chat(MESSAGES, max_tokens=16, temperature=0.0).choices[0]
-        assert done.text.strip().startswith(ANSWER[:34])  # in bf16 what follows depends on the processor
-        assert done.completion.nodes.prefill == done.completion.nodes.decode == "decode-0"
-        assert done.completion.handoff.target_kv == 0

@@ -12,7 +12,7 @@ import torch
 from tests.support.exactness import run
 from tests.support.needs import needs_kernels
 from tests.support.prompts import EOS
-from tests.support.real_engines import NUM_TOKENS, VARIANTS, Engines
+from tests.support.real_engines import NUM_TOKENS, TREES, VARIANTS, Engines
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(900)]
 
@@ -28,7 +28,7 @@ def fp32(smollm2_folder: Path) -> Engines:
 @needs_kernels
 def test_fp32_tokens(fp32: Engines) -> None:
     """With our own kernels the bits are equal, too."""
-    assert fp32.answers(*VARIANTS["ngram K=8, tree, pages of 64"]) == fp32.right
+    assert fp32.answers(*VARIANTS[TREES]) == fp32.right
 
 
 @needs_kernels

@@ -15,8 +15,9 @@ from tests.support.prompts import one_temperature_each, prompt_requests
 NUM_TOKENS = 64
 Options = dict[str, object]
 How = dict[str, int]
+TREES = "ngram K=8, tree, pages of 64"
 VARIANTS: dict[str, tuple[Options, How]] = {
-    "ngram K=8, tree, pages of 64": (
+    TREES: (
         {"drafter": "ngram", "num_draft_tokens": 8, "tree": "static", "tree_width": 3, "page_size": 64},
         {"batch": 8},
     ),

@@ -246,6 +246,7 @@ async def test_lower_generations_are_refused_and_remove_nothing(directory: NodeD
     keepers.start("decode-0", 3)
 
 
+@pytest.mark.parametrize("server", ["embedded"], indirect=True)  # long waits, the same for every server
 async def test_the_view_outlives_a_restart_of_redis(server: Server, keepers: Keepers) -> None:
     ttl_s = 2.0  # a renewal that is late by a second is in time
     directory = NodeDirectory(server.url, ttl_s)
@@ -291,6 +292,7 @@ async def test_lost_data_empties_no_view(server: Server, directory: NodeDirector
     await until(lambda: directory.holds("decode-0", 2))
 
 
+@pytest.mark.parametrize("server", ["embedded"], indirect=True)  # long waits, the same for every server
 async def test_a_redis_that_hangs_blocks_nothing_for_long(
     server: Server, directory: NodeDirectory, keepers: Keepers
 ) -> None:
