@@ -8,19 +8,18 @@ import os
 import secrets
 import time
 from importlib.metadata import version
-from pathlib import Path
 
 import grpc.aio
 from pydantic import SecretStr
 
-from cluster.access.keys import read_keys
 from cluster.nodes.addresses import host_answers, own_address
-from cluster.nodes.listening import check_addresses, check_free, split_address
+from cluster.nodes.listening import split_address
 from cluster.nodes.node_logs import NodeLogs
 from cluster.nodes.slots import Slot
 from cluster.nodes.supervise import Supervisor
+from cluster.option_sets import SHARED_OPTIONS
 from cluster.parts import Parts, Tell
-from cluster.serving_router import SHARED_OPTIONS, ServingRouter, import_front_door
+from cluster.serving_router import ServingRouter, check_front, import_front_door
 from cluster.state.embedded_redis import EmbeddedRedis
 from cluster.state.holder import DeploymentLease, Holder
 from cluster.state.published import Published, Served
@@ -55,19 +54,12 @@ class Deployment:
 
     async def start(self) -> None:
         """Bring everything up. On failure nothing is left running."""
-        try:
-            await self._start()
-        except BaseException:
-            await self.stop(grace_s=0)
-            raise
+        await self._parts.bring_up(self._start())
 
     async def _start(self) -> None:
         config, front = self.config, self.front
-        check_addresses(config)
+        await check_front(config)
         front.identity.check()
-        await asyncio.to_thread(check_free, config)  # a host name may have to be looked up
-        if config.api_keys:
-            await asyncio.to_thread(read_keys, Path(config.api_keys))  # what is wrong there is said before nodes start
         imported = asyncio.get_running_loop().run_in_executor(None, import_front_door)  # while Ray starts
         if config.redis:
             await self._hold(config.redis)  # before anything of another holder's could be touched

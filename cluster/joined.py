@@ -10,18 +10,16 @@ import asyncio
 import logging
 import time
 from importlib.metadata import version
-from pathlib import Path
 
 import grpc.aio
 import redis
 
-from cluster.access.keys import read_keys
-from cluster.nodes.listening import check_addresses, check_free
+from cluster.option_sets import ROUTER_OPTIONS, SHARED_OPTIONS
 from cluster.parts import Parts, Tell
-from cluster.serving_router import SHARED_OPTIONS, ServingRouter
+from cluster.serving_router import ServingRouter, check_front
 from cluster.state.published import Published, read_published, wait_for_published
 from cluster.state.registry_types import NodeRecord, Registry
-from paceline.config import ROUTER_OPTIONS, ServeConfig
+from paceline.config import ServeConfig
 from paceline.errors import ConfigError, NodeUnavailable
 from paceline.rpc.identity import Identity, Secret
 from paceline.v1 import node_pb2, node_pb2_grpc
@@ -49,18 +47,11 @@ class JoinedRouter:
 
     async def start(self) -> None:
         """Join the deployment. On failure nothing is left running. Raises ConfigError, NodeUnavailable."""
-        try:
-            await self._start()
-        except BaseException:
-            await self.stop(grace_s=0)
-            raise
+        await self._parts.bring_up(self._start())
 
     async def _start(self) -> None:
         own = self._own
-        check_addresses(own)
-        await asyncio.to_thread(check_free, own)
-        if own.api_keys:
-            await asyncio.to_thread(read_keys, Path(own.api_keys))
+        await check_front(own)
         with self._parts.waiting_for(f"deployment {own.deployment}"):
             told = self._told = await wait_for_published(self._url, own.deployment)
         self.config = _joined_config(own, self._url, told)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 
 from paceline.phases import phase
@@ -43,6 +43,14 @@ class Parts:
             self.tell(what, "")
         with phase(what):
             yield
+
+    async def bring_up(self, start: Awaitable[None]) -> None:
+        """Await ``start``. On failure nothing is left running."""
+        try:
+            await start
+        except BaseException:
+            await self.close(grace_s=0)
+            raise
 
     async def close(self, grace_s: float) -> None:
         """End everything, newest first; each part has its own deadline. Idempotent."""

@@ -14,12 +14,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.nodes.listening import raise_open_files, split_address
+from cluster.access.keys import read_keys
+from cluster.nodes.listening import check_addresses, check_free, raise_open_files, split_address
 from cluster.parts import Parts
 from cluster.state.published import Served
 from cluster.state.registry import NodeDirectory
 from cluster.state.registry_types import Registry
-from paceline.config import EngineConfig, ServeConfig
+from paceline.config import ServeConfig
 from paceline.rpc.grants import Grants
 from paceline.rpc.identity import Identity, Secret
 from paceline.rpc.tls import TlsFolder
@@ -32,13 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Options that every router of a deployment has alike; those that join take them over. The others are a process's own,
-# or say what nodes there are.
-SHARED_OPTIONS = frozenset(EngineConfig.model_fields.keys() - {"log_level", "log_format", "trace_requests"}) | {
-    *("chat_template", "tool_call_parser", "reasoning_parser", "max_inflight", "max_queued", "queue_timeout_s"),
-    *("request_timeout_s", "bypass_tokens", "lease_ttl_s", "journal_mode", "journal_ttl_s", "journal_entry_bytes"),
-    *("journal_total_bytes", "tenant_share", "read_timeout_s"),
-}
 DOUBT_S = 1.5  # a node whose lease ran out is used on for so long, in which it is asked
 
 
@@ -161,6 +155,14 @@ class ServingRouter:
         """What clients are served with; None: in the clear."""
         tls = self.identity.tls
         return tls if tls is not None and tls.is_public else None
+
+
+async def check_front(config: ServeConfig) -> None:
+    """Raise ConfigError for addresses and keys that cannot be used, before anything starts."""
+    check_addresses(config)
+    await asyncio.to_thread(check_free, config)  # a host name may have to be looked up
+    if config.api_keys:
+        await asyncio.to_thread(read_keys, Path(config.api_keys))
 
 
 def system_fingerprint(config: ServeConfig, node_digests: Iterable[str]) -> str:

@@ -44,13 +44,6 @@ AUTO_HOST = "auto"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,]+")  # as browsers send it
 
 
-# Options of ``paceline router``. All others are the deployment's that it joins, or say what nodes there are.
-ROUTER_OPTIONS = (
-    *("deployment", "grpc", "http", "http_cors_origins", "vllm_metrics", "tls_dir", "secret_file", "api_keys"),
-    *("open_metrics", "insecure", "log_level", "log_format", "trace_requests", "drain_timeout_s"),
-)
-
-
 @dataclass(frozen=True)
 class Group:
     """Marks the first option of a group; the options below it in its class belong to the group too."""

@@ -64,7 +64,7 @@ class Key(Limits):
     """Names the key in logs."""
 
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """Of the key, in hexadecimal digits."""
+    """The key's SHA-256 in hexadecimal digits."""
 
     tenant: Name
     """Whom the key belongs to: scope of the prefix cache, of fairness and of what is kept."""

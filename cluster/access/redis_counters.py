@@ -8,17 +8,12 @@ noted now.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from typing import Any
 
-import redis
-import redis.asyncio
-import redis.asyncio.retry
-from redis.backoff import NoBackoff
-
 from cluster.access.counters import BUDGET_RETRY_S, Ask, Refusal
 from cluster.access.keys import Limits
+from cluster.state.connection import answer_within, connect_async
 
 TIMEOUT_S = 0.25  # of one decision: the request waits for it
 FIELDS = ("requests_per_minute", "tokens_per_minute", "concurrency", "tokens_in_flight", "budget_tokens")
@@ -93,14 +88,9 @@ return 1
 class RedisCounters:
     """Counts of all routers at one Redis. ``close`` it."""
 
-    def __init__(self, url: str, hold_ttl_s: float, namespace: str = "paceline") -> None:
+    def __init__(self, url: str, hold_ttl_s: float, namespace: str) -> None:
         """hold_ttl_s: longer than a sequence can run or wait, and than a minute."""
-        self._client: Any = redis.asyncio.Redis.from_url(
-            url,
-            socket_timeout=TIMEOUT_S,
-            socket_connect_timeout=TIMEOUT_S,
-            retry=redis.asyncio.retry.Retry(NoBackoff(), 0),
-        )
+        self._client = connect_async(url, TIMEOUT_S, retries=0)
         self._ttl_ms = int(max(hold_ttl_s, 60.0) * 1000)
         self._prefix = f"{namespace}:quota:"
         self._take = self._client.register_script(TAKE)
@@ -129,12 +119,4 @@ class RedisCounters:
         return [root, f"{root}:holds"]
 
     async def _run(self, script: Any, keys: list[str], arguments: list[Any]) -> Any:
-        task: asyncio.Task[Any] = asyncio.create_task(script(keys=keys, args=arguments))
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        try:  # not a timeout by cancellation alone, which redis-py was seen to swallow
-            await asyncio.wait({task}, timeout=TIMEOUT_S)
-        finally:
-            task.cancel()
-        if not task.done():
-            raise TimeoutError(f"Redis did not answer within {TIMEOUT_S:g} s")
-        return task.result()
+        return await answer_within(TIMEOUT_S, script(keys=keys, args=arguments))

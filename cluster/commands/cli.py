@@ -26,7 +26,8 @@ from cluster.commands.options import ServeHelp, load_config, serve_parameters
 from cluster.commands.role import role
 from cluster.commands.trace import trace
 from cluster.commands.train import make_corpus, train_drafter
-from paceline.config import ROUTER_OPTIONS, ServeConfig
+from cluster.option_sets import ROUTER_OPTIONS
+from paceline.config import ServeConfig
 from paceline.errors import ConfigError, NodeUnavailable, PacelineError
 from paceline.logs import configure_logging
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from cluster.commands.api_key import ApiKeyFile, key_in
+from cluster.commands.reach import ApiKeyFile, TlsCa, UseTls, key_in
 from paceline.client import ChatOptions, Client, GenerateOptions
 
 DEFAULT_MAX_TOKENS = 128  # so that a model that does not end its text does not fill its context
@@ -63,12 +63,8 @@ def generate(
     ] = ["127.0.0.1:50051"],  # noqa: B006  (typer reads the default)
     timeout: Annotated[float, typer.Option(help="Seconds for the whole request.")] = 600.0,
     retries: Annotated[int, typer.Option(help="Times in a row that a stream that broke is asked for again.")] = 8,
-    tls: Annotated[
-        bool, typer.Option("--tls", help="Connect with TLS, and check the router with the system's roots.")
-    ] = False,
-    tls_ca: Annotated[
-        Path | None, typer.Option(help="Connect with TLS, and check the router with the CA in this file.")
-    ] = None,
+    tls: UseTls = False,
+    tls_ca: TlsCa = None,
     api_key_file: ApiKeyFile = None,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message ahead of the prompt; implies --chat.")] = None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.commands.api_key import ApiKeyFile, key_in
+from cluster.commands.reach import ApiKeyFile, key_in
 
 if TYPE_CHECKING:
     import grpc

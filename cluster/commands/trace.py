@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cluster.commands.api_key import ApiKeyFile, key_in
+from cluster.commands.reach import ApiKeyFile, TlsCa, UseTls, key_in
 
 errors = Console(stderr=True, highlight=False)
 
@@ -17,12 +17,8 @@ errors = Console(stderr=True, highlight=False)
 def trace(
     request_id: Annotated[str, typer.Argument(help="Id of one of the latest requests, e.g. req-0f3a...")],
     router: Annotated[str, typer.Option(help="HOST:PORT of a router's gRPC.")] = "127.0.0.1:50051",
-    tls: Annotated[
-        bool, typer.Option("--tls", help="Connect with TLS, and check the router with the system's roots.")
-    ] = False,
-    tls_ca: Annotated[
-        Path | None, typer.Option(help="Connect with TLS, and check the router with the CA in this file.")
-    ] = None,
+    tls: UseTls = False,
+    tls_ca: TlsCa = None,
     api_key_file: ApiKeyFile = None,
     out: Annotated[Path | None, typer.Option(help="File to write. Not given: the trace is printed.")] = None,
 ) -> None:

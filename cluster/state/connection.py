@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import redis
 import redis.asyncio
 import redis.asyncio.retry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+
+T = TypeVar("T")
 
 OPERATION_TIMEOUT_S = 1.0
 RETRIES = 1  # at once: a pooled connection may have died with an earlier server; callers come again by themselves
@@ -25,11 +29,25 @@ def connect(url: str) -> redis.Redis:
     )
 
 
-def connect_async(url: str) -> Any:
+def connect_async(url: str, timeout_s: float = OPERATION_TIMEOUT_S, retries: int = RETRIES) -> Any:
     """The same for an event loop (redis.asyncio.Redis, whose types are of little use)."""
     return redis.asyncio.Redis.from_url(
         url,
-        socket_timeout=OPERATION_TIMEOUT_S,
-        socket_connect_timeout=OPERATION_TIMEOUT_S,
-        retry=redis.asyncio.retry.Retry(NoBackoff(), RETRIES),
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        retry=redis.asyncio.retry.Retry(NoBackoff(), retries),
     )
+
+
+async def answer_within(timeout_s: float, operation: Coroutine[Any, Any, T]) -> T:
+    """What ``operation`` answers. Raises what it raises, and TimeoutError after ``timeout_s``. The wait does not rest
+    on a cancellation alone, which redis-py was seen to swallow."""
+    task = asyncio.create_task(operation)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    try:
+        await asyncio.wait({task}, timeout=timeout_s)
+    finally:
+        task.cancel()
+    if not task.done():
+        raise TimeoutError(f"Redis did not answer within {timeout_s:g} s")
+    return task.result()

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import redis
 from prometheus_client import CollectorRegistry, Counter
 
-from cluster.state.connection import JOIN_TIMEOUT_S, connect_async
+from cluster.state.connection import JOIN_TIMEOUT_S, answer_within, connect_async
 from cluster.state.registry_types import DEFAULT_NAMESPACE, namespace_of
 from paceline.config import ServeConfig
 from paceline.errors import NodeUnavailable
@@ -125,17 +125,10 @@ class Journal:
 
     async def read(self, key: str) -> bytes | None:
         """The entry, None when there is none (any more). Raises NodeUnavailable when Redis does not say."""
-        task: asyncio.Task[bytes | None] = asyncio.create_task(self._client.get(self._prefix + key))
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        try:  # not a timeout by cancellation alone, which redis-py was seen to swallow
-            await asyncio.wait({task}, timeout=READ_TIMEOUT_S)
-        finally:
-            task.cancel()
-        if not task.done():
-            raise NodeUnavailable(f"the journal did not answer within {READ_TIMEOUT_S:g} s")
         try:
-            return task.result()
-        except (redis.RedisError, OSError) as error:
+            found: bytes | None = await answer_within(READ_TIMEOUT_S, self._client.get(self._prefix + key))
+            return found
+        except (redis.RedisError, OSError) as error:  # TimeoutError is an OSError
             raise NodeUnavailable(f"the journal cannot be read: {error}") from None
 
     # -- the table ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The API key of a command: in a file, since whoever lists processes sees their arguments."""
+"""How a command reaches a router: TLS, and the API key, in a file since whoever lists processes sees arguments."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import typer
 
 from paceline.errors import ConfigError
 
+UseTls = Annotated[bool, typer.Option("--tls", help="Connect with TLS, and check the router with the system's roots.")]
+TlsCa = Annotated[Path | None, typer.Option(help="Connect with TLS, and check the router with the CA in this file.")]
 ApiKeyFile = Annotated[
     Path | None,
     typer.Option(help="File with the API key, where the deployment has keys. Without it PACELINE_API_KEY counts."),

@@ -1,0 +1,19 @@
+"""Which options of a deployment a router that joins has by itself, and which it takes over."""
+
+from __future__ import annotations
+
+from paceline.config import EngineConfig
+
+# Options of ``paceline router``. All others are the deployment's that it joins, or say what nodes there are.
+ROUTER_OPTIONS = (
+    *("deployment", "grpc", "http", "http_cors_origins", "vllm_metrics", "tls_dir", "secret_file", "api_keys"),
+    *("open_metrics", "insecure", "log_level", "log_format", "trace_requests", "drain_timeout_s"),
+)
+
+# Options that every router of a deployment has alike; those that join take them over. The others are a process's own,
+# or say what nodes there are.
+SHARED_OPTIONS = frozenset(EngineConfig.model_fields.keys() - {"log_level", "log_format", "trace_requests"}) | {
+    *("chat_template", "tool_call_parser", "reasoning_parser", "max_inflight", "max_queued", "queue_timeout_s"),
+    *("request_timeout_s", "bypass_tokens", "lease_ttl_s", "journal_mode", "journal_ttl_s", "journal_entry_bytes"),
+    *("journal_total_bytes", "tenant_share", "read_timeout_s"),
+}
