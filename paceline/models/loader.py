@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from paceline.errors import ConfigError
+from paceline.layers.quantized import LinearWeight
 from paceline.layers.shared_weights import SMALLEST, kept
 from paceline.model_files import read_json
 
@@ -48,6 +49,10 @@ class WeightBag:
             tensor = tensor.to(self._device)
         # A view would keep the whole file in memory for as long as a norm lives.
         return tensor.clone() if tensor.nbytes < SMALLEST else tensor
+
+    def take_linear(self, name: str, shape: tuple[int, int] | None = None) -> LinearWeight:
+        """The weight of a linear layer, [out_features, in_features], as the checkpoint has it. See ``take``."""
+        return self.take(name, shape)
 
     def take_table(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
         """``take`` of a tensor that is used as it is, such as an embedding: on the CPU a copy, shared where weights

@@ -1,0 +1,68 @@
+"""Weights of linear layers as integers (or FP8) with scales: what checkpoints and ``--quantize`` give to ``Linear``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight [out_features, in_features]; element (n, k) is scales[n, g] * codes[n, k] + minimums[n, g], where
+    g = k // group_size.
+
+    codes: int8 [out_features, in_features], -8 to 7 where ``bits`` is 4; or float8_e4m3fn.
+    scales: float32 [out_features, ceil(in_features / group_size)].
+    minimums: float32, shaped as scales; None where all are 0.
+    bits: 4 or 8, of a code in memory.
+    group_size: elements of a row that share a scale; in_features for one scale a row.
+    int8_activations: whether products are made of integers: rows of the input are rounded to int8 with a scale each.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    minimums: torch.Tensor | None
+    bits: int
+    group_size: int
+    int8_activations: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)."""
+        out_features, in_features = self.codes.shape
+        return out_features, in_features
+
+    def dequantised(self) -> torch.Tensor:
+        """The weight as float32 [out_features, in_features]."""
+        columns = torch.arange(self.shape[1], device=self.codes.device) // self.group_size
+        weight = self.codes.float() * self.scales[:, columns]
+        return weight if self.minimums is None else weight + self.minimums[:, columns]
+
+    def rows(self, low: int, high: int) -> QuantizedWeight:
+        """Output features [low, high)."""
+        minimums = None if self.minimums is None else self.minimums[low:high]
+        return replace(self, codes=self.codes[low:high], scales=self.scales[low:high], minimums=minimums)
+
+
+LinearWeight = torch.Tensor | QuantizedWeight  # what a linear layer is made of: [out_features, in_features]
+
+
+def fuse(weights: Sequence[LinearWeight]) -> LinearWeight:
+    """One weight whose output is the outputs of ``weights`` side by side. Raises ValueError when they are of unlike
+    kinds."""
+    tensors = [weight for weight in weights if isinstance(weight, torch.Tensor)]
+    if len(tensors) == len(weights):
+        return torch.cat(tensors, dim=0)
+    parts = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    kinds = {(part.bits, part.group_size, part.int8_activations, part.codes.dtype) for part in parts}
+    if tensors or len(kinds) > 1:
+        raise ValueError("weights that are multiplied together are quantised in unlike ways")
+    minimums = [torch.zeros_like(part.scales) if part.minimums is None else part.minimums for part in parts]
+    return replace(
+        parts[0],
+        codes=torch.cat([part.codes for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+        minimums=None if all(part.minimums is None for part in parts) else torch.cat(minimums),
+    )
