@@ -38,7 +38,7 @@ class WeightBag:
     """Tensors by name, each read when it is taken. ``finish`` complains about what nobody took."""
 
     def __init__(self, tensors: Mapping[str, LinearWeight]) -> None:
-        self._tensors = tensors
+        self._tensors: Mapping[str, Any] = tensors
         self._left = set(tensors)
         self._device: torch.device | None = None
         self._dtype = torch.bfloat16
