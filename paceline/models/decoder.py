@@ -40,8 +40,8 @@ class DecoderModel(TargetModel, Generic[Layer]):
         self.embedding = weights.take_table("model.embed_tokens.weight", vocab)
         self.layers = [make_layer(weights, i) for i in range(spec.num_layers)]
         self.norm = weights.take("model.norm.weight", (spec.hidden_size,))
-        head = self.embedding if spec.tie_word_embeddings else weights.take("lm_head.weight", vocab)
-        self.lm_head = Linear(head, out_float32=True)
+        head = self.embedding if spec.tie_word_embeddings else weights.take_linear("lm_head.weight", vocab)
+        self.lm_head = Linear(weights.as_head(head) if spec.tie_word_embeddings else head, out_float32=True)
         table = rope_table(spec.head_dim, spec.rope_theta, spec.max_position_embeddings, spec.rope_scaling)
         self.table = table.to(device)
         self.kv_layers = (kv_layer,) * spec.num_layers

@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 
 from paceline.kvcache.layout import KvLayer, LayerKind, LayerOwner
-from paceline.layers.linear import Linear, fuse
+from paceline.layers.linear import Linear
+from paceline.layers.quantized import LinearWeight, fuse
 from paceline.models.base import ForwardContext
 from paceline.models.block import Block, BlockWeights
 from paceline.models.config import ModelSpec
@@ -27,12 +28,16 @@ class DecoderLayer(Block):
         def take(name: str) -> torch.Tensor:
             return weights.take(f"{prefix}.{name}", shapes[name])
 
+        def weight(name: str) -> LinearWeight:
+            rows, columns = shapes[f"{name}_proj.weight"]
+            return weights.take_linear(f"{prefix}.{name}_proj.weight", (rows, columns))
+
         def linear(name: str, biased: bool) -> Linear:
-            return Linear(take(f"{name}_proj.weight"), take(f"{name}_proj.bias") if biased else None)
+            return Linear(weight(name), take(f"{name}_proj.bias") if biased else None)
 
         def fused(names: Sequence[str], biased: bool) -> Linear:
             bias = torch.cat([take(f"{name}_proj.bias") for name in names]) if biased else None
-            return Linear(fuse([take(f"{name}_proj.weight") for name in names]), bias)
+            return Linear(fuse([weight(name) for name in names]), bias)
 
         parts = BlockWeights(
             qkv=fused([f"self_attn.{n}" for n in "qkv"], spec.attention_bias),

@@ -12,10 +12,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from paceline.errors import ConfigError
-from paceline.layers.quantized import LinearWeight
+from paceline.layers.quantized import LinearWeight, QuantizedWeight
 from paceline.layers.shared_weights import SMALLEST, kept
 from paceline.model_files import read_json
+from paceline.models.quantization.round_to_nearest import head_scheme, round_to_nearest
 
+NOT_ROUNDED = "none"
 HARMLESS = ("rotary_emb.inv_freq",)  # derived from the config, written by old versions of transformers
 TIED = "lm_head.weight"
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -31,10 +33,19 @@ class WeightBag:
         self._tensors = tensors
         self._left = set(tensors)
         self._device: torch.device | None = None
+        self._scheme = NOT_ROUNDED
 
     def onto(self, device: torch.device) -> WeightBag:
         """Tensors are taken from now on onto ``device``, whatever they were read on. Returns itself."""
         self._device = device
+        return self
+
+    def rounded(self, scheme: str) -> WeightBag:
+        """Weights of linear layers are rounded from now on as they are taken. Returns itself.
+
+        scheme: one of quantization.round_to_nearest.SCHEMES, or ``none``.
+        """
+        self._scheme = scheme
         return self
 
     def take(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -51,8 +62,14 @@ class WeightBag:
         return tensor.clone() if tensor.nbytes < SMALLEST else tensor
 
     def take_linear(self, name: str, shape: tuple[int, int] | None = None) -> LinearWeight:
-        """The weight of a linear layer, [out_features, in_features], as the checkpoint has it. See ``take``."""
-        return self.take(name, shape)
+        """The weight of a linear layer, [out_features, in_features], as the checkpoint has it or ``rounded``. See
+        ``take``."""
+        weight = self.take(name, shape)
+        return self.as_head(weight) if name == TIED else rounded_weight(weight, self._scheme)
+
+    def as_head(self, weight: LinearWeight) -> LinearWeight:
+        """The weight of an LM head, which may be the embedding: rounded where linear layers are."""
+        return rounded_weight(weight, head_scheme(self._scheme))
 
     def take_table(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
         """``take`` of a tensor that is used as it is, such as an embedding: on the CPU a copy, shared where weights
@@ -72,6 +89,15 @@ class WeightBag:
         self._tensors, self._left = {}, set()  # the files may be closed now
         if left:
             raise ConfigError("model", f"{len(left)} tensors that this architecture does not know: {', '.join(left)}")
+
+
+def rounded_weight(weight: LinearWeight, scheme: str) -> LinearWeight:
+    """``weight`` by a scheme of ``--quantize``. Raises ConfigError where the checkpoint has rounded it already."""
+    if scheme == NOT_ROUNDED:
+        return weight
+    if isinstance(weight, QuantizedWeight):
+        raise ConfigError("quantize", f"the checkpoint is quantised already: set quantize to {NOT_ROUNDED}")
+    return round_to_nearest(weight, scheme)
 
 
 class LazyTensors(Mapping[str, torch.Tensor]):
