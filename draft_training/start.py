@@ -18,7 +18,8 @@ from draft_training.layers import HeadShape
 from paceline.errors import ConfigError
 from paceline.layers.rotary import rope_table
 from paceline.models.config import ModelSpec
-from paceline.models.loader import load_weights
+from paceline.models.quantization.tensors import AsFloats
+from paceline.models.registry import open_checkpoint
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Source:
     def from_folder(cls, folder: Path) -> Source:
         """Read what is needed of a Llama-family folder."""
         spec = ModelSpec.from_folder(folder)
-        weights = load_weights(folder, torch.bfloat16)
+        weights = AsFloats(open_checkpoint(folder, torch.bfloat16), torch.bfloat16)
         embedding = weights["model.embed_tokens.weight"]
         head = embedding if spec.tie_word_embeddings else weights["lm_head.weight"]
         prefix = f"model.layers.{spec.num_layers - 1}."

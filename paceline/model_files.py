@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
+
+QUANTISED = ("quantization_config", "compression_config")  # sections of config.json; the second is of old files
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -29,3 +32,11 @@ def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
         if value is not None:
             return tuple(int(i) for i in value) if isinstance(value, list) else (int(value),)
     return ()
+
+
+def quantization_config(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The section of ``config.json`` about quantised layers; None where there is none. Raises ConfigError."""
+    section = next((raw[name] for name in QUANTISED if raw.get(name)), None)
+    if section is not None and not isinstance(section, Mapping):
+        raise ConfigError("model", "quantization_config of config.json is not an object")
+    return section

@@ -122,9 +122,6 @@ def _kv_heads(raw: Mapping[str, Any], family: Family, heads: int) -> int:
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     """What would otherwise load and give wrong text."""
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unnamed")
-        raise ConfigError("model", f"quantized checkpoints are not supported (quant_method {method!r})")
     if (activation := raw.get("hidden_act", "silu")) != "silu":
         raise ConfigError("model", f"hidden_act {activation!r} is not supported (silu)")
 

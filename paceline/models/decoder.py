@@ -35,13 +35,13 @@ class DecoderModel(TargetModel, Generic[Layer]):
         make_layer: layer i (0-based) from weights on ``device``; kv_layer: what each of them keeps of a token.
         """
         self.spec, self.dtype, self.device = spec, dtype, device
-        weights = weights.onto(device)
+        weights = weights.onto(device, dtype)
         vocab = (spec.vocab_size, spec.hidden_size)
-        self.embedding = weights.take_table("model.embed_tokens.weight", vocab)
+        self.embedding, tied = weights.take_table("model.embed_tokens.weight", vocab)
         self.layers = [make_layer(weights, i) for i in range(spec.num_layers)]
         self.norm = weights.take("model.norm.weight", (spec.hidden_size,))
-        head = self.embedding if spec.tie_word_embeddings else weights.take_linear("lm_head.weight", vocab)
-        self.lm_head = Linear(weights.as_head(head) if spec.tie_word_embeddings else head, out_float32=True)
+        head = weights.as_head(tied) if spec.tie_word_embeddings else weights.take_linear("lm_head.weight", vocab)
+        self.lm_head = Linear(head, out_float32=True)
         table = rope_table(spec.head_dim, spec.rope_theta, spec.max_position_embeddings, spec.rope_scaling)
         self.table = table.to(device)
         self.kv_layers = (kv_layer,) * spec.num_layers

@@ -13,13 +13,15 @@ from paceline.kvcache.layout import KvLayer, LayerKind, LayerOwner
 from paceline.layers.linear import Linear
 from paceline.layers.ops import add_rms_norm, latent_write, rms_norm
 from paceline.layers.per_head_linear import HeadsLinear
+from paceline.layers.quantized import LinearWeight
 from paceline.layers.rotary import yarn_mscale
 from paceline.models.base import ForwardContext
 from paceline.models.config import ModelSpec
 from paceline.models.decoder import DecoderModel
 from paceline.models.deepseek_shapes import layer_shapes, mla_of, moe_of
 from paceline.models.loader import WeightBag
-from paceline.models.moe import MoeMlp, SwiGlu, Take
+from paceline.models.moe import MoeMlp, SwiGlu, Take, TakeLinear
+from paceline.models.quantization.fusing import reordered
 
 LATENT_NORM_EPS = 1e-6  # of the norms on the low-rank rows, whatever rms_norm_eps says
 
@@ -42,18 +44,29 @@ def halves(weight: torch.Tensor, heads: int, start: int) -> torch.Tensor:
     return torch.cat((split[:, :start], split[:, start::2], split[:, start + 1 :: 2]), dim=1).view_as(weight)
 
 
+def halved(weight: LinearWeight, heads: int, start: int) -> LinearWeight:
+    """``halves`` of a linear layer's weight."""
+    if isinstance(weight, torch.Tensor):
+        return halves(weight, heads, start)
+    return reordered(weight, halves(torch.arange(weight.shape[0], device=weight.codes.device), heads, start))
+
+
 class LatentAttention:
     """Multi-head latent attention of one layer."""
 
-    def __init__(self, spec: ModelSpec, take: Take, kv_layer: int) -> None:
+    def __init__(self, spec: ModelSpec, take: Take, linear: TakeLinear, kv_layer: int) -> None:
+        """take: a tensor of the layer as floats; linear: as the checkpoint has it.
+
+        ``kv_b_proj`` is split and folded into the query and the output, so it is taken as floats.
+        """
         self.spec, self.mla, self.kv_layer = spec, mla_of(spec), kv_layer
         self.scale = softmax_scale(spec)
-        self._load_queries(take)
+        self._load_queries(take, linear)
         mla, heads = self.mla, spec.num_heads
-        down = take("self_attn.kv_a_proj_with_mqa.weight")
+        down = linear("self_attn.kv_a_proj_with_mqa.weight")
         down_bias = take("self_attn.kv_a_proj_with_mqa.bias") if spec.attention_bias else None
         if mla.rope_interleave:
-            down = halves(down, 1, mla.kv_lora_rank)
+            down = halved(down, 1, mla.kv_lora_rank)
             down_bias = None if down_bias is None else halves(down_bias, 1, mla.kv_lora_rank)
         self.kv_down = Linear(down, down_bias)
         self.kv_norm = take("self_attn.kv_a_layernorm.weight").contiguous()
@@ -61,17 +74,17 @@ class LatentAttention:
         self.absorbed_key = HeadsLinear(up[:, : mla.nope_dim].transpose(1, 2))  # query's nope part -> latent
         self.absorbed_value = HeadsLinear(up[:, mla.nope_dim :])  # latent -> value
         out_bias = take("self_attn.o_proj.bias") if spec.attention_bias else None
-        self.o_proj = Linear(take("self_attn.o_proj.weight"), out_bias)
+        self.o_proj = Linear(linear("self_attn.o_proj.weight"), out_bias)
 
-    def _load_queries(self, take: Take) -> None:
+    def _load_queries(self, take: Take, linear: TakeLinear) -> None:
         mla, biased = self.mla, self.spec.attention_bias
         self.q_down: Linear | None = None
         if mla.q_lora_rank is not None:
             bias = take("self_attn.q_a_proj.bias") if biased else None
-            self.q_down = Linear(take("self_attn.q_a_proj.weight"), bias)
+            self.q_down = Linear(linear("self_attn.q_a_proj.weight"), bias)
             self.q_norm = take("self_attn.q_a_layernorm.weight")
-        up = take("self_attn.q_proj.weight" if mla.q_lora_rank is None else "self_attn.q_b_proj.weight")
-        self.q_up = Linear(halves(up, self.spec.num_heads, mla.nope_dim) if mla.rope_interleave else up)
+        up = linear("self_attn.q_proj.weight" if mla.q_lora_rank is None else "self_attn.q_b_proj.weight")
+        self.q_up = Linear(halved(up, self.spec.num_heads, mla.nope_dim) if mla.rope_interleave else up)
 
     def __call__(self, x: torch.Tensor, table: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """x: [T, hidden] (normed) -> [T, hidden]; writes the rows' latents first."""
@@ -104,12 +117,16 @@ class DeepseekDecoderLayer:
         def take(name: str) -> torch.Tensor:
             return weights.take(f"{prefix}.{name}", shapes[name])
 
+        def linear(name: str) -> LinearWeight:
+            rows, columns = shapes[name]
+            return weights.take_linear(f"{prefix}.{name}", (rows, columns))
+
         self.eps = spec.rms_norm_eps
-        self.attention = LatentAttention(spec, take, kv_layer)
+        self.attention = LatentAttention(spec, take, linear, kv_layer)
         self.input_norm = take("input_layernorm.weight")
         self.post_norm = take("post_attention_layernorm.weight")
         moe = moe_of(spec)
-        self.mlp = SwiGlu(take, "mlp") if layer < moe.first_layer else MoeMlp(moe, take)
+        self.mlp = SwiGlu(linear, "mlp") if layer < moe.first_layer else MoeMlp(moe, take, linear)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, table: torch.Tensor, context: ForwardContext

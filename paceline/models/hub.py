@@ -20,6 +20,7 @@ from typing import Any
 from paceline.errors import ConfigError
 from paceline.file_lock import locked
 from paceline.layers.build import cache_folder
+from paceline.models.loader import gguf_file
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +57,16 @@ def known_models() -> list[str]:
 
 
 def resolve_model(name_or_path: str, progress: Progress | None = None) -> Path:
-    """The folder of a model given by path, known name or hub id. Raises ConfigError saying what to do."""
+    """The folder of a model given by path (a folder, or a GGUF file), known name or hub id.
+
+    Raises ConfigError saying what to do.
+    """
     path = Path(name_or_path).expanduser()
     if path.is_dir():
-        return path
+        gguf = None if (path / "config.json").is_file() else gguf_file(path)
+        return path if gguf is None else _of_gguf(gguf, path, progress)
+    if path.suffix == ".gguf" and path.is_file():
+        return _of_gguf(path, None, progress)
     if name_or_path in KNOWN:
         return pull(name_or_path, progress)
     if name_or_path.count("/") != 1 or name_or_path.startswith((".", "/", "~")):
@@ -69,6 +76,12 @@ def resolve_model(name_or_path: str, progress: Progress | None = None) -> Path:
             f"{name_or_path!r} is no folder, no known model ({known}) and no hub id (owner/name[@commit])",
         )
     return _from_hub(name_or_path, progress or _silent)
+
+
+def _of_gguf(file: Path, beside: Path | None, progress: Progress | None) -> Path:
+    from paceline.models.gguf.folder import as_folder
+
+    return as_folder(file, beside, progress or _silent)
 
 
 def _silent(what: str, share: float) -> None:
@@ -153,7 +166,7 @@ def _lock(path: Path, timeout_s: float) -> Iterator[None]:
 
 def _build(model: WheelModel, target: Path, progress: Progress) -> None:
     """Work in a scratch folder beside the target, then rename: a half-made model is never seen. Needs the lock."""
-    from paceline.models.gguf_convert import convert
+    from paceline.models.gguf.convert import convert
 
     prefix = f".{target.name}.tmp-"
     for stale in (*target.parent.glob(f"{prefix}*"), target):  # of a process that died while it held the lock

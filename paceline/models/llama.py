@@ -9,13 +9,14 @@ import torch
 
 from paceline.kvcache.layout import KvLayer, LayerKind, LayerOwner
 from paceline.layers.linear import Linear
-from paceline.layers.quantized import LinearWeight, fuse
+from paceline.layers.quantized import LinearWeight
 from paceline.models.base import ForwardContext
 from paceline.models.block import Block, BlockWeights
 from paceline.models.config import ModelSpec
 from paceline.models.decoder import DecoderModel
 from paceline.models.llama_shapes import layer_shapes
 from paceline.models.loader import WeightBag
+from paceline.models.quantization.fusing import fuse_layers
 
 
 class DecoderLayer(Block):
@@ -37,7 +38,7 @@ class DecoderLayer(Block):
 
         def fused(names: Sequence[str], biased: bool) -> Linear:
             bias = torch.cat([take(f"{name}_proj.bias") for name in names]) if biased else None
-            return Linear(fuse([weight(name) for name in names]), bias)
+            return Linear(fuse_layers({f"{prefix}.{name}_proj": weight(name) for name in names}), bias)
 
         parts = BlockWeights(
             qkv=fused([f"self_attn.{n}" for n in "qkv"], spec.attention_bias),

@@ -1,10 +1,17 @@
-"""Weights from safetensors, each tensor consumed exactly once (algorithms.md E12)."""
+"""Weights from safetensors, each tensor consumed exactly once (algorithms.md E12).
+
+Quantised layers arrive as ``QuantizedWeight`` under the name that their weight has in a checkpoint of floats
+(models.quantization), so whoever takes weights sees no difference in names.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +21,10 @@ from safetensors import SafetensorError, safe_open
 from paceline.errors import ConfigError
 from paceline.layers.quantized import LinearWeight, QuantizedWeight
 from paceline.layers.shared_weights import SMALLEST, kept
-from paceline.model_files import read_json
+from paceline.model_files import quantization_config, read_json
 from paceline.models.quantization.round_to_nearest import head_scheme, round_to_nearest
+
+log = logging.getLogger(__name__)
 
 NOT_ROUNDED = "none"
 HARMLESS = ("rotary_emb.inv_freq",)  # derived from the config, written by old versions of transformers
@@ -23,21 +32,28 @@ TIED = "lm_head.weight"
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 EDGE_BYTES = 64 * 1024
 SAMPLE_BYTES = 512
+REPORT_EVERY_S = 2.0
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
 class WeightBag:
     """Tensors by name, each read when it is taken. ``finish`` complains about what nobody took."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, LinearWeight]) -> None:
         self._tensors = tensors
         self._left = set(tensors)
         self._device: torch.device | None = None
         self._scheme = NOT_ROUNDED
+        self._dtype = torch.bfloat16
+        self._reported = time.monotonic()
+        self._expanded: list[str] = []  # quantised weights that were taken as floats
 
-    def onto(self, device: torch.device) -> WeightBag:
-        """Tensors are taken from now on onto ``device``, whatever they were read on. Returns itself."""
-        self._device = device
+    def onto(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> WeightBag:
+        """Tensors are taken from now on onto ``device``, whatever they were read on. Returns itself.
+
+        dtype: of quantised weights that are needed as floats.
+        """
+        self._device, self._dtype = device, dtype
         return self
 
     def rounded(self, scheme: str) -> WeightBag:
@@ -49,33 +65,54 @@ class WeightBag:
         return self
 
     def take(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        """The tensor called ``name``, of ``shape``. Raises ConfigError when it is missing or shaped otherwise."""
-        if name not in self._left:
-            raise ConfigError("model", f"tensor {name} is missing from the checkpoint, or was asked for twice")
-        self._left.remove(name)
-        tensor = self._tensors[name]
-        if shape is not None and tuple(tensor.shape) != tuple(shape):
-            raise ConfigError("model", f"tensor {name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
-        if self._device is not None:
-            tensor = tensor.to(self._device)
+        """The tensor called ``name``, of ``shape``; floats where it is quantised. Raises ConfigError when it is missing
+        or shaped otherwise."""
+        tensor = self._claimed(name, shape)
+        if isinstance(tensor, QuantizedWeight):
+            self._expanded.append(name)
+            tensor = tensor.dequantised().to(self._dtype)
         # A view would keep the whole file in memory for as long as a norm lives.
         return tensor.clone() if tensor.nbytes < SMALLEST else tensor
 
     def take_linear(self, name: str, shape: tuple[int, int] | None = None) -> LinearWeight:
         """The weight of a linear layer, [out_features, in_features], as the checkpoint has it or ``rounded``. See
         ``take``."""
-        weight = self.take(name, shape)
-        return self.as_head(weight) if name == TIED else rounded_weight(weight, self._scheme)
+        found = self._claimed(name, shape)
+        if isinstance(found, torch.Tensor) and found.nbytes < SMALLEST:
+            found = found.clone()
+        return self.as_head(found) if name == TIED else rounded_weight(found, self._scheme)
 
     def as_head(self, weight: LinearWeight) -> LinearWeight:
-        """The weight of an LM head, which may be the embedding: rounded where linear layers are."""
+        """The weight of an LM head, which may be the embedding: ``rounded`` where linear layers are."""
         return rounded_weight(weight, head_scheme(self._scheme))
 
-    def take_table(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
-        """``take`` of a tensor that is used as it is, such as an embedding: on the CPU a copy, shared where weights
-        are (layers.shared_weights)."""
-        table = self.take(name, shape)
-        return kept(shape, table.dtype, lambda copy: copy.copy_(table)) if table.device.type == "cpu" else table
+    def _claimed(self, name: str, shape: tuple[int, ...] | None) -> LinearWeight:
+        if name not in self._left:
+            raise ConfigError("model", f"tensor {name} is missing from the checkpoint, or was asked for twice")
+        self._left.remove(name)
+        self._report()
+        tensor = self._tensors[name]
+        if shape is not None and tuple(tensor.shape) != tuple(shape):
+            raise ConfigError("model", f"tensor {name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
+        return tensor if self._device is None else moved(tensor, self._device)
+
+    def _report(self) -> None:
+        """A line in the log now and then: the weights of a large model take minutes."""
+        now = time.monotonic()
+        if now - self._reported >= REPORT_EVERY_S:
+            self._reported = now
+            taken = len(self._tensors) - len(self._left)
+            log.info("%d of %d weights are loaded", taken, len(self._tensors))
+
+    def take_table(self, name: str, shape: tuple[int, int]) -> tuple[torch.Tensor, LinearWeight]:
+        """A table of rows, such as an embedding, twice: as floats to look rows up in, and as the checkpoint has it for
+        an LM head that shares it. On the CPU the floats are a copy, shared where weights are (layers.shared_weights).
+        """
+        found = self._claimed(name, shape)
+        table = found.dequantised().to(self._dtype) if isinstance(found, QuantizedWeight) else found
+        if table.device.type == "cpu":
+            table = kept(shape, table.dtype, lambda copy: copy.copy_(table))
+        return table, found if isinstance(found, QuantizedWeight) else table
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor that is still there. Raises ConfigError when it is missing."""
@@ -85,10 +122,26 @@ class WeightBag:
 
     def finish(self) -> None:
         """Raise ConfigError naming every tensor left over; a tied head's copy and rotary buffers are harmless."""
-        left = sorted(n for n in self._left if n != TIED and not n.endswith(HARMLESS))
+        left = sorted(n for n in self._left if n != TIED and not n.endswith(HARMLESS) and not self._adds_nothing(n))
         self._tensors, self._left = {}, set()  # the files may be closed now
+        if self._expanded:
+            first, dtype = self._expanded[0], str(self._dtype).removeprefix("torch.")
+            log.info("%d quantised weights are kept as %s, for example %s", len(self._expanded), dtype, first)
         if left:
             raise ConfigError("model", f"{len(left)} tensors that this architecture does not know: {', '.join(left)}")
+
+    def _adds_nothing(self, name: str) -> bool:
+        """Whether it is a bias of zeros: GPTQ's writers put one beside layers that have none."""
+        tensor = self._tensors[name] if name.endswith(".bias") else None
+        return isinstance(tensor, torch.Tensor) and not bool(tensor.any())
+
+
+def moved(weight: LinearWeight, device: torch.device) -> LinearWeight:
+    """``weight`` on ``device``; itself where it is there."""
+    if isinstance(weight, torch.Tensor) or weight.codes.device == device:
+        return weight.to(device) if isinstance(weight, torch.Tensor) else weight
+    minimums = None if weight.minimums is None else weight.minimums.to(device)
+    return replace(weight, codes=weight.codes.to(device), scales=weight.scales.to(device), minimums=minimums)
 
 
 def rounded_weight(weight: LinearWeight, scheme: str) -> LinearWeight:
@@ -114,8 +167,18 @@ class LazyTensors(Mapping[str, torch.Tensor]):
                 self._where[name] = opened
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._where[name].get_tensor(name)
+        tensor = self.stored(name)
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+    def stored(self, name: str) -> torch.Tensor:
+        """The tensor as it lies in its file."""
+        tensor: torch.Tensor = self._where[name].get_tensor(name)
+        return tensor
+
+    def layout(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Type, by safetensors' name for it (``BF16``, ``F8_E4M3``, ``I32``), and shape; nothing else is read."""
+        found = self._where[name].get_slice(name)
+        return str(found.get_dtype()), tuple(found.get_shape())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)
@@ -143,6 +206,17 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+def gguf_file(folder: Path) -> Path | None:
+    """The GGUF file of a folder without safetensors. Raises ConfigError where there are several."""
+    if any(folder.glob("*.safetensors")) or (folder / INDEX_FILE).is_file():
+        return None
+    found = sorted(folder.glob("*.gguf"))
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found[:5])
+        raise ConfigError("model", f"{folder} has {len(found)} GGUF files ({names}): give the path of one of them")
+    return found[0] if found else None
+
+
 def _indexed_files(index: Path) -> list[str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -165,9 +239,15 @@ def weights_digest(folder: Path) -> str:
     """Identity of a folder's weights: cheap, stable across copies, 32 hex digits.
 
     Hashes names, sizes, headers, the first and last 64 KiB of each file, and 512 bytes in the middle of every tensor:
-    a fine-tune that kept the embeddings and norms differs from its base only there.
+    a fine-tune that kept the embeddings and norms differs from its base only there. Where layers are quantised, also
+    what config.json says about them, which decides what their codes mean.
     """
     digest = hashlib.blake2b(digest_size=16)
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    if (quantised := quantization_config(config)) is not None:
+        digest.update(json.dumps(quantised, sort_keys=True).encode())
+    if (gguf := gguf_file(folder)) is not None:
+        return _gguf_digest(gguf, digest)
     for file in weight_files(folder):
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())
@@ -180,6 +260,23 @@ def weights_digest(folder: Path) -> str:
             for middle in _middles(file, header):
                 opened.seek(middle)
                 digest.update(opened.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _gguf_digest(file: Path, digest: hashlib.blake2b) -> str:
+    from paceline.models.gguf.file import GgufFile
+
+    opened = GgufFile(file)
+    places = sorted(opened.tensors.values(), key=lambda tensor: tensor.offset)
+    size, begin = file.stat().st_size, places[0].offset if places else 0
+    digest.update(f"gguf\0{size}\0".encode())
+    with file.open("rb") as stream:
+        digest.update(stream.read(begin))
+        for tensor in places:
+            stream.seek(tensor.offset + tensor.num_bytes // 2)
+            digest.update(stream.read(min(SAMPLE_BYTES, tensor.num_bytes)))
+        stream.seek(max(size - EDGE_BYTES, 0))
+        digest.update(stream.read(EDGE_BYTES))
     return digest.hexdigest()
 
 

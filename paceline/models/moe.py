@@ -12,19 +12,23 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from paceline.layers.linear import Linear, fuse
+from paceline.layers.linear import Linear
 from paceline.layers.ops import silu_mul
+from paceline.layers.quantized import LinearWeight
 from paceline.layers.routing import RoutingRule, route
 from paceline.models.deepseek_config import MoeSpec
+from paceline.models.quantization.fusing import fuse_layers
 
 Take = Callable[[str], torch.Tensor]  # a layer's weight by its name within the layer
+TakeLinear = Callable[[str], LinearWeight]  # the same of a linear layer, as the checkpoint has it
+GATE_UP = ("gate_proj", "up_proj")
 
 
 class SwiGlu:
     """down(silu(gate(x)) * up(x)). One expert, the shared experts, or a dense layer's MLP."""
 
-    def __init__(self, take: Take, prefix: str, out_float32: bool = False) -> None:
-        self.gate_up_proj = Linear(fuse([take(f"{prefix}.{name}.weight") for name in ("gate_proj", "up_proj")]))
+    def __init__(self, take: TakeLinear, prefix: str, out_float32: bool = False) -> None:
+        self.gate_up_proj = Linear(fuse_layers({f"{prefix}.{n}": take(f"{prefix}.{n}.weight") for n in GATE_UP}))
         self.down_proj = Linear(take(f"{prefix}.down_proj.weight"), out_float32=out_float32)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -35,7 +39,7 @@ class SwiGlu:
 class SeparateExperts:
     """Each expert a module of its own, run once over all its rows. Exact, and for the CPU: it reads the counts."""
 
-    def __init__(self, take: Take, prefix: str, num_experts: int) -> None:
+    def __init__(self, take: TakeLinear, prefix: str, num_experts: int) -> None:
         self._experts = [SwiGlu(take, f"{prefix}.experts.{i}", out_float32=True) for i in range(num_experts)]
 
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
@@ -52,12 +56,13 @@ class SeparateExperts:
 
 
 class GroupedExperts:
-    """All experts as two stacked weights, multiplied group by group; shapes do not depend on who got which rows."""
+    """All experts as two stacked weights of floats, multiplied group by group; shapes do not depend on who got which
+    rows."""
 
     def __init__(self, take: Take, prefix: str, num_experts: int) -> None:
         def stack(*names: str) -> torch.Tensor:
-            each = [fuse([take(f"{prefix}.experts.{i}.{n}.weight") for n in names]) for i in range(num_experts)]
-            return torch.stack(each)
+            each = [[take(f"{prefix}.experts.{i}.{n}.weight") for n in names] for i in range(num_experts)]
+            return torch.stack([torch.cat(weights) for weights in each])
 
         self._gate_up = stack("gate_proj", "up_proj")  # [experts, 2 * intermediate, hidden]
         self._down = stack("down_proj")  # [experts, hidden, intermediate]
@@ -88,15 +93,16 @@ def _grouped(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torc
 class MoeMlp:
     """Routed experts and shared experts of one layer."""
 
-    def __init__(self, spec: MoeSpec, take: Take, prefix: str = "mlp") -> None:
+    def __init__(self, spec: MoeSpec, take: Take, linear: TakeLinear, prefix: str = "mlp") -> None:
+        """take: a layer's tensor as floats; linear: as the checkpoint has it."""
         self.spec = spec
         self.rule = RoutingRule(spec.num_groups, spec.top_groups, spec.top_k, spec.normalise, spec.factor)
         gate = take(f"{prefix}.gate.weight")
         self.router = Linear(gate.float())  # scores that nearly tie need every bit
         self.bias = take(f"{prefix}.gate.e_score_correction_bias").float().contiguous()
-        kind = SeparateExperts if gate.device.type == "cpu" else GroupedExperts
-        self.experts = kind(take, prefix, spec.num_experts)
-        self.shared = SwiGlu(take, f"{prefix}.shared_experts", out_float32=True) if spec.num_shared_experts else None
+        on_cpu, count = gate.device.type == "cpu", spec.num_experts
+        self.experts = SeparateExperts(linear, prefix, count) if on_cpu else GroupedExperts(take, prefix, count)
+        self.shared = SwiGlu(linear, f"{prefix}.shared_experts", out_float32=True) if spec.num_shared_experts else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""

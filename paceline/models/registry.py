@@ -9,10 +9,14 @@ from pathlib import Path
 import torch
 
 from paceline.errors import ConfigError
+from paceline.layers.quantized import LinearWeight
+from paceline.model_files import read_json
 from paceline.models.base import TargetModel
 from paceline.models.config import ModelSpec
 from paceline.models.families import FAMILIES
-from paceline.models.loader import LazyTensors, WeightBag, weight_files
+from paceline.models.loader import LazyTensors, WeightBag, gguf_file, weight_files
+from paceline.models.quantization.schemes import read_scheme
+from paceline.models.quantization.tensors import QuantizedTensors
 
 Builder = Callable[[ModelSpec, WeightBag, torch.dtype, torch.device], TargetModel]
 KEPT_FLOAT32 = "e_score_correction_bias"  # bf16 would round away what it corrects, and choose other experts
@@ -29,13 +33,13 @@ class CheckpointTensors(LazyTensors):
         return super().__getitem__(name)
 
 
-class Part(Mapping[str, torch.Tensor]):
+class Part(Mapping[str, LinearWeight]):
     """Some tensors of a checkpoint, still read on access."""
 
-    def __init__(self, whole: Mapping[str, torch.Tensor], names: frozenset[str]) -> None:
+    def __init__(self, whole: Mapping[str, LinearWeight], names: frozenset[str]) -> None:
         self._whole, self._names = whole, names
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> LinearWeight:
         if name not in self._names:
             raise KeyError(name)
         return self._whole[name]
@@ -47,11 +51,23 @@ class Part(Mapping[str, torch.Tensor]):
         return len(self._names)
 
 
-def open_checkpoint(folder: Path, dtype: torch.dtype) -> CheckpointTensors:
-    """All tensors of a folder. Raises ConfigError for files that are missing or damaged, and for FP8 weights."""
+def open_checkpoint(folder: Path, dtype: torch.dtype) -> Mapping[str, LinearWeight]:
+    """All weights of a folder, in the layers that ``config.json`` says are quantised as they lie there.
+
+    dtype: of the others. Raises ConfigError for files that are missing or damaged, and for quantised weights that
+    config.json does not announce or that cannot be read here; no weight is read for that.
+    """
+    if (gguf := gguf_file(folder)) is not None:
+        from paceline.models.gguf.file import GgufFile
+        from paceline.models.gguf.tensors import GgufTensors
+
+        return GgufTensors(GgufFile(gguf), dtype)
+    scheme = read_scheme(read_json(folder / "config.json"))
     tensors = CheckpointTensors(weight_files(folder), dtype)
+    if scheme is not None:
+        return QuantizedTensors(tensors, scheme)
     if scale := next((name for name in tensors if name.endswith(FP8_SCALE)), None):
-        raise ConfigError("model", f"quantized checkpoints are not supported (FP8: {scale}); convert it to bf16 first")
+        raise ConfigError("model", f"{scale} is of a quantised checkpoint, but config.json has no quantization_config")
     return tensors
 
 
@@ -80,5 +96,7 @@ def load_target(folder: Path, dtype: torch.dtype, device: torch.device, quantize
 
 def holds_mtp(folder: Path, spec: ModelSpec) -> bool:
     """Whether a target's own checkpoint has MTP modules (algorithms.md F5): layers after its last."""
-    tensors = CheckpointTensors(weight_files(folder), torch.bfloat16)
-    return spec.num_mtp_modules > 0 and f"model.layers.{spec.num_layers}.enorm.weight" in tensors
+    if spec.num_mtp_modules == 0 or gguf_file(folder) is not None:
+        return False
+    tensors = LazyTensors(weight_files(folder), torch.bfloat16)
+    return f"model.layers.{spec.num_layers}.enorm.weight" in tensors

@@ -120,7 +120,6 @@ def test_end_of_sequence_ids(tmp_path: Path, config: Any, generation: Any, expec
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "low_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         ({"hidden_size": ...}, "hidden_size"),
         ({"vocab_size": "many"}, "many"),
     ],

@@ -11,6 +11,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -58,10 +59,10 @@ class CanonicalHead:
     kind: HeadKind
     format: HeadFormat
     config: HeadConfig
-    tensors: Mapping[str, torch.Tensor]  # canonical names
+    tensors: Mapping[str, Any]  # canonical names; a tensor, or a QuantizedWeight
     digest: str  # identity of the weights, 32 hex digits
     # MTP: {module}.embed_tokens.weight and {module}.shared_head.head.weight, which ``check_copies`` compares.
-    copies: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    copies: Mapping[str, Any] = field(default_factory=dict)
 
     def bag(self) -> WeightBag:
         """The tensors for a constructor."""

@@ -8,7 +8,8 @@ from paceline.models.base import TargetModel
 from paceline.models.config import ModelSpec
 from paceline.models.hub import resolve_model
 from paceline.models.llama import LlamaModel
-from paceline.models.loader import WeightBag, load_weights, weights_digest
+from paceline.models.loader import WeightBag, weights_digest
+from paceline.models.registry import open_checkpoint
 
 
 def load_draft_model(path: str, target: TargetModel, first_layer: int) -> tuple[LlamaModel, str]:
@@ -20,8 +21,8 @@ def load_draft_model(path: str, target: TargetModel, first_layer: int) -> tuple[
     if not path:
         raise ConfigError("drafter_path", "the draft_model drafter needs the folder, name or hub id of a model")
     folder = resolve_model(path)
-    bag = WeightBag(load_weights(folder, target.dtype))
     spec = ModelSpec.from_folder(folder)
+    bag = WeightBag(open_checkpoint(folder, target.dtype))
     if spec.mla is not None or spec.moe is not None:
         raise ConfigError("drafter_path", f"{path}: a {spec.family} model cannot draft, only the Llama family")
     model = LlamaModel(spec, bag, target.dtype, target.device, first_layer, LayerOwner.DRAFT)

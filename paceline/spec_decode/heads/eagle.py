@@ -11,12 +11,14 @@ import torch
 
 from paceline.attention.base import ForwardBatch
 from paceline.kvcache.layout import KvLayer, LayerKind, LayerOwner
-from paceline.layers.linear import Linear, fuse
+from paceline.layers.linear import Linear
 from paceline.layers.ops import rms_norm
+from paceline.layers.quantized import LinearWeight
 from paceline.layers.rotary import rope_table
 from paceline.models.base import ForwardContext, TargetModel
 from paceline.models.block import Block, BlockWeights
 from paceline.models.loader import WeightBag
+from paceline.models.quantization.fusing import fuse_layers
 from paceline.spec_decode.heads.base import DraftHead, LastRows
 from paceline.spec_decode.heads.formats.config import Eagle1Config, Eagle3Config
 from paceline.spec_decode.heads.formats.eagle import vocabulary_map
@@ -39,19 +41,23 @@ class EagleLayer(Block):
         def take(name: str) -> torch.Tensor:
             return weights.take(f"{prefix}.{name}", shapes[f"{prefix}.{name}"])
 
+        def linear(name: str) -> LinearWeight:
+            rows, columns = shapes[f"{prefix}.{name}"]
+            return weights.take_linear(f"{prefix}.{name}", (rows, columns))
+
         def take_if_any(name: str) -> torch.Tensor | None:
             return take(name) if f"{prefix}.{name}" in shapes else None
 
         qkv_bias = torch.cat([take(f"self_attn.{name}.bias") for name in QKV]) if shape.attention_bias else None
         gate_up_bias = torch.cat([take(f"mlp.{name}.bias") for name in GATE_UP]) if shape.mlp_bias else None
         parts = BlockWeights(
-            qkv=Linear(fuse([take(f"self_attn.{name}.weight") for name in QKV]), qkv_bias),
-            o=Linear(take("self_attn.o_proj.weight"), take_if_any("self_attn.o_proj.bias")),
+            qkv=Linear(fuse_layers({name: linear(f"self_attn.{name}.weight") for name in QKV}), qkv_bias),
+            o=Linear(linear("self_attn.o_proj.weight"), take_if_any("self_attn.o_proj.bias")),
             q_norm=take_if_any("self_attn.q_norm.weight"),
             k_norm=take_if_any("self_attn.k_norm.weight"),
             post_norm=take("post_attention_layernorm.weight"),
-            gate_up=Linear(fuse([take(f"mlp.{name}.weight") for name in GATE_UP]), gate_up_bias),
-            down=Linear(take("mlp.down_proj.weight"), take_if_any("mlp.down_proj.bias")),
+            gate_up=Linear(fuse_layers({name: linear(f"mlp.{name}.weight") for name in GATE_UP}), gate_up_bias),
+            down=Linear(linear("mlp.down_proj.weight"), take_if_any("mlp.down_proj.bias")),
         )
         super().__init__(shape, parts, kv_layer)
 

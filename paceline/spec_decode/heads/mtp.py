@@ -31,7 +31,7 @@ class MtpModule:
         self.eps, self.table = spec.rms_norm_eps, table
         self.enorm = weights.take(f"{prefix}.enorm.weight", (hidden,))
         self.hnorm = weights.take(f"{prefix}.hnorm.weight", (hidden,))
-        self.eh_proj = Linear(weights.take(f"{prefix}.eh_proj.weight", (hidden, 2 * hidden)))  # embedding first
+        self.eh_proj = Linear(weights.take_linear(f"{prefix}.eh_proj.weight", (hidden, 2 * hidden)))  # embedding first
         self.block = model.decoder_block(weights, prefix, kv_layer)
         self.norm = weights.take(f"{prefix}.shared_head.norm.weight", (hidden,))
 
@@ -124,7 +124,7 @@ def load_mtp(path: str, model: TargetModel, num_modules: int, table: torch.Tenso
     else:
         bag = untrained_mtp(spec, num_modules, model.dtype)
         digest = f"untrained-{UNTRAINED_SEED}x{num_modules}"
-    bag.onto(model.device)
+    bag.onto(model.device, model.dtype)
     first = spec.num_layers
     modules = [MtpModule(model, bag, f"model.layers.{first + k}", first + k, table) for k in range(num_modules)]
     bag.finish()

@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from paceline.errors import ConfigError
+from paceline.layers.quantized import QuantizedWeight
 from paceline.model_files import read_json
-from paceline.models.loader import HARMLESS, LazyTensors, weight_files, weights_digest
-from paceline.models.registry import FP8_SCALE, KEPT_FLOAT32
+from paceline.models.loader import HARMLESS, moved, weights_digest
+from paceline.models.registry import KEPT_FLOAT32, open_checkpoint
 from paceline.spec_decode.heads.formats.layer import Shapes, refused
 
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
@@ -38,7 +40,7 @@ class HeadFiles:
 
     folder: Path
     config: dict[str, object]
-    tensors: Mapping[str, torch.Tensor]  # by the names in the files; floating ones in float32 or as they are
+    tensors: Mapping[str, Any]  # by the names in the files; tensors in float32 or as they are, or a QuantizedWeight
 
     @property
     def names(self) -> list[str]:
@@ -54,10 +56,7 @@ def open_head(folder: Path) -> HeadFiles:
         config = read_json(folder / "config.json")
         file = _pickle(folder)
         # float32 holds bf16 and fp16 exactly, so that changes such as 1 + w round once.
-        every = LazyTensors(weight_files(folder), torch.float32) if file is None else _unpickle(file)
-        scale = next((name for name in every if name.endswith(FP8_SCALE)), None)
-        if scale is not None:
-            raise refused(f"quantized heads are not supported (FP8: {scale}); convert the head to bf16 first")
+        every = open_checkpoint(folder, torch.float32) if file is None else _unpickle(file)
         return HeadFiles(folder, config, every)
 
 
@@ -98,12 +97,12 @@ class Entry:
     change: Change | None = None
 
 
-class Renamed(Mapping[str, torch.Tensor]):
+class Renamed(Mapping[str, Any]):
     """Canonical tensors, read, changed and converted when asked for."""
 
     def __init__(
         self,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, Any],
         entries: Mapping[str, Entry],
         dtype: torch.dtype,
         device: torch.device,
@@ -111,9 +110,13 @@ class Renamed(Mapping[str, torch.Tensor]):
         self._tensors, self._entries = tensors, entries
         self._dtype, self._device = dtype, device
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Any:
         entry = self._entries[name]
         tensor = self._tensors[entry.source]
+        if isinstance(tensor, QuantizedWeight):
+            if entry.change is None:
+                return moved(tensor, self._device)
+            tensor = tensor.dequantised()
         floating = tensor.is_floating_point()
         if entry.change is not None:
             tensor = entry.change(tensor.float() if floating else tensor)
@@ -137,7 +140,7 @@ def check_names(found: Iterable[str], expected: Iterable[str], what: str) -> Non
         raise refused(f"{what}: {len(missing)} tensors are missing: {', '.join(missing[:20])}")
 
 
-def check_shapes(tensors: Mapping[str, torch.Tensor], shapes: Shapes, what: str) -> None:
+def check_shapes(tensors: Mapping[str, Any], shapes: Shapes, what: str) -> None:
     """Raise ConfigError for the first tensor shaped otherwise than the config says."""
     for name, shape in shapes.items():
         if (found := tuple(tensors[name].shape)) != shape:

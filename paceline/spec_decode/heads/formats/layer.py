@@ -117,8 +117,6 @@ class LayerShape:
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    if raw.get("quantization_config"):
-        raise refused("quantized heads are not supported; convert the head to bf16 first")
     if (activation := raw.get("hidden_act", "silu")) != "silu":
         raise refused(f"hidden_act {activation!r} is not supported (silu)")
     if raw.get("use_sliding_window") and raw.get("sliding_window"):

@@ -1,0 +1,62 @@
+"""A GGUF file as a model folder: its configs and tokenizer are written once beside a link to it; weights stay in it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.errors import ConfigError
+from paceline.layers.build import cache_folder
+from paceline.models.gguf.convert import write_configs
+from paceline.models.gguf.file import GgufFile
+
+LINK = "model.gguf"
+
+
+def as_folder(file: Path, beside: Path | None, progress: Callable[[str, float], None]) -> Path:
+    """The folder of a file, made where there is none for the file as it is now.
+
+    beside: see ``write_configs``. Raises ConfigError where the file cannot be read, or the folder not be written.
+    """
+    source = file.resolve()
+    target = cache_folder() / "gguf" / _name(source, beside)
+    if (target / "config.json").is_file():
+        return target
+    progress("reading GGUF", 0.0)
+    opened = GgufFile(source)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.tmp-") as scratch:
+            folder = Path(scratch) / "folder"
+            folder.mkdir()
+            write_configs(opened, folder, beside)
+            (folder / LINK).symlink_to(source)
+            _publish(folder, target)
+    except OSError as error:
+        raise ConfigError("model", f"{target} could not be made: {error}") from error
+    progress("reading GGUF", 1.0)
+    return target
+
+
+def _name(source: Path, beside: Path | None) -> str:
+    """Of a folder: by the file's path, then by what would change the folder."""
+    state = source.stat()
+    where = hashlib.blake2b(str(source).encode(), digest_size=8).hexdigest()
+    what = hashlib.blake2b(f"{state.st_size} {state.st_mtime_ns} {beside}".encode(), digest_size=8).hexdigest()
+    return f"{where}-{what}"
+
+
+def _publish(folder: Path, target: Path) -> None:
+    """Rename, so that nobody sees half a folder; another process's is as good. Those of the file as it was go."""
+    for stale in target.parent.glob(f"{target.name.partition('-')[0]}-*"):
+        if stale != target:
+            shutil.rmtree(stale, ignore_errors=True)
+    try:
+        os.rename(folder, target)
+    except OSError:
+        if not (target / "config.json").is_file():
+            raise

@@ -1,0 +1,86 @@
+"""What every scheme of quantised checkpoints answers: which tensors are its own, and the weight that they make.
+
+A scheme is one file here and one record in ``schemes.py``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.errors import ConfigError
+from paceline.layers.quantized import QuantizedWeight
+
+FP8 = "F8_E4M3"  # safetensors' names of types
+FLOATS = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a quantised layer, not read yet."""
+
+    dtype: str  # safetensors' name of it
+    shape: tuple[int, ...]
+    load: Callable[[], torch.Tensor]  # as it lies in its file
+
+
+Parts = Mapping[str, Part]  # by the last part of a tensor's name: ``weight``, ``weight_scale``
+
+
+class Scheme(ABC):
+    """The layers of one checkpoint that are quantised in one scheme.
+
+    marks: last parts of the names of tensors that only quantised layers have. ignored: of tensors that are not read,
+    such as scales of activations, which are taken from the activations here.
+    """
+
+    marks: frozenset[str]
+    ignored: frozenset[str] = frozenset()
+
+    @abstractmethod
+    def check(self, layer: str, parts: Parts) -> None:
+        """Raise ConfigError for a layer that ``read`` cannot read: by types and shapes, and by small tensors."""
+
+    @abstractmethod
+    def read(self, layer: str, parts: Parts) -> QuantizedWeight:
+        """The weight of a layer that was checked."""
+
+
+Reader = Callable[[Mapping[str, Any]], Scheme]  # from quantization_config; raises ConfigError
+
+
+def refused(message: str) -> ConfigError:
+    """An error about a quantised checkpoint."""
+    return ConfigError("model", f"quantised checkpoint: {message}")
+
+
+def whole(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """A whole number of a config. Raises ConfigError where it is none."""
+    value = config.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise refused(f"{name} {value!r} is not a whole number")
+    return value
+
+
+def need(layer: str, parts: Parts, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None = None) -> Part:
+    """A tensor of a layer. Raises ConfigError where it is missing, or of another type or shape."""
+    if name not in parts:
+        raise refused(f"{layer}.{name} is missing")
+    part = parts[name]
+    if part.dtype not in dtypes:
+        raise refused(f"{layer}.{name} is {part.dtype}, expected {' or '.join(dtypes)}")
+    if shape is not None and part.shape != shape:
+        raise refused(f"{layer}.{name} has shape {part.shape}, expected {shape}")
+    return part
+
+
+def matrix(layer: str, parts: Parts, name: str, dtypes: tuple[str, ...]) -> tuple[int, int]:
+    """Shape of a tensor that must be a matrix. Raises ConfigError."""
+    shape = need(layer, parts, name, dtypes).shape
+    if len(shape) != 2 or min(shape) < 1:
+        raise refused(f"{layer}.{name} has shape {shape}, expected a matrix")
+    return shape[0], shape[1]

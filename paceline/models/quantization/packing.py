@@ -1,0 +1,52 @@
+"""Codes out of 32-bit words, and the weight that codes, zero points and scales make."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.layers.quantized import QuantizedWeight
+
+
+def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 [rows, n] -> uint8 [rows, n * 32 / bits]: the codes of a word begin at its lowest bits.
+
+    bits: 4 or 8.
+    """
+    in_bytes = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return in_bytes
+    return torch.stack((in_bytes & 15, in_bytes >> 4), dim=-1).view(words.shape[0], -1)
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 [rows, n] -> int32 [rows, ceil(n * bits / 32)], padded with 0: the inverse of ``unpack``."""
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % (32 // bits)))
+    if bits == 4:
+        padded = padded[:, ::2] | (padded[:, 1::2] << 4)
+    return padded.contiguous().view(torch.int32)
+
+
+def weight_of(
+    unsigned: torch.Tensor,
+    zeros: torch.Tensor,
+    scales: torch.Tensor,
+    bits: int,
+    group_size: int,
+) -> QuantizedWeight:
+    """The weight whose elements are scale * (code - zero), by which only the weight is quantised.
+
+    unsigned: uint8 [out_features, in_features], codes from 0; zeros: [out_features, groups], of the same codes;
+    scales: floating, shaped as zeros.
+    """
+    middle = 1 << (bits - 1)
+    codes = (unsigned ^ 128).view(torch.int8) if bits == 8 else unsigned.view(torch.int8) - middle
+    scales = scales.float().contiguous()
+    shifts = middle - zeros.float()
+    return QuantizedWeight(
+        codes=codes.contiguous(),
+        scales=scales,
+        minimums=(scales * shifts).contiguous() if bool(shifts.any()) else None,
+        bits=bits,
+        group_size=group_size,
+        int8_activations=False,
+    )

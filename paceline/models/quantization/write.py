@@ -1,0 +1,172 @@
+"""A model folder rounded to 8 or 4 bits and written in compressed-tensors' layout, which vLLM reads too."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from paceline.errors import ConfigError
+from paceline.layers.quantized import QuantizedWeight
+from paceline.model_files import quantization_config, read_json
+from paceline.models.loader import INDEX_FILE, LazyTensors, weight_files
+from paceline.models.quantization.packing import pack
+from paceline.models.quantization.round_to_nearest import GROUP_SIZE, SCHEMES, round_to_nearest
+
+Progress = Callable[[str, float], None]
+SHARD_BYTES = 2 << 30  # a shard is held in memory until it is written
+LINEAR = re.compile(r"\.layers\.\d+\..*(_proj|_proj_with_mqa)\.weight$")
+LEFT_OUT = ("kv_b_proj.weight", "eh_proj.weight")  # split before use; the join of an MTP module
+OWN_FILES = ("config.json", INDEX_FILE, "README.md")
+COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
+TOP = 15  # of the codes of 4 bits
+
+
+@dataclass(frozen=True)
+class Written:
+    """Bytes of the weights, and the layers that were rounded."""
+
+    bytes_before: int
+    bytes_after: int
+    layers: int
+
+
+def write_quantised(source: Path, folder: Path, scheme: str, progress: Progress) -> Written:
+    """Round the linear layers of ``source`` and write a model into ``folder``, which exists and is empty.
+
+    Embedding, LM head, norms, routers, MLA's kv_b_proj and the joins of MTP modules stay as they are. Raises
+    ConfigError for another scheme, and for a model whose weights are quantised already.
+    """
+    if scheme not in SCHEMES:
+        raise ConfigError("scheme", f"{scheme!r} is not one of {', '.join(SCHEMES)}")
+    raw = read_json(source / "config.json")
+    if quantization_config(raw) is not None:
+        raise ConfigError("model", f"{source} is quantised already; give the folder of its floats")
+    files = weight_files(source)
+    stored = LazyTensors(files, torch.float32)
+    rounded = [name for name in stored if _is_linear(name, stored)]
+    if not rounded:
+        raise ConfigError("model", f"{source} has no linear layers that are known here")
+    shards = _Shards(folder)
+    for i, name in enumerate(stored):
+        progress("rounding weights", i / len(stored))
+        for own, tensor in _tensors(name, stored, name in set(rounded), scheme):
+            shards.add(own, tensor)
+    shards.finish()
+    plain = sorted(name.removesuffix(".weight") for name in stored if _is_ignored(name, stored, set(rounded)))
+    config = raw | {"quantization_config": quantised_config(scheme, plain)}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for pattern in COPIED:
+        for file in source.glob(pattern):
+            if file.name not in OWN_FILES:
+                shutil.copyfile(file, folder / file.name)
+    progress("rounding weights", 1.0)
+    return Written(sum(file.stat().st_size for file in files), shards.total, len(rounded))
+
+
+def quantised_config(scheme: str, ignore: list[str]) -> dict[str, Any]:
+    """The section of config.json about a scheme; ignore: layers that stay floats."""
+    four = scheme.startswith("w4")
+    weights: dict[str, Any] = {
+        "num_bits": 4 if four else 8, "type": "int", "symmetric": not four, "dynamic": False,
+        "strategy": "group" if four else "channel", "group_size": GROUP_SIZE if four else None, "observer": "minmax",
+    }  # fmt: skip
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
+    rounds_inputs = scheme.endswith("a8")
+    layout = "int-quantized" if scheme == "w8a8" else "pack-quantized"
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs if rounds_inputs else None}
+    return {
+        "quant_method": "compressed-tensors", "format": layout, "quantization_status": "compressed",
+        "config_groups": {"group_0": group | {"output_activations": None}}, "ignore": ignore, "kv_cache_scheme": None,
+    }  # fmt: skip
+
+
+def _is_linear(name: str, stored: LazyTensors) -> bool:
+    found = LINEAR.search(name) is not None and not name.endswith(LEFT_OUT)
+    return found and len(stored.layout(name)[1]) == 2
+
+
+def _is_ignored(name: str, stored: LazyTensors, rounded: set[str]) -> bool:
+    matrix = name.endswith(".weight") and len(stored.layout(name)[1]) == 2
+    return matrix and name not in rounded and "embed_tokens" not in name
+
+
+def _tensors(name: str, stored: LazyTensors, rounds: bool, scheme: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a tensor of the source becomes."""
+    tensor = stored.stored(name)
+    if not rounds:
+        yield name, tensor
+        return
+    layer = name.removesuffix(".weight")
+    parts = _four_bits(tensor) if scheme.startswith("w4") else _eight_bits(tensor, packed=scheme != "w8a8")
+    for last, part in parts.items():
+        yield f"{layer}.{last}", part
+
+
+def _eight_bits(tensor: torch.Tensor, packed: bool) -> Mapping[str, torch.Tensor]:
+    weight: QuantizedWeight = round_to_nearest(tensor, "w8a8")
+    if not packed:
+        return {"weight": weight.codes, "weight_scale": weight.scales}
+    return _packed(weight.codes.to(torch.int16) + 128, 8) | {"weight_scale": weight.scales}
+
+
+def _four_bits(tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    """Groups with a whole zero point, which this layout has, where round_to_nearest has a minimum of any size."""
+    rows, columns = tensor.shape
+    missing = -columns % GROUP_SIZE
+    groups = torch.nn.functional.pad(tensor.float(), (0, missing)).view(rows, -1, GROUP_SIZE)
+    low, high = groups.amin(dim=2).clamp(max=0.0), groups.amax(dim=2).clamp(min=0.0)
+    scales = ((high - low) / TOP).half().float()
+    scales = torch.where(scales == 0, torch.ones_like(scales), scales)
+    zeros = (-low / scales).round().clamp(0, TOP)
+    codes = ((groups / scales.unsqueeze(2)).round() + zeros.unsqueeze(2)).clamp(0, TOP)
+    codes = codes.view(rows, -1)[:, :columns].contiguous()
+    return _packed(codes, 4) | {
+        "weight_scale": scales.half(),
+        "weight_zero_point": pack(zeros.t().to(torch.uint8).contiguous(), 4).t().contiguous(),
+    }
+
+
+def _packed(codes: torch.Tensor, bits: int) -> dict[str, torch.Tensor]:
+    """codes: from 0, [rows, columns]."""
+    return {
+        "weight_packed": pack(codes.to(torch.uint8), bits),
+        "weight_shape": torch.tensor(codes.shape, dtype=torch.int64),
+    }
+
+
+class _Shards:
+    """Tensors as several files and their index."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._held, self._size = folder, dict[str, torch.Tensor](), 0
+        self._map: dict[str, str] = {}
+        self.total = 0  # bytes of the files written so far
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Hold a tensor, writing those before it where they fill a file."""
+        if self._held and self._size + tensor.nbytes > SHARD_BYTES:
+            self._write()
+        self._held[name] = tensor.contiguous()
+        self._size += tensor.nbytes
+
+    def _write(self) -> None:
+        name = f"model-{len(set(self._map.values())) + 1:05}.safetensors"
+        save_file(self._held, self._folder / name, metadata={"format": "pt"})
+        (self._folder / name).chmod(0o644)  # save_file makes it readable by its owner alone
+        self._map |= dict.fromkeys(self._held, name)
+        self.total += (self._folder / name).stat().st_size
+        self._held, self._size = {}, 0
+
+    def finish(self) -> None:
+        """Write what is left, and the index."""
+        self._write()
+        index = {"metadata": {"total_size": self.total}, "weight_map": self._map}
+        (self._folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,203 @@
+"""Quantised Hugging Face folders against the numbers that they were made of, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.assembly.selfcheck import logits_in_chunks
+from paceline.attention.select import attention_for
+from paceline.errors import ConfigError
+from paceline.kvcache.allocator import PageAllocator
+from paceline.kvcache.layout import KvLayout
+from paceline.kvcache.pool import KvPool
+from paceline.layers.quantized import QuantizedWeight
+from paceline.models.loader import weights_digest
+from paceline.models.quantization.fusing import fuse_layers, reordered
+from paceline.models.registry import load_target, open_checkpoint
+from tests.support.quantised_files import (
+    Draw,
+    awq,
+    compressed,
+    floats,
+    fp8,
+    gptq,
+    int8,
+    packed,
+    write_floats,
+    write_quantised,
+)
+
+CPU = torch.device("cpu")
+TOKENS = [(17 * i + 3) % 211 for i in range(12)]
+ROWS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+ORDERED = INT4 | {"actorder": "group"}
+FLOAT8 = {"num_bits": 8, "type": "float"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [24, 32], "activation_scheme": "dynamic"}
+MIXED = compressed("mixed-precision", INT4 | {"symmetric": False})
+MIXED["config_groups"]["group_1"] = {"targets": ["re:.*self_attn.*"], "weights": ROWS, "input_activations": None}
+
+
+def every(draw: Draw) -> Callable[[str], Draw]:
+    return lambda name: draw
+
+
+def but_down(draw: Draw) -> Callable[[str], Draw]:
+    """The layer that a config leaves out is floats."""
+    return lambda name: floats if "down" in name else draw
+
+
+# Mutants: GPTQ's zero point one off (gptq asym), AWQ's order taken as it lies, the scales of blocks transposed (blocks
+# of 24 x 32 over layers of 64 x 96), packed zero points read along the input features.
+CASES: dict[str, tuple[dict[str, Any], Callable[[str], Draw]]] = {
+    "fp8 blocks": (BLOCKS, every(fp8((24, 32), "weight_scale_inv"))),
+    "fp8 rows": ({"quant_method": "fp8", "activation_scheme": "static"}, every(fp8(None, "weight_scale"))),
+    "fp8 tensor": ({"quant_method": "fp8"}, every(fp8(None, "weight_scale", per_tensor=True))),
+    "gptq 4 sym": (GPTQ, every(gptq(4, 32, sym=True))),
+    "gptq 4 asym": (GPTQ | {"sym": False}, every(gptq(4, 32, sym=False))),
+    "gptq 8 asym, one group": (GPTQ | {"bits": 8, "group_size": -1, "desc_act": True}, every(gptq(8, 96, sym=False))),
+    "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, every(gptq(4, 32, sym=False, v2=True, order=False))),
+    "awq": (AWQ, but_down(awq(32))),
+    "ct int8": (compressed("int-quantized", ROWS, TOKEN, ignore=["lm_head", "re:.*down_proj"]), but_down(int8())),
+    "ct int8 asym": (compressed("int-quantized", ROWS | {"symmetric": False}), every(int8(zeros=True))),
+    "ct int8 tensor": (compressed("naive-quantized", ROWS | {"strategy": "tensor"}), every(int8(per_tensor=True))),
+    "ct w4a16": (compressed("pack-quantized", INT4), every(packed(4, 32, zeros=False))),
+    "ct w4a16 asym": (compressed("pack-quantized", INT4 | {"symmetric": False}), every(packed(4, 32, zeros=True))),
+    "ct w8a16": (compressed("pack-quantized", ROWS), every(packed(8, -1, zeros=False))),
+    "ct fp8": (compressed("float-quantized", FLOAT8 | {"strategy": "channel"}), every(fp8(None, "weight_scale"))),
+    "ct fp8 blocks": (
+        compressed("float-quantized", FLOAT8 | {"strategy": "block", "block_structure": [24, 32]}),
+        every(fp8((24, 32), "weight_scale")),
+    ),
+    "ct mixed": (MIXED, lambda name: packed(8, -1, zeros=False) if "attn" in name else packed(4, 32, zeros=True)),
+}
+
+
+def logits(folder: Path) -> torch.Tensor:
+    model = load_target(folder, torch.float32, CPU)
+    spec, kv, allocator = model.spec, KvPool(KvLayout(model.kv_layers, model.dtype), 8, 8), PageAllocator(8)
+    attention = attention_for(CPU, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    return logits_in_chunks(model, kv, allocator, attention, TOKENS, (len(TOKENS),))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_numbers_and_logits(case: str, tmp_path: Path) -> None:
+    config, draw = CASES[case]
+    layers = write_quantised(tmp_path / "quantised", config, draw)
+    found = open_checkpoint(tmp_path / "quantised", torch.float32)
+    rounded = False
+    for name, layer in layers.items():
+        weight = found[f"{name}.weight"]
+        if layer.codes is None:
+            assert isinstance(weight, torch.Tensor)
+            continue
+        assert isinstance(weight, QuantizedWeight)
+        assert torch.equal(weight.codes.float(), layer.codes.float()), name
+        assert torch.allclose(weight.dequantised(), layer.weight, rtol=1e-6, atol=1e-6), name
+        rounded = rounded or weight.int8_activations
+    assert rounded == (case == "ct int8")
+    plain = write_floats(tmp_path / "floats", layers)
+    mine, theirs = logits(tmp_path / "quantised"), logits(plain)
+    error = ((mine - theirs).norm() / theirs.norm()).item()
+    assert error < (0.05 if rounded else 1e-5)
+    assert weights_digest(plain) != weights_digest(tmp_path / "quantised")
+
+
+def change(folder: Path, changes: dict[str, Any]) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"] |= changes
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+def test_what_the_config_says_is_part_of_the_weights(tmp_path: Path) -> None:
+    write_quantised(tmp_path, *CASES["gptq 4 sym"])
+    before = weights_digest(tmp_path)
+    change(tmp_path, {"checkpoint_format": "gptq_v2"})  # the same bytes, another model
+    assert weights_digest(tmp_path) != before
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("gptq 4 sym", {"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes'"),
+    ("gptq 4 sym", {"bits": 3}, "3 bits"),
+    ("gptq 4 sym", {"bits": "4"}, "'4' is not a whole number"),
+    ("gptq 4 sym", {"group_size": 0}, "group_size 0"),
+    ("gptq 4 sym", {"checkpoint_format": "marlin"}, "'marlin'"),
+    ("gptq 4 sym", {"dynamic": {"+:.*down": {"bits": 8}}}, "single layers"),
+    ("gptq 4 sym", {"group_size": 64}, "scales has shape"),
+    ("awq", {"version": "gemv"}, "'gemv'"),
+    ("awq", {"bits": 8}, "8 bits"),
+    ("fp8 blocks", {"fmt": "e5m2"}, "'e5m2'"),
+    ("fp8 blocks", {"weight_block_size": [128]}, "weight_block_size"),
+    ("fp8 blocks", {"weight_block_size": [32, 24]}, "has shape"),
+    ("fp8 blocks", {"weight_block_size": None}, "weight_scale is missing"),
+    ("ct int8", {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
+    ("ct int8", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+    ("ct int8", {"config_groups": {}}, "without config_groups"),
+    ("ct int8", {"config_groups": {"g": {"targets": ["Linear"], "weights": ROWS | {"num_bits": 6}}}}, "of 6 bits"),
+    ("ct int8", {"config_groups": {"g": {"targets": ["re:.*mlp.*"], "weights": ROWS}}}, "no group for it"),
+    ("ct int8", {"config_groups": {"g": {"targets": ["re:(a+)+$"], "weights": ROWS}}}, "too long"),
+    ("ct int8", {"config_groups": {"g": {"targets": ["re:("], "weights": ROWS}}}, "cannot be read"),
+    ("ct int8", {"ignore": ["re:.*q_proj"]}, "q_proj is quantised, but the config ignores it"),
+    ("ct w4a16", {"config_groups": {"g": {"targets": ["Linear"], "weights": ORDERED}}}, "actorder 'group'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "changes", "named"), REFUSED)
+def test_refused_by_name(case: str, changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    write_quantised(tmp_path, *CASES[case])
+    change(tmp_path, changes)
+    with pytest.raises(ConfigError, match=named):
+        open_checkpoint(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "tensor", "named"),
+    [
+        ("gptq 4 sym", "q_proj.g_idx", torch.arange(64).flip(0).int() // 32, "out of order"),
+        ("gptq 4 sym", "q_proj.qzeros", torch.zeros(2, 7, dtype=torch.int32), "qzeros has shape"),
+        ("ct w4a16", "q_proj.weight_shape", torch.tensor([64, 1 << 40]), "weight_shape says"),
+        ("fp8 blocks", "q_proj.weight", torch.ones(64, 64, dtype=torch.bfloat16), "is BF16, expected F8_E4M3"),
+        ("awq", "down_proj.weight", torch.ones(64, 96, dtype=torch.int8), "no scales"),
+    ],
+)
+def test_damaged_layers(case: str, name: str, tensor: torch.Tensor, named: str, tmp_path: Path) -> None:
+    write_quantised(tmp_path, *CASES[case])
+    stored = {n: t.clone() for n, t in load_file(tmp_path / "model.safetensors").items()}
+    place = next(n for n in stored if n.endswith(name))
+    save_file(stored | {place: tensor}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=named):
+        open_checkpoint(tmp_path, torch.float32)
+
+
+def test_layers_that_are_multiplied_together(tmp_path: Path) -> None:
+    """Unlike widths and groups change no value; floats beside codes make floats; unlike inputs are refused."""
+    random = torch.Generator().manual_seed(1)
+    parts = {}
+    for name, kind, size in (("q", packed(4, 32, zeros=True), 64), ("k", packed(8, 16, zeros=False), 32)):
+        bits = 4 if name == "q" else 8
+        drawn = kind(size, 64, random)
+        scale = torch.ones(size, 64 // (32 if name == "q" else 16))
+        parts[name] = QuantizedWeight(drawn.codes.to(torch.int8), scale, None, bits, 32 if name == "q" else 16, False)  # type: ignore[union-attr]
+    fused = fuse_layers(parts)
+    assert isinstance(fused, QuantizedWeight)
+    assert (fused.bits, fused.group_size) == (8, 16)
+    assert torch.equal(fused.dequantised(), torch.cat([part.dequantised() for part in parts.values()]))
+    order = torch.randperm(96, generator=random)
+    moved = reordered(fused, order)
+    assert isinstance(moved, QuantizedWeight)
+    assert torch.equal(moved.dequantised(), fused.dequantised()[order])
+    beside = fuse_layers({"q": parts["q"], "k": torch.ones(8, 64, dtype=torch.bfloat16)})
+    assert isinstance(beside, torch.Tensor)
+    assert beside.dtype is torch.bfloat16
+    with pytest.raises(ConfigError, match="q, k are multiplied together"):
+        fuse_layers(parts | {"k": QuantizedWeight(parts["k"].codes, parts["k"].scales, None, 8, 16, True)})
