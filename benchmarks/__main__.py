@@ -12,6 +12,7 @@ from rich.table import Table
 from benchmarks import engine
 from benchmarks.serving import overhead
 from paceline.models.hub import resolve_model
+from paceline.models.quantization.round_to_nearest import SCHEMES
 
 
 def show(title: str, rows: list[engine.Row]) -> bool:
@@ -30,12 +31,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
     parser.add_argument("--only", choices=["engine", "serving"], help="one part; both when not given")
     parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--quantize", default="none", choices=["none", *SCHEMES], help="of the engine's part")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     folder = resolve_model(options.model)
     held = True
     if options.only != "serving":
-        held &= show("engine, one process", engine.run(folder, options.threads))
+        held &= show("engine, one process", engine.run(folder, options.threads, options.quantize))
     if options.only != "engine":
         held &= show("serving, 1 prefill + 1 decode node", overhead.run(options.model))
     sys.exit(0 if held else 1)

@@ -11,10 +11,11 @@ import torch
 
 from benchmarks.common.timing import REPEATS, median_s, read_bandwidth
 from paceline.assembly.build import build_runner
-from paceline.config import NodeConfig
+from paceline.config import NodeConfig, QuantizeName
 from paceline.engine.colocated import ColocatedEngine
 from paceline.engine.model_runner import ModelRunner, PrefillChunk
 from paceline.kvcache.layout import LayerOwner
+from paceline.models.quantization.round_to_nearest import GROUP_SIZE, head_scheme
 from paceline.request import SamplingParams, SequenceRequest
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
 from paceline.spec_decode.sequence import Sequence
@@ -55,10 +56,10 @@ def prompt(num_tokens: int, vocab_size: int = 49152) -> tuple[int, ...]:
     return tuple(1000 + (i * 7919) % (vocab_size - 2000) for i in range(num_tokens))
 
 
-def greedy(num_prompt: int, num_output: int) -> SequenceRequest:
+def greedy(num_prompt: int, num_output: int, name: str = "bench") -> SequenceRequest:
     """A greedy request without end of sequence."""
     params = SamplingParams(temperature=0.0, seed=1, max_tokens=num_output, ignore_eos=True)
-    return SequenceRequest("bench", prompt(num_prompt), params)
+    return SequenceRequest(name, prompt(num_prompt), params)
 
 
 def decode_step_s(runner: ModelRunner, steps: int = 40) -> float:
@@ -77,10 +78,18 @@ def decode_step_s(runner: ModelRunner, steps: int = 40) -> float:
 
 def weight_bytes(runner: ModelRunner) -> int:
     """Bytes of weights that a decode step reads: every matrix once (the embedding is read as the head)."""
-    spec = runner.model.spec
+    spec, head = runner.model.spec, head_scheme(runner.identity.quantize)
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     layer = spec.hidden_size * (2 * q + 2 * kv + 3 * spec.intermediate_size)
-    return (spec.num_layers * layer + spec.vocab_size * spec.hidden_size) * runner.dtype.itemsize
+    in_layers = spec.num_layers * layer * bytes_of_weight(runner, runner.identity.quantize)
+    return round(in_layers + spec.vocab_size * spec.hidden_size * bytes_of_weight(runner, head))
+
+
+def bytes_of_weight(runner: ModelRunner, scheme: str) -> float:
+    """Of one weight by a scheme of --quantize, in memory. Scales of whole rows are not worth counting."""
+    if scheme == "none":
+        return runner.dtype.itemsize
+    return 1.0 if scheme.startswith("w8") else 0.5 + 4.0 / GROUP_SIZE  # a scale and a minimum of two bytes a group
 
 
 def transformers_tokens_per_s(folder: Path, threads: int) -> float:
@@ -100,9 +109,16 @@ def transformers_tokens_per_s(folder: Path, threads: int) -> float:
     return (OUTPUT_TOKENS - 1) / both
 
 
-def run(folder: Path, threads: int) -> list[Row]:
-    """The engine's table."""
-    config = NodeConfig(model=str(folder), drafter="none", threads=threads, num_draft_tokens=8, kv_cache_tokens=8192)
+def run(folder: Path, threads: int, quantize: QuantizeName = "none") -> list[Row]:
+    """The engine's table. quantize: what the weights are rounded to."""
+    config = NodeConfig(
+        model=str(folder),
+        drafter="none",
+        threads=threads,
+        num_draft_tokens=8,
+        kv_cache_tokens=8192,
+        quantize=quantize,
+    )
     runner = build_runner(config)
     bandwidth = read_bandwidth()
     step = decode_step_s(runner)
@@ -111,7 +127,7 @@ def run(folder: Path, threads: int) -> list[Row]:
     rows = [
         Row("threads", str(threads)),
         Row("read bandwidth", f"{bandwidth / 1e9:.1f} GB/s"),
-        Row("decode step, bf16, batch 1", f"{step * 1e3:.2f} ms = {1 / step:.1f} tokens/s"),
+        Row(f"decode step, {_weights(quantize)}, batch 1", f"{step * 1e3:.2f} ms = {1 / step:.1f} tokens/s"),
         Row("floor: weights and KV over bandwidth", f"{floor * 1e3:.2f} ms = {1 / floor:.1f} tokens/s"),
         Row("floor / measured", f"{floor / step:.2f}", ">= 0.6", floor / step >= 0.6),
     ]
@@ -130,6 +146,10 @@ def run(folder: Path, threads: int) -> list[Row]:
             Row(f"verify {tokens} tokens / 1", f"{ratio:.2f}", bound[0] if bound[1] is not None else "", bound[1])
         )
     return rows
+
+
+def _weights(quantize: str) -> str:
+    return "bf16" if quantize == "none" else quantize
 
 
 def decode_tokens_per_s(runner: ModelRunner) -> float:

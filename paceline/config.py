@@ -33,6 +33,7 @@ def _known_transport(value: str) -> str:
 
 TransportName = Annotated[str, AfterValidator(_known_transport), Field(json_schema_extra={"enum": list(TRANSPORTS)})]
 DtypeName = Literal["bf16", "fp32"]
+QuantizeName = Literal["none", "w8a8", "w4a8", "w8a16", "w4a16"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 ToolCallParser = Literal[
     "auto", "none", "hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "glm45", "qwen3_coder"
@@ -66,6 +67,10 @@ class EngineConfig(Frozen):
 
     dtype: DtypeName = "bf16"
     """Number format of weights, activations and KV cache. `fp32` takes twice the memory."""
+
+    quantize: QuantizeName = "none"
+    """Rounds the weights of linear layers when they are loaded: `w8` to 8 bits, `w4` to 4. `a8` multiplies integers,
+    `a16` numbers of `dtype`. `none` takes the checkpoint as it is."""
 
     device: str = "cpu"
     """Where nodes compute: `cpu`, `cuda` (the host's first GPU) or `cuda:N`."""

@@ -59,8 +59,8 @@ def build_runner(config: NodeConfig, *, decodes: bool = True) -> ModelRunner:
     folder = resolve_model(config.model)
     with shared_weights(config.weight_file):
         with phase("loading the model"):
-            model = load_target(folder, DTYPES[config.dtype], device)
-        identity = RunnerIdentity(Path(config.model).name, weights_digest(folder), kernel_set())
+            model = load_target(folder, DTYPES[config.dtype], device, config.quantize)
+        identity = RunnerIdentity(Path(config.model).name, weights_digest(folder), kernel_set(), config.quantize)
         runner = assemble(config, model, identity, decodes=decodes)
     runner.grammars = GrammarCompiler(folder, runner.vocab_size)
     if decodes:

@@ -33,4 +33,5 @@ def fingerprint_of(runner: ModelRunner) -> Fingerprint:
         checksum="crc32" if contents.checksum else "",
         kernels=identity.kernels,
         grammars=version(),
+        quantize=identity.quantize,
     )

@@ -88,12 +88,13 @@ class RunnerIdentity:
     model: str
     weights: str  # digest
     kernels: str
+    quantize: str = "none"  # how the weights were rounded when they were loaded
     drafter_weights: str = ""  # digest; empty: it has none
     bit_exact: bool = False  # whether this host gives a row the same bits however it is batched
 
     def namespace(self) -> str:
         """Root of the prefix cache's keys."""
-        return f"{self.model}/{self.weights}/{self.drafter_weights}"
+        return f"{self.model}/{self.weights}/{self.quantize}/{self.drafter_weights}"
 
 
 @dataclass(frozen=True)

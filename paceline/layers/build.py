@@ -33,6 +33,7 @@ FLAGS = (
     *("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-Wno-psabi"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
 )
+EXACT = "integer_"  # files that start so round after every operation, for the same bits on every instruction set
 COMPILE_TIMEOUT_S = 300
 LOCK_POLL_S = 0.2
 
@@ -103,7 +104,8 @@ def _source_digest() -> str:
 
 def _compile(command: Sequence[str], source: Path, into: Path) -> Path:
     built = into / f"{source.stem}.o"
-    _run([*command, "-c", str(source), "-o", str(built)])
+    rounding = ["-ffp-contract=off"] if source.stem.startswith(EXACT) else []
+    _run([*command, *rounding, "-c", str(source), "-o", str(built)])
     return built
 
 
@@ -117,8 +119,9 @@ def _run(command: list[str]) -> None:
 def load_kernels(extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL | None:
     """The kernels of this host, or None (with a warning) where they cannot be built or run.
 
-    ``PACELINE_KERNELS=torch`` turns them off; ``PACELINE_KERNELS=-DPACELINE_NO_AMX`` (or ``-DPACELINE_GENERIC``)
-    builds a lesser instruction set, for tests and for a fleet of unlike processors.
+    ``PACELINE_KERNELS=torch`` turns them off; ``PACELINE_KERNELS=-DPACELINE_NO_AMX`` (or ``-DPACELINE_GENERIC``,
+    ``-mno-avx512vnni``, ``-march=x86-64-v3``) builds a lesser instruction set, for tests and for a fleet of unlike
+    processors.
     """
     choice = os.environ.get("PACELINE_KERNELS", "")
     if choice == "torch":
@@ -151,8 +154,10 @@ def _declare(library: ctypes.CDLL) -> None:
         "pl_packed_elems": ([i64, i64, i32], i64),
         "pl_pack_bf16": ([ptr, i64, i64, ptr], None),
         "pl_pack_f32": ([ptr, i64, i64, ptr], None),
-        "pl_linear_bf16": ([ptr, i64, i64, ptr, i64, i64, ptr, ptr, i32], None),
-        "pl_linear_f32": ([ptr, i64, i64, ptr, i64, i64, ptr, ptr], None),
+        "pl_panels_bytes": ([ptr], i64),
+        "pl_pack_panels": ([ptr, ptr, ptr, ptr, ptr], None),
+        "pl_linear_bf16": ([ptr, ptr, i64, i64, ptr, i32], None),
+        "pl_linear_f32": ([ptr, ptr, i64, i64, ptr, i32], None),
     }
     for t in ("bf16", "f32"):
         signatures[f"pl_rms_norm_{t}"] = ([ptr, ptr, ptr, i64, i64, f32, ptr], None)

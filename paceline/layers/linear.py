@@ -2,69 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 
 from paceline.layers.build import load_kernels
-from paceline.layers.shared_weights import kept
+from paceline.layers.packed import PackedMatrix
+from paceline.layers.quantized import LinearWeight, QuantizedWeight, fuse
+from paceline.layers.quantized_reference import integer_linear_reference
+
+__all__ = ["Linear", "fuse", "linear_reference"]
 
 
 class Linear:
     """y = x W^T + b.
 
-    weight: [out_features, in_features], bf16 or fp32; it is repacked and need not be kept by the caller.
+    weight: [out_features, in_features], bf16, fp32 or quantised; it is repacked and need not be kept by the caller.
     ``out_float32`` keeps the sums in float32 (LM heads: logits without bf16 ties). ``library``: the CPU kernels that it
     runs on; None elsewhere.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, out_float32: bool = False) -> None:
+    def __init__(self, weight: LinearWeight, bias: torch.Tensor | None = None, out_float32: bool = False) -> None:
+        """Raises ValueError for a quantised weight that the CPU's kernels cannot hold."""
         self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
-        self.out_dtype = torch.float32 if out_float32 else weight.dtype
+        self.out_float32 = out_float32
         self.bias = None if bias is None else bias.float().contiguous()
-        self.library = load_kernels() if weight.device.type == "cpu" else None
-        self._packed = self._pack(weight) if self.library is not None else weight
-
-    def _pack(self, weight: torch.Tensor) -> torch.Tensor:
-        assert self.library is not None
-        weight = weight.contiguous()
-        is_bf16 = weight.dtype is torch.bfloat16
-        elems = self.library.pl_packed_elems(self.out_features, self.in_features, int(is_bf16))
-        pack = self.library.pl_pack_bf16 if is_bf16 else self.library.pl_pack_f32
-
-        def fill(packed: torch.Tensor) -> None:
-            pack(weight.data_ptr(), self.out_features, self.in_features, packed.data_ptr())
-
-        return kept((elems,), weight.dtype, fill)
+        self.library = load_kernels() if device_of(weight).type == "cpu" else None
+        self._packed: LinearWeight = weight
+        if self.library is not None:
+            self._matrix = PackedMatrix(self.library, weight, self.bias)
+            self._packed = self._matrix.packed
 
     @property
     def address(self) -> int:
-        """Address of the packed weight, for a kernel that goes on with the product itself."""
-        return self._packed.data_ptr()
-
-    @property
-    def bias_address(self) -> int | None:
-        """Address of the bias, float32 [out_features]; None without one."""
-        return None if self.bias is None else self.bias.data_ptr()
+        """Address of the packed weight's ``Matrix``, for a kernel that goes on with the product itself."""
+        return self._matrix.address
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [T, in_features] -> [T, out_features] of out_dtype."""
+        """x: [T, in_features], in the dtype of a dense weight -> [T, out_features] in x's dtype, or float32."""
+        out_dtype = torch.float32 if self.out_float32 else x.dtype
         if self.library is None:
-            return linear_reference(x, self._packed, self.bias, self.out_dtype)
+            return self._without_kernels(x, out_dtype)
         if x.stride(-1) != 1:
             x = x.contiguous()
         rows = x.shape[0]
-        out = torch.empty(rows, self.out_features, dtype=self.out_dtype)
-        weight, bias = self.address, self.bias_address
-        shape = (x.data_ptr(), rows, x.stride(0), weight, self.out_features, self.in_features, bias)
-        if self.dtype is torch.bfloat16:
-            self.library.pl_linear_bf16(*shape, out.data_ptr(), int(self.out_dtype is torch.float32))
-        else:
-            self.library.pl_linear_f32(*shape, out.data_ptr())
+        out = torch.empty(rows, self.out_features, dtype=out_dtype)
+        run = self.library.pl_linear_bf16 if x.dtype is torch.bfloat16 else self.library.pl_linear_f32
+        run(self.address, x.data_ptr(), rows, x.stride(0), out.data_ptr(), int(self.out_float32))
         return out
+
+    def _without_kernels(self, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        weight = self._packed
+        if isinstance(weight, QuantizedWeight):
+            if weight.int8_activations and x.device.type == "cpu":
+                return integer_linear_reference(x, weight, self.bias, out_dtype)
+            weight = self._packed = weight.dequantised().to(x.dtype)
+        return linear_reference(x, weight, self.bias, out_dtype)
+
+
+def device_of(weight: LinearWeight) -> torch.device:
+    """Where a weight lies."""
+    return weight.codes.device if isinstance(weight, QuantizedWeight) else weight.device
 
 
 def linear_reference(
@@ -88,8 +87,3 @@ def _keeps_sums(device: torch.device) -> bool:
         return torch.mm(probe, probe, out_dtype=torch.float32).dtype is torch.float32
     except (TypeError, RuntimeError, NotImplementedError):
         return False
-
-
-def fuse(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One weight whose output is the outputs of ``weights`` side by side."""
-    return torch.cat(list(weights), dim=0)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+ROUNDED_TOGETHER = 64  # elements of a row of x that share a scale where the weight has one scale a row
+
 
 @dataclass(frozen=True)
 class QuantizedWeight:
@@ -18,7 +20,8 @@ class QuantizedWeight:
     minimums: float32, shaped as scales; None where all are 0.
     bits: 4 or 8, of a code in memory.
     group_size: elements of a row that share a scale; in_features for one scale a row.
-    int8_activations: whether products are made of integers: rows of the input are rounded to int8 with a scale each.
+    int8_activations: whether products are made of integers: the input is rounded to int8, ``rounded_together``
+    elements of a row with one scale.
     """
 
     codes: torch.Tensor
@@ -33,6 +36,17 @@ class QuantizedWeight:
         """(out_features, in_features)."""
         out_features, in_features = self.codes.shape
         return out_features, in_features
+
+    @property
+    def has_row_scales(self) -> bool:
+        """Whether one scale holds for a whole row, and there is nothing to add."""
+        return self.scales.shape[1] == 1 and self.minimums is None
+
+    @property
+    def rounded_together(self) -> int:
+        """Elements of a row of the input that share a scale in products of integers: those of a group. With one scale a
+        row, its few large elements would leave too few codes to the others (docs/guides/quantised_weights.md)."""
+        return min(self.shape[1], ROUNDED_TOGETHER if self.has_row_scales else self.group_size)
 
     def dequantised(self) -> torch.Tensor:
         """The weight as float32 [out_features, in_features]."""

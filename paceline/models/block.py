@@ -55,8 +55,7 @@ class _CBlock(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("width", "hidden", "heads", "kv_heads", "dim", "inter")),
-        *((name, ctypes.c_void_p) for name in ("qkv", "o", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("qkv_bias", "o_bias", "gate_up_bias", "down_bias")),
+        *((name, ctypes.c_void_p) for name in ("qkv", "o", "gate_up", "down")),  # of Linear.address
         *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "post_norm")),
         *((name, ctypes.c_float) for name in ("eps", "scale")),
     ]
@@ -66,7 +65,7 @@ class _Calls:
     """The kernels' calls for one block."""
 
     def __init__(self, block: Block, library: ctypes.CDLL) -> None:
-        suffix = _SUFFIX[block.qkv_proj.dtype]
+        suffix = _SUFFIX[block.post_norm.dtype]
         self.write: Any = getattr(library, f"pl_block_write_{suffix}")
         self.finish: Any = getattr(library, f"pl_block_finish_{suffix}")
         self.layer: Any = getattr(library, f"pl_block_layer_{suffix}")
@@ -75,7 +74,7 @@ class _Calls:
         norms = (block.q_norm, block.k_norm, block.post_norm)
         self._block = _CBlock(
             block.qkv_proj.in_features, hidden, shape.num_heads, shape.num_kv_heads, shape.head_dim, inter,
-            *(linear.address for linear in linears), *(linear.bias_address for linear in linears),
+            *(linear.address for linear in linears),
             *(None if norm is None else norm.data_ptr() for norm in norms), shape.rms_norm_eps, block.scale,
         )  # fmt: skip
         self.address = ctypes.addressof(self._block)

@@ -40,7 +40,7 @@ class DecoderModel(TargetModel, Generic[Layer]):
         self.embedding, tied = weights.take_table("model.embed_tokens.weight", vocab)
         self.layers = [make_layer(weights, i) for i in range(spec.num_layers)]
         self.norm = weights.take("model.norm.weight", (spec.hidden_size,))
-        head = tied if spec.tie_word_embeddings else weights.take_linear("lm_head.weight", vocab)
+        head = weights.as_head(tied) if spec.tie_word_embeddings else weights.take_linear("lm_head.weight", vocab)
         self.lm_head = Linear(head, out_float32=True)
         table = rope_table(spec.head_dim, spec.rope_theta, spec.max_position_embeddings, spec.rope_scaling)
         self.table = table.to(device)

@@ -22,9 +22,11 @@ from paceline.errors import ConfigError
 from paceline.layers.quantized import LinearWeight, QuantizedWeight
 from paceline.layers.shared_weights import SMALLEST, kept
 from paceline.model_files import quantization_config, read_json
+from paceline.models.quantization.round_to_nearest import head_scheme, round_to_nearest
 
 log = logging.getLogger(__name__)
 
+NOT_ROUNDED = "none"
 HARMLESS = ("rotary_emb.inv_freq",)  # derived from the config, written by old versions of transformers
 TIED = "lm_head.weight"
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -41,6 +43,7 @@ class WeightBag:
         self._tensors: Mapping[str, Any] = tensors
         self._left = set(tensors)
         self._device: torch.device | None = None
+        self._scheme = NOT_ROUNDED
         self._dtype = torch.bfloat16
         self._reported = time.monotonic()
         self._expanded: list[str] = []  # quantised weights that were taken as floats
@@ -51,6 +54,14 @@ class WeightBag:
         dtype: of quantised weights that are needed as floats.
         """
         self._device, self._dtype = device, dtype
+        return self
+
+    def rounded(self, scheme: str) -> WeightBag:
+        """Weights of linear layers are rounded from now on as they are taken. Returns itself.
+
+        scheme: one of quantization.round_to_nearest.SCHEMES, or ``none``.
+        """
+        self._scheme = scheme
         return self
 
     def take(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -64,11 +75,16 @@ class WeightBag:
         return tensor.clone() if tensor.nbytes < SMALLEST else tensor
 
     def take_linear(self, name: str, shape: tuple[int, int] | None = None) -> LinearWeight:
-        """The weight of a linear layer, [out_features, in_features], as the checkpoint has it. See ``take``."""
+        """The weight of a linear layer, [out_features, in_features], as the checkpoint has it or ``rounded``. See
+        ``take``."""
         found = self._claimed(name, shape)
-        if isinstance(found, QuantizedWeight):
-            return found
-        return found.clone() if found.nbytes < SMALLEST else found
+        if isinstance(found, torch.Tensor) and found.nbytes < SMALLEST:
+            found = found.clone()
+        return self.as_head(found) if name == TIED else rounded_weight(found, self._scheme)
+
+    def as_head(self, weight: LinearWeight) -> LinearWeight:
+        """The weight of an LM head, which may be the embedding: ``rounded`` where linear layers are."""
+        return rounded_weight(weight, head_scheme(self._scheme))
 
     def _claimed(self, name: str, shape: tuple[int, ...] | None) -> LinearWeight:
         if name not in self._left:
@@ -126,6 +142,15 @@ def moved(weight: LinearWeight, device: torch.device) -> LinearWeight:
         return weight.to(device) if isinstance(weight, torch.Tensor) else weight
     minimums = None if weight.minimums is None else weight.minimums.to(device)
     return replace(weight, codes=weight.codes.to(device), scales=weight.scales.to(device), minimums=minimums)
+
+
+def rounded_weight(weight: LinearWeight, scheme: str) -> LinearWeight:
+    """``weight`` by a scheme of ``--quantize``. Raises ConfigError where the checkpoint has rounded it already."""
+    if scheme == NOT_ROUNDED:
+        return weight
+    if isinstance(weight, QuantizedWeight):
+        raise ConfigError("quantize", f"the checkpoint is quantised already: set quantize to {NOT_ROUNDED}")
+    return round_to_nearest(weight, scheme)
 
 
 class LazyTensors(Mapping[str, torch.Tensor]):

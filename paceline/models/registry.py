@@ -78,15 +78,17 @@ def model_class(family: str) -> Builder:
     return found
 
 
-def load_target(folder: Path, dtype: torch.dtype, device: torch.device) -> TargetModel:
+def load_target(folder: Path, dtype: torch.dtype, device: torch.device, quantize: str = "none") -> TargetModel:
     """The target model of a Hugging Face folder; MTP modules in its checkpoint are left for the drafter.
 
+    quantize: what its linear layers are rounded to, see WeightBag.rounded.
     Raises ConfigError naming whatever is missing, left over or unsupported.
     """
     spec = ModelSpec.from_folder(folder)
     tensors = open_checkpoint(folder, dtype)
     modules = tuple(f"model.layers.{spec.num_layers + k}." for k in range(spec.num_mtp_modules))
     bag = WeightBag(Part(tensors, frozenset(name for name in tensors if not name.startswith(modules))))
+    bag.rounded(quantize)
     model = model_class(spec.family)(spec, bag, dtype, device)
     bag.finish()
     return model

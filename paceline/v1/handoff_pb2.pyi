@@ -71,6 +71,7 @@ class Fingerprint(_message.Message):
     KERNELS_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     GRAMMARS_FIELD_NUMBER: _builtins.int
+    QUANTIZE_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """Version of the hand-off."""
     model: _builtins.str
@@ -97,6 +98,8 @@ class Fingerprint(_message.Message):
     """crc32, or empty: what sums the bytes of a hand-off carry."""
     grammars: _builtins.str
     """Library and version that masks tokens by grammars: texts depend on it."""
+    quantize: _builtins.str
+    """How weights were rounded when they were loaded, or none."""
     def __init__(
         self,
         *,
@@ -113,10 +116,11 @@ class Fingerprint(_message.Message):
         kernels: _builtins.str = ...,
         checksum: _builtins.str = ...,
         grammars: _builtins.str = ...,
+        quantize: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "drafter", b"drafter", "drafter_modules", b"drafter_modules", "drafter_weights", b"drafter_weights", "dtype", b"dtype", "grammars", b"grammars", "handoff_mode", b"handoff_mode", "hidden_size", b"hidden_size", "kernels", b"kernels", "layout", b"layout", "model", b"model", "protocol", b"protocol", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "drafter", b"drafter", "drafter_modules", b"drafter_modules", "drafter_weights", b"drafter_weights", "dtype", b"dtype", "grammars", b"grammars", "handoff_mode", b"handoff_mode", "hidden_size", b"hidden_size", "kernels", b"kernels", "layout", b"layout", "model", b"model", "protocol", b"protocol", "quantize", b"quantize", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,6 +22,7 @@ from paceline.layers.ops import (
 )
 from paceline.layers.rotary import rope_table
 from tests.support.needs import needs_kernels
+from tests.support.quantized_weights import KINDS
 from tests.support.tolerance import Tolerance
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -57,9 +58,11 @@ def invariant(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
-def test_linear_is_row_invariant(dtype: torch.dtype, out_features: int, in_features: int) -> None:
+@pytest.mark.parametrize("kind", ["dense", *KINDS])
+def test_linear_is_row_invariant(kind: str, dtype: torch.dtype, out_features: int, in_features: int) -> None:
     weight = (torch.randn(out_features, in_features) * 0.05).to(dtype)
-    assert invariant(Linear(weight), torch.randn(128, in_features).to(dtype))
+    linear = Linear(weight if kind == "dense" else KINDS[kind](weight))
+    assert invariant(linear, torch.randn(128, in_features).to(dtype))
 
 
 def test_the_invariance_check_catches_torch() -> None:

@@ -19,6 +19,7 @@ from paceline.layers.rotary import rope_table
 from paceline.models.base import ForwardContext
 from paceline.models.block import Block, BlockWeights
 from tests.support.needs import needs_kernels
+from tests.support.quantized_weights import KINDS
 
 pytestmark = needs_kernels
 
@@ -40,6 +41,7 @@ class Shape:
     qk_norm: bool = False
     bias: bool = False
     rms_norm_eps: float = 1e-5
+    kind: str = "dense"  # of weights
 
 
 SHAPES = {
@@ -47,6 +49,9 @@ SHAPES = {
     "EAGLE-3": Shape(4, 2, 32, 64, 128, 96),
     "Qwen3": Shape(4, 2, 64, 96, 96, 160, qk_norm=True),
     "biases": Shape(4, 4, 16, 72, 72, 40, bias=True),  # sizes that are no multiples of a tile
+    "8 bits": Shape(4, 2, 32, 96, 96, 160, kind="w8a8"),
+    "4 bits": Shape(4, 4, 16, 72, 72, 40, bias=True, kind="w4a8"),
+    "4 bits as floats": Shape(4, 2, 64, 96, 96, 160, qk_norm=True, kind="w4a16"),
 }
 BATCHES: dict[str, Callable[[], list[Segment]]] = {
     "a row": lambda: [Segment.linear([0], 70, SLOTS)],
@@ -70,7 +75,8 @@ class Case:
 
         def linear(out: int, width: int) -> Linear:
             bias = random(out) if shape.bias else None
-            return Linear((random(out, width) * width**-0.5).to(dtype), bias)
+            weight = (random(out, width) * width**-0.5).to(dtype)
+            return Linear(weight if shape.kind == "dense" else KINDS[shape.kind](weight), bias)
 
         self.shape = shape
         heads = shape.num_heads * shape.head_dim

@@ -52,11 +52,12 @@ def tiny_weights(spec: ModelSpec, dtype: torch.dtype, seed: int = 0) -> WeightBa
     return WeightBag(tensors)
 
 
-def tiny_llama(dtype: str, seed: int, vocab_size: int) -> LlamaModel:
-    """The model alone."""
+def tiny_llama(dtype: str, seed: int, vocab_size: int, quantize: str = "none") -> LlamaModel:
+    """The model alone. quantize: what it is rounded to."""
     spec = tiny_spec(vocab_size)
     torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
-    return LlamaModel(spec, tiny_weights(spec, torch_dtype, seed), torch_dtype, torch.device("cpu"))
+    weights = tiny_weights(spec, torch_dtype, seed).rounded(quantize)
+    return LlamaModel(spec, weights, torch_dtype, torch.device("cpu"))
 
 
 def tiny_config(dtype: str, options: Mapping[str, object]) -> NodeConfig:
@@ -68,13 +69,15 @@ def tiny_config(dtype: str, options: Mapping[str, object]) -> NodeConfig:
 def tiny_runner(dtype: str = "fp32", seed: int = 0, vocab_size: int = VOCAB, /, **options: object) -> ModelRunner:
     """A runner over a tiny model; ``options`` are NodeConfig's."""
     config = tiny_config(dtype, options)
-    return assemble(config, tiny_llama(config.dtype, seed, vocab_size), RunnerIdentity("tiny", f"seed-{seed}", "test"))
+    identity = RunnerIdentity("tiny", f"seed-{seed}", "test", config.quantize)
+    return assemble(config, tiny_llama(config.dtype, seed, vocab_size, config.quantize), identity)
 
 
 def tiny_prefill_runner(dtype: str = "fp32", /, **options: object) -> ModelRunner:
     """A prefill node's runner over the same model."""
-    config, identity = tiny_config(dtype, options), RunnerIdentity("tiny", "seed-0", "test")
-    return assemble(config, tiny_llama(config.dtype, 0, VOCAB), identity, decodes=False)
+    config = tiny_config(dtype, options)
+    identity = RunnerIdentity("tiny", "seed-0", "test", config.quantize)
+    return assemble(config, tiny_llama(config.dtype, 0, VOCAB, config.quantize), identity, decodes=False)
 
 
 def primary_of(runner: ModelRunner) -> Drafter:

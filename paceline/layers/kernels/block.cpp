@@ -5,9 +5,8 @@
 
 struct Block {  // of block.py, field by field
   int64_t width, hidden, heads, kv_heads, dim, inter;  // width: of the rows that q, k and v are made of
-  const void *qkv, *o, *gate_up, *down;                // packed
-  const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;  // or null
-  const void *q_norm, *k_norm, *post_norm;                    // the first two: of heads, or null
+  const Matrix *qkv, *o, *gate_up, *down;
+  const void *q_norm, *k_norm, *post_norm;  // the first two: of heads, or null
   float eps, scale;
 };
 
@@ -24,18 +23,11 @@ struct Seen {  // what each row sees, as `attend` takes it
   const int64_t* tail_offsets;
 };
 
-static void linear_of(const bf16* x, int64_t M, int64_t ldx, const void* w, int64_t N, int64_t K, const float* bias, bf16* out) {
-  linear_bf16(x, M, ldx, (const bf16*)w, N, K, bias, out);
-}
-static void linear_of(const float* x, int64_t M, int64_t ldx, const void* w, int64_t N, int64_t K, const float* bias, float* out) {
-  pl_linear_f32(x, M, ldx, (const float*)w, N, K, bias, out);
-}
-
 // x: [rows, width], normed; the rows' keys and values go to the pool. scratch: [rows, (heads + 2 kv_heads) * dim].
 template <class T>
 static void block_write(const Block& b, int64_t rows, const T* x, const Written& to, T* pool, T* scratch, T* q_out) {
   int64_t q_dim = b.heads * b.dim, kv_dim = b.kv_heads * b.dim, all = q_dim + 2 * kv_dim;
-  linear_of(x, rows, b.width, b.qkv, all, b.width, b.qkv_bias, scratch);
+  linear(*b.qkv, x, rows, b.width, scratch);
   if (b.q_norm)
     for (int64_t i = 0; i < rows; i++) {
       T *q = scratch + i * all, *k = q + q_dim;
@@ -58,11 +50,11 @@ static int block_finish(const Block& b, int64_t rows, const T* q, const Seen& se
   if (attend(q, pool, page_size, rows, b.heads, b.kv_heads, b.dim, seen.slots, seen.slot_offsets, seen.prefix_lens,
              seen.tails, seen.tail_offsets, b.scale, attended))
     return 1;
-  linear_of(attended, rows, q_dim, b.o, b.hidden, q_dim, b.o_bias, added);
+  linear(*b.o, attended, rows, q_dim, added);
   rms_norm<T>(added, residual, (const T*)b.post_norm, rows, b.hidden, b.eps, normed);
-  linear_of(normed, rows, b.hidden, b.gate_up, 2 * b.inter, b.hidden, b.gate_up_bias, gate_up);
+  linear(*b.gate_up, normed, rows, b.hidden, gate_up);
   silu_mul<T>(gate_up, rows, b.inter, acted);
-  linear_of(acted, rows, b.inter, b.down, b.hidden, b.inter, b.down_bias, out);
+  linear(*b.down, acted, rows, b.inter, out);
   return 0;
 }
 

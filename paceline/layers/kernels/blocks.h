@@ -115,3 +115,58 @@ static void amx_block(const bf16* x, int64_t ldx, int rows0, int rows1, const bf
   }
 }
 #endif
+
+// What a thread has of tile registers while it multiplies.
+struct Tiles {
+#ifdef USE_AMX
+  int rows0 = -1, rows1 = -1;
+  void configure(int r0, int r1) {
+    if (r0 != rows0 || r1 != rows1) amx_configure(rows0 = r0, rows1 = r1);
+  }
+  ~Tiles() { _tile_release(); }
+#endif
+};
+
+// 32 columns from n0 on (two: whether the second 16 exist), of any number of rows.
+template <class O>
+static void panel_of(Tiles&, const float* x, int64_t M, int64_t ldx, const float* w, int64_t K, bool two, O* out,
+                     const float* bias, int64_t n0, int64_t N) {
+  for (int64_t m = 0; m < M; m += 6) {
+    const float* xm = x + m * ldx;
+    O* om = out + m * N;
+    if (two) { BY_ROWS(M - m, (block_f32<R, 2>(xm, ldx, w, K, om, N, bias, n0, N))) }
+    else { BY_ROWS(M - m, (block_f32<R, 1>(xm, ldx, w, K, om, N, bias, n0, N))) }
+  }
+}
+
+// The same of bf16. x: padded with zeros to a multiple of 32 of k.
+template <class O>
+static void panel_of(Tiles& tiles, const bf16* x, int64_t M, int64_t ldx, const bf16* w, int64_t K, bool two, O* out,
+                     const float* bias, int64_t n0, int64_t N) {
+  int64_t KB = (K + 31) / 32;
+#ifdef USE_AMX
+  for (int64_t m = 0; m < M; m += 32) {
+    int r0 = std::min<int64_t>(16, M - m), r1 = std::max<int64_t>(0, std::min<int64_t>(16, M - m - 16));
+    tiles.configure(r0, r1);
+    amx_block(x + m * ldx, ldx, r0, r1, w, KB, two, out + m * N, N, bias, n0, N);
+  }
+#else
+  (void)tiles;
+  for (int64_t m = 0; m < M; m += 6) {
+    const bf16* xm = x + m * ldx;
+    O* om = out + m * N;
+    if (two) { BY_ROWS(M - m, (block_bf16<R, 2>(xm, ldx, w, KB, om, N, bias, n0, N))) }
+    else { BY_ROWS(M - m, (block_bf16<R, 1>(xm, ldx, w, KB, om, N, bias, n0, N))) }
+  }
+#endif
+}
+
+// Rows of bf16 as `panel_of` takes them: x itself, or a copy in `memory`, whose stride ldx then is.
+static inline const bf16* padded_rows(const bf16* x, int64_t M, int64_t K, int64_t& ldx, std::vector<bf16>& memory) {
+  if (K % 32 == 0) return x;
+  int64_t stride = (K + 31) / 32 * 32;  // tiny models only
+  memory.assign(M * stride, 0);
+  for (int64_t m = 0; m < M; m++) memcpy(&memory[m * stride], x + m * ldx, K * sizeof(bf16));
+  ldx = stride;
+  return memory.data();
+}

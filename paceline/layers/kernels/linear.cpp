@@ -30,71 +30,40 @@ void pl_pack_f32(const float* w, int64_t N, int64_t K, float* out) {
 }
 }
 
-template <class O>
-void linear_bf16(const bf16* x, int64_t M, int64_t ldx, const bf16* w, int64_t N, int64_t K, const float* bias,
-                        O* out) {
-  int64_t KB = (K + 31) / 32, blocks = (N + 31) / 32, NB16 = (N + 15) / 16;
-  std::vector<bf16> padded;
-  if (K % 32) {  // tiny models only
-    padded.assign(M * KB * 32, 0);
-    for (int64_t m = 0; m < M; m++) memcpy(&padded[m * KB * 32], x + m * ldx, K * 2);
-    x = padded.data();
-    ldx = KB * 32;
-  }
+template <class T, class O>
+static void linear_dense(const Matrix& w, const T* x, int64_t M, int64_t ldx, O* out) {
+  constexpr bool is_bf16 = std::is_same_v<T, bf16>;
+  int64_t N = w.out_features, K = w.in_features, column = is_bf16 ? (K + 31) / 32 * 32 : K;
+  std::vector<bf16> memory;
+  if constexpr (is_bf16) x = padded_rows(x, M, K, ldx, memory);
 #pragma omp parallel num_threads(pl_threads())
   {
-#ifdef USE_AMX
-    int rows0 = -1, rows1 = -1;
-#endif
+    Tiles tiles;
 #pragma omp for schedule(static)
-    for (int64_t b = 0; b < blocks; b++) {
-      const bf16* wb = w + b * 2 * KB * 512;
-      bool two = b * 2 + 1 < NB16;
-#ifdef USE_AMX
-      for (int64_t m = 0; m < M; m += 32) {
-        int r0 = std::min<int64_t>(16, M - m), r1 = std::max<int64_t>(0, std::min<int64_t>(16, M - m - 16));
-        if (r0 != rows0 || r1 != rows1) amx_configure(rows0 = r0, rows1 = r1);
-        amx_block(x + m * ldx, ldx, r0, r1, wb, KB, two, out + m * N, N, bias, b * 32, N);
-      }
-#else
-      for (int64_t m = 0; m < M; m += 6) {
-        const bf16* xm = x + m * ldx;
-        O* om = out + m * N;
-        if (two) { BY_ROWS(M - m, (block_bf16<R, 2>(xm, ldx, wb, KB, om, N, bias, b * 32, N))) }
-        else { BY_ROWS(M - m, (block_bf16<R, 1>(xm, ldx, wb, KB, om, N, bias, b * 32, N))) }
-      }
-#endif
-    }
-#ifdef USE_AMX
-    _tile_release();
-#endif
+    for (int64_t n0 = 0; n0 < N; n0 += PANEL)
+      panel_of(tiles, x, M, ldx, (const T*)w.packed + n0 * column, K, n0 + 16 < N, out, w.bias, n0, N);
   }
 }
 
-template void linear_bf16(const bf16*, int64_t, int64_t, const bf16*, int64_t, int64_t, const float*, bf16*);
-template void linear_bf16(const bf16*, int64_t, int64_t, const bf16*, int64_t, int64_t, const float*, float*);
+template <class T, class O>
+void linear(const Matrix& w, const T* x, int64_t M, int64_t ldx, O* out) {
+  if (w.format == DENSE) linear_dense(w, x, M, ldx, out);
+  else if (w.format == INTEGER) linear_integer(w, x, M, ldx, out);
+  else linear_dequantised(w, x, M, ldx, out);
+}
+
+template void linear(const Matrix&, const bf16*, int64_t, int64_t, bf16*);
+template void linear(const Matrix&, const bf16*, int64_t, int64_t, float*);
+template void linear(const Matrix&, const float*, int64_t, int64_t, float*);
 
 extern "C" {
 
-void pl_linear_bf16(const bf16* x, int64_t M, int64_t ldx, const bf16* w, int64_t N, int64_t K, const float* bias,
-                    void* out, int out_f32) {
-  if (out_f32) linear_bf16(x, M, ldx, w, N, K, bias, (float*)out);
-  else linear_bf16(x, M, ldx, w, N, K, bias, (bf16*)out);
+void pl_linear_bf16(const Matrix* w, const bf16* x, int64_t M, int64_t ldx, void* out, int out_f32) {
+  if (out_f32) linear(*w, x, M, ldx, (float*)out);
+  else linear(*w, x, M, ldx, (bf16*)out);
 }
 
-void pl_linear_f32(const float* x, int64_t M, int64_t ldx, const float* w, int64_t N, int64_t K, const float* bias,
-                   float* out) {
-  int64_t NB16 = (N + 15) / 16;
-#pragma omp parallel for schedule(static) num_threads(pl_threads())
-  for (int64_t b = 0; b < (NB16 + 1) / 2; b++) {
-    const float* wb = w + b * 2 * K * 16;
-    bool two = b * 2 + 1 < NB16;
-    for (int64_t m = 0; m < M; m += 6) {
-      const float* xm = x + m * ldx;
-      float* om = out + m * N;
-      if (two) { BY_ROWS(M - m, (block_f32<R, 2>(xm, ldx, wb, K, om, N, bias, b * 32, N))) }
-      else { BY_ROWS(M - m, (block_f32<R, 1>(xm, ldx, wb, K, om, N, bias, b * 32, N))) }
-    }
-  }
+void pl_linear_f32(const Matrix* w, const float* x, int64_t M, int64_t ldx, float* out, int) {
+  linear(*w, x, M, ldx, out);
 }
 }

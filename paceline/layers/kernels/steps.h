@@ -1,12 +1,16 @@
 // The steps that a decoder layer is made of, each in the file of its name; T is bf16 or float.
 #pragma once
-#include "common.h"
+#include "matrix.h"
 
-// out = x W^T + b. x: M rows at stride ldx. w: packed (blocks.h). bias: float, or null. O: bf16, or float for the sums themselves.
-template <class O>
-void linear_bf16(const bf16* x, int64_t M, int64_t ldx, const bf16* w, int64_t N, int64_t K, const float* bias, O* out);
-extern "C" void pl_linear_f32(const float* x, int64_t M, int64_t ldx, const float* w, int64_t N, int64_t K,
-                              const float* bias, float* out);
+// out = x W^T + b. x: M rows at stride ldx. T: bf16 or float; O: T, or float for the sums themselves.
+template <class T, class O>
+void linear(const Matrix& w, const T* x, int64_t M, int64_t ldx, O* out);
+
+// The same for each format (matrix.h) but the dense.
+template <class T, class O>
+void linear_integer(const Matrix& w, const T* x, int64_t M, int64_t ldx, O* out);
+template <class T, class O>
+void linear_dequantised(const Matrix& w, const T* x, int64_t M, int64_t ldx, O* out);
 
 // y = norm(x) * weight; with residual: residual += x first (rounded to T), y = norm(residual) * weight.
 template <class T>

@@ -1,0 +1,148 @@
+// Products of unsigned weight codes and signed activation codes, summed in int32: exact, so that every instruction set
+// gives the same bits. No step saturates (vpmaddubsw would).
+#pragma once
+#include "matrix.h"
+
+// Codes: 64 bytes, 4 of k for each of 16 outputs. Ints: a sum for each of 16 outputs. Quad: 4 codes of a row of x.
+#if !defined(PACELINE_GENERIC) && defined(__AVX512BW__)
+#define ROWS_AT_ONCE 6  // whose sums fit the registers
+typedef __m512i Codes;
+typedef __m512i Ints;
+static inline Codes load_codes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+static inline Codes low_halves(Codes c) { return _mm512_and_si512(c, _mm512_set1_epi8(15)); }
+static inline Codes high_halves(Codes c) { return _mm512_and_si512(_mm512_srli_epi16(c, 4), _mm512_set1_epi8(15)); }
+static inline Ints splat_int(int32_t i) { return _mm512_set1_epi32(i); }
+static inline v16 to_floats(Ints i) { return (v16)_mm512_cvtepi32_ps(i); }
+#ifdef __AVX512VNNI__
+typedef __m512i Quad;
+static inline Quad make_quad(int32_t q) { return _mm512_set1_epi32(q); }
+static inline Ints dot4(Ints sum, Codes c, Quad x) { return _mm512_dpbusd_epi32(sum, c, x); }
+#else
+struct Quad { __m512i even, odd; };  // as int16
+static inline Quad make_quad(int32_t q) {
+  __m512i x = _mm512_set1_epi32(q);
+  return {_mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8), _mm512_srai_epi16(x, 8)};
+}
+static inline Ints dot4(Ints sum, Codes c, Quad x) {
+  __m512i even = _mm512_madd_epi16(_mm512_and_si512(c, _mm512_set1_epi16(255)), x.even);
+  return _mm512_add_epi32(sum, _mm512_add_epi32(even, _mm512_madd_epi16(_mm512_srli_epi16(c, 8), x.odd)));
+}
+#endif
+#elif !defined(PACELINE_GENERIC) && defined(__AVX2__)
+#define ROWS_AT_ONCE 2
+struct Codes { __m256i half[2]; };
+struct Quad { __m256i even, odd; };
+typedef Codes Ints;
+static inline Codes load_codes(const uint8_t* p) {
+  return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};
+}
+static inline __m256i low_halves(__m256i c) { return _mm256_and_si256(c, _mm256_set1_epi8(15)); }
+static inline Codes low_halves(const Codes& c) { return {low_halves(c.half[0]), low_halves(c.half[1])}; }
+static inline Codes high_halves(const Codes& c) {
+  return {low_halves(_mm256_srli_epi16(c.half[0], 4)), low_halves(_mm256_srli_epi16(c.half[1], 4))};
+}
+static inline Ints splat_int(int32_t i) { return {_mm256_set1_epi32(i), _mm256_set1_epi32(i)}; }
+static inline v16 to_floats(const Ints& i) {
+  float f[16];
+  for (int h = 0; h < 2; h++) _mm256_storeu_ps(f + 8 * h, _mm256_cvtepi32_ps(i.half[h]));
+  return load16(f);
+}
+static inline Quad make_quad(int32_t q) {
+  __m256i x = _mm256_set1_epi32(q);
+  return {_mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), _mm256_srai_epi16(x, 8)};
+}
+static inline __m256i dot4(__m256i sum, __m256i c, const Quad& x) {
+  __m256i even = _mm256_madd_epi16(_mm256_and_si256(c, _mm256_set1_epi16(255)), x.even);
+  return _mm256_add_epi32(sum, _mm256_add_epi32(even, _mm256_madd_epi16(_mm256_srli_epi16(c, 8), x.odd)));
+}
+static inline Ints dot4(const Ints& sum, const Codes& c, const Quad& x) {
+  return {dot4(sum.half[0], c.half[0], x), dot4(sum.half[1], c.half[1], x)};
+}
+#else
+#define ROWS_AT_ONCE 2
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef u16x32 Codes;
+typedef u16x32 Ints;  // adds without a sign, where wrapping around is defined
+typedef int32_t Quad;
+static inline Codes load_codes(const uint8_t* p) { return *(const u16x32*)p; }
+static inline Codes low_halves(Codes c) { return c & 0x0f0f0f0fu; }
+static inline Codes high_halves(Codes c) { return (c >> 4) & 0x0f0f0f0fu; }
+static inline Ints splat_int(int32_t i) { return u16x32{} + (uint32_t)i; }
+static inline v16 to_floats(Ints i) { return __builtin_convertvector((i32x16)i, v16); }
+static inline Quad make_quad(int32_t q) { return q; }
+static inline Ints dot4(Ints sum, Codes c, Quad x) {
+  for (int j = 0; j < 4; j++) sum += ((c >> (8 * j)) & 255u) * (uint32_t)(int32_t)(int8_t)((uint32_t)x >> (8 * j));
+  return sum;
+}
+#endif
+
+struct Rounded {  // rows as int8 codes: element k of row m is scales[m, k / group] * codes[m * stride + k]
+  int8_t* codes;
+  int32_t* sums;  // of the codes in each group, [rows, groups]
+  float* scales;  // [rows, groups]
+  int64_t stride, groups;
+};
+
+static inline Quad load_quad(const int8_t* x) { int32_t q; memcpy(&q, x, 4); return make_quad(q); }
+
+// Sums of one group's products, for M rows and the 32 outputs of a panel. x: the group's first code in the first row.
+template <int M, int BITS>
+static inline void dot_group(const int8_t* x, int64_t stride, const uint8_t* codes, int64_t length, Ints (*sum)[2]) {
+  for (int64_t k = 0; k < length; k += 32 / BITS, codes += 128) {
+    Codes first = load_codes(codes), second = load_codes(codes + 64);
+    for (int m = 0; m < M; m++) {
+      Quad quad = load_quad(x + m * stride + k);
+      sum[m][0] = dot4(sum[m][0], BITS == 8 ? first : low_halves(first), quad);
+      sum[m][1] = dot4(sum[m][1], BITS == 8 ? second : low_halves(second), quad);
+    }
+    if (BITS == 4)
+      for (int m = 0; m < M; m++) {
+        Quad quad = load_quad(x + m * stride + k + 4);
+        sum[m][0] = dot4(sum[m][0], high_halves(first), quad);
+        sum[m][1] = dot4(sum[m][1], high_halves(second), quad);
+      }
+  }
+}
+
+// One group's sums of M rows into their totals, every product rounded before its sum: files that use this are compiled
+// without fused multiply-adds, which not every host has. tables: the group's, where rows of the weight have no scale.
+template <int M>
+static inline void add_group(const Matrix& w, const uint8_t* tables, const Rounded& x, int64_t row, int64_t g,
+                             const Ints (*sum)[2], v16 (*total)[2]) {
+  const int32_t* x_sums = x.sums + row * x.groups + g;
+  const float* x_scales = x.scales + row * x.groups + g;
+  const bool half = w.half_scales;
+  for (int b = 0; b < 2; b++) {
+    if (w.row_scales) {
+      for (int m = 0; m < M; m++) total[m][b] = total[m][b] + to_floats(sum[m][b]) * x_scales[m * x.groups];
+      continue;
+    }
+    v16 scale = load_table(tables, half, 16 * b);
+    for (int m = 0; m < M; m++) total[m][b] = total[m][b] + to_floats(sum[m][b]) * scale * x_scales[m * x.groups];
+    if (!w.has_minimums) continue;
+    v16 minimum = load_table(tables + table_bytes(w), half, 16 * b);
+    for (int m = 0; m < M; m++)
+      total[m][b] = total[m][b] + minimum * ((float)x_sums[m * x.groups] * x_scales[m * x.groups]);
+  }
+}
+
+// What codes without a sign add too much to the sums of a row's group, below zero.
+static inline int32_t offset_of(const Matrix& w, const Rounded& x, int64_t row, int64_t g) {
+  return -(w.bits == 8 ? 128 : 8) * x.sums[row * x.groups + g];
+}
+
+// A panel's 32 outputs for M rows from `row` on, but for scales of whole rows of the weight. Groups are added in their
+// order.
+template <int M, int BITS>
+static void dot_panel(const Matrix& w, const uint8_t* panel, const Rounded& x, int64_t row, v16 (*total)[2]) {
+  const uint8_t* codes = panel + (w.row_scales ? tables_bytes(w) : 0);
+  for (int m = 0; m < M; m++) total[m][0] = total[m][1] = v16{};
+  for (int64_t g = 0; g < x.groups; codes += codes_bytes(w, g), g++) {
+    const uint8_t* tables = codes;
+    if (!w.row_scales) codes += tables_bytes(w);
+    Ints sum[M][2];
+    for (int m = 0; m < M; m++) sum[m][0] = sum[m][1] = splat_int(offset_of(w, x, row + m, g));
+    dot_group<M, BITS>(x.codes + row * x.stride + g * w.group, x.stride, codes, padded(group_length(w, g)), sum);
+    add_group<M>(w, tables, x, row, g, sum, total);
+  }
+}

@@ -1,0 +1,123 @@
+// Linear layers whose products are made of integers (docs/internals/exactness.md). Compiled without fused
+// multiply-adds: every instruction set gives the bits of quantized_reference.py.
+#include "integer_tiles.h"
+#include "steps.h"
+
+static constexpr float LEAST_PEAK = 1e-30f;  // rows below it are zeros: 127 / peak stays finite
+
+static inline uint32_t bits_of(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
+
+// A group of a row to codes: x * (127 / peak), rounded half to even. One with a NaN or an infinity gets the scale NaN.
+// Returns the sum of the codes.
+template <class T>
+static int32_t round_group(const T* x, int64_t length, float* scale, int8_t* codes) {
+  uint32_t top = 0;  // an integer maximum: of the bits of |x|, which are ordered as the numbers are, NaN on top
+  for (int64_t k = 0; k < length; k++) top = std::max(top, bits_of(to_float(x[k])) & 0x7fffffffu);
+  float peak; memcpy(&peak, &top, 4);
+  if (top >= 0x7f800000u || peak < LEAST_PEAK) {
+    *scale = top >= 0x7f800000u ? NAN : 0.0f;
+    memset(codes, 0, length);
+    return 0;
+  }
+  *scale = peak / 127.0f;
+  float factor = 127.0f / peak;
+  int32_t sum = 0;
+  for (int64_t k = 0; k < length; k++) {  // the sum's last bits are the rounded number, in two's complement
+    int8_t code = (int8_t)(uint8_t)bits_of(to_float(x[k]) * factor + 12582912.0f);
+    codes[k] = code;
+    sum += code;
+  }
+  return sum;
+}
+
+// The rows of x in memory of the calling thread's own, until its next call.
+template <class T>
+static Rounded round_rows(const Matrix& w, const T* x, int64_t M, int64_t ldx) {
+  static thread_local std::vector<uint8_t> memory;
+  int64_t groups = num_groups(w), stride = (w.in_features + 63) / 64 * 64;
+  size_t needed = M * (stride + 8 * groups);
+  if (memory.size() < needed) memory.resize(needed);
+  int8_t* codes = (int8_t*)memory.data();
+  int32_t* sums = (int32_t*)(codes + M * stride);
+  Rounded out = {codes, sums, (float*)(sums + M * groups), stride, groups};
+#pragma omp parallel for schedule(static) num_threads(pl_threads()) if (M > 16)
+  for (int64_t m = 0; m < M; m++) {
+    int8_t* row = out.codes + m * stride;
+    memset(row + w.in_features, 0, stride - w.in_features);
+    for (int64_t g = 0, k = 0; g < groups; g++, k += w.group)
+      out.sums[m * groups + g] = round_group(x + m * ldx + k, group_length(w, g), out.scales + m * groups + g, row + k);
+  }
+  return out;
+}
+
+// panel: its first table is of scales of whole rows, where the weight has them.
+template <class O>
+static void store_row(const Matrix& w, const uint8_t* panel, const v16 (&total)[2], int64_t n0, O* out) {
+  const float* bias = w.bias;
+  for (int b = 0; b < 2; b++, n0 += 16) {
+    v16 y = w.row_scales ? total[b] * load_table(panel, w.half_scales, 16 * b) : total[b];
+    if (n0 + 16 <= w.out_features) {
+      store16(out + n0, bias ? y + load16(bias + n0) : y);
+      continue;
+    }
+    float t[16];
+    store16(t, y);
+    for (int64_t i = 0; i < w.out_features - n0; i++) put(out + n0 + i, bias ? t[i] + bias[n0 + i] : t[i]);
+  }
+}
+
+template <int M, class O>
+static void some_rows(const Matrix& w, const uint8_t* panel, const Rounded& x, int64_t row, int64_t n0, O* out) {
+  v16 total[M][2];
+  if (w.bits == 8) dot_panel<M, 8>(w, panel, x, row, total);
+  else dot_panel<M, 4>(w, panel, x, row, total);
+  for (int m = 0; m < M; m++) store_row(w, panel, total[m], n0, out + (row + m) * w.out_features);
+}
+
+template <class O>
+static void all_rows(Tiles& tiles, const Matrix& w, const uint8_t* panel, const Rounded& x, int64_t M, int64_t n0, O* out) {
+#ifdef USE_AMX_INT8
+  if (fits_tiles(w, M)) {
+    v16 total[16][2];
+    for (int64_t row = 0; row < M; row += 16) {
+      int rows = (int)std::min<int64_t>(16, M - row);
+      dot_panel_tiles(tiles, w, panel, x, row, rows, total);
+      for (int m = 0; m < rows; m++) store_row(w, panel, total[m], n0, out + (row + m) * w.out_features);
+    }
+    return;
+  }
+#endif
+  (void)tiles;
+  int64_t turns = (M + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+  for (int64_t turn = 0; turn < turns; turn++) {  // as even as they go
+    int64_t row = M * turn / turns, rows = M * (turn + 1) / turns - row;
+    switch (rows) {
+      case 1: some_rows<1>(w, panel, x, row, n0, out); break;
+#if ROWS_AT_ONCE == 2
+      default: some_rows<2>(w, panel, x, row, n0, out);
+#else
+      case 2: some_rows<2>(w, panel, x, row, n0, out); break;
+      case 3: some_rows<3>(w, panel, x, row, n0, out); break;
+      case 4: some_rows<4>(w, panel, x, row, n0, out); break;
+      case 5: some_rows<5>(w, panel, x, row, n0, out); break;
+      default: some_rows<6>(w, panel, x, row, n0, out);
+#endif
+    }
+  }
+}
+
+template <class T, class O>
+void linear_integer(const Matrix& w, const T* x, int64_t M, int64_t ldx, O* out) {
+  Rounded rows = round_rows(w, x, M, ldx);
+#pragma omp parallel num_threads(pl_threads())
+  {
+    Tiles tiles;
+#pragma omp for schedule(static)
+    for (int64_t p = 0; p < num_panels(w); p++)
+      all_rows(tiles, w, (const uint8_t*)w.packed + p * panel_bytes(w), rows, M, p * PANEL, out);
+  }
+}
+
+template void linear_integer(const Matrix&, const bf16*, int64_t, int64_t, bf16*);
+template void linear_integer(const Matrix&, const bf16*, int64_t, int64_t, float*);
+template void linear_integer(const Matrix&, const float*, int64_t, int64_t, float*);

@@ -1,0 +1,47 @@
+// Codes, scales and minimums into panels (matrix.h).
+#include "matrix.h"
+
+static void pack_codes(const Matrix& w, const uint8_t* codes, int64_t n0, int64_t g, uint8_t* out) {
+  int64_t length = group_length(w, g), first = g * w.group;
+  uint8_t offset = w.format == FLOAT8 ? 0 : w.bits == 8 ? 128 : 8;
+  auto code = [&](int64_t n, int64_t k) -> uint8_t {
+    bool inside = n0 + n < w.out_features && k < length;
+    return inside ? (uint8_t)(codes[(n0 + n) * w.in_features + first + k] + offset) : offset;
+  };
+  int64_t step = w.bits == 8 ? 4 : 8;
+  for (int64_t k = 0; k < padded(length); k += step)
+    for (int64_t n = 0; n < PANEL; n++)
+      for (int64_t j = 0; j < 4; j++) *out++ = w.bits == 8 ? code(n, k + j) : code(n, k + j) | code(n, k + 4 + j) << 4;
+}
+
+// values: [out_features, 1 or groups], of the type that the table has.
+template <class V>
+static void pack_table(const Matrix& w, const V* values, int64_t n0, int64_t g, V* out) {
+  int64_t columns = w.row_scales ? 1 : num_groups(w);
+  for (int64_t n = 0; n < PANEL; n++) out[n] = n0 + n < w.out_features ? values[(n0 + n) * columns + g] : 0;
+}
+static void pack_table(const Matrix& w, const void* values, int64_t n0, int64_t g, uint8_t* out) {
+  if (w.half_scales) pack_table(w, (const uint16_t*)values, n0, g, (uint16_t*)out);
+  else pack_table(w, (const float*)values, n0, g, (float*)out);
+}
+
+extern "C" {
+
+int64_t pl_panels_bytes(const Matrix* w) { return num_panels(*w) * panel_bytes(*w); }
+
+// codes: a byte each, [out_features, in_features]; scales, minimums (or null): [out_features, 1 or groups].
+void pl_pack_panels(const Matrix* w, const uint8_t* codes, const void* scales, const void* minimums, uint8_t* out) {
+#pragma omp parallel for schedule(static) num_threads(pl_threads())
+  for (int64_t p = 0; p < num_panels(*w); p++) {
+    uint8_t* at = out + p * panel_bytes(*w);
+    for (int64_t g = 0; g < num_groups(*w); at += codes_bytes(*w, g), g++) {
+      if (g == 0 || !w->row_scales) {
+        pack_table(*w, scales, p * PANEL, g, at);
+        if (minimums) pack_table(*w, minimums, p * PANEL, g, at + table_bytes(*w));
+        at += tables_bytes(*w);
+      }
+      pack_codes(*w, codes, p * PANEL, g, at);
+    }
+  }
+}
+}

@@ -1,0 +1,56 @@
+// The weight of a linear layer: a dense matrix, or codes with scales. How each lies in memory.
+//
+// Dense: blocks.h. Codes: panels of 32 output features, each in the order in which a product reads it. A panel has tables
+// (32 scales, then 32 minimums where the matrix has any) and codes for each group of the inner dimension, group after
+// group; where a scale holds for a whole row, the table lies once, before the first group, and there are no minimums. Codes of 8 bits:
+// [k/4][32 outputs][4 of k]. Codes of 4 bits: [k/8][32 outputs][4], where the low halves of the bytes are the first four
+// of k and the high halves the next four. A group is padded to a multiple of 8. Integer codes lie as code + 128 or
+// code + 8, so that they have no sign.
+#pragma once
+#include "common.h"
+#if !defined(PACELINE_GENERIC) && defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+enum Format : int64_t { DENSE = 0, INTEGER = 1, DEQUANTISED = 2, FLOAT8 = 3 };
+
+struct Matrix {  // of packed.py, field by field
+  int64_t out_features, in_features;
+  int64_t format;
+  int64_t bits;          // of a code
+  int64_t group;         // elements of a row, and of a row of x, that are added as integers
+  int64_t row_scales;    // whether a row has one scale for all of its groups, and no minimum
+  int64_t half_scales;   // whether scales and minimums are float16 in memory; else float
+  int64_t has_minimums;
+  const void* packed;
+  const float* bias;  // or null
+};
+
+static constexpr int PANEL = 32;
+
+static inline int64_t padded(int64_t length) { return (length + 7) / 8 * 8; }
+static inline int64_t num_panels(const Matrix& w) { return (w.out_features + PANEL - 1) / PANEL; }
+static inline int64_t num_groups(const Matrix& w) { return (w.in_features + w.group - 1) / w.group; }
+static inline int64_t group_length(const Matrix& w, int64_t g) { return std::min(w.group, w.in_features - g * w.group); }
+static inline int64_t table_bytes(const Matrix& w) { return PANEL * (w.half_scales ? 2 : 4); }
+static inline int64_t tables_bytes(const Matrix& w) { return table_bytes(w) * (w.has_minimums ? 2 : 1); }
+static inline int64_t codes_bytes(const Matrix& w, int64_t g) { return PANEL * padded(group_length(w, g)) * w.bits / 8; }
+static inline int64_t panel_bytes(const Matrix& w) {
+  int64_t last = num_groups(w) - 1;
+  return (w.row_scales ? 1 : last + 1) * tables_bytes(w) + last * codes_bytes(w, 0) + codes_bytes(w, last);
+}
+
+// float16 to float without instructions for it; finite numbers.
+static inline v16 halves_to_floats(u16x32 halves) {
+  v16 size = (v16)((halves & 0x7fff) << 13) * 0x1p112f;
+  return (v16)((u16x32)size | (halves & 0x8000) << 16);
+}
+// 16 scales or minimums from `i` on.
+static inline v16 load_table(const uint8_t* table, bool half, int i) {
+  if (!half) return load16((const float*)table + i);
+#if !defined(PACELINE_GENERIC) && defined(__AVX512F__)
+  return (v16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(table + 2 * i)));
+#else
+  return halves_to_floats(__builtin_convertvector(*(const h16*)(table + 2 * i), u16x32));
+#endif
+}

@@ -1,0 +1,46 @@
+// The AMX instructions that integer_tiles.h uses, written out, for hosts without them. Included before any source.
+#pragma once
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#define __AMX_BF16__ 1
+#define __AMX_INT8__ 1
+#undef _tile_loadconfig
+#undef _tile_release
+#undef _tile_zero
+#undef _tile_loadd
+#undef _tile_stored
+#undef _tile_dpbsud
+#undef _tile_dpbf16ps
+#define _tile_loadconfig fake_loadconfig
+#define _tile_release fake_release
+#define _tile_zero fake_zero
+#define _tile_loadd fake_loadd
+#define _tile_stored fake_stored
+#define _tile_dpbsud fake_dpbsud
+#define _tile_dpbf16ps fake_dpbf16ps
+
+static thread_local uint8_t fake_tiles[8][16][64], fake_config[64];
+static int fake_rows(int tile) { return fake_config[48 + tile]; }
+static int fake_bytes(int tile) { return fake_config[16 + 2 * tile]; }
+static void fake_loadconfig(const void* config) { memcpy(fake_config, config, 64); }
+static void fake_release() { memset(fake_config, 0, 64); }
+static void fake_zero(int tile) { memset(fake_tiles[tile], 0, sizeof fake_tiles[tile]); }
+static void fake_loadd(int tile, const void* from, int64_t stride) {
+  fake_zero(tile);
+  for (int r = 0; r < fake_rows(tile); r++) memcpy(fake_tiles[tile][r], (const uint8_t*)from + r * stride, fake_bytes(tile));
+}
+static void fake_stored(int tile, void* to, int64_t stride) {
+  for (int r = 0; r < fake_rows(tile); r++) memcpy((uint8_t*)to + r * stride, fake_tiles[tile][r], fake_bytes(tile));
+}
+static void fake_dpbsud(int sum, int a, int b) {  // signed by unsigned bytes
+  for (int m = 0; m < fake_rows(a); m++)
+    for (int n = 0; n < fake_bytes(b) / 4; n++) {
+      int32_t total; memcpy(&total, &fake_tiles[sum][m][4 * n], 4);
+      for (int k = 0; k < fake_bytes(a); k++)
+        total += (int8_t)fake_tiles[a][m][k] * (int32_t)fake_tiles[b][k / 4][4 * n + k % 4];
+      memcpy(&fake_tiles[sum][m][4 * n], &total, 4);
+    }
+}
+static void fake_dpbf16ps(int, int, int) {}

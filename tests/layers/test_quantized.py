@@ -1,0 +1,145 @@
+"""Quantised products: integer kernels give the reference's bits on every instruction set, the others its numbers."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.layers import build
+from paceline.layers.build import set_threads
+from paceline.layers.linear import Linear, linear_reference
+from paceline.layers.packed import PackedMatrix
+from paceline.layers.quantized import QuantizedWeight, fuse
+from paceline.layers.quantized_reference import integer_linear_reference, round_rows
+from paceline.models.quantization.round_to_nearest import SCHEMES, round_to_nearest
+from tests.support.needs import needs_kernels
+from tests.support.quantized_weights import INTEGER, KINDS
+
+SHAPES = [(96, 576), (40, 1536), (33, 100), (5, 24)]
+DTYPES = [torch.bfloat16, torch.float32]
+# What the sources of integer products export as C++; host.cpp has the threads.
+SOURCES = ("integer_linear.cpp", "integer_pack.cpp", "host.cpp")
+LINEAR_F32 = "_Z14linear_integerIffEvRK6MatrixPKT_llPT0_"
+FAKE_AMX = Path(__file__).with_name("fake_amx.h")
+INSTRUCTIONS = {
+    "AVX-512 without VNNI": ("-mno-avx512vnni",),
+    "AVX2": ("-march=x86-64-v3",),
+    "generic": ("-DPACELINE_GENERIC",),
+    "AMX, its instructions written out": ("-include", str(FAKE_AMX)),
+}
+
+
+def random_weight(out_features: int, in_features: int) -> torch.Tensor:
+    """One row is constant and one alternates between extremes: sums of 16 bits would saturate there."""
+    weight = torch.randn(out_features, in_features) * 0.05
+    weight[0], weight[1] = 0.2, torch.tensor([0.2, -0.2]).repeat(in_features // 2)
+    return weight
+
+
+def random_rows(rows: int, in_features: int) -> torch.Tensor:
+    """Ordinary rows, outliers, zeros, constants, numbers almost too small, an infinity and a NaN."""
+    x = torch.randn(rows, in_features)
+    x[1], x[2], x[4] = 0.0, 3.0, 1e-32
+    x[3, 5], x[5, 2], x[6, 3] = 1e4, torch.inf, torch.nan
+    return x
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether numbers are equal, signs of zeros and where NaNs are included."""
+    numbers = [torch.where(t.isnan(), 12345.0, t.float()).view(torch.int32) for t in (a, b)]
+    return torch.equal(*numbers)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+@pytest.mark.parametrize("kind", INTEGER)
+def test_integer_kernels_give_the_bits_of_the_reference(
+    kind: str, out_features: int, in_features: int, dtype: torch.dtype
+) -> None:
+    """Mutants: a scale for a whole tensor, groups added in the order of threads, vpmaddubsw in place of vpdpbusd."""
+    weight, x = INTEGER[kind](random_weight(out_features, in_features)), random_rows(40, in_features).to(dtype)
+    for bias, out_float32 in ((None, False), (torch.randn(out_features), True)):
+        expected = integer_linear_reference(x, weight, bias, torch.float32 if out_float32 else dtype)
+        linear = Linear(weight, bias, out_float32)
+        for threads in (1, 2):
+            set_threads(threads)
+            got = [linear(x), torch.cat([linear(part) for part in x.split(7)])]
+            set_threads(1)
+            assert [same_bits(y, expected) for y in got] == [True, True]
+        assert torch.isnan(expected[5:7]).any(dim=1).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", INSTRUCTIONS)
+def test_every_instruction_set_gives_the_same_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    assert compiler is not None
+    monkeypatch.setattr(build, "_translation_units", lambda: [build.SOURCES / name for name in SOURCES])
+    build._build([compiler, *build.FLAGS, *INSTRUCTIONS[name]], tmp_path / "lesser.so")
+    library = ctypes.CDLL(str(tmp_path / "lesser.so"))
+    run, address = getattr(library, LINEAR_F32), ctypes.c_void_p
+    library.pl_panels_bytes.restype, library.pl_panels_bytes.argtypes = ctypes.c_int64, [address]
+    library.pl_pack_panels.argtypes, run.argtypes = [address] * 5, [address] * 2 + [ctypes.c_int64] * 2 + [address]
+    for kind, make in INTEGER.items():
+        for width in (200, 256):
+            weight, x, out = make(random_weight(40, width)), random_rows(21, width), torch.empty(21, 40)
+            matrix = PackedMatrix(library, weight, None)
+            run(matrix.address, x.data_ptr(), 21, width, out.data_ptr())
+            assert same_bits(out, integer_linear_reference(x, weight, None, torch.float32)), kind
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - INTEGER.keys()))
+def test_codes_multiplied_as_floats(kind: str, dtype: torch.dtype) -> None:
+    for out_features, in_features in SHAPES:
+        weight, x = KINDS[kind](random_weight(out_features, in_features)), torch.randn(9, in_features).to(dtype)
+        dense = weight.dequantised().to(dtype)
+        bias = torch.randn(out_features)
+        expected = linear_reference(x.float(), dense.float(), bias, torch.float32)
+        torch.testing.assert_close(Linear(weight, bias, out_float32=True)(x), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_rounding_to_nearest_is_near(scheme: str) -> None:
+    weight = torch.randn(12, 100) * 0.1
+    weight[3] = 0.0
+    rounded = round_to_nearest(weight.bfloat16(), scheme)
+    steps = rounded.scales.repeat_interleave(rounded.group_size, dim=1)[:, :100]
+    assert ((rounded.dequantised() - weight.bfloat16().float()).abs() <= 0.51 * steps + 1e-3 * weight.abs()).all()
+    assert not rounded.dequantised()[3].any()
+    assert rounded.codes.abs().max() <= (127 if rounded.bits == 8 else 8)
+
+
+def test_a_group_with_an_outlier_costs_its_neighbours_nothing() -> None:
+    x = torch.randn(1, 128)
+    codes, scales = round_rows(x, 64)
+    x[0, 0] = 1000.0
+    with_outlier, other_scales = round_rows(x, 64)
+    assert torch.equal(codes[:, 1], with_outlier[:, 1])
+    assert torch.equal(scales[:, 1], other_scales[:, 1])
+
+
+@needs_kernels
+def test_weights_that_no_kernel_can_hold_are_refused() -> None:
+    odd = QuantizedWeight(torch.zeros(4, 36, dtype=torch.int8), torch.ones(4, 3), None, 8, 12, True)
+    with pytest.raises(ValueError, match="groups of 12 elements"):
+        Linear(odd)
+    wide = replace(odd, codes=torch.zeros(1, 1 << 18, dtype=torch.int8), scales=torch.ones(1, 1), group_size=1 << 18)
+    with pytest.raises(ValueError, match="do not fit 32 bits"):
+        Linear(wide)
+
+
+@needs_kernels
+def test_fused_weights_give_the_outputs_side_by_side() -> None:
+    x = torch.randn(5, 96)
+    for make in KINDS.values():
+        parts = [make(random_weight(n, 96)) for n in (24, 8)]
+        assert torch.equal(Linear(fuse(parts))(x), torch.cat([Linear(part)(x) for part in parts], dim=1))

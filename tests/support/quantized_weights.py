@@ -1,0 +1,41 @@
+"""Quantised weights of every kind that linear layers take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from paceline.layers.quantized import QuantizedWeight
+from paceline.models.quantization.round_to_nearest import SCHEMES, round_to_nearest
+
+
+def grouped(weight: torch.Tensor, group_size: int, bits: int) -> QuantizedWeight:
+    """Integer products; a scale that float16 does not hold for each group, and no minimums."""
+    limit, (out_features, in_features) = (127 if bits == 8 else 7), weight.shape
+    groups = weight.float().split(group_size, dim=1)
+    scales = torch.stack([group.abs().amax(dim=1) / limit for group in groups], dim=1)
+    codes = [(g / scales[:, i : i + 1]).round().to(torch.int8) for i, g in enumerate(groups)]
+    assert scales.shape == (out_features, -(-in_features // group_size))
+    return QuantizedWeight(torch.cat(codes, dim=1), scales, None, bits, group_size, True)
+
+
+def float8(weight: torch.Tensor) -> QuantizedWeight:
+    """e4m3 codes, a scale for each group of 128."""
+    scales = torch.stack([g.float().abs().amax(dim=1) / 448 for g in weight.split(128, dim=1)], dim=1)
+    columns = torch.arange(weight.shape[1]) // 128
+    codes = (weight.float() / scales[:, columns]).to(torch.float8_e4m3fn)
+    return QuantizedWeight(codes, scales, None, 8, 128, False)
+
+
+def _scheme(scheme: str) -> Callable[[torch.Tensor], QuantizedWeight]:
+    return lambda weight: round_to_nearest(weight, scheme)
+
+
+INTEGER: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
+    "w8a8": _scheme("w8a8"),
+    "w4a8": _scheme("w4a8"),
+    "w8a8 groups of 128": lambda weight: grouped(weight, 128, 8),
+    "w4a8 groups of 64": lambda weight: grouped(weight, 64, 4),
+}
+KINDS = INTEGER | {scheme: _scheme(scheme) for scheme in SCHEMES if scheme.endswith("a16")} | {"float8": float8}
