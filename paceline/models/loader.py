@@ -187,11 +187,6 @@ class LazyTensors(Mapping[str, torch.Tensor]):
         return len(self._where)
 
 
-def load_weights(folder: Path, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
-    """All tensors of a folder, lazily. Raises ConfigError when a file is missing or damaged."""
-    return LazyTensors(weight_files(folder), dtype)
-
-
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors of a folder: those that the index names, or ``model.safetensors``, or all."""
     if (folder / INDEX_FILE).is_file():

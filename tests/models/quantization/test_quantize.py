@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,33 +12,28 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from cluster.commands.cli import app
-from paceline.assembly.build import build_runner
 from paceline.assembly.quantise import Job, quantise
-from paceline.config import NodeConfig
-from paceline.engine.colocated import ColocatedEngine
 from paceline.errors import ConfigError
 from paceline.layers.quantized import QuantizedWeight
-from paceline.models.registry import open_checkpoint
-from paceline.request import SamplingParams, SequenceRequest
-from tests.support.quantised_files import floats, write_floats, write_quantised
+from paceline.models.registry import load_target, open_checkpoint
+from paceline.models.write_quantised import write_quantised
+from tests.support import quantised_files
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    layers = write_quantised(tmp_path / "scratch", {"quant_method": "none"}, lambda name: floats)
-    return write_floats(tmp_path / "floats", layers)
+    none = {"quant_method": "none"}
+    layers = quantised_files.write_quantised(tmp_path / "scratch", none, lambda name: quantised_files.floats)
+    return quantised_files.write_floats(tmp_path / "floats", layers)
 
 
 # Largest error in steps of a code: half of one, and for 4 bits what rounding the zero point adds.
-@pytest.mark.parametrize(("scheme", "bits", "steps"), [("w8a8", 8, 0.51), ("w4a16", 4, 1.01)])
-def test_a_folder_that_loads(scheme: str, bits: int, steps: float, source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("scheme", "steps"), [("w8a8", 0.51), ("w4a8", 1.01), ("w8a16", 0.51), ("w4a16", 1.01)])
+def test_a_folder_that_loads(scheme: str, steps: float, source: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    done = CliRunner().invoke(app, ["quantize", str(source), "--scheme", scheme, "--output", str(output)])
-    assert done.exit_code == 0, done.output
-    card = (output / "README.md").read_text()
-    assert f"--scheme {scheme} --output {output}" in card
-    assert "perplexity on" in card
-    assert "nats a token" in card
+    output.mkdir()
+    written = write_quantised(source, output, scheme, lambda what, share: None)
+    assert written.layers == 7
     plain, found = load_file(source / "model.safetensors"), open_checkpoint(output, torch.float32)
     assert set(found) == set(plain)
     for name, weight in plain.items():
@@ -47,17 +43,26 @@ def test_a_folder_that_loads(scheme: str, bits: int, steps: float, source: Path,
             assert torch.equal(rounded, weight), name
             continue
         assert isinstance(rounded, QuantizedWeight)
-        assert (rounded.bits, rounded.int8_activations) == (bits, scheme == "w8a8")
+        assert (rounded.bits, rounded.int8_activations) == (int(scheme[1]), scheme.endswith("a8"))
         columns = torch.arange(weight.shape[1]) // rounded.group_size
         assert bool(((rounded.dequantised() - weight).abs() <= steps * rounded.scales[:, columns]).all()), name
-    engine = ColocatedEngine(build_runner(NodeConfig(model=str(output), drafter="ngram", max_model_len=128)))
-    request = SequenceRequest("r", tuple(b"a mill on a stream"), SamplingParams(temperature=0.0, seed=0, max_tokens=8))
-    assert len(engine.generate([request])[0].token_ids) == 8
+    load_target(output, torch.float32, torch.device("cpu"))
     config = json.loads((output / "config.json").read_text())["quantization_config"]
     assert (config["quant_method"], config["ignore"]) == ("compressed-tensors", ["lm_head"])
-    again = CliRunner().invoke(app, ["quantize", str(output), "--scheme", scheme, "--output", str(tmp_path / "b")])
-    assert isinstance(again.exception, ConfigError)
-    assert "quantised already" in str(again.exception)
+    with pytest.raises(ConfigError, match="quantised already"):
+        write_quantised(output, tmp_path, scheme, lambda what, share: None)
+
+
+def test_the_command_measures_both_models_and_writes_a_card(source: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    done = CliRunner().invoke(app, ["quantize", str(source), "--scheme", "w8a8", "--output", str(output)])
+    assert done.exit_code == 0, done.output
+    card = (output / "README.md").read_text()
+    assert f"--scheme w8a8 --output {output}" in card
+    found = re.search(r"perplexity on (\d+) held tokens.*\| ([\d.]+) \| ([\d.]+) \(", card)
+    assert found is not None
+    assert float(found[3]) == pytest.approx(float(found[2]), rel=0.1)
+    assert 0.0 <= float(re.findall(r"held text: ([\d.]+) nats", card)[0]) < 0.1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["floats", "out", "scratch"]  # nothing half-made
 
 
