@@ -130,6 +130,11 @@ class AttentionBackend(ABC):
     name: str
     row_invariant: bool
 
+    @property
+    def kernels(self) -> str:
+        """What makes its bits, by name and version; nodes that pair compare it."""
+        return self.name
+
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> AttentionPlan:
         """Derive index structures for ``batch``."""
