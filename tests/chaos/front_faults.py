@@ -2,7 +2,7 @@
 
 | kind              | what is done                                    | shown by                             |
 |-------------------|-------------------------------------------------|--------------------------------------|
-| `router kill`     | kill -9 of one that joined; it is started again | its streams went on elsewhere        |
+| `router kill`     | kill -9 of one that joined; it is started again | its streams left it                  |
 | `router stop`     | SIGSTOP of any router                           | the same                             |
 | `router cut off`  | nothing reaches any router                      | the same, and packets refused        |
 | `redis kill`      | kill -9; an empty one comes at its address      | routers that heard nothing of Redis  |
@@ -114,9 +114,9 @@ class FrontInjector:
         end = time.monotonic() + MOVED_S
         while not (moved := sum(_left(served, name, fault.at) for served in met)):
             if time.monotonic() > end:
-                raise NothingThere(f"none of {len(met)} streams went on elsewhere")
+                raise NothingThere(f"none of {len(met)} streams left it")
             await asyncio.sleep(0.05)
-        return f"{proof}; {moved} of {len(met)} streams went on elsewhere"
+        return f"{proof}; {moved} of {len(met)} streams left it"
 
     async def _busy(self, planned: Planned) -> str:
         """A router with streams. NothingThere when none has any for long."""
@@ -193,8 +193,8 @@ class FrontInjector:
 
 
 def _left(served: Served, router: str, since: float) -> bool:
-    """Whether a stream went on elsewhere, or was asked for elsewhere and ended."""
-    return any(move.source == router and move.first > since for move in served.moves)
+    """Whether a stream left a router: it went on elsewhere, or asks there now."""
+    return served.at() != router or any(move.source == router and move.first > since for move in served.moves)
 
 
 async def _stale_s(address: str) -> float:

@@ -20,7 +20,7 @@ import pytest
 
 from paceline.client import AsyncClient
 from tests.chaos.deployed import options_of, view, whole, works
-from tests.chaos.faults import PROCESS_KINDS, Injector, kinds, plan
+from tests.chaos.faults import Injector, kinds, plan
 from tests.chaos.front import Front
 from tests.chaos.front_faults import REDIS_KINDS, ROUTER_KINDS, FrontInjector
 from tests.chaos.front_report import pauses, resumes, table
@@ -34,7 +34,8 @@ from tests.support.server import serve as serving
 pytestmark = [needs_kernels, pytest.mark.e2e]
 
 JOINED = ["joined-1", "joined-2"]
-SHORT_S, SHORT_STREAMS, SHORT_SEED = 22.0, 5, 40
+SHORT_S, SHORT_STREAMS, SHORT_SEED = 15.0, 5, 40
+SHORT_NODE_KINDS, SHORT_FRONT_KINDS = ("kill", "pause"), (*ROUTER_KINDS, "redis kill", "redis read-only")
 NODE_GAP_S, FRONT_GAP_S = (4.0, 8.0), (4.0, 8.0)
 SHORT_NODE_GAP_S, SHORT_FRONT_GAP_S = (5.0, 6.0), (2.5, 3.0)
 TARGET_S = 3.0  # p99 of streams whose router was hurt; a silent one is given up after 1.5 to 2 s
@@ -143,8 +144,8 @@ async def disturb(run: Run, size: Size, began: float) -> None:
     for load in run.loads:
         load.start(size.streams)
     node_gap, front_gap = (NODE_GAP_S, FRONT_GAP_S) if size.full else (SHORT_NODE_GAP_S, SHORT_FRONT_GAP_S)
-    node_kinds = kinds() if size.full else PROCESS_KINDS
-    front_kinds = (*ROUTER_KINDS, *REDIS_KINDS)
+    node_kinds = kinds() if size.full else SHORT_NODE_KINDS
+    front_kinds = (*ROUTER_KINDS, *REDIS_KINDS) if size.full else SHORT_FRONT_KINDS
     async with asyncio.TaskGroup() as group:
         group.create_task(run.nodes.run(plan(node_kinds, size.seed, size.seconds, node_gap), began))
         group.create_task(run.front.run(plan(front_kinds, size.seed, size.seconds, front_gap), began))
