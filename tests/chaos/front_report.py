@@ -13,18 +13,16 @@ from tests.chaos.report import AFTERMATH_S, percentile
 RECOVERY_S = 5.0  # of nodes, once a fault of theirs is over
 
 
-def resumes(fault: Fault, met: Iterable[Served], others: Iterable[Fault]) -> tuple[list[float], list[float]]:
+def resumes(fault: Fault, met: Iterable[Served], of_nodes: Sequence[Fault]) -> tuple[list[float], list[float]]:
     """Seconds between the last chunk from the router that ``fault`` took and the first from another, of each stream
-    that was there and went on: where no other fault was about, and where one was."""
+    that was there and went on: where all nodes were well, and where not."""
     alone, also = [], []
     for served in met:
         for move in served.moves:
             if move.source in fault.victims and fault.at <= move.first <= fault.until + AFTERMATH_S:
                 began = max(move.last, fault.at)
-                met_another = any(
-                    one is not fault and one.at < move.first and began < one.until + RECOVERY_S for one in others
-                )
-                (also if met_another else alone).append(move.first - began)
+                unwell = any(one.at < move.first and began < one.until + RECOVERY_S for one in of_nodes)
+                (also if unwell else alone).append(move.first - began)
     return alone, also
 
 

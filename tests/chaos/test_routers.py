@@ -36,7 +36,7 @@ pytestmark = [needs_kernels, pytest.mark.e2e]
 JOINED = ["joined-1", "joined-2"]
 SHORT_S, SHORT_STREAMS, SHORT_SEED = 15.0, 5, 40
 SHORT_NODE_KINDS, SHORT_FRONT_KINDS = ("kill", "pause"), (*ROUTER_KINDS, "redis kill", "redis read-only")
-NODE_GAP_S, FRONT_GAP_S = (4.0, 8.0), (4.0, 8.0)
+NODE_GAP_S, FRONT_GAP_S = (9.0, 18.0), (3.0, 7.0)  # nodes take seconds to come back
 SHORT_NODE_GAP_S, SHORT_FRONT_GAP_S = (5.0, 6.0), (2.5, 3.0)
 TARGET_S = 3.0  # p99 of streams whose router was hurt; a silent one is given up after 1.5 to 2 s
 
@@ -156,8 +156,8 @@ Rows = list[tuple[str, list[float]]]
 
 
 def times(run: Run) -> tuple[list[float], Rows]:
-    """Pauses of streams whose router alone was hurt; and pauses by kind of fault, of such streams, and of all while
-    nodes or Redis were hurt."""
+    """Pauses of streams whose router was hurt while nodes were well. Pauses by kind of fault: of such streams, and of
+    all while nodes or Redis were hurt."""
     done, faults = [served for load in run.loads for served in load.done], run.front.faults + run.nodes.faults
     all_alone, rows = list[float](), Rows()
     for fault in faults:
@@ -166,10 +166,10 @@ def times(run: Run) -> tuple[list[float], Rows]:
             continue
         for way in ("grpc", "http"):
             met = [one for one in run.front.on.get(id(fault), []) if one.request_id.startswith(way)]
-            alone, also = resumes(fault, met, faults)
+            alone, also = resumes(fault, met, run.nodes.faults)
             all_alone += alone
-            rows += [(f"{fault.kind}, {way}", alone), (f"{fault.kind} beside another, {way}", also)]
-    return all_alone, [*rows, ("router alone, all", all_alone)]
+            rows += [(f"{fault.kind}, {way}", alone), (f"{fault.kind} and a node, {way}", also)]
+    return all_alone, [*rows, ("routers, all", all_alone)]
 
 
 def tell(run: Run, seconds: float) -> None:
@@ -196,4 +196,6 @@ def check(run: Run, size: Size) -> None:
     assert all(load.done for load in run.loads)
     if size.full:
         assert {fault.kind for fault in faults} == {*kinds(), *ROUTER_KINDS, *REDIS_KINDS}
-        assert percentile(times(run)[0], 0.99) < TARGET_S
+        resumed = times(run)[0]
+        assert resumed
+        assert percentile(resumed, 0.99) < TARGET_S
