@@ -91,7 +91,14 @@ class Deployment:
         if not config.admin:
             return
         gate = operators_gate(METHODS, self.front.access)
-        admin = await serve_admin(self.supervisor, config.admin, config.drain_timeout_s, self.front.identity, [gate])
+        admin = await serve_admin(
+            self.supervisor,
+            config.admin,
+            config.drain_timeout_s,
+            self.front.identity,
+            [gate],
+            on_refused=lambda: self.front.metrics.access_refused("PermissionDenied"),
+        )
         self._parts.at_end("admin", admin.stop)
         self.admin_address = f"{split_address(config.admin)[0]}:{admin.port}"
 

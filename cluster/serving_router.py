@@ -76,7 +76,7 @@ class ServingRouter:
 
         self.served = served
         raise_open_files()
-        metrics = self._metrics()
+        metrics = self.metrics = self._metrics()
         access = open_access(self.config, self.registry, metrics)
         if access is not None:
             access.start()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc.aio
@@ -54,11 +54,13 @@ async def serve_admin(
     drain_timeout_s: float,
     identity: Identity,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    on_refused: Callable[[], None] = lambda: None,
 ) -> AdminServer:
     """Serve at ``host:port``; port 0 takes a free one. identity: the router's; with TLS, callers need an ``admin``
-    certificate. interceptors: what asks who calls, after that. Raises ConfigError when the address cannot be had."""
+    certificate. interceptors: what asks who calls, after that. on_refused: called for each caller whose certificate is
+    not good enough. Raises ConfigError when the address cannot be had."""
     options = [("grpc.max_receive_message_length", MAX_REQUEST_BYTES), ("grpc.so_reuseport", 0)]
-    guard = Guard({"SetRole": "admin"}, "", by_role=identity.tls is not None)  # operators have no token
+    guard = Guard({"SetRole": "admin"}, "", by_role=identity.tls is not None, on_refused=on_refused)  # no token
     server = make_server(options, MAX_RPCS, [guard, *interceptors])
     admin_pb2_grpc.add_AdminServicer_to_server(AdminService(supervisor, drain_timeout_s), server)
     try:
