@@ -108,6 +108,9 @@ def model_info_response(info: ModelInfo) -> inference_pb2.ModelInfoResponse:
         drafters=info.drafters,
         tree=info.tree,
         acceptance=info.acceptance,
+        system_fingerprint=info.system_fingerprint,
+        weights=info.weights,
+        kernels=info.kernels,
         nodes=[
             inference_pb2.NodeInfo(
                 id=node.id,

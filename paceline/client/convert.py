@@ -223,4 +223,7 @@ def model_info(message: inference_pb2.ModelInfoResponse) -> ModelInfo:
         tree=message.tree,
         acceptance=message.acceptance,
         nodes=nodes,
+        system_fingerprint=message.system_fingerprint,
+        weights=message.weights,
+        kernels=message.kernels,
     )

@@ -1102,6 +1102,9 @@ class ModelInfoResponse(_message.Message):
     DRAFTERS_FIELD_NUMBER: _builtins.int
     TREE_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_FIELD_NUMBER: _builtins.int
+    SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    KERNELS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """What requests may name as their model."""
     dtype: _builtins.str
@@ -1120,6 +1123,12 @@ class ModelInfoResponse(_message.Message):
     """Shape of its drafts: chain, static or dynamic."""
     acceptance: _builtins.str
     """Acceptance rule; every one but typical is lossless."""
+    system_fingerprint: _builtins.str
+    """Names all that the text depends on besides the request, as system_fingerprint of the HTTP surface does."""
+    weights: _builtins.str
+    """Digest of the model's weights; empty: the nodes did not tell."""
+    kernels: _builtins.str
+    """Kernel set and instruction set that the nodes compute with: bits depend on it."""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeInfo]:
         """The nodes that are alive."""
@@ -1142,10 +1151,13 @@ class ModelInfoResponse(_message.Message):
         drafters: _abc.Iterable[_builtins.str] | None = ...,
         tree: _builtins.str = ...,
         acceptance: _builtins.str = ...,
+        system_fingerprint: _builtins.str = ...,
+        weights: _builtins.str = ...,
+        kernels: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "bit_exact", b"bit_exact", "drafter", b"drafter", "drafters", b"drafters", "dtype", b"dtype", "max_model_len", b"max_model_len", "model", b"model", "nodes", b"nodes", "num_draft_tokens", b"num_draft_tokens", "tree", b"tree", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "bit_exact", b"bit_exact", "drafter", b"drafter", "drafters", b"drafters", "dtype", b"dtype", "kernels", b"kernels", "max_model_len", b"max_model_len", "model", b"model", "nodes", b"nodes", "num_draft_tokens", b"num_draft_tokens", "system_fingerprint", b"system_fingerprint", "tree", b"tree", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
