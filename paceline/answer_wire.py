@@ -47,6 +47,7 @@ def completion_message(completion: Completion) -> inference_pb2.Completion:
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             cached_tokens=usage.cached_tokens,
+            reasoning_tokens=usage.reasoning_tokens,
         ),
         speculation=inference_pb2.SpeculationStats(
             rounds=spec.rounds,

@@ -18,6 +18,7 @@ class Usage:
     prompt_tokens: int = 0  # tokens of the prompt
     completion_tokens: int = 0  # tokens that were generated
     cached_tokens: int = 0  # tokens of the prompt that were found in a prefix cache
+    reasoning_tokens: int = 0  # of the generated ones: those of the reasoning, its markers counted
 
 
 @dataclass(frozen=True)

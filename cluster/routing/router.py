@@ -18,7 +18,8 @@ from cluster.access.caller import Caller, as_asked_by, current
 from cluster.access.quotas import Quotas
 from cluster.contract.generation import GenerationRequest, Prompt, ReceivedChoice
 from cluster.contract.plan import Plan, ServedModel, TokenizerLike, make_plan, tokenize
-from cluster.contract.tools import answer_style, markers
+from cluster.contract.text_source import text_source
+from cluster.contract.tools import answer_style
 from cluster.routing.admission import Admission, Place, TenantBounds
 from cluster.routing.attempt import Attempt, Surroundings
 from cluster.routing.bypass import Bypass
@@ -47,7 +48,6 @@ from paceline.results import (
     Tokenization,
     choices_of,
 )
-from paceline.text.markers import keeping
 from paceline.tracing import NO_TRACE, Recorder
 
 log = logging.getLogger(__name__)
@@ -307,7 +307,7 @@ class Router:
             if had is not None and had.complete and not retell:
                 continue
             form = plan.admitted.answer_format
-            source = self.tokenizer if form is None else keeping(self.tokenizer, markers(form))
+            source = text_source(self.tokenizer, plan.admitted)
             detokenizer = self._detokenizer(source, sequence.prompt_token_ids, plan.stop)
             parser = None if form is None else make_parser(form, sequence.prompt_token_ids, sequence.params.seed or 0)
             run = ChoiceRun(index, plan.request_id, sequence, detokenizer, started_at, lossless, parser)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from cluster.contract import public_wire
 from cluster.contract.plan import Plan, ServedModel, make_plan
-from cluster.contract.tools import answer_style, markers
+from cluster.contract.text_source import text_source
+from cluster.contract.tools import answer_style
 from cluster.routing.choice import ChoiceRun
 from cluster.verification.answers import About, Answer
 from cluster.verification.asked import Asked, CannotCompare
@@ -23,7 +24,6 @@ from paceline.errors import InvalidRequest, PacelineError
 from paceline.parsing.parser import make_parser
 from paceline.request import SpeculationParams
 from paceline.results import Generation, choices_of
-from paceline.text.markers import keeping
 
 if TYPE_CHECKING:
     from paceline.engine.colocated import Completed
@@ -165,7 +165,7 @@ class Plain:
     def _run(self, plan: Plan, index: int) -> list[Any]:
         """One choice: the router's own part of it, over the tokens of the engine."""
         sequence, form = plan.sequences[index], plan.admitted.answer_format
-        source = self._tokenizer if form is None else keeping(self._tokenizer, markers(form))
+        source = text_source(self._tokenizer, plan.admitted)
         text = _detokenizer(source, sequence.prompt_token_ids, plan.stop)
         parser = None if form is None else make_parser(form, sequence.prompt_token_ids, sequence.params.seed or 0)
         run = ChoiceRun(index, plan.request_id, sequence, text, time.monotonic(), True, parser)
