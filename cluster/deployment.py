@@ -229,7 +229,8 @@ class Deployment:
         async with identity.channel(decodes[0].address, "decode") as channel:
             stub = node_pb2_grpc.DecodeNodeStub(channel)
             status = await stub.Status(node_pb2.StatusRequest(), timeout=RPC_TIMEOUT_S, metadata=identity.metadata)
-        return Served(status.max_model_len, status.vocab_size, status.bit_exact)
+        made_of = status.fingerprint
+        return Served(status.max_model_len, status.vocab_size, status.bit_exact, made_of.weights, made_of.kernels)
 
     async def _show_own_nodes(self) -> list[tuple[str, str]]:
         """See the nodes that have started, and from now on none that serve something else, whatever their name is.

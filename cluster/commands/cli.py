@@ -26,6 +26,7 @@ from cluster.commands.options import ServeHelp, load_config, serve_parameters
 from cluster.commands.role import role
 from cluster.commands.trace import trace
 from cluster.commands.train import make_corpus, train_drafter
+from cluster.commands.verify import verify
 from cluster.option_sets import ROUTER_OPTIONS
 from paceline.config import ServeConfig
 from paceline.errors import ConfigError, NodeUnavailable, PacelineError
@@ -46,6 +47,7 @@ app.command("train-drafter")(train_drafter)
 app.command("trace")(trace)
 app.command("role")(role)
 app.command("generate")(generate)
+app.command("verify")(verify)
 app.add_typer(certs, name="certs")
 app.add_typer(keys, name="keys")
 
