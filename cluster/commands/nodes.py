@@ -116,11 +116,8 @@ def upgrade(
     tls_dir: AdminTls = None,
     api_key_file: ApiKeyFile = None,
 ) -> None:
-    """Start every node anew, one after the other, from what is installed on its host now. Streams go on meanwhile.
-
-    Where one decode node serves alone, another is added for as long as it takes. The first node that does not come back
-    ends the upgrade: the others are left as they are.
-    """
+    """Start every node anew, one after the other, from what is installed on its host now. Streams go on meanwhile. It
+    ends at the first node that does not come back."""
     with _calling(admin, tls_dir, api_key_file) as call:
         nodes = [node for node in call.list() if node.state not in ("drained", "draining", "removing")]
         helper = None

@@ -82,7 +82,7 @@ class Attempt:
 
     @property
     def request_id(self) -> str:
-        """Of the request whose choice this is."""
+        """Names the request whose choice this is."""
         return self._choice.request_id
 
     async def run(self) -> None:

@@ -145,8 +145,8 @@ class AdminNode(_message.Message):
     role: _builtins.str
     """prefill or decode."""
     state: _builtins.str
-    """starting, failing (its starts fail), ready, silent (without lease), kept (without lease, but it answers), cut off
-    (its host does not answer), foreign (it serves something else), draining, drained, removing, gone.
+    """starting, failing (to start), ready, silent (no lease), kept (no lease, but it answers), cut off (with its host),
+    foreign (it serves something else), draining, drained, removing or gone.
     """
     generation: _builtins.int
     """Counts the starts of the node."""
