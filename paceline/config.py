@@ -330,7 +330,7 @@ class ServeConfig(EngineConfig):
     """Shows the metrics that have an equal in vLLM under vLLM's names too, for dashboards that are there."""
 
     admin: str = ""
-    """HOST:PORT of the operators' gRPC, for `paceline role`. With `tls_dir` it takes `admin` certificates, with
+    """HOST:PORT of the operators' gRPC, for `paceline nodes`. With `tls_dir` it takes `admin` certificates, with
     `api_keys` an operator's key, and without either everybody. Empty does not serve it."""
 
     tls_dir: Annotated[str, Group("Security")] = ""

@@ -22,6 +22,7 @@ from cluster.commands.console import errors
 from cluster.commands.fetch import fetch_model
 from cluster.commands.generate import generate
 from cluster.commands.keys import app as keys
+from cluster.commands.nodes import app as nodes
 from cluster.commands.options import ServeHelp, load_config, serve_parameters
 from cluster.commands.role import role
 from cluster.commands.trace import trace
@@ -50,6 +51,7 @@ app.command("generate")(generate)
 app.command("verify")(verify)
 app.add_typer(certs, name="certs")
 app.add_typer(keys, name="keys")
+app.add_typer(nodes, name="nodes")
 
 
 JOIN = inspect.Parameter(

@@ -342,8 +342,8 @@ class Router:
 
     async def _attempts(self, run: ChoiceRun, queue: ChunkQueue, deadline: float) -> None:
         """Attempts on pair after pair, each from where the last one ended, until the choice has its finish reason."""
-        tries = Tries()
         prompt, salt = run.sequence.prompt_token_ids, run.sequence.cache_salt
+        tries = Tries(self._pairing.quarantine.suspicion(run.request_id, prompt, salt))
         num_tokens = len(prompt) + run.sequence.params.max_tokens
         run.end_by_tokens()  # where neither a token nor a log-probability is asked for
         while run.finish_reason is None:
@@ -354,6 +354,8 @@ class Router:
                 with self._pairing.judged(attempt):
                     await attempt.run()
             except NodeFailure as failure:
+                if failure.gone and failure.node.role == "decode":
+                    self._pairing.quarantine.lost(failure.node, tries.suspicion, len(run.token_ids) - before)
                 if len(run.token_ids) > before:
                     tries.progressed()
                 await self._after(failure, run, tries)

@@ -24,7 +24,7 @@ import redis
 from cluster.access.access import Access
 from cluster.frontdoor.http import HttpOptions, create_app, serve_http
 from cluster.frontdoor.service import operators_gate, serve_grpc
-from cluster.nodes.admin import METHODS, serve_admin
+from cluster.nodes.admin import METHODS, AdminService, serve_admin
 from cluster.routing.metrics import Metrics
 from cluster.state.node_lease import LeaseKeeper
 from cluster.state.registry import NodeDirectory
@@ -183,9 +183,8 @@ async def _open_front(made: Deployment, router: Any, access: Access, stack: Asyn
     gate = operators_gate(METHODS, access)
     nobody: Any = None  # supervises: whoever is let in is told so
     admin = await serve_admin(
-        nobody,
+        AdminService(nobody, nobody, 1.0),
         "127.0.0.1:0",
-        1.0,
         Identity("router", "", made.folder),
         [gate],
         lambda: made.metrics.access_refused("PermissionDenied"),
