@@ -112,7 +112,8 @@ def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity, *
     kv = KvPool(layout, num_pages + (SCRATCH_PAGES if graphs else 0), config.page_size, model.device)
     allocator = PageAllocator(num_pages)
     spec = model.spec
-    attention = attention_for(model.device, spec.num_heads, spec.num_kv_heads, spec.head_dim, config.attention)
+    geometry = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    attention = attention_for(model.device, *geometry, config.attention, special=spec.special_attention)
     drafter = plan.make(kv, attention)
     budget = budget_of(config)
     spec_slots = max(budget.max_nodes, drafter.draft_slots(budget))

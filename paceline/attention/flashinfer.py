@@ -167,8 +167,19 @@ class FlashInferAttention(AttentionBackend):
             return self._reference.static_plan(shape, kv)
         return StaticFlashInferPlan(self, shape, kv)
 
-    def attend(self, query: torch.Tensor, kv: KvPool, layer: int, plan: AttentionPlan, scale: float) -> torch.Tensor:
-        """See AttentionBackend."""
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv: KvPool,
+        layer: int,
+        plan: AttentionPlan,
+        scale: float,
+        window: int = 0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See AttentionBackend. Raises ValueError for windows and sinks, for which ``attention_for`` has another."""
+        if window or sinks is not None:
+            raise ValueError(f"attention backend {self.name!r} has no sliding windows and no sinks")
         if isinstance(plan, FlashInferPlan):
             kernel = plan.kernel(geometry_of(query, kv, layer, scale, 0))
             if kernel is not None:

@@ -109,7 +109,7 @@ class DeepseekDecoderLayer:
         self.input_norm = take("input_layernorm.weight")
         self.post_norm = take("post_attention_layernorm.weight")
         moe = moe_of(spec)
-        self.mlp = SwiGlu(take, "mlp") if layer < moe.first_layer else MoeMlp(moe, take)
+        self.mlp = SwiGlu(take, "mlp") if moe.is_dense(layer) else MoeMlp(moe, take)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, table: torch.Tensor, context: ForwardContext

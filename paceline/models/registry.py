@@ -69,14 +69,14 @@ def load_target(folder: Path, dtype: torch.dtype, device: torch.device) -> Targe
     """
     spec = ModelSpec.from_folder(folder)
     tensors = open_checkpoint(folder, dtype)
-    modules = tuple(f"model.layers.{spec.num_layers + k}." for k in range(spec.num_mtp_modules))
-    bag = WeightBag(Part(tensors, frozenset(name for name in tensors if not name.startswith(modules))))
+    bag = WeightBag(Part(tensors, frozenset(name for name in tensors if not name.startswith(spec.mtp_prefixes))))
     model = model_class(spec.family)(spec, bag, dtype, device)
     bag.finish()
     return model
 
 
 def holds_mtp(folder: Path, spec: ModelSpec) -> bool:
-    """Whether a target's own checkpoint has MTP modules (algorithms.md F5): layers after its last."""
+    """Whether a target's own checkpoint has MTP modules (algorithms.md F5 to F7)."""
     tensors = CheckpointTensors(weight_files(folder), torch.bfloat16)
-    return spec.num_mtp_modules > 0 and f"model.layers.{spec.num_layers}.enorm.weight" in tensors
+    first = spec.mtp_prefixes[:1]
+    return bool(first) and any(name.startswith(first) for name in tensors)

@@ -9,6 +9,7 @@ from paceline.models.config import ModelSpec
 from paceline.models.hub import resolve_model
 from paceline.models.llama import LlamaModel
 from paceline.models.loader import WeightBag, load_weights, weights_digest
+from paceline.models.registry import model_class
 
 
 def load_draft_model(path: str, target: TargetModel, first_layer: int) -> tuple[LlamaModel, str]:
@@ -22,7 +23,7 @@ def load_draft_model(path: str, target: TargetModel, first_layer: int) -> tuple[
     folder = resolve_model(path)
     bag = WeightBag(load_weights(folder, target.dtype))
     spec = ModelSpec.from_folder(folder)
-    if spec.mla is not None or spec.moe is not None:
+    if model_class(spec.family) is not LlamaModel:
         raise ConfigError("drafter_path", f"{path}: a {spec.family} model cannot draft, only the Llama family")
     model = LlamaModel(spec, bag, target.dtype, target.device, first_layer, LayerOwner.DRAFT)
     bag.finish()
