@@ -120,6 +120,10 @@ class WeightBag:
             raise ConfigError("model", f"tensor {name} is missing from the checkpoint, or was taken before")
         return tuple(self._tensors[name].shape)
 
+    def holds(self, name: str) -> bool:
+        """Whether a tensor is still there."""
+        return name in self._left
+
     def finish(self) -> None:
         """Raise ConfigError naming every tensor left over; a tied head's copy and rotary buffers are harmless."""
         left = sorted(n for n in self._left if n != TIED and not n.endswith(HARMLESS) and not self._adds_nothing(n))
