@@ -22,7 +22,7 @@ def load_draft_model(path: str, target: TargetModel, first_layer: int) -> tuple[
         raise ConfigError("drafter_path", "the draft_model drafter needs the folder, name or hub id of a model")
     folder = resolve_model(path)
     spec = ModelSpec.from_folder(folder)
-    bag = WeightBag(open_checkpoint(folder, target.dtype))
+    bag = WeightBag(open_checkpoint(folder, target.dtype)).rounded(target.quantize)
     if spec.mla is not None or spec.moe is not None:
         raise ConfigError("drafter_path", f"{path}: a {spec.family} model cannot draft, only the Llama family")
     model = LlamaModel(spec, bag, target.dtype, target.device, first_layer, LayerOwner.DRAFT)
