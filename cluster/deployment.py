@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import secrets
 import time
 from importlib.metadata import version
 
 import grpc.aio
-from pydantic import SecretStr
 
-from cluster.nodes.addresses import host_answers, own_address
-from cluster.nodes.listening import split_address
+from cluster.nodes.addresses import own_address
 from cluster.nodes.node_logs import NodeLogs
 from cluster.nodes.slots import Slot
-from cluster.nodes.supervise import Supervisor
 from cluster.option_sets import SHARED_OPTIONS
 from cluster.parts import Parts, Tell
 from cluster.serving_router import ServingRouter, check_front, import_front_door
@@ -24,6 +19,7 @@ from cluster.state.embedded_redis import EmbeddedRedis
 from cluster.state.holder import DeploymentLease, Holder
 from cluster.state.published import Published, Served
 from cluster.state.registry_types import Registry
+from cluster.supervision import Supervision
 from paceline.assembly.shipped import with_real_drafter
 from paceline.config import ServeConfig
 from paceline.errors import NodeUnavailable, PairingRefused
@@ -33,7 +29,6 @@ from paceline.v1 import node_pb2, node_pb2_grpc
 log = logging.getLogger(__name__)
 
 RPC_TIMEOUT_S = 30.0
-PHASE_POLL_S = 0.5
 SEEN_TIMEOUT_S = 10.0  # for a Redis that is away for a moment
 SEEN_POLL_S = 0.1
 
@@ -72,28 +67,20 @@ class Deployment:
         node_logs = NodeLogs()
         self._parts.at_end("node logs", node_logs.close)  # after the nodes, for their last words
         await front.watch(registry)
-        await self._start_nodes(registry)
+        nodes = self.nodes = Supervision(front, self._secret, self._parts, self._lease, registry)
+        await nodes.start()
+        standing_down = asyncio.create_task(self._stand_down(), name="stand-down")
+        self._parts.at_end("stand-down", standing_down.cancel)
         kinds = await self._show_own_nodes()
         front.directory.on_change(node_logs.follow)
         node_logs.follow(front.directory.nodes())
         with self._parts.waiting_for("nodes to pair"):
-            served = await self._introduce(self.supervisor.slots)
+            served = await self._introduce(nodes.supervisor.slots)
         await front.open(served)
-        await self._open_admin()
+        await nodes.open_admin()
+        self.admin_address = nodes.admin_address
         told = config.model_dump(include=set(SHARED_OPTIONS), mode="json")
         self._lease.publish(Published(version("paceline"), told, served, kinds, front.text_digest).to_json())
-
-    async def _open_admin(self) -> None:
-        from cluster.frontdoor.service import operators_gate
-        from cluster.nodes.admin import METHODS, serve_admin
-
-        config = self.config
-        if not config.admin:
-            return
-        gate = operators_gate(METHODS, self.front.access)
-        admin = await serve_admin(self.supervisor, config.admin, config.drain_timeout_s, self.front.identity, [gate])
-        self._parts.at_end("admin", admin.stop)
-        self.admin_address = f"{split_address(config.admin)[0]}:{admin.port}"
 
     def _start_ray(self) -> None:
         """On this thread: the kernel ends Ray's processes with the thread that started them."""
@@ -131,87 +118,7 @@ class Deployment:
         self._lease, self._successor = lease, successor
 
     async def _stand_down(self) -> None:
-        await self.supervisor.stand_down(await asyncio.shield(self._successor))
-
-    async def _start_nodes(self, registry: Registry) -> None:
-        from cluster.nodes.launch import RayNode, RayNodes
-        from cluster.nodes.places import Wanted
-
-        config = self.config
-        roles = [
-            ("prefill", config.prefill_nodes, config.prefill_resource),
-            ("decode", config.decode_nodes, config.decode_resource),
-        ]
-        wanted = [
-            # With several, another goes on with its streams; without prefill nodes, decode computes prompts.
-            Wanted(f"{role}-{i}", resource, config.standby and role == "decode" and count == 1, vital=role == "decode")
-            for role, count, resource in roles
-            for i in range(count)
-        ]
-        threads = config.threads_per_node or max(1, (os.cpu_count() or 1) // len(wanted))
-        shares = not config.threads_per_node and config.device == "cpu"
-        log.info("%d nodes %s", len(wanted), "share their host's cores" if shares else f"with {threads} threads each")
-        node_config = config.node(threads, secrets.token_hex(8) if shares else "", self._open_weight_file())
-        slots = {node.node_id: number for number, node in enumerate(wanted)}
-        with self._parts.waiting_for("Ray to place nodes"):
-            nodes = await asyncio.to_thread(RayNodes, wanted, registry, config.node_interface, self.front.identity)
-        self._parts.at_end("placement", nodes.close)
-
-        def launch(role: str, node_id: str, generation: int) -> RayNode:
-            own = node_config.model_copy(update={"cores_slot": slots[node_id], **self._secrets_of(role)})
-            return nodes.launch(role, node_id, generation, own)
-
-        # A node that stopped without dying is replaced too.
-        supervisor = self.supervisor = Supervisor(
-            launch,
-            issue=self._lease.issue,
-            has_lease=self.front.directory.holds,
-            heard=self.front.directory.heard,
-            reachable=host_answers,
-        )
-        for role, count, _ in roles:
-            supervisor.want(role, count)
-        self._parts.at_end("nodes", lambda: supervisor.stop(self._parts.grace_s))
-        told = asyncio.create_task(self._tell_phases(supervisor.slots))
-        try:
-            with self._parts.waiting_for(f"{len(wanted)} nodes"):
-                await supervisor.start()
-        finally:
-            told.cancel()
-        standing_down = asyncio.create_task(self._stand_down(), name="stand-down")
-        self._parts.at_end("stand-down", standing_down.cancel)
-
-    async def _tell_phases(self, slots: list[Slot]) -> None:
-        """Tell what each node that has not started is at, until cancelled."""
-        from cluster.nodes.launch import RayNode
-
-        while self._parts.tell is not None:
-            await asyncio.sleep(PHASE_POLL_S)
-            nodes = [slot.handle for slot in slots if not slot.address and isinstance(slot.handle, RayNode)]
-            phases = await asyncio.gather(*(asyncio.to_thread(node.phase) for node in nodes))
-            details = [f"{node.node_id} is {at}" for node, at in zip(nodes, phases, strict=True) if at]
-            self._parts.tell(f"{len(slots)} nodes", ", ".join(details))
-
-    def _secrets_of(self, role: str) -> dict[str, SecretStr]:
-        """What a node proves itself with, and a decode node checks hand-offs with."""
-        secrets_ = {"call_token": SecretStr(self._secret.call_token)}
-        return secrets_ | ({"ticket_key": SecretStr(self._secret.ticket_key)} if role == "decode" else {})
-
-    def _open_weight_file(self) -> str:
-        """Path of the memory file for the nodes' weights; empty where they are on other hosts, or each is better off
-        with weights of its own."""
-        from paceline.layers.weight_file import WeightFile, huge_pages_need_own_memory
-
-        config = self.config
-        if config.ray_address != "local" or config.device != "cpu" or huge_pages_need_own_memory():
-            return ""
-        try:
-            file = WeightFile()
-        except OSError as error:
-            log.warning("each node keeps weights of its own: %s", error)
-            return ""
-        self._parts.at_end("weight file", file.close)
-        return file.path
+        await self.nodes.supervisor.stand_down(await asyncio.shield(self._successor))
 
     async def _introduce(self, slots: list[Slot]) -> Served:
         """Pair every prefill node with every decode node now, so that a mismatch shows before the first request."""
@@ -222,7 +129,8 @@ class Deployment:
         async with identity.channel(decodes[0].address, "decode") as channel:
             stub = node_pb2_grpc.DecodeNodeStub(channel)
             status = await stub.Status(node_pb2.StatusRequest(), timeout=RPC_TIMEOUT_S, metadata=identity.metadata)
-        return Served(status.max_model_len, status.vocab_size, status.bit_exact)
+        made_of = status.fingerprint
+        return Served(status.max_model_len, status.vocab_size, status.bit_exact, made_of.weights, made_of.kernels)
 
     async def _show_own_nodes(self) -> list[tuple[str, str]]:
         """See the nodes that have started, and from now on none that serve something else, whatever their name is.
@@ -230,7 +138,7 @@ class Deployment:
         end = time.monotonic() + SEEN_TIMEOUT_S
         while True:
             await self.front.directory.refresh()  # they have their leases now; the first request is not to miss one
-            own = {(slot.node_id, slot.generation) for slot in self.supervisor.slots}
+            own = {(slot.node_id, slot.generation) for slot in self.nodes.supervisor.slots}
             records = [record for record in self.front.directory.nodes() if (record.id, record.generation) in own]
             if records:
                 break

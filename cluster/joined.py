@@ -21,7 +21,7 @@ from cluster.state.published import Published, read_published, wait_for_publishe
 from cluster.state.registry_types import NodeRecord, Registry
 from paceline.config import ServeConfig
 from paceline.errors import ConfigError, NodeUnavailable
-from paceline.rpc.identity import Identity, Secret
+from paceline.rpc.identity import Secret
 from paceline.v1 import node_pb2, node_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 SEEN_TIMEOUT_S = 10.0  # for a decode node of the deployment
 SEEN_POLL_S = 0.1
 FOLLOW_S = 2.0
-RPC_TIMEOUT_S = 5.0
+RPC_TIMEOUT_S = 2.0  # for a node to answer that it is there
 
 
 class JoinedRouter:
@@ -65,7 +65,7 @@ class JoinedRouter:
         await front.watch(Registry(self._url, self.config.lease_ttl_s, own.deployment))
         front.directory.show_only(told.kinds)
         with self._parts.waiting_for("a decode node"):
-            await self._meet(await self._decode_node(), front.identity)
+            await self._meet_nodes()
         await front.open(told.served)
         following = asyncio.create_task(self.follow(), name="follow-deployment")
         self._parts.at_end("following the deployment", following.cancel)
@@ -87,19 +87,23 @@ class JoinedRouter:
         )
         self.ended.set()
 
-    async def _decode_node(self) -> NodeRecord:
-        end = time.monotonic() + SEEN_TIMEOUT_S
-        while True:
+    async def _meet_nodes(self) -> None:
+        """Until a decode node answers, whichever, so that a router whom nodes refuse does not open. Others may be gone
+        or stopped. Raises ConfigError when one refuses, NodeUnavailable when none answers in time."""
+        end, last = time.monotonic() + SEEN_TIMEOUT_S, "none was seen"
+        while time.monotonic() < end:
             await self.front.directory.refresh()
             found = [node for node in self.front.directory.nodes() if node.role == "decode"]
-            if found:
-                return found[0]
-            if time.monotonic() >= end:
-                raise NodeUnavailable(f"no decode node of the deployment was seen within {SEEN_TIMEOUT_S:g} s")
+            said = await asyncio.gather(*(self._meet(node) for node in found))
+            if "" in said:
+                return
+            last = "; ".join(said) or last
             await asyncio.sleep(SEEN_POLL_S)
+        raise NodeUnavailable(f"no decode node of the deployment answered within {SEEN_TIMEOUT_S:g} s: {last}")
 
-    async def _meet(self, node: NodeRecord, identity: Identity) -> None:
-        """Ask a node, so that a router whom nodes refuse does not open."""
+    async def _meet(self, node: NodeRecord) -> str:
+        """Ask a node. Returns why it did not answer; empty when it did. Raises ConfigError when it refuses."""
+        identity = self.front.identity
         async with identity.channel(node.address, "decode") as channel:
             stub = node_pb2_grpc.DecodeNodeStub(channel)
             try:
@@ -108,7 +112,8 @@ class JoinedRouter:
                 if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
                     refused = f"{node.id} refuses this router: {error.details()}"
                     raise ConfigError("secret_file", f"{refused}; it must be the deployment's") from None
-                raise NodeUnavailable(f"{node.id} at {node.address} does not answer: {error.details()}") from None
+                return f"{node.id} at {node.address}: {error.details()}"
+        return ""
 
     async def stop(self, grace_s: float) -> None:
         """End everything, newest first. Idempotent. grace_s: what runs may go on for so long."""

@@ -21,6 +21,7 @@ from cluster.state.published import Served
 from cluster.state.registry import NodeDirectory
 from cluster.state.registry_types import Registry
 from paceline.config import ServeConfig
+from paceline.results import TextSource
 from paceline.rpc.grants import Grants
 from paceline.rpc.identity import Identity, Secret
 from paceline.rpc.tls import TlsFolder
@@ -76,7 +77,7 @@ class ServingRouter:
 
         self.served = served
         raise_open_files()
-        metrics = self._metrics()
+        metrics = self.metrics = self._metrics()
         access = open_access(self.config, self.registry, metrics)
         if access is not None:
             access.start()
@@ -121,13 +122,17 @@ class ServingRouter:
             served.max_model_len,
             served.vocab_size,
             metrics=metrics,
-            bit_exact=served.bit_exact,
+            source=self._source(),
             journal=journal,
             prefixes=watcher.index,
             grammars=grammars,
             calls=NodeCalls(identity=self.identity, grants=self.grants),
             quotas=access.quotas if access is not None else None,
         )
+
+    def _source(self) -> TextSource:
+        served, digests = self.served, (node.fingerprint_digest for node in self.directory.nodes())
+        return TextSource(served.bit_exact, system_fingerprint(self.config, digests), served.weights, served.kernels)
 
     async def _serve(self, metrics: Metrics, access: Access | None) -> None:
         from cluster.frontdoor.http import HttpOptions, create_app, serve_http
@@ -136,12 +141,11 @@ class ServingRouter:
         config, parts = self.config, self._parts
         self.access = access
         host, port = split_address(config.http)
-        fingerprint = system_fingerprint(config, (node.fingerprint_digest for node in self.directory.nodes()))
         tls = self.public_tls
         if tls is None and self.identity.tls is not None:
             log.warning("%s has no server.pem: clients are served without TLS", self.identity.tls.path)
         options = HttpOptions(
-            config.cors_origins, fingerprint, config.acceptance == "sample", access, config.open_metrics
+            config.cors_origins, self._source().fingerprint, config.acceptance == "sample", access, config.open_metrics
         )
         http = await serve_http(create_app(self.router, metrics, options), host, port, tls)
         parts.at_end("http", lambda: http.stop(parts.grace_s))

@@ -201,6 +201,7 @@ class LinkHost:
             link_id=link.link_id,
             on_link_lost=lambda reason: self._lost(link, reason),
             device=device,
+            pool_device=context.device,
             checksums=config.handoff_checksum,
         )
         try:

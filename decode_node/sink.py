@@ -1,7 +1,8 @@
 """Where hand-offs land on a decode node. Runs on the links' receiver threads, beside the engine.
 
 Rows are written straight into reserved pages: until the hand-off is ready, nobody else reads or writes them, and the
-engine gives them back only after ``failed`` or ``ready`` was told.
+engine gives them back only after ``failed`` or ``ready`` was told. On a GPU the receiver's thread writes on a stream of
+its own: behind what the engine had queued when it reserved the pages, and done before either is told.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from kv_transfer.handoff.block import HIDDEN, RowBlock
 from kv_transfer.handoff.state import Handoff
 from kv_transfer.layout.reshard import Side, reshard
 from kv_transfer.layout.rows import RowTarget
+from kv_transfer.transports.side_stream import finish_queued, go_on_after, read_by_the_model
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import HandoffFailed
 from paceline.spec_decode.sequence import DraftState
@@ -59,6 +61,7 @@ class ReservedPages:
             rows = data.view(len(tokens), -1).to(self._runner.kv.device, copy=True)
             stream.landing.hidden.write(tokens.start, rows)
             return
+        go_on_after(stream.landing.free, self._runner.kv.device)
         page_size = self._runner.page_size
         self._runner.allocator.check(*stream.landing.pages[tokens.start // page_size : -(-tokens.stop // page_size)])
         self._target.scatter(block.layers, stream.landing.slots[tokens.start : tokens.stop], data)
@@ -68,10 +71,14 @@ class ReservedPages:
         if not 0 <= state.first_token_id < self._runner.vocab_size:
             raise HandoffFailed(f"first token {state.first_token_id} is outside the vocabulary")
         finish_reason_from_proto(state.finish_reason)  # PacelineError for one that is not known here
-        self._on_ready(ticket, state, draft_state(state, hidden.to(self._runner.kv.device), self._runner.vocab_size))
+        device = self._runner.kv.device
+        draft = draft_state(state, read_by_the_model(hidden.to(device)), self._runner.vocab_size)
+        finish_queued(device)
+        self._on_ready(ticket, state, draft)
 
     def failed(self, ticket: str, reason: str) -> None:
         """No row of this ticket will be written any more."""
+        finish_queued(self._runner.kv.device)
         self._on_failed(ticket, reason)
 
 

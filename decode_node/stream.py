@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kv_transfer.handoff.state import Handoff
+from kv_transfer.transports.side_stream import read_by_the_model
 from paceline.errors import PacelineError
 from paceline.grammar.compile import CompiledGrammar
 from paceline.kvcache.allocator import PageRef
@@ -84,7 +85,8 @@ class HiddenRows:
     def write(self, first_token: int, rows: torch.Tensor) -> None:
         """Keep ``rows`` [n, row_width] of tokens first_token... on."""
         if self._rows is None:
-            self._rows = torch.empty(self._count, rows.shape[1], dtype=rows.dtype, device=rows.device)
+            kept = torch.empty(self._count, rows.shape[1], dtype=rows.dtype, device=rows.device)
+            self._rows = read_by_the_model(kept)
         start = first_token - self._first
         self._rows[start : start + rows.shape[0]] = rows
 
@@ -107,6 +109,7 @@ class Landing:
     pages: tuple[PageRef, ...]  # of the sequence, by position
     slots: torch.Tensor  # int32 [num_prefill], CPU
     hidden: HiddenRows
+    free: torch.cuda.Event | None = None  # on a GPU: after it nothing that was queued before uses the pages
 
 
 @dataclass(eq=False)

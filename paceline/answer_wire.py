@@ -47,6 +47,7 @@ def completion_message(completion: Completion) -> inference_pb2.Completion:
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             cached_tokens=usage.cached_tokens,
+            reasoning_tokens=usage.reasoning_tokens,
         ),
         speculation=inference_pb2.SpeculationStats(
             rounds=spec.rounds,
@@ -108,6 +109,9 @@ def model_info_response(info: ModelInfo) -> inference_pb2.ModelInfoResponse:
         drafters=info.drafters,
         tree=info.tree,
         acceptance=info.acceptance,
+        system_fingerprint=info.system_fingerprint,
+        weights=info.weights,
+        kernels=info.kernels,
         nodes=[
             inference_pb2.NodeInfo(
                 id=node.id,

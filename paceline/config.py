@@ -62,8 +62,8 @@ class EngineConfig(Frozen):
     """What a node's engine is made of; the same on every node of a deployment."""
 
     model: Annotated[str, Group("Model")] = "smollm2-135m-instruct"
-    """Model to serve: a name that `paceline pull` knows, a folder with safetensors and config.json, or a hub id,
-    `owner/name@COMMIT` where it is not to change."""
+    """Model to serve: a name that `paceline pull` knows, a folder with safetensors and config.json, a GGUF file, or a
+    hub id, `owner/name@COMMIT` where it is not to change."""
 
     dtype: DtypeName = "bf16"
     """Number format of weights, activations and KV cache. `fp32` takes twice the memory."""
@@ -335,7 +335,7 @@ class ServeConfig(EngineConfig):
     """Shows the metrics that have an equal in vLLM under vLLM's names too, for dashboards that are there."""
 
     admin: str = ""
-    """HOST:PORT of the operators' gRPC, for `paceline role`. With `tls_dir` it takes `admin` certificates, with
+    """HOST:PORT of the operators' gRPC, for `paceline nodes`. With `tls_dir` it takes `admin` certificates, with
     `api_keys` an operator's key, and without either everybody. Empty does not serve it."""
 
     tls_dir: Annotated[str, Group("Security")] = ""

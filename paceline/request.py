@@ -89,6 +89,8 @@ class SamplingParams:
     n: int = 1
     grammar: Grammar | None = None
     prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool = False  # this and the next one are the router's business, as ``stop`` is
+    skip_special_tokens: bool = True
 
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidRequest naming the first field that is out of range."""

@@ -18,6 +18,7 @@ class Usage:
     prompt_tokens: int = 0  # tokens of the prompt
     completion_tokens: int = 0  # tokens that were generated
     cached_tokens: int = 0  # tokens of the prompt that were found in a prefix cache
+    reasoning_tokens: int = 0  # of the generated ones: those of the reasoning, its markers counted
 
 
 @dataclass(frozen=True)
@@ -276,6 +277,16 @@ class NodeInfo:
 
 
 @dataclass(frozen=True)
+class TextSource:
+    """What the text depends on besides the request."""
+
+    bit_exact: bool = False  # whether the start-up probe found the kernels bit-exact across batch, chunk and tree
+    fingerprint: str = ""  # names all of it: model, weights, number format, kernels, acceptance rule
+    weights: str = ""  # digest of the model's weights
+    kernels: str = ""  # kernel set and instruction set
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     """What is served and how."""
 
@@ -290,6 +301,9 @@ class ModelInfo:
     drafters: tuple[str, ...] = ()  # what a request may name as its drafter
     tree: str = "chain"  # shape of its drafts: chain, static or dynamic
     acceptance: str = "sample"  # every rule but typical is lossless
+    system_fingerprint: str = ""  # names all that the text depends on besides the request
+    weights: str = ""  # digest of the model's weights; empty: the nodes did not tell
+    kernels: str = ""  # kernel set and instruction set: bits depend on it
 
 
 @dataclass(frozen=True)

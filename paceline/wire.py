@@ -51,6 +51,7 @@ _OPTIONAL = (
     "min_tokens",
     "top_logprobs",
     "prompt_logprobs",
+    "skip_special_tokens",
     "n",
 )
 
@@ -112,6 +113,7 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        include_stop_str_in_output=message.include_stop_str_in_output,
         grammar=grammar_from_proto(message.grammar) if message.HasField("grammar") else None,
     )
 
@@ -125,6 +127,7 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
         stop=params.stop,
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
+        include_stop_str_in_output=params.include_stop_str_in_output,
         grammar=grammar_to_proto(params.grammar),
     )
 

@@ -128,7 +128,8 @@ class RowFeeder:
     def _send_hidden(self, ticket: str, chunk: RowBlock, rows: torch.Tensor, mark: torch.cuda.Event | None) -> None:
         if ticket not in self._given_up:
             with self._side.after(mark):
-                self._sender.chunk(ticket, chunk, rows.to(self._device, self._source.dtype).reshape(-1))
+                data = self._side.reads(rows).to(self._device, self._source.dtype)
+                self._sender.chunk(ticket, chunk, data.reshape(-1))
 
     def _send_rows(self, ticket: str, chunk: RowBlock, slots: torch.Tensor, mark: torch.cuda.Event | None) -> None:
         if ticket in self._given_up:

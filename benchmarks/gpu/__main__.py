@@ -25,6 +25,7 @@ from benchmarks.gpu.rows import Row, fit, rows, select
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.speculation.synthetic import RATES, Rates
 from paceline.assembly.build import DTYPES
+from paceline.attention.flashinfer_kernels import load_flashinfer
 from paceline.errors import ConfigError
 from paceline.layers.build import set_threads
 
@@ -88,6 +89,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", choices=sorted(SHAPES), default="llama-8b", help="shape of the random target")
     parser.add_argument("--smollm2", default="", help="folder of SmolLM2-135M-Instruct, for its rows")
     parser.add_argument("--rates", default="tau3", help=f"{', '.join(RATES)}, or rates separated by commas")
+    parser.add_argument(
+        "--attention",
+        choices=("flashinfer", "torch"),
+        default="flashinfer",
+        help="on a GPU; without FlashInfer nothing is measured unless torch is asked for",
+    )
     parser.add_argument("--no-transformers", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None, help=f"JSON to write; default {RESULTS}/gpu-DEVICE.json")
@@ -115,10 +122,12 @@ def run(arguments: Sequence[str] | None = None, console: Console | None = None) 
     device = torch.device(given.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", "cuda needs a CUDA build of torch and a GPU; --device cpu goes with --target tiny")
+    if device.type == "cuda" and given.attention == "flashinfer":
+        load_flashinfer()  # figures of the reference would say nothing
     set_threads(torch.get_num_threads())
     options = Options(
         given.device, given.dtype, given.target, given.smollm2, given.seed, parse_rates(given.rates),
-        not given.no_transformers,
+        not given.no_transformers, given.attention if device.type == "cuda" else "auto",
     )  # fmt: skip
     host = Host.read(device)
     out = given.out or RESULTS / f"gpu-{host.device.lower().replace(' ', '-')}.json"

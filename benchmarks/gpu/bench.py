@@ -46,6 +46,7 @@ class Options:
     seed: int
     rates: Rates
     transformers: bool = True
+    attention: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ class Bench:
                 "model": shape,
                 "dtype": self.options.dtype,
                 "device": self.options.device,
+                "attention": self.options.attention,
                 "drafter": drafter,
                 "drafter_path": str(self.head_folder(shape)) if drafter == "eagle3" else "",
                 "num_draft_tokens": num_draft_tokens,

@@ -87,7 +87,7 @@ async def measure(model: str) -> list[Row]:
     deployment = Deployment(config)
     await deployment.start()
     try:
-        addresses = {slot.role: slot.address for slot in deployment.supervisor.slots}
+        addresses = {slot.role: slot.address for slot in deployment.nodes.supervisor.slots}
         async with (
             deployment.front.identity.channel(addresses["prefill"], "prefill") as prefill,
             deployment.front.identity.channel(addresses["decode"], "decode") as decode,

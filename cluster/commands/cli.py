@@ -22,11 +22,13 @@ from cluster.commands.console import errors
 from cluster.commands.fetch import fetch_model
 from cluster.commands.generate import generate
 from cluster.commands.keys import app as keys
+from cluster.commands.nodes import app as nodes
 from cluster.commands.options import ServeHelp, load_config, serve_parameters
 from cluster.commands.quantize import quantize
 from cluster.commands.role import role
 from cluster.commands.trace import trace
 from cluster.commands.train import make_corpus, train_drafter
+from cluster.commands.verify import verify
 from cluster.option_sets import ROUTER_OPTIONS
 from paceline.config import ServeConfig
 from paceline.errors import ConfigError, NodeUnavailable, PacelineError
@@ -48,8 +50,10 @@ app.command("quantize")(quantize)
 app.command("trace")(trace)
 app.command("role")(role)
 app.command("generate")(generate)
+app.command("verify")(verify)
 app.add_typer(certs, name="certs")
 app.add_typer(keys, name="keys")
+app.add_typer(nodes, name="nodes")
 
 
 JOIN = inspect.Parameter(

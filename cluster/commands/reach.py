@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    import grpc
 
 UseTls = Annotated[bool, typer.Option("--tls", help="Connect with TLS, and check the router with the system's roots.")]
 TlsCa = Annotated[Path | None, typer.Option(help="Connect with TLS, and check the router with the CA in this file.")]
@@ -15,6 +18,23 @@ ApiKeyFile = Annotated[
     Path | None,
     typer.Option(help="File with the API key, where the deployment has keys. Without it PACELINE_API_KEY counts."),
 ]
+
+Admin = Annotated[str, typer.Option(help="HOST:PORT that the deployment was given as --admin.")]
+AdminTls = Annotated[
+    Path | None, typer.Option(help="Folder with ca.pem, admin.pem and admin.key, where the deployment has one.")
+]
+
+
+def admin_channel(admin: str, tls_dir: Path | None) -> grpc.Channel:
+    """To the operators' gRPC. Raises ConfigError."""
+    import grpc
+
+    from paceline.rpc.tls import TlsFolder, role_name
+
+    if tls_dir is None:
+        return grpc.insecure_channel(admin)
+    named = [("grpc.ssl_target_name_override", role_name("router"))]
+    return grpc.secure_channel(admin, TlsFolder(tls_dir).channel_credentials("admin"), options=named)
 
 
 def key_in(file: Path | None) -> str | None:

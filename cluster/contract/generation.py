@@ -64,6 +64,7 @@ class Chat:
     continue_final_message: bool = False  # the last turn is the beginning of the answer
     template_values: str = ""  # more values for the template, a JSON object as text; empty: none
     no_generation_prompt: bool = False  # the prompt does not begin the assistant's turn
+    reasoning_effort: str = ""  # how much the model is to think, as its template says it; empty: as usual
 
 
 Prompt = str | tuple[int, ...] | Chat
@@ -98,7 +99,8 @@ class GenerationRequest:
     DEFAULT_MAX_TOKENS. An empty ``model`` is the one served, an empty ``request_id`` is made. ``generation_id`` names a
     stream that other routers may go on with, which ``resume`` asks for. ``priority``: the higher one of a tenant's
     waiting requests goes first. ``answer_format``: how the answer to token ids is read; of a chat the router makes it.
-    ``cache_salt``: scope of the prefix cache; empty is the tenant.
+    ``cache_salt``: scope of the prefix cache; empty is the tenant. ``truncate_prompt_tokens``: tokens to keep of a
+    longer prompt, -1 for as many as fit; ``truncation_side`` left keeps the last ones.
     """
 
     prompt: Prompt
@@ -113,6 +115,8 @@ class GenerationRequest:
     priority: int = 0
     answer_format: AnswerFormat | None = None
     cache_salt: str = ""
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str = ""
 
 
 def check_count(where: str, count: int, most: int) -> None:

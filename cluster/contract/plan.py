@@ -36,10 +36,12 @@ from cluster.contract.tools import (
 from paceline.errors import InvalidRequest, PacelineError, quoted
 from paceline.grammar.compile import GrammarCompiler
 from paceline.parsing.answer import AnswerFormat
-from paceline.request import DraftLimits, SamplingParams, SequenceRequest, SpeculationParams, derive_seed
+from paceline.request import INT32_MAX, DraftLimits, SamplingParams, SequenceRequest, SpeculationParams, derive_seed
 
 DEFAULT_MAX_TOKENS = 1024  # when the request names none and the context leaves as much
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's code of a prompt that is too long
+TRUNCATION_SIDES = ("left", "right")
+KEEP_WHAT_FITS = -1  # of a prompt that is too long
 SEED_BITS = 53  # a drawn seed survives readers that keep numbers as doubles
 THREAD_ABOVE_CHARS = 20_000  # longer texts are tokenized off the event loop
 CHARS_PER_TURN = 40  # what a template adds to each message, about
@@ -125,7 +127,7 @@ async def make_plan(
     Overloaded where it cannot in time.
     """
     _check_names(request, served)
-    prompt = await tokenize(request.prompt, tokenizer, served.style)
+    prompt = truncated(await tokenize(request.prompt, tokenizer, served.style), request, served.max_model_len)
     check_prompt(prompt, request.prompt, served.max_model_len, served.vocab_size)
     _check_speculation(request.speculation, served)
     request, form = _with_answer(request, prompt, served.style, tokenizer)
@@ -156,6 +158,20 @@ async def make_plan(
         answer_format=form,
     )
     return Plan(request_id, admitted, params.stop, sequences)
+
+
+def truncated(prompt: tuple[int, ...], request: GenerationRequest, max_model_len: int) -> tuple[int, ...]:
+    """The part of a prompt that the request wants to keep. Raises InvalidRequest."""
+    most, side = request.truncate_prompt_tokens, request.truncation_side or "left"
+    if side not in TRUNCATION_SIDES:
+        raise InvalidRequest("truncation_side", f"must be {' or '.join(TRUNCATION_SIDES)}, got {quoted(side)}")
+    if most is None:
+        return prompt
+    if not (most == KEEP_WHAT_FITS or 1 <= most <= INT32_MAX):
+        raise InvalidRequest("truncate_prompt_tokens", f"must be -1 or at least 1, got {most}")
+    if most == KEEP_WHAT_FITS:
+        most = max(1, max_model_len - max(1, request.max_tokens or 1))
+    return prompt[-most:] if side == "left" else prompt[:most]
 
 
 def _with_answer(

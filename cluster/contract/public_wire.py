@@ -58,6 +58,8 @@ def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequ
         resume=_resume(message.resume) if message.HasField("resume") else None,
         priority=message.priority,
         answer_format=answer_format(message.answer_format) if message.HasField("answer_format") else None,
+        truncate_prompt_tokens=message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None,
+        truncation_side=message.truncation_side,
     )
 
 
@@ -162,6 +164,7 @@ def _chat(message: inference_pb2.Chat) -> Chat:
         message.continue_final_message,
         message.template_values,
         message.no_generation_prompt,
+        message.reasoning_effort,
     )
 
 

@@ -20,6 +20,7 @@ from cluster.contract.generation import (
     Tool,
     ToolChoice,
     check_count,
+    check_name,
     check_unicode,
 )
 from paceline.config import ServeConfig
@@ -40,6 +41,7 @@ MAX_VALUES_CHARS = 16 * 1024  # of the values for the template
 MAX_ARGUMENTS_CHARS = 1024 * 1024  # of a call in a message
 TAIL_TOKENS = 32  # of a prompt, which tell whether it ends within the reasoning
 AUTO, NONE = "auto", "none"
+EFFORT, USUAL_EFFORT = "reasoning_effort", "medium"  # the latter means the same as leaving it out
 RESERVED_VALUES = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 
 
@@ -60,6 +62,7 @@ class AnswerStyle:
     tool_calls: str = ""  # a name of TOOL_FORMATS; empty: no calls are read, and tools are refused
     reasoning: str = ""  # a name of REASONING_FORMATS; empty: none
     native_tools: bool = False  # the chat template is given the tools; else they are told in text
+    takes_effort: bool = False  # the chat template asks for reasoning_effort
 
 
 NO_STYLE = AnswerStyle()  # neither calls nor reasoning are read
@@ -75,7 +78,8 @@ def answer_style(config: ServeConfig, template: Template | None) -> AnswerStyle:
         detected = detect_tool_calls(source) if knows else ""
         knows, calls = bool(detected), detected or "hermes"
     reasoning = detect_reasoning(source) if config.reasoning_parser == AUTO else config.reasoning_parser
-    return AnswerStyle("" if calls == NONE else calls, "" if reasoning == NONE else reasoning, knows)
+    effort = EFFORT in source
+    return AnswerStyle("" if calls == NONE else calls, "" if reasoning == NONE else reasoning, knows, effort)
 
 
 # -- what is checked -----------------------------------------------------------------------------------------------
@@ -201,6 +205,8 @@ def template_options(chat: Chat, style: AnswerStyle) -> dict[str, Any]:
             if name in values:
                 raise InvalidRequest(f"template_values.{name}", "has a field of its own")
         options["values"] = values
+    if chat.reasoning_effort:
+        options["values"] = _with_effort(chat.reasoning_effort, options.get("values", {}), style)
     if chat.continue_final_message:
         if chat.messages[-1].role != "assistant" or chat.messages[-1].tool_calls:
             raise InvalidRequest("continue_final_message", "needs a last message of the assistant, without calls")
@@ -208,6 +214,18 @@ def template_options(chat: Chat, style: AnswerStyle) -> dict[str, Any]:
     if chat.no_generation_prompt:
         options["add_generation_prompt"] = False
     return options
+
+
+def _with_effort(effort: str, values: Mapping[str, Any], style: AnswerStyle) -> dict[str, Any]:
+    """Values for the template, with how much the model is to think."""
+    check_name(EFFORT, effort)
+    if values.get(EFFORT, effort) != effort:
+        raise InvalidRequest(EFFORT, f"differs from template_values.{EFFORT}; give one of them")
+    if style.takes_effort:
+        return {**values, EFFORT: effort}
+    if effort == USUAL_EFFORT or (effort == NONE and not style.reasoning):
+        return dict(values)
+    raise InvalidRequest(EFFORT, "is not supported: this model's chat template does not take it")
 
 
 def _template_tool(tool: Tool) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import logging
 import resource
 from collections.abc import Collection, Iterator
 from http import HTTPStatus
+from typing import Any
 
 import h11
 import uvicorn
@@ -33,8 +34,23 @@ RESERVED_FILES = 512  # open files that are not for connections: nodes, Redis, m
 KEEP_ALIVE_S = 60
 HEAD_TIMEOUT_S = 60.0  # for the head of a request, from its first byte or from the connection's beginning
 READ_BYTES = 32 * 1024
+MAX_HEAD_BYTES = 16 * 1024
 REST_TIMEOUT_S = 10.0  # for the rest of a body whose request is answered; it is thrown away
 RETRY_AFTER_S = 1
+
+
+class _OneLength(h11.Connection):
+    """Refuses a request that says its length twice. h11 reads its chunks; a gateway before it that believes
+    ``content-length`` would take what follows for the body, and let a request through that it has not seen."""
+
+    def next_event(self) -> Any:
+        """See h11.Connection."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            names = {name for name, _ in event.headers}
+            if b"transfer-encoding" in names and b"content-length" in names:
+                raise h11.RemoteProtocolError("both transfer-encoding and content-length")
+        return event
 
 
 class _Connection(H11Protocol):  # type: ignore[misc, unused-ignore]
@@ -46,6 +62,7 @@ class _Connection(H11Protocol):  # type: ignore[misc, unused-ignore]
     def connection_made(self, transport: asyncio.Transport) -> None:
         """See asyncio.Protocol."""
         super().connection_made(transport)
+        self.conn = _OneLength(h11.SERVER, MAX_HEAD_BYTES)
         if hasattr(transport, "max_size"):  # asyncio's own, which reads 256 KiB of each ready connection at once
             transport.max_size = READ_BYTES
         self._await_head()

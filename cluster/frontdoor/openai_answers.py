@@ -38,6 +38,14 @@ class PromptDetails(TypedDict):
 
 
 @described
+class CompletionDetails(TypedDict):
+    """What the generated tokens were."""
+
+    reasoning_tokens: int
+    """Tokens of the reasoning, its markers counted."""
+
+
+@described
 class Usage(TypedDict):
     """Tokens of all choices; each prompt counts once."""
 
@@ -49,6 +57,8 @@ class Usage(TypedDict):
     """Tokens of the prompt and of all choices."""
     prompt_tokens_details: PromptDetails
     """How many of the prompt's tokens were cached."""
+    completion_tokens_details: CompletionDetails
+    """How many of the generated tokens were reasoning. What was drafted and accepted stands in `paceline`."""
 
 
 @described

@@ -48,9 +48,8 @@ class IgnoredFields(JsonObject):
     disagg_prefill_dp_rank: Ignored = None
     extra_key: Ignored = None
     ngram_corpus_id: Ignored = None
-    # About what is not there: other decoders of text, truncated prompts, images.
+    # About what is not there: other decoders of text, images.
     spaces_between_special_tokens: Ignored = None
-    truncation_side: Ignored = None
     routed_experts_prompt_start: Ignored = None
     routed_experts_start_len: Ignored = None
     return_mm_kwargs: Ignored = None
@@ -78,7 +77,6 @@ class RefusedFields(JsonObject):
     repetition_detection: Unsupported = None
     thinking_token_budget: Annotated[Any, Neutral(-1)] = None
     # Other prompts and models.
-    truncate_prompt_tokens: Unsupported = None
     session_params: Unsupported = None
     prompt_embeds: Unsupported = None
     lora_path: Unsupported = None
@@ -87,9 +85,6 @@ class RefusedFields(JsonObject):
     structural_tag: Unsupported = None
     guided_whitespace_pattern: Unsupported = None
     # More, or less, in the text and in the answer.
-    include_stop_str_in_output: OnlyFalse = None
-    no_stop_trim: OnlyFalse = None
-    skip_special_tokens: OnlyTrue = None
     detokenize: OnlyTrue = None
     logprob_token_ids: Unsupported = None
     return_hidden_states: OnlyFalse = None
@@ -103,7 +98,6 @@ class RefusedChatFields(RefusedFields):
 
     audio: Unsupported = None
     modalities: Annotated[Any, Neutral(["text"])] = None
-    reasoning_effort: Unsupported = None
     verbosity: Annotated[Any, Neutral("medium")] = None
     web_search_options: Unsupported = None
     add_special_tokens: OnlyFalse = None  # the template has them

@@ -30,7 +30,7 @@ COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default there; that of chats is DEFAULT_
 # Fields that mean the same in SamplingParams.
 _SAMPLING = {
     *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("seed", "min_tokens", "ignore_eos", "n"),
+    *("seed", "min_tokens", "ignore_eos", "n", "skip_special_tokens"),
 }
 
 
@@ -130,6 +130,8 @@ def _parse(
         tenant=tenant,
         cache_salt=salt,
         priority=asked.priority or 0,
+        truncate_prompt_tokens=asked.truncate_prompt_tokens,
+        truncation_side=asked.truncation_side or "",
     )
     return ApiRequest(
         generation,
@@ -153,6 +155,7 @@ def _sampling(asked: GenerationBody, top_logprobs: int | None) -> SamplingParams
         stop_token_ids=tuple(asked.stop_token_ids or ()),
         logit_bias={int(token_id): bias for token_id, bias in (asked.logit_bias or {}).items()},
         top_logprobs=top_logprobs,
+        include_stop_str_in_output=bool(asked.include_stop_str_in_output or asked.no_stop_trim),
     )
 
 
@@ -187,6 +190,7 @@ def _chat(asked: ChatRequest) -> Chat:
         continue_final_message=goes_on,
         template_values=json.dumps(values) if values else "",
         no_generation_prompt=asked.add_generation_prompt is False,
+        reasoning_effort=asked.reasoning_effort or "",
     )
 
 

@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from cluster.contract.generation import MAX_MESSAGES, MAX_NAME_CHARS, MAX_PRIORITY, MAX_STOP_TOKEN_IDS
+from cluster.contract.plan import KEEP_WHAT_FITS
 from cluster.frontdoor.json_models import INT64_MIN, UINT64_MAX, Ignored, JsonObject, Neutral, Text, at_most
 from cluster.frontdoor.openai_fields import (
     IgnoredFields,
@@ -229,6 +230,17 @@ class GenerationBody(IgnoredFields, FormatFields):
     """Go on after the model's end-of-sequence token. The default is false."""
     stop_token_ids: Annotated[list[TokenId], _list(MAX_STOP_TOKEN_IDS)] | None = None
     """Token ids that end the answer, besides the model's own end-of-sequence tokens."""
+    include_stop_str_in_output: bool | None = None
+    """The stop text, or the stop token's text, that ended the answer is part of it. The default is false."""
+    no_stop_trim: bool | None = None
+    """Another name of include_stop_str_in_output."""
+    skip_special_tokens: bool | None = None
+    """Special tokens add nothing to the text. The default is true."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=KEEP_WHAT_FITS, le=INT32_MAX)] | None = None
+    """Keep so many tokens of a longer prompt; -1 keeps what the context holds beside max_tokens. Without it a prompt
+    that is too long is refused."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where such a prompt is cut: left, the default, keeps its last tokens, and right its first."""
     speculation: Speculation | None = None
     """How tokens are drafted for this request."""
     cache_salt: Annotated[Text, Field(max_length=MAX_NAME_CHARS)] | None = None
@@ -275,6 +287,9 @@ class ChatRequest(RefusedChatFields, GenerationBody):
     one or more. An object names the one that it calls."""
     parallel_tool_calls: bool | None = None
     """Whether an answer may have several calls. The default is true."""
+    reasoning_effort: Annotated[Text, Field(max_length=MAX_NAME_CHARS)] | None = None
+    """How much the model is to think, for chat templates that take it. Others refuse every value but medium, and none
+    where the model does not think."""
     chat_template_kwargs: dict[str, Any] | None = None
     """More values for the chat template, e.g. `enable_thinking`."""
     add_generation_prompt: bool | None = None

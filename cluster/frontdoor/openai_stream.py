@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from cluster.contract.plan import Plan
 from cluster.frontdoor import openai_tools
-from cluster.frontdoor.openai_answers import PromptDetails, Usage
+from cluster.frontdoor.openai_answers import CompletionDetails, PromptDetails, Usage
 from cluster.frontdoor.openai_logprobs import Placed, Placing, chat_logprobs, completions_logprobs
 from cluster.frontdoor.openai_parse import ApiRequest
 from cluster.frontdoor.openai_prompts import echoed_logprobs, joined, prompt_logprobs, text_offsets
@@ -25,6 +25,7 @@ from paceline.errors import PacelineError
 from paceline.request import TokenLogprobs
 from paceline.results import Chunk, Completion, ToolCallPart
 from paceline.results import joined as whole_calls
+from paceline.text.markers import showing_specials
 
 
 class Decoder(Protocol):
@@ -100,7 +101,9 @@ class Answer:
         for choice in self._choices[number * self._n : (number + 1) * self._n]:
             choice.characters = start
             if self._request.generation.sampling.top_logprobs is not None:
-                choice.placing = Placing(self._tokenizer, self._prompt_ids[number], start)
+                skips = self._request.generation.sampling.skip_special_tokens
+                tokenizer = self._tokenizer if skips else showing_specials(self._tokenizer)
+                choice.placing = Placing(tokenizer, self._prompt_ids[number], start)
 
     # -- complete ----------------------------------------------------------------------------------------------
 
@@ -292,6 +295,9 @@ class Answer:
             completion_tokens=completion,
             total_tokens=prompt + completion,
             prompt_tokens_details=PromptDetails(cached_tokens=sum(usage.cached_tokens for usage in firsts)),
+            completion_tokens_details=CompletionDetails(
+                reasoning_tokens=sum(usage.reasoning_tokens for usage in usages)
+            ),
         )
 
     def _details(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Protocol
 
 from cluster.contract.generation import GenerationRequest, Prompt
-from cluster.contract.plan import Plan, check_prompt
+from cluster.contract.plan import Plan, check_prompt, truncated
 from cluster.frontdoor.openai_parse import ApiRequest
 from paceline.errors import InvalidRequest, PacelineError
 from paceline.results import Chunk, ModelInfo, Tokenization
@@ -93,13 +93,14 @@ def _check_values(request: ApiRequest, num_tokens: int) -> None:
 
 
 async def _read(router: Asked, generation: GenerationRequest, echo: bool) -> AskedPrompt:
-    token_ids = (await router.tokenize(generation.prompt)).token_ids
     info = router.model_info()
+    whole = (await router.tokenize(generation.prompt)).token_ids
+    token_ids = truncated(whole, generation, info.max_model_len)
     check_prompt(token_ids, generation.prompt, info.max_model_len, info.vocab_size)
     if not isinstance(generation.prompt, str | tuple):  # a chat is more than its tokens
         return AskedPrompt(generation, token_ids)
     text = generation.prompt
-    if echo and not isinstance(text, str):
+    if echo and (not isinstance(text, str) or token_ids != whole):
         text = router.tokenizer.decode(token_ids)
     return AskedPrompt(replace(generation, prompt=token_ids), token_ids, text if isinstance(text, str) else "")
 

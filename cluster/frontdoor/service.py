@@ -27,6 +27,8 @@ from paceline.rpc.tls import TlsFolder
 from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2
 from paceline.wire import trace_to_proto
 
+MIN_PING_INTERVAL_MS = 250  # clients of several routers ask twice a second whether this one is there
+MAX_PING_STRIKES = 100  # too early ones in a row: those of a second arrive together at a router that was stopped
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 HEALTHY = ("", SERVICE)  # what health is told of; empty: of the server
 MAX_REQUEST_BYTES = 4 * 1024 * 1024
@@ -158,7 +160,8 @@ async def serve_grpc(
     options = [
         ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
+        ("grpc.http2.max_ping_strikes", MAX_PING_STRIKES),
         ("grpc.so_reuseport", 0),
     ]
     gate = Gate(rules(router.config.max_inflight + router.config.max_queued + EXTRA_RPCS), access)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from importlib import import_module
+from importlib.metadata import version
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
@@ -223,6 +224,7 @@ class NodeHost:
             started_at=time.time(),
             model=self._config.model,
             fingerprint_digest=self._node.shell.fingerprint_digest(),
+            build=version("paceline"),
             log=stderr_file(),
         )
 

@@ -145,6 +145,18 @@ class RayNodes:
         handle = actor.remote(role, node_id, generation, config, self._registry, self._interface, environment)
         return RayNode(node_id, role, handle, self._identity)
 
+    def add(self, node: Wanted) -> None:
+        """One more node may be launched."""
+        self._places.add(node)
+
+    def remove(self, node_id: str) -> None:
+        """A node that has ended is launched no more."""
+        self._with_standby.discard(node_id)
+        _, standby = self._standbys.pop(node_id, (0, None))
+        if standby is not None:
+            standby.kill()
+        self._places.remove(node_id)
+
     def close(self) -> None:
         """End the standbys and give the places back."""
         while self._standbys:

@@ -15,9 +15,10 @@ from paceline.errors import NodeUnavailable
 
 log = logging.getLogger(__name__)
 
-TOGETHER_TIMEOUT_S = 20.0  # for all nodes to be placed as one group
-ALONE_TIMEOUT_S = 40.0  # after that, for the first node that the deployment cannot do without
+TOGETHER_TIMEOUT_S = 3.0  # for all nodes to be placed as one group; a missing host delays the others for so long
+ALONE_TIMEOUT_S = 57.0  # after that, for the first node that the deployment cannot do without
 THERE_TIMEOUT_S = 1.0  # to find out whether a node has its place
+HOST_SHARE = 0.001  # of the resource that names a host
 CPU_SHARE = 0.01  # nodes pin their own threads; Ray only has to place them
 
 
@@ -29,11 +30,13 @@ class Wanted:
     resource: str = ""  # Ray resource of which it takes 1; empty: it may run on any host
     standby: bool = False  # beside it a process waits that has all but the model, to be its next generation
     vital: bool = False  # one of these at least must run
+    host: str = ""  # address of the only host that it may run on; empty: any
 
     @property
     def bundle(self) -> dict[str, float]:
         """What Ray is to keep for it."""
-        return {"CPU": CPU_SHARE} | ({self.resource: 1.0} if self.resource else {})
+        there = {f"node:{self.host}": HOST_SHARE} if self.host else {}  # Ray gives every host a resource of this name
+        return {"CPU": CPU_SHARE} | ({self.resource: 1.0} if self.resource else {}) | there
 
 
 class Places:
@@ -48,9 +51,13 @@ class Places:
         # Apart where there are hosts enough, together where not. STRICT_SPREAD would refuse more nodes than hosts,
         # and would leave the nodes of a lost host unplaced for as long as no other comes.
         together = placement_group([node.bundle for node in wanted], strategy="SPREAD", name=name)
+        self._name = name
+        self._bundles = {node.node_id: node.bundle for node in wanted}
         self._groups = {node.node_id: (together, index) for index, node in enumerate(wanted)}
-        self._together = bool(together.wait(TOGETHER_TIMEOUT_S))
-        if not self._together:
+        self._together: PlacementGroup | None = together
+        self._spare: list[tuple[dict[str, float], int]] = []  # bundles of the one group whose nodes left
+        if not together.wait(TOGETHER_TIMEOUT_S):
+            self._together = None
             log.warning("%s; each is placed by itself", _unplaced(wanted, TOGETHER_TIMEOUT_S))
             remove_placement_group(together)
             self._groups = {node.node_id: (_alone(name, node), 0) for node in wanted}
@@ -63,6 +70,25 @@ class Places:
                 self.close()
                 raise NodeUnavailable(_unplaced(wanted, TOGETHER_TIMEOUT_S + ALONE_TIMEOUT_S))
 
+    def add(self, node: Wanted) -> None:
+        """Ask for a place for one more node: that of one that left, or another, which need not be there at once."""
+        self._bundles[node.node_id] = node.bundle
+        spare = next((found for found in self._spare if found[0] == node.bundle), None)
+        if spare is not None and self._together is not None:
+            self._spare.remove(spare)
+            self._groups[node.node_id] = (self._together, spare[1])
+        else:
+            self._groups[node.node_id] = (_alone(self._name, node), 0)
+
+    def remove(self, node_id: str) -> None:
+        """Give back the place of a node that has ended. One in the group of all is kept for a later node."""
+        group, index = self._groups.pop(node_id)
+        bundle = self._bundles.pop(node_id)
+        if group is self._together:
+            self._spare.append((bundle, index))
+        else:
+            remove_placement_group(group)
+
     def of(self, node_id: str) -> tuple[PlacementGroup, int]:
         """A node's placement group, and its bundle there."""
         return self._groups[node_id]
@@ -70,11 +96,13 @@ class Places:
     def there(self, node_id: str) -> bool:
         """Whether a node can be started at its place; waits for a moment. One group for all tells nothing of each
         node: Ray calls it unplaced as a whole while a host is lost."""
-        return self._together or bool(self._groups[node_id][0].wait(THERE_TIMEOUT_S))
+        group, _ = self._groups[node_id]
+        return group is self._together or bool(group.wait(THERE_TIMEOUT_S))
 
     def close(self) -> None:
         """Give all places back; what runs there ends."""
-        for group in {group.id: group for group, _ in self._groups.values()}.values():
+        groups = [group for group, _ in self._groups.values()] + ([self._together] if self._together else [])
+        for group in {group.id: group for group in groups}.values():
             remove_placement_group(group)
 
 

@@ -68,6 +68,13 @@ class Slot:
     kept: bool = False  # it has had no lease for a whole grace, but answers
     replaced_for_lease: bool = False  # it was killed for its lease, and has not started anew
     backoff_s: float = FIRST_BACKOFF_S
-    restarts: int = 0
-    last_error: str = ""
+    starts: int = 0
+    last_error: str = ""  # of its latest start
+    wish: Literal["run", "rest", "leave"] = "run"  # of the operators: rest is without a process, leave for good
+    grace_s: float = 0.0  # what its streams get when it rests or leaves
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # whoever ends or starts its process
+
+    @property
+    def restarts(self) -> int:
+        """How often it was started anew."""
+        return max(0, self.starts - 1)

@@ -10,11 +10,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cluster.nodes.slots import FIRST_BACKOFF_S, MAX_BACKOFF_S, Launch, NodeEvent, NodeHandle, NotPlaced, Slot
-from paceline.errors import InvalidRequest, NodeUnavailable
 
 log = logging.getLogger(__name__)
 
-ROLES = ("prefill", "decode")
 POLL_S = 0.05
 HEALTHY_AFTER_S = 10.0  # a life this long, as long as the longest backoff, resets it
 LEASE_GRACE_S = 2.0  # a node without its lease for so long is replaced; the router has stopped using it
@@ -29,7 +27,8 @@ class Supervisor:
     """Owns the node processes of a deployment.
 
     Life of a slot: launched (a new generation) -> started (its address known) -> died, or without its lease for
-    ``lease_grace_s`` -> killed -> after ``backoff_s`` launched again; until ``stop``.
+    ``lease_grace_s`` -> killed -> after ``backoff_s`` launched again; until ``stop``, or until operators wish it to
+    rest or to leave (``Slot.wish``, see `changes`): then it drains and ends.
 
     A node without its lease on a host that does not answer is cut off: nothing can be ended or started there. It is
     left alone until it has its lease again, which costs no reload, or is known to have died, or its host has answered
@@ -46,10 +45,10 @@ class Supervisor:
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     slots: list[Slot] = field(default_factory=list, init=False)
-    _tasks: list[asyncio.Task[None]] = field(default_factory=list, init=False)
-    _switching: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    on_left: Callable[[Slot], None] = lambda slot: None  # a node that was to leave has; blocks
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     _stopping: bool = field(default=False, init=False)
-    _superseded: bool = field(default=False, init=False)
+    superseded: bool = field(default=False, init=False)  # another process supervises
 
     def want(self, role: str, count: int) -> None:
         """Add ``count`` nodes of ``role`` to the wanted set; before ``start``."""
@@ -59,44 +58,63 @@ class Supervisor:
         """Start all wanted nodes side by side. Raises what the first failing one raised: a deployment that cannot
         start at all is a mistake to report, not to retry. A node that no host has room for is tried again while the
         others serve, as long as one of them decodes."""
-        missing = [error for error in await asyncio.gather(*(self._first_start(slot) for slot in self.slots)) if error]
+        running = [slot for slot in self.slots if slot.wish == "run"]
+        missing = [error for error in await asyncio.gather(*(self._first_start(slot) for slot in running)) if error]
         if missing and not any(slot.role == "decode" and slot.handle is not None for slot in self.slots):
             raise missing[0]
-        self._tasks = [asyncio.create_task(self._watch(slot), name=f"watch-{slot.node_id}") for slot in self.slots]
+        for slot in self.slots:
+            self.add(slot)
+
+    def add(self, slot: Slot) -> None:
+        """Look after a slot from now on; a start that fails is tried again and again."""
+        if slot not in self.slots:
+            self.slots.append(slot)
+        task = asyncio.create_task(self._watch(slot), name=f"watch-{slot.node_id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _first_start(self, slot: Slot) -> NotPlaced | None:
         try:
-            await self._start_slot(slot)
+            await self.start_slot(slot)
         except NotPlaced as error:
             await self._start_failed(slot, error)
             return error
         return None
 
-    async def _start_slot(self, slot: Slot) -> None:
+    async def start_slot(self, slot: Slot) -> None:
+        """Start the next generation of a node; whoever calls has its lock. Raises what the start raises."""
         slot.generation = await asyncio.to_thread(self.issue, slot.node_id, slot.generation)
         slot.address = await asyncio.to_thread(self._launch_and_start, slot)
         slot.started_at = slot.leased_at = self.clock()
         slot.cut_off = slot.kept = slot.replaced_for_lease = False
-        self._tell(NodeEvent("started", slot.node_id, slot.role, slot.generation, slot.address))
+        slot.last_error = ""
+        slot.starts += 1
+        self.tell(NodeEvent("started", slot.node_id, slot.role, slot.generation, slot.address))
 
     def _launch_and_start(self, slot: Slot) -> str:
         """Start a process, in a thread where a cancelled start goes on: one that comes after ``stop`` is ended here."""
         handle = self.launch(slot.role, slot.node_id, slot.generation)
         slot.handle = handle
-        if self._stopping or self._superseded:
+        if self._stopping or self.superseded:
             handle.kill()
         return handle.start()
 
     async def _watch(self, slot: Slot) -> None:
-        while not (self._stopping or self._superseded):
+        while slot in self.slots and not (self._stopping or self.superseded):
             await self.sleep(POLL_S)
             try:
                 async with slot.lock:
                     await self._look_after(slot)
+                if slot.wish == "leave" and slot.handle is None:
+                    self.slots.remove(slot)
+                    await asyncio.to_thread(self.on_left, slot)
             except Exception:  # a fault in here must not leave the node unwatched
                 log.exception("watching %s failed", slot.node_id)
 
     async def _look_after(self, slot: Slot) -> None:
+        if slot.wish != "run":
+            await self._stop_slot(slot, slot.grace_s)
+            return
         kind = self._lost(slot)
         if kind == "lease_lost" and not await self._grace_is_over(slot):
             return
@@ -122,7 +140,7 @@ class Supervisor:
         if not await self.reachable(slot.address):
             slot.leased_at = self.clock()
             if not slot.cut_off:
-                self._tell(NodeEvent("cut_off", slot.node_id, slot.role, slot.generation, slot.address))
+                self.tell(NodeEvent("cut_off", slot.node_id, slot.role, slot.generation, slot.address))
             slot.cut_off = True
             return False
         slot.cut_off = False
@@ -140,7 +158,7 @@ class Supervisor:
             if not slot.kept and self.clock() - slot.leased_at >= LEASE_GRACE_S:
                 slot.kept = True
                 detail = "it has no lease in Redis, but answers; used on"
-                self._tell(NodeEvent("kept", slot.node_id, slot.role, slot.generation, detail))
+                self.tell(NodeEvent("kept", slot.node_id, slot.role, slot.generation, detail))
         return alive
 
     async def _replace(self, slot: Slot, kind: Literal["died", "lease_lost"] | None) -> None:
@@ -148,26 +166,26 @@ class Supervisor:
             if self.clock() - slot.started_at >= HEALTHY_AFTER_S:
                 slot.backoff_s = FIRST_BACKOFF_S
             slot.replaced_for_lease = kind == "lease_lost"
-            self._tell(NodeEvent(kind, slot.node_id, slot.role, slot.generation, "", slot.backoff_s))
-            await self._discard(slot)
+            self.tell(NodeEvent(kind, slot.node_id, slot.role, slot.generation, "", slot.backoff_s))
+            await self.discard(slot)
         await self.sleep(slot.backoff_s)
+        if slot.wish != "run":
+            return
         slot.backoff_s = min(slot.backoff_s * 2, MAX_BACKOFF_S)
         try:
-            await self._start_slot(slot)
-            slot.restarts += 1
-            slot.last_error = ""
+            await self.start_slot(slot)
         except Exception as error:  # whatever a start can fail with must not end the watch
             await self._start_failed(slot, error)
 
     async def _start_failed(self, slot: Slot, error: Exception) -> None:
         slot.last_error = str(error) or repr(error)
         wait_s = slot.backoff_s
-        self._tell(NodeEvent("start_failed", slot.node_id, slot.role, slot.generation, slot.last_error, wait_s))
-        await self._discard(slot)
+        self.tell(NodeEvent("start_failed", slot.node_id, slot.role, slot.generation, slot.last_error, wait_s))
+        await self.discard(slot)
 
-    async def _discard(self, slot: Slot) -> None:
+    async def discard(self, slot: Slot) -> None:
         """End what may be left of the process: a stopped or wedged one still holds its memory and its name."""
-        handle, slot.handle = slot.handle, None
+        handle, slot.handle, slot.address = slot.handle, None, ""
         if handle is None:
             return
         try:
@@ -176,7 +194,8 @@ class Supervisor:
         except Exception as error:
             log.warning("%s generation %d could not be killed: %r", slot.node_id, slot.generation, error)
 
-    def _tell(self, event: NodeEvent) -> None:
+    def tell(self, event: NodeEvent) -> None:
+        """Log an event, and give it to the listener."""
         level = logging.INFO if event.kind in ("started", "stopped") else logging.WARNING
         detail = f": {event.detail}" if event.detail else ""
         retry = f"; next try in {event.retry_in_s:.1f} s" if event.retry_in_s else ""
@@ -186,46 +205,17 @@ class Supervisor:
         except Exception:
             log.exception("the listener of node events failed")
 
-    async def switch(self, node_id: str, role: str, grace_s: float) -> Slot:
-        """Drain a node and start it again in another role, at its place and under its name; one node at a time.
-
-        What still runs there after ``grace_s`` goes on elsewhere. Raises InvalidRequest for a node or a role that is
-        not there, and where no decode node would be left; what its start raises, after which it is started again and
-        again in the new role, as after a death.
-        """
-        slot = next((slot for slot in self.slots if slot.node_id == node_id), None)
-        if slot is None:
-            raise InvalidRequest("node_id", f"{node_id!r} is none of {', '.join(s.node_id for s in self.slots)}")
-        if role not in ROLES:
-            raise InvalidRequest("role", f"{role!r} is neither {' nor '.join(ROLES)}")
-        async with self._switching, slot.lock:
-            if self._superseded:
-                raise NodeUnavailable("another process supervises this deployment now")
-            if role == slot.role:
-                return slot
-            if not any(other.role == "decode" for other in self.slots if other is not slot):
-                raise InvalidRequest("role", f"{node_id} is the only decode node")
-            if slot.handle is not None:
-                await self._drain_slot(slot, slot.handle, grace_s)
-                self._tell(NodeEvent("stopped", slot.node_id, slot.role, slot.generation))
-            slot.role = role
-            try:
-                await self._start_slot(slot)
-            except Exception:
-                await self._discard(slot)
-                raise
-            return slot
-
     async def stand_down(self, successor: str) -> None:
         """Another process supervises this deployment now: end, start and replace no node any more. Idempotent."""
-        self._superseded = True
+        self.superseded = True
         log.error("this deployment is supervised by %s now; this process looks after no node any more", successor)
         await self._stop_watching()
 
     async def _stop_watching(self) -> None:
-        for task in self._tasks:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def stop(self, grace_s: float) -> None:
         """Stop watching, then drain and end all nodes side by side, in bounded time; after ``stand_down`` the nodes are
@@ -234,7 +224,7 @@ class Supervisor:
             return
         self._stopping = True
         await self._stop_watching()
-        if self._superseded:
+        if self.superseded:
             return
         await asyncio.gather(*(self._stop_slot(slot, grace_s) for slot in self.slots))
 
@@ -243,19 +233,20 @@ class Supervisor:
         if handle is None:
             return
         if slot.address and not await self.reachable(slot.address):
-            await self._discard(slot)  # it cannot drain; Ray ends it when it sees the host again
+            await self.discard(slot)  # it cannot drain; Ray ends it when it sees the host again
         else:
-            await self._drain_slot(slot, handle, grace_s)
-        self._tell(NodeEvent("stopped", slot.node_id, slot.role, slot.generation))
+            await self.drain_slot(slot, handle, grace_s)
+        self.tell(NodeEvent("stopped", slot.node_id, slot.role, slot.generation))
 
-    async def _drain_slot(self, slot: Slot, handle: NodeHandle, grace_s: float) -> None:
+    async def drain_slot(self, slot: Slot, handle: NodeHandle, grace_s: float) -> None:
+        """Let a node finish its work for ``grace_s``, then end its process."""
         try:
             async with asyncio.timeout(grace_s + STOP_MARGIN_S):
                 await asyncio.to_thread(handle.stop, grace_s)
-            slot.handle = None
+            slot.handle, slot.address = None, ""
         except Exception as error:
             log.warning("%s did not stop, killing it: %r", slot.node_id, error)
-            await self._discard(slot)
+            await self.discard(slot)
 
 
 def _may_replace(slot: Slot, slots: Sequence[Slot]) -> bool:

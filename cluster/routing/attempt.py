@@ -80,6 +80,11 @@ class Attempt:
         self._reserved_at: float | None = None  # until the first token, where the way to it is measured
         self._uncached = 0  # tokens to compute before the first token
 
+    @property
+    def request_id(self) -> str:
+        """Names the request whose choice this is."""
+        return self._choice.request_id
+
     async def run(self) -> None:
         """Until the choice has its finish reason. Raises NodeFailure."""
         pair = self.pair

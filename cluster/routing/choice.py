@@ -54,6 +54,9 @@ class Parser(Protocol):
     def over(self) -> bool: ...
 
     @property
+    def thinking(self) -> bool: ...
+
+    @property
     def num_calls(self) -> int: ...
 
     def push(self, text: str) -> AnswerParts:
@@ -94,6 +97,7 @@ class ChoiceRun:
         self._lossless = lossless
         self._parser = parser
         self._stats = SpecStats()
+        self._reasoning_tokens = 0
         self._had = 0  # tokens that the client has from another router
         self._had_end = False  # it has the end too
         self._retell = False
@@ -201,23 +205,36 @@ class ChoiceRun:
 
     def _push(self, token_ids: Sequence[int]) -> AnswerParts:
         """Append tokens up to the one that completes a stop string or the only call, or that is a stop token (whose
-        text is not part of the answer). Returns the parts of those that are to be told."""
-        parts = NOTHING
+        text is not part of the answer, unless it asks for that). Returns the parts of those that are to be told."""
+        parts, params = NOTHING, self.sequence.params
         for token_id in token_ids:
             self.token_ids.append(token_id)
-            if token_id in self.sequence.params.stop_token_ids:
+            stops = token_id in params.stop_token_ids
+            if stops and not params.include_stop_str_in_output:
                 break
-            piece = self._read(self._detokenizer.push(token_id))
+            piece = self._read(self._detokenized(self._detokenizer.push(token_id)))
             if self._retell or len(self.token_ids) > self._had:
                 parts += piece
+            if stops:
+                break
             if self._detokenizer.stopped or (self._parser is not None and self._parser.over):
                 self.finish_reason = FinishReason.STOP
                 break
         return parts
 
+    def _detokenized(self, text: str) -> str:
+        """``text`` as the detokenizer gave it, with the stop string that it ends with where that is asked for."""
+        includes = self._detokenizer.stopped and self.sequence.params.include_stop_str_in_output
+        return text + self._detokenizer.stop_string if includes else text
+
     def _read(self, text: str) -> AnswerParts:
-        """The parts that ``text`` brings."""
-        return AnswerParts(text) if self._parser is None else self._parser.push(text)
+        """The parts that the text of one token brings. Tokens of the reasoning are counted."""
+        if self._parser is None:
+            return AnswerParts(text)
+        thought = self._parser.thinking
+        parts = self._parser.push(text)
+        self._reasoning_tokens += thought or self._parser.thinking
+        return parts
 
     def _stamp(self) -> None:
         self.last_token_at = time.monotonic()
@@ -263,7 +280,7 @@ class ChoiceRun:
         assert self.finish_reason is not None
         if len(self.token_ids) < self._had:
             raise InvalidRequest("resume.choices", f"choice {self.index} has {len(self.token_ids)} tokens")
-        parts = NOTHING if self._detokenizer.stopped else self._read(self._detokenizer.finish())
+        parts = NOTHING if self._detokenizer.stopped else self._rest()
         if self._detokenizer.stopped:  # the text held back may complete a stop string
             self.finish_reason = FinishReason.STOP
         if self._parser is not None:
@@ -281,11 +298,18 @@ class ChoiceRun:
             retold=self._had_end,
         )
 
+    def _rest(self) -> AnswerParts:
+        """What was held back, which may complete a stop string."""
+        text = self._detokenized(self._detokenizer.finish())
+        return AnswerParts(text) if self._parser is None else self._parser.push(text)
+
     def _completion(self, reason: FinishReason) -> Completion:
-        prompt, stats = len(self.sequence.prompt_token_ids), self._stats
+        prompt, made, stats = len(self.sequence.prompt_token_ids), len(self.token_ids), self._stats
         return Completion(
             finish_reason=reason,
-            usage=Usage(prompt, len(self.token_ids), min(self.cached_tokens or 0, prompt)),
+            usage=Usage(
+                prompt, len(self.token_ids), min(self.cached_tokens or 0, prompt), min(self._reasoning_tokens, made)
+            ),
             speculation=SpeculationStats(
                 rounds=stats.rounds,
                 draft_tokens=stats.draft_tokens,

@@ -17,14 +17,15 @@ from cluster.routing.breaker import Breakers, Key, State, key_of
 from cluster.routing.cost import PROMPT_WEIGHT, TRANSFER_WEIGHT
 from cluster.routing.node_calls import NodeCalls, NodeFailure
 from cluster.routing.policy import NO_HINT, PromptHint, choose_decode, choose_prefill
+from cluster.routing.quarantine import Quarantine, Suspicion
 from cluster.state.prefix_index import PrefixIndex
 from cluster.state.registry_types import NodeRecord
 from paceline.errors import InvalidRequest, NodeUnavailable, Overloaded, PacelineError
 
-MAX_FAILURES = 3  # of one role in a row, without a token between
-FIRST_BACKOFF_S = 0.05
+MAX_FAILURES = 3  # of prefill nodes, or answers of decode nodes that it failed there; in a row, without a token between
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 2.0
 MAX_RETRY_AFTER_S = 2.0  # of what a full node wishes, when a stream waits to be resumed
-NODE_WAIT_S = 30.0  # longest wait for a decode node to come back
+NODE_WAIT_S = 30.0  # longest wait for a decode node to come back, of a request that has not failed on one
 POLL_S = 0.05
 LEVELS: dict[State, float] = {"closed": 0.0, "half_open": 0.5, "open": 1.0}
 
@@ -33,18 +34,21 @@ LEVELS: dict[State, float] = {"closed": 0.0, "half_open": 0.5, "open": 1.0}
 class Tries:
     """What one choice has tried since its last token.
 
-    Prefill nodes that fail never end a request: decode can do without, and does once so many have. Decode nodes do:
-    the request may be what they cannot bear.
+    Prefill nodes that fail never end a request: decode can do without, and does once so many have. Nor do decode nodes
+    that are lost: only its deadline does, or proof that it kills them (`quarantine`). A decode node that lives and
+    answers that it failed does: so many times in a row, the request is at fault.
     """
 
+    suspicion: Suspicion = field(default_factory=lambda: Quarantine.suspicion("", (), ""))
     failures: int = 0  # of decode nodes
+    answered: int = 0  # of these, where the node lives and says that it failed
     prefill_failures: int = 0
     failed: set[Key] = field(default_factory=set)
     full: dict[Key, Overloaded] = field(default_factory=dict)
 
     def progressed(self) -> None:
         """A token came: what failed before no longer counts against the bound."""
-        self.failures = self.prefill_failures = 0
+        self.failures = self.answered = self.prefill_failures = 0
         self.full.clear()
 
     def note(self, failure: NodeFailure, *, resuming: bool) -> None:
@@ -58,7 +62,8 @@ class Tries:
             self.prefill_failures += 1
             return
         self.failures += 1
-        if self.failures >= MAX_FAILURES:
+        self.answered += not (failure.gone or isinstance(failure.error, NodeUnavailable))
+        if self.answered >= MAX_FAILURES:
             raise failure.error
 
     def backoff_s(self, error: PacelineError) -> float:
@@ -67,7 +72,7 @@ class Tries:
         if not failures:
             return 0.0
         wished = min(error.retry_after_s, MAX_RETRY_AFTER_S) if isinstance(error, Overloaded) else 0.0
-        return max(FIRST_BACKOFF_S * float(2**failures), wished)
+        return max(min(FIRST_BACKOFF_S * 2.0 ** min(failures, 10), MAX_BACKOFF_S), wished)
 
 
 class Pairing:
@@ -86,6 +91,7 @@ class Pairing:
         self._suspects: dict[Key, NodeRecord] = {}
         self._turn = 0
         self.breakers = Breakers()
+        self.quarantine = Quarantine(nodes)
 
     def breaker_levels(self) -> dict[str, float]:
         """Where breakers stand, by node id: 0 closed, 0.5 half-open, 1 open."""
@@ -111,7 +117,10 @@ class Pairing:
     async def pick(self, tries: Tries, num_tokens: int, token_ids: Sequence[int] = (), salt: str = "") -> Pair:
         """A pair for a sequence of at most ``num_tokens``, prompt and output. token_ids, salt: what is to be in its KV
         before it decodes, and whose cache it may use. Overloaded when every node is full, NodeUnavailable when there
-        is no decode node, nor one coming back in time."""
+        is no decode node, nor one coming back in time; InvalidRequest for a request that kills nodes."""
+        while self.quarantine.unexplained(tries.suspicion):
+            await asyncio.sleep(POLL_S)
+        self.quarantine.check(tries.suspicion)
         nodes = self._nodes()
         await self._calls.prune({node.address for node in nodes})
         self.breakers.retain({key_of(node) for node in nodes})
@@ -129,12 +138,13 @@ class Pairing:
         """Around an attempt: tells the breakers how the nodes of its pair did. The caller's fault and want of room are
         no fault of a node; of a pair that failed only the one to blame is judged, of one cancelled neither, and never
         one that the attempt came to do without."""
-        nodes = _members(attempt.pair)
+        nodes, decode = _members(attempt.pair), attempt.pair.decode
         verdict = self.breakers.left
         for node in nodes:
             self.breakers.began(node)
         try:
-            yield
+            with self.quarantine.running(decode, attempt.request_id):
+                yield
             verdict = self.breakers.succeeded
         except NodeFailure as failure:
             # One whose connection is gone is suspected for as long as it is: who has one again is well.
@@ -156,8 +166,8 @@ class Pairing:
             node = choose_decode(candidates, self._calls.own, pages, self._turn, prompt, weight)
             if node is not None:
                 return node
-            coming_back = bool(tries.failures or tries.prefill_failures or self._suspects)
-            if not coming_back or time.monotonic() >= end:
+            failed = bool(tries.failures or tries.prefill_failures)  # it waits until its deadline
+            if not failed and (not self._suspects or time.monotonic() >= end):
                 raise NodeUnavailable("no decode node is alive")
             await asyncio.sleep(POLL_S)
 

@@ -18,7 +18,8 @@ from cluster.access.caller import Caller, as_asked_by, current
 from cluster.access.quotas import Quotas
 from cluster.contract.generation import GenerationRequest, Prompt, ReceivedChoice
 from cluster.contract.plan import Plan, ServedModel, TokenizerLike, make_plan, tokenize
-from cluster.contract.tools import answer_style, markers
+from cluster.contract.text_source import text_source
+from cluster.contract.tools import answer_style
 from cluster.routing.admission import Admission, Place, TenantBounds
 from cluster.routing.attempt import Attempt, Surroundings
 from cluster.routing.bypass import Bypass
@@ -43,14 +44,15 @@ from paceline.results import (
     ModelInfo,
     NodeInfo,
     RequestTrace,
+    TextSource,
     Tokenization,
     choices_of,
 )
-from paceline.text.markers import keeping
 from paceline.tracing import NO_TRACE, Recorder
 
 log = logging.getLogger(__name__)
 
+UNKNOWN_SOURCE = TextSource()
 QUEUE_CHUNKS = 32  # of one request, all choices together
 
 DetokenizerFactory = Callable[[TokenizerLike, Sequence[int], Sequence[str]], Detokenizer]
@@ -76,7 +78,7 @@ class Router:
         vocab_size: int,
         *,
         metrics: Metrics | None = None,
-        bit_exact: bool = False,
+        source: TextSource = UNKNOWN_SOURCE,
         detokenizer: DetokenizerFactory | None = None,
         journal: Journal | None = None,
         prefixes: PrefixIndex | None = None,
@@ -84,9 +86,9 @@ class Router:
         calls: NodeCalls | None = None,
         quotas: Quotas | None = None,
     ) -> None:  # a parameter for each part that it does not own; those that may be left out have a name
-        """model_name: what requests may call the model. bit_exact: what the nodes' probe said. detokenizer: makes one
-        per choice from tokenizer, prompt ids and stop strings; the default is paceline.text.tokenizer's. journal: of
-        streams that other routers may go on with; started, and closed by its owner. prefixes: what nodes are thought
+        """model_name: what requests may call the model. source: what the nodes said of themselves. detokenizer: makes
+        one per choice from tokenizer, prompt ids and stop strings; the default is paceline.text.tokenizer's. journal:
+        of streams that other routers may go on with; started, and closed by its owner. prefixes: what nodes are thought
         to have cached; None: they are chosen by load alone. grammars: checks those of requests; None: nodes do.
         calls: to the nodes, closed with the router; None: as nobody in particular. quotas: what API keys may use,
         closed by its owner; None: nobody has a key."""
@@ -105,7 +107,7 @@ class Router:
             kv_tokens=lambda: _kv_tokens(registry.nodes(), config.page_size),
         )
         self._registry = registry
-        self._bit_exact = bit_exact
+        self._source = source
         self._journal = journal
         self._grammars = grammars
         self._detokenizer = detokenizer if detokenizer is not None else _incremental
@@ -192,11 +194,14 @@ class Router:
             vocab_size=self.served.vocab_size,
             drafter=self.config.drafter,
             num_draft_tokens=self.config.num_draft_tokens,
-            bit_exact=self._bit_exact,
+            bit_exact=self._source.bit_exact,
             drafters=self.config.selectable,
             tree=self.config.tree,
             acceptance=self.config.acceptance,
             nodes=tuple(nodes),
+            system_fingerprint=self._source.fingerprint,
+            weights=self._source.weights,
+            kernels=self._source.kernels,
         )
 
     @property
@@ -302,7 +307,7 @@ class Router:
             if had is not None and had.complete and not retell:
                 continue
             form = plan.admitted.answer_format
-            source = self.tokenizer if form is None else keeping(self.tokenizer, markers(form))
+            source = text_source(self.tokenizer, plan.admitted)
             detokenizer = self._detokenizer(source, sequence.prompt_token_ids, plan.stop)
             parser = None if form is None else make_parser(form, sequence.prompt_token_ids, sequence.params.seed or 0)
             run = ChoiceRun(index, plan.request_id, sequence, detokenizer, started_at, lossless, parser)
@@ -337,8 +342,8 @@ class Router:
 
     async def _attempts(self, run: ChoiceRun, queue: ChunkQueue, deadline: float) -> None:
         """Attempts on pair after pair, each from where the last one ended, until the choice has its finish reason."""
-        tries = Tries()
         prompt, salt = run.sequence.prompt_token_ids, run.sequence.cache_salt
+        tries = Tries(self._pairing.quarantine.suspicion(run.request_id, prompt, salt))
         num_tokens = len(prompt) + run.sequence.params.max_tokens
         run.end_by_tokens()  # where neither a token nor a log-probability is asked for
         while run.finish_reason is None:
@@ -349,6 +354,8 @@ class Router:
                 with self._pairing.judged(attempt):
                     await attempt.run()
             except NodeFailure as failure:
+                if failure.gone and failure.node.role == "decode":
+                    self._pairing.quarantine.lost(failure.node, tries.suspicion, len(run.token_ids) - before)
                 if len(run.token_ids) > before:
                     tries.progressed()
                 await self._after(failure, run, tries)

@@ -1,9 +1,9 @@
 """Who supervises a deployment: one router process at a time, by a lease in Redis.
 
 ``{namespace}:holder`` is a hash: ``mark``, random, and ``who`` of the process that holds the deployment, ``ends``, when
-its lease ends by the clock of the Redis server, ``serving``, what it tells routers that join (`published`), and
-``token``, which grows with every holder and outlives them. The
-holder renews the lease from a thread of its own, so that a busy event loop does not lose it. Nothing else may supervise
+its lease ends by the clock of the Redis server, ``serving``, what it tells routers that join (`published`), ``wanted``,
+the nodes that operators want (`wanted`), and ``token``, which grows with every holder and outlives them. The holder
+renews the lease from a thread of its own, so that a busy event loop does not lose it. Nothing else may supervise
 while the lease holds; once it has run out, the next one may take it, and the earlier holder is told so (``on_lost``)
 as soon as it can reach Redis again. Generations are issued to the holder alone.
 
@@ -41,18 +41,18 @@ RETRY_S = 0.1  # between two tries to take it, or to reach Redis
 REDIS_WAIT_S = 10.0  # for a Redis that is away for a moment
 FORGET_MS = 60_000  # records of nodes whose lease ended so long ago are removed
 
-# KEYS: holder. ARGV: mark, who, lease in ms, an end that counts as over. Returns the token; or 0, who holds it and when
-# that ends.
+# KEYS: holder. ARGV: mark, who, lease in ms, an end that counts as over. Returns the token, nothing, and the nodes that
+# were wanted by a holder who did not let go; or 0, who holds it and when that ends.
 _TAKE = f"""
 {NOW_MS}
 local mark, who, ends = unpack(redis.call('HMGET', KEYS[1], 'mark', 'who', 'ends'))
 if mark and mark ~= ARGV[1] and (tonumber(ends) or 0) > now and ends ~= ARGV[4] then return {{0, who, ends}} end
 redis.call('HDEL', KEYS[1], 'serving')
 redis.call('HSET', KEYS[1], 'mark', ARGV[1], 'who', ARGV[2], 'ends', now + ARGV[3])
-return {{redis.call('HINCRBY', KEYS[1], 'token', 1), '', ''}}
+return {{redis.call('HINCRBY', KEYS[1], 'token', 1), '', redis.call('HGET', KEYS[1], 'wanted') or ''}}
 """
-# KEYS: holder, records, leases. ARGV: mark, who, lease in ms, token, age in ms at which records go, what is served.
-# Returns 1; or 0 and who took over. An empty Redis gets its holder back, with a token that is no lower.
+# KEYS: holder, records, leases. ARGV: mark, who, lease in ms, token, age in ms at which records go, what is served,
+# what nodes are wanted. Returns 1; or 0 and who took over. An empty Redis gets its holder back, with a token no lower.
 _RENEW = f"""
 {NOW_MS}
 local mark, who, token = unpack(redis.call('HMGET', KEYS[1], 'mark', 'who', 'token'))
@@ -61,6 +61,7 @@ if mark and mark ~= ARGV[1] or not mark and token > tonumber(ARGV[4]) then retur
 redis.call('HSET', KEYS[1], 'mark', ARGV[1], 'who', ARGV[2], 'ends', now + ARGV[3])
 redis.call('HSET', KEYS[1], 'token', math.max(token, tonumber(ARGV[4])))
 if ARGV[6] ~= '' then redis.call('HSET', KEYS[1], 'serving', ARGV[6]) end
+if ARGV[7] ~= '' then redis.call('HSET', KEYS[1], 'wanted', ARGV[7]) end
 local leases = redis.call('HGETALL', KEYS[3])
 for i = 1, #leases, 2 do
   if (tonumber(leases[i + 1]) or 0) + ARGV[5] < now then
@@ -73,8 +74,15 @@ return {{1, ''}}
 # KEYS: holder. ARGV: mark.
 _RELEASE = """
 if redis.call('HGET', KEYS[1], 'mark') == ARGV[1] then
-  redis.call('HDEL', KEYS[1], 'mark', 'who', 'ends', 'serving')
+  redis.call('HDEL', KEYS[1], 'mark', 'who', 'ends', 'serving', 'wanted')
 end
+"""
+# KEYS: holder. ARGV: mark, token, which nodes are wanted. Returns whether the caller is the holder.
+_KEEP = """
+local mark, token = unpack(redis.call('HMGET', KEYS[1], 'mark', 'token'))
+if mark and mark ~= ARGV[1] or not mark and (tonumber(token) or 0) > tonumber(ARGV[2]) then return 0 end
+redis.call('HSET', KEYS[1], 'wanted', ARGV[3])
+return 1
 """
 # KEYS: holder, generations. ARGV: mark, node id, generation to be above, token. Returns the generation; 0 to who is no
 # holder.
@@ -117,6 +125,7 @@ class DeploymentLease:
         self._key = f"{namespace}:holder"
         self._records, self._leases, self._generations, _ = keys_of(namespace)
         self._serving = b""
+        self.wanted = b""  # what an earlier holder kept who did not let go, then what this one keeps
         self._mark = uuid.uuid4().hex
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="deployment-lease", daemon=True)
@@ -135,6 +144,7 @@ class DeploymentLease:
         while True:
             token, who, ends = self._patiently("the deployment's lease", partial(self._take, over))
             if token:
+                self.wanted = ends
                 break
             first_end = first_end or ends
             if time.monotonic() - began >= 2 * LEASE_S:  # Redis's clock was set back since the last renewal
@@ -162,6 +172,14 @@ class DeploymentLease:
         if not generation:
             raise NodeUnavailable(f"{node_id} is not started: another process supervises {self._deployment!r} now")
         return generation
+
+    def keep(self, wanted: bytes) -> None:
+        """Keep which nodes are wanted, for whoever holds the deployment next. Blocks. Raises as ``issue`` does."""
+        arguments: list[str | bytes | int] = [self._mark, self.token, wanted]
+        kept = self._patiently("room for the wanted nodes", lambda: self._client.eval(_KEEP, 1, self._key, *arguments))
+        if not kept:
+            raise NodeUnavailable(f"another process supervises {self._deployment!r} now")
+        self.wanted = wanted
 
     def publish(self, serving: bytes) -> None:
         """From the next renewal on, tell routers that join what is served."""
@@ -204,7 +222,7 @@ class DeploymentLease:
         """Returns who took over, if somebody did. Raises redis.RedisError."""
         keys = (self._key, self._records, self._leases)
         arguments: list[str | bytes | int] = [self._mark, self._who, int(LEASE_S * 1000), self.token, FORGET_MS]
-        renewed, who = self._client.eval(_RENEW, 3, *keys, *arguments, self._serving)
+        renewed, who = self._client.eval(_RENEW, 3, *keys, *arguments, self._serving, self.wanted)
         return None if renewed else _describe(who)
 
     def release(self) -> None:

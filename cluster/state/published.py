@@ -34,6 +34,8 @@ class Served:
     max_model_len: int
     vocab_size: int
     bit_exact: bool
+    weights: str = ""  # digest
+    kernels: str = ""
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,10 @@ class NodeDirectory:
         self._kinds = frozenset(kinds)
         self._update()
 
+    def is_foreign(self, node_id: str, generation: int) -> bool:
+        """Whether this generation of the node was seen, and is not shown because it serves something else."""
+        return (node_id, generation) in self._told
+
     @property
     def stale_for_s(self) -> float:
         """Seconds since Redis last answered."""

@@ -50,6 +50,7 @@ class NodeRecord:
     started_at: float = 0.0  # Unix time
     model: str = ""
     fingerprint_digest: str = ""  # equal for two nodes exactly when they can pair
+    build: str = ""  # of Paceline
     log: str = ""  # file on its host that its stderr goes to
     running: Count = 0
     waiting: Count = 0

@@ -11,6 +11,7 @@ from decode_node.engine.scheduler import DecodeScheduler
 from decode_node.stream import HiddenRows, Landing, Stream, StreamPhase
 from kv_transfer.handoff.coverage import ExpectedRows
 from kv_transfer.handoff.state import Handoff
+from kv_transfer.transports.side_stream import held_work
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import Overloaded, PacelineError
 from paceline.spec_decode.sequence import Sequence
@@ -91,7 +92,7 @@ class Reservations:
         )
         slots = seq.table.slots[: seq.num_prefill].clone()
         hidden = HiddenRows(seq.cached_tokens, seq.num_prefill - seq.cached_tokens)
-        return Landing(handoff, tuple(seq.table.pages), slots, hidden)
+        return Landing(handoff, tuple(seq.table.pages), slots, hidden, held_work(self._runner.kv.device))
 
 
 def num_slots(runner: ModelRunner, stream: Stream) -> int:

@@ -23,6 +23,7 @@ from kv_transfer.handoff.intake import Intake
 from kv_transfer.handoff.sink import HandoffSink
 from kv_transfer.handoff.staging import Staging
 from kv_transfer.transports.base import Transport, TransportError
+from kv_transfer.transports.side_stream import own_stream
 from paceline.v1.handoff_pb2 import HandoffAck, HandoffMessage, Ready
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class HandoffReceiver:
     ``on_link_lost(reason)``: once, when the link dies and its tickets have failed (not on ``close``).
     ``max_chunk_bytes``: a message that announces more ends the link; bounds the staging buffer.
     ``device``: where bytes are received (a CUDA device for NCCL).
+    ``pool_device``: where the sink puts them. On a GPU the receiver's thread has a stream of its own there.
     ``checksums``: bytes whose sum is missing or wrong fail their ticket before any of them is used; host memory only.
     """
 
@@ -51,6 +53,7 @@ class HandoffReceiver:
         on_link_lost: Callable[[str], None] = lambda reason: None,
         max_chunk_bytes: int = 256 * 1024 * 1024,
         device: torch.device | str = "cpu",
+        pool_device: torch.device | str = "cpu",
         checksums: bool = False,
     ) -> None:
         self._transport = transport
@@ -65,6 +68,7 @@ class HandoffReceiver:
             self._in_flight,
             checksums=checksums,
         )
+        self._pool_device = torch.device(pool_device)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="handoff-receiver", daemon=True)
         self._thread.start()
@@ -126,9 +130,10 @@ class HandoffReceiver:
     # -- the thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (work := self._control.next()) is not None:
-            self._do(work)
-        self._end()
+        with own_stream(self._pool_device):
+            while (work := self._control.next()) is not None:
+                self._do(work)
+            self._end()
 
     def _do(self, work: Work) -> None:
         if isinstance(work, tuple):

@@ -18,6 +18,7 @@ from kv_transfer.transports.torch_dist import TorchDistTransport
 from paceline.errors import ConfigError
 
 NCCL_MAX_CTAS = 4  # thread blocks that a link may take from the GPU
+JOIN_TIMEOUT_S = 60.0  # for the communicator: it starts with the first message, and is slow on a cold machine
 _POLL_S = 1e-4
 
 
@@ -31,12 +32,21 @@ class NcclTransport(TorchDistTransport):
         self._timeout_s = timeout_s
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
+    def join(self) -> None:
+        """Build the communicator, by the first message. TransportError when the peer does not come."""
+        hello = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        verb = "send" if self._rank == 0 else "recv"
+        self._guard(verb, hello.numel(), lambda group: self._exchange_within(JOIN_TIMEOUT_S, group, verb, hello))
+
     def _exchange(self, group: Any, verb: str, data: Tensor) -> None:
-        """Send or receive in order with the caller's current stream. The wait is a poll: a kernel that
-        waits for a dead peer ends only by an abort."""
+        """Send or receive in order with the caller's current stream."""
+        self._exchange_within(self._timeout_s, group, verb, data)
+
+    def _exchange_within(self, timeout_s: float, group: Any, verb: str, data: Tensor) -> None:
+        """The wait is a poll: a kernel that waits for a dead peer ends only by an abort."""
         if not data.is_cuda:
             raise ValueError("the nccl transport moves CUDA tensors only")
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + timeout_s
         caller = torch.cuda.current_stream(self._device)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_stream(caller)
@@ -45,7 +55,7 @@ class NcclTransport(TorchDistTransport):
             done.record(self._stream)
         while not done.query():  # type: ignore[no-untyped-call]
             if time.monotonic() > deadline:
-                raise RuntimeError(f"message timeout of {self._timeout_s:g} s")
+                raise RuntimeError(f"message timeout of {timeout_s:g} s")
             time.sleep(_POLL_S)
         if self._dead is not None:  # an aborted kernel completes too, with undefined data
             raise RuntimeError(self._dead)
@@ -68,14 +78,17 @@ def open_nccl(store: Any, link_id: str, rank: Rank, host: str, timeout_s: float,
     # let it pass for a completed receive.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")  # its watchdog would abort the process as well
     options = torch_dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
     options.config.max_ctas = NCCL_MAX_CTAS
+    # A peer that dies while the communicator is built would block this thread for good otherwise.
+    options.config.blocking = 0
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", f"{JOIN_TIMEOUT_S:g}")
     try:
         group = torch_dist.ProcessGroupNCCL(torch_dist.PrefixStore(prefix, store), rank, 2, options)
         transport = NcclTransport(group, prefix, rank, device, timeout_s)
     except RuntimeError as error:
         raise TransportError(f"link {prefix}: the peer did not join: {error}") from error
-    hello = torch.zeros(1, dtype=torch.uint8, device=device)  # the communicator is built by the first message
-    transport._send_message(hello) if rank == 0 else transport._recv_message(hello)
+    transport.join()
     return transport

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from paceline.assembly.kept_figures import Figures, figures_key, keep_figures, r
 from paceline.assembly.measure import measure_costs
 from paceline.assembly.selfcheck import is_bit_exact
 from paceline.assembly.shipped import with_real_drafter
+from paceline.attention.base import AttentionBackend
 from paceline.attention.select import attention_for
 from paceline.config import NodeConfig
 from paceline.engine.handoff_contents import HandoffContents
@@ -41,6 +43,7 @@ from paceline.speculation import AUTO
 log = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+CUDA_CONNECTIONS = "32"  # queues of a GPU: of the engine, and of the links beside it
 ASSUMED_STEP_S = 0.02  # of the cost table until rounds were measured
 NCCL_NOTE = "device cuda needs a CUDA build of torch and a GPU; use --device cpu"
 
@@ -54,6 +57,8 @@ def build_runner(config: NodeConfig, *, decodes: bool = True) -> ModelRunner:
     torch.set_num_threads(config.threads)
     set_threads(config.threads)
     device = torch.device(config.device)
+    if device.type == "cuda":  # read when the device is first used; a kernel that waits must not hold up the others
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", CUDA_CONNECTIONS)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", NCCL_NOTE)
     folder = resolve_model(config.model)
@@ -107,12 +112,15 @@ def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity, *
     kv = KvPool(layout, num_pages + (SCRATCH_PAGES if graphs else 0), config.page_size, model.device)
     allocator = PageAllocator(num_pages)
     spec = model.spec
-    attention = attention_for(model.device, spec.num_heads, spec.num_kv_heads, spec.head_dim, config.attention)
+    geometry = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    attention = attention_for(model.device, *geometry, config.attention, special=spec.special_attention)
     drafter = plan.make(kv, attention)
     budget = budget_of(config)
     spec_slots = max(budget.max_nodes, drafter.draft_slots(budget))
     max_model_len = _max_model_len(config, spec, spec_slots)
     contents = HandoffContents.of(config, drafter, spec.hidden_size)
+    kernels = identity.kernels if model.device.type == "cpu" else device_kernels(model.device, attention)
+    identity = replace(identity, kernels=kernels)
     with phase("checking bits"):
         exact = is_bit_exact(model, kv, allocator, attention)
     log.info("kernels %s: this host is %s", identity.kernels, "bit-exact" if exact else "NOT bit-exact")
@@ -130,6 +138,13 @@ def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity, *
         make_policy("fixed" if config.adaptive == "off" else config.adaptive, costs, drafter=drafter.name),
         capture_graphs(config, model, drafter, kv, attention, max_model_len + spec_slots) if graphs else None,
     )
+
+
+def device_kernels(device: torch.device, attention: AttentionBackend) -> str:
+    """What makes the bits of a GPU node: the kind of GPU, whose matrix products torch brings, and attention. The host's
+    processor has no part in them."""
+    properties = torch.cuda.get_device_properties(device)
+    return f"sm_{properties.major}{properties.minor}/torch {torch.__version__}/{attention.kernels}"
 
 
 def _max_model_len(config: NodeConfig, spec: ModelSpec, spec_slots: int) -> int:

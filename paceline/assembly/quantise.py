@@ -17,7 +17,7 @@ from paceline.engine.colocated import ColocatedEngine
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import ConfigError
 from paceline.models.hub import resolve_model
-from paceline.models.quantization.write import Written, write_quantised
+from paceline.models.write_quantised import Written, write_quantised
 from paceline.request import SamplingParams, SequenceRequest
 from paceline.speculation import NONE
 from paceline.text.tokenizer import Tokenizer

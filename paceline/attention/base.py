@@ -130,6 +130,11 @@ class AttentionBackend(ABC):
     name: str
     row_invariant: bool
 
+    @property
+    def kernels(self) -> str:
+        """What makes its bits, by name and version; nodes that pair compare it."""
+        return self.name
+
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> AttentionPlan:
         """Derive index structures for ``batch``."""
@@ -139,11 +144,23 @@ class AttentionBackend(ABC):
         return None
 
     @abstractmethod
-    def attend(self, query: torch.Tensor, kv: KvPool, layer: int, plan: AttentionPlan, scale: float) -> torch.Tensor:
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv: KvPool,
+        layer: int,
+        plan: AttentionPlan,
+        scale: float,
+        window: int = 0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Attention of each row over its visible positions.
 
         query: [T, num_heads, head_dim], rope applied; the rows' own keys and values are in the pool already.
+        window: a row sees the last ``window`` positions up to its own, 0: all; a tree's row counts its ancestors.
+        sinks: float32 [num_heads], a score without a value that takes its share of each softmax; None: none.
         Returns [T, num_heads, head_dim] of query's dtype. Query head h reads KV head h // (num_heads / num_kv_heads).
+        Raises ValueError where the backend has no such attention.
         """
 
     def attend_latent(

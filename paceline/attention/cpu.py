@@ -13,8 +13,7 @@ from paceline.attention.base import AttentionBackend, AttentionPlan, ForwardBatc
 from paceline.kvcache.pool import KvPool
 from paceline.layers.build import load_kernels
 
-KERNEL_HEAD_DIMS = (16, 32, 64, 96, 128)
-KERNEL_MAX_GROUP = 8
+KERNEL_HEAD_DIMS = (16, 32, 64, 96, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -79,14 +78,23 @@ class CpuAttention(AttentionBackend):
     @staticmethod
     def supports(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
         """Whether the kernel was compiled for this geometry."""
-        group = num_heads // num_kv_heads
-        return load_kernels() is not None and head_dim in KERNEL_HEAD_DIMS and group <= KERNEL_MAX_GROUP
+        whole = num_heads % num_kv_heads == 0
+        return load_kernels() is not None and head_dim in KERNEL_HEAD_DIMS and whole
 
     def plan(self, batch: ForwardBatch) -> RowPlan:
         """See plan_rows."""
         return plan_rows(batch)
 
-    def attend(self, query: torch.Tensor, kv: KvPool, layer: int, plan: AttentionPlan, scale: float) -> torch.Tensor:
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv: KvPool,
+        layer: int,
+        plan: AttentionPlan,
+        scale: float,
+        window: int = 0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """See AttentionBackend."""
         assert isinstance(plan, RowPlan)
         pages = kv.data[layer]
@@ -94,7 +102,7 @@ class CpuAttention(AttentionBackend):
         out = torch.empty_like(query)
         failed = self._attend[query.dtype](
             query.data_ptr(), pages.data_ptr(), pages.shape[2], rows, heads, pages.shape[3], dim,
-            *plan.addresses, scale, out.data_ptr(),
+            *plan.addresses, window, None if sinks is None else sinks.data_ptr(), scale, out.data_ptr(),
         )  # fmt: skip
         if failed:
             raise ValueError(f"no attention kernel for {heads} heads over {pages.shape[3]} of {dim}")

@@ -17,12 +17,19 @@ FLASHINFER, TORCH = "flashinfer", "torch"
 
 
 def attention_for(
-    device: torch.device, num_heads: int, num_kv_heads: int, head_dim: int, wanted: str = "auto"
+    device: torch.device,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    wanted: str = "auto",
+    *,
+    special: bool = False,
 ) -> AttentionBackend:
     """The backend of a device and geometry.
 
-    wanted: ``auto`` (on CUDA FlashInfer, where it is installed), ``flashinfer`` or ``torch``. Raises ConfigError for
-    FlashInfer without a GPU or where it is not installed.
+    wanted: ``auto`` (on CUDA FlashInfer, where it is installed), ``flashinfer`` or ``torch``. special: layers have
+    sliding windows or sinks, which run on torch's reference on a GPU. Raises ConfigError for FlashInfer without a GPU,
+    where it is not installed, and for a special model.
     """
     if device.type != "cuda":
         if wanted == FLASHINFER:
@@ -30,7 +37,12 @@ def attention_for(
         if wanted == "auto" and device.type == "cpu" and CpuAttention.supports(num_heads, num_kv_heads, head_dim):
             return CpuAttention()
         return TorchAttention()
-    if wanted == TORCH:
+    if special and wanted == FLASHINFER:
+        message = "flashinfer has no sliding windows and no sinks here, which this model needs: set attention to torch"
+        raise ConfigError("attention", message)
+    if special:
+        log.warning("this model has sliding windows or sinks: on a GPU torch's attention runs, which is slow")
+    if special or wanted == TORCH:
         return TorchAttention()
     from paceline.attention.flashinfer import FlashInferAttention  # it is nowhere but on GPUs
 

@@ -29,32 +29,43 @@ MAX_STATIC = 2**22  # rows times columns of a graph
 Bool = npt.NDArray[np.bool_]
 
 
-def seen_slots(segment: Segment) -> tuple[Int64, Bool]:
-    """The slots that any row of a segment sees, int64 [L], and which of them each row sees, bool [rows, L]."""
+def seen_slots(segment: Segment) -> tuple[Int64, Int64, Bool]:
+    """The slots that any row of a segment sees and the positions that they hold, int64 [L] each, and which of them each
+    row sees, bool [rows, L]."""
     prefix_lens = np.fromiter(segment.prefix_lens, np.int64, len(segment.token_ids))
     longest = int(prefix_lens.max())
     slots = segment.slots[:longest].numpy().astype(np.int64)
     seen = np.arange(longest)[None] < prefix_lens[:, None]
-    own = sorted({slot for tail in segment.tails for slot in tail})
+    positions = np.arange(longest)
+    places = {
+        slot: length + i
+        for length, tail in zip(prefix_lens, segment.tails, strict=False)
+        for i, slot in enumerate(tail)
+    }
+    own = sorted(places)
     if not own:
-        return slots, seen
+        return slots, positions, seen
     column = {slot: i for i, slot in enumerate(own)}
     tails = np.zeros((len(prefix_lens), len(own)), dtype=np.bool_)
     for row, tail in enumerate(segment.tails):
         tails[row, [column[slot] for slot in tail]] = True
-    return np.concatenate((slots, np.array(own, dtype=np.int64))), np.concatenate((seen, tails), axis=1)
+    slots = np.concatenate((slots, np.array(own, dtype=np.int64)))
+    positions = np.concatenate((positions, np.array([places[slot] for slot in own], dtype=np.int64)))
+    return slots, positions, np.concatenate((seen, tails), axis=1)
 
 
-def rectangle(segments: Sequence[Segment], rows: int, length: int | None = None) -> tuple[Int64, Bool]:
-    """Slots int64 [S, L] (0 where there is none) and visibility bool [S, rows, L] of all segments."""
+def rectangle(segments: Sequence[Segment], rows: int, length: int | None = None) -> tuple[Int64, Int64, Bool]:
+    """Slots and their positions, int64 [S, L] (0 where there is none), and visibility bool [S, rows, L] of all
+    segments."""
     parts = [seen_slots(segment) for segment in segments]
-    length = max(max(slots.size for slots, _ in parts), 1) if length is None else length
-    columns = np.zeros((len(parts), length), dtype=np.int64)
+    length = max(max(slots.size for slots, _, _ in parts), 1) if length is None else length
+    columns, places = np.zeros((2, len(parts), length), dtype=np.int64)
     visible = np.zeros((len(parts), rows, length), dtype=np.bool_)
-    for s, (slots, seen) in enumerate(parts):
+    for s, (slots, positions, seen) in enumerate(parts):
         columns[s, : slots.size] = slots
+        places[s, : slots.size] = positions
         visible[s, : seen.shape[0], : seen.shape[1]] = seen
-    return columns, visible
+    return columns, places, visible
 
 
 @dataclass
@@ -62,9 +73,18 @@ class DensePlan(AttentionPlan):
     """S segments of N rows (padded), L columns, T rows in the batch."""
 
     columns: torch.Tensor  # int64 [S, L], slots
+    positions: torch.Tensor  # int64 [S, L], that they hold
     visible: torch.Tensor  # bool [S, N, L]
     spread: torch.Tensor | None  # int64 [S * N], the batch row that stands at each place; None: T == S * N, in order
     places: torch.Tensor | None  # int64 [T], the place of each batch row
+
+    def within(self, window: int) -> torch.Tensor:
+        """What each row sees of the last ``window`` positions up to its own, bool [S, N, L]; 0: all that it sees. A row
+        sees every position up to its own, so their number tells where it stands."""
+        if not window:
+            return self.visible
+        own = self.visible.sum(dim=-1, keepdim=True) - 1
+        return self.visible & (self.positions.unsqueeze(1) > own - window)
 
     def spread_rows(self, query: torch.Tensor) -> torch.Tensor:
         """[T, ...] -> [S, N, ...]."""
@@ -83,13 +103,14 @@ class StaticDensePlan(DensePlan, StaticPlan):
     def __init__(self, shape: StaticShape, device: torch.device) -> None:
         columns = torch.zeros(shape.requests, shape.max_len, dtype=torch.int64, device=device)
         visible = torch.zeros(shape.requests, shape.rows, shape.max_len, dtype=torch.bool, device=device)
-        super().__init__(columns, visible, None, None)
+        super().__init__(columns, torch.zeros_like(columns), visible, None, None)
 
     def fill(self, segments: Sequence[Segment]) -> None:
         """See StaticPlan."""
-        columns, visible = rectangle(segments, self.visible.shape[1], self.visible.shape[2])
+        columns, positions, visible = rectangle(segments, self.visible.shape[1], self.visible.shape[2])
         device = self.columns.device
         self.columns.copy_(staged(columns, device))
+        self.positions.copy_(staged(positions, device))
         self.visible.copy_(staged(visible, device))
 
 
@@ -107,9 +128,19 @@ class TorchAttention(AttentionBackend):
         """See AttentionBackend. None for contexts so long that gathering all of them each time would not pay."""
         return StaticDensePlan(shape, kv.device) if shape.num_rows * shape.max_len <= MAX_STATIC else None
 
-    def attend(self, query: torch.Tensor, kv: KvPool, layer: int, plan: AttentionPlan, scale: float) -> torch.Tensor:
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv: KvPool,
+        layer: int,
+        plan: AttentionPlan,
+        scale: float,
+        window: int = 0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """See AttentionBackend."""
         assert isinstance(plan, DensePlan)
+        visible = plan.within(window)
         key, value = kv.read(layer, plan.columns.view(-1))
         segments, length = plan.columns.shape
         key, value = (t.float().view(segments, length, *t.shape[1:]) for t in (key, value))  # [S, L, kv_heads, dim]
@@ -119,7 +150,7 @@ class TorchAttention(AttentionBackend):
 
         def block(rows: slice) -> torch.Tensor:
             scores = torch.einsum("snkgd,slkd->snkgl", wide[:, rows], key) * scale
-            weights = _softmax(scores, plan.visible[:, rows, None, None])
+            weights = _softmax(scores, visible[:, rows, None, None], sinks)
             return torch.einsum("snkgl,slkd->snkgd", weights, value)
 
         out = _in_blocks(block, wide.shape[1], segments * query.shape[1] * length)
@@ -147,7 +178,7 @@ def dense_plan(segments: Sequence[Segment], device: torch.device) -> DensePlan:
     """The plan of a batch on ``device``."""
     counts = [len(segment.token_ids) for segment in segments]
     most = max(counts)
-    columns, visible = rectangle(segments, most)
+    columns, positions, visible = rectangle(segments, most)
     spread = places = None
     if min(counts) < most:
         starts = np.cumsum([0, *counts[:-1]])
@@ -155,12 +186,20 @@ def dense_plan(segments: Sequence[Segment], device: torch.device) -> DensePlan:
         inside = offsets < np.array(counts)[:, None]
         spread = staged(np.where(inside, starts[:, None] + offsets, 0).ravel().astype(np.int64), device)
         places = staged(np.flatnonzero(inside.ravel()).astype(np.int64), device)
-    return DensePlan(staged(columns, device), staged(visible, device), spread, places)
+    return DensePlan(staged(columns, device), staged(positions, device), staged(visible, device), spread, places)
 
 
-def _softmax(scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """Over the last dimension; a row that sees nothing (padding) weighs nothing, rather than being NaN."""
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+def _softmax(scores: torch.Tensor, visible: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    """Over the last dimension; a row that sees nothing (padding) weighs nothing, rather than being NaN.
+
+    sinks: [num_heads], a score more in each row of [..., kv_heads, group, L], whose weight is left out.
+    """
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        sink = sinks.view(*scores.shape[-3:-1], 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1]
     return weights.masked_fill(~visible, 0.0)
 
 

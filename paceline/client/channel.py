@@ -27,6 +27,24 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 
+# With several routers a silent one is left for another: a stopped process or a cut cable closes no connection.
+FAILOVER_OPTIONS: tuple[tuple[str, Any], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 500),
+    ("grpc.keepalive_timeout_ms", 1_000),
+    ("grpc.http2.ping_timeout_ms", 1_000),
+    ("grpc.http2.max_pings_without_data", 0),  # a stream may be silent for as long as a prompt is computed
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # how long one attempt to connect may take
+)
+
+
+def channel_options(routers: str | Sequence[str], options: Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
+    """Those of each channel to ``routers``. options: over the SDK's own."""
+    several = not isinstance(routers, str) and len(routers) > 1
+    return (*(FAILOVER_OPTIONS if several else CHANNEL_OPTIONS), *options)
+
 
 def _credentials(tls: Tls) -> grpc.ChannelCredentials | None:
     """None: in the clear. OSError when the file of a CA cannot be read."""
@@ -38,19 +56,19 @@ def _credentials(tls: Tls) -> grpc.ChannelCredentials | None:
 
 
 def open_channel(address: str, tls: Tls, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
-    """To a router; ``options`` go over the SDK's own."""
-    credentials, all_options = _credentials(tls), [*CHANNEL_OPTIONS, *options]
+    """To a router, with the ``options`` of ``channel_options``."""
+    credentials = _credentials(tls)
     if credentials is None:
-        return grpc.insecure_channel(address, options=all_options)
-    return grpc.secure_channel(address, credentials, options=all_options)
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, credentials, options=options)
 
 
 def open_aio_channel(address: str, tls: Tls, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
     """The same for an event loop."""
-    credentials, all_options = _credentials(tls), [*CHANNEL_OPTIONS, *options]
+    credentials = _credentials(tls)
     if credentials is None:
-        return grpc.aio.insecure_channel(address, options=all_options)
-    return grpc.aio.secure_channel(address, credentials, options=all_options)
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 KEY_VARIABLE = "PACELINE_API_KEY"

@@ -35,6 +35,7 @@ class ChatOptions(TypedDict, total=False):
     template_values: Annotated[
         Mapping[str, Any] | None, 'More values for the chat template, e.g. `{"enable_thinking": False}`.'
     ]
+    reasoning_effort: Annotated[str | None, "How much the model is to think, where its chat template takes that."]
     continue_final_message: Annotated[bool | None, "The last turn is the beginning of the answer, which goes on."]
 
 
@@ -51,6 +52,7 @@ def chat_to_proto(messages: Messages, options: Mapping[str, Any]) -> inference_p
         tools=[_tool(tool) for tool in options.get("tools", ())],
         one_tool_call=not options.get("parallel_tool_calls", True),
         continue_final_message=options.get("continue_final_message", False),
+        reasoning_effort=options.get("reasoning_effort", ""),
     )
     if "template_values" in options:
         chat.template_values = json_of("template_values", options["template_values"])

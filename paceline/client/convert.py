@@ -56,6 +56,8 @@ class GenerateOptions(ChatOptions, total=False):
     seed: Annotated[int | None, "The same request with the same seed gives the same text. Drawn when not given."]
     stop: Annotated[str | Sequence[str] | None, "Text that ends the answer and is not part of it; at most 16."]
     stop_token_ids: Annotated[Sequence[int] | None, "Token ids that end the answer."]
+    include_stop_str_in_output: Annotated[bool | None, "The stop text that ends the answer is part of it."]
+    skip_special_tokens: Annotated[bool | None, "Special tokens add nothing to the text; the default."]
     ignore_eos: Annotated[bool | None, "Go on after the model's end-of-sequence token."]
     top_logprobs: Annotated[int | None, "Log-probabilities of so many best tokens; 0: of the chosen token alone."]
     prompt_logprobs: Annotated[int | None, "As top_logprobs, of the prompt's tokens from the second one on."]
@@ -72,12 +74,14 @@ class GenerateOptions(ChatOptions, total=False):
     tree: Annotated[str | None, "Shape of the draft: chain, static or dynamic, as far as the deployment gives it."]
     model: Annotated[str | None, "The model that is expected to be served; another one is refused."]
     request_id: Annotated[str | None, "Names the request in logs and traces; made by the router when not given."]
+    truncate_prompt_tokens: Annotated[int | None, "Keep so many tokens of a longer prompt; -1: what the context holds."]
+    truncation_side: Annotated[str | None, "Where a prompt is cut: left, the default, keeps its last tokens; or right."]
     tenant: Annotated[str | None, "Scope of the prefix cache and of the router's fairness."]
     priority: Annotated[int | None, "-10 to 10: among the tenant's requests that wait, the higher one goes first."]
 
 
 _SPECULATION = ("num_draft_tokens", "tree_width", "drafter", "tree")
-_REQUEST = ("model", "request_id", "tenant", "priority")
+_REQUEST = ("model", "request_id", "tenant", "priority", "truncate_prompt_tokens", "truncation_side")
 
 
 def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
@@ -165,7 +169,7 @@ def completion(message: inference_pb2.Completion) -> Completion:
     usage, spec, timing, handoff = message.usage, message.speculation, message.timing, message.handoff
     return Completion(
         finish_reason=finish_reason_from_proto(message.finish_reason) or FinishReason.ABORT,
-        usage=Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
+        usage=Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.reasoning_tokens),
         speculation=SpeculationStats(
             rounds=spec.rounds,
             draft_tokens=spec.draft_tokens,
@@ -223,4 +227,7 @@ def model_info(message: inference_pb2.ModelInfoResponse) -> ModelInfo:
         tree=message.tree,
         acceptance=message.acceptance,
         nodes=nodes,
+        system_fingerprint=message.system_fingerprint,
+        weights=message.weights,
+        kernels=message.kernels,
     )

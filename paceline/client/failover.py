@@ -9,11 +9,12 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from paceline.errors import NodeUnavailable, PacelineError
-from paceline.rpc.wire_errors import RETRY_AFTER_KEY, error_from_rpc
+from paceline.rpc.wire_errors import RETRY_AFTER_KEY, TOLD_KEY, error_from_rpc
 
 DEFAULT_RETRIES = 8
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
+LIVED_S = 2.5  # a call that broke after so long had reached a router: an attempt to connect takes 2 s at most
 
 # What a router that dies or stops leaves behind; a client that cancels by itself does not ask.
 LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -57,12 +58,13 @@ class Routers(Generic[C]):
 
 class Patience:
     """Tries in a row without a new chunk, and the time that is left. Before the first chunk each router is asked once,
-    as a call without stream would; after it ``retries`` bounds the tries, with pauses once each router was asked."""
+    as a call without stream would; after it, and after a call that broke while a router worked on it, ``retries``
+    bounds the tries, with pauses once each router was asked."""
 
     def __init__(self, routers: int, retries: int, timeout_s: float) -> None:
         self._routers, self._retries = routers, retries
         self._deadline = time.monotonic() + timeout_s
-        self._failures = 0
+        self._failures, self._asked_at = 0, time.monotonic()
 
     @property
     def left_s(self) -> float:
@@ -79,7 +81,7 @@ class Patience:
         code = error.code()
         refused = code is grpc.StatusCode.RESOURCE_EXHAUSTED and (started or self._failures > 0)
         self._failures += 1
-        allowed = self._retries if started else self._routers - 1
+        allowed = self._retries if started or self._broke_at_work(error) else self._routers - 1
         if (code not in LOST and not refused) or self._failures > allowed:
             raise lost_error(error, resuming=started)
         rounds = self._failures - self._routers  # 0: every router was asked
@@ -88,7 +90,14 @@ class Patience:
             pause = max(pause, min(_retry_after_s(error), LONGEST_PAUSE_S))
         if pause >= self.left_s:
             raise lost_error(error, resuming=started)
+        self._asked_at = time.monotonic() + pause
         return pause
+
+    def _broke_at_work(self, error: Any) -> bool:
+        """A connection was lost under a call. A router that says that it has no node is no such case: the request may
+        be what they cannot bear."""
+        lived = time.monotonic() - self._asked_at >= LIVED_S
+        return lived and self._routers > 1 and TOLD_KEY not in dict(error.trailing_metadata() or ())
 
 
 def lost_error(error: Any, *, resuming: bool = False) -> PacelineError:

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 import grpc
 
 from paceline.client import convert
-from paceline.client.channel import DEFAULT_TIMEOUT_S, Tls, key_metadata, open_channel
+from paceline.client.channel import DEFAULT_TIMEOUT_S, Tls, channel_options, key_metadata, open_channel
 from paceline.client.chats import ChatOptions, Messages
 from paceline.client.convert import GenerateOptions, Prompt
 from paceline.client.failover import DEFAULT_RETRIES, Patience, Routers
@@ -81,7 +81,8 @@ class Client:
     """A connection to a router. Thread-safe; use as a context manager, or ``close`` it.
 
     Every method raises PacelineError (see paceline.errors). Timeouts are seconds for the whole call; a method's own
-    ``timeout`` replaces the client's. A stream whose router dies goes on at the next one, at the next token.
+    ``timeout`` replaces the client's. A stream whose router dies, or is silent for 2 s, goes on at the next one, at the
+    next token.
     """
 
     def __init__(
@@ -106,9 +107,10 @@ class Client:
         api_key: sent with every call; without it that of the environment's PACELINE_API_KEY, if there is one.
         """
         self._timeout, self._retries, metadata = timeout, retries, key_metadata(api_key)
+        all_options = channel_options(address, options)
         self._routers: Routers[grpc.Channel] = Routers(
             address,
-            lambda at: open_channel(at, tls, options),
+            lambda at: open_channel(at, tls, all_options),
             inference_pb2_grpc.InferenceStub,
             metadata,
         )

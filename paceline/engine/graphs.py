@@ -92,7 +92,10 @@ class TargetGraphs:
             hidden = self._model.forward(inputs.context, aux)
             return (hidden,) if aux is None else (hidden, aux.rows())
 
-        self._graphs[bucket] = _Graph(inputs, self._capture(work))
+        try:
+            self._graphs[bucket] = _Graph(inputs, self._capture(work))
+        except RuntimeError as error:  # no memory, or a workspace that is too small for the shape
+            log.warning("no CUDA graph for %d requests of %d rows: %s", bucket.requests, bucket.rows, error)
 
     def forward(
         self, segments: Sequence[Segment], late: LateTokens | None = None

@@ -25,16 +25,19 @@ def _fused(x: torch.Tensor) -> bool:
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Zhang & Sennrich 2019. x: [T, n]; weight: [n]. The normed row is rounded to x.dtype before the weight."""
+    """Zhang & Sennrich 2019. x: [T, n]; weight: [n]. The normed row is rounded to weight.dtype before the weight."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return normed.to(x.dtype) * weight
+    return (normed.to(weight.dtype) * weight).to(x.dtype)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm over the last dimension. x: [..., n] -> [..., n]."""
+    """RMSNorm over the last dimension. x: [..., n] -> [..., n].
+
+    weight: [n], of x's dtype, or float32: then a result is rounded once, after the weight (Gemma 3, gpt-oss).
+    """
     if not _usable(x):
-        if _fused(x):
+        if _fused(x) and weight.dtype is x.dtype:
             from paceline.layers import ops_triton
 
             return ops_triton.rms_norm(x, weight, eps)
@@ -42,7 +45,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     n = x.shape[-1]
-    _call("pl_rms_norm", x.dtype)(x.data_ptr(), None, weight.data_ptr(), x.numel() // n, n, eps, out.data_ptr())
+    _norm(x, weight)(x.data_ptr(), None, weight.data_ptr(), x.numel() // n, n, eps, out.data_ptr())
     return out
 
 
@@ -53,16 +56,16 @@ def add_rms_norm_reference(x: torch.Tensor, residual: torch.Tensor, weight: torc
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``residual += x`` in place, then RMSNorm of residual. x, residual: [T, n], contiguous."""
+    """``residual += x`` in place, then ``rms_norm`` of residual. x, residual: [T, n], contiguous."""
     if not _usable(x):
-        if _fused(x):
+        if _fused(x) and weight.dtype is x.dtype:
             from paceline.layers import ops_triton
 
             return ops_triton.add_rms_norm(x, residual, weight, eps)
         return add_rms_norm_reference(x, residual, weight, eps)
     out = torch.empty_like(x)
     rows, n = x.shape
-    _call("pl_rms_norm", x.dtype)(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), rows, n, eps, out.data_ptr())
+    _norm(x, weight)(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), rows, n, eps, out.data_ptr())
     return out
 
 
@@ -83,6 +86,37 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     rows, n = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, n)
     _call("pl_silu_mul", gate_up.dtype)(gate_up.data_ptr(), rows, n, out.data_ptr())
+    return out
+
+
+def gelu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
+    """The same as ``gelu_mul`` in torch."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """GEGLU with GELU's tanh form (Shazeer 2020; Gemma 3). gate_up: [T, 2n], contiguous -> gelu(gate) * up, [T, n]."""
+    return _gated(gate_up, 0, 0.0, 0.0) if _usable(gate_up) else gelu_mul_reference(gate_up)
+
+
+def clamped_swiglu_reference(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """The same as ``clamped_swiglu`` in torch."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(gate_up.dtype)
+
+
+def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """The experts' activation of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1), gate at most ``limit`` and up within
+    it. gate_up: [T, 2n], contiguous -> [T, n]."""
+    return _gated(gate_up, 1, alpha, limit) if _usable(gate_up) else clamped_swiglu_reference(gate_up, alpha, limit)
+
+
+def _gated(gate_up: torch.Tensor, kind: int, alpha: float, limit: float) -> torch.Tensor:
+    rows, n = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, n)
+    _call("pl_gated", gate_up.dtype)(gate_up.data_ptr(), rows, n, kind, alpha, limit, out.data_ptr())
     return out
 
 
@@ -191,6 +225,10 @@ def latent_write(
         norm.shape[0], rope_dim, norm.data_ptr(), eps, table.data_ptr(), positions.data_ptr(), slots.data_ptr(),
         out.data_ptr(), pages.data_ptr(),
     )  # fmt: skip
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor):  # type: ignore[no-untyped-def]  # a ctypes function
+    return _call("pl_rms_norm" if weight.dtype is x.dtype else "pl_rms_norm_wide", x.dtype)
 
 
 def _call(name: str, dtype: torch.dtype):  # type: ignore[no-untyped-def]  # a ctypes function

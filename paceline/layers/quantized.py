@@ -33,7 +33,7 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(out_features, in_features)."""
+        """Its size: (out_features, in_features)."""
         out_features, in_features = self.codes.shape
         return out_features, in_features
 

@@ -10,17 +10,38 @@ import torch
 
 
 def rope_table(
-    head_dim: int, theta: float, max_positions: int, scaling: Mapping[str, Any] | None = None
+    head_dim: int,
+    theta: float,
+    max_positions: int,
+    scaling: Mapping[str, Any] | None = None,
+    rotary_dim: int | None = None,
 ) -> torch.Tensor:
-    """float32 [max_positions, head_dim]: cosines of head_dim/2 angles, then their sines (yarn: times its factor)."""
-    frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    """float32 [max_positions, head_dim]: cosines of head_dim/2 angles, then their sines (yarn: times its factor).
+
+    rotary_dim: elements of a head that are rotated, the other angles are 0 (``rotary_order``); None: all.
+    """
+    turned = rotary_dim or head_dim
+    frequencies = 1.0 / (theta ** (torch.arange(0, turned, 2, dtype=torch.float32) / turned))
     factor = 1.0
     if scaling is not None and scaling.get("rope_type") == "yarn":
         frequencies, factor = _yarn(frequencies, theta, scaling), yarn_attention_factor(scaling)
     else:
         frequencies = _scale(frequencies, scaling)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(factor).contiguous()
+    cos, sin = angles.cos() * factor, angles.sin() * factor
+    kept = (max_positions, (head_dim - turned) // 2)
+    return torch.cat((cos, torch.ones(kept), sin, torch.zeros(kept)), dim=-1)
+
+
+def rotary_order(head_dim: int, rotary_dim: int) -> torch.Tensor:
+    """Where each element of a head comes from when only its first ``rotary_dim`` are rotated: int64 [head_dim].
+
+    Kernels turn element i with element i + head_dim/2. In this order each rotated pair lies so, and so do pairs of
+    elements that pass unchanged. Products of queries and keys do not depend on the order, if both have it.
+    """
+    every, half = torch.arange(head_dim), rotary_dim // 2
+    middle = rotary_dim + (head_dim - rotary_dim) // 2
+    return torch.cat((every[:half], every[rotary_dim:middle], every[half:rotary_dim], every[middle:]))
 
 
 def _scale(frequencies: torch.Tensor, scaling: Mapping[str, Any] | None) -> torch.Tensor:

@@ -58,6 +58,7 @@ class _CBlock(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("qkv", "o", "gate_up", "down")),  # of Linear.address
         *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "post_norm")),
         *((name, ctypes.c_float) for name in ("eps", "scale")),
+        ("window", ctypes.c_int64),
     ]
 
 
@@ -76,6 +77,7 @@ class _Calls:
             block.qkv_proj.in_features, hidden, shape.num_heads, shape.num_kv_heads, shape.head_dim, inter,
             *(linear.address for linear in linears),
             *(None if norm is None else norm.data_ptr() for norm in norms), shape.rms_norm_eps, block.scale,
+            block.window,
         )  # fmt: skip
         self.address = ctypes.addressof(self._block)
         # Elements a row.
@@ -88,9 +90,9 @@ class _Calls:
 class Block:
     """Attention and MLP of one layer; what is normed before attention is the layer's affair."""
 
-    def __init__(self, shape: BlockShape, weights: BlockWeights, kv_layer: int) -> None:
-        """kv_layer: the pool's layer that holds its KV."""
-        self.shape, self.kv_layer = shape, kv_layer
+    def __init__(self, shape: BlockShape, weights: BlockWeights, kv_layer: int, window: int = 0) -> None:
+        """kv_layer: the pool's layer that holds its KV; window: positions that a row sees, up to its own; 0: all."""
+        self.shape, self.kv_layer, self.window = shape, kv_layer, window
         self.scale = 1.0 / math.sqrt(shape.head_dim)
         self.qkv_proj, self.o_proj = weights.qkv, weights.o
         self.q_norm, self.k_norm, self.post_norm = weights.q_norm, weights.k_norm, weights.post_norm
@@ -168,7 +170,7 @@ class Block:
         return rope_write(q, k, v, table, batch.positions, batch.write_slots, pages)
 
     def _finish(self, query: torch.Tensor, residual: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        out = context.attention.attend(query, context.kv, self.kv_layer, context.plan, self.scale)
+        out = context.attention.attend(query, context.kv, self.kv_layer, context.plan, self.scale, self.window)
         x = self.o_proj(out.view(query.shape[0], -1))
         x = add_rms_norm(x, residual, self.post_norm, self.shape.rms_norm_eps)
         return self.down_proj(silu_mul(self.gate_up_proj(x)))

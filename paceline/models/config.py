@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,10 +9,9 @@ from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.model_files import read_eos_token_ids, read_json
-from paceline.models.deepseek_config import MlaSpec, MoeSpec
+from paceline.models.deepseek_config import MlaSpec
 from paceline.models.families import FAMILIES, Family
-
-log = logging.getLogger(__name__)
+from paceline.models.moe_config import MoeSpec
 
 # What each kind of rope scaling needs beside its name.
 ROPE_SCALINGS = {
@@ -25,6 +23,7 @@ ROPE_SCALINGS = {
 YARN_OPTIONS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")  # absent or null: default
 DEFAULT_ROPE_THETA = 10000.0  # this and the next are Hugging Face's own defaults
 DEFAULT_RMS_NORM_EPS = 1e-6
+SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers
 
 
 @dataclass(frozen=True)
@@ -48,17 +47,37 @@ class ModelSpec:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm on each head of q and k
-    sliding_window: int | None = None
+    windows: tuple[int, ...] = ()  # positions that a row of each layer sees, up to its own; 0: all; (): all everywhere
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     mla: MlaSpec | None = None  # latent attention: deepseek_v3
-    moe: MoeSpec | None = None  # experts: deepseek_v3
-    num_mtp_modules: int = 0  # that the checkpoint may carry, as layers num_layers, num_layers + 1, ...
+    moe: MoeSpec | None = None  # experts
+    num_mtp_modules: int = 0  # that the checkpoint may carry
+    rotary_dim: int | None = None  # elements of a head that rope turns, the first ones; None: all
+    local_rope_theta: float | None = None  # of layers with a window: gemma3
+    attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
+    clamp: tuple[float, float] | None = None  # slope and limit of the experts' activation: gpt_oss, which has sinks too
 
     @property
     def max_model_len(self) -> int:
-        """Longest context served: within a sliding window, which is not implemented, full attention is the same."""
-        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+        """Longest context served."""
+        return self.max_position_embeddings
+
+    @property
+    def special_attention(self) -> bool:
+        """Whether a layer has a sliding window or sinks, which not every attention backend has."""
+        return any(self.windows) or self.clamp is not None
+
+    def window(self, layer: int) -> int:
+        """Positions that a row of a layer sees, up to its own; 0: all. A layer after the last (MTP) sees all."""
+        return self.windows[layer] if layer < len(self.windows) else 0
+
+    @property
+    def mtp_prefixes(self) -> tuple[str, ...]:
+        """What the names of its MTP modules' tensors begin with, module by module (algorithms.md F5 to F7)."""
+        place = "model.mtp_layers.{}." if self.family == "mimo" else "model.layers.{}."
+        first = 0 if self.family == "mimo" else self.num_layers
+        return tuple(place.format(first + k) for k in range(self.num_mtp_modules))
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelSpec:
@@ -67,9 +86,13 @@ class ModelSpec:
         Raises ConfigError naming whatever is missing or would need code that is not here.
         """
         path = folder / "config.json"
-        raw = read_json(path)
+        return cls.from_json(read_json(path), path, read_eos_token_ids(folder))
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any], path: Path, eos_token_ids: tuple[int, ...] = ()) -> ModelSpec:
+        """The spec of what ``path`` holds. Raises ConfigError, see ``from_folder``."""
         try:
-            return cls._from_json(raw, read_eos_token_ids(folder))
+            return cls._from_json(raw, eos_token_ids)
         except KeyError as error:
             raise ConfigError("model", f"{path} lacks {error.args[0]!r}") from None
         except (TypeError, ValueError) as error:
@@ -80,7 +103,8 @@ class ModelSpec:
         family = _family(raw)
         _refuse_unsupported(raw)
         heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
-        theta, scaling = _rope(raw, family)
+        theta, scaling, share = _rope(raw, family)
+        dim = int(raw.get("head_dim") or family.head_dim or hidden // heads)
         bias = bool(raw.get("attention_bias", False)) and family.reads_attention_bias
         spec = cls(
             family=family.name,
@@ -90,7 +114,7 @@ class ModelSpec:
             num_layers=int(raw["num_hidden_layers"]),
             num_heads=heads,
             num_kv_heads=_kv_heads(raw, family, heads),
-            head_dim=int(raw.get("head_dim") or family.head_dim or hidden // heads),
+            head_dim=dim,
             rms_norm_eps=float(raw.get("rms_norm_eps", DEFAULT_RMS_NORM_EPS)),
             rope_theta=theta,
             rope_scaling=scaling,
@@ -100,9 +124,10 @@ class ModelSpec:
             attention_out_bias=bias,
             mlp_bias=bool(raw.get("mlp_bias", False)) and family.reads_mlp_bias,
             qk_norm=family.qk_norm,
-            sliding_window=_sliding_window(raw, family),
+            windows=_windows(raw, family),
             eos_token_ids=eos_token_ids,
             bos_token_id=None if raw.get("bos_token_id") is None else int(raw["bos_token_id"]),
+            rotary_dim=None if share == 1.0 else int(dim * share),
         )
         return replace(spec, **family.read_fields(raw))
 
@@ -126,32 +151,42 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
         raise ConfigError("model", f"hidden_act {activation!r} is not supported (silu)")
 
 
-def _rope(raw: Mapping[str, Any], family: Family) -> tuple[float, dict[str, Any] | None]:
-    """Theta and scaling. transformers 5 writes ``rope_parameters`` where 4 wrote ``rope_theta``, ``rope_scaling``."""
+def _rope(raw: Mapping[str, Any], family: Family) -> tuple[float, dict[str, Any] | None, float]:
+    """Theta, scaling, and the share of a head that is turned.
+
+    transformers 5 writes ``rope_parameters`` where 4 wrote ``rope_theta``, ``rope_scaling``.
+    """
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = float(rope.pop("rope_theta", None) or raw.get("rope_theta") or DEFAULT_ROPE_THETA)
+    if isinstance(rope.get(FULL), dict):  # a rope for each kind of layer
+        rope = dict(rope[FULL])
+    theta = float(rope.pop("rope_theta", None) or raw.get("rope_theta") or family.rope_theta or DEFAULT_ROPE_THETA)
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     rope.pop("type", None)
     if kind not in family.rope_scalings:
         supported = ", ".join(family.rope_scalings)
         raise ConfigError("model", f"rope scaling {kind!r} is not supported for {family.name} ({supported})")
-    if (share := rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))) not in (None, 1.0):
-        raise ConfigError("model", f"partial_rotary_factor {share} is not supported (1.0)")
+    share = float(rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or family.rotary_share)
+    if share != 1.0 and not (family.rotary_share != 1.0 and 0.0 < share < 1.0):
+        raise ConfigError("model", f"partial_rotary_factor {share} is not supported for {family.name} (1.0)")
     if kind == "default":
-        return theta, None
+        return theta, None, share
     scaling: dict[str, Any] = {"rope_type": kind} | {name: float(rope[name]) for name in ROPE_SCALINGS[kind]}
     if kind == "yarn":
         scaling |= {name: float(rope[name]) for name in YARN_OPTIONS if rope.get(name) is not None}
         scaling |= {"truncate": bool(rope.get("truncate", True))}
-    return theta, scaling
+    return theta, scaling, share
 
 
-def _sliding_window(raw: Mapping[str, Any], family: Family) -> int | None:
-    if family.sliding_window is None or not raw.get("use_sliding_window", family.sliding_window):
-        return None
+def _windows(raw: Mapping[str, Any], family: Family) -> tuple[int, ...]:
+    """The window of each layer; () where every layer sees all."""
     window = raw.get("sliding_window")
-    if window is None:
-        return None
-    if window < raw["max_position_embeddings"]:
-        log.warning("sliding window of %d: contexts are capped to it, below the model's own length", window)
-    return int(window)
+    if family.slides is None or not window or not raw.get("use_sliding_window", family.slides):
+        return ()
+    layers = range(int(raw["num_hidden_layers"]))
+    given = raw.get("layer_types")
+    kinds = [SLIDING if family.slides_at(raw, i) else FULL for i in layers] if given is None else list(given)
+    if len(kinds) != len(layers) or not {*kinds} <= {SLIDING, FULL}:
+        raise ConfigError("model", f"layer_types {kinds} is not supported: one of {SLIDING} and {FULL} for each layer")
+    if window >= raw["max_position_embeddings"] or SLIDING not in kinds:
+        return ()
+    return tuple(int(window) if kind == SLIDING else 0 for kind in kinds)

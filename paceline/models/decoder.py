@@ -43,7 +43,8 @@ class DecoderModel(TargetModel, Generic[Layer]):
         self.norm = weights.take("model.norm.weight", (spec.hidden_size,))
         head = weights.as_head(tied) if spec.tie_word_embeddings else weights.take_linear("lm_head.weight", vocab)
         self.lm_head = Linear(head, out_float32=True)
-        table = rope_table(spec.head_dim, spec.rope_theta, spec.max_position_embeddings, spec.rope_scaling)
+        longest = spec.max_position_embeddings
+        table = rope_table(spec.head_dim, spec.rope_theta, longest, spec.rope_scaling, spec.rotary_dim)
         self.table = table.to(device)
         self.kv_layers = (kv_layer,) * spec.num_layers
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from paceline.models.config import ModelSpec
-from paceline.models.deepseek_config import MlaSpec, MoeSpec
+from paceline.models.deepseek_config import MlaSpec
 from paceline.models.llama_shapes import Shapes
+from paceline.models.moe_config import MoeSpec
 
 
 def mla_of(spec: ModelSpec) -> MlaSpec:
@@ -50,19 +51,26 @@ def swiglu_shapes(prefix: str, hidden: int, wide: int) -> Shapes:
     return {f"{prefix}.{name}.weight": shape for name, shape in shapes.items()}
 
 
-def layer_shapes(spec: ModelSpec, layer: int) -> Shapes:
-    """Shapes of decoder layer ``layer``, or of an MTP module's block (layer >= num_layers), without its prefix."""
+def mlp_shapes(spec: ModelSpec, layer: int) -> Shapes:
+    """Shapes of layer ``layer``'s MLP, or of its router and experts, named from the layer on."""
     moe, hidden = moe_of(spec), spec.hidden_size
-    shapes: Shapes = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-    shapes |= attention_shapes(spec)
-    if layer < moe.first_layer:
-        return shapes | swiglu_shapes("mlp", hidden, spec.intermediate_size)
-    shapes |= {"mlp.gate.weight": (moe.num_experts, hidden), "mlp.gate.e_score_correction_bias": (moe.num_experts,)}
+    if moe.is_dense(layer):
+        return swiglu_shapes("mlp", hidden, spec.intermediate_size)
+    shapes: Shapes = {"mlp.gate.weight": (moe.num_experts, hidden)}
+    if moe.correction_bias:
+        shapes["mlp.gate.e_score_correction_bias"] = (moe.num_experts,)
     for i in range(moe.num_experts):
         shapes |= swiglu_shapes(f"mlp.experts.{i}", hidden, moe.intermediate_size)
     if moe.num_shared_experts:
         shapes |= swiglu_shapes("mlp.shared_experts", hidden, moe.num_shared_experts * moe.intermediate_size)
     return shapes
+
+
+def layer_shapes(spec: ModelSpec, layer: int) -> Shapes:
+    """Shapes of decoder layer ``layer``, or of an MTP module's block (layer >= num_layers), without its prefix."""
+    hidden = spec.hidden_size
+    shapes: Shapes = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    return shapes | attention_shapes(spec) | mlp_shapes(spec, layer)
 
 
 def mtp_shapes(spec: ModelSpec) -> Shapes:

@@ -126,7 +126,7 @@ class DeepseekDecoderLayer:
         self.input_norm = take("input_layernorm.weight")
         self.post_norm = take("post_attention_layernorm.weight")
         moe = moe_of(spec)
-        self.mlp = SwiGlu(linear, "mlp") if layer < moe.first_layer else MoeMlp(moe, take, linear)
+        self.mlp = SwiGlu(linear, "mlp") if moe.is_dense(layer) else MoeMlp(moe, take, linear)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, table: torch.Tensor, context: ForwardContext

@@ -1,4 +1,4 @@
-"""The Llama family: Llama, Mistral, Qwen2 (bias on q, k, v) and Qwen3 (RMSNorm on each head of q and k)."""
+"""The Llama family: Llama, Mistral (sliding windows), Qwen2 and MiMo (bias on q, k, v), Qwen3 (RMSNorm on heads)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from paceline.models.quantization.fusing import fuse_layers
 class DecoderLayer(Block):
     """Pre-norm attention and SwiGLU. Also the block of an MTP module, with its own KV layer."""
 
-    def __init__(self, spec: ModelSpec, weights: WeightBag, prefix: str, kv_layer: int) -> None:
-        """``prefix`` names the layer in the checkpoint, e.g. ``model.layers.0``; ``kv_layer`` its layer of the pool."""
+    def __init__(self, spec: ModelSpec, weights: WeightBag, prefix: str, kv_layer: int, window: int = 0) -> None:
+        """``prefix`` names the layer in the checkpoint, e.g. ``model.layers.0``; ``kv_layer`` its layer of the pool;
+        ``window``: see Block."""
         shapes = layer_shapes(spec)
 
         def take(name: str) -> torch.Tensor:
@@ -49,7 +50,7 @@ class DecoderLayer(Block):
             gate_up=fused(("mlp.gate", "mlp.up"), spec.mlp_bias),
             down=linear("mlp.down", spec.mlp_bias),
         )
-        super().__init__(spec, parts, kv_layer)
+        super().__init__(spec, parts, kv_layer, window)
         self.input_norm = take("input_layernorm.weight")
 
     def __call__(
@@ -80,7 +81,7 @@ class LlamaModel(DecoderModel[DecoderLayer]):
         """
 
         def make_layer(weights: WeightBag, i: int) -> DecoderLayer:
-            return DecoderLayer(spec, weights, f"model.layers.{i}", first_kv_layer + i)
+            return DecoderLayer(spec, weights, f"model.layers.{i}", first_kv_layer + i, spec.window(i))
 
         kv_layer = KvLayer(LayerKind.GQA, kv_owner, spec.num_kv_heads, spec.head_dim)
         super().__init__(spec, weights, dtype, device, make_layer, kv_layer)

@@ -33,28 +33,36 @@ class LayerGeometry(Protocol):
     def qk_norm(self) -> bool: ...
 
 
-def block_shapes(layer: LayerGeometry, width: int) -> Shapes:
-    """Attention over rows of ``width``, the norm after it and the MLP, named from the layer on."""
-    hidden, wide, dim = layer.hidden_size, layer.intermediate_size, layer.head_dim
+def attention_shapes(layer: LayerGeometry, width: int) -> Shapes:
+    """Attention over rows of ``width``, named from the layer on."""
+    hidden, dim = layer.hidden_size, layer.head_dim
     q, kv = layer.num_heads * dim, layer.num_kv_heads * dim
     shapes: Shapes = {
         "self_attn.q_proj.weight": (q, width),
         "self_attn.k_proj.weight": (kv, width),
         "self_attn.v_proj.weight": (kv, width),
         "self_attn.o_proj.weight": (hidden, q),
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (wide, hidden),
-        "mlp.up_proj.weight": (wide, hidden),
-        "mlp.down_proj.weight": (hidden, wide),
     }
     if layer.attention_bias:
         shapes |= {f"self_attn.{n}_proj.bias": (size,) for n, size in (("q", q), ("k", kv), ("v", kv))}
     if layer.attention_out_bias:
         shapes["self_attn.o_proj.bias"] = (hidden,)
-    if layer.mlp_bias:
-        shapes |= {f"mlp.{n}_proj.bias": (size,) for n, size in (("gate", wide), ("up", wide), ("down", hidden))}
     if layer.qk_norm:
         shapes |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    return shapes
+
+
+def block_shapes(layer: LayerGeometry, width: int) -> Shapes:
+    """Attention over rows of ``width``, the norm after it and the MLP, named from the layer on."""
+    hidden, wide = layer.hidden_size, layer.intermediate_size
+    shapes = attention_shapes(layer, width) | {
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (wide, hidden),
+        "mlp.up_proj.weight": (wide, hidden),
+        "mlp.down_proj.weight": (hidden, wide),
+    }
+    if layer.mlp_bias:
+        shapes |= {f"mlp.{n}_proj.bias": (size,) for n, size in (("gate", wide), ("up", wide), ("down", hidden))}
     return shapes
 
 

@@ -43,7 +43,7 @@ class WeightBag:
     """
 
     def __init__(self, tensors: Mapping[str, LinearWeight]) -> None:
-        self._tensors = tensors
+        self._tensors: Mapping[str, Any] = tensors
         self._left = set(tensors)
         self._device: torch.device | None = None
         self.scheme = NOT_ROUNDED
@@ -123,6 +123,10 @@ class WeightBag:
             raise ConfigError("model", f"tensor {name} is missing from the checkpoint, or was taken before")
         return tuple(self._tensors[name].shape)
 
+    def holds(self, name: str) -> bool:
+        """Whether a tensor is still there."""
+        return name in self._left
+
     def finish(self) -> None:
         """Raise ConfigError naming every tensor left over; a tied head's copy and rotary buffers are harmless."""
         left = sorted(n for n in self._left if n != TIED and not n.endswith(HARMLESS) and not self._adds_nothing(n))
@@ -188,11 +192,6 @@ class LazyTensors(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._where)
-
-
-def load_weights(folder: Path, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
-    """All tensors of a folder, lazily. Raises ConfigError when a file is missing or damaged."""
-    return LazyTensors(weight_files(folder), dtype)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -1,5 +1,7 @@
-"""Mixture of experts with shared experts (DeepSeek-V3, arXiv 2412.19437, section 2.1.2), row by row the same however
-rows are batched: every product goes through ``Linear``, and a row's experts are summed best first, in float32.
+"""Mixture of experts, with shared experts (DeepSeek-V3, arXiv 2412.19437, section 2.1.2) or without them.
+
+Rows are the same however they are batched: every product goes through ``Linear``, and a row's experts are summed best
+first, in float32.
 
 On a GPU the experts' weights lie together and the host is never told how many rows an expert got: there the products
 are grouped, and their bits depend on the batch as all do on a GPU.
@@ -7,7 +9,7 @@ are grouped, and their bits depend on the batch as all do on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,7 @@ from paceline.layers.linear import Linear
 from paceline.layers.ops import silu_mul
 from paceline.layers.quantized import LinearWeight
 from paceline.layers.routing import RoutingRule, route
-from paceline.models.deepseek_config import MoeSpec
+from paceline.models.moe_config import MoeSpec
 from paceline.models.quantization.fusing import fuse_layers
 
 Take = Callable[[str], torch.Tensor]  # a layer's weight by its name within the layer
@@ -44,15 +46,22 @@ class SeparateExperts:
 
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
         """x: [T, hidden]; expert_ids: int64 [T, top_k] -> float32 [T, top_k, hidden]."""
-        rows, top_k = expert_ids.shape
-        flat = expert_ids.view(-1)
-        order = flat.argsort(stable=True)
-        counts: list[int] = torch.bincount(flat, minlength=len(self._experts)).tolist()
-        gathered = torch.split_with_sizes(x[order // top_k], counts)
-        outputs = torch.empty(rows * top_k, x.shape[1], dtype=torch.float32, device=x.device)
-        parts = [expert(part) for expert, part in zip(self._experts, gathered, strict=True) if part.shape[0]]
-        outputs[order] = torch.cat(parts)
-        return outputs.view(rows, top_k, -1)
+        return run_separately(self._experts, x, expert_ids)
+
+
+def run_separately(
+    experts: Sequence[Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor, expert_ids: torch.Tensor
+) -> torch.Tensor:
+    """Each expert once over all of its rows; see SeparateExperts. The host reads how many they are."""
+    rows, top_k = expert_ids.shape
+    flat = expert_ids.view(-1)
+    order = flat.argsort(stable=True)
+    counts: list[int] = torch.bincount(flat, minlength=len(experts)).tolist()
+    gathered = torch.split_with_sizes(x[order // top_k], counts)
+    outputs = torch.empty(rows * top_k, x.shape[1], dtype=torch.float32, device=x.device)
+    parts = [expert(part) for expert, part in zip(experts, gathered, strict=True) if part.shape[0]]
+    outputs[order] = torch.cat(parts)
+    return outputs.view(rows, top_k, -1)
 
 
 class GroupedExperts:
@@ -74,13 +83,13 @@ class GroupedExperts:
         flat = expert_ids.view(-1)
         order = flat.argsort(stable=True)
         ends = torch.searchsorted(flat[order], self._ids, right=True)
-        hidden = silu_mul(_grouped(x[order // top_k], self._gate_up, ends))
+        hidden = silu_mul(grouped(x[order // top_k], self._gate_up, ends))
         outputs = torch.empty(rows * top_k, x.shape[1], dtype=torch.float32, device=x.device)
-        outputs[order] = _grouped(hidden, self._down, ends).float()
+        outputs[order] = grouped(hidden, self._down, ends).float()
         return outputs.view(rows, top_k, -1)
 
 
-def _grouped(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def grouped(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """x: [R, in], rows of one expert together; weights: [experts, out, in]; ends: int64 [experts], past each expert's
     last row -> [R, out]. Float32 has no grouped product in torch: there every expert is run over every row."""
     if x.dtype is torch.bfloat16:
@@ -90,16 +99,32 @@ def _grouped(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torc
     return every.gather(0, expert.view(1, -1, 1).expand(1, -1, every.shape[2]))[0]
 
 
+def routing_rule(spec: MoeSpec) -> RoutingRule:
+    """How rows choose their experts."""
+    return RoutingRule(spec.num_groups, spec.top_groups, spec.top_k, spec.normalise, spec.factor, spec.softmax)
+
+
+def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """outputs: float32 [T, top_k, hidden]; weights: float32 [T, top_k] -> float32 [T, hidden], best first."""
+    outputs = outputs * weights.unsqueeze(-1)
+    total = outputs[:, 0]
+    for i in range(1, outputs.shape[1]):  # not sum(): the order of additions is part of the result
+        total = total + outputs[:, i]
+    return total
+
+
 class MoeMlp:
     """Routed experts and shared experts of one layer."""
 
     def __init__(self, spec: MoeSpec, take: Take, linear: TakeLinear, prefix: str = "mlp") -> None:
         """take: a layer's tensor as floats; linear: as the checkpoint has it."""
         self.spec = spec
-        self.rule = RoutingRule(spec.num_groups, spec.top_groups, spec.top_k, spec.normalise, spec.factor)
+        self.rule = routing_rule(spec)
         gate = take(f"{prefix}.gate.weight")
         self.router = Linear(gate.float())  # scores that nearly tie need every bit
-        self.bias = take(f"{prefix}.gate.e_score_correction_bias").float().contiguous()
+        self.bias: torch.Tensor | None = None
+        if spec.correction_bias:
+            self.bias = take(f"{prefix}.gate.e_score_correction_bias").float().contiguous()
         on_cpu, count = gate.device.type == "cpu", spec.num_experts
         self.experts = SeparateExperts(linear, prefix, count) if on_cpu else GroupedExperts(take, prefix, count)
         self.shared = SwiGlu(linear, f"{prefix}.shared_experts", out_float32=True) if spec.num_shared_experts else None
@@ -107,10 +132,7 @@ class MoeMlp:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
         expert_ids, weights = route(self.router(x.float()), self.bias, self.rule)
-        outputs = self.experts(x, expert_ids) * weights.unsqueeze(-1)
-        total = outputs[:, 0]
-        for i in range(1, self.spec.top_k):  # not sum(): the order of additions is part of the result
-            total = total + outputs[:, i]
+        total = weighted_sum(self.experts(x, expert_ids), weights)
         if self.shared is not None:
             total = total + self.shared(x)
         return total.to(x.dtype)

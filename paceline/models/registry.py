@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from paceline.errors import ConfigError
 from paceline.layers.quantized import LinearWeight
-from paceline.model_files import read_json
+from paceline.model_files import quantization_config, read_json
 from paceline.models.base import TargetModel
 from paceline.models.config import ModelSpec
 from paceline.models.families import FAMILIES
 from paceline.models.loader import LazyTensors, WeightBag, gguf_file, weight_files
+from paceline.models.quantization.base import Scheme
 from paceline.models.quantization.schemes import read_scheme
 from paceline.models.quantization.tensors import QuantizedTensors
 
@@ -62,13 +64,21 @@ def open_checkpoint(folder: Path, dtype: torch.dtype) -> Mapping[str, LinearWeig
         from paceline.models.gguf.tensors import GgufTensors
 
         return GgufTensors(GgufFile(gguf), dtype)
-    scheme = read_scheme(read_json(folder / "config.json"))
+    scheme = _scheme_of(read_json(folder / "config.json"))
     tensors = CheckpointTensors(weight_files(folder), dtype)
     if scheme is not None:
         return QuantizedTensors(tensors, scheme)
     if scale := next((name for name in tensors if name.endswith(FP8_SCALE)), None):
         raise ConfigError("model", f"{scale} is of a quantised checkpoint, but config.json has no quantization_config")
     return tensors
+
+
+def _scheme_of(raw: Mapping[str, Any]) -> Scheme | None:
+    """The scheme of a checkpoint; None for floats, and where the family's class reads its scheme itself."""
+    config = quantization_config(raw) or {}
+    families = [FAMILIES[name] for name in raw.get("architectures") or () if name in FAMILIES]
+    own = any(config.get("quant_method") in family.quant_methods for family in families)
+    return None if own else read_scheme(raw)
 
 
 def model_class(family: str) -> Builder:
@@ -86,8 +96,7 @@ def load_target(folder: Path, dtype: torch.dtype, device: torch.device, quantize
     """
     spec = ModelSpec.from_folder(folder)
     tensors = open_checkpoint(folder, dtype)
-    modules = tuple(f"model.layers.{spec.num_layers + k}." for k in range(spec.num_mtp_modules))
-    bag = WeightBag(Part(tensors, frozenset(name for name in tensors if not name.startswith(modules))))
+    bag = WeightBag(Part(tensors, frozenset(name for name in tensors if not name.startswith(spec.mtp_prefixes))))
     bag.rounded(quantize)
     model = model_class(spec.family)(spec, bag, dtype, device)
     bag.finish()
@@ -95,8 +104,8 @@ def load_target(folder: Path, dtype: torch.dtype, device: torch.device, quantize
 
 
 def holds_mtp(folder: Path, spec: ModelSpec) -> bool:
-    """Whether a target's own checkpoint has MTP modules (algorithms.md F5): layers after its last."""
-    if spec.num_mtp_modules == 0 or gguf_file(folder) is not None:
+    """Whether a target's own checkpoint has MTP modules (algorithms.md F5 to F7)."""
+    if not spec.mtp_prefixes or gguf_file(folder) is not None:
         return False
     tensors = LazyTensors(weight_files(folder), torch.bfloat16)
-    return f"model.layers.{spec.num_layers}.enorm.weight" in tensors
+    return any(name.startswith(spec.mtp_prefixes[0]) for name in tensors)

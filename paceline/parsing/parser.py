@@ -42,6 +42,11 @@ class AnswerParser:
         return self._out.over
 
     @property
+    def thinking(self) -> bool:
+        """Whether the text so far ends within the reasoning."""
+        return self._splitter is not None and self._splitter.inside
+
+    @property
     def num_calls(self) -> int:
         """Calls that began."""
         return self._out.num_calls

@@ -30,6 +30,7 @@ class ReasoningSplitter:
     def __init__(self, form: ReasoningFormat, is_open: bool) -> None:
         """is_open: the prompt ends within the reasoning."""
         self.reasoning, self.text = "", ""
+        self.inside = is_open
         self._reader = Reader()
         self._steps: Steps[None] | None = self._run(form, is_open)
         next(self._steps)
@@ -63,7 +64,9 @@ class ReasoningSplitter:
             if not is_open:
                 self.text += reader.waiting()
                 return
+        self.inside = True
         yield from self._reasoning(form)
+        self.inside = False
         self.text += yield from reader.next_solid()
 
     def _reasoning(self, form: ReasoningFormat) -> Steps[None]:

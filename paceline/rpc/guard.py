@@ -26,11 +26,13 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
     not call the method.
 
     ``roles``: by method's name, e.g. ``Decode``; a method that is not there is let to nobody. ``token``: empty asks for
-    none. ``by_role``: the server asks for certificates. ``refused``: how many calls were.
+    none. ``by_role``: the server asks for certificates. ``refused``: how many calls were; ``on_refused`` hears of each.
     """
 
-    def __init__(self, roles: Mapping[str, Role], token: str, *, by_role: bool) -> None:
-        self._roles, self._token, self._by_role = roles, token, by_role
+    def __init__(
+        self, roles: Mapping[str, Role], token: str, *, by_role: bool, on_refused: Callable[[], None] = lambda: None
+    ) -> None:
+        self._roles, self._token, self._by_role, self._on_refused = roles, token, by_role, on_refused
         self._audit = Audit()
         self.refused = 0
 
@@ -70,6 +72,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
     def refuse(self, method: str, context: Context, reason: str) -> None:
         """Count and tell a call that is refused."""
         self.refused += 1
+        self._on_refused()
         role = _role(context) or "nobody"
         self._audit.refused(peer_of(context), "", method, f"{role}: {reason}"[:MAX_SAID_CHARS])
 

@@ -26,6 +26,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 FIELD_KEY = "paceline-field"
 RETRY_AFTER_KEY = "retry-after-ms"
+TOLD_KEY = "paceline-told"  # comes with a status that a router has set; what gRPC says of a lost connection lacks it
 MAX_DETAILS_BYTES = 6 * 1024  # as they travel; gRPC drops a call whose trailing metadata is above 8 to 16 KiB
 
 _STATUS: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
@@ -62,12 +63,12 @@ def _clipped(details: str) -> str:
 
 
 def metadata_for(error: PacelineError) -> Metadata:
-    """Trailing metadata: the wrong field's name, or when to come back."""
+    """Trailing metadata: the wrong field's name, when to come back, or that somebody said so."""
     if isinstance(error, InvalidRequest):
         return ((FIELD_KEY, error.field),)
     if isinstance(error, Overloaded):
         return ((RETRY_AFTER_KEY, str(int(error.retry_after_s * 1000))),)
-    return ()
+    return ((TOLD_KEY, "1"),) if isinstance(error, NodeUnavailable) else ()
 
 
 def error_from_status(code: grpc.StatusCode, details: str, metadata: Iterable[Any] = ()) -> PacelineError | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 
@@ -14,6 +14,7 @@ class Source(Protocol):
 
 
 S = TypeVar("S", bound=Source)
+T = TypeVar("T")
 
 
 def keeping(tokenizer: S, texts: Collection[str]) -> S:
@@ -21,6 +22,30 @@ def keeping(tokenizer: S, texts: Collection[str]) -> S:
     kept = frozenset(tokenizer.special_ids(texts).values())
     made: Any = _Keeping(tokenizer, kept) if kept else tokenizer
     return made  # type: ignore[no-any-return]  # it answers as the tokenizer does
+
+
+def showing_specials(tokenizer: T) -> T:
+    """``tokenizer``, whose special tokens are all part of the text."""
+    made: Any = _Showing(tokenizer)
+    return made  # type: ignore[no-any-return]  # it answers as the tokenizer does
+
+
+class _Showing:
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
+        """See paceline.text.tokenizer."""
+        data: bytes = self._tokenizer.token_bytes(token_id, False)
+        return data
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """See paceline.text.tokenizer."""
+        text: str = self._tokenizer.decode(ids, False)
+        return text
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
 
 
 class _Keeping:

@@ -3,8 +3,10 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -75,3 +77,256 @@ class SetRoleResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetRoleResponse: _TypeAlias = SetRoleResponse  # noqa: Y015
+
+@_typing.final
+class ListNodesRequest(_message.Message):
+    """Nothing is asked."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListNodesRequest: _TypeAlias = ListNodesRequest  # noqa: Y015
+
+@_typing.final
+class ListNodesResponse(_message.Message):
+    """The nodes that are wanted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdminNode]:
+        """In the order in which they were wanted."""
+
+    def __init__(
+        self,
+        *,
+        nodes: _abc.Iterable[Global___AdminNode] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListNodesResponse: _TypeAlias = ListNodesResponse  # noqa: Y015
+
+@_typing.final
+class AdminNode(_message.Message):
+    """A node that is wanted, and its process where there is one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    FREE_PAGES_FIELD_NUMBER: _builtins.int
+    TOTAL_PAGES_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    BUILD_FIELD_NUMBER: _builtins.int
+    RESTARTS_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    """E.g. decode-1; the same over restarts."""
+    role: _builtins.str
+    """prefill or decode."""
+    state: _builtins.str
+    """starting, failing (to start), ready, silent (no lease), kept (no lease, but it answers), cut off (with its host),
+    foreign (it serves something else), draining, drained, removing or gone.
+    """
+    generation: _builtins.int
+    """Counts the starts of the node."""
+    address: _builtins.str
+    """HOST:PORT of its gRPC; empty without a process."""
+    host: _builtins.str
+    """Name of its host; empty while it has no lease."""
+    pid: _builtins.int
+    """Id of its process there."""
+    running: _builtins.int
+    """Sequences that run."""
+    waiting: _builtins.int
+    """Sequences that wait."""
+    free_pages: _builtins.int
+    """KV pages that nothing holds."""
+    total_pages: _builtins.int
+    """All KV pages."""
+    since: _builtins.float
+    """When its process was started, in seconds of Unix time; 0 without a lease."""
+    build: _builtins.str
+    """Build of Paceline that it runs."""
+    restarts: _builtins.int
+    """How often it was started anew."""
+    detail: _builtins.str
+    """What its latest start failed with."""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        role: _builtins.str = ...,
+        state: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        address: _builtins.str = ...,
+        host: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        running: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        free_pages: _builtins.int = ...,
+        total_pages: _builtins.int = ...,
+        since: _builtins.float = ...,
+        build: _builtins.str = ...,
+        restarts: _builtins.int = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "build", b"build", "detail", b"detail", "free_pages", b"free_pages", "generation", b"generation", "host", b"host", "node_id", b"node_id", "pid", b"pid", "restarts", b"restarts", "role", b"role", "running", b"running", "since", b"since", "state", b"state", "total_pages", b"total_pages", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdminNode: _TypeAlias = AdminNode  # noqa: Y015
+
+@_typing.final
+class AddNodeRequest(_message.Message):
+    """A node that is to be wanted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """prefill or decode."""
+    host: _builtins.str
+    """Address by which Ray knows the host that it is to run on; empty lets Ray choose."""
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        host: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddNodeRequest: _TypeAlias = AddNodeRequest  # noqa: Y015
+
+@_typing.final
+class DrainNodeRequest(_message.Message):
+    """Which node is to stop."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    GRACE_S_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    """Id of the node."""
+    grace_s: _builtins.float
+    """Seconds that its streams get before they move to other nodes. Without it the deployment's drain_timeout_s."""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        grace_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grace_s", b"_grace_s", "grace_s", b"grace_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grace_s", b"_grace_s", "grace_s", b"grace_s", "node_id", b"node_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__grace_s: _TypeAlias = _typing.Literal["grace_s"]  # noqa: Y015
+    _WhichOneofArgType__grace_s: _TypeAlias = _typing.Literal["_grace_s", b"_grace_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__grace_s) -> _WhichOneofReturnType__grace_s | None: ...
+
+Global___DrainNodeRequest: _TypeAlias = DrainNodeRequest  # noqa: Y015
+
+@_typing.final
+class StartNodeRequest(_message.Message):
+    """Which node is to run again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    """Id of the node."""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartNodeRequest: _TypeAlias = StartNodeRequest  # noqa: Y015
+
+@_typing.final
+class RemoveNodeRequest(_message.Message):
+    """Which node is to go."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    GRACE_S_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    """Id of the node."""
+    grace_s: _builtins.float
+    """Seconds that its streams get before they move to other nodes. Without it the deployment's drain_timeout_s."""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        grace_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grace_s", b"_grace_s", "grace_s", b"grace_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grace_s", b"_grace_s", "grace_s", b"grace_s", "node_id", b"node_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__grace_s: _TypeAlias = _typing.Literal["grace_s"]  # noqa: Y015
+    _WhichOneofArgType__grace_s: _TypeAlias = _typing.Literal["_grace_s", b"_grace_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__grace_s) -> _WhichOneofReturnType__grace_s | None: ...
+
+Global___RemoveNodeRequest: _TypeAlias = RemoveNodeRequest  # noqa: Y015
+
+@_typing.final
+class NodeProgress(_message.Message):
+    """How far a change is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    done: _builtins.bool
+    """The change is over; this is the last answer."""
+    @_builtins.property
+    def node(self) -> Global___AdminNode:
+        """The node now."""
+
+    def __init__(
+        self,
+        *,
+        node: Global___AdminNode | None = ...,
+        done: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeProgress: _TypeAlias = NodeProgress  # noqa: Y015

@@ -40,6 +40,31 @@ class AdminStub:
                 request_serializer=paceline_dot_v1_dot_admin__pb2.SetRoleRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_admin__pb2.SetRoleResponse.FromString,
                 _registered_method=True)
+        self.ListNodes = channel.unary_unary(
+                '/paceline.v1.Admin/ListNodes',
+                request_serializer=paceline_dot_v1_dot_admin__pb2.ListNodesRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_admin__pb2.ListNodesResponse.FromString,
+                _registered_method=True)
+        self.AddNode = channel.unary_stream(
+                '/paceline.v1.Admin/AddNode',
+                request_serializer=paceline_dot_v1_dot_admin__pb2.AddNodeRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_admin__pb2.NodeProgress.FromString,
+                _registered_method=True)
+        self.DrainNode = channel.unary_stream(
+                '/paceline.v1.Admin/DrainNode',
+                request_serializer=paceline_dot_v1_dot_admin__pb2.DrainNodeRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_admin__pb2.NodeProgress.FromString,
+                _registered_method=True)
+        self.StartNode = channel.unary_stream(
+                '/paceline.v1.Admin/StartNode',
+                request_serializer=paceline_dot_v1_dot_admin__pb2.StartNodeRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_admin__pb2.NodeProgress.FromString,
+                _registered_method=True)
+        self.RemoveNode = channel.unary_stream(
+                '/paceline.v1.Admin/RemoveNode',
+                request_serializer=paceline_dot_v1_dot_admin__pb2.RemoveNodeRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_admin__pb2.NodeProgress.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -53,6 +78,42 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListNodes(self, request, context):
+        """Every node that is wanted, whether or not it runs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AddNode(self, request, context):
+        """Want one more node. Answers with its state whenever that changes, and ends once it serves. The node is wanted
+        further when the caller leaves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainNode(self, request, context):
+        """Let a node finish its work, end its process, and keep its place. Answers until the process has ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StartNode(self, request, context):
+        """Start a node that was drained. Answers until it serves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveNode(self, request, context):
+        """Let a node finish its work, end its process, and want it no more. Answers until it is gone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +121,31 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.SetRole,
                     request_deserializer=paceline_dot_v1_dot_admin__pb2.SetRoleRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_admin__pb2.SetRoleResponse.SerializeToString,
+            ),
+            'ListNodes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListNodes,
+                    request_deserializer=paceline_dot_v1_dot_admin__pb2.ListNodesRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_admin__pb2.ListNodesResponse.SerializeToString,
+            ),
+            'AddNode': grpc.unary_stream_rpc_method_handler(
+                    servicer.AddNode,
+                    request_deserializer=paceline_dot_v1_dot_admin__pb2.AddNodeRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_admin__pb2.NodeProgress.SerializeToString,
+            ),
+            'DrainNode': grpc.unary_stream_rpc_method_handler(
+                    servicer.DrainNode,
+                    request_deserializer=paceline_dot_v1_dot_admin__pb2.DrainNodeRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_admin__pb2.NodeProgress.SerializeToString,
+            ),
+            'StartNode': grpc.unary_stream_rpc_method_handler(
+                    servicer.StartNode,
+                    request_deserializer=paceline_dot_v1_dot_admin__pb2.StartNodeRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_admin__pb2.NodeProgress.SerializeToString,
+            ),
+            'RemoveNode': grpc.unary_stream_rpc_method_handler(
+                    servicer.RemoveNode,
+                    request_deserializer=paceline_dot_v1_dot_admin__pb2.RemoveNodeRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_admin__pb2.NodeProgress.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +176,141 @@ class Admin:
             '/paceline.v1.Admin/SetRole',
             paceline_dot_v1_dot_admin__pb2.SetRoleRequest.SerializeToString,
             paceline_dot_v1_dot_admin__pb2.SetRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListNodes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.Admin/ListNodes',
+            paceline_dot_v1_dot_admin__pb2.ListNodesRequest.SerializeToString,
+            paceline_dot_v1_dot_admin__pb2.ListNodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paceline.v1.Admin/AddNode',
+            paceline_dot_v1_dot_admin__pb2.AddNodeRequest.SerializeToString,
+            paceline_dot_v1_dot_admin__pb2.NodeProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paceline.v1.Admin/DrainNode',
+            paceline_dot_v1_dot_admin__pb2.DrainNodeRequest.SerializeToString,
+            paceline_dot_v1_dot_admin__pb2.NodeProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paceline.v1.Admin/StartNode',
+            paceline_dot_v1_dot_admin__pb2.StartNodeRequest.SerializeToString,
+            paceline_dot_v1_dot_admin__pb2.NodeProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paceline.v1.Admin/RemoveNode',
+            paceline_dot_v1_dot_admin__pb2.RemoveNodeRequest.SerializeToString,
+            paceline_dot_v1_dot_admin__pb2.NodeProgress.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,18 @@ class AdminStub:
     def __new__(cls, channel: _aio.Channel) -> AdminAsyncStub: ...
     SetRole: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetRoleRequest, _admin_pb2.SetRoleResponse]
     """Drain a node and start it again in another role. Answers once it serves."""
+    ListNodes: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListNodesRequest, _admin_pb2.ListNodesResponse]
+    """Every node that is wanted, whether or not it runs."""
+    AddNode: _grpc.UnaryStreamMultiCallable[_admin_pb2.AddNodeRequest, _admin_pb2.NodeProgress]
+    """Want one more node. Answers with its state whenever that changes, and ends once it serves. The node is wanted
+    further when the caller leaves.
+    """
+    DrainNode: _grpc.UnaryStreamMultiCallable[_admin_pb2.DrainNodeRequest, _admin_pb2.NodeProgress]
+    """Let a node finish its work, end its process, and keep its place. Answers until the process has ended."""
+    StartNode: _grpc.UnaryStreamMultiCallable[_admin_pb2.StartNodeRequest, _admin_pb2.NodeProgress]
+    """Start a node that was drained. Answers until it serves."""
+    RemoveNode: _grpc.UnaryStreamMultiCallable[_admin_pb2.RemoveNodeRequest, _admin_pb2.NodeProgress]
+    """Let a node finish its work, end its process, and want it no more. Answers until it is gone."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -43,6 +55,18 @@ class AdminAsyncStub(AdminStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     SetRole: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetRoleRequest, _admin_pb2.SetRoleResponse]  # type: ignore[assignment]
     """Drain a node and start it again in another role. Answers once it serves."""
+    ListNodes: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListNodesRequest, _admin_pb2.ListNodesResponse]  # type: ignore[assignment]
+    """Every node that is wanted, whether or not it runs."""
+    AddNode: _aio.UnaryStreamMultiCallable[_admin_pb2.AddNodeRequest, _admin_pb2.NodeProgress]  # type: ignore[assignment]
+    """Want one more node. Answers with its state whenever that changes, and ends once it serves. The node is wanted
+    further when the caller leaves.
+    """
+    DrainNode: _aio.UnaryStreamMultiCallable[_admin_pb2.DrainNodeRequest, _admin_pb2.NodeProgress]  # type: ignore[assignment]
+    """Let a node finish its work, end its process, and keep its place. Answers until the process has ended."""
+    StartNode: _aio.UnaryStreamMultiCallable[_admin_pb2.StartNodeRequest, _admin_pb2.NodeProgress]  # type: ignore[assignment]
+    """Start a node that was drained. Answers until it serves."""
+    RemoveNode: _aio.UnaryStreamMultiCallable[_admin_pb2.RemoveNodeRequest, _admin_pb2.NodeProgress]  # type: ignore[assignment]
+    """Let a node finish its work, end its process, and want it no more. Answers until it is gone."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     """What operators call, on an address of its own that clients of the model need not reach."""
@@ -54,5 +78,47 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.SetRoleResponse, _abc.Awaitable[_admin_pb2.SetRoleResponse]]:
         """Drain a node and start it again in another role. Answers once it serves."""
+
+    @_abc_1.abstractmethod
+    def ListNodes(
+        self,
+        request: _admin_pb2.ListNodesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListNodesResponse, _abc.Awaitable[_admin_pb2.ListNodesResponse]]:
+        """Every node that is wanted, whether or not it runs."""
+
+    @_abc_1.abstractmethod
+    def AddNode(
+        self,
+        request: _admin_pb2.AddNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.NodeProgress], _abc.AsyncIterator[_admin_pb2.NodeProgress]]:
+        """Want one more node. Answers with its state whenever that changes, and ends once it serves. The node is wanted
+        further when the caller leaves.
+        """
+
+    @_abc_1.abstractmethod
+    def DrainNode(
+        self,
+        request: _admin_pb2.DrainNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.NodeProgress], _abc.AsyncIterator[_admin_pb2.NodeProgress]]:
+        """Let a node finish its work, end its process, and keep its place. Answers until the process has ended."""
+
+    @_abc_1.abstractmethod
+    def StartNode(
+        self,
+        request: _admin_pb2.StartNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.NodeProgress], _abc.AsyncIterator[_admin_pb2.NodeProgress]]:
+        """Start a node that was drained. Answers until it serves."""
+
+    @_abc_1.abstractmethod
+    def RemoveNode(
+        self,
+        request: _admin_pb2.RemoveNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.NodeProgress], _abc.AsyncIterator[_admin_pb2.NodeProgress]]:
+        """Let a node finish its work, end its process, and want it no more. Answers until it is gone."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -170,6 +170,7 @@ class Chat(_message.Message):
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
     TEMPLATE_VALUES_FIELD_NUMBER: _builtins.int
     NO_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    REASONING_EFFORT_FIELD_NUMBER: _builtins.int
     tool_choice: Global___ToolChoice.ValueType
     """Whether it calls."""
     tool_name: _builtins.str
@@ -182,6 +183,10 @@ class Chat(_message.Message):
     """More values for the chat template, a JSON object as text, e.g. {"enable_thinking": false}; empty: none."""
     no_generation_prompt: _builtins.bool
     """The prompt ends with the last turn, and does not begin the assistant's."""
+    reasoning_effort: _builtins.str
+    """How much the model is to think, e.g. low or high, for chat templates that take it; empty: as usual. Others refuse
+    every value but medium, and none where the model does not think.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The turns in their order; at most 8,192."""
@@ -201,10 +206,11 @@ class Chat(_message.Message):
         continue_final_message: _builtins.bool = ...,
         template_values: _builtins.str = ...,
         no_generation_prompt: _builtins.bool = ...,
+        reasoning_effort: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["continue_final_message", b"continue_final_message", "messages", b"messages", "no_generation_prompt", b"no_generation_prompt", "one_tool_call", b"one_tool_call", "template_values", b"template_values", "tool_choice", b"tool_choice", "tool_name", b"tool_name", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continue_final_message", b"continue_final_message", "messages", b"messages", "no_generation_prompt", b"no_generation_prompt", "one_tool_call", b"one_tool_call", "reasoning_effort", b"reasoning_effort", "template_values", b"template_values", "tool_choice", b"tool_choice", "tool_name", b"tool_name", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -252,6 +258,8 @@ class GenerateRequest(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     ANSWER_FORMAT_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATION_SIDE_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """A text that the router tokenizes."""
     model: _builtins.str
@@ -266,6 +274,12 @@ class GenerateRequest(_message.Message):
     """
     priority: _builtins.int
     """-10 to 10. While requests wait, the higher one of a tenant goes first; between tenants it says nothing."""
+    truncate_prompt_tokens: _builtins.int
+    """Keep so many tokens of a longer prompt; -1: what the context holds beside max_tokens. Unset: a prompt that is too
+    long is refused.
+    """
+    truncation_side: _builtins.str
+    """Where a prompt is cut: left keeps its last tokens, right its first; empty: left."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, taken as they are."""
@@ -305,13 +319,20 @@ class GenerateRequest(_message.Message):
         resume: Global___Resume | None = ...,
         priority: _builtins.int = ...,
         answer_format: Global___AnswerFormat | None = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
+        truncation_side: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer_format", b"answer_format", "chat", b"chat", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens", "answer_format", b"answer_format", "chat", b"chat", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_format", b"answer_format", "chat", b"chat", "generation_id", b"generation_id", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens", "answer_format", b"answer_format", "chat", b"chat", "generation_id", b"generation_id", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
@@ -605,22 +626,26 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     completion_tokens: _builtins.int
     """Tokens that were generated."""
     cached_tokens: _builtins.int
     """Tokens of the prompt that were found in a prefix cache."""
+    reasoning_tokens: _builtins.int
+    """Of completion_tokens: those of the reasoning, its markers counted."""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        reasoning_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1102,6 +1127,9 @@ class ModelInfoResponse(_message.Message):
     DRAFTERS_FIELD_NUMBER: _builtins.int
     TREE_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_FIELD_NUMBER: _builtins.int
+    SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    KERNELS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """What requests may name as their model."""
     dtype: _builtins.str
@@ -1120,6 +1148,12 @@ class ModelInfoResponse(_message.Message):
     """Shape of its drafts: chain, static or dynamic."""
     acceptance: _builtins.str
     """Acceptance rule; every one but typical is lossless."""
+    system_fingerprint: _builtins.str
+    """Names all that the text depends on besides the request, as system_fingerprint of the HTTP surface does."""
+    weights: _builtins.str
+    """Digest of the model's weights; empty: the nodes did not tell."""
+    kernels: _builtins.str
+    """Kernel set and instruction set that the nodes compute with: bits depend on it."""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeInfo]:
         """The nodes that are alive."""
@@ -1142,10 +1176,13 @@ class ModelInfoResponse(_message.Message):
         drafters: _abc.Iterable[_builtins.str] | None = ...,
         tree: _builtins.str = ...,
         acceptance: _builtins.str = ...,
+        system_fingerprint: _builtins.str = ...,
+        weights: _builtins.str = ...,
+        kernels: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "bit_exact", b"bit_exact", "drafter", b"drafter", "drafters", b"drafters", "dtype", b"dtype", "max_model_len", b"max_model_len", "model", b"model", "nodes", b"nodes", "num_draft_tokens", b"num_draft_tokens", "tree", b"tree", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "bit_exact", b"bit_exact", "drafter", b"drafter", "drafters", b"drafters", "dtype", b"dtype", "kernels", b"kernels", "max_model_len", b"max_model_len", "model", b"model", "nodes", b"nodes", "num_draft_tokens", b"num_draft_tokens", "system_fingerprint", b"system_fingerprint", "tree", b"tree", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

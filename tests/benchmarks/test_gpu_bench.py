@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -404,6 +405,13 @@ def test_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_large_target_is_made_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="--target tiny"):
+        gpu.run(["--rows", "decode_b1"])
+
+
+def test_nothing_is_measured_over_the_reference_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    with pytest.raises(ConfigError, match="FlashInfer cannot be imported"):
         gpu.run(["--rows", "decode_b1"])
 
 

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.chaos.deployed import write_models
+
+    return write_models(tmp_path_factory.mktemp("chaos"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -21,13 +21,13 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import psutil
 
-from tests.chaos.sockets import Held, Taken, between, listeners
+from tests.chaos.sockets import Held, Taken, between, held_by, listeners
 
 PROCESS_KINDS, LINK_KINDS = ("kill", "pause", "stop"), ("reset", "silence", "cut off")
 PAUSE_S = (0.3, 1.2)  # within a lease of 2 s
@@ -82,6 +82,7 @@ class Node:
     id: str
     role: str
     pid: int
+    address: str = ""
 
 
 @dataclass
@@ -108,10 +109,12 @@ class NothingThere(Exception):
 
 @dataclass
 class Injector:
-    """Does what was planned. ``view``: the nodes that the router has; blocks."""
+    """Does what was planned. ``view``: the nodes that the routers have; blocks. ``works``: whether a node has anything
+    to do, without which a fault of it alone would hurt nobody."""
 
-    router_pid: int
+    router_pids: Callable[[], list[int]]
     view: Callable[[], list[Node]]
+    works: Callable[[Node], Awaitable[bool]]
     faults: list[Fault] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
     _hurt: Counter[str] = field(default_factory=Counter)  # node ids under a fault now
@@ -157,12 +160,15 @@ class Injector:
         while time.monotonic() < end:
             there = [node for node in await asyncio.to_thread(self.view) if not is_gone(node.pid)]
             for chosen in _candidates(planned, [node for node in there if not self._hurt[node.id]]):
-                if await asyncio.to_thread(connected, chosen):
+                if await asyncio.to_thread(connected, chosen) and await self._works(planned, chosen[0]):
                     whole = [node for node in there if not self._hurt[node.id]]
                     if all(node in whole for node in chosen):
                         return whole, chosen
             await asyncio.sleep(RESCAN_S)
         return None
+
+    async def _works(self, planned: Planned, node: Node) -> bool:
+        return planned.kind not in PROCESS_KINDS or await self.works(node)
 
     async def _do(self, planned: Planned, nodes: list[Node]) -> str:
         match planned.kind:
@@ -177,8 +183,9 @@ class Injector:
             case "silence":
                 return await silence(nodes[0].pid, nodes[1].pid, _within(SILENCE_S, planned.hold), both_listen=True)
             case "cut off":
-                held_s = _within(SILENCE_S, planned.hold)
-                return await silence(nodes[0].pid, self.router_pid, held_s, both_listen=False)
+                held_s, routers = _within(SILENCE_S, planned.hold), self.router_pids()
+                router = routers[int(planned.draw * 97) % len(routers)]
+                return await silence(nodes[0].pid, router, held_s, both_listen=False)
         raise ValueError(planned.kind)
 
 
@@ -257,12 +264,22 @@ async def reset(one: int, two: int) -> str:
 async def silence(one: int, two: int, held_s: float, both_listen: bool) -> str:
     """Let nothing cross between two processes for a while, and until somebody tried (a link that was just rebuilt may
     be quiet). both_listen: the second one's listeners are closed too."""
-    taken: dict[Key, Taken] = {}
     closed = (one, two) if both_listen else (one,)
+    return await _refuse(lambda: between(one, two) + listeners(closed), held_s)
+
+
+async def isolate(pid: int, held_s: float) -> str:
+    """Let nothing reach a process for a while, whoever sends it, and until somebody tried."""
+    return await _refuse(lambda: held_by(pid), held_s)
+
+
+async def _refuse(sockets: Callable[[], list[Held]], held_s: float) -> str:
+    """Let nothing in at sockets, of which there may be others at any moment."""
+    taken: dict[Key, Taken] = {}
     before, refused, end = 0, 0, time.monotonic() + held_s
     try:
         while (now := time.monotonic()) < end or (not refused and now < end + QUIET_S):
-            found = await asyncio.to_thread(lambda: between(one, two) + listeners(closed))
+            found = await asyncio.to_thread(sockets)
             fresh = [held for held in found if _key(held) not in taken]
             for held, one_end in await asyncio.to_thread(_taken, fresh):
                 before += one_end.refused()

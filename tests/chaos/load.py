@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,17 @@ class Answer:
     finish_reason: str = ""
 
 
+@dataclass(frozen=True)
+class Move:
+    """A stream that another router went on with. Times, of the last chunk of one and the first of the other, are Unix
+    time."""
+
+    source: str
+    target: str
+    last: float
+    first: float
+
+
 @dataclass
 class Served:
     """One request as its client saw it. Times are Unix time, as those of traces."""
@@ -37,6 +48,18 @@ class Served:
     answers: dict[int, Answer] = field(default_factory=dict)
     arrivals: dict[int, list[float]] = field(default_factory=dict)  # of chunks, by choice
     problems: list[str] = field(default_factory=list)
+    at: Callable[[], str] = str  # names the router that it is at now
+    moves: list[Move] = field(default_factory=list)
+    _last: tuple[str, float] = ("", 0.0)  # router and time of the last chunk
+
+    def arrived(self, choice: int) -> None:
+        """A chunk came."""
+        router, now = self.at(), time.time()
+        before, last = self._last
+        if before not in ("", router):
+            self.moves.append(Move(before, router, last, now))
+        self._last = router, now
+        self.arrivals.setdefault(choice, []).append(now)
 
 
 @dataclass(frozen=True)
@@ -78,14 +101,16 @@ def make_requests(seed: int, count: int) -> list[Request]:
     return requests
 
 
-async def serve(client: AsyncClient, request: Request, request_id: str) -> Served:
-    """One request to its end. What is lost, doubled or out of order is among its problems."""
-    served = Served(request_id, request.kind, time.time())
+async def serve(client: AsyncClient, request: Request, served: Served, routers: Sequence[str] = ()) -> None:
+    """One request to its end. What is lost, doubled or out of order is among the problems of ``served``. routers: names
+    of the client's, in its order."""
     try:
         async with asyncio.timeout(STREAM_TIMEOUT_S):
-            async for chunk in client.stream(request.prompt, request_id=request_id, **request.options):
+            stream = client.stream(request.prompt, request_id=served.request_id, **request.options)
+            served.at = (lambda: routers[stream._router]) if routers else served.at
+            async for chunk in stream:
                 answer = served.answers.setdefault(chunk.choice, Answer())
-                served.arrivals.setdefault(chunk.choice, []).append(time.time())
+                served.arrived(chunk.choice)
                 if chunk.first_index != len(answer.token_ids):
                     served.problems.append(f"token {chunk.first_index} came after {len(answer.token_ids)} tokens")
                 answer.token_ids += chunk.token_ids
@@ -98,7 +123,6 @@ async def serve(client: AsyncClient, request: Request, request_id: str) -> Serve
     served.ended = time.time()
     if not served.problems and any(not answer.finish_reason for answer in served.answers.values()):
         served.problems.append("lost: a choice without an end")
-    return served
 
 
 def differences(served: Served, expected: Served) -> list[str]:
@@ -123,11 +147,15 @@ def _first_difference(got: Sequence[Any], right: Sequence[Any]) -> str:
     return f"differ at {at} of {len(right)}: {got[at : at + 3]!r} where {right[at : at + 3]!r} is right"
 
 
+Ask = Callable[[int, Served], Awaitable[None]]  # makes the request of that number, and fills in how it went
+
+
 class Load:
     """So many streams at once, request after request, until told to stop."""
 
-    def __init__(self, client: AsyncClient, requests: Sequence[Request], expected: Sequence[Served], seed: int) -> None:
-        self._client, self._requests, self._expected = client, requests, expected
+    def __init__(self, ask: Ask, expected: Sequence[Served], seed: int, name: str = "chaos") -> None:
+        """expected: of each request."""
+        self._ask, self._expected, self._name = ask, expected, name
         self._rng = random.Random(seed)
         self.under_way: dict[str, Served] = {}
         self.done: list[Served] = []
@@ -135,7 +163,7 @@ class Load:
         self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self, streams: int, on_end: Callable[[Served], None]) -> None:
+    def start(self, streams: int, on_end: Callable[[Served], None] = lambda served: None) -> None:
         """Begin; ``on_end`` is called with each request that ended."""
         self._tasks = [asyncio.create_task(self._stream(number, on_end)) for number in range(streams)]
 
@@ -147,11 +175,31 @@ class Load:
     async def _stream(self, stream: int, on_end: Callable[[Served], None]) -> None:
         turn = 0
         while not self._stopping:
-            which = self._rng.randrange(len(self._requests))
-            served = await serve(self._client, self._requests[which], f"chaos-{stream}-{turn}")
+            which = self._rng.randrange(len(self._expected))
+            right = self._expected[which]
+            served = Served(f"{self._name}-{stream}-{turn}", right.kind, time.time())
+            self.under_way[served.request_id] = served
+            await self._ask(which, served)
+            del self.under_way[served.request_id]
             turn += 1
             self.done.append(served)
-            self.wrong += [
-                f"{served.request_id} ({served.kind}): {what}" for what in differences(served, self._expected[which])
-            ]
+            self.wrong += [f"{served.request_id} ({served.kind}): {what}" for what in differences(served, right)]
             on_end(served)
+
+
+async def undisturbed(ask: Ask, kinds: Sequence[str], streams: int) -> list[Served]:
+    """What requests of these kinds give without faults, ``streams`` at once."""
+    limit = asyncio.Semaphore(streams)
+
+    async def one(number: int, kind: str) -> Served:
+        async with limit:
+            served = Served(f"undisturbed-{number}", kind, time.time())
+            await ask(number, served)
+        return served
+
+    began = time.monotonic()
+    served = await asyncio.gather(*(one(number, kind) for number, kind in enumerate(kinds)))
+    tokens = sum(len(answer.token_ids) for one in served for answer in one.answers.values())
+    print(f"undisturbed: {len(served)} requests, {tokens} tokens in {time.monotonic() - began:.1f} s")
+    assert [problem for one in served for problem in differences(one, one)] == []
+    return served

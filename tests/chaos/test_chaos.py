@@ -1,8 +1,8 @@
 """A deployment under kill -9, SIGSTOP and cut links, at random: no stream is lost, no token wrong, no page gone.
 
 The answers of an undisturbed run of the same deployment are what every later answer is compared with: token ids, text,
-log-probabilities and finish reason. A short run of the layout with spare nodes is part of the suite; ``--minutes``
-makes it a long one of both layouts, held to the recovery times of the design.
+log-probabilities and finish reason. ``--minutes`` says for how long; recovery times are those of the design. The suite
+has a short run with routers in front of the nodes (`test_routers.py`).
 """
 
 from __future__ import annotations
@@ -12,33 +12,21 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import grpc.aio
 import pytest
-import torch
 
-from paceline.client import AsyncClient, Client, PacelineError
-from paceline.v1 import node_pb2, node_pb2_grpc
-from tests.chaos.faults import Fault, Injector, Node, kinds, plan
-from tests.chaos.load import Load, Request, Served, differences, make_requests, serve
+from paceline.client import AsyncClient, PacelineError
+from tests.chaos.deployed import LAYOUTS, options_of, view, whole, works
+from tests.chaos.faults import Fault, Injector, kinds, plan
+from tests.chaos.load import Load, Served, make_requests, serve, undisturbed
 from tests.chaos.report import Hit, alone, had_spare, hits_of, percentile, table
-from tests.chaos.sockets import who_listens
-from tests.multihost.small_model import SPEC, write_model
 from tests.support.needs import needs_kernels
-from tests.support.server import NODE_METADATA, Server
+from tests.support.server import Server
 from tests.support.server import serve as serving
-from tests.support.untrained_heads import write_tiny_head
 
 pytestmark = [needs_kernels, pytest.mark.e2e]
 
-LAYOUTS = {
-    "spare": {"nodes": 2, "drafter": "eagle3", "handoff": "draft_kv", "gap_s": (2.5, 6.0)},
-    "no spare": {"nodes": 1, "drafter": "mtp", "handoff": "hidden_states", "gap_s": (6.0, 12.0)},
-}
-SHORT_S, SHORT_STREAMS, SHORT_GAP_S, SHORT_SEED = 14.0, 7, (1.8, 2.6), 40
 TARGET_S = {True: 3.0, False: 8.0}  # p99 with and without a spare
-WHOLE_TIMEOUT_S = 45.0  # until all nodes are there again, all pages back
 
 
 @dataclass(frozen=True)
@@ -48,52 +36,16 @@ class Size:
     seconds: float
     streams: int
     seed: int
-    gap_s: tuple[float, float]
-    full: bool
 
 
 @pytest.fixture
-def size(request: pytest.FixtureRequest, layout: str) -> Size:
+def size(request: pytest.FixtureRequest) -> Size:
     minutes = request.config.getoption("minutes", default=None)
-    streams = request.config.getoption("streams", default=None)
+    if minutes is None:
+        pytest.skip("only with --minutes")
     seed = request.config.getoption("seed", default=None)
-    full = minutes is not None
-    if not full and layout != "spare":
-        pytest.skip("only with --minutes: the time of the suite is for one layout")
-    return Size(
-        seconds=60.0 * minutes if full else SHORT_S,
-        streams=streams or (16 if full else SHORT_STREAMS),
-        seed=(int(time.time()) if full else SHORT_SEED) if seed is None else seed,
-        gap_s=LAYOUTS[layout]["gap_s"] if full else SHORT_GAP_S,  # type: ignore[arg-type]
-        full=full,
-    )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model and untrained EAGLE-3 heads beside it."""
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("chaos")
-    write_tiny_head(folder / "eagle3", "eagle3", SPEC)
-    return write_model(folder / "model")
-
-
-def options_of(layout: str, model: Path) -> list[str]:
-    chosen = LAYOUTS[layout]
-    options = {
-        "model": model,
-        "prefill-nodes": chosen["nodes"],
-        "decode-nodes": chosen["nodes"],
-        "drafter": chosen["drafter"],
-        "drafters": "ngram",
-        "handoff": chosen["handoff"],
-        "threads-per-node": 1,
-        "kv-cache-tokens": 65536,
-        "trace-requests": 2048,
-    }
-    if chosen["drafter"] == "eagle3":
-        options["drafter-path"] = model.parent / "eagle3"
-    return [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    streams = request.config.getoption("streams", default=None) or 16
+    return Size(60.0 * minutes, streams, int(time.time()) if seed is None else seed)
 
 
 @dataclass
@@ -134,18 +86,22 @@ class Run:
 @pytest.mark.parametrize("layout", LAYOUTS)
 async def test_nothing_is_lost_and_nothing_is_wrong(layout: str, size: Size, model: Path) -> None:
     print(f"\n{layout}: seed {size.seed}, {size.streams} streams, {size.seconds:g} s")
-    requests = make_requests(size.seed, 18 if size.full else 9)
+    requests = make_requests(size.seed, 18)
     with serving(*options_of(layout, model)) as server:
         async with AsyncClient(server.grpc) as client:
             nodes = [node.id for node in (await client.model_info()).nodes]
-            expected = await undisturbed(client, requests, size.streams)
+
+            async def ask(which: int, served: Served) -> None:
+                await serve(client, requests[which], served)
+
+            expected = await undisturbed(ask, [request.kind for request in requests], size.streams)
             pids: dict[str, int] = {}
-            injector = Injector(server.process.pid, lambda: view(server, pids))
+            injector = Injector(lambda: [server.process.pid], lambda: view(server, [server.grpc], pids), works)
             run = Run(server, client, injector)
-            load = Load(client, requests, expected, size.seed)
+            load = Load(ask, expected, size.seed)
             began = time.monotonic()
             load.start(size.streams, run.ended)
-            await injector.run(plan(kinds(), size.seed, size.seconds, size.gap_s), began)
+            await injector.run(plan(kinds(), size.seed, size.seconds, LAYOUTS[layout]["gap_s"]), began)
             await load.stop()
             await asyncio.gather(*run.reads)
             ended = time.monotonic()
@@ -155,7 +111,7 @@ async def test_nothing_is_lost_and_nothing_is_wrong(layout: str, size: Size, mod
             finally:
                 tell(run, load, ended - began)
     print(f"all nodes back, all pages free {whole_s:.1f} s after the last stream; no process left")
-    check(run, load, size)
+    check(run, load)
 
 
 def tell(run: Run, load: Load, seconds: float) -> None:
@@ -175,81 +131,14 @@ def tell(run: Run, load: Load, seconds: float) -> None:
         print(*(f"    {line}" for line in log if f"{request_id}:" in line or f"{request_id}#" in line), sep="\n")
 
 
-def check(run: Run, load: Load, size: Size) -> None:
+def check(run: Run, load: Load) -> None:
     """Nothing lost, nothing wrong, every kind of fault was there."""
     faults = run.injector.faults
     assert load.wrong == []
     assert [str(fault) + fault.problem for fault in faults if fault.problem] == []
     assert {fault.kind for fault in faults} == set(kinds())
+    assert not run.injector.skipped, "faults that hurt nobody"
     assert run.hits, "no fault hit a stream"
-    if size.full:
-        for spare, target_s in TARGET_S.items():
-            gaps = [hit.gap_s for hit in alone(run.hits, faults) if had_spare(hit, run.hits) is spare]
-            assert not gaps or percentile(gaps, 0.99) < target_s
-
-
-async def undisturbed(client: AsyncClient, requests: list[Request], streams: int) -> list[Served]:
-    """What the requests give without faults."""
-    limit = asyncio.Semaphore(streams)
-
-    async def one(number: int, request: Request) -> Served:
-        async with limit:
-            return await serve(client, request, f"undisturbed-{number}")
-
-    began = time.monotonic()
-    served = await asyncio.gather(*(one(number, request) for number, request in enumerate(requests)))
-    tokens = sum(len(answer.token_ids) for one in served for answer in one.answers.values())
-    print(f"undisturbed: {len(served)} requests, {tokens} tokens in {time.monotonic() - began:.1f} s")
-    assert [problem for one in served for problem in differences(one, one)] == []
-    return served
-
-
-def view(server: Server, pids: dict[str, int]) -> list[Node]:
-    """The nodes that the router has, with their processes. pids: by address, those known."""
-    with Client(server.grpc) as client:
-        nodes = client.model_info(timeout=10.0).nodes
-    found = []
-    for node in nodes:
-        if node.address not in pids:
-            port = int(node.address.rpartition(":")[2])
-            pid = who_listens((process.pid for process in server.processes()), port)
-            if pid is None:
-                continue
-            pids[node.address] = pid
-        found.append(Node(node.id, node.role, pids[node.address]))
-    return found
-
-
-async def whole(client: AsyncClient, nodes: list[str]) -> None:
-    """Until every node is there, holds nothing and has all its pages."""
-    state: Any = None
-    try:
-        async with asyncio.timeout(WHOLE_TIMEOUT_S):
-            while True:
-                info = await client.model_info()
-                state = [await status_of(node.address, node.role) for node in info.nodes]
-                ids = [node.id for node in info.nodes]
-                if ids == nodes and all(one is not None and is_free(one) for one in state):
-                    break
-                await asyncio.sleep(0.2)
-    except TimeoutError:
-        raise AssertionError(f"not whole within {WHOLE_TIMEOUT_S:g} s: {state}") from None
-    assert [one.integrity for one in state] == [""] * len(nodes)
-
-
-def is_free(status: node_pb2.StatusResponse) -> bool:
-    node = status.node
-    free: bool = node.free_pages == node.total_pages
-    return free and status.held == node.running == node.waiting == 0
-
-
-async def status_of(address: str, role: str) -> node_pb2.StatusResponse | None:
-    async with grpc.aio.insecure_channel(address) as channel:
-        make: Any = node_pb2_grpc.DecodeNodeStub if role == "decode" else node_pb2_grpc.PrefillNodeStub
-        try:
-            answer: node_pb2.StatusResponse = await make(channel).Status(
-                node_pb2.StatusRequest(), timeout=2.0, metadata=NODE_METADATA
-            )
-        except grpc.aio.AioRpcError:
-            return None
-    return answer
+    for spare, target_s in TARGET_S.items():
+        gaps = [hit.gap_s for hit in alone(run.hits, faults) if had_spare(hit, run.hits) is spare]
+        assert not gaps or percentile(gaps, 0.99) < target_s

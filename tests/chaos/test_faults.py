@@ -31,7 +31,10 @@ class Scripted(Injector):
 async def test_a_fault_that_hit_nothing_is_done_again_and_does_not_count(
     said: list[str], proofs: list[str], skipped: int
 ) -> None:
-    injector = Scripted(os.getpid(), lambda: [Node("decode-0", "decode", os.getpid())])
+    async def works(node: Node) -> bool:
+        return True
+
+    injector = Scripted(lambda: [os.getpid()], lambda: [Node("decode-0", "decode", os.getpid())], works)
     injector.said = list(said)
     await injector.run([Planned(at_s=0.0, kind="pause", draw=0.0, hold=0.0)], origin=0.0)
     assert [fault.proof for fault in injector.faults] == proofs

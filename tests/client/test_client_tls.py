@@ -19,7 +19,7 @@ from cluster.commands.cli import app
 from cluster.frontdoor.http import create_app
 from cluster.frontdoor.http_server import serve_http
 from cluster.frontdoor.service import serve_grpc
-from cluster.nodes.admin import serve_admin
+from cluster.nodes.admin import AdminService, serve_admin
 from cluster.routing.metrics import Metrics
 from paceline.client import AsyncClient, Client, NodeUnavailable
 from paceline.client.channel import Tls
@@ -118,7 +118,8 @@ async def test_with_a_ca_for_clients_they_need_a_certificate(tmp_path: Path) -> 
 async def test_operators_need_their_own_certificate(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "a")
     asked = admin_pb2.SetRoleRequest(node_id="decode-0", role="prefill")
-    server = await serve_admin(None, "127.0.0.1:0", 1.0, Identity("router", "", folder))  # type: ignore[arg-type]
+    service = AdminService(None, None, 1.0)  # type: ignore[arg-type]
+    server = await serve_admin(service, "127.0.0.1:0", Identity("router", "", folder))
     try:
         codes = []
         for role in ("admin", "prefill"):

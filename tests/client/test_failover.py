@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -179,8 +180,9 @@ async def test_a_stop_string_across_the_cut(redis_server: Embedded, upto: int) -
         assert joined(chunks)[:2] == (TEXT[:4], TEXT[:7].encode())
 
 
-@pytest.mark.parametrize("upto", [0, 5])
-async def test_a_router_process_is_killed(redis_server: Embedded, upto: int) -> None:
+@pytest.mark.parametrize(("upto", "number"), [(0, signal.SIGKILL), (5, signal.SIGKILL), (5, signal.SIGSTOP)])
+async def test_a_router_process_is_killed_or_stopped(redis_server: Embedded, upto: int, number: signal.Signals) -> None:
+    """Mutant: `FAILOVER_OPTIONS` are those of a client with one address, which notices after 30 s."""
     async with routers(redis_server.url) as (nodes, two):
         command = [sys.executable, str(PROCESS), redis_server.url, str(upto)]
         process = await asyncio.create_subprocess_exec(
@@ -197,8 +199,11 @@ async def test_a_router_process_is_killed(redis_server: Embedded, upto: int) -> 
             assert await asyncio.wait_for(process.stdout.readline(), 10) == b"stalled\n"
             while len(got) < upto:
                 await asyncio.sleep(0.005)
-            process.send_signal(signal.SIGKILL)
-            chunks = await reading
+            process.send_signal(number)
+            async with asyncio.timeout(10):
+                chunks = await reading
+        if number is signal.SIGSTOP:
+            process.kill()
         assert await process.wait() == -signal.SIGKILL
         assert chunks[-1].completion is not None
         assert joined(chunks)[0] == letters(chunks[-1].completion.seed, 5, 12)
@@ -344,8 +349,8 @@ def test_a_gap_or_a_repetition_is_not_handed_out() -> None:
 class Failure(grpc.RpcError):
     """A call that failed."""
 
-    def __init__(self, code: grpc.StatusCode) -> None:
-        self._code = code
+    def __init__(self, code: grpc.StatusCode, told: bool = False) -> None:
+        self._code, self._told = code, told
 
     def code(self) -> grpc.StatusCode:
         return self._code
@@ -354,7 +359,7 @@ class Failure(grpc.RpcError):
         return "told to"
 
     def trailing_metadata(self) -> tuple[tuple[str, str], ...]:  # type: ignore[override]  # pairs do
-        return (("retry-after-ms", "1500"),)
+        return (("retry-after-ms", "1500"), *([("paceline-told", "1")] if self._told else []))
 
 
 def test_pauses() -> None:
@@ -376,6 +381,24 @@ def test_pauses() -> None:
     with pytest.raises(Overloaded):
         Patience(2, 8, 100).pause_s(full, started=False)
     assert failover.FIRST_PAUSE_S < failover.LONGEST_PAUSE_S
+
+
+def test_a_call_that_broke_at_work_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its first chunk, at more than each router. Mutant: so is one that a router ended with an error."""
+    now = [0.0]
+    monkeypatch.setattr(failover, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    lost, told = Failure(grpc.StatusCode.UNAVAILABLE), Failure(grpc.StatusCode.UNAVAILABLE, told=True)
+    patience = Patience(routers=2, retries=8, timeout_s=100)
+    for _ in range(8):
+        now[0] += 5.0
+        patience.pause_s(lost, started=False)
+    for error, lasted in ((lost, 0.1), (told, 5.0)):
+        patience = Patience(routers=2, retries=8, timeout_s=100)
+        now[0] += lasted
+        patience.pause_s(error, started=False)
+        now[0] += lasted
+        with pytest.raises(NodeUnavailable):
+            patience.pause_s(error, started=False)
 
 
 def test_one_failure_moves_on_once() -> None:

@@ -1,10 +1,12 @@
-"""Nodes change sides under load: ``paceline role`` against a real deployment, and no stream notices but by a pause.
+"""Nodes change sides, come and go under load: ``paceline role`` and ``paceline nodes`` against a real deployment. No
+stream notices but by a pause.
 
 Everything speaks TLS, so that a node that changed its role has to prove the new one."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 from pathlib import Path
 
@@ -46,6 +48,11 @@ async def switch(server: Server, node_id: str, role: str, tls: Path) -> subproce
     return await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=120)
 
 
+async def nodes(server: Server, tls: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [paceline(), "nodes", *words, "--admin", server.admin, "--tls-dir", str(tls)]
+    return await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=240)
+
+
 async def roles(client: AsyncClient) -> dict[str, str]:
     return {node.id: node.role for node in (await client.model_info()).nodes}
 
@@ -80,3 +87,25 @@ async def test_nodes_change_sides_under_load(tmp_path: Path) -> None:
                 while await roles(client) != switched:
                     await asyncio.sleep(0.05)
             assert await texts(client, asyncio.Event()) == undisturbed
+            await come_and_go(server, client, tls, undisturbed)
+
+
+async def come_and_go(server: Server, client: AsyncClient, tls: Path, undisturbed: list[tuple[int, ...]]) -> None:
+    """Every node is replaced under streams; beside the one decode node another comes and goes meanwhile."""
+    listed = json.loads((await nodes(server, tls, "list", "--json")).stdout)
+    before = {node["node_id"]: node["pid"] for node in listed}
+    assert {node["state"] for node in listed} == {"ready"}
+    started = asyncio.Event()
+    running = asyncio.create_task(texts(client, started))
+    await started.wait()
+    done = await nodes(server, tls, "upgrade", "--grace", "0")  # so that streams have to move
+    assert done.returncode == 0, done.stderr
+    assert await running == undisturbed
+    after = {node["node_id"]: node["pid"] for node in json.loads((await nodes(server, tls, "list", "--json")).stdout)}
+    assert after.keys() == before.keys()
+    assert not set(after.values()) & set(before.values())
+    refused = await nodes(server, tls, "remove", "prefill-1")
+    assert "prefill-1 is the only decode node that serves" in refused.stderr
+    async with asyncio.timeout(NOTICE_TIMEOUT_S):
+        while (await roles(client)).keys() != before.keys():  # the one that helped is gone
+            await asyncio.sleep(0.05)

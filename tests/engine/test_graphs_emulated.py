@@ -16,6 +16,7 @@ from paceline.assembly import graph_build
 from paceline.attention.base import Segment
 from paceline.engine.colocated import ColocatedEngine
 from paceline.engine.model_runner import ModelRunner, PrefillChunk
+from paceline.layers.graph_capture import Captured, Work
 from paceline.models import moe
 from paceline.request import SequenceRequest
 from paceline.sampling.device import draft_topk
@@ -160,6 +161,26 @@ def test_captures_stop_at_the_bound(mib: int, some: int, head: bool, tmp_path: P
     assert bool(graphs._extends) == bool(graphs._chains) == head
     tokens = [o.token_ids for o in run(runner, requests(3), batch=3)]
     assert tokens == [o.token_ids for o in run(without(**options), requests(3), batch=3)]
+
+
+def test_a_shape_that_cannot_be_captured_runs_eagerly() -> None:
+    """A workspace too small for it, or no memory: the other shapes have their graphs."""
+
+    class Refusing(RecordedCapture):
+        tried = 0
+
+        def __call__(self, work: Work) -> Captured:
+            self.tried += 1
+            if self.tried == 1:
+                raise RuntimeError("Buffer overflow when allocating memory for batch_prefill_tmp_v")
+            return super().__call__(work)
+
+    capture = Refusing()
+    runner = with_graphs(capture, drafter="none")
+    assert runner.graphs is not None
+    assert len(runner.graphs.buckets) == capture.tried - 1 > 0
+    tokens = [o.token_ids for o in run(runner, requests(), batch=5)]
+    assert tokens == [o.token_ids for o in run(without(drafter="none"), requests(), batch=5)]
 
 
 def test_no_graphs_on_the_cpu_or_on_a_prefill_node() -> None:

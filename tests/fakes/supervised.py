@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from cluster.nodes.changes import NodeChanges
 from cluster.nodes.slots import NodeEvent
 from cluster.nodes.supervise import POLL_S, Supervisor
+from cluster.state.wanted import WantedNode
 
 REAL_LIMIT_S = 5.0
 
@@ -82,6 +84,26 @@ class Nodes:
 def from_seven(node_id: str, above: int) -> int:
     """A registry that has issued six generations of every node."""
     return max(above, 6) + 1
+
+
+class Places:
+    """Room for every node; says who left."""
+
+    def __init__(self) -> None:
+        self.left: list[str] = []
+
+    def add(self, node: WantedNode) -> None:
+        pass
+
+    def remove(self, node_id: str) -> None:
+        self.left.append(node_id)
+
+
+def changes_of(supervisor: Supervisor, keep: Callable[[bytes], None] = lambda wanted: None) -> NodeChanges:
+    """What operators change. keep: takes what the next supervisor is to know."""
+    wanted = [WantedNode(slot.node_id, slot.role, cores_slot=n) for n, slot in enumerate(supervisor.slots)]
+    resources = {role: f"of-{role}" for role in ("prefill", "decode")}
+    return NodeChanges(supervisor, Places(), wanted, keep, resources)
 
 
 async def until(condition: Callable[[], bool]) -> None:

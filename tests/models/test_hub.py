@@ -24,7 +24,7 @@ from paceline.models import hub
 from paceline.models.config import ModelSpec
 from paceline.models.gguf.convert import convert
 from paceline.models.gguf.tensors import hugging_face_name, row_order
-from paceline.models.loader import load_weights
+from paceline.models.loader import LazyTensors, weight_files
 
 GGUF_NAME = "tiny.gguf"
 HEADS, KV_HEADS, DIM, HIDDEN, WIDE = 4, 2, 8, 32, 64
@@ -170,7 +170,7 @@ class TestConversion:
         assert (spec.family, spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == ("llama", 1, 4, 2, 8)
         assert (spec.rope_theta, spec.rms_norm_eps, spec.max_position_embeddings) == (100000.0, 1e-5, 128)
         assert (spec.tie_word_embeddings, spec.eos_token_ids, spec.bos_token_id) == (True, (2,), 1)
-        loaded, expected = load_weights(tmp_path, torch.float32), hugging_face_weights()
+        loaded, expected = LazyTensors(weight_files(tmp_path), torch.float32), hugging_face_weights()
         assert set(loaded) == set(expected)
         for name, values in expected.items():
             assert torch.allclose(loaded[name], torch.from_numpy(values), atol=0.05), name  # Q8_0, then bf16
@@ -233,7 +233,7 @@ class TestPull:
             (home / "models" / name).mkdir(parents=True)
             (home / "models" / name / "model.safetensors").write_bytes(b"half")
         folder = hub.pull("tiny")
-        assert set(load_weights(folder, torch.float32)) == set(hugging_face_weights())
+        assert set(LazyTensors(weight_files(folder), torch.float32)) == set(hugging_face_weights())
         assert leftovers(home) == []
 
     def test_another_wheel_is_refused(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,7 +348,7 @@ class TestSmolLM2:
         assert (spec.tie_word_embeddings, spec.eos_token_ids, spec.bos_token_id) == (True, (2,), 1)
 
     def test_tensors(self, smollm2_folder: Path) -> None:
-        loaded = load_weights(smollm2_folder, torch.bfloat16)
+        loaded = LazyTensors(weight_files(smollm2_folder), torch.bfloat16)
         assert len(loaded) == 272
         assert "lm_head.weight" not in loaded
         assert loaded["model.layers.29.self_attn.k_proj.weight"].shape == (192, 576)

@@ -12,7 +12,11 @@ import torch
 from safetensors.torch import save_file
 
 from paceline.errors import ConfigError
-from paceline.models.loader import WeightBag, load_weights, weights_digest
+from paceline.models.loader import LazyTensors, WeightBag, weight_files, weights_digest
+
+
+def load_weights(folder: Path, dtype: torch.dtype) -> LazyTensors:
+    return LazyTensors(weight_files(folder), dtype)
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -90,16 +90,21 @@ def test_defaults_that_differ_by_family(tmp_path: Path) -> None:
         spec_of(tmp_path, architectures=["MistralForCausalLM"], num_key_value_heads=...)
 
 
-def test_sliding_window_caps_the_length(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_sliding_windows_by_layer(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, architectures=["MistralForCausalLM"], sliding_window=100)
-    assert (spec.sliding_window, spec.max_model_len) == (100, 100)
-    assert "sliding window of 100" in caplog.text
+    assert (spec.windows, spec.max_model_len, spec.special_attention) == ((100, 100, 100), 256, True)
+    assert spec_of(tmp_path, architectures=["MistralForCausalLM"], sliding_window=256).windows == ()
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 100, "use_sliding_window": True}
+    assert spec_of(tmp_path, **qwen, layer_types=kinds).windows == (0, 100, 0)
+    assert spec_of(tmp_path, **qwen, max_window_layers=1).windows == (0, 100, 100)
+    with pytest.raises(ConfigError, match="chunked_attention"):
+        spec_of(tmp_path, **qwen, layer_types=["chunked_attention"] * 3)
 
 
 def test_sliding_window_that_is_switched_off(tmp_path: Path) -> None:
     qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 100}
-    assert spec_of(tmp_path, **qwen).max_model_len == 256
-    assert spec_of(tmp_path, **qwen, use_sliding_window=True).max_model_len == 100
+    assert spec_of(tmp_path, **qwen).windows == ()
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from paceline.errors import ConfigError
 from paceline.models.config import ModelSpec
-from paceline.models.deepseek_config import MlaSpec, MoeSpec
+from paceline.models.deepseek_config import MlaSpec
 from paceline.models.deepseek_v3 import DeepseekV3Model, softmax_scale
 from paceline.models.moe import MoeMlp
+from paceline.models.moe_config import MoeSpec
 from paceline.models.registry import holds_mtp, load_target
 from paceline.text.tokenizer import Tokenizer
 from tests.support.tiny_deepseek import FOLDER_VOCAB, tiny_deepseek_spec, write_folder

@@ -18,10 +18,10 @@ SPEC: ModelSpec = replace(tiny_spec(CHAT_VOCAB, num_layers=8), max_position_embe
 KV_BYTES_PER_TOKEN = SPEC.num_layers * 2 * SPEC.num_kv_heads * SPEC.head_dim * 2  # algorithms.md H4, bf16
 
 
-def write_model(folder: Path, spec: ModelSpec = SPEC) -> Path:
-    """The folder, as a hub has it."""
+def write_model(folder: Path, spec: ModelSpec = SPEC, seed: int = 3) -> Path:
+    """The folder, as a hub has it. seed: of the weights."""
     write_chat_tokenizer(folder)
-    bag = tiny_weights(spec, torch.bfloat16, seed=3)
+    bag = tiny_weights(spec, torch.bfloat16, seed)
     save_file({name: bag.take(name, shape) for name, shape in model_shapes(spec).items()}, folder / "model.safetensors")
     bag.finish()
     config = {

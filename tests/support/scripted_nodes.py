@@ -19,6 +19,7 @@ from cluster.state.registry_types import NodeRecord
 from paceline.config import ServeConfig
 from paceline.errors import PacelineError
 from paceline.request import FinishReason, SequenceRequest, TokenLogprobs
+from paceline.results import TextSource
 from paceline.rpc.calls import answering_errors
 from paceline.text.templates import ChatTemplate
 from paceline.text.tokenizer import Tokenizer
@@ -426,7 +427,7 @@ async def fleet(
         max_model_len,
         VOCAB,
         detokenizer=None if tokenizer else ByteDetokenizer,
-        bit_exact=True,
+        source=TextSource(bit_exact=True),
         prefixes=prefixes,
     )
     made = Fleet(router, registry, {}, World())

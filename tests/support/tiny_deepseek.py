@@ -12,11 +12,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from paceline.assembly.build import assemble
 from paceline.engine.model_runner import ModelRunner, RunnerIdentity
 from paceline.models.config import ModelSpec
-from paceline.models.deepseek_config import MlaSpec, MoeSpec
+from paceline.models.deepseek_config import MlaSpec
 from paceline.models.deepseek_shapes import layer_shapes, mtp_shapes
 from paceline.models.deepseek_v3 import DeepseekV3Model
 from paceline.models.llama_shapes import Shapes, model_shapes
 from paceline.models.loader import WeightBag
+from paceline.models.moe_config import MoeSpec
 from tests.support.tiny_model import VOCAB, tiny_config
 
 FOLDER_VOCAB = 320  # the tokenizer's 256 bytes, two special tokens, and ids that no text encodes to

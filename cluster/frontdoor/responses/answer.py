@@ -33,7 +33,6 @@ class Answer:
         self._calls: dict[int, OutputItem] = {}  # by the index that the router gives a call
         self._sequence_number = 0
         self._completion: Completion | None = None
-        self._reasoning_tokens = 0
         self._error: dict[str, str] | None = None
         self.status = "queued"
 
@@ -66,9 +65,9 @@ class Answer:
             events += self._call(part)
         return self._numbered(events)
 
-    def complete(self, completion: Completion, reasoning_tokens: int) -> list[Event]:
-        """It is over. reasoning_tokens: of what the model thought."""
-        self._completion, self._reasoning_tokens = completion, reasoning_tokens
+    def complete(self, completion: Completion) -> list[Event]:
+        """It is over."""
+        self._completion = completion
         self._completed_at = int(time.time())
         events = [] if self._output else self._of("message")  # clients look for a message
         cut = completion.finish_reason is FinishReason.LENGTH
@@ -151,7 +150,7 @@ class Answer:
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
 

@@ -61,10 +61,9 @@ class Run:
                     chunk = await self._next(chunks)
                     yield (self.answer.take(chunk) if begun else self.answer.begin() + self.answer.take(chunk))
                     begun, last = True, chunk.completion
-            thought = await self._thought()
             if self._cancelled or last.finish_reason is FinishReason.ABORT:
                 raise _Cancelled
-            yield self.answer.complete(last, thought)
+            yield self.answer.complete(last)
         except _Cancelled:
             yield ([] if begun else self.answer.begin()) + self.answer.cancel()
         except Exception as error:
@@ -85,11 +84,6 @@ class Run:
             raise
         finally:
             self._waiting = None
-
-    async def _thought(self) -> int:
-        """Tokens of what the model thought."""
-        thought = self.answer.reasoning  # not through the router's admission: the answer is made already
-        return len(await asyncio.to_thread(self._router.tokenizer.encode, thought)) if thought else 0
 
     def _on_plan(self, plan: Plan) -> None:
         self.planned.set()

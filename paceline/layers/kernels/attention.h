@@ -38,50 +38,67 @@ static inline void dots16(const float* q, const float* const* keys, float* out) 
   }
 }
 
-// G query heads of one row over one KV head.
+// What a layer's rows see, besides what the batch says. A row sees the last `window` positions up to its own; 0: all. A sink
+// is a score without a value: it takes its share of the softmax of its query head, and adds nothing. Neither changes how
+// tiles are cut: a row passes over the tiles that lie before its window, and over the positions before it in the first.
+struct Sight {
+  int64_t window;
+  const float* sinks;  // of query heads, or null
+
+  int64_t first(int64_t length) const { return window > 0 ? std::max<int64_t>(length - window, 0) : 0; }
+  float top(int64_t head) const { return sinks ? sinks[head] : -INFINITY; }  // of the scores before any key
+  float total() const { return sinks ? 1.0f : 0.0f; }                       // of the weights before any key
+};
+
+// G query heads of one row, from `query_head` on, over one KV head.
 template <int D, int G, class T>
-static void attend_row(const T* q, const T* pool, int64_t page_size, int64_t Hk, int64_t head, const int32_t* prefix,
-                       int64_t prefix_len, const int32_t* tail, int64_t length, float scale, T* out) {
+static void attend_row(const T* q, const T* pool, int64_t page_size, int64_t Hk, int64_t head, int64_t query_head,
+                       const int32_t* prefix, int64_t prefix_len, const int32_t* tail, int64_t length,
+                       const Sight& sight, float scale, T* out) {
   constexpr int DV = D / 16;
   alignas(64) float s[G][TILE];
   alignas(64) static const T zeros[D] = {};
   const T *keys[TILE], *values[TILE];
   v16 acc[G][DV] = {};
   float top[G], total[G];
-  for (int g = 0; g < G; g++) { top[g] = -INFINITY; total[g] = 0; }
-  int64_t row = Hk * D;
-  for (int64_t base = 0; base < length; base += TILE) {
+  for (int g = 0; g < G; g++) { top[g] = sight.top(query_head + g); total[g] = sight.total(); }
+  int64_t row = Hk * D, first = sight.first(length);
+  for (int64_t base = first / TILE * TILE; base < length; base += TILE) {
     int n = std::min<int64_t>(TILE, length - base), groups = (n + 15) / 16;
-    for (int j = 0; j < n; j++) {
+    int from = std::max<int64_t>(first - base, 0), group0 = from / 16;  // what lies before is not seen
+    bool partial = from > 0 || n < groups * 16;
+    for (int j = from; j < n; j++) {
       int64_t at = base + j, slot = at < prefix_len ? prefix[at] : tail[at - prefix_len];
       keys[j] = pool + (slot / page_size) * 2 * page_size * row + (slot % page_size) * row + head * D;
       values[j] = keys[j] + page_size * row;
     }
+    for (int j = group0 * 16; j < from; j++) keys[j] = values[j] = zeros;
     for (int j = n; j < groups * 16; j++) keys[j] = values[j] = zeros;
     for (int g = 0; g < G; g++) {
       v16 m = splat(-INFINITY);
-      for (int b = 0; b < groups; b++) {
+      for (int b = group0; b < groups; b++) {
         dots16<D>(q + g * D, keys + b * 16, s[g] + b * 16);
-        for (int j = b * 16; j < b * 16 + 16; j++) s[g][j] = j < n ? s[g][j] * scale : -INFINITY;
+        for (int j = b * 16; j < b * 16 + 16; j++) s[g][j] = j >= from && j < n ? s[g][j] * scale : -INFINITY;
         m = vmax(m, load16(s[g] + b * 16));
       }
       float high = top[g];
       for (int i = 0; i < 16; i++) high = std::max(high, m[i]);
       v16 sum = {};
-      for (int b = 0; b < groups; b++) {
+      for (int b = group0; b < groups; b++) {
         v16 e = vexp(load16(s[g] + b * 16) - high);
         store16(s[g] + b * 16, e);
         sum += e;
       }
+      for (int j = group0 * 16; j < from; j++) s[g][j] = 0;
       for (int j = n; j < groups * 16; j++) s[g][j] = 0;
-      float fade = base ? vexp(splat(top[g] - high))[0] : 0.0f;
+      float fade = vexp(splat(top[g] - high))[0];  // of what is 0 where nothing came before
       // The masked lanes hold exp(-87), not 0: take them off by summing again where a tile is partial.
-      if (n < groups * 16) { sum = v16{}; for (int b = 0; b < groups; b++) sum += load16(s[g] + b * 16); }
+      if (partial) { sum = v16{}; for (int b = group0; b < groups; b++) sum += load16(s[g] + b * 16); }
       total[g] = total[g] * fade + hsum(sum);
       top[g] = high;
       for (int d = 0; d < DV; d++) acc[g][d] *= fade;
     }
-    for (int j = 0; j < n; j++) {
+    for (int j = from; j < n; j++) {
       v16 v[DV];
       for (int d = 0; d < DV; d++) v[d] = load16(values[j] + d * 16);
       for (int g = 0; g < G; g++)
@@ -93,8 +110,8 @@ static void attend_row(const T* q, const T* pool, int64_t page_size, int64_t Hk,
 }
 
 template <class T>
-using RowFn = void (*)(const T*, const T*, int64_t, int64_t, int64_t, const int32_t*, int64_t, const int32_t*, int64_t,
-                       float, T*);
+using RowFn = void (*)(const T*, const T*, int64_t, int64_t, int64_t, int64_t, const int32_t*, int64_t, const int32_t*,
+                       int64_t, const Sight&, float, T*);
 
 template <int D, class T>
 static RowFn<T> by_group(int64_t G) {
@@ -119,6 +136,7 @@ static RowFn<T> row_fn(int64_t D, int64_t G) {
     case 64: return by_group<64, T>(G);
     case 96: return by_group<96, T>(G);
     case 128: return by_group<128, T>(G);
+    case 256: return by_group<256, T>(G);
   }
   return nullptr;
 }
@@ -190,9 +208,11 @@ struct AmxBlock {  // up to 16 (row, query head) pairs
   alignas(64) bf16 q[16 * D];
   alignas(64) float acc[16 * D];
   float top[16], total[16];
-  int64_t length[16];
+  int64_t start[16], length[16];  // the positions that a pair sees: start..length-1
   int pairs;
-  int64_t longest;
+  int64_t earliest, longest;
+
+  bool sees(int64_t base) const { return base < longest && base + TILE > earliest; }
 
   void add_tile(const AmxTile<D>& tile, int64_t base, float scale) {
     alignas(64) float s[16 * TILE];
@@ -210,7 +230,7 @@ struct AmxBlock {  // up to 16 (row, query head) pairs
       _tile_stored(0, s + b * 16, TILE * 4);
       _tile_stored(1, s + b * 16 + 16, TILE * 4);
     }
-    for (int m = 0; m < pairs; m++) soften(s + m * TILE, p + m * TILE, m, length[m] - base, blocks32 * 2, base == 0, scale);
+    for (int m = 0; m < pairs; m++) soften(s + m * TILE, p + m * TILE, m, start[m] - base, length[m] - base, blocks32 * 2, scale);
     for (int d = 0; d < D / 16; d += 2) {
       _tile_loadd(0, acc + d * 16, D * 4);
       _tile_loadd(1, acc + d * 16 + 16, D * 4);
@@ -226,25 +246,26 @@ struct AmxBlock {  // up to 16 (row, query head) pairs
     }
   }
 
-  // One row of scores to probabilities; updates top, total and acc of pair m. valid: keys of this tile that it sees.
-  void soften(float* s, bf16* p, int m, int64_t valid, int groups, bool first, float scale) {
-    if (valid <= 0) { memset(p, 0, groups * 32); return; }
-    if (groups == TILE / 16 && valid >= TILE) soften_groups<TILE / 16>(s, p, m, valid, groups, first, scale);
-    else soften_groups<0>(s, p, m, valid, groups, first, scale);
+  // One row of scores to probabilities; updates top, total and acc of pair m. It sees the keys from..valid-1 of this tile.
+  void soften(float* s, bf16* p, int m, int64_t from, int64_t valid, int groups, float scale) {
+    if (valid <= 0 || from >= TILE) { memset(p, 0, groups * 32); return; }
+    if (groups == TILE / 16 && valid >= TILE && from <= 0) soften_groups<TILE / 16>(s, p, m, from, valid, groups, scale);
+    else soften_groups<0>(s, p, m, from, valid, groups, scale);
   }
 
   template <int kGroups>  // of a whole tile, or 0: as many as ``groups``
-  void soften_groups(float* s, bf16* p, int m, int64_t valid, int groups, bool first, float scale) {
+  void soften_groups(float* s, bf16* p, int m, int64_t from, int64_t valid, int groups, float scale) {
     const int count = kGroups ? kGroups : groups;
     int full = kGroups ? kGroups : std::min<int64_t>(valid, count * 16) / 16;
     v16 high16 = splat(-INFINITY);
     for (int b = 0; b < count; b++) {
       v16 x = load16(s + b * 16) * scale;
-      if (b >= full) for (int i = 0; i < 16; i++) if (b * 16 + i >= valid) x[i] = -INFINITY;
+      if (b >= full || b * 16 < from)
+        for (int i = 0; i < 16; i++) if (b * 16 + i >= valid || b * 16 + i < from) x[i] = -INFINITY;
       store16(s + b * 16, x);
       high16 = vmax(high16, x);
     }
-    float high = std::max(first ? -INFINITY : top[m], hmax(high16));
+    float high = std::max(top[m], hmax(high16));
     v16 sum = {};
     for (int b = 0; b < count; b++) {
       v16 x = load16(s + b * 16);
@@ -252,8 +273,8 @@ struct AmxBlock {  // up to 16 (row, query head) pairs
       store16(p + b * 16, e);
       sum += e;
     }
-    float fade = first ? 0.0f : vexp(splat(top[m] - high))[0];
-    total[m] = (first ? 0.0f : total[m] * fade) + hsum(sum);
+    float fade = vexp(splat(top[m] - high))[0];  // of what is 0 where nothing came before
+    total[m] = total[m] * fade + hsum(sum);
     top[m] = high;
     for (int d = 0; d < D; d += 16) store16(acc + m * D + d, load16(acc + m * D + d) * fade);
   }
@@ -267,12 +288,13 @@ static constexpr int RUN_BLOCKS = 8;  // blocks that share a tile's layout
 template <int D>
 static void amx_attend_run(const bf16* q, const bf16* pool, int64_t page_size, int64_t Hq, int64_t Hk, int64_t head,
                            const int32_t* prefix, const int32_t* prefix_lens, int64_t count, const int32_t* tails,
-                           const int64_t* tail_offsets, float scale, bf16* out) {
+                           const int64_t* tail_offsets, const Sight& sight, float scale, bf16* out) {
   static thread_local AmxBlock<D> blocks[RUN_BLOCKS], own;
   static thread_local AmxTile<D> tile, second;
   alignas(64) static const bf16 zeros[D] = {};
   const bf16 *keys[TILE], *values[TILE];
-  int64_t G = Hq / Hk, per = 16 / G, row = Hk * D, longest = 0, shared = prefix_lens[0];
+  int64_t G = Hq / Hk, per = 16 / G, row = Hk * D, longest = 0, earliest = INT64_MAX,
+          shared = prefix_lens[0];
   bool tailed = tail_offsets[1] > tail_offsets[0];
   int used = (count + per - 1) / per, configured = -1;
   auto configure = [&](int pairs) { if (pairs != configured) amx_attend_configure(configured = pairs); };
@@ -295,22 +317,28 @@ static void amx_attend_run(const bf16* q, const bf16* pool, int64_t page_size, i
     AmxBlock<D>& block = blocks[b];
     block.pairs = 0;
     block.longest = 0;
+    block.earliest = INT64_MAX;
     memset(block.acc, 0, sizeof block.acc);
     for (int64_t r = b * per; r < std::min<int64_t>(count, (b + 1) * per); r++) {
       int64_t length = prefix_lens[r] + tail_offsets[r + 1] - tail_offsets[r];
       for (int64_t g = 0; g < G; g++) {
         memcpy(block.q + block.pairs * D, q + (r * Hq + head * G + g) * D, D * 2);
+        block.top[block.pairs] = sight.top(head * G + g);
+        block.total[block.pairs] = sight.total();
+        block.start[block.pairs] = sight.first(length);
         block.length[block.pairs++] = length;
       }
       block.longest = std::max(block.longest, length);
+      block.earliest = std::min(block.earliest, sight.first(length));
     }
     longest = std::max(longest, block.longest);
+    earliest = std::min(earliest, block.earliest);
   }
   int64_t apart = tailed ? shared / TILE * TILE : longest;  // from where on the rows go alone
-  for (int64_t base = 0; base < apart; base += TILE) {
+  for (int64_t base = earliest / TILE * TILE; base < apart; base += TILE) {
     lay_out(tile, base, 0, std::min<int64_t>(TILE, longest - base), nullptr);
     for (int b = 0; b < used; b++) {
-      if (blocks[b].longest <= base) continue;
+      if (!blocks[b].sees(base)) continue;
       configure(blocks[b].pairs);
       blocks[b].add_tile(tile, base, scale);
     }
@@ -326,13 +354,16 @@ static void amx_attend_run(const bf16* q, const bf16* pool, int64_t page_size, i
   for (int64_t r = 0; r < count; r++) {
     const AmxBlock<D>& block = blocks[r / per];
     int64_t first = r % per * G;
+    own.earliest = block.start[first];
     own.longest = block.length[first];
+    std::fill_n(own.start, G, own.earliest);
     std::fill_n(own.length, G, own.longest);
     memcpy(own.q, block.q + first * D, G * D * sizeof(bf16));
     memcpy(own.acc, block.acc + first * D, G * D * sizeof(float));
     memcpy(own.top, block.top + first, G * sizeof(float));
     memcpy(own.total, block.total + first, G * sizeof(float));
     for (int64_t base = apart; base < own.longest; base += TILE) {
+      if (!own.sees(base)) continue;
       bool begins = base == apart;  // the tile that all rows begin alike
       AmxTile<D>& to = begins ? tile : second;
       lay_out(to, base, begins ? whole : 0, std::min<int64_t>(TILE, own.longest - base), tails + tail_offsets[r]);
@@ -345,7 +376,7 @@ static void amx_attend_run(const bf16* q, const bf16* pool, int64_t page_size, i
 template <int D>
 static void amx_attend(const bf16* q, const bf16* pool, int64_t page_size, int64_t rows, int64_t Hq, int64_t Hk,
                        const int32_t* slots, const int64_t* slot_offsets, const int32_t* prefix_lens,
-                       const int32_t* tails, const int64_t* tail_offsets, float scale, bf16* out) {
+                       const int32_t* tails, const int64_t* tail_offsets, const Sight& sight, float scale, bf16* out) {
   std::vector<int64_t> starts;
   int64_t limit = RUN_BLOCKS * (16 / (Hq / Hk));
   auto tailed = [&](int64_t r) { return tail_offsets[r + 1] > tail_offsets[r]; };
@@ -363,7 +394,7 @@ static void amx_attend(const bf16* q, const bf16* pool, int64_t page_size, int64
       for (int64_t h = 0; h < Hk; h++) {
         int64_t r = starts[i];
         amx_attend_run<D>(q + r * Hq * D, pool, page_size, Hq, Hk, h, slots + slot_offsets[r], prefix_lens + r,
-                          starts[i + 1] - r, tails, tail_offsets + r, scale, out + r * Hq * D);
+                          starts[i + 1] - r, tails, tail_offsets + r, sight, scale, out + r * Hq * D);
       }
     _tile_release();
   }
@@ -373,36 +404,41 @@ static void amx_attend(const bf16* q, const bf16* pool, int64_t page_size, int64
 template <class T>
 int attend(const T* q, const T* pool, int64_t page_size, int64_t rows, int64_t Hq, int64_t Hk, int64_t D,
                   const int32_t* slots, const int64_t* slot_offsets, const int32_t* prefix_lens, const int32_t* tails,
-                  const int64_t* tail_offsets, float scale, T* out) {
-  int64_t G = Hq / Hk;
+                  const int64_t* tail_offsets, int64_t window, const float* sinks, float scale, T* out) {
+  int64_t parts = 1;  // of the query heads of a KV head, each at most 8
+  while (Hq / Hk % parts || Hq / Hk / parts > 8) parts++;
+  int64_t G = Hq / Hk / parts;
+  Sight sight = {window, sinks};
   RowFn<T> fn = row_fn<T>(D, G);
   if (!fn) return 1;
 #ifdef USE_AMX
   if constexpr (std::is_same_v<T, bf16>) {
-    auto run = D == 32 ? amx_attend<32> : D == 64 ? amx_attend<64> : D == 96 ? amx_attend<96> : D == 128 ? amx_attend<128> : nullptr;
-    if (run) {
-      run(q, pool, page_size, rows, Hq, Hk, slots, slot_offsets, prefix_lens, tails, tail_offsets, scale, out);
+    auto run = D == 32 ? amx_attend<32> : D == 64 ? amx_attend<64> : D == 96 ? amx_attend<96> :
+               D == 128 ? amx_attend<128> : D == 256 ? amx_attend<256> : nullptr;
+    if (run && Hq / Hk <= 16) {
+      run(q, pool, page_size, rows, Hq, Hk, slots, slot_offsets, prefix_lens, tails, tail_offsets, sight, scale, out);
       return 0;
     }
   }
 #endif
 #pragma omp parallel for schedule(dynamic, 4) collapse(2) num_threads(pl_threads()) if (pl_threads() > 1 && rows * Hk > 1)
   for (int64_t r = 0; r < rows; r++)
-    for (int64_t h = 0; h < Hk; h++) {
+    for (int64_t h = 0; h < Hk * parts; h++) {
       int64_t tail = tail_offsets[r + 1] - tail_offsets[r];
-      fn(q + (r * Hq + h * G) * D, pool, page_size, Hk, h, slots + slot_offsets[r], prefix_lens[r],
-         tails + tail_offsets[r], prefix_lens[r] + tail, scale, out + (r * Hq + h * G) * D);
+      fn(q + (r * Hq + h * G) * D, pool, page_size, Hk, h / parts, h * G, slots + slot_offsets[r], prefix_lens[r],
+         tails + tail_offsets[r], prefix_lens[r] + tail, sight, scale, out + (r * Hq + h * G) * D);
     }
   return 0;
 }
 
 #define DEFINE_ATTEND(NAME, T)                                                                                        \
   template int attend(const T*, const T*, int64_t, int64_t, int64_t, int64_t, int64_t, const int32_t*,                \
-                      const int64_t*, const int32_t*, const int32_t*, const int64_t*, float, T*);                     \
+                      const int64_t*, const int32_t*, const int32_t*, const int64_t*, int64_t, const float*, float,   \
+                      T*);                                                                                            \
   extern "C" int pl_attend_##NAME(const T* q, const T* pool, int64_t page_size, int64_t rows, int64_t Hq, int64_t Hk, \
                                   int64_t D, const int32_t* slots, const int64_t* slot_offsets,                       \
                                   const int32_t* prefix_lens, const int32_t* tails, const int64_t* tail_offsets,      \
-                                  float scale, T* out) {                                                              \
-    return attend(q, pool, page_size, rows, Hq, Hk, D, slots, slot_offsets, prefix_lens, tails, tail_offsets, scale,  \
-                  out);                                                                                               \
+                                  int64_t window, const float* sinks, float scale, T* out) {                          \
+    return attend(q, pool, page_size, rows, Hq, Hk, D, slots, slot_offsets, prefix_lens, tails, tail_offsets, window, \
+                  sinks, scale, out);                                                                                 \
   }

@@ -8,6 +8,7 @@ struct Block {  // of block.py, field by field
   const Matrix *qkv, *o, *gate_up, *down;
   const void *q_norm, *k_norm, *post_norm;  // the first two: of heads, or null
   float eps, scale;
+  int64_t window;  // positions that a row sees; 0: all
 };
 
 struct Written {  // where the rows stand and where their keys and values go
@@ -48,7 +49,7 @@ static int block_finish(const Block& b, int64_t rows, const T* q, const Seen& se
   T *attended = scratch, *added = attended + rows * q_dim, *normed = added + rows * b.hidden;
   T *gate_up = normed + rows * b.hidden, *acted = gate_up + rows * 2 * b.inter;
   if (attend(q, pool, page_size, rows, b.heads, b.kv_heads, b.dim, seen.slots, seen.slot_offsets, seen.prefix_lens,
-             seen.tails, seen.tail_offsets, b.scale, attended))
+             seen.tails, seen.tail_offsets, b.window, nullptr, b.scale, attended))
     return 1;
   linear(*b.o, attended, rows, q_dim, added);
   rms_norm<T>(added, residual, (const T*)b.post_norm, rows, b.hidden, b.eps, normed);

@@ -43,10 +43,10 @@ def as_folder(file: Path, beside: Path | None, progress: Callable[[str, float], 
 
 
 def _name(source: Path, beside: Path | None) -> str:
-    """Of a folder: by the file's path, then by what would change the folder."""
+    """Of a folder: by where its parts are, then by the file's state."""
     state = source.stat()
-    where = hashlib.blake2b(str(source).encode(), digest_size=8).hexdigest()
-    what = hashlib.blake2b(f"{state.st_size} {state.st_mtime_ns} {beside}".encode(), digest_size=8).hexdigest()
+    where = hashlib.blake2b(f"{source}\0{beside}".encode(), digest_size=8).hexdigest()
+    what = hashlib.blake2b(f"{state.st_size} {state.st_mtime_ns}".encode(), digest_size=8).hexdigest()
     return f"{where}-{what}"
 
 

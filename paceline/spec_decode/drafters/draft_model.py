@@ -254,7 +254,8 @@ def plan(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:
 
     def make(kv: KvPool, attention: AttentionBackend) -> Drafter:
         spec, width = draft.spec, budget_of(config).tree_width
-        own = attention_for(model.device, spec.num_heads, spec.num_kv_heads, spec.head_dim, config.attention)
+        geometry = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        own = attention_for(model.device, *geometry, config.attention, special=spec.special_attention)
         return DraftModelDrafter(model, draft, kv, own, first, width, DraftSampling(config.draft_sampling))
 
     return DrafterPlan(draft.kv_layers, digest, make)

@@ -9,7 +9,7 @@ from paceline.models.config import ModelSpec
 from paceline.models.hub import resolve_model
 from paceline.models.llama import LlamaModel
 from paceline.models.loader import WeightBag, weights_digest
-from paceline.models.registry import open_checkpoint
+from paceline.models.registry import model_class, open_checkpoint
 
 
 def load_draft_model(path: str, target: TargetModel, first_layer: int) -> tuple[LlamaModel, str]:
@@ -22,9 +22,9 @@ def load_draft_model(path: str, target: TargetModel, first_layer: int) -> tuple[
         raise ConfigError("drafter_path", "the draft_model drafter needs the folder, name or hub id of a model")
     folder = resolve_model(path)
     spec = ModelSpec.from_folder(folder)
-    bag = WeightBag(open_checkpoint(folder, target.dtype)).rounded(target.quantize)
-    if spec.mla is not None or spec.moe is not None:
+    if model_class(spec.family) is not LlamaModel:
         raise ConfigError("drafter_path", f"{path}: a {spec.family} model cannot draft, only the Llama family")
+    bag = WeightBag(open_checkpoint(folder, target.dtype)).rounded(target.quantize)
     model = LlamaModel(spec, bag, target.dtype, target.device, first_layer, LayerOwner.DRAFT)
     bag.finish()
     return model, weights_digest(folder)

@@ -78,7 +78,8 @@ class EagleLayer(Block):
 def _table(model: TargetModel, shape: LayerShape) -> torch.Tensor:
     """Rope of the head's own config, as long as the TARGET's contexts: heads often name a shorter length."""
     spec = model.spec
-    if (spec.head_dim, spec.rope_theta, spec.rope_scaling) == (shape.head_dim, shape.rope_theta, shape.rope_scaling):
+    own = (shape.head_dim, shape.rope_theta, shape.rope_scaling, None)
+    if (spec.head_dim, spec.rope_theta, spec.rope_scaling, spec.rotary_dim) == own:
         return model.rope_table()
     table = rope_table(shape.head_dim, shape.rope_theta, spec.max_position_embeddings, shape.rope_scaling)
     return table.to(model.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc.aio
 import httpx
@@ -12,6 +12,7 @@ import pytest
 from cluster.deployment import Deployment
 from cluster.state.published import Served
 from cluster.state.registry_types import Registry
+from cluster.supervision import Supervision
 from paceline.client import AsyncClient
 from paceline.config import ServeConfig
 from paceline.v1 import admin_pb2, admin_pb2_grpc
@@ -41,7 +42,7 @@ async def test_no_tenant_learns_what_another_has_cached(tmp_path: Path) -> None:
         assert await cached(client, "acme", cache_salt="mine") > 0
 
 
-class _Supervisor:
+class _Changes:
     async def switch(self, node_id: str, role: str, timeout_s: float) -> Any:
         raise KeyError(node_id)
 
@@ -53,12 +54,14 @@ async def test_a_deployment_asks_for_keys_at_all_its_doors(tmp_path: Path, caplo
     free = dict.fromkeys(("grpc", "http", "admin"), "127.0.0.1:0")
     options = {"model": "tiny", "drafter": "none", "api_keys": str(keys.path)} | free
     made: Any = Deployment(ServeConfig.model_validate(options))
-    front, made.supervisor = made.front, _Supervisor()
+    front = made.front
     front.directory, front.registry = FakeRegistry(), Registry(redis.url, 2.0)
     front._tokenizer, front._folder = ByteTokenizer(), None
     try:
         await front.open(Served(MAX_MODEL_LEN, VOCAB, True))
-        await made._open_admin()
+        nodes: Any = Supervision(front, made._secret, made._parts, cast(Any, None), front.registry)
+        nodes.changes = _Changes()
+        await nodes.open_admin()
         async with httpx.AsyncClient(base_url=f"http://{front.http_address}") as client:
             for name, status in (("", 401), ("slow", 200), ("slow", 200), ("slow", 429)):
                 assert (await client.get("/v1/models", headers=keys.header(name))).status_code == status
@@ -66,7 +69,7 @@ async def test_a_deployment_asks_for_keys_at_all_its_doors(tmp_path: Path, caplo
             assert (await client.get("/metrics", headers=keys.header("metrics"))).status_code == 200
         async with AsyncClient(front.grpc_address, api_key=keys.secrets["acme"]) as sdk:
             assert (await sdk.model_info()).model == "tiny"
-        async with grpc.aio.insecure_channel(made.admin_address) as channel:
+        async with grpc.aio.insecure_channel(nodes.admin_address) as channel:
             stub, request = admin_pb2_grpc.AdminStub(channel), admin_pb2.SetRoleRequest(node_id="n", role="decode")
             for name, code in (("acme", "PERMISSION_DENIED"), ("operator", "UNKNOWN")):
                 call = stub.SetRole(request, metadata=tuple(keys.header(name).items()))

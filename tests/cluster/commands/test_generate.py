@@ -36,6 +36,8 @@ GIVEN: dict[str, Any] = {
     "seed": 5,
     "stop": ["zzz", "yyy"],
     "stop_token_ids": [7, 8],
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": True,
     "ignore_eos": True,
     "top_logprobs": 1,
     "prompt_logprobs": 2,
@@ -46,6 +48,8 @@ GIVEN: dict[str, Any] = {
     "tree": "static",
     "model": "tiny",
     "request_id": "mine",
+    "truncate_prompt_tokens": 100,
+    "truncation_side": "right",
     "tenant": "team",
     "priority": 3,
 }
@@ -101,7 +105,7 @@ async def test_every_option_arrives() -> None:
         assert getattr(speculation, name) == GIVEN[name]
     assert (sequence.request_id, sequence.cache_salt) == ("mine", "team")
     for name in GIVEN.keys() - {"num_draft_tokens", "tree_width", "drafter", "tree", "model", "request_id"}:
-        if name in ("tenant", "priority", "stop"):  # the router's own
+        if name in ("tenant", "priority", "stop", "truncate_prompt_tokens", "truncation_side"):  # the router's own
             continue
         value = GIVEN[name]
         assert getattr(sequence.params, name) == (tuple(value) if isinstance(value, list) else value), name

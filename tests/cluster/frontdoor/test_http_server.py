@@ -49,9 +49,17 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], dic
 
 
 @pytest.mark.parametrize(
-    "data", [b"\x16\x03\x01\x02\x00\x01", b"GET /\r\n\r\n", b"GET / HTTP/1.1\r\nbad name: x\r\n\r\n"]
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01",
+        b"GET /\r\n\r\n",
+        b"GET / HTTP/1.1\r\nbad name: x\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\ncontent-length: 6\r\n\r\n0\r\n\r\n"
+        + HEALTH,
+    ],
 )
 async def test_bytes_that_are_no_http(router: FakeRouter, data: bytes) -> None:
+    """The last is a request in what a gateway takes for the body of another. Mutant: chunks go before the length."""
     async with connecting(router) as connect:
         reader, _ = await connect(data + b"\r\n" * 3)
         status, _, body = await answer(reader)

@@ -10,8 +10,8 @@ import pytest
 from cluster.nodes import supervise
 from cluster.nodes.slots import MAX_BACKOFF_S, NodeEvent, NotPlaced
 from cluster.nodes.supervise import POLL_S, Supervisor
-from paceline.errors import InvalidRequest, NodeUnavailable
-from tests.fakes.supervised import REAL_LIMIT_S, Case, Handle, Nodes, from_seven, until
+from paceline.errors import NodeUnavailable
+from tests.fakes.supervised import REAL_LIMIT_S, Case, Handle, Nodes, changes_of, from_seven, until
 
 
 @pytest.fixture
@@ -313,7 +313,7 @@ async def test_who_is_superseded_ends_starts_and_switches_nothing(case: Case) ->
     case.leased = False
     await asyncio.sleep(3 * POLL_S)
     with pytest.raises(NodeUnavailable, match="another process supervises"):
-        await case.supervisor.switch("prefill-0", "decode", 1.0)
+        await changes_of(case.supervisor).switch("prefill-0", "decode", 1.0)
     await case.supervisor.stop(1.0)
     assert case.kinds == ["started", "started"]
     assert not any(handle.killed.is_set() or handle.stops for handle in case.nodes.handles)
@@ -342,77 +342,4 @@ async def test_a_node_without_a_place_is_tried_again_while_others_serve(missing:
         assert len(nodes.handles) == 2
         room = True
         await until(lambda: len(nodes.handles) == 3)
-    await supervisor.stop(0.0)
-
-
-# ---- roles
-
-
-async def test_a_node_changes_sides_by_drain_and_restart() -> None:
-    nodes, events = Nodes(), list[NodeEvent]()
-    supervisor = Supervisor(nodes.launch, events.append, issue=from_seven)
-    supervisor.want("prefill", 2)
-    supervisor.want("decode", 1)
-    await supervisor.start()
-    old = next(handle for handle in nodes.handles if handle.node_id == "prefill-1")
-    slot = await supervisor.switch("prefill-1", "decode", 3.0)
-    assert (slot.node_id, slot.role, slot.generation, slot.address) == ("prefill-1", "decode", 8, "prefill-1:8")
-    assert old.stops == [3.0]
-    assert [e.kind for e in events[3:]] == ["stopped", "started"]
-    assert (await supervisor.switch("prefill-1", "decode", 3.0)).generation == 8  # it is one already
-    await supervisor.switch("decode-0", "prefill", 3.0)  # there is another decode node now
-    nodes.handles[-1].dead = True
-    await until(lambda: supervisor.slots[2].generation == 9)
-    assert supervisor.slots[2].role == "prefill"  # it dies and comes back in its new role
-    await supervisor.stop(0.0)
-
-
-@pytest.mark.parametrize(
-    ("node_id", "role", "field_", "said"),
-    [
-        ("decode-7", "prefill", "node_id", "none of prefill-0, decode-0"),
-        ("prefill-0", "router", "role", "neither prefill nor decode"),
-        ("decode-0", "prefill", "role", "only decode node"),
-    ],
-)
-async def test_switches_that_are_refused(node_id: str, role: str, field_: str, said: str) -> None:
-    nodes = Nodes()
-    supervisor = Supervisor(nodes.launch, issue=from_seven)
-    supervisor.want("prefill", 1)
-    supervisor.want("decode", 1)
-    await supervisor.start()
-    with pytest.raises(InvalidRequest, match=said) as refused:
-        await supervisor.switch(node_id, role, 1.0)
-    assert refused.value.field == field_
-    assert not any(handle.stops for handle in nodes.handles)
-    await supervisor.stop(0.0)
-
-
-async def test_two_switches_at_once_leave_a_decode_node() -> None:
-    nodes = Nodes()
-    supervisor = Supervisor(nodes.launch, issue=from_seven)
-    supervisor.want("decode", 2)
-    await supervisor.start()
-    both = [supervisor.switch(f"decode-{i}", "prefill", 1.0) for i in range(2)]
-    ended = await asyncio.gather(*both, return_exceptions=True)
-    assert sorted(type(each).__name__ for each in ended) == ["InvalidRequest", "Slot"]
-    assert sorted(slot.role for slot in supervisor.slots) == ["decode", "prefill"]
-    await supervisor.stop(0.0)
-
-
-async def test_a_switch_whose_start_fails_is_tried_again_in_the_new_role() -> None:
-    nodes, launched = Nodes(), list[str]()
-    nodes.failures[2] = NodeUnavailable("no memory")
-
-    def launch(role: str, node_id: str, generation: int) -> Handle:
-        launched.append(role)
-        return nodes.launch(role, node_id, generation)
-
-    supervisor = Supervisor(launch, issue=from_seven)
-    supervisor.want("decode", 2)
-    await supervisor.start()
-    with pytest.raises(NodeUnavailable, match="no memory"):
-        await supervisor.switch("decode-1", "prefill", 1.0)
-    await until(lambda: len(launched) == 4 and supervisor.slots[1].address == "decode-1:9")
-    assert launched == ["decode", "decode", "prefill", "prefill"]
     await supervisor.stop(0.0)

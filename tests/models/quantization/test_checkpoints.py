@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from paceline.layers.quantized import QuantizedWeight
 from paceline.models.loader import weights_digest
 from paceline.models.quantization.fusing import fuse_layers, reordered
 from paceline.models.registry import load_target, open_checkpoint
+from paceline.spec_decode.heads.mtp import load_mtp
 from tests.support.quantised_files import (
     Draw,
     awq,
@@ -33,6 +35,7 @@ from tests.support.quantised_files import (
     write_floats,
     write_quantised,
 )
+from tests.support.tiny_deepseek import write_folder
 
 CPU = torch.device("cpu")
 TOKENS = [(17 * i + 3) % 211 for i in range(12)]
@@ -201,3 +204,29 @@ def test_layers_that_are_multiplied_together(tmp_path: Path) -> None:
     assert beside.dtype is torch.bfloat16
     with pytest.raises(ConfigError, match="q, k are multiplied together"):
         fuse_layers(parts | {"k": QuantizedWeight(parts["k"].codes, parts["k"].scales, None, 8, 16, True)})
+
+
+def test_deepseek_with_its_mtp_modules(tmp_path: Path) -> None:
+    """Latent attention, experts and modules in fp8 blocks give what the floats that they mean give; rope rows are put
+    in order as codes are, and kv_b_proj is folded as floats."""
+    for name in ("quantised", "floats"):
+        write_folder(tmp_path / name)
+    random, stored = torch.Generator().manual_seed(2), load_file(tmp_path / "floats" / "model.safetensors")
+    meant = {name: tensor.clone() for name, tensor in stored.items()}
+    codes = dict(meant)
+    for name, tensor in stored.items():
+        if re.search(r"_proj(_with_mqa)?\.weight$", name) and "eh_proj" not in name:
+            drawn = fp8((24, 32), "weight_scale_inv")(*tensor.shape, random)
+            drawn_parts = {f"{name.removesuffix('.weight')}.{part}": t for part, t in drawn.tensors.items()}
+            codes |= drawn_parts
+            meant[name] = drawn.weight
+    save_file(codes, tmp_path / "quantised" / "model.safetensors")
+    save_file(meant, tmp_path / "floats" / "model.safetensors")
+    raw = json.loads((tmp_path / "quantised" / "config.json").read_text()) | {"quantization_config": BLOCKS}
+    (tmp_path / "quantised" / "config.json").write_text(json.dumps(raw))
+    mine, theirs = logits(tmp_path / "quantised"), logits(tmp_path / "floats")
+    assert ((mine - theirs).norm() / theirs.norm()).item() < 1e-4
+    model = load_target(tmp_path / "quantised", torch.float32, CPU)
+    modules, digest = load_mtp(str(tmp_path / "quantised"), model, 2, model.rope_table())
+    assert len(modules) == 2
+    assert digest == weights_digest(tmp_path / "quantised")

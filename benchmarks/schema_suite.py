@@ -1,0 +1,134 @@
+"""``python -m benchmarks.schema_suite FOLDER``: how the grammars of JSON schemas fare with JSON-Schema-Test-Suite.
+
+FOLDER is one draft's of the suite's own repository, e.g. tests/draft2020-12. Each of its schemas comes with values
+that are valid or not. A schema is taken or refused by name. Of a schema that is taken, a value is judged by whether an
+answer may be this value: *right* where that is the schema's word. An answer that could be an invalid value is *wrong*.
+A valid value that no answer can be is *narrow*: e.g. an object whose properties come in another order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from paceline.errors import InvalidRequest
+from paceline.grammar.compile import CompiledGrammar, GrammarCompiler
+from paceline.models.config import ModelSpec
+from paceline.models.hub import resolve_model
+from paceline.request import Grammar, GrammarKind
+from paceline.text.tokenizer import Tokenizer
+
+SHOWN = 12  # of the reasons why schemas are refused
+COUNTS = ("schemas", "taken", "refused", "values", "right", "narrow", "wrong")
+
+
+@dataclass
+class Coverage:
+    """What came of a draft's schemas and values."""
+
+    schemas: int = 0
+    taken: int = 0
+    refused: int = 0
+    values: int = 0  # of schemas that are taken
+    right: int = 0
+    narrow: int = 0
+    wrong: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)  # of refusals
+    wrong_values: list[str] = field(default_factory=list)
+    narrow_files: Counter[str] = field(default_factory=Counter)
+
+    def figures(self) -> dict[str, Any]:
+        """As they are kept."""
+        counts = {name: dict(getattr(self, name).most_common()) for name in ("reasons", "narrow_files")}
+        return {**{name: getattr(self, name) for name in COUNTS}, "wrong_values": self.wrong_values, **counts}
+
+
+def coverage(folder: Path, model: str, optional: bool) -> Coverage:
+    """Every schema below ``folder``. optional: also those of formats and more that a validator may leave out."""
+    home = resolve_model(model)
+    tokenizer = Tokenizer.from_folder(home)
+    compiler = GrammarCompiler(home, ModelSpec.from_folder(home).vocab_size)
+    found = Coverage()
+    for name, group in _groups(folder, optional):
+        found.schemas += 1
+        try:
+            compiled = compiler.compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(group["schema"])))
+        except InvalidRequest as error:
+            found.refused += 1
+            found.reasons[_reason(error.message)] += 1
+            continue
+        found.taken += 1
+        for test in group["tests"]:
+            _judge(found, f"{name}: {group['description']}: {test['description']}", compiled, tokenizer, test)
+    return found
+
+
+def _groups(folder: Path, optional: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    for file in sorted(folder.rglob("*.json") if optional else folder.glob("*.json")):
+        for group in json.loads(file.read_text(encoding="utf-8")):
+            yield str(file.relative_to(folder)), group
+
+
+def _judge(found: Coverage, name: str, compiled: CompiledGrammar, tokenizer: Tokenizer, test: dict[str, Any]) -> None:
+    found.values += 1
+    allowed = _may_be(compiled, tokenizer, json.dumps(test["data"], ensure_ascii=False))
+    if allowed == test["valid"]:
+        found.right += 1
+    elif allowed:
+        found.wrong += 1
+        found.wrong_values.append(name)
+    else:
+        found.narrow += 1
+        found.narrow_files[name.partition(":")[0]] += 1
+
+
+def _may_be(compiled: CompiledGrammar, tokenizer: Tokenizer, text: str) -> bool:
+    """Whether an answer may be this text, however it is cut into tokens."""
+    matcher = compiled.matcher()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
+
+
+def _reason(message: str) -> str:
+    return message.partition("(")[0].split(" at ")[0][:100].strip()
+
+
+def show(found: Coverage) -> None:
+    """Print the counts, and what was refused most."""
+    table = Table()
+    for name in COUNTS:
+        table.add_column(name)
+    table.add_row(*(str(getattr(found, name)) for name in COUNTS))
+    console = Console()
+    console.print(table)
+    for reason, count in found.reasons.most_common(SHOWN):
+        console.print(f"{count} refused: {reason}", highlight=False, markup=False)
+    for name in found.wrong_values:
+        console.print(f"wrong: {name}", highlight=False, markup=False)
+
+
+def main() -> None:
+    """Run it, and keep the figures."""
+    parser = argparse.ArgumentParser(prog="benchmarks.schema_suite", description=__doc__)
+    parser.add_argument("folder", type=Path, help="a draft's folder of JSON-Schema-Test-Suite")
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--optional", action="store_true", help="the folder `optional` too")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    found = coverage(options.folder, options.model, options.optional)
+    show(found)
+    if options.json is not None:
+        kept = {"draft": options.folder.name, "model": options.model, **found.figures()}
+        options.json.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

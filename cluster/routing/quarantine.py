@@ -1,0 +1,119 @@
+"""Requests that kill decode nodes: known by the nodes that died under them and under no other request in common.
+
+A death counts when the connection is gone, the next generation of the node has come, the node was not draining, and
+the attempt had brought few tokens: a request that kills does so where it stands. A cut cable, a host that is away and a
+node that an operator stops are no deaths. Each router sees its own requests alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from cluster.routing.breaker import Key, key_of
+from cluster.state.registry_types import NodeRecord
+from paceline.errors import InvalidRequest
+
+log = logging.getLogger(__name__)
+
+DEATHS = 3  # after which a request is refused
+FEW_TOKENS = 16  # of an attempt that counts
+EXPLAIN_S = 10.0  # longest wait for what became of a node, before the request is given to one more
+FORGET_S = 600.0
+MAX_PROMPTS, MAX_NODES = 1024, 256  # that are remembered
+
+
+@dataclass(frozen=True)
+class Death:
+    """A decode node that was lost under a request."""
+
+    node: Key
+    at: float
+    requests: set[str]  # that were in progress there; of all attempts that failed
+
+
+@dataclass
+class Suspicion:
+    """What is held against one choice of a request."""
+
+    request_id: str
+    prompt: str  # digest of what is asked, and in whose cache
+    deaths: list[Death] = field(default_factory=list)
+
+
+class Quarantine:
+    """Who is suspected, and what is refused."""
+
+    def __init__(self, nodes: Callable[[], list[NodeRecord]], clock: Callable[[], float] = time.monotonic) -> None:
+        """nodes: the registry's view. clock: seconds, monotonic."""
+        self._nodes, self._clock = nodes, clock
+        self._running: dict[Key, list[str]] = {}
+        self._lost: OrderedDict[Key, set[str]] = OrderedDict()
+        self._refused: OrderedDict[str, tuple[float, str]] = OrderedDict()  # by prompt: when, and what is said
+
+    @staticmethod
+    def suspicion(request_id: str, token_ids: Sequence[int], salt: str) -> Suspicion:
+        """Nothing yet. token_ids: of the prompt. salt: whose cache it may use."""
+        digest = hashlib.sha256(salt.encode() + b"\0" + array("q", token_ids).tobytes())
+        return Suspicion(request_id, digest.hexdigest())
+
+    @contextmanager
+    def running(self, node: NodeRecord, request_id: str) -> Iterator[None]:
+        """Around an attempt on a decode node."""
+        there = self._running.setdefault(key_of(node), [])
+        there.append(request_id)
+        try:
+            yield
+        finally:
+            there.remove(request_id)
+            if not there:
+                self._running.pop(key_of(node), None)
+
+    def lost(self, node: NodeRecord, suspicion: Suspicion, num_tokens: int) -> None:
+        """The connection to a decode node is gone. num_tokens: what the attempt had brought."""
+        key = key_of(node)
+        together = self._lost.setdefault(key, set())
+        together.update([suspicion.request_id, *self._running.get(key, ())])
+        while len(self._lost) > MAX_NODES:
+            self._lost.popitem(last=False)
+        seen = next((record for record in self._nodes() if key_of(record) == key), node)
+        if num_tokens < FEW_TOKENS and seen.state != "draining":
+            suspicion.deaths.append(Death(key, self._clock(), together))
+
+    def unexplained(self, suspicion: Suspicion) -> bool:
+        """Whether another node is to wait: one more death would be proof, and it is not known yet whether the latest
+        loss was one."""
+        if len(suspicion.deaths) < DEATHS:
+            return False
+        last = suspicion.deaths[-1]
+        there = any(key_of(record) == last.node for record in self._nodes())
+        return not there and not self._died(last) and self._clock() - last.at < EXPLAIN_S
+
+    def check(self, suspicion: Suspicion) -> None:
+        """Raise InvalidRequest for a request that has been shown to kill nodes, also under another id."""
+        now = self._clock()
+        while self._refused and now - next(iter(self._refused.values()))[0] > FORGET_S:
+            self._refused.popitem(last=False)
+        if suspicion.prompt not in self._refused:
+            deaths = [death for death in suspicion.deaths if self._died(death)]
+            if len(deaths) < DEATHS or set.intersection(*(death.requests for death in deaths)) != {
+                suspicion.request_id
+            }:
+                return
+            nodes = ", ".join(f"{node_id} generation {generation}" for node_id, generation in (d.node for d in deaths))
+            said = f"{suspicion.request_id!r} is quarantined: it was the one request in progress when {nodes} died"
+            log.error("%s; its prompt is refused for %g s", said, FORGET_S)
+            self._refused[suspicion.prompt] = now, said
+            while len(self._refused) > MAX_PROMPTS:
+                self._refused.popitem(last=False)
+        raise InvalidRequest("request", self._refused[suspicion.prompt][1], "quarantined")
+
+    def _died(self, death: Death) -> bool:
+        node_id, generation = death.node
+        return any(record.id == node_id and record.generation > generation for record in self._nodes())

@@ -1,0 +1,1 @@
+"""Whether two deployments, or a deployment and one plain process, give the same answers (``paceline verify``)."""

@@ -1,0 +1,176 @@
+"""gpt-oss (arXiv 2508.10925): sinks in every layer, a sliding window in every second one, experts with biases and a
+clamped SwiGLU. Experts in MXFP4 (OCP Microscaling Formats 1.0) become weights of the node's dtype at load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from paceline.kvcache.layout import KvLayer, LayerKind, LayerOwner
+from paceline.layers.linear import Linear
+from paceline.layers.ops import add_rms_norm, clamped_swiglu
+from paceline.layers.quantized import LinearWeight
+from paceline.layers.routing import route
+from paceline.models.base import ForwardContext
+from paceline.models.config import ModelSpec
+from paceline.models.decoder import DecoderModel
+from paceline.models.deepseek_shapes import moe_of
+from paceline.models.grouped_attention import GroupedAttention
+from paceline.models.llama_shapes import Shapes, attention_shapes
+from paceline.models.loader import WeightBag
+from paceline.models.moe import Take, grouped, routing_rule, run_separately, weighted_sum
+
+MXFP4_BLOCK = 32  # elements of a row that share a scale
+MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the three lower bits; the fourth is the sign
+EXPONENT_BIAS = 127
+
+
+def layer_shapes(spec: ModelSpec, mxfp4: bool) -> Shapes:
+    """Shapes of a decoder layer, named from its prefix on. mxfp4: as the experts' products are stored."""
+    moe, hidden = moe_of(spec), spec.hidden_size
+    experts, wide = moe.num_experts, moe.intermediate_size
+    shapes: Shapes = {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    shapes |= attention_shapes(spec, hidden) | {"self_attn.sinks": (spec.num_heads,)}
+    shapes |= {"mlp.router.weight": (experts, hidden), "mlp.router.bias": (experts,)}
+    for name, out, width in (("gate_up_proj", 2 * wide, hidden), ("down_proj", hidden, wide)):
+        shapes[f"mlp.experts.{name}_bias"] = (experts, out)
+        if mxfp4:
+            groups = width // MXFP4_BLOCK
+            shapes[f"mlp.experts.{name}_blocks"] = (experts, out, groups, MXFP4_BLOCK // 2)
+            shapes[f"mlp.experts.{name}_scales"] = (experts, out, groups)
+        else:
+            shapes[f"mlp.experts.{name}"] = (experts, width, out)
+    return shapes
+
+
+def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """blocks: uint8 [out, groups, 16], two elements a byte, the lower half first; scales: uint8 [out, groups], powers
+    of two -> [out, 32 * groups]. Exact in bf16."""
+    values = torch.tensor([*MXFP4_VALUES, *(-value for value in MXFP4_VALUES)], device=blocks.device)
+    halves = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)  # [out, groups, 32]
+    wide = torch.ldexp(values[halves.long()], (scales.int() - EXPONENT_BIAS).unsqueeze(-1))
+    return wide.flatten(-2).to(dtype)
+
+
+def expert_weights(take: Take, name: str, mxfp4: bool, dtype: torch.dtype) -> Callable[[int], torch.Tensor]:
+    """Expert i's weight of one product, [out_features, in_features]."""
+    if not mxfp4:
+        every = take(f"mlp.experts.{name}")
+        return lambda i: every[i].t()
+    blocks, scales = take(f"mlp.experts.{name}_blocks"), take(f"mlp.experts.{name}_scales")
+    return lambda i: from_mxfp4(blocks[i], scales[i], dtype)
+
+
+def gate_first(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of gate and up by turns, [2 n, ...] -> those of gate, then those of up."""
+    return torch.cat((rows[0::2], rows[1::2]))
+
+
+class ClampedExpert:
+    """One expert."""
+
+    def __init__(
+        self,
+        gate_up: tuple[torch.Tensor, torch.Tensor],
+        down: tuple[torch.Tensor, torch.Tensor],
+        clamp: tuple[float, float],
+    ) -> None:
+        """gate_up, down: weight and bias."""
+        self.gate_up_proj, self.down_proj, self.clamp = Linear(*gate_up), Linear(*down, out_float32=True), clamp
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> float32 [T, hidden]."""
+        return self.down_proj(clamped_swiglu(self.gate_up_proj(x), *self.clamp))
+
+
+class GptOssMlp:
+    """Router and experts of one layer. On a GPU the experts' weights lie together, see models/moe.py."""
+
+    def __init__(self, spec: ModelSpec, take: Take, mxfp4: bool, dtype: torch.dtype) -> None:
+        moe = moe_of(spec)
+        assert spec.clamp is not None
+        self.rule, self.clamp = routing_rule(moe), spec.clamp
+        self.router = Linear(take("mlp.router.weight").float(), take("mlp.router.bias"))
+        names = ("gate_up_proj", "down_proj")
+        weight_of = [expert_weights(take, name, mxfp4, dtype) for name in names]
+        biases = [take(f"mlp.experts.{name}_bias") for name in names]
+        pairs = (
+            ((gate_first(weight_of[0](i)), gate_first(biases[0][i])), (weight_of[1](i), biases[1][i]))
+            for i in range(moe.num_experts)
+        )
+        self.separate: list[ClampedExpert] = []
+        if biases[0].device.type == "cpu":
+            self.separate = [ClampedExpert(*pair, self.clamp) for pair in pairs]
+        else:
+            every = list(pairs)
+            self.stacked = [torch.stack([pair[part][of] for pair in every]) for part in (0, 1) for of in (0, 1)]
+            self.ids = torch.arange(moe.num_experts, device=biases[0].device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        expert_ids, weights = route(self.router(x.float()), None, self.rule)
+        outputs = run_separately(self.separate, x, expert_ids) if self.separate else self._grouped(x, expert_ids)
+        return weighted_sum(outputs, weights).to(x.dtype)
+
+    def _grouped(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+        """See GroupedExperts."""
+        gate_up, gate_up_bias, down, down_bias = self.stacked
+        rows, top_k = expert_ids.shape
+        flat = expert_ids.view(-1)
+        order = flat.argsort(stable=True)
+        expert = flat[order]
+        ends = torch.searchsorted(expert, self.ids, right=True)
+        hidden = clamped_swiglu(grouped(x[order // top_k], gate_up, ends) + gate_up_bias[expert], *self.clamp)
+        outputs = torch.empty(rows * top_k, x.shape[1], dtype=torch.float32, device=x.device)
+        outputs[order] = (grouped(hidden, down, ends) + down_bias[expert]).float()
+        return outputs.view(rows, top_k, -1)
+
+
+class GptOssLayer:
+    """Pre-norm attention and experts."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: WeightBag, prefix: str, kv_layer: int, window: int, dtype: torch.dtype
+    ) -> None:
+        mxfp4 = weights.holds(f"{prefix}.mlp.experts.down_proj_blocks")
+        shapes = layer_shapes(spec, mxfp4)
+
+        def take(name: str) -> torch.Tensor:
+            return weights.take(f"{prefix}.{name}", shapes[name])
+
+        def linear(name: str) -> LinearWeight:
+            rows, columns = shapes[name]
+            return weights.take_linear(f"{prefix}.{name}", (rows, columns))
+
+        self.eps = spec.rms_norm_eps
+        self.input_norm = take("input_layernorm.weight").float()  # rounded once, after the weight
+        self.post_norm = take("post_attention_layernorm.weight").float()
+        sinks = take("self_attn.sinks").float().contiguous()
+        self.attention = GroupedAttention(spec, take, linear, kv_layer, window, sinks)
+        self.mlp = GptOssMlp(spec, take, mxfp4, dtype)
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, table: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """See DecoderBlock."""
+        x = self.attention(add_rms_norm(x, residual, self.input_norm, self.eps), table, context)
+        return self.mlp(add_rms_norm(x, residual, self.post_norm, self.eps))
+
+
+class GptOssModel(DecoderModel[GptOssLayer]):
+    """A model of the family."""
+
+    def __init__(self, spec: ModelSpec, weights: WeightBag, dtype: torch.dtype, device: torch.device) -> None:
+        """See DecoderModel."""
+
+        def make_layer(weights: WeightBag, i: int) -> GptOssLayer:
+            return GptOssLayer(spec, weights, f"model.layers.{i}", i, spec.window(i), dtype)
+
+        kv_layer = KvLayer(LayerKind.GQA, LayerOwner.TARGET, spec.num_kv_heads, spec.head_dim)
+        super().__init__(spec, weights, dtype, device, make_layer, kv_layer)
+        self.norm = self.norm.float()
+
+    def decoder_block(self, weights: WeightBag, prefix: str, kv_layer: int) -> GptOssLayer:
+        """See TargetModel. A layer that sees all."""
+        return GptOssLayer(self.spec, weights, prefix, kv_layer, 0, self.dtype)

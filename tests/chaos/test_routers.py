@@ -1,0 +1,201 @@
+"""Three routers, two prefill and two decode nodes and a Redis, all of them hurt at random under gRPC and HTTP streams.
+
+No stream is lost, and no token and no character is wrong, comes twice or is out of order. A fault that hurt nobody
+fails the run. The suite has a short run; ``--minutes`` makes it a long one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from paceline.client import AsyncClient
+from tests.chaos.deployed import options_of, view, whole, works
+from tests.chaos.faults import Injector, kinds, plan
+from tests.chaos.front import Front
+from tests.chaos.front_faults import REDIS_KINDS, ROUTER_KINDS, FrontInjector
+from tests.chaos.front_report import pauses, resumes, table
+from tests.chaos.http_load import HttpRouters, make_http_requests, serve_http
+from tests.chaos.load import Load, Request, Served, make_requests, serve, undisturbed
+from tests.chaos.report import percentile
+from tests.fakes.redis_servers import Embedded
+from tests.support.needs import needs_kernels
+from tests.support.server import serve as serving
+
+pytestmark = [needs_kernels, pytest.mark.e2e]
+
+JOINED = ["joined-1", "joined-2"]
+SHORT_S, SHORT_STREAMS, SHORT_SEED = 15.0, 5, 40
+SHORT_NODE_KINDS, SHORT_FRONT_KINDS = ("kill", "pause"), (*ROUTER_KINDS, "redis kill", "redis read-only")
+NODE_GAP_S, FRONT_GAP_S = (9.0, 18.0), (3.0, 7.0)  # nodes take seconds to come back
+SHORT_NODE_GAP_S, SHORT_FRONT_GAP_S = (5.0, 6.0), (2.5, 3.0)
+TARGET_S = 3.0  # p99 of streams whose router was hurt; a silent one is given up after 1.5 to 2 s
+
+
+@dataclass(frozen=True)
+class Size:
+    """How long and how large a run is. streams: of each kind."""
+
+    seconds: float
+    streams: int
+    seed: int
+    full: bool
+
+
+@pytest.fixture
+def size(request: pytest.FixtureRequest) -> Size:
+    minutes = request.config.getoption("minutes", default=None)
+    streams = request.config.getoption("streams", default=None)
+    seed = request.config.getoption("seed", default=None)
+    if minutes is None:
+        return Size(SHORT_S, streams or SHORT_STREAMS, SHORT_SEED if seed is None else seed, False)
+    return Size(60.0 * minutes, streams or 16, int(time.time()) if seed is None else seed, True)
+
+
+@asynccontextmanager
+async def fronted(model: Path, redis: Embedded) -> AsyncIterator[Front]:
+    """Nodes and three routers at a Redis of their own."""
+    with (
+        serving(*options_of("spare", model), "--redis", redis.url) as server,
+        Front(server, ("--join", redis.url)) as f,
+    ):
+        await f.add(JOINED)
+        yield f
+
+
+@dataclass
+class Run:
+    """Streams of both kinds, and who hurts them."""
+
+    grpc: Load
+    http: Load
+    front: FrontInjector
+    nodes: Injector
+    routers: HttpRouters
+
+    @property
+    def loads(self) -> tuple[Load, Load]:
+        return self.grpc, self.http
+
+    def under_way(self) -> list[Served]:
+        """Streams of both kinds."""
+        return [served for load in self.loads for served in load.under_way.values()]
+
+
+async def ask_grpc(front: Front, requests: Sequence[Request], which: int, served: Served) -> None:
+    """By a client of its own, which knows all routers and begins with any."""
+    names = random.Random(served.request_id).sample(list(front.routers), len(front.routers))
+    async with AsyncClient([front.grpc[name] for name in names]) as client:
+        await serve(client, requests[which], served, names)
+
+
+async def make_run(front: Front, redis: Embedded, routers: HttpRouters, client: httpx.AsyncClient, size: Size) -> Run:
+    """Ask each request undisturbed; what then runs is compared with it."""
+    count = 18 if size.full else 6
+    asked, asked_http = make_requests(size.seed, count), make_http_requests(size.seed, count)
+
+    async def grpc(which: int, served: Served) -> None:
+        await ask_grpc(front, asked, which, served)
+
+    async def http(which: int, served: Served) -> None:
+        await serve_http(routers, client, asked_http, which, served)
+
+    loads = []
+    for name, ask, kinds_ in (("grpc", grpc, asked), ("http", http, asked_http)):
+        right = await undisturbed(ask, [one.kind for one in kinds_], size.streams)
+        loads.append(Load(ask, right, size.seed, name))
+    pids: dict[str, int] = {}
+    nodes = Injector(front.pids, lambda: view(front.main, list(front.grpc.values()), pids), works)
+    run = Run(loads[0], loads[1], FrontInjector(front, redis, lambda: run.under_way()), nodes, routers)
+    return run
+
+
+async def test_routers_nodes_and_redis_are_hurt_and_nothing_is_lost(size: Size, model: Path) -> None:
+    print(f"\nrouters: seed {size.seed}, {size.streams} gRPC and {size.streams} HTTP streams, {size.seconds:g} s")
+    with Embedded(tcp=True) as redis:
+        async with fronted(model, redis) as front, AsyncClient(front.main.grpc) as asking:
+            names = [node.id for node in (await asking.model_info()).nodes]
+            routers = HttpRouters(front.http)
+            async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_keepalive_connections=0)) as client:
+                run = await make_run(front, redis, routers, client, size)
+                watching = asyncio.create_task(routers.watch())
+                began = time.monotonic()
+                await disturb(run, size, began)
+                watching.cancel()
+            ended = time.monotonic()
+            try:
+                await whole(asking, names)
+            finally:
+                tell(run, ended - began)
+    check(run, size)
+
+
+async def disturb(run: Run, size: Size, began: float) -> None:
+    """Both loads and both injectors, until all streams have ended."""
+    for load in run.loads:
+        load.start(size.streams)
+    node_gap, front_gap = (NODE_GAP_S, FRONT_GAP_S) if size.full else (SHORT_NODE_GAP_S, SHORT_FRONT_GAP_S)
+    node_kinds = kinds() if size.full else SHORT_NODE_KINDS
+    front_kinds = (*ROUTER_KINDS, *REDIS_KINDS) if size.full else SHORT_FRONT_KINDS
+    async with asyncio.TaskGroup() as group:
+        group.create_task(run.nodes.run(plan(node_kinds, size.seed, size.seconds, node_gap), began))
+        group.create_task(run.front.run(plan(front_kinds, size.seed, size.seconds, front_gap), began))
+    await asyncio.gather(*(load.stop() for load in run.loads))
+
+
+Rows = list[tuple[str, list[float]]]
+
+
+def times(run: Run) -> tuple[list[float], Rows]:
+    """Pauses of streams whose router was hurt while nodes were well. Pauses by kind of fault: of such streams, and of
+    all while nodes or Redis were hurt."""
+    done, faults = [served for load in run.loads for served in load.done], run.front.faults + run.nodes.faults
+    all_alone, rows = list[float](), Rows()
+    for fault in faults:
+        if fault.kind not in ROUTER_KINDS:
+            rows.append((f"all while {fault.kind}", pauses(fault, done)))
+            continue
+        for way in ("grpc", "http"):
+            met = [one for one in run.front.on.get(id(fault), []) if one.request_id.startswith(way)]
+            alone, also = resumes(fault, met, run.nodes.faults)
+            all_alone += alone
+            rows += [(f"{fault.kind}, {way}", alone), (f"{fault.kind} and a node, {way}", also)]
+    return all_alone, [*rows, ("routers, all", all_alone)]
+
+
+def tell(run: Run, seconds: float) -> None:
+    """Print what happened."""
+    faults = run.front.faults + run.nodes.faults
+    print(f"{len(faults)} faults in {seconds:.0f} s: {dict(Counter(fault.kind for fault in faults))}")
+    print(f"hit nobody: {dict(run.nodes.skipped)}")
+    for load, name in zip(run.loads, ("gRPC", "HTTP"), strict=True):
+        tokens = sum(len(answer.token_ids) for served in load.done for answer in served.answers.values())
+        moves = sum(len(served.moves) for served in load.done)
+        print(f"{name}: {len(load.done)} streams, {tokens} tokens, {moves} moves, {len(load.wrong)} lost or wrong")
+        print(*(f"  WRONG {wrong}" for wrong in load.wrong[:20]), sep="\n")
+    print(f"what HTTP streams were told: {dict(run.routers.errors)}")
+    print(f"routers were back after {[round(s, 1) for s in run.front.starts_s]} s")
+    print(table(times(run)[1]))
+
+
+def check(run: Run, size: Size) -> None:
+    """Nothing lost, nothing wrong, and every fault hurt."""
+    faults = run.front.faults + run.nodes.faults
+    assert [wrong for load in run.loads for wrong in load.wrong] == []
+    assert [f"{fault} {fault.problem}" for fault in faults if fault.problem] == []
+    assert not run.nodes.skipped, "faults that hurt nobody"
+    assert all(load.done for load in run.loads)
+    if size.full:
+        assert {fault.kind for fault in faults} == {*kinds(), *ROUTER_KINDS, *REDIS_KINDS}
+        resumed = times(run)[0]
+        assert resumed
+        assert percentile(resumed, 0.99) < TARGET_S

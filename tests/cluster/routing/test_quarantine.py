@@ -1,0 +1,144 @@
+"""A request is given up when it is shown that it kills nodes, and not because nodes fail."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from cluster.routing import pairing, quarantine
+from cluster.routing.quarantine import DEATHS, EXPLAIN_S, FEW_TOKENS, FORGET_S, Quarantine, Suspicion
+from cluster.state.registry_types import NodeRecord
+from paceline.errors import InvalidRequest, PacelineError
+from paceline.results import Generation
+from tests.support.router_asks import TEXT, answer, ask
+from tests.support.scripted_nodes import Fleet, Script, fleet
+
+
+def held() -> Script:
+    """A node that begins a stream and says nothing more."""
+    return Script(gate=asyncio.Event())
+
+
+async def die_under(made: Fleet, times: int, streams: int = 1) -> None:
+    """The only decode node dies so often with these streams in progress; its next generation comes at once."""
+    for generation in range(1, times + 1):
+        while made.nodes["decode-0"].active < streams:
+            await asyncio.sleep(0.005)
+        await made.kill("decode-0")
+        await made.start("decode-0", generation + 1, held())
+
+
+async def ended(asked: asyncio.Task[Generation]) -> Generation | PacelineError:
+    async with asyncio.timeout(10):
+        try:
+            return await asked
+        except PacelineError as error:
+            return error
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairing, "FIRST_BACKOFF_S", 0.005)
+
+
+async def test_a_request_under_which_nodes_die_is_refused_also_under_another_id() -> None:
+    async with fleet() as made:
+        made.nodes["decode-0"].script = held()
+        asked = asyncio.create_task(answer(made, ask()))
+        await die_under(made, DEATHS)
+        error = await ended(asked)
+        assert isinstance(error, InvalidRequest)
+        assert (error.code, error.field) == ("quarantined", "request")
+        named = ", ".join(f"decode-0 generation {number}" for number in range(1, DEATHS + 1))
+        assert f"it was the one request in progress when {named} died" in str(error)
+        made.nodes["decode-0"].script.gate = None
+        with pytest.raises(InvalidRequest, match="is quarantined"):
+            await answer(made, ask(seed=6))
+        assert (await answer(made, ask(prompt="jello"))).text == TEXT[:10]
+
+
+async def test_requests_that_nodes_died_under_together_go_on() -> None:
+    """Neither is shown to be the one. Mutant: deaths are counted alone."""
+    async with fleet() as made:
+        made.nodes["decode-0"].script = held()
+        asked = [asyncio.create_task(answer(made, ask(prompt=prompt))) for prompt in ("hello", "jello")]
+        await die_under(made, DEATHS + 1, streams=2)
+        gate = made.nodes["decode-0"].script.gate
+        assert gate is not None
+        gate.set()
+        assert [getattr(await ended(each), "text", "") for each in asked] == [TEXT[:10]] * 2
+
+
+class Case:
+    """A request, and a decode node under it."""
+
+    def __init__(self) -> None:
+        self.now, self.records = 0.0, [NodeRecord("decode-0", "decode", 1, "host:1")]
+        self.quarantine = Quarantine(lambda: self.records, lambda: self.now)
+        self.suspicion = self.ask()
+
+    def ask(self, request_id: str = "r", prompt: int = 1) -> Suspicion:
+        return self.quarantine.suspicion(request_id, [prompt], "")
+
+    def lose(self, state: str = "ready", num_tokens: int = 0, *, replaced: bool = True) -> None:
+        old = self.records[0]
+        self.records = [NodeRecord("decode-0", "decode", old.generation, "host:1", state)]
+        with self.quarantine.running(old, "r"):
+            self.quarantine.lost(old, self.suspicion, num_tokens)
+        self.records = [NodeRecord("decode-0", "decode", old.generation + replaced, "host:1")]
+
+    @property
+    def refused(self) -> bool:
+        try:
+            self.quarantine.check(self.suspicion)
+        except InvalidRequest:
+            return True
+        return False
+
+
+@pytest.mark.parametrize(
+    ("loss", "refused"),
+    [
+        ({}, True),
+        ({"state": "draining"}, False),  # an operator stops it
+        ({"replaced": False}, False),  # it is behind a cut cable, and comes back as it was
+        ({"num_tokens": FEW_TOKENS}, False),  # it did well for a while
+    ],
+)
+def test_what_counts_as_a_death(loss: dict[str, object], refused: bool) -> None:
+    case = Case()
+    for _ in range(DEATHS):
+        assert not case.refused
+        case.lose(**loss)  # type: ignore[arg-type]
+    assert case.refused == refused
+
+
+def test_the_next_node_waits_until_it_is_known_what_became_of_the_last_one() -> None:
+    """Else a request kills one node more than it must. Mutant: only deaths that are known are looked at."""
+    case = Case()
+    for _ in range(DEATHS - 1):
+        case.lose()
+    assert not case.quarantine.unexplained(case.suspicion)
+    old = case.records[0]
+    case.quarantine.lost(old, case.suspicion, 0)
+    for records, waits in (([], True), ([old], False), ([NodeRecord("decode-0", "decode", 9, "host:1")], False)):
+        case.records = list(records)
+        assert case.quarantine.unexplained(case.suspicion) == waits
+    case.records, case.now = [], EXPLAIN_S
+    assert not case.quarantine.unexplained(case.suspicion)
+
+
+def test_a_prompt_is_refused_for_a_while_and_few_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quarantine, "MAX_PROMPTS", 2)
+    case = Case()
+    for prompt in range(3):
+        case.suspicion = case.ask(prompt=prompt)
+        for _ in range(DEATHS):
+            case.lose()
+        assert case.refused
+    for prompt, refused in ((0, False), (1, True), (2, True)):
+        case.suspicion = case.ask("another", prompt)
+        assert case.refused == refused
+    case.now = FORGET_S + 1
+    assert not case.refused

@@ -1,0 +1,111 @@
+"""``paceline verify`` on tiny deployments in this process: equal ones, one with other weights, a plain process, a file
+of recorded answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from cluster.commands.verify import verify
+from tests.multihost.small_model import write_model
+from tests.support.folder_deployment import deployed
+from tests.support.tiny_chat import CHAT_VOCAB
+from tests.support.tiny_model import tiny_spec
+
+SPEC = tiny_spec(CHAT_VOCAB)
+ASKED = [
+    {"prompt": "over and over and over and", "max_tokens": 24, "temperature": 0},
+    {"prompt": "a stop", "max_tokens": 40, "temperature": 1.0, "stop": ["e", "Q"]},
+    {"prompt": [9, 8, 7, 9, 8, 7], "max_tokens": 16, "top_logprobs": 2, "logit_bias": {"70": 4}, "n": 2},
+    {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20, "prompt_logprobs": 1, "frequency_penalty": 0.5},
+    {"prompt": "yes or no: ", "choice": ["yes", "no"], "max_tokens": 8},
+    {"prompt": "nothing", "max_tokens": 0},
+]
+
+
+async def run(*arguments: object) -> Result:
+    """The command, on a thread: the servers are on this loop."""
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(verify)
+    return await asyncio.to_thread(lambda: CliRunner().invoke(app, [str(argument) for argument in arguments]))
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Path:
+    file = tmp_path / "asked.jsonl"
+    file.write_text("\n".join(json.dumps(fields) for fields in ASKED))
+    return file
+
+
+async def test_equal_deployments_a_plain_process_and_recorded_answers(tmp_path: Path, asked: Path) -> None:
+    folder, kept = write_model(tmp_path / "tiny", SPEC, seed=0), tmp_path / "kept.jsonl"
+    async with deployed(folder, drafter="ngram") as one, deployed(folder, drafter="suffix") as two:
+        sides = ("--at", one, "--against", two, "--against-plain", folder)
+        done = await run("--requests", asked, *sides, "--record", kept)
+        assert done.exit_code == 0, done.output
+        assert f"6 of 6 answers are equal to those of {two}" in done.output
+        assert "6 of 6 answers are equal to those of the plain process" in done.output
+        assert "log-probabilities of equal" not in done.output
+        again = await run("--requests", kept, "--at", two, "--json")
+        assert again.exit_code == 0, again.output
+        report = json.loads(again.stdout)
+        assert report["against"][0] | {"name": ""} == {
+            "name": "",
+            "compared": 6,
+            "equal": 6,
+            "largest_logprob_gap": 0.0,
+            "differences": [],
+        }
+        digests = {(side["weights"], side["fingerprint"]) for side in report["sides"]}
+        assert len(digests) == 1
+        assert all(digests.pop())
+        own = await run("--at", one, "--record", kept)  # the built-in set
+        assert (own.exit_code, "answers were recorded" in own.output) == (0, True), own.output
+        assert len(kept.read_text().splitlines()) > 40
+
+
+async def test_other_weights_are_found_at_the_first_token_that_differs(tmp_path: Path, asked: Path) -> None:
+    right, other = (
+        write_model(tmp_path / "a" / "tiny", SPEC, seed=0),
+        write_model(tmp_path / "b" / "tiny", SPEC, seed=1),
+    )
+    async with deployed(right, drafter="ngram") as one, deployed(other, drafter="ngram") as two:
+        done = await run("--requests", asked, "--at", one, "--against", two)
+        assert done.exit_code == 1, done.output
+        assert "request 1 ('over and over and over and', temperature 0), choice 0: differs at token " in done.output
+        assert "the distributions differ, by " in done.output
+        report = json.loads((await run("--requests", asked, "--at", one, "--against", two, "--json")).stdout)
+        (against,) = report["against"]
+        first = against["differences"][0]
+        assert first["tokens"][0] != first["tokens"][1]
+        assert first["repeats"] == [True, True]
+        for told, token in zip(first["logprobs"], first["tokens"], strict=True):
+            assert told["best"][0] == [token, told["logprob"]]  # greedy
+        assert report["sides"][0]["weights"] != report["sides"][1]["weights"]
+
+
+async def test_no_verdict_is_another_exit_code_than_a_difference(tmp_path: Path, asked: Path) -> None:
+    folder, odd = write_model(tmp_path / "tiny", SPEC, seed=0), tmp_path / "odd.jsonl"
+    unlike = tmp_path / "unlike"
+    folder.rename(unlike)
+    async with deployed(unlike, drafter="none") as at:
+        for arguments, told in (
+            (["--requests", asked, "--against", "127.0.0.1:1"], "127.0.0.1:1 does not answer"),
+            (["--requests", asked], "nothing to compare with"),
+            (["--requests", tmp_path / "none", "--against", at], "No such file"),
+            (["--requests", odd, "--against", at], "line 1: unknown option 'temprature'"),
+        ):
+            odd.write_text('{"prompt": "x", "temprature": 1}')
+            done = await run("--at", at, "--timeout", 5, *arguments)
+            assert (done.exit_code, told in done.output) == (2, True), done.output
+        odd.write_text('{"prompt": "x", "drafter": "lookahead"}')
+        refused = await run("--at", at, "--against", at, "--requests", odd)
+        assert (refused.exit_code, "refuses request 1" in refused.output) == (2, True), refused.output
+        async with deployed(write_model(tmp_path / "tiny", SPEC, seed=0), drafter="none") as named:
+            other = await run("--at", at, "--against", named, "--requests", asked)
+            assert (other.exit_code, "model is unlike at" in other.output) == (2, True), other.output

@@ -1,0 +1,171 @@
+"""Hostile frames at all ports: none is handled, no process dies, memory is bounded, and honest streams do not wait."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from paceline.client import AsyncClient
+from tests.fuzz.campaign import FULL, SEED
+from tests.fuzz.deployment import Deployment
+from tests.fuzz.hostile_frames import HTTP1, HTTP2, Maker, begin, some, tls_records
+from tests.support.certificates import make_folder, secured
+
+FRAMES = 10 * FULL or 800
+SLOW_BYTES = 200 if FULL else 10  # that a slow connection sends, ten a second
+AT_ONCE, SLOW_AT_ONCE = 24, 12
+READ_S = 0.2  # for what a server says to it
+GAP_S = 0.5 if FULL else 5.0  # longest wait of an honest stream; the suite shares its cores
+MEMORY = 300 * 2**20  # bytes that a process may grow by
+HONEST_TOKENS = 60
+
+
+async def throw(address: str, frames: Sequence[bytes], context: ssl.SSLContext | None = None, name: str = "") -> int:
+    """Write frames until the server hangs up; how many were written."""
+    host, _, port = address.rpartition(":")
+    written = 0
+    with suppress(ConnectionError, ssl.SSLError, TimeoutError, OSError):
+        async with asyncio.timeout(10):
+            reader, writer = await asyncio.open_connection(host, int(port), ssl=context, server_hostname=name or None)
+            try:
+                for one in frames:
+                    if writer.transport.is_closing():
+                        break
+                    writer.write(one)
+                    await writer.drain()
+                    written += 1
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(READ_S):
+                        while await reader.read(1 << 16):
+                            pass
+            finally:
+                writer.close()
+    return written
+
+
+async def drip(address: str, data: bytes) -> None:
+    """One byte at a time, and never to its end."""
+    host, _, port = address.rpartition(":")
+    with suppress(ConnectionError, OSError):
+        _, writer = await asyncio.open_connection(host, int(port))
+        for byte in data[:SLOW_BYTES]:
+            writer.write(bytes((byte,)))
+            await writer.drain()
+            await asyncio.sleep(0.1)
+        writer.close()
+
+
+class Honest:
+    """Streams of clients that mean well, one after another, and the longest that each waited for a chunk."""
+
+    def __init__(self, served: Deployment) -> None:
+        self._served, self.gaps, self.done = served, Counter[str](), Counter[str]()
+        self._stop = False
+
+    @asynccontextmanager
+    async def beside(self) -> Any:
+        """They stream while the block runs."""
+        tasks = [asyncio.create_task(self._grpc()), asyncio.create_task(self._http())]
+        try:
+            yield
+        finally:
+            self._stop = True
+            await asyncio.gather(*tasks)
+
+    async def _grpc(self) -> None:
+        async with AsyncClient(self._served.grpc) as client:
+            while not self._stop:
+                asked = client.stream("honest", max_tokens=HONEST_TOKENS, seed=3, ignore_eos=True, timeout=30)
+                await self._take("grpc", asked)
+
+    async def _http(self) -> None:
+        body = {"prompt": "honest", "max_tokens": HONEST_TOKENS, "seed": 3, "ignore_eos": True, "stream": True}
+        async with httpx.AsyncClient(timeout=30) as client:
+            while not self._stop:
+                async with client.stream("POST", f"http://{self._served.http}/v1/completions", json=body) as reply:
+                    reply.raise_for_status()
+                    await self._take("http", reply.aiter_bytes())
+
+    async def _take(self, way: str, parts: Any) -> None:
+        last = time.monotonic()
+        async for _ in parts:
+            now = time.monotonic()
+            self.gaps[way] = max(self.gaps[way], now - last)
+            last = now
+        self.done[way] += 1
+
+
+async def throw_all(address: str, makers: Sequence[Maker], count: int, name: str) -> int:
+    """``count`` frames, many connections at once, and slow ones beside them; how many connections."""
+    limit, written, number = asyncio.Semaphore(AT_ONCE), 0, 0
+
+    async def one(which: int) -> int:
+        async with limit:
+            return await throw(address, some(makers, which, SEED))
+
+    slow = [asyncio.create_task(drip(address, b"".join(begin()) + bytes(SLOW_BYTES))) for _ in range(SLOW_AT_ONCE)]
+    while written < count:
+        written += sum(await asyncio.gather(*(one(number + i) for i in range(AT_ONCE))))
+        number += AT_ONCE
+    await asyncio.gather(*slow)
+    print(f"{name}: {written} frames on {number} connections", flush=True)
+    return number
+
+
+async def test_no_port_of_a_deployment_handles_them(served: Deployment) -> None:
+    """Mutants: h11's strictness about lengths is off; a limit of gRPC's metadata is lifted."""
+    memory = {name: psutil.Process(process.pid).memory_info().rss for name, process in served.processes.items()}
+    handled, honest = _finished(served), Honest(served)
+    async with honest.beside():
+        await throw_all(served.grpc, HTTP2, FRAMES * 3 // 10, "router gRPC")
+        await throw_all(served.http, HTTP1, FRAMES // 20, "HTTP")  # a frame is a connection
+        for role, address in served.nodes.items():
+            await throw_all(address, HTTP2, FRAMES * 3 // 10, f"{role} node")
+    done = sum(honest.done.values())
+    grown = {
+        name: (psutil.Process(process.pid).memory_info().rss - memory[name]) / 2**20
+        for name, process in served.processes.items()
+    }
+    gaps = {way: round(gap, 3) for way, gap in honest.gaps.items()}
+    print(f"honest streams: {dict(honest.done)}, longest wait {gaps} s; grown by {grown} MiB")
+    assert _finished(served) - handled == done, "something hostile was handled"
+    assert all(grown_by < MEMORY / 2**20 for grown_by in grown.values()), grown
+    assert max(honest.gaps.values()) < GAP_S
+    await asyncio.to_thread(served.check)
+    await asyncio.to_thread(served.at_rest)
+
+
+def _finished(served: Deployment) -> int:
+    """Requests that were answered."""
+    text = httpx.get(f"http://{served.http}/metrics", timeout=10).text
+    lines = [line for line in text.splitlines() if line.startswith('paceline_requests_total{status="ok"')]
+    return int(sum(float(line.split()[-1]) for line in lines))
+
+
+async def test_a_control_stream_with_tls_handles_none(tmp_path: Path) -> None:
+    """From strangers, and from a prefill node with a certificate that has gone mad."""
+    folder = make_folder(tmp_path / "a")
+    context = ssl.create_default_context(cafile=folder.path / "ca.pem")
+    context.load_cert_chain(folder.path / "prefill.pem", folder.path / "prefill.key")
+    context.set_alpn_protocols(["h2"])
+    count, written = FRAMES // 10, Counter[str]()
+    async with secured(folder) as nodes:
+        address, number = nodes.decode_address, 0
+        while min(written["stranger"], written["prefill"]) < count // 2:
+            strangers = [throw(address, some((tls_records, *HTTP2), number + i, SEED)) for i in range(8)]
+            mad = [throw(address, some(HTTP2, number + i, SEED), context, "decode.paceline") for i in range(8)]
+            thrown = await asyncio.gather(*strangers, *mad)
+            written["stranger"] += sum(thrown[:8])
+            written["prefill"] += sum(thrown[8:])
+            number += 8
+        print(f"control stream with TLS: {dict(written)} frames")
+        await nodes.wait_for_release()

@@ -1,0 +1,139 @@
+"""Models with sliding windows and sinks against transformers: tiny random checkpoints of Mistral, Qwen2, Gemma 3 and
+gpt-oss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.assembly.build import build_runner
+from paceline.config import NodeConfig
+from paceline.models.gpt_oss import from_mxfp4
+from paceline.models.registry import load_target
+from tests.support.exactness import run
+from tests.support.needs import needs_kernels
+from tests.support.parity import VOCAB, logits_of, worst_difference, write_reference
+from tests.support.tiny_model import tiny_request
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # transformers' own
+    needs_kernels,
+]
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "sliding_window": 8,
+}
+GEMMA = SHAPE | {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "query_pre_attn_scalar": 24,
+    "pad_token_id": None,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 100000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    },
+}
+STRETCHED = {**GEMMA["rope_parameters"], "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0}}
+OSS = SHAPE | {
+    "intermediate_size": 96,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "swiglu_limit": 1.5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("Mistral", SHAPE),
+    "qwen2, upper layers": ("Qwen2", SHAPE | {"use_sliding_window": True, "max_window_layers": 1}),
+    "gemma": ("Gemma3", GEMMA),
+    "gemma, stretched": ("Gemma3", GEMMA | {"rope_parameters": STRETCHED}),
+    "gemma, wide heads": ("Gemma3", GEMMA | {"head_dim": 256, "num_key_value_heads": 1}),
+    "gpt-oss": ("GptOss", OSS),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tiny_checkpoints(case: str, tmp_path: Path) -> None:
+    expected = write_reference(tmp_path, *CASES[case])
+    assert worst_difference(tmp_path, expected) < 1e-4
+    assert expected.std() > 0.3  # the comparison is of something
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        lambda spec: replace(spec, local_rope_theta=spec.rope_theta, rope_theta=spec.local_rope_theta),
+        lambda spec: replace(spec, windows=tuple(9 if window else 0 for window in spec.windows)),
+    ],
+)
+def test_mutants_are_noticed(mutant: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rope bases swapped, a window off by one."""
+    expected = write_reference(tmp_path, *CASES["gemma"])
+    from paceline.models import registry
+
+    good = registry.ModelSpec.from_folder(tmp_path)
+    monkeypatch.setattr(registry.ModelSpec, "from_folder", lambda folder: mutant(good))
+    assert worst_difference(tmp_path, expected) > 1e-2
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """Against transformers' own reader, and a checkpoint of them against the same weights in bf16."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "packed").mkdir()
+    write_reference(tmp_path / "plain", "GptOss", OSS)
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    packed, generator = dict(tensors), torch.Generator().manual_seed(3)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, width, out = packed.pop(name).shape
+        blocks = torch.randint(256, (experts, out, width // 32, 16), generator=generator).to(torch.uint8)
+        scales = torch.randint(121, 126, blocks.shape[:-1], generator=generator).to(torch.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        ours = torch.stack([from_mxfp4(b, s, torch.bfloat16) for b, s in zip(blocks, scales, strict=True)])
+        assert torch.equal(ours.transpose(1, 2), convert_moe_packed_tensors(blocks, scales))
+        tensors[name] = ours.transpose(1, 2).contiguous()
+    config = (tmp_path / "plain" / "config.json").read_text()
+    quantised = config.rstrip()[:-1] + ', "quantization_config": {"quant_method": "mxfp4"}}'
+    (tmp_path / "packed" / "config.json").write_text(quantised)
+    save_file(packed, tmp_path / "packed" / "model.safetensors")
+    save_file(tensors, tmp_path / "plain" / "model.safetensors")
+    models = [load_target(tmp_path / name, torch.bfloat16, torch.device("cpu")) for name in ("plain", "packed")]
+    plain, unpacked = (logits_of(model, (45,)) for model in models)
+    assert torch.equal(plain, unpacked)
+
+
+@pytest.mark.parametrize("case", ["gemma", "gpt-oss"])
+def test_drafts_chunks_and_the_prefix_cache_change_no_bit(case: str, tmp_path: Path) -> None:
+    write_reference(tmp_path, *CASES[case])
+    requests = [tiny_request(index=i, max_tokens=16, temperature=0.7 * i) for i in range(3)]
+    options = {"model": str(tmp_path), "dtype": "bf16", "kv_cache_tokens": 2048, "page_size": 4}
+    cold = {"drafter": "none", "prefix_cache": False}
+    plain = run(build_runner(NodeConfig.model_validate(options | cold)), requests)
+    for tree in ({"tree": "chain"}, {"tree": "static", "tree_width": 3}):
+        runner = build_runner(NodeConfig.model_validate(options | {"drafter": "ngram", "num_draft_tokens": 4} | tree))
+        assert runner.bit_exact
+        for how in ({"chunk_tokens": 5}, {"batch": 3}):
+            drafted = run(runner, requests, **how)
+            assert [(d.token_ids, d.logit_bits) for d in drafted] == [(p.token_ids, p.logit_bits) for p in plain]

@@ -1,0 +1,126 @@
+"""Requests whose answers must be JSON: of schemas and of tools, generated, and from a public suite where its folder is
+there."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.verification.answers import Answer
+from cluster.verification.asked import Asked, request_of
+from paceline.errors import InvalidRequest
+from paceline.grammar.compile import program_of
+from paceline.request import Grammar, GrammarKind
+
+Schema = dict[str, Any]
+NAMES = ("name", "colour", "size_in_cm", "is_new", "tags", "origin", "items", "weight")
+WORDS = ("red", "reddish", "green", "a longer text, with a comma", "ä ☂", "none")
+TOOLS = ("get_weather", "book", "search")
+MAX_TOKENS = 160  # a byte each
+SUITE_SHARE = 0.4  # of schemas, where the suite is there
+TOOL_SHARE = 0.3
+
+
+@dataclass(frozen=True)
+class JsonAsk:
+    """One request, and what its answer must be."""
+
+    asked: Asked
+    schema: Schema | None  # of the text; None: tools are called
+    tools: Mapping[str, Schema]  # of the arguments, by the tool's name
+
+    def judge(self, answer: Answer) -> str:
+        """valid, cut (by the length) or what is wrong."""
+        import jsonschema
+
+        if answer.finish_reason == "length":
+            return "cut"
+        try:
+            if self.schema is not None:
+                jsonschema.Draft202012Validator(self.schema).validate(json.loads(answer.text))
+                return "valid"
+            for name, arguments in answer.tool_calls:
+                jsonschema.Draft202012Validator(self.tools[name]).validate(json.loads(arguments))
+        except (ValueError, KeyError, jsonschema.ValidationError) as error:
+            return f"{type(error).__name__}: {str(error)[:200]}"
+        return "valid" if answer.tool_calls else "no tool was called"
+
+
+def make_json_asks(seed: int, count: int, suite: Path | None = None) -> list[JsonAsk]:
+    """``count`` requests, at temperature 0 and 1 in turns. suite: a draft's folder of JSON-Schema-Test-Suite."""
+    rng = random.Random(f"json {seed}")
+    public = [] if suite is None else list(_public(suite))
+    asks = []
+    for number in range(1, count + 1):
+        options = {"seed": rng.randrange(1 << 40), "max_tokens": MAX_TOKENS, "temperature": float(number % 2)}
+        if rng.random() < TOOL_SHARE:
+            asks.append(_of_tools(rng, number, options))
+        else:
+            schema = rng.choice(public) if public and rng.random() < SUITE_SHARE else an_object(rng, 2)
+            prompt = {"prompt": f"{number}: JSON, please. {rng.choice(WORDS)} {rng.choice(NAMES)}"}
+            asked = request_of(number, prompt | options | {"response_format": schema})
+            asks.append(JsonAsk(asked, schema, {}))
+    return asks
+
+
+def _of_tools(rng: random.Random, number: int, options: dict[str, Any]) -> JsonAsk:
+    schemas = {name: an_object(rng, 1) for name in rng.sample(TOOLS, rng.randint(1, 2))}
+    tools = [{"type": "function", "function": {"name": n, "parameters": schema}} for n, schema in schemas.items()]
+    choice = rng.choice(["required", *schemas])
+    fields = {
+        "messages": [{"role": "user", "content": f"{number}: call a tool. {rng.choice(WORDS)}"}],
+        "tools": tools,
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+    }
+    called = schemas if choice == "required" else {choice: schemas[choice]}
+    return JsonAsk(request_of(number, fields | options), None, called)
+
+
+def an_object(rng: random.Random, depth: int) -> Schema:
+    """A schema whose values are short, so that a model that knows nothing ends them."""
+    names = rng.sample(NAMES, rng.randint(1, 3))
+    properties = {name: _value(rng, depth - 1) for name in names}
+    required = [name for name in names if rng.random() < 0.8]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def _value(rng: random.Random, depth: int) -> Schema:
+    kinds = ["text", "number", "enum", "boolean", "pattern", "const"]
+    kinds += ["object", "array", "either"] if depth > 0 else []
+    match rng.choice(kinds):
+        case "text":
+            return {"type": "string", "maxLength": rng.randint(1, 8)}
+        case "number":
+            return {"type": "integer", "minimum": rng.randint(-20, 5), "maximum": rng.randint(6, 2000)}
+        case "enum":
+            return {"enum": [*rng.sample(WORDS, 3), None, rng.randint(0, 99)]}
+        case "boolean":
+            return {"type": "boolean"}
+        case "pattern":
+            return {"type": "string", "pattern": r"^[A-Z]{2}-\d{3}(x|yz)?$"}
+        case "const":
+            return {"const": {"kind": rng.choice(WORDS)}}
+        case "object":
+            return an_object(rng, depth)
+        case "array":
+            return {"type": "array", "items": _value(rng, depth - 1), "maxItems": rng.randint(1, 3)}
+        case _:
+            return {"anyOf": [_value(rng, depth - 1), {"type": "null"}]}
+
+
+def _public(suite: Path) -> Iterator[Schema]:
+    """Those of the suite's schemas that are objects, and are taken."""
+    for file in sorted(suite.glob("*.json")):
+        for group in json.loads(file.read_text(encoding="utf-8")):
+            schema = group["schema"]
+            try:
+                if isinstance(schema, dict) and "$ref" not in json.dumps(schema):
+                    program_of(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+                    yield schema
+            except InvalidRequest:
+                continue
