@@ -62,6 +62,9 @@ static void make_dense(const Matrix& w, const uint8_t* panel, T* dense, int64_t 
       else make_group<4, false>(codes, w.in_features, first, length, scale, minimum, block);
     }
   }
+  int64_t made = padded(w.in_features);  // of a column; what follows is multiplied by zeros, but must be numbers
+  for (int b = 0; b < 2 && made < column; b++)
+    memset(dense + (b * column + made) * 16, 0, (column - made) * 16 * sizeof(T));
 }
 
 template <class T, class O>
@@ -73,7 +76,8 @@ void linear_dequantised(const Matrix& w, const T* x, int64_t M, int64_t ldx, O* 
 #pragma omp parallel num_threads(pl_threads())
   {
     Tiles tiles;
-    std::vector<T> dense(2 * 16 * column);
+    static thread_local std::vector<T> dense;
+    if ((int64_t)dense.size() < 2 * 16 * column) dense.resize(2 * 16 * column);
 #pragma omp for schedule(static)
     for (int64_t p = 0; p < num_panels(w); p++) {
       make_dense(w, (const uint8_t*)w.packed + p * panel_bytes(w), dense.data(), column);
