@@ -67,7 +67,7 @@ PING: Route = {
         200: {"description": "Requests can be served."},
         503: {"description": "No decode node is ready."},
         **OTHER_ERRORS,
-    }
+    },
 }
 METRICS: Route = {"responses": {200: {"description": "The metrics.", "content": {"text/plain": TEXT}}, **OTHER_ERRORS}}
 
