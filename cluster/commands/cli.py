@@ -23,6 +23,7 @@ from cluster.commands.fetch import fetch_model
 from cluster.commands.generate import generate
 from cluster.commands.keys import app as keys
 from cluster.commands.options import ServeHelp, load_config, serve_parameters
+from cluster.commands.plan import plan
 from cluster.commands.role import role
 from cluster.commands.trace import trace
 from cluster.commands.train import make_corpus, train_drafter
@@ -44,6 +45,7 @@ app = typer.Typer(
 app.command("make-corpus")(make_corpus)
 app.command("train-drafter")(train_drafter)
 app.command("trace")(trace)
+app.command("plan")(plan)
 app.command("role")(role)
 app.command("generate")(generate)
 app.add_typer(certs, name="certs")

@@ -69,7 +69,8 @@ def load_target(folder: Path, dtype: torch.dtype, device: torch.device) -> Targe
     """
     spec = ModelSpec.from_folder(folder)
     tensors = open_checkpoint(folder, dtype)
-    bag = WeightBag(Part(tensors, frozenset(name for name in tensors if not name.startswith(spec.mtp_prefixes))))
+    modules = spec.mtp_prefixes
+    bag = WeightBag(Part(tensors, frozenset(name for name in tensors if not name.startswith(modules))))
     model = model_class(spec.family)(spec, bag, dtype, device)
     bag.finish()
     return model
