@@ -117,7 +117,7 @@ class DecodeNode:
         check_request(self._runner, stream.request, num_slots(self._runner, stream))
         stream.request.speculation.check_within(self._config)
         stream.grammar = await compiled_grammar(self._runner, stream.request)
-        stream.trace = self.shell.recorder.open(stream.request.request_id, "decode")
+        stream.trace = self.shell.recorder.open(stream.request.request_id, "decode", stream.request.cache_salt)
         return stream
 
     def _ready(self, ticket: str, state: handoff_pb2.State, draft: DraftState | None) -> None:

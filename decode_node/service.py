@@ -62,4 +62,4 @@ class DecodeService(node_pb2_grpc.DecodeNodeServicer):
         return self._shell.status()
 
     async def Trace(self, request: trace_pb2.TraceRequest, context: Context) -> trace_pb2.TraceResponse:
-        return self._shell.trace(request.request_id)
+        return self._shell.trace(request)

@@ -48,9 +48,9 @@ class FeatureMaker:
         pages = -(-rows // PAGE)
         self.kv = KvPool(KvLayout(model.kv_layers, model.dtype), pages, PAGE, model.device)
         spec = model.spec
-        self.attention = attention_for(
-            model.device, spec.num_heads, spec.num_kv_heads, spec.head_dim, special=spec.special_attention
-        )
+        special = spec.special_attention(spec.max_model_len)
+        geometry = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self.attention = attention_for(model.device, *geometry, special=special, longest=spec.max_model_len)
 
     def rows(self, samples: Sequence[Sample]) -> Iterator[SampleRows]:
         """Rows of each sample, in order."""

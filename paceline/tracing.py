@@ -28,6 +28,7 @@ class _Kept:
 
     events: list[_Raw] = field(default_factory=list)
     dropped: int = 0
+    owner: str = ""  # whose sequence it is
     attempts: dict[str, int] = field(default_factory=dict)  # by track
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -87,22 +88,27 @@ class Recorder:
         self._kept: OrderedDict[str, _Kept] = OrderedDict()  # oldest first
         self._lock = threading.Lock()
 
-    def open(self, request_id: str, track: str) -> Trace:
-        """A trace of the sequence ``request_id``; opened again on the same track it is its next attempt."""
+    def open(self, request_id: str, track: str, owner: str = "") -> Trace:
+        """A trace of the sequence ``request_id``; opened again on the same track it is its next attempt. owner: whose
+        it is; what another one's sequence of that id left is forgotten."""
         if self.num_requests == 0:
             return NO_TRACE
         with self._lock:
             kept = self._kept.get(request_id)
-            if kept is None:
-                kept = self._kept[request_id] = _Kept()
+            if kept is None or kept.owner != owner:
+                self._kept.pop(request_id, None)
+                kept = self._kept[request_id] = _Kept(owner=owner)
                 self._evict()
             attempt = kept.attempts[track] = kept.attempts.get(track, 0) + 1
         return Trace(kept, track, attempt)
 
-    def read(self, request_id: str, node: str) -> RequestTrace:
-        """All choices of a request, in order of start, as events of ``node``; without events when nothing is kept."""
+    def read(self, request_id: str, node: str, owner: str | None = None) -> RequestTrace:
+        """All choices of a request, in order of start, as events of ``node``; without events when nothing is kept.
+        owner: only what is theirs; None: whoever's it is."""
         with self._lock:
-            found = {key: kept for key, kept in self._kept.items() if _is_of(key, request_id)}
+            found = {
+                key: kept for key, kept in self._kept.items() if _is_of(key, request_id) and owner in (None, kept.owner)
+            }
         unix = time.time() - time.monotonic()
         events = [_event(node, key, raw, unix) for key, kept in found.items() for raw in list(kept.events)]
         events.sort(key=lambda event: event.start_s)

@@ -118,7 +118,7 @@ class PrefillNode:
             deadline=time.monotonic() + self._config.reserve_deadline_s,
             emit=lambda event: notify(loop, events.put_nowait, event),
             grammar=grammar,
-            trace=self.shell.recorder.open(sequence.request_id, "prefill"),
+            trace=self.shell.recorder.open(sequence.request_id, "prefill", sequence.cache_salt),
         )
         return job, events
 

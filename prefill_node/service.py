@@ -46,4 +46,4 @@ class PrefillService(node_pb2_grpc.PrefillNodeServicer):
         return self._shell.status()
 
     async def Trace(self, request: trace_pb2.TraceRequest, context: Context) -> trace_pb2.TraceResponse:
-        return self._shell.trace(request.request_id)
+        return self._shell.trace(request)

@@ -24,6 +24,7 @@ from cluster.commands.generate import generate
 from cluster.commands.keys import app as keys
 from cluster.commands.nodes import app as nodes
 from cluster.commands.options import ServeHelp, load_config, serve_parameters
+from cluster.commands.plan import plan
 from cluster.commands.quantize import quantize
 from cluster.commands.role import role
 from cluster.commands.trace import trace
@@ -48,6 +49,7 @@ app.command("make-corpus")(make_corpus)
 app.command("train-drafter")(train_drafter)
 app.command("quantize")(quantize)
 app.command("trace")(trace)
+app.command("plan")(plan)
 app.command("role")(role)
 app.command("generate")(generate)
 app.command("verify")(verify)

@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.responses import Response
 from pydantic.json_schema import models_json_schema
 
 from cluster.frontdoor.json_models import JsonObject
@@ -61,11 +62,12 @@ TOKENIZE = plain_route(TokenizeRequest, Tokens)
 DETOKENIZE = plain_route(DetokenizeRequest, Detokenized)
 VERSION: Route = {"responses": {200: {"description": "The version.", "model": Version}, **OTHER_ERRORS}}
 PING: Route = {
+    "response_class": Response,  # which has no body
     "responses": {
-        200: {"description": "Requests can be served.", "content": {}},
+        200: {"description": "Requests can be served."},
         503: {"description": "No decode node is ready."},
         **OTHER_ERRORS,
-    }
+    },
 }
 METRICS: Route = {"responses": {200: {"description": "The metrics.", "content": {"text/plain": TEXT}}, **OTHER_ERRORS}}
 

@@ -142,7 +142,7 @@ class NodeCalls:
             max(tokens - cached_tokens, 0),
         )
 
-    async def trace(self, node: NodeRecord, request_id: str, timeout_s: float) -> trace_pb2.TraceResponse:
+    async def trace(self, node: NodeRecord, asked: trace_pb2.TraceRequest, timeout_s: float) -> trace_pb2.TraceResponse:
         """What the node keeps of a request. Raises NodeFailure."""
         line = self._line(node)
         line.calls += 1  # it is not load, but its channel must stay
@@ -150,7 +150,7 @@ class NodeCalls:
         stub: Any = node_pb2_grpc.DecodeNodeStub if decodes else node_pb2_grpc.PrefillNodeStub
         try:
             answer: trace_pb2.TraceResponse = await stub(line.channel).Trace(
-                trace_pb2.TraceRequest(request_id=request_id), timeout=timeout_s, metadata=self.identity.metadata
+                asked, timeout=timeout_s, metadata=self.identity.metadata
             )
         except grpc.aio.AioRpcError as error:
             raise NodeFailure(node, _of_node(error_from_rpc(error, node.id))) from None

@@ -144,7 +144,7 @@ class Router:
                 self._admission.widen(place, self._num_choices(request))
             plan = await make_plan(request, self.served, self.tokenizer, self._grammars)
             hold = await self._quotas.hold(caller, len(plan.sequences), plan.num_tokens)
-            self._owners.note(plan.request_id, plan.admitted.tenant)
+            self._owners.note(plan.request_id, plan.admitted.tenant, plan.sequences[0].cache_salt)
             trace = self._recorder.open(plan.request_id, "request")
             trace.record("planned", started_at, time.monotonic(), prompt_tokens=plan.num_prompt_tokens)
             replayable = self.config.acceptance == "sample"
@@ -212,11 +212,13 @@ class Router:
     async def trace(self, request_id: str) -> RequestTrace:
         """When what happened to one of the latest requests. Raises NotFound, also for another tenant's, and Overloaded
         when there is no room."""
-        caller = current()
-        if caller is not None and not _sees_all(caller) and not self._owners.owns(caller.tenant, request_id):
-            raise not_kept(request_id, self._recorder.num_requests)
+        caller, salt = current(), None
+        if caller is not None and not _sees_all(caller):
+            salt = self._owners.salt(caller.tenant, request_id)
+            if salt is None:
+                raise not_kept(request_id, self._recorder.num_requests)
         with self._a_place():
-            return await collect(request_id, self._recorder, self._registry.nodes(), self._calls)
+            return await collect(request_id, self._recorder, self._registry.nodes(), self._calls, salt=salt)
 
     def ready(self) -> bool:
         """Whether a decode node is there to serve."""

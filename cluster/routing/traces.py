@@ -26,18 +26,21 @@ async def collect(
     nodes: Sequence[NodeRecord],
     calls: NodeCalls,
     timeout_s: float = NODE_TIMEOUT_S,
+    salt: str | None = None,
 ) -> RequestTrace:
-    """All events, by start. A node that does not answer within ``timeout_s`` is named as silent. Raises NotFound when
-    nobody who answered knows the request."""
+    """All events, by start. salt: of the request, where nodes are to tell of this one alone: another router may serve
+    somebody else's of the same id. A node that does not answer within ``timeout_s`` is named as silent. Raises NotFound
+    when nobody who answered knows the request."""
     if not request_id:
         raise InvalidRequest("request_id", "must not be empty")
     check_name("request_id", request_id)
     limit = asyncio.Semaphore(MAX_ASKING)
+    asked = trace_pb2.TraceRequest(request_id=request_id, cache_salt=salt)
 
     async def ask(node: NodeRecord) -> trace_pb2.TraceResponse | None:
         async with limit:
             try:
-                return await calls.trace(node, request_id, timeout_s)
+                return await calls.trace(node, asked, timeout_s)
             except NodeFailure:
                 return None
 
@@ -66,16 +69,18 @@ class Owners:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._tenants: OrderedDict[str, str | None] = OrderedDict()  # by id without choice; None: several's
+        # By id without choice: the tenant, and the salt of the request. None: several's.
+        self._tenants: OrderedDict[str, tuple[str, str] | None] = OrderedDict()
 
-    def note(self, request_id: str, tenant: str) -> None:
-        """A request of ``tenant`` runs."""
+    def note(self, request_id: str, tenant: str, salt: str) -> None:
+        """A request of ``tenant`` runs. salt: of its cache."""
         name = request_id.partition("#")[0]
-        before = self._tenants.pop(name, tenant)
-        self._tenants[name] = tenant if before == tenant else None
+        before = self._tenants.pop(name, (tenant, salt))
+        self._tenants[name] = (tenant, salt) if before is not None and before[0] == tenant else None
         while len(self._tenants) > self._most:
             self._tenants.popitem(last=False)
 
-    def owns(self, tenant: str, request_id: str) -> bool:
-        """Whether the trace is of this tenant's requests alone."""
-        return self._tenants.get(request_id.partition("#")[0]) == tenant
+    def salt(self, tenant: str, request_id: str) -> str | None:
+        """The salt of the latest request of this id, where all of them are this tenant's; else None."""
+        found = self._tenants.get(request_id.partition("#")[0])
+        return found[1] if found is not None and found[0] == tenant else None

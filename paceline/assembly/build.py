@@ -113,7 +113,9 @@ def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity, *
     allocator = PageAllocator(num_pages)
     spec = model.spec
     geometry = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-    attention = attention_for(model.device, *geometry, config.attention, special=spec.special_attention)
+    longest = config.max_model_len or spec.max_model_len
+    special = spec.special_attention(longest)
+    attention = attention_for(model.device, *geometry, config.attention, special=special, longest=longest)
     drafter = plan.make(kv, attention)
     budget = budget_of(config)
     spec_slots = max(budget.max_nodes, drafter.draft_slots(budget))

@@ -132,9 +132,12 @@ class FlashInferAttention(AttentionBackend):
     name = "flashinfer"
     row_invariant = False
 
-    def __init__(self, device: torch.device, head_dim: int, library: ModuleType | None = None) -> None:
-        """head_dim: of the model's heads. library: FlashInfer, if the caller has it already."""
-        self.device, self.head_dim = device, head_dim
+    def __init__(
+        self, device: torch.device, head_dim: int, library: ModuleType | None = None, longest: int = 0
+    ) -> None:
+        """head_dim: of the model's heads. library: FlashInfer, if the caller has it already. longest: of the contexts;
+        a window at least as long is none; 0: not known."""
+        self.device, self.head_dim, self.longest = device, head_dim, longest
         self.library = library or load_flashinfer()
         self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._reference = TorchAttention()
@@ -178,7 +181,7 @@ class FlashInferAttention(AttentionBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See AttentionBackend. Raises ValueError for windows and sinks, for which ``attention_for`` has another."""
-        if window or sinks is not None:
+        if sinks is not None or (window and not 0 < self.longest <= window):
             raise ValueError(f"attention backend {self.name!r} has no sliding windows and no sinks")
         if isinstance(plan, FlashInferPlan):
             kernel = plan.kernel(geometry_of(query, kv, layer, scale, 0))

@@ -24,12 +24,13 @@ def attention_for(
     wanted: str = "auto",
     *,
     special: bool = False,
+    longest: int = 0,
 ) -> AttentionBackend:
     """The backend of a device and geometry.
 
     wanted: ``auto`` (on CUDA FlashInfer, where it is installed), ``flashinfer`` or ``torch``. special: layers have
-    sliding windows or sinks, which run on torch's reference on a GPU. Raises ConfigError for FlashInfer without a GPU,
-    where it is not installed, and for a special model.
+    sinks, or windows shorter than the ``longest`` context, which run on torch's reference on a GPU. Raises ConfigError
+    for FlashInfer without a GPU, where it is not installed, and for a special model.
     """
     if device.type != "cuda":
         if wanted == FLASHINFER:
@@ -47,7 +48,7 @@ def attention_for(
     from paceline.attention.flashinfer import FlashInferAttention  # it is nowhere but on GPUs
 
     try:
-        return FlashInferAttention(device, head_dim)
+        return FlashInferAttention(device, head_dim, longest=longest)
     except ConfigError as missing:
         if wanted == FLASHINFER:
             raise

@@ -79,6 +79,7 @@ class TargetModel(ABC):
     dtype: torch.dtype
     device: torch.device
     kv_layers: tuple[KvLayer, ...]
+    quantize: str = "none"  # what its linear layers were rounded to when they were loaded; draft heads follow it
 
     @abstractmethod
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -63,10 +63,9 @@ class ModelSpec:
         """Longest context served."""
         return self.max_position_embeddings
 
-    @property
-    def special_attention(self) -> bool:
-        """Whether a layer has a sliding window or sinks, which not every attention backend has."""
-        return any(self.windows) or self.clamp is not None
+    def special_attention(self, longest: int) -> bool:
+        """Whether a layer has sinks, or a window shorter than the ``longest`` context: not every backend has them."""
+        return self.clamp is not None or any(0 < window < longest for window in self.windows)
 
     def window(self, layer: int) -> int:
         """Positions that a row of a layer sees, up to its own; 0: all. A layer after the last (MTP) sees all."""

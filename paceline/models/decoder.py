@@ -36,6 +36,7 @@ class DecoderModel(TargetModel, Generic[Layer]):
         """
         self.spec, self.dtype, self.device = spec, dtype, device
         weights = weights.onto(device, dtype)
+        self.quantize = weights.scheme
         vocab = (spec.vocab_size, spec.hidden_size)
         self.embedding, tied = weights.take_table("model.embed_tokens.weight", vocab)
         self.layers = [make_layer(weights, i) for i in range(spec.num_layers)]

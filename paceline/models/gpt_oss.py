@@ -19,7 +19,7 @@ from paceline.models.deepseek_shapes import moe_of
 from paceline.models.grouped_attention import GroupedAttention
 from paceline.models.llama_shapes import Shapes, attention_shapes
 from paceline.models.loader import WeightBag
-from paceline.models.moe import Take, grouped, routing_rule, run_separately, weighted_sum
+from paceline.models.moe import Take, grouped, routing_rule, run_separately, stacked, weighted_sum
 
 MXFP4_BLOCK = 32  # elements of a row that share a scale
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the three lower bits; the fourth is the sign
@@ -47,6 +47,8 @@ def layer_shapes(spec: ModelSpec, mxfp4: bool) -> Shapes:
 def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """blocks: uint8 [out, groups, 16], two elements a byte, the lower half first; scales: uint8 [out, groups], powers
     of two -> [out, 32 * groups]. Exact in bf16."""
+    if blocks.is_meta:  # a dry run
+        return blocks.new_empty(blocks.shape[0], MXFP4_BLOCK * blocks.shape[1], dtype=dtype)
     values = torch.tensor([*MXFP4_VALUES, *(-value for value in MXFP4_VALUES)], device=blocks.device)
     halves = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)  # [out, groups, 32]
     wide = torch.ldexp(values[halves.long()], (scales.int() - EXPONENT_BIAS).unsqueeze(-1))
@@ -62,9 +64,9 @@ def expert_weights(take: Take, name: str, mxfp4: bool, dtype: torch.dtype) -> Ca
     return lambda i: from_mxfp4(blocks[i], scales[i], dtype)
 
 
-def gate_first(rows: torch.Tensor) -> torch.Tensor:
-    """Rows of gate and up by turns, [2 n, ...] -> those of gate, then those of up."""
-    return torch.cat((rows[0::2], rows[1::2]))
+def by_turns(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of gate and up by turns, [2 n, ...] -> those of gate, those of up, [n, ...] each."""
+    return rows[0::2], rows[1::2]
 
 
 class ClampedExpert:
@@ -84,47 +86,81 @@ class ClampedExpert:
         return self.down_proj(clamped_swiglu(self.gate_up_proj(x), *self.clamp))
 
 
-class GptOssMlp:
-    """Router and experts of one layer. On a GPU the experts' weights lie together, see models/moe.py."""
+class ExpertWeights:
+    """What a layer's checkpoint has of its experts. Expert i's parts, each read when it is asked for."""
 
-    def __init__(self, spec: ModelSpec, take: Take, mxfp4: bool, dtype: torch.dtype) -> None:
-        moe = moe_of(spec)
-        assert spec.clamp is not None
-        self.rule, self.clamp = routing_rule(moe), spec.clamp
-        self.router = Linear(take("mlp.router.weight").float(), take("mlp.router.bias"))
-        names = ("gate_up_proj", "down_proj")
-        weight_of = [expert_weights(take, name, mxfp4, dtype) for name in names]
-        biases = [take(f"mlp.experts.{name}_bias") for name in names]
-        pairs = (
-            ((gate_first(weight_of[0](i)), gate_first(biases[0][i])), (weight_of[1](i), biases[1][i]))
-            for i in range(moe.num_experts)
-        )
-        self.separate: list[ClampedExpert] = []
-        if biases[0].device.type == "cpu":
-            self.separate = [ClampedExpert(*pair, self.clamp) for pair in pairs]
-        else:
-            every = list(pairs)
-            self.stacked = [torch.stack([pair[part][of] for pair in every]) for part in (0, 1) for of in (0, 1)]
-            self.ids = torch.arange(moe.num_experts, device=biases[0].device)
+    def __init__(self, take: Take, mxfp4: bool, dtype: torch.dtype) -> None:
+        self._gate_up = expert_weights(take, "gate_up_proj", mxfp4, dtype)
+        self.down = expert_weights(take, "down_proj", mxfp4, dtype)  # [hidden, intermediate]
+        self._gate_up_bias = take("mlp.experts.gate_up_proj_bias")
+        self.down_bias = take("mlp.experts.down_proj_bias")  # [experts, hidden]
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden]."""
-        expert_ids, weights = route(self.router(x.float()), None, self.rule)
-        outputs = run_separately(self.separate, x, expert_ids) if self.separate else self._grouped(x, expert_ids)
-        return weighted_sum(outputs, weights).to(x.dtype)
+    def gate_up(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights of gate and of up, [intermediate, hidden] each."""
+        return by_turns(self._gate_up(i))
 
-    def _grouped(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+    def gate_up_bias(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Their biases."""
+        return by_turns(self._gate_up_bias[i])
+
+
+class SeparateClampedExperts:
+    """Each expert a module of its own, see models/moe.py."""
+
+    def __init__(self, weights: ExpertWeights, num_experts: int, clamp: tuple[float, float]) -> None:
+        self._experts = [
+            ClampedExpert(
+                (torch.cat(weights.gate_up(i)), torch.cat(weights.gate_up_bias(i))),
+                (weights.down(i), weights.down_bias[i]),
+                clamp,
+            )
+            for i in range(num_experts)
+        ]
+
+    def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+        """See SeparateExperts."""
+        return run_separately(self._experts, x, expert_ids)
+
+
+class GroupedClampedExperts:
+    """All experts as stacked weights, for a GPU, see models/moe.py."""
+
+    def __init__(self, weights: ExpertWeights, num_experts: int, clamp: tuple[float, float]) -> None:
+        self._gate_up, self._gate_up_bias = (stacked(of, num_experts) for of in (weights.gate_up, weights.gate_up_bias))
+        self._down = stacked(lambda i: (weights.down(i),), num_experts)
+        self._down_bias, self._clamp = weights.down_bias, clamp
+        self._ids = torch.arange(num_experts, device=self._down.device)
+
+    def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
         """See GroupedExperts."""
-        gate_up, gate_up_bias, down, down_bias = self.stacked
         rows, top_k = expert_ids.shape
         flat = expert_ids.view(-1)
         order = flat.argsort(stable=True)
         expert = flat[order]
-        ends = torch.searchsorted(expert, self.ids, right=True)
-        hidden = clamped_swiglu(grouped(x[order // top_k], gate_up, ends) + gate_up_bias[expert], *self.clamp)
+        ends = torch.searchsorted(expert, self._ids, right=True)
+        gate_up = grouped(x[order // top_k], self._gate_up, ends) + self._gate_up_bias[expert]
+        down = grouped(clamped_swiglu(gate_up, *self._clamp), self._down, ends) + self._down_bias[expert]
         outputs = torch.empty(rows * top_k, x.shape[1], dtype=torch.float32, device=x.device)
-        outputs[order] = (grouped(hidden, down, ends) + down_bias[expert]).float()
+        outputs[order] = down.float()
         return outputs.view(rows, top_k, -1)
+
+
+class GptOssMlp:
+    """Router and experts of one layer."""
+
+    def __init__(self, spec: ModelSpec, take: Take, mxfp4: bool, dtype: torch.dtype) -> None:
+        moe = moe_of(spec)
+        assert spec.clamp is not None
+        self.rule = routing_rule(moe)
+        self.router = Linear(take("mlp.router.weight").float(), take("mlp.router.bias"))
+        weights = ExpertWeights(take, mxfp4, dtype)
+        kind = SeparateClampedExperts if weights.down_bias.device.type == "cpu" else GroupedClampedExperts
+        self.experts = kind(weights, moe.num_experts, spec.clamp)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        expert_ids, weights = route(self.router(x.float()), None, self.rule)
+        return weighted_sum(self.experts(x, expert_ids), weights).to(x.dtype)
 
 
 class GptOssLayer:

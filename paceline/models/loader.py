@@ -37,13 +37,16 @@ MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
 class WeightBag:
-    """Tensors by name, each read when it is taken. ``finish`` complains about what nobody took."""
+    """Tensors by name, each read when it is taken. ``finish`` complains about what nobody took.
+
+    ``scheme``: what weights of linear layers are rounded to as they are taken, see ``rounded``.
+    """
 
     def __init__(self, tensors: Mapping[str, LinearWeight]) -> None:
         self._tensors: Mapping[str, Any] = tensors
         self._left = set(tensors)
         self._device: torch.device | None = None
-        self._scheme = NOT_ROUNDED
+        self.scheme = NOT_ROUNDED
         self._dtype = torch.bfloat16
         self._reported = time.monotonic()
         self._expanded: list[str] = []  # quantised weights that were taken as floats
@@ -61,7 +64,7 @@ class WeightBag:
 
         scheme: one of quantization.round_to_nearest.SCHEMES, or ``none``.
         """
-        self._scheme = scheme
+        self.scheme = scheme
         return self
 
     def take(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -80,11 +83,11 @@ class WeightBag:
         found = self._claimed(name, shape)
         if isinstance(found, torch.Tensor) and found.nbytes < SMALLEST:
             found = found.clone()
-        return self.as_head(found) if name == TIED else rounded_weight(found, self._scheme)
+        return self.as_head(found) if name == TIED else rounded_weight(found, self.scheme)
 
     def as_head(self, weight: LinearWeight) -> LinearWeight:
         """The weight of an LM head, which may be the embedding: ``rounded`` where linear layers are."""
-        return rounded_weight(weight, head_scheme(self._scheme))
+        return rounded_weight(weight, head_scheme(self.scheme))
 
     def _claimed(self, name: str, shape: tuple[int, ...] | None) -> LinearWeight:
         if name not in self._left:

@@ -70,8 +70,10 @@ class GroupedExperts:
 
     def __init__(self, take: Take, prefix: str, num_experts: int) -> None:
         def stack(*names: str) -> torch.Tensor:
-            each = [[take(f"{prefix}.experts.{i}.{n}.weight") for n in names] for i in range(num_experts)]
-            return torch.stack([torch.cat(weights) for weights in each])
+            def of(i: int) -> list[torch.Tensor]:
+                return [take(f"{prefix}.experts.{i}.{name}.weight") for name in names]
+
+            return stacked(of, num_experts)
 
         self._gate_up = stack("gate_proj", "up_proj")  # [experts, 2 * intermediate, hidden]
         self._down = stack("down_proj")  # [experts, hidden, intermediate]
@@ -87,6 +89,17 @@ class GroupedExperts:
         outputs = torch.empty(rows * top_k, x.shape[1], dtype=torch.float32, device=x.device)
         outputs[order] = grouped(hidden, self._down, ends).float()
         return outputs.view(rows, top_k, -1)
+
+
+def stacked(parts_of: Callable[[int], Sequence[torch.Tensor]], num_experts: int) -> torch.Tensor:
+    """One tensor [experts, rows, ...] of each expert's parts, one below the other; no second copy of them is made."""
+    first = parts_of(0)
+    sizes = [part.shape[0] for part in first]
+    every = first[0].new_empty(num_experts, sum(sizes), *first[0].shape[1:])
+    for i in range(num_experts):
+        for place, part in zip(every[i].split_with_sizes(sizes), first if i == 0 else parts_of(i), strict=True):
+            place.copy_(part)
+    return every
 
 
 def grouped(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

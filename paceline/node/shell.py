@@ -161,9 +161,10 @@ class NodeShell:
             vocab_size=self._runner.vocab_size,
         )
 
-    def trace(self, request_id: str) -> trace_pb2.TraceResponse:
+    def trace(self, request: trace_pb2.TraceRequest) -> trace_pb2.TraceResponse:
         """When what happened here to one of the latest requests."""
-        return trace_to_proto(self.recorder.read(request_id, self._node_id))
+        owner = request.cache_salt if request.HasField("cache_salt") else None
+        return trace_to_proto(self.recorder.read(request.request_id, self._node_id, owner))
 
     def prefix_cache(self) -> PrefixCache | None:
         """What routers are told of; None: nothing is cached."""

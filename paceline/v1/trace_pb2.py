@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/trace.proto\x12\x0bpaceline.v1\"\"\n\x0cTraceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"Y\n\rTraceResponse\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.paceline.v1.TraceEvent\x12\x0e\n\x06silent\x18\x02 \x03(\t\x12\x0f\n\x07\x64ropped\x18\x03 \x01(\r\"\xd1\x02\n\nTraceEvent\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\r\n\x05track\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x0f\n\x07start_s\x18\x06 \x01(\x01\x12\x12\n\x05\x65nd_s\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x35\n\x07numbers\x18\x08 \x03(\x0b\x32$.paceline.v1.TraceEvent.NumbersEntry\x12\x31\n\x05texts\x18\t \x03(\x0b\x32\".paceline.v1.TraceEvent.TextsEntry\x1a.\n\x0cNumbersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a,\n\nTextsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x08\n\x06_end_sb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/trace.proto\x12\x0bpaceline.v1\"J\n\x0cTraceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x17\n\ncache_salt\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\r\n\x0b_cache_salt\"Y\n\rTraceResponse\x12\'\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x17.paceline.v1.TraceEvent\x12\x0e\n\x06silent\x18\x02 \x03(\t\x12\x0f\n\x07\x64ropped\x18\x03 \x01(\r\"\xd1\x02\n\nTraceEvent\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\r\n\x05track\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x0f\n\x07start_s\x18\x06 \x01(\x01\x12\x12\n\x05\x65nd_s\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x35\n\x07numbers\x18\x08 \x03(\x0b\x32$.paceline.v1.TraceEvent.NumbersEntry\x12\x31\n\x05texts\x18\t \x03(\x0b\x32\".paceline.v1.TraceEvent.TextsEntry\x1a.\n\x0cNumbersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a,\n\nTextsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x08\n\x06_end_sb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,13 +36,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRACEEVENT_TEXTSENTRY']._loaded_options = None
   _globals['_TRACEEVENT_TEXTSENTRY']._serialized_options = b'8\001'
   _globals['_TRACEREQUEST']._serialized_start=40
-  _globals['_TRACEREQUEST']._serialized_end=74
-  _globals['_TRACERESPONSE']._serialized_start=76
-  _globals['_TRACERESPONSE']._serialized_end=165
-  _globals['_TRACEEVENT']._serialized_start=168
-  _globals['_TRACEEVENT']._serialized_end=505
-  _globals['_TRACEEVENT_NUMBERSENTRY']._serialized_start=403
-  _globals['_TRACEEVENT_NUMBERSENTRY']._serialized_end=449
-  _globals['_TRACEEVENT_TEXTSENTRY']._serialized_start=451
-  _globals['_TRACEEVENT_TEXTSENTRY']._serialized_end=495
+  _globals['_TRACEREQUEST']._serialized_end=114
+  _globals['_TRACERESPONSE']._serialized_start=116
+  _globals['_TRACERESPONSE']._serialized_end=205
+  _globals['_TRACEEVENT']._serialized_start=208
+  _globals['_TRACEEVENT']._serialized_end=545
+  _globals['_TRACEEVENT_NUMBERSENTRY']._serialized_start=443
+  _globals['_TRACEEVENT_NUMBERSENTRY']._serialized_end=489
+  _globals['_TRACEEVENT_TEXTSENTRY']._serialized_start=491
+  _globals['_TRACEEVENT_TEXTSENTRY']._serialized_end=535
 # @@protoc_insertion_point(module_scope)

@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paceline.attention.base import AttentionBackend, ForwardBatch, Segment
+from paceline.attention.base import AttentionBackend, ForwardBatch, Segment, StaticShape
 from paceline.attention.cpu import CpuAttention
+from paceline.attention.select import attention_for
 from paceline.attention.torch_paged import DensePlan, TorchAttention
+from paceline.errors import ConfigError
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.layers.build import set_threads
@@ -155,3 +157,21 @@ def test_windows_by_slot_are_noticed() -> None:
     by_slot = replace(plan, positions=torch.arange(plan.columns.shape[1])[None])
     good, bad = (backend.attend(case.q[:num], case.kv, 0, p, case.scale, 3, case.sinks) for p in (plan, by_slot))
     assert not close_to(bad, good)
+
+
+def test_on_gpus_the_reference_serves_windows() -> None:
+    """In memory that stays, as CUDA graphs need it; FlashInfer is refused by name."""
+    case, num, start, window = Case(torch.float32, (9, 3, 64)), len(PARENTS), 97, 3
+    tree = Segment.tree([0] * num, PARENTS, start, case.slots)
+    batch = ForwardBatch.build([tree])
+    write_rows(case.kv, 0, batch.write_slots, case.k[:num], case.v[:num])
+    cuda = torch.device("cuda")
+    backend = attention_for(cuda, 9, 3, 64, special=True)
+    assert isinstance(backend, TorchAttention)
+    plan = backend.static_plan(StaticShape(requests=1, rows=num, tree=True, max_len=200), case.kv)
+    assert plan is not None
+    plan.fill([tree])
+    got = backend.attend(case.q[:num], case.kv, 0, plan, case.scale, window, case.sinks)
+    assert close_to(case.over(CpuAttention(), batch, case.q[:num], window), got)
+    with pytest.raises(ConfigError, match="sliding windows"):
+        attention_for(cuda, 9, 3, 64, "flashinfer", special=True)

@@ -20,7 +20,7 @@ import pytest
 
 from paceline.client import AsyncClient
 from tests.chaos.deployed import options_of, view, whole, works
-from tests.chaos.faults import Injector, kinds, plan
+from tests.chaos.faults import LINK_KINDS, PROCESS_KINDS, Injector, kinds, plan
 from tests.chaos.front import Front
 from tests.chaos.front_faults import REDIS_KINDS, ROUTER_KINDS, FrontInjector
 from tests.chaos.front_report import pauses, resumes, table
@@ -36,9 +36,9 @@ pytestmark = [needs_kernels, pytest.mark.e2e]
 JOINED = ["joined-1", "joined-2"]
 SHORT_S, SHORT_STREAMS, SHORT_SEED = 15.0, 5, 40
 SHORT_NODE_KINDS, SHORT_FRONT_KINDS = ("kill", "pause"), (*ROUTER_KINDS, "redis kill", "redis read-only")
-NODE_GAP_S, FRONT_GAP_S = (9.0, 18.0), (3.0, 7.0)  # nodes take seconds to come back
+NODE_GAP_S, FRONT_GAP_S = (9.0, 18.0), (4.0, 8.0)  # nodes take seconds to come back
 SHORT_NODE_GAP_S, SHORT_FRONT_GAP_S = (5.0, 6.0), (2.5, 3.0)
-TARGET_S = 3.0  # p99 of streams whose router was hurt; a silent one is given up after 1.5 to 2 s
+TARGET_S = 3.0  # p99 of gRPC streams whose router was hurt; a silent one is given up after 1.5 to 2 s
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,8 @@ async def disturb(run: Run, size: Size, began: float) -> None:
     node_gap, front_gap = (NODE_GAP_S, FRONT_GAP_S) if size.full else (SHORT_NODE_GAP_S, SHORT_FRONT_GAP_S)
     node_kinds = kinds() if size.full else SHORT_NODE_KINDS
     front_kinds = (*ROUTER_KINDS, *REDIS_KINDS) if size.full else SHORT_FRONT_KINDS
+    if not set(LINK_KINDS) <= set(kinds()):  # a long run fails for it
+        front_kinds = tuple(kind for kind in front_kinds if kind != "router cut off")
     async with asyncio.TaskGroup() as group:
         group.create_task(run.nodes.run(plan(node_kinds, size.seed, size.seconds, node_gap), began))
         group.create_task(run.front.run(plan(front_kinds, size.seed, size.seconds, front_gap), began))
@@ -156,8 +158,8 @@ Rows = list[tuple[str, list[float]]]
 
 
 def times(run: Run) -> tuple[list[float], Rows]:
-    """Pauses of streams whose router was hurt while nodes were well. Pauses by kind of fault: of such streams, and of
-    all while nodes or Redis were hurt."""
+    """Pauses of gRPC streams whose router was hurt while nodes were well. Pauses by kind of fault: of streams whose
+    router was hurt, and of all while nodes or Redis were."""
     done, faults = [served for load in run.loads for served in load.done], run.front.faults + run.nodes.faults
     all_alone, rows = list[float](), Rows()
     for fault in faults:
@@ -167,9 +169,9 @@ def times(run: Run) -> tuple[list[float], Rows]:
         for way in ("grpc", "http"):
             met = [one for one in run.front.on.get(id(fault), []) if one.request_id.startswith(way)]
             alone, also = resumes(fault, met, run.nodes.faults)
-            all_alone += alone
+            all_alone += alone if way == "grpc" else []
             rows += [(f"{fault.kind}, {way}", alone), (f"{fault.kind} and a node, {way}", also)]
-    return all_alone, [*rows, ("routers, all", all_alone)]
+    return all_alone, [*rows, ("any router fault, grpc", all_alone)]
 
 
 def tell(run: Run, seconds: float) -> None:
@@ -195,7 +197,7 @@ def check(run: Run, size: Size) -> None:
     assert not run.nodes.skipped, "faults that hurt nobody"
     assert all(load.done for load in run.loads)
     if size.full:
-        assert {fault.kind for fault in faults} == {*kinds(), *ROUTER_KINDS, *REDIS_KINDS}
+        assert {fault.kind for fault in faults} == {*PROCESS_KINDS, *LINK_KINDS, *ROUTER_KINDS, *REDIS_KINDS}
         resumed = times(run)[0]
         assert resumed
         assert percentile(resumed, 0.99) < TARGET_S

@@ -42,12 +42,14 @@ class Shape:
     bias: bool = False
     rms_norm_eps: float = 1e-5
     kind: str = "dense"  # of weights
+    window: int = 0
 
 
 SHAPES = {
     "SmolLM2": Shape(9, 3, 64, 576, 576, 1536),
     "EAGLE-3": Shape(4, 2, 32, 64, 128, 96),
     "Qwen3": Shape(4, 2, 64, 96, 96, 160, qk_norm=True),
+    "a window": Shape(4, 2, 32, 64, 64, 96, window=33),
     "biases": Shape(4, 4, 16, 72, 72, 40, bias=True),  # sizes that are no multiples of a tile
     "8 bits": Shape(4, 2, 32, 96, 96, 160, kind="w8a8"),
     "4 bits": Shape(4, 4, 16, 72, 72, 40, bias=True, kind="w4a8"),
@@ -91,7 +93,7 @@ class Case:
             gate_up=linear(2 * shape.inter, shape.hidden),
             down=linear(shape.hidden, shape.inter),
         )
-        self.block = Block(shape, weights, 0)
+        self.block = Block(shape, weights, 0, shape.window)
         layout = KvLayout((KvLayer(LayerKind.GQA, LayerOwner.TARGET, shape.num_kv_heads, shape.head_dim),), dtype)
         self.kv = KvPool(layout, PAGES, PAGE)
         self.kv.data[0].copy_(random(*self.kv.data[0].shape))

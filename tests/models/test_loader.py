@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from paceline.errors import ConfigError
+from paceline.layers.quantized import QuantizedWeight
 from paceline.models.loader import LazyTensors, WeightBag, weight_files, weights_digest
 
 
@@ -76,6 +77,19 @@ def test_each_tensor_is_taken_once(tmp_path: Path) -> None:
         bag.take("c.weight")
     with pytest.raises(ConfigError, match=r"b\.weight has shape \(5,\), expected \(6,\)"):
         bag.take("b.weight", (6,))
+
+
+def test_linear_weights_are_rounded_as_they_are_taken() -> None:
+    """Nothing else is, the LM head keeps 8 bits, and what a checkpoint has rounded is not rounded again."""
+    weight = torch.randn(64, 64)
+    bag = WeightBag({"a": weight, "b": weight, "lm_head.weight": weight}).rounded("w4a8")
+    linear, head = bag.take_linear("a"), bag.take_linear("lm_head.weight")
+    assert isinstance(linear, QuantizedWeight)
+    assert isinstance(head, QuantizedWeight)
+    assert (linear.bits, head.bits) == (4, 8)
+    assert torch.equal(bag.take("b"), weight)
+    with pytest.raises(ConfigError, match="quantised already"):
+        WeightBag({"a": linear}).rounded("w8a8").take_linear("a")
 
 
 def test_every_left_over_is_named() -> None:

@@ -92,7 +92,8 @@ def test_defaults_that_differ_by_family(tmp_path: Path) -> None:
 
 def test_sliding_windows_by_layer(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, architectures=["MistralForCausalLM"], sliding_window=100)
-    assert (spec.windows, spec.max_model_len, spec.special_attention) == ((100, 100, 100), 256, True)
+    assert (spec.windows, spec.max_model_len) == ((100, 100, 100), 256)
+    assert (spec.special_attention(101), spec.special_attention(100)) == (True, False)
     assert spec_of(tmp_path, architectures=["MistralForCausalLM"], sliding_window=256).windows == ()
     kinds = ["full_attention", "sliding_attention", "full_attention"]
     qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 100, "use_sliding_window": True}

@@ -86,6 +86,7 @@ def test_correction_bias_keeps_float32(folder: Path) -> None:
     assert isinstance(model, DeepseekV3Model)
     mlp = model.layers[1].mlp
     assert isinstance(mlp, MoeMlp)
+    assert mlp.bias is not None
     assert torch.equal(mlp.bias, stored)
 
 

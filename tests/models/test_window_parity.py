@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline.assembly.build import build_runner
 from paceline.config import NodeConfig
+from paceline.models.config import ModelSpec
 from paceline.models.gpt_oss import from_mxfp4
 from paceline.models.registry import load_target
 from tests.support.exactness import run
@@ -90,10 +91,8 @@ def test_tiny_checkpoints(case: str, tmp_path: Path) -> None:
 def test_mutants_are_noticed(mutant: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rope bases swapped, a window off by one."""
     expected = write_reference(tmp_path, *CASES["gemma"])
-    from paceline.models import registry
-
-    good = registry.ModelSpec.from_folder(tmp_path)
-    monkeypatch.setattr(registry.ModelSpec, "from_folder", lambda folder: mutant(good))
+    good = ModelSpec.from_folder(tmp_path)
+    monkeypatch.setattr(ModelSpec, "from_folder", lambda folder: mutant(good))
     assert worst_difference(tmp_path, expected) > 1e-2
 
 

@@ -141,7 +141,8 @@ class FakeNode:
         """One event of every sequence of the request."""
         await asyncio.sleep(self.trace_pause_s)
         asked = request.request_id
-        seen = [s.request_id for s in self.sequences if s.request_id.partition("#")[0] == asked]
+        told = [s for s in self.sequences if not request.HasField("cache_salt") or s.cache_salt == request.cache_salt]
+        seen = [s.request_id for s in told if s.request_id.partition("#")[0] == asked]
         made = [
             trace_pb2.TraceEvent(node=self.record.id, track=self.record.role, sequence=s, name="seen") for s in seen
         ]

@@ -78,8 +78,9 @@ static inline Ints dot4(Ints sum, Codes c, Quad x) {
 
 struct Rounded {  // rows as int8 codes: element k of row m is scales[m, k / group] * codes[m * stride + k]
   int8_t* codes;
-  int32_t* sums;  // of the codes in each group, [rows, groups]
-  float* scales;  // [rows, groups]
+  int32_t* offsets;  // below zero: what weight codes without a sign add too much to a group's sum, [rows, groups]
+  float* scales;     // [rows, groups]
+  float* shifts;     // sums of the codes times their scale: what minimums are multiplied by, [rows, groups]
   int64_t stride, groups;
 };
 
@@ -87,7 +88,8 @@ static inline Quad load_quad(const int8_t* x) { int32_t q; memcpy(&q, x, 4); ret
 
 // Sums of one group's products, for M rows and the 32 outputs of a panel. x: the group's first code in the first row.
 template <int M, int BITS>
-static inline void dot_group(const int8_t* x, int64_t stride, const uint8_t* codes, int64_t length, Ints (*sum)[2]) {
+static inline __attribute__((always_inline)) void dot_group(const int8_t* x, int64_t stride, const uint8_t* codes,
+                                                            int64_t length, Ints (&sum)[M][2]) {
   for (int64_t k = 0; k < length; k += 32 / BITS, codes += 128) {
     Codes first = load_codes(codes), second = load_codes(codes + 64);
     for (int m = 0; m < M; m++) {
@@ -105,44 +107,42 @@ static inline void dot_group(const int8_t* x, int64_t stride, const uint8_t* cod
 }
 
 // One group's sums of M rows into their totals, every product rounded before its sum: files that use this are compiled
-// without fused multiply-adds, which not every host has. tables: the group's, where rows of the weight have no scale.
+// without fused multiply-adds, which not every host has. tables: the group's, unless scales are of whole rows. at: the
+// group of the first row in what x has of groups.
 template <int M>
-static inline void add_group(const Matrix& w, const uint8_t* tables, const Rounded& x, int64_t row, int64_t g,
-                             const Ints (*sum)[2], v16 (*total)[2]) {
-  const int32_t* x_sums = x.sums + row * x.groups + g;
-  const float* x_scales = x.scales + row * x.groups + g;
-  const bool half = w.half_scales;
-  for (int b = 0; b < 2; b++) {
-    if (w.row_scales) {
-      for (int m = 0; m < M; m++) total[m][b] = total[m][b] + to_floats(sum[m][b]) * x_scales[m * x.groups];
-      continue;
-    }
-    v16 scale = load_table(tables, half, 16 * b);
-    for (int m = 0; m < M; m++) total[m][b] = total[m][b] + to_floats(sum[m][b]) * scale * x_scales[m * x.groups];
-    if (!w.has_minimums) continue;
-    v16 minimum = load_table(tables + table_bytes(w), half, 16 * b);
+static inline __attribute__((always_inline)) void add_group(const Matrix& w, const uint8_t* tables, const Rounded& x,
+                                                            int64_t at, const Ints (&sum)[M][2], v16 (&total)[M][2]) {
+  const float *scales = x.scales + at, *shifts = x.shifts + at;
+  const int64_t step = x.groups;
+  if (w.row_scales) {
     for (int m = 0; m < M; m++)
-      total[m][b] = total[m][b] + minimum * ((float)x_sums[m * x.groups] * x_scales[m * x.groups]);
+      for (int b = 0; b < 2; b++) total[m][b] = total[m][b] + to_floats(sum[m][b]) * scales[m * step];
+    return;
   }
-}
-
-// What codes without a sign add too much to the sums of a row's group, below zero.
-static inline int32_t offset_of(const Matrix& w, const Rounded& x, int64_t row, int64_t g) {
-  return -(w.bits == 8 ? 128 : 8) * x.sums[row * x.groups + g];
+  v16 scale[2] = {load_table(tables, w.half_scales, 0), load_table(tables, w.half_scales, 16)};
+  for (int m = 0; m < M; m++)
+    for (int b = 0; b < 2; b++) total[m][b] = total[m][b] + to_floats(sum[m][b]) * scale[b] * scales[m * step];
+  if (!w.has_minimums) return;
+  tables += table_bytes(w);
+  v16 minimum[2] = {load_table(tables, w.half_scales, 0), load_table(tables, w.half_scales, 16)};
+  for (int m = 0; m < M; m++)
+    for (int b = 0; b < 2; b++) total[m][b] = total[m][b] + minimum[b] * shifts[m * step];
 }
 
 // A panel's 32 outputs for M rows from `row` on, but for scales of whole rows of the weight. Groups are added in their
 // order.
 template <int M, int BITS>
-static void dot_panel(const Matrix& w, const uint8_t* panel, const Rounded& x, int64_t row, v16 (*total)[2]) {
+static inline __attribute__((always_inline)) void dot_panel(const Matrix& w, const uint8_t* panel, const Rounded& x,
+                                                            int64_t row, v16 (&total)[M][2]) {
   const uint8_t* codes = panel + (w.row_scales ? tables_bytes(w) : 0);
   for (int m = 0; m < M; m++) total[m][0] = total[m][1] = v16{};
   for (int64_t g = 0; g < x.groups; codes += codes_bytes(w, g), g++) {
     const uint8_t* tables = codes;
     if (!w.row_scales) codes += tables_bytes(w);
+    const int64_t at = row * x.groups + g;
     Ints sum[M][2];
-    for (int m = 0; m < M; m++) sum[m][0] = sum[m][1] = splat_int(offset_of(w, x, row + m, g));
+    for (int m = 0; m < M; m++) sum[m][0] = sum[m][1] = splat_int(x.offsets[at + m * x.groups]);
     dot_group<M, BITS>(x.codes + row * x.stride + g * w.group, x.stride, codes, padded(group_length(w, g)), sum);
-    add_group<M>(w, tables, x, row, g, sum, total);
+    add_group<M>(w, tables, x, at, sum, total);
   }
 }

@@ -35,24 +35,27 @@ template <class T>
 static Rounded round_rows(const Matrix& w, const T* x, int64_t M, int64_t ldx) {
   static thread_local std::vector<uint8_t> memory;
   int64_t groups = num_groups(w), stride = (w.in_features + 63) / 64 * 64;
-  size_t needed = M * (stride + 8 * groups);
+  size_t needed = M * (stride + 12 * groups);
   if (memory.size() < needed) memory.resize(needed);
   int8_t* codes = (int8_t*)memory.data();
-  int32_t* sums = (int32_t*)(codes + M * stride);
-  Rounded out = {codes, sums, (float*)(sums + M * groups), stride, groups};
+  float *scales = (float*)(codes + M * stride), *shifts = scales + M * groups;
+  Rounded out = {codes, (int32_t*)(shifts + M * groups), scales, shifts, stride, groups};
 #pragma omp parallel for schedule(static) num_threads(pl_threads()) if (M > 16)
   for (int64_t m = 0; m < M; m++) {
     int8_t* row = out.codes + m * stride;
     memset(row + w.in_features, 0, stride - w.in_features);
-    for (int64_t g = 0, k = 0; g < groups; g++, k += w.group)
-      out.sums[m * groups + g] = round_group(x + m * ldx + k, group_length(w, g), out.scales + m * groups + g, row + k);
+    for (int64_t g = 0, k = 0, at = m * groups; g < groups; g++, k += w.group, at++) {
+      int32_t sum = round_group(x + m * ldx + k, group_length(w, g), out.scales + at, row + k);
+      out.offsets[at] = -(w.bits == 8 ? 128 : 8) * sum;
+      out.shifts[at] = (float)sum * out.scales[at];
+    }
   }
   return out;
 }
 
 // panel: its first table is of scales of whole rows, where the weight has them.
 template <class O>
-static void store_row(const Matrix& w, const uint8_t* panel, const v16 (&total)[2], int64_t n0, O* out) {
+static inline void store_row(const Matrix& w, const uint8_t* panel, const v16 (&total)[2], int64_t n0, O* out) {
   const float* bias = w.bias;
   for (int b = 0; b < 2; b++, n0 += 16) {
     v16 y = w.row_scales ? total[b] * load_table(panel, w.half_scales, 16 * b) : total[b];
@@ -78,11 +81,11 @@ template <class O>
 static void all_rows(Tiles& tiles, const Matrix& w, const uint8_t* panel, const Rounded& x, int64_t M, int64_t n0, O* out) {
 #ifdef USE_AMX_INT8
   if (fits_tiles(w, M)) {
-    v16 total[16][2];
+    v16 total[16][1][2];
     for (int64_t row = 0; row < M; row += 16) {
       int rows = (int)std::min<int64_t>(16, M - row);
       dot_panel_tiles(tiles, w, panel, x, row, rows, total);
-      for (int m = 0; m < rows; m++) store_row(w, panel, total[m], n0, out + (row + m) * w.out_features);
+      for (int m = 0; m < rows; m++) store_row(w, panel, total[m][0], n0, out + (row + m) * w.out_features);
     }
     return;
   }

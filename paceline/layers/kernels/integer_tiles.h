@@ -15,11 +15,11 @@ static inline bool fits_tiles(const Matrix& w, int64_t rows) {
 
 // Up to 16 rows from `row` on; see dot_panel.
 static void dot_panel_tiles(Tiles& tiles, const Matrix& w, const uint8_t* panel, const Rounded& x, int64_t row, int rows,
-                            v16 (*total)[2]) {
+                            v16 (*total)[1][2]) {
   alignas(64) int32_t sums[2][16][16];
   tiles.configure(rows, 0);
   const uint8_t* codes = panel + (w.row_scales ? tables_bytes(w) : 0);
-  for (int m = 0; m < rows; m++) total[m][0] = total[m][1] = v16{};
+  for (int m = 0; m < rows; m++) total[m][0][0] = total[m][0][1] = v16{};
   for (int64_t g = 0; g < x.groups; codes += codes_bytes(w, g), g++) {
     const uint8_t* tables = codes;
     if (!w.row_scales) codes += tables_bytes(w);
@@ -35,9 +35,10 @@ static void dot_panel_tiles(Tiles& tiles, const Matrix& w, const uint8_t* panel,
     _tile_stored(0, sums[0], 64);
     _tile_stored(1, sums[1], 64);
     for (int m = 0; m < rows; m++) {
-      Ints offset = splat_int(offset_of(w, x, row + m, g)), sum[1][2];
+      const int64_t at = (row + m) * x.groups + g;
+      Ints offset = splat_int(x.offsets[at]), sum[1][2];
       for (int b = 0; b < 2; b++) sum[0][b] = _mm512_add_epi32(offset, _mm512_load_si512(sums[b][m]));
-      add_group<1>(w, tables, x, row + m, g, sum, total + m);
+      add_group<1>(w, tables, x, at, sum, total[m]);
     }
   }
 }

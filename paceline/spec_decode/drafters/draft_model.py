@@ -255,7 +255,9 @@ def plan(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:
     def make(kv: KvPool, attention: AttentionBackend) -> Drafter:
         spec, width = draft.spec, budget_of(config).tree_width
         geometry = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        own = attention_for(model.device, *geometry, config.attention, special=spec.special_attention)
+        longest = config.max_model_len or model.spec.max_model_len
+        special = spec.special_attention(longest)
+        own = attention_for(model.device, *geometry, config.attention, special=special, longest=longest)
         return DraftModelDrafter(model, draft, kv, own, first, width, DraftSampling(config.draft_sampling))
 
     return DrafterPlan(draft.kv_layers, digest, make)

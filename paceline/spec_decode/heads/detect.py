@@ -147,7 +147,8 @@ def check_copies(read: CanonicalHead, model: TargetModel) -> None:
         if name.endswith("embed_tokens.weight"):
             same = torch.equal(copy, model.embed(every))
         else:
-            same = torch.equal(Linear(copy, out_float32=True)(probe), model.logits(probe))
+            head = WeightBag({}).rounded(model.quantize).as_head(copy)
+            same = torch.equal(Linear(head, out_float32=True)(probe), model.logits(probe))
         if not same:
             raise refused(f"MTP module {name} is not a copy of the target's: modules with their own are not supported")
 
@@ -158,7 +159,7 @@ def load_head(folder: Path, model: TargetModel, first_kv_layer: int) -> tuple[Dr
     Raises ConfigError when the folder holds something else or does not fit the target.
     """
     read = read_head(folder, model.dtype, model.device)
-    bag = read.bag()
+    bag = read.bag().rounded(model.quantize)
     head: DraftHead
     with blaming_drafter_path():
         if isinstance(read.config, Eagle1Config):

@@ -24,7 +24,7 @@ def load_draft_model(path: str, target: TargetModel, first_layer: int) -> tuple[
     spec = ModelSpec.from_folder(folder)
     if model_class(spec.family) is not LlamaModel:
         raise ConfigError("drafter_path", f"{path}: a {spec.family} model cannot draft, only the Llama family")
-    bag = WeightBag(open_checkpoint(folder, target.dtype))
+    bag = WeightBag(open_checkpoint(folder, target.dtype)).rounded(target.quantize)
     model = LlamaModel(spec, bag, target.dtype, target.device, first_layer, LayerOwner.DRAFT)
     bag.finish()
     return model, weights_digest(folder)

@@ -171,7 +171,7 @@ class Eagle3Head(DraftHead):
         self.hidden_norm = take("midlayer.hidden_norm.weight")
         self.layer = EagleLayer(shape, weights, "midlayer", 2 * shape.hidden_size, kv_layer, _table(model, shape))
         self.norm = take("norm.weight")
-        self.lm_head = Linear(take("lm_head.weight"), out_float32=True)
+        self.lm_head = Linear(weights.take_linear("lm_head.weight"), out_float32=True)
         self.embedding = Embedding(model, take("embed_tokens.weight") if config.own_embedding else None)
         if not config.own_embedding and shape.hidden_size != model.spec.hidden_size:
             raise refused(f"a head of width {shape.hidden_size} needs embed_tokens of its own, but has none")

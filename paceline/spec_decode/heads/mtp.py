@@ -124,7 +124,7 @@ def load_mtp(path: str, model: TargetModel, num_modules: int, table: torch.Tenso
     else:
         bag = untrained_mtp(spec, num_modules, model.dtype)
         digest = f"untrained-{UNTRAINED_SEED}x{num_modules}"
-    bag.onto(model.device, model.dtype)
+    bag.onto(model.device, model.dtype).rounded(model.quantize)
     first = spec.num_layers
     modules = [MtpModule(model, bag, f"model.layers.{first + k}", first + k, table) for k in range(num_modules)]
     bag.finish()

@@ -5,11 +5,8 @@ Real gRPC, HTTPS and Redis, in one process. What a handshake refuses never reach
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import ssl
-import subprocess
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,21 +16,16 @@ from typing import Any
 import grpc.aio
 import httpx
 import pytest
-import redis
 
 from cluster.access.access import Access
 from cluster.frontdoor.http import HttpOptions, create_app, serve_http
 from cluster.frontdoor.service import operators_gate, serve_grpc
 from cluster.nodes.admin import METHODS, AdminService, serve_admin
 from cluster.routing.metrics import Metrics
-from cluster.state.node_lease import LeaseKeeper
-from cluster.state.registry import NodeDirectory
-from cluster.state.registry_types import NodeRecord
 from paceline.rpc.identity import Identity, Secret
 from paceline.rpc.tls import TlsFolder
 from paceline.v1 import handoff_pb2
 from tests.fakes.nodes import Cluster
-from tests.fakes.redis_servers import _dies_with_parent, _free_port
 from tests.support.api_keys import Keys, write_keys
 from tests.support.certificates import SECRET, expired, make_folder, secured
 from tests.support.scripted_nodes import fleet
@@ -256,68 +248,3 @@ async def test_a_stream_over_http_goes_on_for_its_tenant_alone(tmp_path: Path) -
             first = (await ask("acme")).text.split("\n", 1)[0].removeprefix("id: ")
             assert (await ask("acme", **{"last-event-id": first})).status_code == 200
             assert (await ask("other", **{"last-event-id": first})).status_code == 409
-
-
-# -- Redis ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def tls_redis(tmp_path: Path) -> Iterator[tuple[int, TlsFolder]]:
-    """A Redis that takes TLS, certificates of this deployment and a password alone; its port and the folder."""
-    binary = shutil.which("redis-server")
-    linked = subprocess.run(["ldd", binary], capture_output=True, text=True).stdout if binary else ""
-    if binary is None or "libssl" not in linked:
-        pytest.skip("needs a redis-server with TLS")
-    folder, port = make_folder(tmp_path / "a"), _free_port("127.0.0.1")
-    files = {"cert-file": "server.pem", "key-file": "server.key", "ca-cert-file": "ca.pem"}
-    options = ["--port", "0", "--tls-port", str(port), "--bind", "127.0.0.1", "--save", "", "--requirepass", "secret"]
-    options += [text for name, file in files.items() for text in (f"--tls-{name}", str(folder.path / file))]
-    command = [*_dies_with_parent(), binary, *options]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd="/") as process:
-        end = time.monotonic() + CALL_TIMEOUT_S
-        while not _answers(rediss(port, folder, "router")):
-            assert process.poll() is None
-            assert time.monotonic() < end
-            time.sleep(0.02)
-        yield port, folder
-        process.kill()
-
-
-def rediss(port: int, folder: TlsFolder | None, role: str, password: str = "secret") -> str:
-    """As an operator writes it for --redis."""
-    if folder is None:
-        return f"redis://:{password}@127.0.0.1:{port}/0"
-    names = {"ssl_ca_certs": folder.path / "ca.pem"}
-    if role:
-        names |= {"ssl_certfile": folder.path / f"{role}.pem", "ssl_keyfile": folder.path / f"{role}.key"}
-    query = "&".join(f"{name}={path}" for name, path in names.items())
-    return f"rediss://:{password}@127.0.0.1:{port}/0?{query}"
-
-
-def _answers(url: str) -> bool:
-    try:
-        with redis.Redis.from_url(url, socket_timeout=2.0) as client:
-            return bool(client.ping())
-    except (redis.RedisError, OSError):
-        return False
-
-
-async def test_redis_with_certificates_and_a_password(tls_redis: tuple[int, TlsFolder], tmp_path: Path) -> None:
-    """A node's lease and the router's view of it go over it, in the URL that security.md shows."""
-    port, folder = tls_redis
-    stranger, old = make_folder(tmp_path / "b"), expired(folder, tmp_path / "c")
-    shown = [(None, ""), (folder, ""), (stranger, "router"), (old, "router")]
-    assert [_answers(rediss(port, *one)) for one in shown] == [False] * len(shown)
-    assert not _answers(rediss(port, folder, "router", "guess"))
-    url = rediss(port, folder, "router")
-    lease = LeaseKeeper(url, NodeRecord("decode-0", "decode", 1, "127.0.0.1:1"), 2.0, lambda: True, dict)
-    directory = NodeDirectory(url, 2.0)
-    lease.start()
-    await directory.start()
-    try:
-        async with asyncio.timeout(CALL_TIMEOUT_S):
-            while [node.id for node in directory.nodes()] != ["decode-0"]:
-                await asyncio.sleep(0.02)
-    finally:
-        lease.close()
-        await directory.close()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,9 +15,11 @@ import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
 from cluster.frontdoor import http_exchange
-from cluster.frontdoor.http import HttpServer, create_app, serve_http
+from cluster.frontdoor.http import HttpOptions, HttpServer, create_app, serve_http
 from cluster.routing.metrics import Metrics
 from paceline.errors import ConfigError, InvalidRequest, NodeUnavailable, Overloaded
+from tests.support.api_keys import write_keys
+from tests.support.certificates import make_folder
 from tests.support.fake_router import MODEL, FakeRouter
 
 PROMPT_S = 5.0  # longest wait for a generation to notice that its client is gone
@@ -79,6 +82,24 @@ async def test_chat_stream(client: openai.AsyncOpenAI) -> None:
     assert (texts, reasons) == (["Hello you"] * 2, ["stop"] * 2)
     assert usage is not None
     assert usage.completion_tokens == 18
+
+
+async def test_over_https_with_a_key(router: FakeRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client as it is: a key, an address, and the system's variable for roots."""
+    folder, keys = make_folder(tmp_path / "certs"), write_keys(tmp_path / "keys.yaml")
+    monkeypatch.setenv("SSL_CERT_FILE", str(folder.path / "ca.pem"))
+    app = create_app(router, Metrics(), HttpOptions(access=keys.access(MODEL)))
+    server = await serve_http(app, "127.0.0.1", 0, folder)
+    url = f"https://127.0.0.1:{server.port}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key=keys.secrets["acme"], max_retries=0, timeout=20) as client:
+        answer = await client.chat.completions.create(model=MODEL, messages=MESSAGES)
+        assert answer.choices[0].message.content == "Hello you"
+        stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+        assert "".join([part.choices[0].delta.content or "" async for part in stream]) == "Hello you"
+        with pytest.raises(openai.AuthenticationError):
+            await client.with_options(api_key=keys.secrets["wrong"]).models.list()
+    assert {asked.tenant for asked in router.asked} == {"acme"}
+    await server.stop(0.0)
 
 
 async def test_continuous_usage(client: openai.AsyncOpenAI) -> None:

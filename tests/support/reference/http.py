@@ -48,7 +48,7 @@ again, to this router or another one of the same model, with the header `{resume
 answer is the events that are missing, and no character comes twice. The nodes make the text again up to there. Status
 409 says that the body, or the deployment, would make another text. Send `x-request-id` too, and the answer keeps its
 id. Streams have no ids with `echo`, with several prompts, with more than {choices} choices, and under an `--acceptance`
-other than `sample`.
+other than `sample`. Streams of `/v1/responses` and `/v1/messages` have none either: when their router dies, ask again.
 
 `GET {document}` answers this page's facts as OpenAPI 3.1.
 """

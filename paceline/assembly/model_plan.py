@@ -1,0 +1,175 @@
+"""What a model would take, from what its checkpoint announces: a dry run of the code that loads it, with shapes alone.
+
+Tensor parallel degrees are planned for a layout whose sums do not depend on the degree: every sum over a row is made of
+a fixed number of slabs, and a rank holds whole ones. Attention, MLPs, embedding and LM head are cut, experts live whole
+on one rank each, norms and routers are everywhere. Latent attention is everywhere too, since all heads read one row:
+there each sequence belongs to one rank. The drafter is on the first rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.errors import ConfigError
+from paceline.kvcache.layout import KvLayer, KvLayout, LayerOwner
+from paceline.models.announced import FLOATS, FP8, Announced, MetaTensors, read_announced
+from paceline.models.base import TargetModel
+from paceline.models.config import ModelSpec
+from paceline.models.loader import WeightBag
+from paceline.models.registry import FP8_SCALE, KEPT_FLOAT32, Part, model_class
+from paceline.spec_decode.heads.formats.files import HeadFiles, Renamed
+from paceline.spec_decode.heads.formats.mtp import read_mtp
+from paceline.spec_decode.heads.mtp import MtpModule, mtp_kv_layers
+from paceline.spec_decode.heads.shipped import shipped_heads
+from paceline.speculation import DRAFTERS
+
+META = torch.device("meta")
+SLABS = 8  # of a sum, where the number of KV heads allows it
+EVERYWHERE = "norms and routers"
+DRAFTER = "drafter"
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """Weights of one kind, in bytes as a node holds them."""
+
+    name: str
+    num_bytes: int
+    is_split: bool  # over the ranks; else on every one, and the drafter on the first
+
+    def of_rank(self, degree: int, *, first: bool = True) -> int:
+        """Bytes on one rank of ``degree``."""
+        if self.name == DRAFTER:
+            return self.num_bytes if first else 0
+        return -(-self.num_bytes // degree) if self.is_split else self.num_bytes
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A model without its weights."""
+
+    spec: ModelSpec
+    num_tensors: int  # that the checkpoint announces; each was taken once
+    parts: tuple[WeightPart, ...]
+    token_bytes: int  # KV of one token, target layers
+    draft_token_bytes: int  # the same of the drafter
+    drafter: str  # what ``default`` drafts with
+    refusals: tuple[str, ...]  # why a node would not load it
+
+    @property
+    def slabs(self) -> int:
+        """Slabs of every sum: what a tensor parallel degree must divide."""
+        heads = self.spec.num_kv_heads
+        if self.spec.mla is not None:
+            return SLABS
+        return math.gcd(SLABS, heads) if heads % 2 == 0 else heads
+
+    def check_degree(self, degree: int) -> None:
+        """Raise ConfigError, with the numbers, for a degree that the model cannot be cut by."""
+        spec = self.spec
+        counts = {"intermediate_size": spec.intermediate_size}
+        if spec.moe is not None:
+            counts["the number of experts"] = spec.moe.num_experts
+        if degree < 1 or self.slabs % degree:
+            heads = "" if spec.mla is not None else f" (it has {spec.num_kv_heads} KV heads)"
+            raise ConfigError("tp", f"{degree} does not divide the {self.slabs} slabs of this model's sums{heads}")
+        for name, count in counts.items():
+            if count % degree:
+                raise ConfigError("tp", f"{degree} does not divide {name}, {count}")
+
+    def weight_bytes(self, degree: int = 1) -> int:
+        """Of the first rank, which has the drafter."""
+        return sum(part.of_rank(degree) for part in self.parts)
+
+    def kv_bytes(self, degree: int = 1) -> int:
+        """KV of one token on the first rank."""
+        target = self.token_bytes if self.spec.mla is not None else -(-self.token_bytes // degree)
+        return target + self.draft_token_bytes
+
+
+def plan_model(path: Path, dtype: torch.dtype) -> ModelPlan:
+    """Load what ``path`` announces without its weights. Raises ConfigError naming every tensor that would be left over
+    or is missing."""
+    raw, announced = read_announced(path)
+    spec, refusals = _spec(raw, path)
+    tensors = MetaTensors(announced, dtype)
+    modules = spec.mtp_prefixes
+    drafts = frozenset(name for name in tensors if name.startswith(modules))
+    bag = WeightBag(Part(tensors, frozenset(tensors) - drafts))
+    model = model_class(spec.family)(spec, bag, dtype, META)
+    bag.finish()
+    draft_layers = _take_modules(HeadFiles(path, raw, tensors), model) if drafts else ()
+    layout = KvLayout((*model.kv_layers, *draft_layers), dtype)
+    shipped = next((name for name in DRAFTERS if shipped_heads(str(path), name)), None)
+    return ModelPlan(
+        spec=spec,
+        num_tensors=len(announced),
+        parts=_parts(announced, spec, dtype),
+        token_bytes=layout.token_bytes(LayerOwner.TARGET),
+        draft_token_bytes=layout.token_bytes(LayerOwner.DRAFT),
+        drafter=shipped or ("mtp" if drafts else "ngram"),
+        refusals=refusals,
+    )
+
+
+def _spec(raw: Mapping[str, Any], path: Path) -> tuple[ModelSpec, tuple[str, ...]]:
+    """The spec, also where the node would refuse how the weights are quantised, and what it would say."""
+    try:
+        return ModelSpec.from_json(raw, path), ()
+    except ConfigError as refused:
+        plain = {name: value for name, value in raw.items() if name != "quantization_config"}
+        if plain == raw:
+            raise
+        return ModelSpec.from_json(plain, path), (refused.message,)
+
+
+def _take_modules(files: HeadFiles, model: TargetModel) -> tuple[KvLayer, ...]:
+    """Take the MTP modules' tensors as the drafter does; their KV layers."""
+    first = model.spec.num_layers
+    config, entries, _ = read_mtp(files, first)
+    bag = WeightBag(Renamed(files.tensors, entries, model.dtype, META)).onto(META)
+    for k in range(config.num_modules):
+        MtpModule(model, bag, f"model.layers.{first + k}", first + k, model.rope_table())
+    bag.finish()
+    return mtp_kv_layers(model.kv_layers, config.num_modules)
+
+
+def _parts(announced: Mapping[str, Announced], spec: ModelSpec, dtype: torch.dtype) -> tuple[WeightPart, ...]:
+    sizes: dict[str, int] = {}
+    modules = spec.mtp_prefixes
+    for name, tensor in announced.items():
+        part = DRAFTER if name.startswith(modules) else _part_of(name)
+        if part == DRAFTER and name.endswith(("embed_tokens.weight", "shared_head.head.weight")):
+            continue  # copies of the target's, which are not kept
+        sizes[part] = sizes.get(part, 0) + _served_bytes(name, tensor, dtype)
+    whole = {EVERYWHERE, DRAFTER} | ({"attention"} if spec.mla is not None else set())
+    return tuple(WeightPart(name, sizes[name], name not in whole) for name in sorted(sizes))
+
+
+def _part_of(name: str) -> str:
+    if "embed_tokens" in name or name.startswith("lm_head"):
+        return "embedding and LM head"
+    if ".experts." in name:
+        return "experts"
+    if "norm" in name or ".gate." in name or ".router." in name or name.endswith("sinks"):
+        return EVERYWHERE
+    return "attention" if ".self_attn." in name else "MLPs"
+
+
+def _served_bytes(name: str, tensor: Announced, dtype: torch.dtype) -> int:
+    """Memory that a node needs for it: floats in its dtype, MXFP4 blocks unpacked, FP8 as stored."""
+    if name.endswith(FP8_SCALE) or name.endswith(KEPT_FLOAT32):
+        return 4 * tensor.num_elements
+    if tensor.dtype in FLOATS:
+        return dtype.itemsize * tensor.num_elements
+    if tensor.dtype == FP8:
+        return tensor.num_elements
+    if name.endswith("_blocks"):
+        return 2 * dtype.itemsize * tensor.num_elements
+    return 0  # MXFP4's scales, which are multiplied in

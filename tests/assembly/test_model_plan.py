@@ -1,0 +1,107 @@
+"""``paceline plan``: real checkpoints as they announce themselves, every tensor taken once, of the published sizes."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cluster.commands.cli import app
+from paceline.assembly.model_plan import DRAFTER, ModelPlan, plan_model
+from paceline.errors import ConfigError
+from paceline.models.announced import read_announced
+from tests.support.tiny_deepseek import write_folder
+
+INDEXES = Path(__file__).parents[1] / "models" / "indexes"
+# Tensors, KV bytes of a token in bf16, the drafter, and what is refused.
+PUBLISHED = {
+    "deepseek-v3": (91_991, 61 * 576 * 2, "mtp", "quant_method 'fp8'"),
+    "glm-4.5-air": (18_329, 46 * 2 * 8 * 128 * 2, "mtp", ""),
+    "qwen3-30b-a3b": (18_867, 48 * 2 * 4 * 128 * 2, "ngram", ""),
+    "gpt-oss-20b": (459, 24 * 2 * 8 * 64 * 2, "ngram", ""),
+}
+STORED = {"deepseek-v3": 688_574_839_360, "qwen3-30b-a3b": 61_064_245_248, "gpt-oss-20b": 13_761_264_768}
+WIDTHS = {"BF16": 2, "F32": 4, "U8": 1, "F8_E4M3": 1}
+
+
+def index(name: str) -> Path:
+    return INDEXES / f"{name}.json"
+
+
+@cache
+def planned(name: str) -> ModelPlan:
+    return plan_model(index(name), torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_real_indexes_load_with_no_tensor_left(name: str) -> None:
+    tensors, token_bytes, drafter, refusal = PUBLISHED[name]
+    plan = planned(name)
+    assert (plan.num_tensors, plan.token_bytes, plan.drafter) == (tensors, token_bytes, drafter)
+    assert [refusal in said for said in plan.refusals] == [True] * bool(refusal)
+    _, announced = read_announced(index(name))
+    assert sum(t.num_elements * WIDTHS[t.dtype] for t in announced.values()) == STORED.get(name, 220_937_661_440)
+    assert (plan.draft_token_bytes > 0) == (drafter == "mtp")
+    plan.check_degree(4)
+    assert plan.weight_bytes(4) < plan.weight_bytes() / 2 or plan.spec.mla is not None
+
+
+def test_a_tensor_too_many_or_too_few_is_named(tmp_path: Path) -> None:
+    raw = json.loads(index("qwen3-30b-a3b").read_text())
+    raw["config"]["num_hidden_layers"] = 2
+    name = "model.layers.{0-47}.self_attn.o_proj.weight"
+    kept = [[n.replace("{0-47}", "{0-1}"), shape, dtype] for n, shape, dtype in raw["tensors"]]
+    for tensors, said in (
+        ([*kept, ["model.layers.1.extra.weight", [3], "BF16"]], r"does not know: model\.layers\.1\.extra\.weight"),
+        (
+            [t for t in kept if t[0] != name.replace("47", "1")],
+            r"model\.layers\.0\.self_attn\.o_proj\.weight is missing",
+        ),
+        ([*kept, ["model.layers.1.odd", [3], "F4"]], r"odd is of type F4"),
+        ([*kept, ["model.{0-99999}.{0-99999}", [3], "BF16"]], r"more than 1000000"),
+    ):
+        (tmp_path / "index.json").write_text(json.dumps(raw | {"tensors": tensors}))
+        with pytest.raises(ConfigError, match=said):
+            plan_model(tmp_path / "index.json", torch.bfloat16)
+
+
+def test_a_folder_by_its_headers(tmp_path: Path) -> None:
+    """The sizes are those of the tensors that lie there, without the modules' copies of embedding and head."""
+    folder = write_folder(tmp_path)
+    plan = plan_model(folder, torch.bfloat16)
+    _, announced = read_announced(folder)
+    copies = [
+        t for name, t in announced.items() if name.endswith(("3.embed_tokens.weight", "3.shared_head.head.weight"))
+    ]
+    copies += [t for n, t in announced.items() if n.endswith(("4.embed_tokens.weight", "4.shared_head.head.weight"))]
+    stored = sum(t.num_elements * WIDTHS[t.dtype] for t in announced.values())
+    assert plan.weight_bytes() == stored - sum(2 * t.num_elements for t in copies)
+    assert {part.name for part in plan.parts} >= {"experts", "attention", DRAFTER}
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "said"),
+    [
+        ("qwen3-30b-a3b", "8", "8 does not divide the 4 slabs of this model's sums (it has 4 KV heads)"),
+        ("gpt-oss-20b", "3", "3 does not divide the 8 slabs"),
+        ("gpt-oss-20b", "0", "0 does not divide"),
+    ],
+)
+def test_degrees_that_do_not_divide_are_refused(name: str, tp: str, said: str) -> None:
+    plan = planned(name)
+    with pytest.raises(ConfigError) as refused:
+        plan.check_degree(int(tp))
+    assert said in refused.value.message
+
+
+def test_the_command(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["plan", str(write_folder(tmp_path)), "--tp", "8", "--context", "1000"])
+    assert done.exit_code == 0, done.output
+    assert "deepseek_v3: " in done.output
+    assert "63 pages of 16" in done.output
+    assert "rank 0 of 8" in done.output
+    assert "drafter default: auto (its heads: mtp)" in done.output
