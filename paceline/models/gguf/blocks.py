@@ -53,7 +53,7 @@ def _q4_1(blocks: Bytes) -> Decoded:
 def _q4_k(blocks: Bytes) -> Decoded:
     """d, m, 8 scales and 8 minimums of 6 bits, 256 codes: d * scale * code - m * minimum by groups of 32.
 
-    Of the 12 bytes, the low 6 bits of the first 8 are scales and minimums 0 to 3. The last 4 bytes hold the low halves
+    The low 6 bits of the first 8 of the 12 bytes are scales and minimums 0 to 3. The last 4 bytes hold the low halves
     of scales and minimums 4 to 7, whose high bits are the top bits of the first 8.
     """
     packed = blocks[:, 4:16]

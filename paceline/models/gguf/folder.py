@@ -43,7 +43,7 @@ def as_folder(file: Path, beside: Path | None, progress: Callable[[str, float], 
 
 
 def _name(source: Path, beside: Path | None) -> str:
-    """Of a folder: by where its parts are, then by the file's state."""
+    """A folder's name: where its parts are, then the state of the file."""
     state = source.stat()
     where = hashlib.blake2b(f"{source}\0{beside}".encode(), digest_size=8).hexdigest()
     what = hashlib.blake2b(f"{state.st_size} {state.st_mtime_ns}".encode(), digest_size=8).hexdigest()
