@@ -18,7 +18,7 @@ from paceline.layers.quantized import QuantizedWeight
 from paceline.model_files import quantization_config, read_json
 from paceline.models.loader import INDEX_FILE, LazyTensors, weight_files
 from paceline.models.quantization.packing import pack
-from paceline.models.quantization.round_to_nearest import GROUP_SIZE, SCHEMES, round_to_nearest
+from paceline.models.quantization.round_to_nearest import GROUP_SIZE, ROWS_AT_ONCE, SCHEMES, round_to_nearest
 
 Progress = Callable[[str, float], None]
 SHARD_BYTES = 2 << 30  # a shard is held in memory until it is written
@@ -27,6 +27,7 @@ LEFT_OUT = ("kv_b_proj.weight", "eh_proj.weight")  # split before use; the join 
 OWN_FILES = ("config.json", INDEX_FILE, "README.md")
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 TOP = 15  # of the codes of 4 bits
+PULLED_IN = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 
 @dataclass(frozen=True)
@@ -119,19 +120,41 @@ def _eight_bits(tensor: torch.Tensor, packed: bool) -> Mapping[str, torch.Tensor
 
 def _four_bits(tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
     """Groups with a whole zero point, which this layout has, where round_to_nearest has a minimum of any size."""
-    rows, columns = tensor.shape
-    missing = -columns % GROUP_SIZE
-    groups = torch.nn.functional.pad(tensor.float(), (0, missing)).view(rows, -1, GROUP_SIZE)
+    found = [_four_bit_rows(rows) for rows in tensor.split(ROWS_AT_ONCE)]
+    codes, scales, zeros = (torch.cat([part[i] for part in found]) for i in range(3))
+    return _packed(codes, 4) | {
+        "weight_scale": scales,
+        "weight_zero_point": pack(zeros.t().contiguous(), 4).t().contiguous(),
+    }
+
+
+def _four_bit_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes from 0, uint8 [rows, columns]; scales, float16 [rows, groups]; zero points, uint8 [rows, groups].
+
+    Each group's ends are pulled in by the share that leaves the smallest sum of squared errors.
+    """
+    missing = -rows.shape[1] % GROUP_SIZE
+    groups = torch.nn.functional.pad(rows.float(), (0, missing)).view(rows.shape[0], -1, GROUP_SIZE)
     low, high = groups.amin(dim=2).clamp(max=0.0), groups.amax(dim=2).clamp(min=0.0)
+    best = _rounded_between(groups, low, high)
+    for share in PULLED_IN:
+        other = _rounded_between(groups, low * share, high * share)
+        better = other[3] < best[3]
+        codes = torch.where(better.unsqueeze(2), other[0], best[0])
+        best = (codes, *(torch.where(better, new, old) for new, old in zip(other[1:], best[1:], strict=True)))
+    codes, scales, zeros, _ = best
+    codes = codes.view(rows.shape[0], -1)[:, : rows.shape[1]]
+    return codes.to(torch.uint8).contiguous(), scales.half(), zeros.to(torch.uint8)
+
+
+def _rounded_between(groups: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Codes, scales, zero points and squared errors of groups whose codes go from ``low`` to ``high``."""
     scales = ((high - low) / TOP).half().float()
     scales = torch.where(scales == 0, torch.ones_like(scales), scales)
     zeros = (-low / scales).round().clamp(0, TOP)
     codes = ((groups / scales.unsqueeze(2)).round() + zeros.unsqueeze(2)).clamp(0, TOP)
-    codes = codes.view(rows, -1)[:, :columns].contiguous()
-    return _packed(codes, 4) | {
-        "weight_scale": scales.half(),
-        "weight_zero_point": pack(zeros.t().to(torch.uint8).contiguous(), 4).t().contiguous(),
-    }
+    errors = ((codes - zeros.unsqueeze(2)) * scales.unsqueeze(2) - groups).square().sum(dim=2)
+    return codes, scales, zeros, errors
 
 
 def _packed(codes: torch.Tensor, bits: int) -> dict[str, torch.Tensor]:

@@ -27,9 +27,9 @@ def source(tmp_path: Path) -> Path:
     return quantised_files.write_floats(tmp_path / "floats", layers)
 
 
-# Largest error in steps of a code: half of one, and for 4 bits what rounding the zero point adds.
-@pytest.mark.parametrize(("scheme", "steps"), [("w8a8", 0.51), ("w4a8", 1.01), ("w8a16", 0.51), ("w4a16", 1.01)])
-def test_a_folder_that_loads(scheme: str, steps: float, source: Path, tmp_path: Path) -> None:
+# most: relative error of normal weights; in groups of 32 elements of 4 bits it is 0.079.
+@pytest.mark.parametrize(("scheme", "most"), [("w8a8", 0.01), ("w4a8", 0.083), ("w8a16", 0.01), ("w4a16", 0.083)])
+def test_a_folder_that_loads(scheme: str, most: float, source: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()
     written = write_quantised(source, output, scheme, lambda what, share: None)
@@ -44,8 +44,7 @@ def test_a_folder_that_loads(scheme: str, steps: float, source: Path, tmp_path: 
             continue
         assert isinstance(rounded, QuantizedWeight)
         assert (rounded.bits, rounded.int8_activations) == (int(scheme[1]), scheme.endswith("a8"))
-        columns = torch.arange(weight.shape[1]) // rounded.group_size
-        assert bool(((rounded.dequantised() - weight).abs() <= steps * rounded.scales[:, columns]).all()), name
+        assert ((rounded.dequantised() - weight).norm() / weight.norm()).item() < most, name
     load_target(output, torch.float32, torch.device("cpu"))
     config = json.loads((output / "config.json").read_text())["quantization_config"]
     assert (config["quant_method"], config["ignore"]) == ("compressed-tensors", ["lm_head"])
