@@ -121,10 +121,8 @@ def _losses(runner: ModelRunner, windows: Sequence[Sequence[int]]) -> Iterator[f
 
 
 def _runner(model: str, scheme: str, threads: int) -> ModelRunner:
-    config = NodeConfig(
-        model=model, drafter="none", threads=threads, kv_cache_tokens=16384, quantize=scheme, prefix_cache=False
-    )
-    return build_runner(config)
+    options = {"model": model, "drafter": "none", "threads": threads, "kv_cache_tokens": 16384, "prefix_cache": False}
+    return build_runner(NodeConfig.model_validate(options | {"quantize": scheme}))
 
 
 def show(bandwidth: float, speeds: Sequence[Speed], qualities: Sequence[Quality]) -> None:

@@ -25,7 +25,7 @@ def round_to_nearest(weight: torch.Tensor, scheme: str) -> QuantizedWeight:
     if scheme not in SCHEMES:
         raise ValueError(f"scheme {scheme!r} is not one of {', '.join(SCHEMES)}")
     bits, in_features = int(scheme[1]), weight.shape[1]
-    rounded = [_eight_bits(rows) if bits == 8 else _four_bits(rows) for rows in weight.split(ROWS_AT_ONCE)]
+    rounded = [_eight_bits(rows) if bits == 8 else _four_bits(rows) for rows in torch.split(weight, ROWS_AT_ONCE)]
     codes, scales, minimums = (torch.cat([parts[i] for parts in rounded]) for i in range(3))
     return QuantizedWeight(
         codes=codes,
