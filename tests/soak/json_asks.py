@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cluster.verification.answers import Answer
 from cluster.verification.asked import Asked, request_of
 from paceline.errors import InvalidRequest
 from paceline.grammar.compile import GrammarCompiler
 from paceline.request import Grammar, GrammarKind
 
+jsonschema = pytest.importorskip("jsonschema")
 Schema = dict[str, Any]
 NAMES = ("name", "colour", "size_in_cm", "is_new", "tags", "origin", "items", "weight")
 WORDS = ("red", "reddish", "green", "a longer text, with a comma", "ä ☂", "none")
@@ -36,8 +39,6 @@ class JsonAsk:
 
     def judge(self, answer: Answer) -> str:
         """valid, cut (by the length) or what is wrong."""
-        import jsonschema
-
         if answer.finish_reason == "length":
             return "cut"
         try:
