@@ -86,7 +86,7 @@ def weight_bytes(runner: ModelRunner) -> int:
 
 
 def bytes_of_weight(runner: ModelRunner, scheme: str) -> float:
-    """Of one weight by a scheme of --quantize, in memory. Scales of whole rows are not worth counting."""
+    """Bytes of one weight in memory, by a scheme of --quantize. Scales of whole rows are not worth counting."""
     if scheme == "none":
         return runner.dtype.itemsize
     return 1.0 if scheme.startswith("w8") else 0.5 + 4.0 / GROUP_SIZE  # a scale and a minimum of two bytes a group

@@ -51,7 +51,7 @@ class Speed:
 
     @property
     def share(self) -> float:
-        """Of the floor."""
+        """The part of the floor that is reached."""
         return self.tokens_per_s / self.floor_tokens_per_s
 
 
@@ -111,7 +111,7 @@ def perplexities(model: str, schemes: Sequence[str], threads: int, files: Sequen
 
 
 def _losses(runner: ModelRunner, windows: Sequence[Sequence[int]]) -> Iterator[float]:
-    """Of each token but a window's first: minus the logarithm of its probability."""
+    """Minus the logarithm of the probability of each token but a window's first."""
     for window in windows:
         logits = logits_in_chunks(
             runner.model, runner.kv, runner.allocator, runner.attention, list(window), (len(window),)
@@ -121,10 +121,8 @@ def _losses(runner: ModelRunner, windows: Sequence[Sequence[int]]) -> Iterator[f
 
 
 def _runner(model: str, scheme: str, threads: int) -> ModelRunner:
-    config = NodeConfig(
-        model=model, drafter="none", threads=threads, kv_cache_tokens=16384, quantize=scheme, prefix_cache=False
-    )
-    return build_runner(config)
+    options = {"model": model, "drafter": "none", "threads": threads, "kv_cache_tokens": 16384, "prefix_cache": False}
+    return build_runner(NodeConfig.model_validate(options | {"quantize": scheme}))
 
 
 def show(bandwidth: float, speeds: Sequence[Speed], qualities: Sequence[Quality]) -> None:

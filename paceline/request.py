@@ -14,6 +14,10 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
 MAX_LOGIT_BIAS = 1024  # entries
 MAX_TOP_LOGPROBS = 20
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD = 256  # characters
+MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
+MAX_BAD_TOKENS = 32  # of a sequence
 MAX_N = 128
 MAX_BIAS = 100.0
 INT32_MAX = 2**31 - 1
@@ -91,6 +95,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False  # this and the next one are the router's business, as ``stop`` is
     skip_special_tokens: bool = True
+    bad_words: tuple[str, ...] = ()  # the router's too: it makes sequences of them
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences that no output has
 
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidRequest naming the first field that is out of range."""
@@ -113,6 +119,20 @@ class SamplingParams:
                 raise InvalidRequest("stop_token_ids", f"token id {token_id} is outside the vocabulary of {vocab_size}")
         if self.min_tokens and len(set(self.stop_token_ids)) >= vocab_size:
             raise InvalidRequest("stop_token_ids", "with min_tokens at least one token must not be among them")
+        self._validate_bad(vocab_size)
+
+    def _validate_bad(self, vocab_size: int) -> None:
+        if len(self.bad_words) > MAX_BAD_WORDS or any(not 0 < len(w) <= MAX_BAD_WORD for w in self.bad_words):
+            raise InvalidRequest("bad_words", f"at most {MAX_BAD_WORDS}, each of 1 to {MAX_BAD_WORD} characters")
+        if len(self.bad_token_ids) > MAX_BAD_SEQUENCES:
+            raise InvalidRequest("bad_token_ids", f"at most {MAX_BAD_SEQUENCES} sequences")
+        for ids in self.bad_token_ids:
+            if not 0 < len(ids) <= MAX_BAD_TOKENS:
+                raise InvalidRequest("bad_token_ids", f"each sequence needs 1 to {MAX_BAD_TOKENS} tokens")
+            if any(not 0 <= token_id < vocab_size for token_id in ids):
+                raise InvalidRequest("bad_token_ids", f"{list(ids)} is not within the vocabulary of {vocab_size}")
+        if self.bad_token_ids and len(self.bad_token_ids) + len(set(self.stop_token_ids)) >= vocab_size:
+            raise InvalidRequest("bad_token_ids", "must leave tokens that may come")
 
     def _validate_numbers(self) -> None:
         for name, (low, high) in RANGES.items():

@@ -43,7 +43,7 @@ _RECORDS = (  # ``auto`` prefers earlier ones: of those that copy, and of those 
     DrafterRecord("trie", ".trie:plan", weightless=True, copies=True),
     DrafterRecord("lookahead", ".lookahead:plan", weightless=True),
     DrafterRecord("eagle3", ".eagle:plan", ".eagle:export_fused_rows", expands_by_value=True),
-    DrafterRecord("mtp", ".mtp:plan", ".row_exporter:export_rows", expands_by_value=True),
+    DrafterRecord("mtp", ".mtp:plan", ".mtp:export", expands_by_value=True),
     DrafterRecord("eagle", ".eagle:plan", ".row_exporter:export_rows", expands_by_value=True),
     DrafterRecord("medusa", ".medusa:plan", ".row_exporter:export_rows"),
     DrafterRecord("draft_model", ".draft_model:plan"),

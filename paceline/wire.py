@@ -114,6 +114,8 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         include_stop_str_in_output=message.include_stop_str_in_output,
+        bad_words=tuple(message.bad_words),
+        bad_token_ids=tuple(tuple(sequence.ids) for sequence in message.bad_token_ids),
         grammar=grammar_from_proto(message.grammar) if message.HasField("grammar") else None,
     )
 
@@ -128,6 +130,8 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
         include_stop_str_in_output=params.include_stop_str_in_output,
+        bad_words=params.bad_words,
+        bad_token_ids=[common_pb2.TokenSequence(ids=ids) for ids in params.bad_token_ids],
         grammar=grammar_to_proto(params.grammar),
     )
 

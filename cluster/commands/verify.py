@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 MAX_CONCURRENCY = 256
 DIFFERENT, NOT_RUN = 1, 2  # exit codes
+EXACT_RULE = "sample"  # of the acceptance rules, the one that keeps plain decoding's tokens
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,11 @@ async def _reach(stack: AsyncExitStack, where: Reach, timeout: float) -> Deploye
     from paceline.client import AsyncClient
 
     client = AsyncClient(where.address, timeout=timeout, tls=where.tls, api_key=where.key)
-    return await Deployed.reach(where.address, await stack.enter_async_context(client))
+    reached = await Deployed.reach(where.address, await stack.enter_async_context(client))
+    if reached.info.acceptance != EXACT_RULE:
+        rule = f"acceptance rule {reached.info.acceptance}"
+        errors.print(f"{where.address} has the {rule}, which does not promise equal tokens", soft_wrap=True)
+    return reached
 
 
 async def _asked(wanted: Wanted, first: Deployed) -> list[Asked]:

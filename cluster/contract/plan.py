@@ -36,7 +36,17 @@ from cluster.contract.tools import (
 from paceline.errors import InvalidRequest, PacelineError, quoted
 from paceline.grammar.compile import GrammarCompiler
 from paceline.parsing.answer import AnswerFormat
-from paceline.request import INT32_MAX, DraftLimits, SamplingParams, SequenceRequest, SpeculationParams, derive_seed
+from paceline.request import (
+    INT32_MAX,
+    MAX_BAD_TOKENS,
+    MAX_BAD_WORD,
+    MAX_BAD_WORDS,
+    DraftLimits,
+    SamplingParams,
+    SequenceRequest,
+    SpeculationParams,
+    derive_seed,
+)
 
 DEFAULT_MAX_TOKENS = 1024  # when the request names none and the context leaves as much
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's code of a prompt that is too long
@@ -131,7 +141,7 @@ async def make_plan(
     check_prompt(prompt, request.prompt, served.max_model_len, served.vocab_size)
     _check_speculation(request.speculation, served)
     request, form = _with_answer(request, prompt, served.style, tokenizer)
-    params = _resolve(request, served, len(prompt), tokenizer.eos_token_ids)
+    params = _resolve(_with_bad_sequences(request, tokenizer), served, len(prompt), tokenizer.eos_token_ids)
     if params.grammar is not None and grammars is not None:
         await grammars.compiled(params.grammar)
     request_id = request.request_id or f"req-{uuid.uuid4().hex}"
@@ -192,6 +202,27 @@ def _with_answer(
     specials = tokenizer.special_ids(markers(form))
     grammar = answer_grammar(chat, form, request.sampling.grammar, specials)
     return replace(request, sampling=replace(request.sampling, grammar=grammar)), form
+
+
+def _with_bad_sequences(request: GenerationRequest, tokenizer: TokenizerLike) -> GenerationRequest:
+    """The request with the tokens of its bad words, as vLLM takes them: of each word, and of the word after a space
+    where that changes its first token alone. Raises InvalidRequest."""
+    asked = request.sampling
+    check_count("bad_words", len(asked.bad_words), MAX_BAD_WORDS)
+    sequences = list(asked.bad_token_ids)
+    for i, word in enumerate(asked.bad_words):
+        check_unicode(f"bad_words[{i}]", word)
+        if not word.strip() or len(word) > MAX_BAD_WORD:
+            raise InvalidRequest(f"bad_words[{i}]", f"needs 1 to {MAX_BAD_WORD} characters that are not all spaces")
+        plain = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
+        spaced = tuple(tokenizer.encode(f" {word.lstrip()}", add_special_tokens=False))
+        if len(plain) > MAX_BAD_TOKENS:
+            raise InvalidRequest(f"bad_words[{i}]", f"has {len(plain)} tokens, at most {MAX_BAD_TOKENS} are taken")
+        sequences.append(plain)
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+            sequences.append(spaced)
+    kept = tuple(dict.fromkeys(sequences))
+    return replace(request, sampling=replace(asked, bad_words=(), bad_token_ids=kept))
 
 
 def _check_speculation(asked: SpeculationParams, served: ServedModel) -> None:

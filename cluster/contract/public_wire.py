@@ -20,7 +20,14 @@ from cluster.contract.generation import (
 )
 from paceline.errors import InvalidRequest
 from paceline.parsing.answer import AnswerFormat, CallableTool
-from paceline.request import MAX_LOGIT_BIAS, MAX_N, MAX_STOP_STRINGS, SpeculationParams
+from paceline.request import (
+    MAX_BAD_SEQUENCES,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_N,
+    MAX_STOP_STRINGS,
+    SpeculationParams,
+)
 from paceline.v1 import inference_pb2
 from paceline.wire import (
     sampling_from_proto,
@@ -44,6 +51,8 @@ def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequ
     sampling = message.sampling
     check_count("stop", len(sampling.stop), MAX_STOP_STRINGS)
     check_count("logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIAS)
+    check_count("bad_words", len(sampling.bad_words), MAX_BAD_WORDS)
+    check_count("bad_token_ids", len(sampling.bad_token_ids), MAX_BAD_SEQUENCES)
     return GenerationRequest(
         prompt=_prompt(message),
         sampling=sampling_from_proto(sampling),

@@ -67,7 +67,6 @@ class RefusedFields(JsonObject):
     early_stopping: OnlyFalse = None
     watermarking: OnlyFalse = None
     allowed_token_ids: Unsupported = None
-    bad_words: OnlyNone = None
     logits_processors: OnlyNone = None
     custom_logit_processor: Unsupported = None
     custom_params: Annotated[Any, Neutral({})] = None

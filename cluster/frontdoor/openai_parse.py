@@ -155,6 +155,7 @@ def _sampling(asked: GenerationBody, top_logprobs: int | None) -> SamplingParams
         stop_token_ids=tuple(asked.stop_token_ids or ()),
         logit_bias={int(token_id): bias for token_id, bias in (asked.logit_bias or {}).items()},
         top_logprobs=top_logprobs,
+        bad_words=tuple(asked.bad_words or ()),
         include_stop_str_in_output=bool(asked.include_stop_str_in_output or asked.no_stop_trim),
     )
 

@@ -28,7 +28,16 @@ from cluster.frontdoor.openai_fields import (
 )
 from cluster.frontdoor.openai_formats import FormatFields
 from cluster.frontdoor.tool_models import Calls, Name, ToolChoiceModel, Tools
-from paceline.request import INT32_MAX, MAX_BIAS, MAX_LOGIT_BIAS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, RANGES
+from paceline.request import (
+    INT32_MAX,
+    MAX_BAD_WORD,
+    MAX_BAD_WORDS,
+    MAX_BIAS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    RANGES,
+)
 from paceline.speculation import TreeKind
 
 ALL_TOP_K = -1  # vLLM's other word for 0
@@ -78,6 +87,7 @@ def _text_or_list(value: Any) -> str | None:
     return "text" if isinstance(value, str) else "list" if isinstance(value, list) else None
 
 
+BadWord = Annotated[Text, Field(min_length=1, max_length=MAX_BAD_WORD)]
 StopText = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stop = Annotated[
     Annotated[StopText, Tag("text")] | Annotated[list[StopText | None], _list(MAX_STOP_STRINGS), Tag("list")],
@@ -230,6 +240,9 @@ class GenerationBody(IgnoredFields, FormatFields):
     """Go on after the model's end-of-sequence token. The default is false."""
     stop_token_ids: Annotated[list[TokenId], _list(MAX_STOP_TOKEN_IDS)] | None = None
     """Token ids that end the answer, besides the model's own end-of-sequence tokens."""
+    bad_words: Annotated[list[BadWord], _list(MAX_BAD_WORDS), at_most(MAX_BAD_WORDS)] | None = None
+    """Texts that must not come. Each is held back as the tokens that the tokenizer makes of it, with and without a
+    space before it."""
     include_stop_str_in_output: bool | None = None
     """The stop text, or the stop token's text, that ended the answer is part of it. The default is false."""
     no_stop_trim: bool | None = None

@@ -84,7 +84,7 @@ class ModelPlan:
                 raise ConfigError("tp", f"{degree} does not divide {name}, {count}")
 
     def weight_bytes(self, degree: int = 1) -> int:
-        """Of the first rank, which has the drafter."""
+        """Weights on the first rank, which has the drafter."""
         return sum(part.of_rank(degree) for part in self.parts)
 
     def kv_bytes(self, degree: int = 1) -> int:

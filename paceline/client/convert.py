@@ -57,6 +57,7 @@ class GenerateOptions(ChatOptions, total=False):
     stop: Annotated[str | Sequence[str] | None, "Text that ends the answer and is not part of it; at most 16."]
     stop_token_ids: Annotated[Sequence[int] | None, "Token ids that end the answer."]
     include_stop_str_in_output: Annotated[bool | None, "The stop text that ends the answer is part of it."]
+    bad_words: Annotated[Sequence[str] | None, "Texts that must not come, as the tokenizer writes them; at most 64."]
     skip_special_tokens: Annotated[bool | None, "Special tokens add nothing to the text; the default."]
     ignore_eos: Annotated[bool | None, "Go on after the model's end-of-sequence token."]
     top_logprobs: Annotated[int | None, "Log-probabilities of so many best tokens; 0: of the chosen token alone."]
@@ -92,6 +93,8 @@ def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb
     given = _given(options, GenerateOptions)
     if isinstance(stop := given.get("stop"), str):
         given["stop"] = (stop,)
+    if isinstance(words := given.get("bad_words"), str):
+        given["bad_words"] = (words,)
     request = {name: given.pop(name) for name in _REQUEST if name in given}
     speculation = {name: given.pop(name) for name in _SPECULATION if name in given}
     chat = {name: given.pop(name) for name in CHAT_OPTIONS if name in given}

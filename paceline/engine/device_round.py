@@ -15,7 +15,7 @@ from paceline.engine.rounds import Drafted, Judged
 from paceline.kvcache.layout import LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.sampling.device import BROKEN, sample_rows_device
-from paceline.sampling.params import has_penalty
+from paceline.sampling.params import reads_history
 from paceline.sampling.sampler import RowContext
 from paceline.spec_decode.accept.device_trees import LENGTH, PATH, DeviceTrees, upload_trees
 from paceline.spec_decode.accept.device_walk import read_verdicts, walk_device
@@ -84,7 +84,7 @@ def check_token(token: int, position: int) -> None:
 def _rows(seq: Sequence, tree: DraftTree) -> list[RowContext]:
     """One for each node; they share the history, which is packed once."""
     params = seq.request.params
-    output: Seq[int] = seq.output_token_ids if has_penalty(params) else range(seq.num_output)
+    output: Seq[int] = seq.output_token_ids if reads_history(params) else range(seq.num_output)
     paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(tree.token_ids[1:], tree.parents[1:], strict=True):
         paths.append((*paths[parent], token))

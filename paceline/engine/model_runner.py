@@ -33,7 +33,7 @@ from paceline.models.late_tokens import LateTokens
 from paceline.request import FinishReason, SequenceRequest, TokenLogprobs
 from paceline.results import Round
 from paceline.sampling.logprobs import token_logprobs
-from paceline.sampling.params import has_penalty
+from paceline.sampling.params import reads_history
 from paceline.spec_decode.accept.acceptance import RULES
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem, TreeKind
 from paceline.spec_decode.length.adaptive import FixedLength, LengthPolicy
@@ -287,12 +287,12 @@ class ModelRunner:
         return [RoundResult(tokens, probs, round_) for (tokens, round_), probs in zip(done, logprobs, strict=True)]
 
     def _propose(self, seqs: Seq[Sequence], judge: Judge) -> Drafted:
-        """The round's trees; unread where the judge can do without their tokens until the verdict. It cannot where a
-        penalty depends on a node's path, or drafting is timed."""
+        """The round's trees; unread where the judge can do without their tokens until the verdict. It cannot where
+        logits depend on a node's path, or drafting is timed."""
         budgets = self.policy.decide(seqs, [self._budget(seq) for seq in seqs])
         left = [self._tokens_left(seq) for seq in seqs]
         if judge.takes_unread and not self.policy.needs_draft_time:
-            blind = not any(has_penalty(seq.request.params) for seq in seqs)
+            blind = not any(reads_history(seq.request.params) for seq in seqs)
             unread = self.drafter.propose_unread(seqs, budgets) if blind else None
             if unread is not None:
                 return Drafted(seqs, unread.blank_trees(seqs), left, unread)

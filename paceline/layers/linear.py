@@ -29,10 +29,12 @@ class Linear:
         self.out_float32 = out_float32
         self.bias = None if bias is None else bias.float().contiguous()
         self.library = load_kernels() if device_of(weight).type == "cpu" else None
-        self._packed: LinearWeight = weight
+        self._quantised = weight if isinstance(weight, QuantizedWeight) and self.library is None else None
         if self.library is not None:
             self._matrix = PackedMatrix(self.library, weight, self.bias)
             self._packed = self._matrix.packed
+        else:
+            self._packed = weight.codes if isinstance(weight, QuantizedWeight) else weight
 
     @property
     def address(self) -> int:
@@ -53,12 +55,11 @@ class Linear:
         return out
 
     def _without_kernels(self, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-        weight = self._packed
-        if isinstance(weight, QuantizedWeight):
+        if (weight := self._quantised) is not None:
             if weight.int8_activations and x.device.type == "cpu":
                 return integer_linear_reference(x, weight, self.bias, out_dtype)
-            weight = self._packed = weight.dequantised().to(x.dtype)
-        return linear_reference(x, weight, self.bias, out_dtype)
+            self._packed, self._quantised = weight.dequantised().to(x.dtype), None
+        return linear_reference(x, self._packed, self.bias, out_dtype)
 
 
 def device_of(weight: LinearWeight) -> torch.device:

@@ -1,6 +1,7 @@
 """Rows of sampling parameters as one buffer of words, so that a round uploads them in a single copy.
 
-A row's history (penalties, logit bias, minimum length) travels as *edits*, one per token whose logit changes:
+A row's history (penalties, logit bias, minimum length, bad sequences) travels as *edits*, one per token whose logit
+changes:
 ``logit -> penalise(logit + add, repetition) - subtract``, in float32. There are three lists, and a token's edit in a
 later one replaces those before: of the prompt, which stays the same from round to round; of the output, which the rows
 of a sequence share; and a node's own, of its path's tokens (algorithms.md B4).
@@ -21,7 +22,7 @@ import torch
 from paceline.layers.upload import staged_together
 from paceline.request import SamplingParams
 from paceline.sampling.noise import row_keys
-from paceline.sampling.params import TOLERANCE, has_penalty, needs_truncate
+from paceline.sampling.params import TOLERANCE, banned_tokens, has_penalty, needs_truncate, reads_history
 from paceline.sampling.sampler import RowContext
 
 # Columns of ``DeviceRows.numbers``.
@@ -109,7 +110,7 @@ def _pack_edits(rows: Sequence[RowContext], words: Int32Array) -> Int32Array:
     ranges: list[tuple[int, int, int]] = []  # (row, from, to) in ``own``
     shared: dict[tuple[int, int, int], _History] = {}  # by identity: all three live as long as the rows
     for i, row in enumerate(rows):
-        if not (row.params.logit_bias or has_penalty(row.params) or row.num_output < row.params.min_tokens):
+        if not (row.params.logit_bias or reads_history(row.params) or row.num_output < row.params.min_tokens):
             continue
         key = (id(row.params), id(row.prompt_token_ids), id(row.output_token_ids))
         if key not in shared:
@@ -125,7 +126,7 @@ def _pack_edits(rows: Sequence[RowContext], words: Int32Array) -> Int32Array:
 
 
 def _own_edits(row: RowContext, history: _History) -> list[Edit]:
-    """A path's tokens count as output; a text that is still too short must not end."""
+    """A path's tokens count as output; a text that is still too short must not end, and no bad sequence comes."""
     params = row.params
     edits: dict[int, Edit] = {}
     if has_penalty(params):
@@ -134,6 +135,8 @@ def _own_edits(row: RowContext, history: _History) -> list[Edit]:
             edits[token] = (token, params.logit_bias.get(token, 0.0), params.repetition_penalty, subtract)
     if row.num_output < params.min_tokens:
         edits |= {token: (token, 0.0, 1.0, math.inf) for token in params.stop_token_ids}
+    banned = banned_tokens(params, row.output_token_ids, row.path_token_ids)
+    edits |= {token: (token, 0.0, 1.0, math.inf) for token in banned}
     return list(edits.values())
 
 

@@ -1,9 +1,9 @@
 """From logits and sampling parameters to the distribution that a token is drawn from; pure functions.
 
 Order and meaning are vLLM's: logit bias, repetition penalty (prompt and output), frequency and presence penalties
-(output alone), minimum length, the mask of a grammar, temperature, then top-k, top-p, min-p. Sets are cut
-deterministically: equal logits are ranked by the lowest id. Logits come in float32; penalties are applied in float32,
-everything after the temperature in float64.
+(output alone), minimum length, bad sequences (output alone), the mask of a grammar, temperature, then top-k, top-p,
+min-p. Sets are cut deterministically: equal logits are ranked by the lowest id. Logits come in float32; penalties are
+applied in float32, everything after the temperature in float64.
 
 "Output" at a node of a draft tree is the committed output plus the node's own ancestors (algorithms.md B4).
 """
@@ -35,10 +35,24 @@ def has_penalty(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
+def reads_history(params: SamplingParams) -> bool:
+    """Whether logits depend on which tokens came before, and not on their number alone."""
+    return has_penalty(params) or bool(params.bad_token_ids)
+
+
+def banned_tokens(params: SamplingParams, *history: Sequence[int]) -> set[int]:
+    """Tokens that would complete a sequence of ``bad_token_ids``. history: the output before this token, in parts."""
+    if not params.bad_token_ids:
+        return set()
+    longest = max(map(len, params.bad_token_ids)) - 1
+    tail = [token for part in history for token in part[-longest:]][-longest:] if longest else []
+    return {ids[-1] for ids in params.bad_token_ids if len(ids) == 1 or tail[-(len(ids) - 1) :] == list(ids[:-1])}
+
+
 def needs_adjust(params: SamplingParams, num_output: int) -> bool:
     """Whether ``adjust`` would change anything, with ``num_output`` tokens of output before this one."""
     too_short = num_output < params.min_tokens and bool(params.stop_token_ids)
-    return too_short or bool(params.logit_bias) or has_penalty(params)
+    return too_short or bool(params.logit_bias) or reads_history(params)
 
 
 def needs_truncate(params: SamplingParams) -> bool:
@@ -56,7 +70,7 @@ def adjust(
     """Everything before the temperature. logits: float32 [V], left as it is. Returns float32 [V], a copy.
 
     allowed: [V], the tokens that a grammar allows, at least one. Where it allows stop tokens alone, one of them comes
-    whatever the minimum length is.
+    whatever the minimum length is; where it allows nothing else, a token that completes a bad sequence comes too.
     """
     logits = logits.clone()
     if params.logit_bias:
@@ -67,14 +81,17 @@ def adjust(
     stops = list(params.stop_token_ids)
     if len(output_token_ids) < params.min_tokens and stops and not _only(stops, allowed):
         logits[stops] = -math.inf
+    banned = sorted(banned_tokens(params, output_token_ids))
+    if banned and not _only(banned + stops, allowed):
+        logits[banned] = -math.inf
     if allowed is not None:
         logits.masked_fill_(~torch.from_numpy(allowed).to(logits.device), -math.inf)
     return logits
 
 
-def _only(stops: list[int], allowed: BoolArray | None) -> bool:
-    """Whether a grammar allows nothing but stop tokens."""
-    return allowed is not None and int(allowed.sum()) == int(allowed[stops].sum())
+def _only(tokens: list[int], allowed: BoolArray | None) -> bool:
+    """Whether a grammar allows nothing but these."""
+    return allowed is not None and int(allowed.sum()) == int(allowed[list(set(tokens))].sum())
 
 
 def _penalise(

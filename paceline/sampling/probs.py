@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from paceline.request import SamplingParams
-from paceline.sampling.params import adjust, has_penalty, needs_adjust, process
+from paceline.sampling.params import adjust, needs_adjust, process, reads_history
 from paceline.sampling.sampler import RowContext
 from paceline.sampling.topk import argmax_lowest
 
@@ -26,8 +26,8 @@ def target_probs(logits: torch.Tensor, row: RowContext) -> torch.Tensor:
 
 
 def _history(row: RowContext) -> list[int] | range:
-    """Output before this token; its length alone where no penalty reads it."""
-    if has_penalty(row.params):
+    """Output before this token; its length alone where nothing reads it."""
+    if reads_history(row.params):
         return [*row.output_token_ids, *row.path_token_ids]
     return range(row.num_output)
 

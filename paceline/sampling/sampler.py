@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.request import SamplingParams
-from paceline.sampling.params import BoolArray, adjust, has_penalty, needs_adjust, needs_truncate, truncate
+from paceline.sampling.params import BoolArray, adjust, needs_adjust, needs_truncate, reads_history, truncate
 from paceline.sampling.race import race
 from paceline.sampling.topk import argmax_lowest, stable_topk
 
@@ -71,7 +71,7 @@ def _adjusted(logits: torch.Tensor, rows: Sequence[RowContext]) -> torch.Tensor:
 
 
 def _adjusted_row(logits: torch.Tensor, row: RowContext) -> torch.Tensor:
-    if has_penalty(row.params):
+    if reads_history(row.params):
         history = [*row.output_token_ids, *row.path_token_ids]
         return adjust(logits, row.params, row.prompt_token_ids, history, row.allowed)
     # Only the length matters: do not copy the history.

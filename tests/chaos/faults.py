@@ -37,6 +37,7 @@ RESCAN_S = 0.05
 DEATH_TIMEOUT_S = 5.0
 QUIET_S = 10.0  # that a silence may go on for until something is refused
 ATTEMPTS = 3  # to find somebody whom a fault hits
+DRAWN_S = 4.0  # for the one that was drawn to have work: prefill nodes have none most of the time
 VICTIM_TIMEOUT_S = 20.0  # until nodes are there that no other fault has, with a link where one is to be cut
 
 Key = tuple[int, tuple[str, int], tuple[str, int] | None]  # of a socket: process, own address, the peer's
@@ -156,10 +157,11 @@ class Injector:
 
     async def _victims(self, planned: Planned) -> tuple[list[Node], list[Node]] | None:
         """(nodes that are there and whole, those of them to hurt); None where nobody is to be found for long."""
-        end = time.monotonic() + VICTIM_TIMEOUT_S
-        while time.monotonic() < end:
+        began = time.monotonic()
+        while (waited_s := time.monotonic() - began) < VICTIM_TIMEOUT_S:
             there = [node for node in await asyncio.to_thread(self.view) if not is_gone(node.pid)]
-            for chosen in _candidates(planned, [node for node in there if not self._hurt[node.id]]):
+            candidates = _candidates(planned, [node for node in there if not self._hurt[node.id]])
+            for chosen in candidates if waited_s > DRAWN_S else candidates[:1]:
                 if await asyncio.to_thread(connected, chosen) and await self._works(planned, chosen[0]):
                     whole = [node for node in there if not self._hurt[node.id]]
                     if all(node in whole for node in chosen):

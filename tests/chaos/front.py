@@ -60,6 +60,6 @@ class Front:
         return {name: router.http for name, router in self.routers.items()}
 
     def pids(self) -> list[int]:
-        """Of routers that are there."""
+        """Process ids of the routers that are there."""
         found = [router.process.pid for router in self.routers.values()]
         return [pid for pid in found if psutil.pid_exists(pid)]

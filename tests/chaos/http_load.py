@@ -192,7 +192,7 @@ class HttpStream:
 
 
 def _entries(logprobs: dict[str, Any] | None) -> list[Any]:
-    """Of one event, one a token."""
+    """The log-probabilities of one event, one a token."""
     if logprobs is None:
         return []
     if "content" in logprobs:

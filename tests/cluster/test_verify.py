@@ -12,6 +12,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from cluster.commands.verify import verify
+from cluster.verification.built_in import built_in
 from tests.multihost.small_model import write_model
 from tests.support.folder_deployment import deployed
 from tests.support.tiny_chat import CHAT_VOCAB
@@ -64,9 +65,18 @@ async def test_equal_deployments_a_plain_process_and_recorded_answers(tmp_path: 
         digests = {(side["weights"], side["fingerprint"]) for side in report["sides"]}
         assert len(digests) == 1
         assert all(digests.pop())
-        own = await run("--at", one, "--record", kept)  # the built-in set
-        assert (own.exit_code, "answers were recorded" in own.output) == (0, True), own.output
-        assert len(kept.read_text().splitlines()) > 40
+
+
+def test_the_built_in_requests_mix_everything_and_fit_the_context() -> None:
+    made = built_in(8192, chats=True)
+    options = [dict(one.options) for one in made]
+    named = {name for one in options for name in one}
+    assert {"seed", "stop", "response_format", "regex", "choice", "n", "top_logprobs", "prompt_logprobs"} <= named
+    assert {"frequency_penalty", "repetition_penalty", "min_tokens", "top_p", "min_p", "ignore_eos"} <= named
+    assert {one["temperature"] for one in options} >= {0.0, 1.0}
+    assert any(not isinstance(one.prompt, str) for one in made)
+    assert 0 < len(built_in(256, chats=False)) < len(made)
+    assert built_in(40, chats=True) == []
 
 
 async def test_other_weights_are_found_at_the_first_token_that_differs(tmp_path: Path, asked: Path) -> None:

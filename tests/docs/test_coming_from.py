@@ -118,7 +118,7 @@ def test_drafters() -> None:
 
 def test_families() -> None:
     """A new family is a line of the page."""
-    assert len({family.name for family in FAMILIES.values()}) == 5
+    assert len({family.name for family in FAMILIES.values()}) == 10
 
 
 def test_cells_fit_a_page() -> None:

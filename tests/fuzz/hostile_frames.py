@@ -33,7 +33,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes, length: int | None
 
 
 def headers_block(path: str) -> bytes:
-    """Of a gRPC call: literals without indexing, not compressed."""
+    """The headers of a gRPC call: literals without indexing, not compressed."""
     fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "x"}
     fields |= {"content-type": "application/grpc", "te": "trailers"}
     return b"".join(_literal(name.encode(), value.encode()) for name, value in fields.items())
@@ -62,7 +62,7 @@ def begin() -> list[bytes]:
 
 
 def random_frames(rng: random.Random) -> list[bytes]:
-    """Of every type, at every stream, with any payload."""
+    """Frames of every type, at every stream, with any payload."""
     return begin() + [
         frame(
             rng.randrange(12), rng.randrange(256), rng.choice((0, 1, 2, 3, 2**31 - 1)), rng.randbytes(rng.randrange(64))

@@ -18,9 +18,10 @@ from paceline.kvcache.layout import KvLayout, LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.models.base import ForwardContext
 from paceline.models.registry import load_target
-from paceline.spec_decode.heads.mtp import load_mtp, mtp_kv_layers
+from paceline.spec_decode.heads.mtp import MtpModule, load_mtp, mtp_kv_layers
 from tests.support.exactness import run
 from tests.support.needs import needs_kernels
+from tests.support.node_pair import pair
 from tests.support.parity import TOKENS, VOCAB, logits_of, worst_difference
 from tests.support.tiny_model import tiny_request
 
@@ -94,12 +95,12 @@ class Plain:
         gate, up = (self.linear(normed, f"{at}.mlp.{name}_proj") for name in ("gate", "up"))
         return x + self.linear(F.silu(gate) * up, f"{at}.mlp.down_proj")
 
-    def hidden(self, tokens: list[int]) -> torch.Tensor:
-        """After the final norm."""
+    def stream(self, tokens: list[int]) -> torch.Tensor:
+        """Before the final norm."""
         x = self.tensors["model.embed_tokens.weight"][tokens]
         for i in range(LAYERS):
             x = self.layer(x, f"model.layers.{i}")
-        return self.norm(x, "model.norm")
+        return x
 
     def module(self, tokens: list[int], hidden: torch.Tensor) -> torch.Tensor:
         """Row i: token i + 1 beside hidden row i, which comes first; after the module's own norm."""
@@ -111,8 +112,9 @@ class Plain:
 
 def test_target_and_module_are_those_of_plain_torch(folder: Path) -> None:
     plain = Plain(folder)
-    hidden = plain.hidden(TOKENS)
-    assert worst_difference(folder, F.linear(hidden, plain.tensors["lm_head.weight"])) < 1e-4
+    hidden = plain.stream(TOKENS)
+    logits = F.linear(plain.norm(hidden, "model.norm"), plain.tensors["lm_head.weight"])
+    assert worst_difference(folder, logits) < 1e-4
     model = load_target(folder, torch.float32, torch.device("cpu"))
     (module,), _ = load_mtp(str(folder), model, 1, model.rope_table())
     kv = KvPool(KvLayout((*model.kv_layers, *mtp_kv_layers(model.kv_layers, 1)), torch.float32), 4, 16)
@@ -123,6 +125,40 @@ def test_target_and_module_are_those_of_plain_torch(folder: Path) -> None:
     got = module(model.embed(context.batch.token_ids), hidden[:-1], context)
     torch.testing.assert_close(got, plain.module(TOKENS[1:], hidden[:-1]), rtol=1e-4, atol=1e-4)
     assert logits_of(model, (45,)).std() > 0.5
+
+
+def test_the_module_is_given_rows_before_the_final_norm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's MiMo gives them. Mutant: rows after it, which DeepSeek's modules read."""
+    seen: list[torch.Tensor] = []
+    call = MtpModule.__call__
+
+    def keep(self: MtpModule, embedded: torch.Tensor, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        seen.append(hidden.clone())
+        return call(self, embedded, hidden, context)
+
+    request = tiny_request(max_tokens=2)
+    config = NodeConfig(
+        model=str(folder), dtype="fp32", kv_cache_tokens=1024, drafter="mtp", num_draft_tokens=2, head_check=False
+    )
+    runner = build_runner(config)
+    monkeypatch.setattr(MtpModule, "__call__", keep)
+    run(runner, [request])
+    prompt = list(request.prompt_token_ids)
+    torch.testing.assert_close(seen[0], Plain(folder).stream(prompt)[: len(seen[0])], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("handoff", ["draft_kv", "hidden_states"])
+async def test_apart_as_together(folder: Path, handoff: str) -> None:
+    """Rounds too: what the module drafts on the decode node is what it drafts in one process."""
+    requests = [tiny_request(index=i, max_tokens=12) for i in range(2)]
+    options = {"drafter": "mtp", "num_draft_tokens": 3, "head_check": False, "handoff": handoff}
+    shared = {"model": str(folder), "dtype": "bf16", "kv_cache_tokens": 2048, "prefill_chunk_tokens": 5}
+    config = NodeConfig.model_validate(shared | options)
+    together = run(build_runner(config), requests)
+    async with pair(config, build_runner(config, decodes=False), build_runner(config)) as nodes:
+        answers = await nodes.run(requests, concurrent=2)
+        await nodes.all_released()
+    assert [outcome for outcome, _ in answers] == together
 
 
 @pytest.mark.parametrize("tree", ["chain", "dynamic"])

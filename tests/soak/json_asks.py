@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cluster.verification.answers import Answer
 from cluster.verification.asked import Asked, request_of
 from paceline.errors import InvalidRequest
-from paceline.grammar.compile import program_of
+from paceline.grammar.compile import GrammarCompiler
 from paceline.request import Grammar, GrammarKind
 
+jsonschema = pytest.importorskip("jsonschema")
 Schema = dict[str, Any]
 NAMES = ("name", "colour", "size_in_cm", "is_new", "tags", "origin", "items", "weight")
 WORDS = ("red", "reddish", "green", "a longer text, with a comma", "ä ☂", "none")
@@ -35,8 +39,6 @@ class JsonAsk:
 
     def judge(self, answer: Answer) -> str:
         """valid, cut (by the length) or what is wrong."""
-        import jsonschema
-
         if answer.finish_reason == "length":
             return "cut"
         try:
@@ -50,10 +52,9 @@ class JsonAsk:
         return "valid" if answer.tool_calls else "no tool was called"
 
 
-def make_json_asks(seed: int, count: int, suite: Path | None = None) -> list[JsonAsk]:
-    """``count`` requests, at temperature 0 and 1 in turns. suite: a draft's folder of JSON-Schema-Test-Suite."""
+def make_json_asks(seed: int, count: int, public: Sequence[Schema] = ()) -> list[JsonAsk]:
+    """``count`` requests, at temperature 0 and 1 in turns. public: schemas of others, which are taken too."""
     rng = random.Random(f"json {seed}")
-    public = [] if suite is None else list(_public(suite))
     asks = []
     for number in range(1, count + 1):
         options = {"seed": rng.randrange(1 << 40), "max_tokens": MAX_TOKENS, "temperature": float(number % 2)}
@@ -113,14 +114,15 @@ def _value(rng: random.Random, depth: int) -> Schema:
             return {"anyOf": [_value(rng, depth - 1), {"type": "null"}]}
 
 
-def _public(suite: Path) -> Iterator[Schema]:
-    """Those of the suite's schemas that are objects, and are taken."""
+def public_schemas(suite: Path, compiler: GrammarCompiler) -> list[Schema]:
+    """Those of the schemas in a draft's folder of JSON-Schema-Test-Suite that stand alone and are taken."""
+    found = []
     for file in sorted(suite.glob("*.json")):
         for group in json.loads(file.read_text(encoding="utf-8")):
             schema = group["schema"]
-            try:
-                if isinstance(schema, dict) and "$ref" not in json.dumps(schema):
-                    program_of(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
-                    yield schema
-            except InvalidRequest:
+            if not isinstance(schema, dict) or "$ref" in json.dumps(schema):
                 continue
+            with suppress(InvalidRequest):
+                compiler.compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+                found.append(schema)
+    return found

@@ -23,8 +23,9 @@ import torch
 from cluster.verification.answers import Answer, parting
 from cluster.verification.sides import Plain
 from paceline.client import AsyncClient, choices_of
+from paceline.grammar.compile import GrammarCompiler
 from tests.multihost.small_model import write_model
-from tests.soak.json_asks import JsonAsk, make_json_asks
+from tests.soak.json_asks import JsonAsk, make_json_asks, public_schemas
 from tests.support.folder_deployment import deployed
 from tests.support.needs import needs_kernels
 from tests.support.server import Server, serve
@@ -37,7 +38,7 @@ pytestmark = needs_kernels
 SPEC = replace(tiny_spec(CHAT_VOCAB), max_position_embeddings=4096)
 SHORT_REQUESTS, SHORT_SEED = 12, 15
 AT_ONCE = 8
-KILL_EVERY_S = (6.0, 14.0)
+KILL_EVERY_S = (2.0, 6.0)
 PATIENCE_S = 240.0
 COPYING = ("none", "ngram", "suffix", "trie", "lookahead")
 # The deployment's own drafter and its options, and what requests name there.
@@ -161,9 +162,10 @@ async def test_json_of_schemas_and_tools(tmp_path: Path, request: pytest.Fixture
             await ask_all(address, asks, await plain_answers(folder, address, asks), ("ngram",), outcome)
     else:
         suite, results = (request.config.getoption(name, default=None) for name in ("suite", "results"))
-        asks, began = make_json_asks(seed, count, suite and Path(suite)), time.monotonic()
+        public = public_schemas(Path(suite), GrammarCompiler(folder, SPEC.vocab_size)) if suite else []
+        asks, began = make_json_asks(seed, count, public), time.monotonic()
         await _long(tmp_path, folder, asks, seed, outcome)
-        figures = {"seed": seed, "suite": bool(suite), **outcome.figures(count, time.monotonic() - began)}
+        figures = {"seed": seed, "public_schemas": len(public), **outcome.figures(count, time.monotonic() - began)}
         print(f"\n{json.dumps(figures, indent=1)}")
         if results:
             Path(results).write_text(json.dumps(figures, indent=1) + "\n")

@@ -22,6 +22,7 @@ class Sampling(TypedDict, total=False):
     seed: int | None
     stop_token_ids: tuple[int, ...]
     min_tokens: int
+    bad_token_ids: tuple[tuple[int, ...], ...]
     ignore_eos: bool
     prompt_logprobs: int | None
     top_logprobs: int | None

@@ -39,6 +39,10 @@ def random_params(rng: random.Random, vocab_size: int) -> SamplingParams:
     if rng.random() < 0.3:
         options["min_tokens"] = 7
         options["stop_token_ids"] = tuple({rng.randrange(vocab_size) for _ in range(2)})
+    if rng.random() < 0.3 and vocab_size > 5:  # of tokens that rows are likely to have, so that sequences begin
+        options["bad_token_ids"] = tuple(
+            tuple(rng.randrange(min(vocab_size, 40)) for _ in range(rng.choice([1, 1, 2, 3]))) for _ in range(4)
+        )
     return SamplingParams(**options)
 
 

@@ -40,7 +40,7 @@ def write_reference(folder: Path, family: str, config: dict[str, Any], length: i
 
 
 def logits_of(model: TargetModel, chunks: tuple[int, ...], attention: AttentionBackend | None = None) -> torch.Tensor:
-    """Of TOKENS in chunks, float32 [sum(chunks), vocab]. attention: None for what the host takes."""
+    """Logits of TOKENS in chunks, float32 [sum(chunks), vocab]. attention: None for what the host takes."""
     spec = model.spec
     kv, allocator = KvPool(KvLayout(model.kv_layers, model.dtype), 32, 8), PageAllocator(32)
     attention = attention or attention_for(model.device, spec.num_heads, spec.num_kv_heads, spec.head_dim)

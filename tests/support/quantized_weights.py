@@ -13,7 +13,7 @@ from paceline.models.quantization.round_to_nearest import SCHEMES, round_to_near
 def grouped(weight: torch.Tensor, group_size: int, bits: int) -> QuantizedWeight:
     """Integer products; a scale that float16 does not hold for each group, and no minimums."""
     limit, (out_features, in_features) = (127 if bits == 8 else 7), weight.shape
-    groups = weight.float().split(group_size, dim=1)
+    groups = torch.split(weight.float(), group_size, dim=1)
     scales = torch.stack([group.abs().amax(dim=1) / limit for group in groups], dim=1)
     codes = [(g / scales[:, i : i + 1]).round().to(torch.int8) for i, g in enumerate(groups)]
     assert scales.shape == (out_features, -(-in_features // group_size))
@@ -22,7 +22,7 @@ def grouped(weight: torch.Tensor, group_size: int, bits: int) -> QuantizedWeight
 
 def float8(weight: torch.Tensor) -> QuantizedWeight:
     """e4m3 codes, a scale for each group of 128."""
-    scales = torch.stack([g.float().abs().amax(dim=1) / 448 for g in weight.split(128, dim=1)], dim=1)
+    scales = torch.stack([g.float().abs().amax(dim=1) / 448 for g in torch.split(weight, 128, dim=1)], dim=1)
     columns = torch.arange(weight.shape[1]) // 128
     codes = (weight.float() / scales[:, columns]).to(torch.float8_e4m3fn)
     return QuantizedWeight(codes, scales, None, 8, 128, False)

@@ -85,7 +85,7 @@ class FeatureDrafter(Drafter):
         self.choices = static_choices(static_tree, width)
         self.kv_layers, self.aux_layers, self.state_width = head.kv_layers, head.aux_layers, head.hidden_size
         self.row_width = max(1, len(head.aux_layers)) * model.spec.hidden_size
-        self.fused_width = head.hidden_size if head.aux_layers else 0
+        self.fused_width = head.hidden_size if head.fuses else 0
         if expand_above is not None and not 0.0 < expand_above <= 1.0:
             raise ConfigError("expand_above", f"must be a probability above 0, got {expand_above}")
 

@@ -27,8 +27,9 @@ from paceline.spec_decode.base import DraftBudget, Drafter, DraftSampling, Exten
 from paceline.spec_decode.drafters.candidates import choose
 from paceline.spec_decode.drafters.confidence import log_values
 from paceline.spec_decode.drafters.feature import FeatureDrafter
-from paceline.spec_decode.drafters.plan import DrafterPlan, budget_of
-from paceline.spec_decode.heads.mtp import MtpHead, MtpModule, load_mtp, mtp_kv_layers
+from paceline.spec_decode.drafters.plan import DrafterPlan, budget_of, plan_weightless
+from paceline.spec_decode.drafters.row_exporter import RowExporter, export_rows
+from paceline.spec_decode.heads.mtp import MtpHead, MtpModule, load_mtp, mtp_kv_layers, reads_stream
 from paceline.spec_decode.heads.shipped import own_modules, shipped_heads
 from paceline.spec_decode.sequence import DraftState, Sequence
 from paceline.spec_decode.trees.tree import DraftTree, build_tree, comb
@@ -229,6 +230,14 @@ def plan(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:
         return MtpDrafter(model, modules, kv, attention, width, sampling)
 
     return DrafterPlan(mtp_kv_layers(model.kv_layers, len(modules)), digest, make)
+
+
+def export(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:
+    """See PlanDrafter: the rows that the modules read, the target's after its final norm or, for MiMo's, before it."""
+    spec, folder = model.spec, _folder(config, model)
+    if folder is None or not reads_stream(folder):
+        return export_rows(name, config, model)
+    return plan_weightless(RowExporter(name, spec.vocab_size, spec.hidden_size, (spec.num_layers,)))
 
 
 def _folder(config: EngineConfig, model: TargetModel) -> Path | None:

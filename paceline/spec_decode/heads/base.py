@@ -30,6 +30,7 @@ class DraftHead(ABC):
     kv_layers: tuple[KvLayer, ...]  # its layers, at the pool's layer numbers that it was built with
     hidden_size: int  # width of the rows it takes and returns
     aux_layers: tuple[int, ...] = ()  # see Drafter.aux_layers
+    fuses: bool = False  # ``fuse`` makes other rows of what it is given
     token_map: torch.Tensor | None = None  # int64 [draft_vocab] -> target id; None: the target's vocabulary
 
     def fuse(self, hidden: torch.Tensor) -> torch.Tensor:

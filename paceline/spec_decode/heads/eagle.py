@@ -155,6 +155,8 @@ class Eagle3Head(DraftHead):
     it as it is, without fc.
     """
 
+    fuses = True
+
     def __init__(self, model: TargetModel, weights: WeightBag, config: Eagle3Config, kv_layer: int) -> None:
         """Takes every tensor of ``config.tensor_shapes()``. Raises ConfigError where head and target do not fit."""
         shape, shapes = config.shape, config.tensor_shapes()

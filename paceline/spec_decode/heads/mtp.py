@@ -15,7 +15,7 @@ from paceline.models.base import ForwardContext, TargetModel
 from paceline.models.config import ModelSpec
 from paceline.models.loader import WeightBag
 from paceline.spec_decode.heads.base import DraftHead
-from paceline.spec_decode.heads.detect import check_copies, read_head
+from paceline.spec_decode.heads.detect import HeadFormat, check_copies, detect, read_head
 from paceline.spec_decode.heads.formats.config import MtpConfig
 from paceline.spec_decode.heads.formats.layer import refused
 
@@ -25,7 +25,18 @@ UNTRAINED_SEED = 20412
 class MtpModule:
     """One module: two norms, the join, a decoder block, the norm before the shared head."""
 
-    def __init__(self, model: TargetModel, weights: WeightBag, prefix: str, kv_layer: int, table: torch.Tensor) -> None:
+    def __init__(
+        self,
+        model: TargetModel,
+        weights: WeightBag,
+        prefix: str,
+        kv_layer: int,
+        table: torch.Tensor,
+        *,
+        reads_stream: bool = False,
+    ) -> None:
+        """reads_stream: see MtpConfig."""
+        self.reads_stream = reads_stream
         spec = model.spec
         hidden = spec.hidden_size
         self.eps, self.table = spec.rms_norm_eps, table
@@ -56,6 +67,7 @@ class MtpHead(DraftHead):
     def __init__(self, model: TargetModel, module: MtpModule) -> None:
         self.model, self.module = model, module
         self.kv_layers = mtp_kv_layers(model.kv_layers, 1)
+        self.aux_layers = (model.spec.num_layers,) if module.reads_stream else ()
         self.hidden_size = model.spec.hidden_size
 
     def forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -110,15 +122,23 @@ def untrained_mtp(spec: ModelSpec, num_modules: int, dtype: torch.dtype, seed: i
     return WeightBag(tensors)
 
 
+def reads_stream(folder: Path) -> bool:
+    """Whether a folder's modules read rows before the final norm. Raises ConfigError."""
+    return detect(folder) is HeadFormat.MTP_MIMO
+
+
 def load_mtp(path: str, model: TargetModel, num_modules: int, table: torch.Tensor) -> tuple[list[MtpModule], str]:
     """Modules and a digest of their weights. Empty ``path``: untrained heads, ``num_modules`` of them."""
-    spec = model.spec
+    spec, before_norm = model.spec, False
     if path:
         found = read_head(Path(path), model.dtype, model.device, spec.num_layers)
         if not isinstance(found.config, MtpConfig):
             raise refused(f"{path} holds {found.kind} weights; choose the {found.kind} drafter for them")
         if found.config.num_modules > 1 and not found.config.chained:
             raise refused(f"{path}: several modules that each read the target's rows are not supported (mtp_chained)")
+        before_norm = found.config.reads_stream
+        if before_norm and found.config.num_modules > 1:
+            raise refused(f"{path}: several modules of MiMo's kind are not supported")
         check_copies(found, model)
         bag, digest, num_modules = found.bag(), found.digest, found.config.num_modules
     else:
@@ -126,6 +146,9 @@ def load_mtp(path: str, model: TargetModel, num_modules: int, table: torch.Tenso
         digest = f"untrained-{UNTRAINED_SEED}x{num_modules}"
     bag.onto(model.device, model.dtype).rounded(model.quantize)
     first = spec.num_layers
-    modules = [MtpModule(model, bag, f"model.layers.{first + k}", first + k, table) for k in range(num_modules)]
+    modules = [
+        MtpModule(model, bag, f"model.layers.{first + k}", first + k, table, reads_stream=before_norm)
+        for k in range(num_modules)
+    ]
     bag.finish()
     return modules, digest

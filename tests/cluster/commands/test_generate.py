@@ -36,6 +36,7 @@ GIVEN: dict[str, Any] = {
     "seed": 5,
     "stop": ["zzz", "yyy"],
     "stop_token_ids": [7, 8],
+    "bad_words": ["xyzzy", "plugh"],
     "include_stop_str_in_output": True,
     "skip_special_tokens": True,
     "ignore_eos": True,
@@ -105,8 +106,8 @@ async def test_every_option_arrives() -> None:
         assert getattr(speculation, name) == GIVEN[name]
     assert (sequence.request_id, sequence.cache_salt) == ("mine", "team")
     for name in GIVEN.keys() - {"num_draft_tokens", "tree_width", "drafter", "tree", "model", "request_id"}:
-        if name in ("tenant", "priority", "stop", "truncate_prompt_tokens", "truncation_side"):  # the router's own
-            continue
+        if name in ("tenant", "priority", "stop", "bad_words", "truncate_prompt_tokens", "truncation_side"):
+            continue  # the router's own
         value = GIVEN[name]
         assert getattr(sequence.params, name) == (tuple(value) if isinstance(value, list) else value), name
 

@@ -101,6 +101,17 @@ async def test_a_prompt_is_cut_on_the_side_that_is_named(tmp_path: Path) -> None
         assert (await client.post(CHATS, json=chat)).json()["usage"]["prompt_tokens"] == 4
 
 
+async def test_bad_words_reach_the_nodes_as_tokens(tmp_path: Path) -> None:
+    async with served(tmp_path) as (made, client, sdk):
+        await client.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 2, "bad_words": [" no", "a", "no"]})
+        await sdk.generate("x", max_tokens=2, bad_words="no")
+        both, alone = (one.params.bad_token_ids for one in made.nodes["prefill-0"].sequences)
+        letters = [tuple(ord(letter) - 0x21 for letter in word) for word in ("no", "a")]
+        assert both == tuple(letters)
+        assert alone == (letters[0],)
+        assert await refused(client, COMPLETIONS, {"prompt": "x", "bad_words": ["a", " "]}) == "bad_words[1]"
+
+
 async def test_reasoning_effort_is_for_templates_that_take_it(tmp_path: Path) -> None:
     async with served(tmp_path / "takes", EFFORT) as (made, client, sdk):
         usual = len((await sdk.tokenize(MESSAGES)).token_ids)

@@ -216,7 +216,8 @@ def test_deepseek_with_its_mtp_modules(tmp_path: Path) -> None:
     codes = dict(meant)
     for name, tensor in stored.items():
         if re.search(r"_proj(_with_mqa)?\.weight$", name) and "eh_proj" not in name:
-            drawn = fp8((24, 32), "weight_scale_inv")(*tensor.shape, random)
+            rows, columns = tensor.shape
+            drawn = fp8((24, 32), "weight_scale_inv")(rows, columns, random)
             drawn_parts = {f"{name.removesuffix('.weight')}.{part}": t for part, t in drawn.tensors.items()}
             codes |= drawn_parts
             meant[name] = drawn.weight

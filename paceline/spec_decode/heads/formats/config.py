@@ -114,6 +114,7 @@ class MtpConfig:
     num_modules: int
     chained: bool = True  # module k reads the rows of module k - 1, not the target's (C8b); one module is reused
     shape: LayerShape | None = None
+    reads_stream: bool = False  # the target's rows before its final norm, as MiMo's module does
 
     def joint_shapes(self, module: int) -> Shapes:
         """What every module has, whatever its block."""

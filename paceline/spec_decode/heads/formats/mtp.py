@@ -1,8 +1,8 @@
 """MTP modules in the wild (algorithms.md F5 to F8) to DeepSeek-V3's names, which are canonical.
 
 Whether inside a target's own checkpoint or in a folder of their own: DeepSeek-V3 and GLM-4.5 at the layers after the
-target's last, "NextN" exports at layer 0, MiMo (its join reads the hidden row first: the halves are swapped),
-Qwen3-Next and Qwen3.5 (their norms are stored as w for a scale of 1 + w).
+target's last, "NextN" exports at layer 0, MiMo (its join reads the hidden row first: the halves are swapped; that row
+is the target's before its final norm), Qwen3-Next and Qwen3.5 (their norms are stored as w for a scale of 1 + w).
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ def read_mtp(files: HeadFiles, first_layer: int | None) -> tuple[MtpConfig, dict
         num_modules=len(modules),
         chained=bool(raw.get("mtp_chained", True)),
         shape=_shape(raw, list(modules[0])),
+        reads_stream=any(MIMO.match(name) for name in files.names),
     )
     return config, entries, copies
 
