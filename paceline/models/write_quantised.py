@@ -120,7 +120,7 @@ def _eight_bits(tensor: torch.Tensor, packed: bool) -> Mapping[str, torch.Tensor
 
 def _four_bits(tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
     """Groups with a whole zero point, which this layout has, where round_to_nearest has a minimum of any size."""
-    found = [_four_bit_rows(rows) for rows in tensor.split(ROWS_AT_ONCE)]
+    found = [_four_bit_rows(rows) for rows in torch.split(tensor, ROWS_AT_ONCE)]
     codes, scales, zeros = (torch.cat([part[i] for part in found]) for i in range(3))
     return _packed(codes, 4) | {
         "weight_scale": scales,
