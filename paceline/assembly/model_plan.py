@@ -22,7 +22,7 @@ from paceline.models.announced import FLOATS, FP8, Announced, MetaTensors, read_
 from paceline.models.base import TargetModel
 from paceline.models.config import ModelSpec
 from paceline.models.loader import WeightBag
-from paceline.models.registry import FP8_SCALE, KEPT_FLOAT32, Part, model_class
+from paceline.models.registry import FP8_SCALE, KEPT_FLOAT32, Part, model_class, scheme_of
 from paceline.spec_decode.heads.formats.files import HeadFiles, Renamed
 from paceline.spec_decode.heads.formats.mtp import read_mtp
 from paceline.spec_decode.heads.mtp import MtpModule, mtp_kv_layers
@@ -97,7 +97,7 @@ def plan_model(path: Path, dtype: torch.dtype) -> ModelPlan:
     """Load what ``path`` announces without its weights. Raises ConfigError naming every tensor that would be left over
     or is missing."""
     raw, announced = read_announced(path)
-    spec, refusals = _spec(raw, path)
+    spec = ModelSpec.from_json(raw, path)
     tensors = MetaTensors(announced, dtype)
     modules = spec.mtp_prefixes
     drafts = frozenset(name for name in tensors if name.startswith(modules))
@@ -114,19 +114,17 @@ def plan_model(path: Path, dtype: torch.dtype) -> ModelPlan:
         token_bytes=layout.token_bytes(LayerOwner.TARGET),
         draft_token_bytes=layout.token_bytes(LayerOwner.DRAFT),
         drafter=shipped or ("mtp" if drafts else "ngram"),
-        refusals=refusals,
+        refusals=_refusals(raw),
     )
 
 
-def _spec(raw: Mapping[str, Any], path: Path) -> tuple[ModelSpec, tuple[str, ...]]:
-    """The spec, also where the node would refuse how the weights are quantised, and what it would say."""
+def _refusals(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a node would say to how the weights are quantised."""
     try:
-        return ModelSpec.from_json(raw, path), ()
+        scheme_of(raw)
     except ConfigError as refused:
-        plain = {name: value for name, value in raw.items() if name != "quantization_config"}
-        if plain == raw:
-            raise
-        return ModelSpec.from_json(plain, path), (refused.message,)
+        return (refused.message,)
+    return ()
 
 
 def _take_modules(files: HeadFiles, model: TargetModel) -> tuple[KvLayer, ...]:

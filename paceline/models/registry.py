@@ -64,7 +64,7 @@ def open_checkpoint(folder: Path, dtype: torch.dtype) -> Mapping[str, LinearWeig
         from paceline.models.gguf.tensors import GgufTensors
 
         return GgufTensors(GgufFile(gguf), dtype)
-    scheme = _scheme_of(read_json(folder / "config.json"))
+    scheme = scheme_of(read_json(folder / "config.json"))
     tensors = CheckpointTensors(weight_files(folder), dtype)
     if scheme is not None:
         return QuantizedTensors(tensors, scheme)
@@ -73,8 +73,9 @@ def open_checkpoint(folder: Path, dtype: torch.dtype) -> Mapping[str, LinearWeig
     return tensors
 
 
-def _scheme_of(raw: Mapping[str, Any]) -> Scheme | None:
-    """The scheme of a checkpoint; None for floats, and where the family's class reads its scheme itself."""
+def scheme_of(raw: Mapping[str, Any]) -> Scheme | None:
+    """The scheme of a checkpoint by its config.json; None for floats, and where the family's class reads its scheme
+    itself. Raises ConfigError."""
     config = quantization_config(raw) or {}
     families = [FAMILIES[name] for name in raw.get("architectures") or () if name in FAMILIES]
     own = any(config.get("quant_method") in family.quant_methods for family in families)

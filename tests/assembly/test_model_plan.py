@@ -17,12 +17,12 @@ from paceline.models.announced import read_announced
 from tests.support.tiny_deepseek import write_folder
 
 INDEXES = Path(__file__).parents[1] / "models" / "indexes"
-# Tensors, KV bytes of a token in bf16, the drafter, and what is refused.
+# Tensors, KV bytes of a token in bf16, and the drafter.
 PUBLISHED = {
-    "deepseek-v3": (91_991, 61 * 576 * 2, "mtp", "quant_method 'fp8'"),
-    "glm-4.5-air": (18_329, 46 * 2 * 8 * 128 * 2, "mtp", ""),
-    "qwen3-30b-a3b": (18_867, 48 * 2 * 4 * 128 * 2, "ngram", ""),
-    "gpt-oss-20b": (459, 24 * 2 * 8 * 64 * 2, "ngram", ""),
+    "deepseek-v3": (91_991, 61 * 576 * 2, "mtp"),
+    "glm-4.5-air": (18_329, 46 * 2 * 8 * 128 * 2, "mtp"),
+    "qwen3-30b-a3b": (18_867, 48 * 2 * 4 * 128 * 2, "ngram"),
+    "gpt-oss-20b": (459, 24 * 2 * 8 * 64 * 2, "ngram"),
 }
 STORED = {"deepseek-v3": 688_574_839_360, "qwen3-30b-a3b": 61_064_245_248, "gpt-oss-20b": 13_761_264_768}
 WIDTHS = {"BF16": 2, "F32": 4, "U8": 1, "F8_E4M3": 1}
@@ -39,10 +39,10 @@ def planned(name: str) -> ModelPlan:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_real_indexes_load_with_no_tensor_left(name: str) -> None:
-    tensors, token_bytes, drafter, refusal = PUBLISHED[name]
+    tensors, token_bytes, drafter = PUBLISHED[name]
     plan = planned(name)
     assert (plan.num_tensors, plan.token_bytes, plan.drafter) == (tensors, token_bytes, drafter)
-    assert [refusal in said for said in plan.refusals] == [True] * bool(refusal)
+    assert plan.refusals == ()
     _, announced = read_announced(index(name))
     assert sum(t.num_elements * WIDTHS[t.dtype] for t in announced.values()) == STORED.get(name, 220_937_661_440)
     assert (plan.draft_token_bytes > 0) == (drafter == "mtp")
@@ -81,6 +81,9 @@ def test_a_folder_by_its_headers(tmp_path: Path) -> None:
     stored = sum(t.num_elements * WIDTHS[t.dtype] for t in announced.values())
     assert plan.weight_bytes() == stored - sum(2 * t.num_elements for t in copies)
     assert {part.name for part in plan.parts} >= {"experts", "attention", DRAFTER}
+    raw = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "hqq"}}
+    (folder / "config.json").write_text(json.dumps(raw))
+    assert "quant_method 'hqq'" in plan_model(folder, torch.bfloat16).refusals[0]
 
 
 @pytest.mark.parametrize(
