@@ -17,6 +17,7 @@ from paceline.models.loader import LazyTensors, WeightBag, weight_files
 Builder = Callable[[ModelSpec, WeightBag, torch.dtype, torch.device], TargetModel]
 KEPT_FLOAT32 = "e_score_correction_bias"  # bf16 would round away what it corrects, and choose other experts
 FP8_SCALE = "weight_scale_inv"
+MTP_NORMS = ("enorm", "token_layernorm")  # of the embedding, one in every module
 
 
 class CheckpointTensors(LazyTensors):
@@ -79,5 +80,4 @@ def load_target(folder: Path, dtype: torch.dtype, device: torch.device) -> Targe
 def holds_mtp(folder: Path, spec: ModelSpec) -> bool:
     """Whether a target's own checkpoint has MTP modules (algorithms.md F5 to F7)."""
     tensors = CheckpointTensors(weight_files(folder), torch.bfloat16)
-    first = spec.mtp_prefixes[:1]
-    return bool(first) and any(name.startswith(first) for name in tensors)
+    return any(f"{prefix}{norm}.weight" in tensors for prefix in spec.mtp_prefixes[:1] for norm in MTP_NORMS)
