@@ -34,7 +34,10 @@ def test_equal_to_separate_experts(dtype: torch.dtype, rows: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equal_to_separate_experts_of_gpt_oss(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(3)
-    shapes = {"gate_up_proj": (EXPERTS, HIDDEN, 2 * WIDE), "down_proj": (EXPERTS, WIDE, HIDDEN)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "gate_up_proj": (EXPERTS, HIDDEN, 2 * WIDE),
+        "down_proj": (EXPERTS, WIDE, HIDDEN),
+    }
     shapes |= {"gate_up_proj_bias": (EXPERTS, 2 * WIDE), "down_proj_bias": (EXPERTS, HIDDEN)}
     tensors = {
         f"mlp.experts.{name}": (torch.randn(shape, generator=generator) * 0.2).to(dtype)
