@@ -23,6 +23,7 @@ from paceline.models.quantization.tensors import QuantizedTensors
 Builder = Callable[[ModelSpec, WeightBag, torch.dtype, torch.device], TargetModel]
 KEPT_FLOAT32 = "e_score_correction_bias"  # bf16 would round away what it corrects, and choose other experts
 FP8_SCALE = "weight_scale_inv"
+MTP_NORMS = ("enorm", "token_layernorm")  # of the embedding, one in every module
 
 
 class CheckpointTensors(LazyTensors):
@@ -106,7 +107,7 @@ def load_target(folder: Path, dtype: torch.dtype, device: torch.device, quantize
 
 def holds_mtp(folder: Path, spec: ModelSpec) -> bool:
     """Whether a target's own checkpoint has MTP modules (algorithms.md F5 to F7)."""
-    if not spec.mtp_prefixes or gguf_file(folder) is not None:
+    if gguf_file(folder) is not None:
         return False
     tensors = LazyTensors(weight_files(folder), torch.bfloat16)
-    return any(name.startswith(spec.mtp_prefixes[0]) for name in tensors)
+    return any(f"{prefix}{norm}.weight" in tensors for prefix in spec.mtp_prefixes[:1] for norm in MTP_NORMS)

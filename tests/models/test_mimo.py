@@ -137,9 +137,7 @@ def test_the_module_is_given_rows_before_the_final_norm(folder: Path, monkeypatc
         return call(self, embedded, hidden, context)
 
     request = tiny_request(max_tokens=2)
-    config = NodeConfig(
-        model=str(folder), dtype="fp32", kv_cache_tokens=1024, drafter="mtp", num_draft_tokens=2, head_check=False
-    )
+    config = NodeConfig(model=str(folder), dtype="fp32", kv_cache_tokens=1024, drafter="mtp", head_check=False)
     runner = build_runner(config)
     monkeypatch.setattr(MtpModule, "__call__", keep)
     run(runner, [request])
