@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.access.keys import read_keys
-from cluster.nodes.listening import check_addresses, check_free, raise_open_files, split_address
+from cluster.nodes.listening import check_addresses, check_free, raise_open_files, split_address, warn_of_clear_keys
 from cluster.parts import Parts
 from cluster.state.published import Served
 from cluster.state.registry import NodeDirectory
@@ -66,7 +66,8 @@ class ServingRouter:
     async def watch(self, registry: Registry) -> None:
         """See the nodes."""
         self.registry = registry
-        self.directory = NodeDirectory(registry.url, registry.lease_ttl_s, registry.namespace, DOUBT_S)
+        token = self.identity.token
+        self.directory = NodeDirectory(registry.url, registry.lease_ttl_s, registry.namespace, DOUBT_S, token)
         await self.directory.start()
         self._parts.at_end("directory", self.directory.close)
 
@@ -138,6 +139,7 @@ class ServingRouter:
         host, port = split_address(config.http)
         fingerprint = system_fingerprint(config, (node.fingerprint_digest for node in self.directory.nodes()))
         tls = self.public_tls
+        warn_of_clear_keys(config, clients_tls=tls is not None, parts_tls=self.identity.tls is not None)
         if tls is None and self.identity.tls is not None:
             log.warning("%s has no server.pem: clients are served without TLS", self.identity.tls.path)
         options = HttpOptions(

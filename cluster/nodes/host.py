@@ -226,7 +226,7 @@ class NodeHost:
             fingerprint_digest=self._node.shell.fingerprint_digest(),
             build=version("paceline"),
             log=stderr_file(),
-        )
+        ).marked(self._config.call_token.get_secret_value())
 
     def _fenced(self) -> None:
         """A successor serves: end at once, in a thread, as the keeper that calls is joined on the way."""

@@ -45,6 +45,20 @@ def check_addresses(config: ServeConfig) -> None:
         log.warning("INSECURE: %s let in everybody who reaches them, since there are no api_keys", ", ".join(reached))
 
 
+def warn_of_clear_keys(config: ServeConfig, *, clients_tls: bool, parts_tls: bool) -> None:
+    """Say where API keys cross a network unencrypted. clients_tls: ``grpc`` and ``http`` have TLS; parts_tls: ``admin``
+    has."""
+    clear = [key for key in OPTIONS if not (parts_tls if key == "admin" else clients_tls)]
+    reached = [f"{key} {address}" for key in clear if (address := getattr(config, key)) and _is_reached(address)]
+    if config.api_keys and reached:
+        told = ", ".join(reached)
+        log.warning("API keys and prompts cross the network in the clear: %s have no TLS (--tls-dir)", told)
+
+
+def _is_reached(address: str) -> bool:
+    return not is_loopback(split_address(address)[0])
+
+
 def is_loopback(host: str) -> bool:
     """Whether this machine alone reaches the host. A name other than localhost may be any address."""
     try:

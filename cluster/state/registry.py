@@ -24,10 +24,12 @@ log = logging.getLogger(__name__)
 
 MAX_RECORD_BYTES = 64 * 1024  # a longer one is no node's; real ones have less than 2 KiB
 MAX_LAPSED = 1024  # records without lease that are remembered
+STOPPED_LEASES = 2
 VOUCHED_S = 3.0  # for so long one answer keeps a node without lease in the view
 
 # KEYS: records, leases, epoch. ARGV: longest record in bytes; of a longer one comes nothing. Returns the epoch, then
-# id and record of each node whose lease holds. Nothing is written: a Redis that takes no writes can still be read.
+# id, end of the lease and record of each node whose lease holds. Nothing is written: a Redis that takes no writes can
+# still be read.
 _READ = f"""
 {NOW_MS}
 local answer = {{redis.call('GET', KEYS[3]) or ''}}
@@ -38,6 +40,7 @@ for i = 1, #leases, 2 do
   if record then
     if #record > tonumber(ARGV[1]) then record = '' end
     answer[#answer + 1] = leases[i]
+    answer[#answer + 1] = leases[i + 1]
     answer[#answer + 1] = record
   end
 end
@@ -63,7 +66,16 @@ class NodeDirectory:
     it, and for as long as the supervisor hears from it (``heard``).
     """
 
-    def __init__(self, url: str, lease_ttl_s: float, namespace: str = DEFAULT_NAMESPACE, doubt_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        lease_ttl_s: float,
+        namespace: str = DEFAULT_NAMESPACE,
+        doubt_s: float = 0.0,
+        token: str = "",
+    ) -> None:
+        """token: of the deployment; nodes whose record does not prove that they have it are not shown. Empty: all."""
+        self._token = token
         self._client = connect_async(url)
         self._ttl_s, self._doubt_s = lease_ttl_s, doubt_s
         self._keys = keys_of(namespace)
@@ -72,6 +84,7 @@ class NodeDirectory:
         self._view: dict[str, NodeRecord] = {}
         self._kinds: frozenset[tuple[str, str]] = frozenset()  # model and digest; empty: all are shown
         self._told: set[tuple[str, int]] = set()  # ids and generations that were refused
+        self._ends: dict[bytes, tuple[bytes, float]] = {}  # by id, when its lease ends, and since when it says so
         self._unreadable: set[bytes] = set()  # ids whose record was refused
         self._seen_at = time.monotonic()
         self._epoch: bytes | None = None  # of the data that the view was read from; None after an outage
@@ -156,10 +169,14 @@ class NodeDirectory:
         self._show({node_id: record for node_id, record in (self._leased | vouched).items() if self._ours(record)})
 
     def _ours(self, record: NodeRecord) -> bool:
-        if not self._kinds or (record.model, record.fingerprint_digest) in self._kinds:
+        known = not self._kinds or (record.model, record.fingerprint_digest) in self._kinds
+        if known and (not self._token or record.is_marked(self._token)):
             return True
         if (record.id, record.generation) not in self._told:
             self._told = {key for key in self._told if self.holds(*key)} | {(record.id, record.generation)}
+            if known:
+                log.error("%s at %s does not know this deployment's secret; not used", record.id, record.address)
+                return False
             log.error(
                 "%s generation %d at %s serves %r with fingerprint %.12s, which is not this deployment's; not used",
                 *(record.id, record.generation, record.address, record.model, record.fingerprint_digest or "none"),
@@ -182,7 +199,11 @@ class NodeDirectory:
         epoch, *rest = await self._client.eval(_READ, 3, records, leases, epoch_key, MAX_RECORD_BYTES)
         found: dict[str, NodeRecord] = {}
         unreadable: set[bytes] = set()
-        for key, body in zip(rest[::2], rest[1::2], strict=True):
+        ends = dict(zip(rest[::3], rest[1::3], strict=True))
+        stopped = self._stopped(ends)
+        for key, body in zip(rest[::3], rest[2::3], strict=True):
+            if key in stopped:
+                continue
             try:
                 record = _record(key, body)
             except ValueError as error:
@@ -193,6 +214,18 @@ class NodeDirectory:
                 found[record.id] = record
         self._unreadable = unreadable
         return epoch, found
+
+    def _stopped(self, ends: dict[bytes, bytes]) -> set[bytes]:
+        """Ids of leases that were not renewed for two leases' time of this process, whatever the clock of Redis says:
+        it may have been set back. ends: those that hold by that clock."""
+        now = time.monotonic()
+        if not self._reachable:  # they had no way to renew
+            self._ends.clear()
+        self._ends = {
+            key: self._ends[key] if key in self._ends and self._ends[key][0] == end else (end, now)
+            for key, end in ends.items()
+        }
+        return {key for key, (_, since) in self._ends.items() if now - since > STOPPED_LEASES * self._ttl_s}
 
     async def _poll(self) -> None:
         broken = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -51,6 +53,7 @@ class NodeRecord:
     model: str = ""
     fingerprint_digest: str = ""  # equal for two nodes exactly when they can pair
     build: str = ""  # of Paceline
+    mark: str = ""  # see ``marked``
     log: str = ""  # file on its host that its stderr goes to
     running: Count = 0
     waiting: Count = 0
@@ -64,6 +67,19 @@ class NodeRecord:
     def with_load(self, load: Mapping[str, Any]) -> NodeRecord:
         """The same node with the fields of ``load``: from ``running`` on."""
         return replace(self, **load)
+
+    def marked(self, token: str) -> NodeRecord:
+        """The same node with a proof that who wrote it down has the deployment's token: routers send that to its
+        address."""
+        return replace(self, mark=self._mark(token))
+
+    def is_marked(self, token: str) -> bool:
+        """Whether the record was ``marked`` with this token, for this address."""
+        return hmac.compare_digest(self.mark.encode(), self._mark(token).encode())
+
+    def _mark(self, token: str) -> str:
+        said = json.dumps(["node", self.id, self.role, self.generation, self.address])
+        return hmac.new(token.encode(), said.encode(), hashlib.sha256).hexdigest()
 
     def to_json(self) -> str:
         """The record as it is stored."""

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from cluster.commands import cli
-from cluster.nodes.listening import check_addresses, check_free
+from cluster.nodes.listening import check_addresses, check_free, warn_of_clear_keys
 from paceline.config import ServeConfig
 from paceline.errors import ConfigError, NodeUnavailable, PacelineError
 
@@ -78,3 +78,12 @@ def test_the_client_alone_has_no_command() -> None:
         1,
         "error typer is not installed; the command needs pip install 'paceline[node]'\n",
     )
+
+
+def test_keys_that_cross_the_network_in_the_clear_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    config = ServeConfig(api_keys="keys.yaml", grpc="0.0.0.0:1", http="127.0.0.1:2", admin="10.0.0.1:3")
+    warn_of_clear_keys(config, clients_tls=False, parts_tls=False)
+    warn_of_clear_keys(config, clients_tls=True, parts_tls=False)
+    warn_of_clear_keys(config, clients_tls=True, parts_tls=True)
+    told = [record.getMessage().partition("clear: ")[2].partition(" have")[0] for record in caplog.records]
+    assert told == ["grpc 0.0.0.0:1, admin 10.0.0.1:3", "admin 10.0.0.1:3"]

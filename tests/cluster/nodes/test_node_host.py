@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -128,6 +130,8 @@ def test_registers_what_it_is(server: EmbeddedRedis, node_host: NodeHost) -> Non
         model="m",
         fingerprint_digest="digest",
         log=stderr_file(),
+        build=version("paceline"),
+        mark=record.mark,
         running=1,
         waiting=2,
         free_pages=3,
@@ -235,3 +239,25 @@ def test_what_a_node_is_made_of_is_out_of_the_collectors_sight(node_host: NodeHo
         assert gc.get_freeze_count() > 10_000
     finally:
         gc.unfreeze()
+
+
+def test_a_node_that_does_not_know_the_secret_is_not_shown_to_a_router(server: EmbeddedRedis) -> None:
+    """The router would send the secret's token to its address. Mutant: the mark does not name the address."""
+    record = NodeRecord("decode-0", "decode", 3, "127.0.0.1:5").marked("the token")
+    forged = replace(record, id="decode-1"), replace(record, id="decode-2", address="10.0.0.9:5", mark="")
+    moved = replace(replace(record, id="decode-3").marked("the token"), address="10.0.0.9:5")
+    keepers = [LeaseKeeper(server.url, each, 5.0, lambda: True, dict) for each in (record, *forged, moved)]
+    for keeper in keepers:
+        keeper.write()
+
+    async def read(token: str) -> list[str]:
+        directory = NodeDirectory(server.url, TTL_S, token=token)
+        await directory.refresh()
+        await directory.close()
+        return [node.id for node in directory.nodes()]
+
+    assert asyncio.run(read("the token")) == ["decode-0"]
+    assert asyncio.run(read("another")) == []
+    assert len(asyncio.run(read(""))) == 4
+    for keeper in keepers:
+        keeper.close()

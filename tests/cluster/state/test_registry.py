@@ -354,3 +354,13 @@ async def test_namespaces_do_not_mix(directory: NodeDirectory, keepers: Keepers)
     await asyncio.sleep(TTL_S)  # both have renewed their leases
     await until(lambda: [(node.id, node.generation) for node in directory.nodes()] == [("decode-0", 1)])
     assert not other.fenced
+
+
+async def test_a_lease_that_nobody_renews_ends_though_the_clock_of_redis_was_set_back(
+    keepers: Keepers, directory: NodeDirectory
+) -> None:
+    """Mutant: the lease is believed until it ends."""
+    keepers.start("decode-0")
+    keepers.make("decode-1", ttl_s=3600.0).write()
+    await until(lambda: [node.id for node in directory.nodes()] == ["decode-0", "decode-1"])
+    await until(lambda: [node.id for node in directory.nodes()] == ["decode-0"])
