@@ -158,6 +158,9 @@ class JoinedRouter:
             found = [node for node in self.front.directory.nodes() if node.role == "decode"]
             if found:
                 return found[0]
+            if strangers := self.front.directory.strangers():
+                refused = f"{strangers[0]} refuses this router: it has another secret"
+                raise ConfigError("secret_file", f"{refused}; it must be the deployment's")
             if time.monotonic() >= end:
                 raise NodeUnavailable(f"no decode node of the deployment was seen within {SEEN_TIMEOUT_S:g} s")
             await asyncio.sleep(SEEN_POLL_S)

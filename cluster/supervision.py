@@ -158,11 +158,8 @@ class Supervision:
         return self._outlive and (self._leaves or not self._lease.held())
 
     async def _end(self) -> None:
-        if self._leaves:
-            self._lease.leaves = True
-            await self.supervisor.leave()
-        else:
-            await self.supervisor.stop(self._parts.grace_s)
+        self._lease.leaves = self._leaves
+        await self.supervisor.stop(None if self._leaves else self._parts.grace_s)
 
     def _node_config(self, count: int, group: str) -> _NodeConfigs:
         """Options of the nodes. count: how many start together. group: names those that share cores."""

@@ -214,25 +214,20 @@ class Supervisor:
         log.error("this deployment is supervised by %s now; this process looks after no node any more", successor)
         await self._stop_watching()
 
-    async def leave(self) -> None:
-        """Look after no node any more; they go on."""
-        self._stopping = True
-        await self._stop_watching()
-
     async def _stop_watching(self) -> None:
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def stop(self, grace_s: float) -> None:
-        """Stop watching, then drain and end all nodes side by side, in bounded time; after ``stand_down`` the nodes are
-        left alone. Idempotent."""
+    async def stop(self, grace_s: float | None) -> None:
+        """Stop watching, then drain and end all nodes side by side, in bounded time. They are left alone without a
+        grace, after ``stand_down``, and where another process may supervise. Idempotent."""
         if self._stopping:
             return
         self._stopping = True
         await self._stop_watching()
-        if self.superseded or not self.may_act():
+        if grace_s is None or self.superseded or not self.may_act():
             return
         await asyncio.gather(*(self._stop_slot(slot, grace_s) for slot in self.slots))
 
