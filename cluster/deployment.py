@@ -12,17 +12,17 @@ import grpc.aio
 from cluster.nodes.addresses import own_address
 from cluster.nodes.node_logs import NodeLogs
 from cluster.nodes.slots import Slot
-from cluster.option_sets import SHARED_OPTIONS
+from cluster.option_sets import ROUTER_OPTIONS
 from cluster.parts import Parts, Tell
 from cluster.serving_router import ServingRouter, check_front, import_front_door
 from cluster.state.embedded_redis import EmbeddedRedis
 from cluster.state.holder import DeploymentLease, Holder
 from cluster.state.published import Published, Served
 from cluster.state.registry_types import Registry
-from cluster.supervision import Supervision
+from cluster.supervision import Supervision, nodes_outlive
 from paceline.assembly.shipped import with_real_drafter
 from paceline.config import ServeConfig
-from paceline.errors import NodeUnavailable, PairingRefused
+from paceline.errors import ConfigError, NodeUnavailable, PairingRefused
 from paceline.rpc.identity import Identity, Secret
 from paceline.v1 import node_pb2, node_pb2_grpc
 
@@ -67,7 +67,7 @@ class Deployment:
         node_logs = NodeLogs()
         self._parts.at_end("node logs", node_logs.close)  # after the nodes, for their last words
         await front.watch(registry)
-        nodes = self.nodes = Supervision(front, self._secret, self._parts, self._lease, registry)
+        nodes = self.nodes = Supervision(front, self._secret, self._parts, self._lease, config, config.leave_nodes)
         await nodes.start()
         standing_down = asyncio.create_task(self._stand_down(), name="stand-down")
         self._parts.at_end("stand-down", standing_down.cancel)
@@ -79,7 +79,7 @@ class Deployment:
         await front.open(served)
         await nodes.open_admin()
         self.admin_address = nodes.admin_address
-        told = config.model_dump(include=set(SHARED_OPTIONS), mode="json")
+        told = config.model_dump(exclude={*ROUTER_OPTIONS, "redis"} - {"ray_address"}, mode="json")
         self._lease.publish(Published(version("paceline"), told, served, kinds, front.text_digest).to_json())
 
     def _start_ray(self) -> None:
@@ -116,6 +116,10 @@ class Deployment:
         with self._parts.waiting_for("the deployment's lease"):
             await asyncio.to_thread(lease.acquire)
         self._lease, self._successor = lease, successor
+        if self.config.redis and not nodes_outlive(self.config):
+            log.warning("no router can take over the nodes: they end with this process, and so does its Ray")
+        if self.config.leave_nodes and not nodes_outlive(self.config):
+            raise ConfigError("leave_nodes", "needs a Ray and a Redis that go on too (--ray-address, --redis)")
 
     async def _stand_down(self) -> None:
         await self.nodes.supervisor.stand_down(await asyncio.shield(self._successor))

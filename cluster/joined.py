@@ -1,7 +1,8 @@
 """A router that joins a deployment: another process's nodes, with gRPC and HTTP of its own.
 
-It starts no node and supervises none. When it ends, or is killed, streams of the SDK and of clients that send
-``Last-Event-ID`` go on at another router.
+When it ends, or is killed, streams of the SDK and of clients that send ``Last-Event-ID`` go on at another router. It
+starts no node and supervises none, until the process that does is lost: one that was given the deployment's Ray takes
+over then, and goes on with the nodes that are there.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from functools import partial
 from importlib.metadata import version
 
 import grpc.aio
@@ -17,8 +19,10 @@ import redis
 from cluster.option_sets import ROUTER_OPTIONS, SHARED_OPTIONS
 from cluster.parts import Parts, Tell
 from cluster.serving_router import ServingRouter, check_front
-from cluster.state.published import Published, read_published, wait_for_published
+from cluster.state.holder import DeploymentLease, Holder
+from cluster.state.published import Published, read_published, say_routed, wait_for_published
 from cluster.state.registry_types import NodeRecord, Registry
+from cluster.supervision import Supervision
 from paceline.config import ServeConfig
 from paceline.errors import ConfigError, NodeUnavailable
 from paceline.rpc.identity import Secret
@@ -29,6 +33,8 @@ log = logging.getLogger(__name__)
 SEEN_TIMEOUT_S = 10.0  # for a decode node of the deployment
 SEEN_POLL_S = 0.1
 FOLLOW_S = 2.0
+SUCCEED_S = 0.25  # between two looks at the supervisor's lease
+AGAIN_S = 5.0  # after a takeover that failed
 RPC_TIMEOUT_S = 2.0  # for a node to answer that it is there
 
 
@@ -66,15 +72,73 @@ class JoinedRouter:
         front.directory.show_only(told.kinds)
         with self._parts.waiting_for("a decode node"):
             await self._meet_nodes()
+        may_supervise = self._may_supervise(told)
         await front.open(told.served)
+        if may_supervise:
+            self._parts.at_end("succession", asyncio.create_task(self._succeed(), name="succession").cancel)
         following = asyncio.create_task(self.follow(), name="follow-deployment")
         self._parts.at_end("following the deployment", following.cancel)
 
+    def _may_supervise(self, told: Published) -> bool:
+        """Whether this router can take over; joins Ray for it. Raises ConfigError, NodeUnavailable."""
+        if self._own.ray_address == "local":
+            return False
+        if told.options.get("ray_address") == "local":
+            raise ConfigError("ray_address", "the deployment's Ray ends with its process: nobody can take over")
+        from cluster.nodes.launch import start_ray, stop_ray
+
+        with self._parts.waiting_for("Ray"):
+            start_ray(self._own.ray_address)  # now: its loss is to cost no start of Ray
+        self._parts.at_end("ray", stop_ray)
+        return True
+
+    async def _succeed(self) -> None:
+        """Wait until the supervisor is lost, take over, and go on until another process has taken over from here."""
+        loop = asyncio.get_running_loop()
+        while True:
+            lost: asyncio.Future[str] = loop.create_future()
+            holder = Holder(self.config.model)
+            lease = DeploymentLease(self._url, self._own.deployment, holder, partial(_tell, loop, lost))
+            while not await self._taken(lease):
+                await asyncio.sleep(SUCCEED_S)
+            nodes = await self._supervise(lease)
+            if nodes is None:
+                await asyncio.sleep(AGAIN_S)
+            else:
+                await nodes.supervisor.stand_down(await lost)
+
+    async def _taken(self, lease: DeploymentLease) -> bool:
+        try:
+            return await asyncio.to_thread(lease.succeed)
+        except redis.RedisError:  # nobody else can take it there either
+            return False
+
+    async def _supervise(self, lease: DeploymentLease) -> Supervision | None:
+        """Supervise the nodes from now on. None: it failed, and another process may try."""
+        log.warning("the supervisor of %s is lost; this router takes over", self._own.deployment)
+        parts = Parts()
+        parts.at_end("deployment lease", lease.release)
+        config = _whole_config(self._own, self._url, self._told)
+        nodes = Supervision(self.front, self._secret, parts, lease, config, leaves=True)
+        try:
+            await nodes.start()
+            await nodes.open_admin()
+        except Exception:
+            log.exception("this router cannot supervise the nodes")
+            lease.leaves = True
+            await parts.close(grace_s=0)
+            return None
+        self._parts.at_end("supervision", lambda: parts.close(self._parts.grace_s))
+        lease.publish(self._told.to_json())
+        return nodes
+
     async def follow(self) -> None:
-        """Until the deployment is started anew with something that this router does not know."""
+        """Until the deployment is started anew with something that this router does not know. While it does, nodes
+        know that a router is there."""
         while True:
             await asyncio.sleep(FOLLOW_S)
             try:
+                await asyncio.to_thread(say_routed, self._url, self._own.deployment)
                 told = await asyncio.to_thread(read_published, self._url, self._own.deployment)
             except redis.RedisError:
                 continue
@@ -98,6 +162,9 @@ class JoinedRouter:
             if "" in said:
                 return
             last = "; ".join(said) or last
+            if not found and (strangers := self.front.directory.strangers()):
+                refused = f"{strangers[0]} refuses this router: it has another secret"
+                raise ConfigError("secret_file", f"{refused}; it must be the deployment's")
             await asyncio.sleep(SEEN_POLL_S)
         raise NodeUnavailable(f"no decode node of the deployment answered within {SEEN_TIMEOUT_S:g} s: {last}")
 
@@ -120,9 +187,19 @@ class JoinedRouter:
         await self._parts.close(grace_s)
 
 
+def _tell(loop: asyncio.AbstractEventLoop, lost: asyncio.Future[str], who: str) -> None:
+    """From the thread of a lease."""
+    loop.call_soon_threadsafe(lost.set_result, who)
+
+
 def _joined_config(own: ServeConfig, url: str, told: Published) -> ServeConfig:
     """The deployment's options, and this process's own."""
     if told.build != version("paceline"):
         raise ConfigError("join", f"the deployment runs Paceline {told.build}, this is {version('paceline')}")
     shared = {name: value for name, value in told.options.items() if name in SHARED_OPTIONS}
     return ServeConfig.model_validate(shared | own.model_dump(include=set(ROUTER_OPTIONS)) | {"redis": url})
+
+
+def _whole_config(own: ServeConfig, url: str, told: Published) -> ServeConfig:
+    """The same, with the options that say what nodes there are."""
+    return ServeConfig.model_validate(told.options | own.model_dump(include=set(ROUTER_OPTIONS)) | {"redis": url})

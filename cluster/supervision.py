@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
 import os
-import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,12 +17,12 @@ from cluster.nodes.changes import NodeChanges
 from cluster.nodes.listening import split_address
 from cluster.nodes.slots import Slot
 from cluster.nodes.supervise import Supervisor
+from cluster.option_sets import SHARED_OPTIONS
 from cluster.parts import Parts
 from cluster.serving_router import ServingRouter
 from cluster.state.holder import DeploymentLease
-from cluster.state.registry_types import Registry
-from cluster.state.wanted import WantedNode, from_json
-from paceline.config import NodeConfig, ServeConfig
+from cluster.state.wanted import Kept, WantedNode, from_json
+from paceline.config import EngineConfig, NodeConfig, ServeConfig
 from paceline.rpc.identity import Secret
 
 if TYPE_CHECKING:
@@ -31,35 +32,47 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PHASE_POLL_S = 0.5
+ORPHAN_S = 60.0  # nodes that outlive their supervisor end after so long without another, a router and work
 
 
 class Supervision:
     """``start`` starts the nodes; they end with ``parts``."""
 
     def __init__(
-        self, front: ServingRouter, secret: Secret, parts: Parts, lease: DeploymentLease, registry: Registry
+        self,
+        front: ServingRouter,
+        secret: Secret,
+        parts: Parts,
+        lease: DeploymentLease,
+        config: ServeConfig,
+        leaves: bool = False,
     ) -> None:
-        """front: has the deployment's options, and watches the nodes. lease: is held by this process."""
+        """front: watches the nodes. lease: is held by this process. config: all options of the deployment. leaves: the
+        nodes go on when this process ends in order; where they cannot outlive it, they end all the same."""
         self._front, self._secret, self._parts, self._lease = front, secret, parts, lease
-        self._registry = registry
-        self.config = front.config
+        self._outlive = nodes_outlive(config)
+        self._registry = replace(front.registry, orphan_s=ORPHAN_S if self._outlive else 0.0)
+        self.config, self._leaves = config, leaves and self._outlive
         self.admin_address = ""
 
     async def start(self) -> None:
-        """Start all nodes. Raises what the first failing one raised."""
+        """Go on with the nodes that an earlier supervisor left, and start the others. Raises what the first failing one
+        raised."""
         from cluster.nodes.launch import RayNode, RayNodes
 
-        wanted = wanted_nodes(self.config, self._lease.wanted)
-        make_config = self._node_config(len(wanted))
+        left = await asyncio.to_thread(self._left)
+        wanted = list(left.nodes) if left is not None else wanted_nodes(self.config, self._lease.wanted)
         with self._parts.waiting_for("Ray to place nodes"):
-            nodes = await asyncio.to_thread(
+            nodes = self._nodes = await asyncio.to_thread(
                 RayNodes,
                 [placed(node, self.config) for node in wanted],
                 self._registry,
                 self.config.node_interface,
                 self._front.identity,
+                left,
             )
-        self._parts.at_end("placement", nodes.close)
+        self._parts.at_end("placement", lambda: None if self._goes_on() else nodes.close())
+        make_config = self._node_config(len(wanted), nodes.name.rpartition("-")[2])
 
         def launch(role: str, node_id: str, generation: int) -> RayNode:
             return nodes.launch(role, node_id, generation, make_config(self.changes.of(node_id), role))
@@ -67,12 +80,21 @@ class Supervision:
         # A node that stopped without dying is replaced too.
         directory = self._front.directory
         supervisor = self.supervisor = Supervisor(
-            launch, issue=self._lease.issue, has_lease=directory.holds, heard=directory.heard, reachable=host_answers
+            launch,
+            issue=self._lease.issue,
+            has_lease=directory.holds,
+            heard=directory.heard,
+            reachable=host_answers,
+            may_act=self._lease.held if self._outlive else lambda: True,
         )
         supervisor.slots += [Slot(n.role, n.node_id, wish="rest" if n.drained else "run") for n in wanted]
         resources = {"prefill": self.config.prefill_resource, "decode": self.config.decode_resource}
-        self.changes = NodeChanges(supervisor, _Places(nodes, self.config), wanted, self._lease.keep, resources)
-        self._parts.at_end("nodes", lambda: supervisor.stop(self._parts.grace_s))
+        self.changes = NodeChanges(supervisor, _Places(nodes, self.config), wanted, self._keep, resources)
+        self._parts.at_end("nodes", self._end)
+        if left is not None:
+            await asyncio.to_thread(self._adopt)
+        if self._outlive:
+            await asyncio.to_thread(self._keep, wanted)  # before a process that could outlive this one
         told = asyncio.create_task(self._tell_phases(supervisor.slots))
         try:
             with self._parts.waiting_for(f"{len(wanted)} nodes"):
@@ -80,15 +102,72 @@ class Supervision:
         finally:
             told.cancel()
 
-    def _node_config(self, count: int) -> _NodeConfigs:
-        """Options of the nodes. count: how many start together."""
+    def _left(self) -> Kept | None:
+        """What an earlier supervisor left, where its nodes outlived it and were started as these would be. Others of
+        its nodes are ended."""
+        from cluster.nodes.left import end_all
+
+        if not self._outlive or not self._lease.wanted:
+            return None
+        try:
+            kept = from_json(self._lease.wanted)
+        except ValueError as error:
+            log.warning("what the last supervisor left is not known: %s", error)
+            return None
+        if not kept.ray_name:
+            return None
+        if kept.options != self._options_digest():
+            log.warning("nodes of the last supervisor have other options; they are ended")
+            end_all(kept.ray_name)
+            self._lease.wanted = b""
+            return None
+        return kept
+
+    def _adopt(self) -> None:
+        from cluster.nodes.left import find_left
+
+        slots = {slot.node_id: slot for slot in self.supervisor.slots}
+        for node_id, (status, actor) in find_left(
+            self._nodes.name, {name: slot.role for name, slot in slots.items()}
+        ).items():
+            slot, generation = slots[node_id], status["generation"]
+            slot.adopt(
+                self._nodes.adopt(slot.role, node_id, actor), generation, status["address"], self.supervisor.clock()
+            )
+            log.warning("%s generation %d at %s is supervised from here now", node_id, generation, slot.address)
+
+    def _keep(self, wanted: list[WantedNode]) -> None:
+        """For whoever supervises next."""
+        outlive = self._outlive
+        kept = Kept(
+            wanted,
+            self._nodes.name if outlive else "",
+            self._nodes.bundles() if outlive else {},
+            self._options_digest() if outlive else "",
+        )
+        self._lease.keep(kept.to_json())
+
+    def _options_digest(self) -> str:
+        """Names what nodes are started with."""
+        options = self.config.model_dump(include=set(EngineConfig.model_fields) & SHARED_OPTIONS, mode="json")
+        known = json.dumps([options, self._secret.call_token], sort_keys=True)
+        return hashlib.sha256(known.encode()).hexdigest()[:16]
+
+    def _goes_on(self) -> bool:
+        """Whether the nodes live on when this process ends: another supervises, or is to."""
+        return self._outlive and (self._leaves or not self._lease.held())
+
+    async def _end(self) -> None:
+        self._lease.leaves = self._leaves
+        await self.supervisor.stop(None if self._leaves else self._parts.grace_s)
+
+    def _node_config(self, count: int, group: str) -> _NodeConfigs:
+        """Options of the nodes. count: how many start together. group: names those that share cores."""
         config = self.config
         threads = config.threads_per_node or max(1, (os.cpu_count() or 1) // count)
         shares = not config.threads_per_node and config.device == "cpu"
         log.info("%d nodes %s", count, "share their host's cores" if shares else f"with {threads} threads each")
-        return _NodeConfigs(
-            config.node(threads, secrets.token_hex(8) if shares else "", self._open_weight_file()), self._secret
-        )
+        return _NodeConfigs(config.node(threads, group if shares else "", self._open_weight_file()), self._secret)
 
     async def _tell_phases(self, slots: list[Slot]) -> None:
         """Tell what each node that has not started is at, until cancelled."""
@@ -136,6 +215,7 @@ class Supervision:
         )
         self._parts.at_end("admin", admin.stop)
         self.admin_address = f"{split_address(config.admin)[0]}:{admin.port}"
+        log.info("operators are served at %s", self.admin_address)
 
 
 class _NodeConfigs:
@@ -152,6 +232,11 @@ class _NodeConfigs:
         return self._shared.model_copy(update=own)
 
 
+def nodes_outlive(config: ServeConfig) -> bool:
+    """Whether Ray and Redis live on when this process ends."""
+    return config.ray_address != "local" and bool(config.redis)
+
+
 def wanted_nodes(config: ServeConfig, kept: bytes) -> list[WantedNode]:
     """What the options say; or what operators wanted of a supervisor that did not end in order. kept: theirs."""
     roles = [
@@ -163,7 +248,7 @@ def wanted_nodes(config: ServeConfig, kept: bytes) -> list[WantedNode]:
     if not kept:
         return wanted
     try:
-        found = from_json(kept)
+        found = list(from_json(kept).nodes)
     except ValueError as error:
         log.warning("the nodes that operators wanted are not known, those of the options are started: %s", error)
         return wanted

@@ -305,7 +305,12 @@ class ServeConfig(EngineConfig):
     """Keeps a process with everything imported, about 300 MB, ready to replace the only decode node within seconds."""
 
     ray_address: str = "local"
-    """Ray cluster that runs the nodes, e.g. `auto` or HOST:PORT. `local` starts a private Ray on this machine."""
+    """Ray cluster that runs the nodes, e.g. `auto` or HOST:PORT. `local` starts a private Ray on this machine. A router
+    that joins and names it takes over when `serve` is lost."""
+
+    leave_nodes: bool = False
+    """Leaves the nodes running when this process ends in order, for a router that joined with `ray_address` to go on
+    with. It needs a Ray and a Redis of yours."""
 
     node_host: str = AUTO_HOST
     """Address that nodes listen on and are reached at. `auto` takes each host's address in Ray, or 127.0.0.1 with a

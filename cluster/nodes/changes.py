@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 from cluster.nodes.slots import FIRST_BACKOFF_S, NodeEvent, Slot
 from cluster.nodes.supervise import Supervisor
-from cluster.state.wanted import MAX_NODES, WantedNode, to_json
+from cluster.state.wanted import MAX_NODES, WantedNode
 from paceline.errors import InvalidRequest, NodeUnavailable
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class NodeChanges:
     supervisor: Supervisor
     places: NodePlaces
     wanted: list[WantedNode]  # a slot of the supervisor each
-    keep: Callable[[bytes], None]  # DeploymentLease.keep; blocks
+    keep: Callable[[list[WantedNode]], None]  # for the next supervisor; blocks
     resources: dict[str, str] = field(default_factory=dict)  # Ray resource of new nodes, by role
     _changing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
@@ -133,7 +133,7 @@ class NodeChanges:
         """Raises NodeUnavailable; nothing is changed then."""
         if self.supervisor.superseded:
             raise NodeUnavailable("another process supervises this deployment now")
-        await asyncio.to_thread(self.keep, to_json(wanted))
+        await asyncio.to_thread(self.keep, wanted)
         self.wanted = wanted
 
     def _check_goes(self, slot: Slot) -> None:

@@ -38,6 +38,8 @@ STOP_MARGIN_S = 15.0  # past the grace
 LOOP_STALL_S = 2.0
 REGISTER_TIMEOUT_S = 10.0
 REGISTER_RETRY_S = 0.2
+WATCHER_POLL_S = 1.0
+WITHOUT_REDIS = 10  # times as long an orphan waits when Redis does not say whether it is one
 
 
 class Shell(Protocol):
@@ -86,6 +88,15 @@ def make_node(role: str, node_id: str, config: NodeConfig) -> Node:
     raise ValueError(f"role {role!r} is neither prefill nor decode")
 
 
+def give_place_back() -> None:
+    """Remove the placement group that this actor runs in, and with it what else of the deployment runs there."""
+    import ray
+    from ray.util.placement_group import get_current_placement_group, remove_placement_group
+
+    if ray.is_initialized() and (group := get_current_placement_group()) is not None:
+        remove_placement_group(group)
+
+
 def give_back_memory() -> None:
     """Return what loading has freed to the system: glibc would keep it in the arenas of the threads that loaded."""
     with suppress(AttributeError):  # another C library
@@ -119,6 +130,8 @@ class NodeHost:
         self._address = ""
         self._keeper: LeaseKeeper | None = None
         self._publisher: CachePublisher | None = None
+        self._watched_at = time.monotonic()
+        self._watcher = 0  # the latest call of ``wait_stopped``
         self._stopping = threading.Lock()
         self._stopped = threading.Event()
         give_back_memory()
@@ -137,6 +150,7 @@ class NodeHost:
             self._load,
             registry.namespace,
             self._fenced,
+            self._watched_by,
         )
         with phase("registering"):
             self._register(keeper)
@@ -210,8 +224,11 @@ class NodeHost:
         }
 
     def wait_stopped(self) -> None:
-        """Block until ``stop``; a caller elsewhere learns of this process's death by the call's failing."""
-        self._stopped.wait()
+        """Block until ``stop``; a caller elsewhere learns of this process's death by the call's failing. The call of a
+        supervisor that took over ends that of the one before it."""
+        self._watcher = mine = self._watcher + 1
+        while self._watcher == mine and not self._stopped.wait(WATCHER_POLL_S):
+            pass
 
     def _record(self) -> NodeRecord:
         return NodeRecord(
@@ -232,6 +249,26 @@ class NodeHost:
         """A successor serves: end at once, in a thread, as the keeper that calls is joined on the way."""
         log.error("%s generation %d has a successor; it ends", self._node_id, self._generation)
         threading.Thread(target=self.stop, args=(0.0,), name="fenced", daemon=True).start()
+
+    def _watched_by(self, somebody: bool | None) -> None:
+        """End when nobody was there for too long, and nobody waits for anything: an orphan holds a device for ever."""
+        limit_s, now = self._registry.orphan_s, time.monotonic()
+        if somebody or not limit_s or self._busy():
+            self._watched_at = now
+        elif now - self._watched_at > limit_s * (1 if somebody is False else WITHOUT_REDIS):
+            log.error("%s has seen neither supervisor nor router for %g s; it ends", self._node_id, limit_s)
+            threading.Thread(target=self._leave, name="orphan", daemon=True).start()
+
+    def _busy(self) -> bool:
+        info = self._node.shell.load()
+        return info.running + info.waiting > 0
+
+    def _leave(self) -> None:
+        """End this process, and give its place back to Ray: nobody else will."""
+        self.stop(0.0)
+        with suppress(Exception):
+            give_place_back()
+        os._exit(0)
 
     def _run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)

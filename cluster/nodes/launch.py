@@ -8,7 +8,7 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -16,6 +16,7 @@ from cluster.nodes.addresses import node_answers
 from cluster.nodes.host import START_TIMEOUT_S, STOP_MARGIN_S, NodeHost
 from cluster.nodes.slots import NotPlaced
 from cluster.state.registry_types import Registry
+from cluster.state.wanted import Kept
 from paceline.config import NodeConfig
 from paceline.errors import NodeUnavailable, PacelineError
 from paceline.rpc.identity import Identity
@@ -41,6 +42,7 @@ AGENT_TIMEOUT_S = 2.0  # for Ray's helpers to end by themselves
 # A helper of a step's parallel regions looks for the next one for about half a millisecond, then it sleeps. Regions are
 # tens of microseconds apart, and waking a sleeper takes as long: a step of SmolLM2 on two cores took twice the time.
 SPIN_COUNT = "20000"
+NAMESPACE = "paceline"  # one for all, so that a supervisor finds the placement groups of the one before it
 
 ROUTER = Identity("router")  # one that proves nothing
 
@@ -59,7 +61,7 @@ def start_ray(address: str, num_cpus: int | None = None) -> None:
         _private.extend(child for child in psutil.Process().children() if child not in before)
         return
     try:
-        ray.init(address=address, log_to_driver=False, configure_logging=False)
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:  # ConnectionError is an OSError
         mode = os.environ.get("RAY_AUTH_MODE", "unset")
         raise NodeUnavailable(
@@ -94,17 +96,32 @@ class RayNodes:
     """Launches node processes at their places."""
 
     def __init__(
-        self, wanted: Sequence[Wanted], registry: Registry, interface: str = "", identity: Identity = ROUTER
+        self,
+        wanted: Sequence[Wanted],
+        registry: Registry,
+        interface: str = "",
+        identity: Identity = ROUTER,
+        left: Kept | None = None,
     ) -> None:
-        """wanted: every node there will be. interface: of the nodes' addresses; empty: as their options say. identity:
-        of who asks nodes whether they live. Raises NodeUnavailable when Ray has no place for what the deployment cannot
-        do without."""
+        """wanted: the nodes to begin with. interface: of the nodes' addresses; empty: as their options say. identity:
+        of who asks nodes whether they live. left: by an earlier supervisor, whose places are used on. Raises
+        NodeUnavailable when Ray has no place for what the deployment cannot do without."""
         self._registry, self._interface, self._identity = registry, interface, identity
         # Names in Ray say whose they are. The rest is this start's own: what an earlier one left may linger.
-        self._name = f"paceline-{registry.deployment}-{secrets.token_hex(4)}"
+        own = f"paceline-{registry.deployment}-{secrets.token_hex(4)}"
+        self.name = left.ray_name if left is not None else own
+        self._lifetime: Literal["detached"] | None = "detached" if registry.orphan_s else None
         self._with_standby = {node.node_id for node in wanted if node.standby}
         self._standbys: dict[str, tuple[int, RayNode]] = {}  # by node; with the generation that each is to be
-        self._places = Places(self._name, wanted)
+        self._places = Places(self.name, wanted, self._lifetime, left.bundles if left is not None else None)
+
+    def adopt(self, role: str, node_id: str, actor: Any) -> RayNode:
+        """A process that an earlier supervisor left."""
+        return RayNode(node_id, role, actor, self._identity)
+
+    def bundles(self) -> dict[str, int]:
+        """Where the nodes are, for whoever supervises next (`Kept`)."""
+        return self._places.indices()
 
     def launch(self, role: str, node_id: str, generation: int, config: NodeConfig) -> RayNode:
         """A node process, not yet started: the standby, where there is one that lives. Raises NotPlaced."""
@@ -122,11 +139,14 @@ class RayNodes:
 
     def _stand_by(self, role: str, node_id: str, generation: int, config: NodeConfig) -> None:
         try:
-            self._standbys[node_id] = generation, self._process(role, node_id, generation, config)
+            standby = self._process(role, node_id, generation, config, outlives=False)
+            self._standbys[node_id] = generation, standby
         except ray.exceptions.RayError as error:  # the node itself runs
             log.warning("%s has no standby: %s", node_id, error)
 
-    def _process(self, role: str, node_id: str, generation: int, config: NodeConfig) -> RayNode:
+    def _process(
+        self, role: str, node_id: str, generation: int, config: NodeConfig, *, outlives: bool = True
+    ) -> RayNode:
         """Its actor is never restarted by Ray: the supervisor makes the next generation, under a name of its own (a
         dead actor's name stays taken while a handle lives). It sets its environment itself: a ``runtime_env`` would
         keep it from the workers that Ray has started already."""
@@ -134,12 +154,13 @@ class RayNodes:
         if self._interface:
             environment["NCCL_SOCKET_IFNAME"] = f"={self._interface}"  # exactly this one; without = it is a prefix
         actor = ray.remote(NodeHost).options(
-            name=f"{self._name}/{node_id}#{generation}",
-            namespace=self._name,
+            name=f"{self.name}/{node_id}#{generation}",
+            namespace=self.name,
+            lifetime=self._lifetime if outlives else None,
             num_cpus=0,  # the bundle's share is for placing; a predecessor that is slow to go must not block it
             max_restarts=0,
             max_task_retries=0,
-            max_concurrency=4,  # wait_stopped holds one thread for life; start, stop and status have the others
+            max_concurrency=6,  # wait_stopped holds one, two after a takeover; start, stop and status have the rest
             scheduling_strategy=PlacementGroupSchedulingStrategy(*self._places.of(node_id)),
         )
         handle = actor.remote(role, node_id, generation, config, self._registry, self._interface, environment)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import ray
+from ray.util import get_placement_group
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from paceline.errors import NodeUnavailable
@@ -46,21 +48,43 @@ class Places:
     missing, each node has a group of its own, and those that have a place can run.
     """
 
-    def __init__(self, name: str, wanted: Sequence[Wanted]) -> None:
-        """name: of the groups in Ray. Blocks. Raises NodeUnavailable when no vital node has a place in time."""
+    def __init__(
+        self,
+        name: str,
+        wanted: Sequence[Wanted],
+        lifetime: Literal["detached"] | None = None,
+        found: Mapping[str, int] | None = None,
+    ) -> None:
+        """name: of the groups in Ray. lifetime: ``detached`` places outlive this process. found: those of an earlier
+        supervisor are used on, by node the index in the group of all, or -1. Blocks. Raises NodeUnavailable when no
+        vital node has a place in time."""
+        self._name, self._lifetime = name, lifetime
+        self._bundles = {node.node_id: node.bundle for node in wanted}
+        self._spare: list[tuple[dict[str, float], int]] = []  # bundles of the one group whose nodes left
+        self._together: PlacementGroup | None = None
+        if found is None:
+            self._place(wanted)
+        else:
+            self._together = _found(name)
+            self._groups = {node.node_id: self._used_on(node, found.get(node.node_id, -1)) for node in wanted}
+
+    def _used_on(self, node: Wanted, index: int) -> tuple[PlacementGroup, int]:
+        if index >= 0 and self._together is not None:
+            return self._together, index
+        return _found(f"{self._name}/{node.node_id}") or self._alone(node), 0
+
+    def _place(self, wanted: Sequence[Wanted]) -> None:
         # Apart where there are hosts enough, together where not. STRICT_SPREAD would refuse more nodes than hosts,
         # and would leave the nodes of a lost host unplaced for as long as no other comes.
-        together = placement_group([node.bundle for node in wanted], strategy="SPREAD", name=name)
-        self._name = name
-        self._bundles = {node.node_id: node.bundle for node in wanted}
+        bundles = [node.bundle for node in wanted]
+        together = placement_group(bundles, strategy="SPREAD", name=self._name, lifetime=self._lifetime)
         self._groups = {node.node_id: (together, index) for index, node in enumerate(wanted)}
-        self._together: PlacementGroup | None = together
-        self._spare: list[tuple[dict[str, float], int]] = []  # bundles of the one group whose nodes left
+        self._together = together
         if not together.wait(TOGETHER_TIMEOUT_S):
             self._together = None
             log.warning("%s; each is placed by itself", _unplaced(wanted, TOGETHER_TIMEOUT_S))
             remove_placement_group(together)
-            self._groups = {node.node_id: (_alone(name, node), 0) for node in wanted}
+            self._groups = {node.node_id: (self._alone(node), 0) for node in wanted}
             self._wait_for_one(wanted)
 
     def _wait_for_one(self, wanted: Sequence[Wanted]) -> None:
@@ -78,7 +102,7 @@ class Places:
             self._spare.remove(spare)
             self._groups[node.node_id] = (self._together, spare[1])
         else:
-            self._groups[node.node_id] = (_alone(self._name, node), 0)
+            self._groups[node.node_id] = (self._alone(node), 0)
 
     def remove(self, node_id: str) -> None:
         """Give back the place of a node that has ended. One in the group of all is kept for a later node."""
@@ -88,6 +112,14 @@ class Places:
             self._spare.append((bundle, index))
         else:
             remove_placement_group(group)
+
+    def _alone(self, node: Wanted) -> PlacementGroup:
+        name = f"{self._name}/{node.node_id}"
+        return placement_group([node.bundle], strategy="PACK", name=name, lifetime=self._lifetime)
+
+    def indices(self) -> dict[str, int]:
+        """By node, its index in the group of all; -1: it has a group of its own."""
+        return {name: index if group is self._together else -1 for name, (group, index) in self._groups.items()}
 
     def of(self, node_id: str) -> tuple[PlacementGroup, int]:
         """A node's placement group, and its bundle there."""
@@ -106,8 +138,11 @@ class Places:
             remove_placement_group(group)
 
 
-def _alone(name: str, node: Wanted) -> PlacementGroup:
-    return placement_group([node.bundle], strategy="PACK", name=f"{name}/{node.node_id}")
+def _found(name: str) -> PlacementGroup | None:
+    try:
+        return get_placement_group(name)
+    except ValueError:  # nobody has it any more
+        return None
 
 
 def _unplaced(wanted: Sequence[Wanted], within_s: float) -> str:

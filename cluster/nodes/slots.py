@@ -78,3 +78,8 @@ class Slot:
     def restarts(self) -> int:
         """How often it was started anew."""
         return max(0, self.starts - 1)
+
+    def adopt(self, handle: NodeHandle, generation: int, address: str, now: float) -> None:
+        """An earlier supervisor started its process. now: on the supervisor's clock."""
+        self.handle, self.generation, self.address, self.starts = handle, generation, address, 1
+        self.started_at = self.leased_at = now

@@ -42,6 +42,7 @@ class Supervisor:
     has_lease: Callable[[str, int], bool] = lambda node_id, generation: True  # NodeDirectory.holds
     heard: Callable[[str, int, bool], None] = lambda node_id, generation, alive: None  # NodeDirectory.heard
     reachable: Callable[[str], Awaitable[bool]] = lambda address: _yes()  # whether the host at an address answers
+    may_act: Callable[[], bool] = lambda: True  # whether nobody else can supervise; asked before each act
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     slots: list[Slot] = field(default_factory=list, init=False)
@@ -58,7 +59,7 @@ class Supervisor:
         """Start all wanted nodes side by side. Raises what the first failing one raised: a deployment that cannot
         start at all is a mistake to report, not to retry. A node that no host has room for is tried again while the
         others serve, as long as one of them decodes."""
-        running = [slot for slot in self.slots if slot.wish == "run"]
+        running = [slot for slot in self.slots if slot.wish == "run" and slot.handle is None]
         missing = [error for error in await asyncio.gather(*(self._first_start(slot) for slot in running)) if error]
         if missing and not any(slot.role == "decode" and slot.handle is not None for slot in self.slots):
             raise missing[0]
@@ -95,13 +96,15 @@ class Supervisor:
         """Start a process, in a thread where a cancelled start goes on: one that comes after ``stop`` is ended here."""
         handle = self.launch(slot.role, slot.node_id, slot.generation)
         slot.handle = handle
-        if self._stopping or self.superseded:
+        if self._stopping or self.superseded or not self.may_act():
             handle.kill()
         return handle.start()
 
     async def _watch(self, slot: Slot) -> None:
         while slot in self.slots and not (self._stopping or self.superseded):
             await self.sleep(POLL_S)
+            if not self.may_act():
+                continue
             try:
                 async with slot.lock:
                     await self._look_after(slot)
@@ -185,9 +188,9 @@ class Supervisor:
 
     async def discard(self, slot: Slot) -> None:
         """End what may be left of the process: a stopped or wedged one still holds its memory and its name."""
-        handle, slot.handle, slot.address = slot.handle, None, ""
-        if handle is None:
+        if slot.handle is None or not self.may_act():
             return
+        handle, slot.handle, slot.address = slot.handle, None, ""
         try:
             async with asyncio.timeout(KILL_TIMEOUT_S):
                 await asyncio.to_thread(handle.kill)
@@ -217,14 +220,14 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def stop(self, grace_s: float) -> None:
-        """Stop watching, then drain and end all nodes side by side, in bounded time; after ``stand_down`` the nodes are
-        left alone. Idempotent."""
+    async def stop(self, grace_s: float | None) -> None:
+        """Stop watching, then drain and end all nodes side by side, in bounded time. They are left alone without a
+        grace, after ``stand_down``, and where another process may supervise. Idempotent."""
         if self._stopping:
             return
         self._stopping = True
         await self._stop_watching()
-        if self.superseded:
+        if grace_s is None or self.superseded or not self.may_act():
             return
         await asyncio.gather(*(self._stop_slot(slot, grace_s) for slot in self.slots))
 
@@ -240,6 +243,8 @@ class Supervisor:
 
     async def drain_slot(self, slot: Slot, handle: NodeHandle, grace_s: float) -> None:
         """Let a node finish its work for ``grace_s``, then end its process."""
+        if not self.may_act():
+            return
         try:
             async with asyncio.timeout(grace_s + STOP_MARGIN_S):
                 await asyncio.to_thread(handle.stop, grace_s)

@@ -13,6 +13,7 @@ While Redis is away, or takes no writes, the holder goes on: nobody else can tak
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import threading
@@ -21,7 +22,6 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from typing import TypeVar
 
 import redis
@@ -41,12 +41,14 @@ RETRY_S = 0.1  # between two tries to take it, or to reach Redis
 REDIS_WAIT_S = 10.0  # for a Redis that is away for a moment
 FORGET_MS = 60_000  # records of nodes whose lease ended so long ago are removed
 
-# KEYS: holder. ARGV: mark, who, lease in ms, an end that counts as over. Returns the token, nothing, and the nodes that
-# were wanted by a holder who did not let go; or 0, who holds it and when that ends.
+# KEYS: holder. ARGV: mark, who, lease in ms, an end that counts as over, whether only what was left is taken. Returns
+# the token, nothing, and the nodes that were wanted by a holder who did not let go; or 0, who holds it and when that
+# ends.
 _TAKE = f"""
 {NOW_MS}
 local mark, who, ends = unpack(redis.call('HMGET', KEYS[1], 'mark', 'who', 'ends'))
 if mark and mark ~= ARGV[1] and (tonumber(ends) or 0) > now and ends ~= ARGV[4] then return {{0, who, ends}} end
+if ARGV[5] == '1' and redis.call('HEXISTS', KEYS[1], 'wanted') == 0 then return {{0, '', ''}} end
 redis.call('HDEL', KEYS[1], 'serving')
 redis.call('HSET', KEYS[1], 'mark', ARGV[1], 'who', ARGV[2], 'ends', now + ARGV[3])
 return {{redis.call('HINCRBY', KEYS[1], 'token', 1), '', redis.call('HGET', KEYS[1], 'wanted') or ''}}
@@ -71,10 +73,11 @@ for i = 1, #leases, 2 do
 end
 return {{1, ''}}
 """
-# KEYS: holder. ARGV: mark.
+# KEYS: holder. ARGV: mark, whether the nodes are left to the next holder.
 _RELEASE = """
 if redis.call('HGET', KEYS[1], 'mark') == ARGV[1] then
-  redis.call('HDEL', KEYS[1], 'mark', 'who', 'ends', 'serving', 'wanted')
+  redis.call('HDEL', KEYS[1], 'mark', 'who', 'ends', 'serving')
+  if ARGV[2] ~= '1' then redis.call('HDEL', KEYS[1], 'wanted') end
 end
 """
 # KEYS: holder. ARGV: mark, token, which nodes are wanted. Returns whether the caller is the holder.
@@ -130,6 +133,9 @@ class DeploymentLease:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="deployment-lease", daemon=True)
         self._trouble = False
+        self._renewed_at = -math.inf  # on the clock of ``time.monotonic``: when the latest renewal was asked for
+        self._seen_end, self._seen_at = b"", time.monotonic()  # of another's lease: its end, and since when
+        self.leaves = False  # the nodes, at ``release``
         self.token = 0  # of this hold; the next holder's is higher
         self.lost = False  # another process took over
 
@@ -139,25 +145,48 @@ class DeploymentLease:
         Blocks for at most a few LEASE_S, or REDIS_WAIT_S without Redis. Raises ConfigError when another process has
         the lease and renews it, and NodeUnavailable without Redis.
         """
-        first_end, over = b"", b""
-        began = time.monotonic()
+        first_end = b""
         while True:
-            token, who, ends = self._patiently("the deployment's lease", partial(self._take, over))
+            token, who = self._patiently("the deployment's lease", self._try)
             if token:
-                self.wanted = ends
                 break
-            first_end = first_end or ends
-            if time.monotonic() - began >= 2 * LEASE_S:  # Redis's clock was set back since the last renewal
-                over = first_end
-            if ends != first_end:  # it was renewed: its holder lives
+            first_end = first_end or self._seen_end
+            if self._seen_end != first_end:  # it was renewed: its holder lives
                 raise ConfigError(
                     "deployment",
                     f"{self._deployment!r} is held by {_describe(who)}; serve under another name "
                     "(--deployment NAME), or stop that process",
                 )
             time.sleep(RETRY_S)
+        self._hold(token)
+
+    def succeed(self) -> bool:
+        """Take the lease of a holder who was lost and left nodes; ask again and again. Blocks. Raises
+        redis.RedisError."""
+        token, _ = self._try(left_only=True)
+        if token:
+            self._hold(token)
+        return bool(token)
+
+    def _try(self, *, left_only: bool = False) -> tuple[int, bytes]:
+        """Returns the token, or 0 and who holds it. A lease whose end stands still is over, whatever it says: Redis's
+        clock was set back since the last renewal."""
+        now = time.monotonic()
+        over = self._seen_end if now - self._seen_at >= 2 * LEASE_S else b""
+        token, who, found = self._take(over, left_only)
+        if token:
+            self._renewed_at, self.wanted = now, found
+        elif found != self._seen_end:
+            self._seen_end, self._seen_at = found, now
+        return token, who
+
+    def _hold(self, token: int) -> None:
         self.token = token
         self._thread.start()
+
+    def held(self) -> bool:
+        """Whether nobody else can have the lease yet, by this process's own clock."""
+        return not self.lost and time.monotonic() - self._renewed_at < LEASE_S
 
     def issue(self, node_id: str, above: int) -> int:
         """The next generation of a node, higher than ``above`` and than all that Redis knows of. Blocks.
@@ -185,9 +214,10 @@ class DeploymentLease:
         """From the next renewal on, tell routers that join what is served."""
         self._serving = serving
 
-    def _take(self, over: bytes = b"") -> tuple[int, bytes, bytes]:
-        token, who, ends = self._client.eval(_TAKE, 1, self._key, self._mark, self._who, int(LEASE_S * 1000), over)
-        return int(token), who, ends
+    def _take(self, over: bytes = b"", left_only: bool = False) -> tuple[int, bytes, bytes]:
+        arguments: list[str | bytes | int] = [self._mark, self._who, int(LEASE_S * 1000), over, int(left_only)]
+        token, who, found = self._client.eval(_TAKE, 1, self._key, *arguments)
+        return int(token), who, found
 
     def _patiently(self, what: str, ask: Callable[[], T]) -> T:
         """Ask again while Redis is away."""
@@ -220,9 +250,11 @@ class DeploymentLease:
 
     def _renew(self) -> str | None:
         """Returns who took over, if somebody did. Raises redis.RedisError."""
-        keys = (self._key, self._records, self._leases)
+        keys, asked_at = (self._key, self._records, self._leases), time.monotonic()
         arguments: list[str | bytes | int] = [self._mark, self._who, int(LEASE_S * 1000), self.token, FORGET_MS]
         renewed, who = self._client.eval(_RENEW, 3, *keys, *arguments, self._serving, self.wanted)
+        if renewed:
+            self._renewed_at = asked_at
         return None if renewed else _describe(who)
 
     def release(self) -> None:
@@ -233,7 +265,7 @@ class DeploymentLease:
         if self._thread.is_alive():
             self._thread.join(JOIN_TIMEOUT_S)
         try:
-            self._client.eval(_RELEASE, 1, self._key, self._mark)
+            self._client.eval(_RELEASE, 1, self._key, self._mark, int(self.leaves))
         except redis.RedisError as error:
             log.warning("the lease of deployment %s is not released, it will end: %s", self._deployment, error)
         self._client.close()

@@ -29,7 +29,8 @@ NOW_MS = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 """
-# KEYS: records, leases, generations, epoch. ARGV: record JSON, generation, lease in ms, id, epoch where there is none.
+# KEYS: records, leases, generations, epoch, holder, a mark of routers. ARGV: record JSON, generation, lease in ms, id,
+# epoch where there is none. Returns 0 to a node that has a successor; else 2 where a supervisor or a router is, or 1.
 _WRITE = f"""
 local seen = tonumber(redis.call('HGET', KEYS[3], ARGV[4]) or '0') or 0
 if seen > tonumber(ARGV[2]) then return 0 end
@@ -38,7 +39,8 @@ redis.call('SETNX', KEYS[4], ARGV[5])
 redis.call('HSET', KEYS[3], ARGV[4], ARGV[2])
 redis.call('HSET', KEYS[1], ARGV[4], ARGV[1])
 redis.call('HSET', KEYS[2], ARGV[4], now + ARGV[3])
-return 1
+local ends = tonumber(redis.call('HGET', KEYS[5], 'ends') or '0') or 0
+return (ends > now or redis.call('EXISTS', KEYS[6]) == 1) and 2 or 1
 """
 # KEYS: records, leases, generations. ARGV: id, generation. A successor's record is left alone.
 _REMOVE = """
@@ -58,6 +60,11 @@ def keys_of(namespace: str) -> tuple[str, str, str, str]:
     return f"{namespace}:nodes", f"{namespace}:leases", f"{namespace}:generations", f"{namespace}:epoch"
 
 
+def routed_key(namespace: str) -> str:
+    """Is there while a router that joined is."""
+    return f"{namespace}:routed"
+
+
 class LeaseKeeper:
     """Keeps one node's record alive from its own thread."""
 
@@ -70,12 +77,16 @@ class LeaseKeeper:
         load: Callable[[], Mapping[str, Any]],
         namespace: str = DEFAULT_NAMESPACE,
         on_fenced: Callable[[], None] = lambda: None,
+        on_watched: Callable[[bool | None], None] = lambda watched: None,
     ) -> None:
         """alive: whether the engine loop ticked lately; load: see ``NodeRecord.with_load``; on_fenced: called once,
-        from the keeper's thread, when a newer generation took over."""
+        from the keeper's thread, when a newer generation took over; on_watched: called from there after each renewal,
+        with whether a supervisor or a router is there, None when Redis does not say."""
         self._client = connect(url)
         self._record, self._ttl_s, self._alive, self._load = record, lease_ttl_s, alive, load
-        self._keys, self._on_fenced = keys_of(namespace), on_fenced
+        self._keys, self._on_fenced, self._on_watched = keys_of(namespace), on_fenced, on_watched
+        self._others = f"{namespace}:holder", routed_key(namespace)
+        self._watched: bool | None = None
         self._stop = threading.Event()
         self._writing = threading.Lock()  # one write at a time, so that none carries a state older than the last
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
@@ -94,7 +105,10 @@ class LeaseKeeper:
             record = self._record.with_load(self._load())
             ttl_ms = int(self._ttl_s * 1000)
             arguments: list[str | int] = [record.to_json(), record.generation, ttl_ms, record.id, uuid.uuid4().hex]
-            written = self._client.eval(_WRITE, len(self._keys), *self._keys, *arguments)
+            self._watched = None
+            keys = (*self._keys, *self._others)
+            written = self._client.eval(_WRITE, len(keys), *keys, *arguments)
+            self._watched = written == 2
         if not written:
             self.fenced = True
             raise Fenced(f"{record.id}: a generation above {record.generation} is registered")
@@ -111,6 +125,7 @@ class LeaseKeeper:
         while not self._stop.wait(self._ttl_s / REFRESHES_PER_LEASE):
             try:
                 self._report(self._renew())
+                self._on_watched(self._watched)
             except Fenced:
                 log.error("%s generation %d is fenced off", self._record.id, self._record.generation)
                 self._on_fenced()

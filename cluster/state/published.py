@@ -11,12 +11,13 @@ import redis
 from pydantic import TypeAdapter, ValidationError
 
 from cluster.state.connection import connect
-from cluster.state.node_lease import NOW_MS
+from cluster.state.node_lease import NOW_MS, routed_key
 from cluster.state.registry_types import namespace_of
 from paceline.errors import ConfigError
 
 WAIT_S = 10.0  # for a deployment that starts, or a Redis that is away for a moment
 POLL_S = 0.25
+ROUTED_MS = 10_000
 
 # KEYS: holder. Returns what is served, empty where no lease runs.
 _READ = f"""
@@ -54,6 +55,13 @@ class Published:
 
 
 _PUBLISHED = TypeAdapter(Published)
+
+
+def say_routed(url: str, deployment: str) -> None:
+    """A router is there for the next ROUTED_MS: nodes without a supervisor wait for one. Blocks. Raises
+    redis.RedisError."""
+    with connect(url) as client:
+        client.set(routed_key(namespace_of(deployment)), 1, px=ROUTED_MS)
 
 
 async def wait_for_published(url: str, deployment: str) -> Published:

@@ -121,6 +121,10 @@ class NodeDirectory:
         """Whether this generation of the node was seen, and is not shown because it serves something else."""
         return (node_id, generation) in self._told
 
+    def strangers(self) -> list[str]:
+        """Ids of the nodes with a lease that do not know this deployment's secret."""
+        return [key for key, record in self._leased.items() if self._token and not record.is_marked(self._token)]
+
     @property
     def stale_for_s(self) -> float:
         """Seconds since Redis last answered."""

@@ -31,6 +31,7 @@ class Registry:
     url: str  # of Redis
     lease_ttl_s: float
     deployment: str = DEFAULT_DEPLOYMENT
+    orphan_s: float = 0.0  # a node ends after so long without supervisor, router and work; 0: it ends with its parent
 
     @property
     def namespace(self) -> str:

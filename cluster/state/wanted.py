@@ -1,12 +1,11 @@
-"""Which nodes a deployment is to have, when operators changed what its options say.
+"""Which nodes a deployment is to have, and where they run: what its next supervisor goes on with.
 
-The list lies in the hash of the deployment's holder, so that whoever supervises next starts the same nodes. An orderly
-stop removes it: the next start has what its options say again.
+It lies in the hash of the deployment's holder. An orderly stop removes it: the next start has what its options say.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -27,20 +26,29 @@ class WantedNode:
     drained: bool = False
 
 
-_WANTED = TypeAdapter(Annotated[list[WantedNode], Field(max_length=MAX_NODES)])
+@dataclass(frozen=True)
+class Kept:
+    """What a supervisor leaves to the next one."""
+
+    nodes: Annotated[list[WantedNode], Field(max_length=MAX_NODES)]
+    ray_name: str = ""  # of the nodes that outlive their supervisor; empty: they end with it
+    bundles: dict[str, int] = field(default_factory=dict)  # of these, by node: its place in the group of all
+    options: str = ""  # digest of what they were started with
+
+    def to_json(self) -> bytes:
+        """As it lies in Redis."""
+        return _KEPT.dump_json(self)
 
 
-def to_json(wanted: list[WantedNode]) -> bytes:
-    """As it lies in Redis."""
-    return _WANTED.dump_json(wanted)
+_KEPT = TypeAdapter(Kept)
 
 
-def from_json(body: bytes) -> list[WantedNode]:
-    """Raises ValueError for what is no list of nodes, or names one of them twice."""
+def from_json(body: bytes) -> Kept:
+    """Raises ValueError for what no supervisor kept, or names a node twice."""
     try:
-        wanted = _WANTED.validate_json(body)
+        kept = _KEPT.validate_json(body)
     except ValidationError as error:
         raise ValueError(f"no list of wanted nodes: {error}") from None
-    if len({node.node_id for node in wanted}) != len(wanted):
+    if len({node.node_id for node in kept.nodes}) != len(kept.nodes):
         raise ValueError("a list of wanted nodes names one twice")
-    return wanted
+    return kept

@@ -99,7 +99,7 @@ class Places:
         self.left.append(node_id)
 
 
-def changes_of(supervisor: Supervisor, keep: Callable[[bytes], None] = lambda wanted: None) -> NodeChanges:
+def changes_of(supervisor: Supervisor, keep: Callable[[list[WantedNode]], None] = lambda wanted: None) -> NodeChanges:
     """What operators change. keep: takes what the next supervisor is to know."""
     wanted = [WantedNode(slot.node_id, slot.role, cores_slot=n) for n, slot in enumerate(supervisor.slots)]
     resources = {role: f"of-{role}" for role in ("prefill", "decode")}

@@ -59,7 +59,7 @@ async def test_a_deployment_asks_for_keys_at_all_its_doors(tmp_path: Path, caplo
     front._tokenizer, front._folder = ByteTokenizer(), None
     try:
         await front.open(Served(MAX_MODEL_LEN, VOCAB, True))
-        nodes: Any = Supervision(front, made._secret, made._parts, cast(Any, None), front.registry)
+        nodes: Any = Supervision(front, made._secret, made._parts, cast(Any, None), made.config)
         nodes.changes = _Changes()
         await nodes.open_admin()
         async with httpx.AsyncClient(base_url=f"http://{front.http_address}") as client:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 
 import pytest
@@ -13,6 +12,7 @@ from cluster.nodes.listing import node_of
 from cluster.nodes.slots import NodeEvent, NotPlaced
 from cluster.nodes.supervise import Supervisor
 from cluster.state.registry_types import NodeRecord
+from cluster.state.wanted import WantedNode
 from paceline.errors import InvalidRequest, NodeUnavailable
 from tests.fakes.supervised import Handle, Nodes, changes_of, from_seven, until
 
@@ -22,7 +22,7 @@ class Case:
 
     def __init__(self) -> None:
         self.processes, self.room = Nodes(), True
-        self.kept: list[bytes] = []
+        self.kept: list[list[WantedNode]] = []
         self.supervisor = Supervisor(self.launch, issue=from_seven)
         self.supervisor.want("prefill", 1)
         self.supervisor.want("decode", 2)
@@ -68,9 +68,9 @@ async def test_a_node_comes_as_soon_as_a_host_has_room_and_delays_no_other(case:
     await until(lambda: case.state("prefill-1") == "ready")
     await until(lambda: case.state("decode-2") == "ready")
     assert (missing.generation >= 7, missing.restarts, missing.last_error) == (True, 0, "")
-    wanted = {node["node_id"]: node for node in json.loads(case.kept[-1])}
-    assert (wanted["decode-2"]["host"], wanted["decode-2"]["resource"]) == ("10.0.0.9", "of-decode")
-    assert sorted(node["cores_slot"] for node in wanted.values()) == [0, 1, 2, 3, 4]
+    wanted = {node.node_id: node for node in case.kept[-1]}
+    assert (wanted["decode-2"].host, wanted["decode-2"].resource) == ("10.0.0.9", "of-decode")
+    assert sorted(node.cores_slot for node in wanted.values()) == [0, 1, 2, 3, 4]
     case.handle("decode-2").dead = True
     await until(lambda: missing.restarts == 1)  # it is looked after like the others
 
@@ -89,7 +89,7 @@ async def test_a_node_rests_until_it_is_started_and_its_death_meanwhile_is_nothi
         await case.changes.remove("decode-0", 0.0)
     with pytest.raises(InvalidRequest, match="drained, or on its way out"):
         await case.changes.switch("decode-1", "prefill", 0.0)
-    assert [node["drained"] for node in json.loads(case.kept[-1])] == [False, False, True]
+    assert [node.drained for node in case.kept[-1]] == [False, False, True]
     await case.changes.start("decode-1")
     await until(lambda: case.state("decode-1") == "ready")
     assert slot.generation == 8
@@ -109,7 +109,7 @@ async def test_a_node_that_leaves_is_gone_and_its_name_is_free(case: Case) -> No
 async def test_what_cannot_be_kept_is_not_done(case: Case) -> None:
     """Else the next supervisor would undo it. Mutant: the wish is set before it is kept."""
 
-    def keep(wanted: bytes) -> None:
+    def keep(wanted: list[WantedNode]) -> None:
         raise NodeUnavailable("Redis takes no writes")
 
     case.changes.keep = keep

@@ -16,6 +16,7 @@ from importlib.metadata import version
 from typing import Any
 
 import pytest
+import redis
 
 from cluster.nodes import host
 from cluster.nodes.host import NodeHost
@@ -129,9 +130,9 @@ def test_registers_what_it_is(server: EmbeddedRedis, node_host: NodeHost) -> Non
         started_at=pytest.approx(time.time(), abs=30),  # type: ignore[arg-type]  # equals what is near
         model="m",
         fingerprint_digest="digest",
-        log=stderr_file(),
         build=version("paceline"),
         mark=record.mark,
+        log=stderr_file(),
         running=1,
         waiting=2,
         free_pages=3,
@@ -241,6 +242,30 @@ def test_what_a_node_is_made_of_is_out_of_the_collectors_sight(node_host: NodeHo
         gc.unfreeze()
 
 
+@pytest.mark.parametrize(
+    ("there", "running", "ends"),
+    [(b"", 0, True), (b"a router", 0, False), (b"a supervisor", 0, False), (b"", 1, False)],
+)
+def test_a_node_that_outlived_everybody_ends(
+    server: EmbeddedRedis, node: PretendedNode, monkeypatch: pytest.MonkeyPatch, there: bytes, running: int, ends: bool
+) -> None:
+    """An orphan would hold its device for ever. Mutant: an idle node is taken for an orphan."""
+    left = threading.Event()
+    monkeypatch.setattr(NodeHost, "_leave", lambda self: left.set())
+    monkeypatch.setattr(node, "load", lambda: NodeInfo(running=running))
+    with redis.Redis.from_url(server.url) as client:
+        if there == b"a supervisor":
+            client.hset("paceline:default:holder", "ends", int((time.time() + 60) * 1000))
+        elif there:
+            client.set("paceline:default:routed", 1)
+    made = NodeHost("decode", "decode-0", 3, NodeConfig(model="m"), Registry(server.url, TTL_S, orphan_s=0.3))
+    try:
+        made.start()
+        assert left.wait(10.0 if ends else 1.0) == ends
+    finally:
+        made.stop(0.0)
+
+
 def test_a_node_that_does_not_know_the_secret_is_not_shown_to_a_router(server: EmbeddedRedis) -> None:
     """The router would send the secret's token to its address. Mutant: the mark does not name the address."""
     record = NodeRecord("decode-0", "decode", 3, "127.0.0.1:5").marked("the token")
@@ -259,3 +284,5 @@ def test_a_node_that_does_not_know_the_secret_is_not_shown_to_a_router(server: E
     assert asyncio.run(read("the token")) == ["decode-0"]
     assert asyncio.run(read("another")) == []
     assert len(asyncio.run(read(""))) == 4
+    for keeper in keepers:
+        keeper.close()

@@ -21,7 +21,7 @@ class Cluster:
     waits: list[float] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
 
-    def placement_group(self, bundles: list[dict[str, float]], strategy: str, name: str) -> Group:
+    def placement_group(self, bundles: list[dict[str, float]], strategy: str, name: str, lifetime: str | None) -> Group:
         return Group(self, {resource for bundle in bundles for resource in bundle} - {"CPU"}, name)
 
 

@@ -319,6 +319,25 @@ async def test_who_is_superseded_ends_starts_and_switches_nothing(case: Case) ->
     assert not any(handle.killed.is_set() or handle.stops for handle in case.nodes.handles)
 
 
+async def test_who_may_have_been_succeeded_does_nothing_until_it_knows(case: Case) -> None:
+    """Neither a death, nor a lost lease, nor an operator's wish, nor its own stop is acted on."""
+    case.supervisor.want("decode", 1)
+    await case.supervisor.start()
+    held = False
+    case.supervisor.may_act = lambda: held
+    first, second = case.nodes.handles
+    first.dead, case.leased = True, False
+    case.supervisor.slots[1].wish = "leave"
+    await asyncio.sleep(3 * POLL_S)
+    assert (case.kinds, second.stops, len(case.nodes.handles)) == (["started", "started"], [], 2)
+    held = True
+    await until(lambda: len(case.nodes.handles) == 3)
+    await until(lambda: second.stops == [0.0])
+    held = False
+    await case.supervisor.stop(1.0)
+    assert case.nodes.handles[2].stops == []
+
+
 @pytest.mark.parametrize("missing", ["prefill-0", "decode-1", "decode"])
 async def test_a_node_without_a_place_is_tried_again_while_others_serve(missing: str) -> None:
     nodes, events, room = Nodes(), list[NodeEvent](), False

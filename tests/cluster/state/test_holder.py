@@ -227,3 +227,38 @@ def test_a_dead_holders_lease_from_before_a_step_of_the_clock_is_taken(
     taking.start()
     taking.join(TAKEN_OVER_S)
     assert lease.token == 2
+
+
+def test_only_what_a_lost_holder_left_is_taken_over(server: Embedded, make: Make) -> None:
+    """Mutants: a deployment that nobody serves is taken; an orderly end leaves nodes; one that is to leave them not."""
+    old, router = make(model="old"), make(model="router")
+    assert not router.succeed()
+    old.token, _, _ = old._take()  # its thread does not run, as in a process that was killed
+    old.keep(b"nodes")
+    began = time.monotonic()
+    while not router.succeed():
+        time.sleep(0.05)
+    assert holder.LEASE_S / 2 < time.monotonic() - began < TAKEN_OVER_S
+    assert (router.token, router.wanted, router.held()) == (2, b"nodes", True)
+    with pytest.raises(NodeUnavailable, match="another process supervises"):
+        old.keep(b"other nodes")
+    router.leaves = True
+    router.release()
+    third, fourth = make(), make()
+    assert third.succeed()
+    assert third.wanted == b"nodes"
+    third.release()
+    assert not fourth.succeed()
+
+
+def test_a_holder_that_cannot_renew_does_not_act(server: Embedded, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have been succeeded behind a partition."""
+    monkeypatch.setattr(holder, "LEASE_S", 0.8)
+    lease = make()
+    lease.acquire()
+    time.sleep(1.0)
+    assert lease.held()
+    server.kill()
+    wait_for(lambda: not lease.held())
+    server.start_again()
+    wait_for(lease.held)

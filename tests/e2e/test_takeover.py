@@ -1,0 +1,94 @@
+"""The process of ``serve`` is killed: its nodes and streams go on, and a router that joined supervises them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from paceline.client import Client
+from tests.fakes.redis_servers import Embedded
+from tests.fakes.wait import wait_for
+from tests.multihost.small_model import write_model
+from tests.support.server import paceline, serve
+from tests.support.tiny_chat import CHAT_VOCAB
+from tests.support.tiny_model import tiny_spec
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+OUTSIDE_RAY = Path(__file__).with_name("outside_ray.py")
+BODY: dict[str, Any] = {"prompt": "In a paceline the front rider", "seed": 20, "max_tokens": 450, "ignore_eos": True}
+BACK_S = 60.0
+
+
+@pytest.fixture
+def ray_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    command = [sys.executable, str(OUTSIDE_RAY), "2"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+
+
+def test_nodes_and_streams_outlive_serve(ray_address: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "tiny", replace(tiny_spec(CHAT_VOCAB), max_position_embeddings=512))
+    with Embedded() as registry:
+        options = ("--model", str(folder), "--redis", registry.url, "--drafter", "ngram", "--kv-cache-tokens", "1024")
+        nodes = ("--prefill-nodes", "0", "--no-standby", "--ray-address", ray_address, "--node-host", "127.0.0.1")
+        joining = ("--join", registry.url, "--ray-address", ray_address, "--admin", "127.0.0.1:0")
+        with (
+            serve(*options, *nodes, end_with=signal.SIGKILL) as server,
+            serve(*joining, end_with=signal.SIGTERM, verb="router") as router,
+        ):
+            whole = tokens(server.http)
+            found: list[int] = []
+            asked = {name: BODY[name] for name in ("seed", "max_tokens", "ignore_eos")}
+            with Client([server.grpc, router.grpc]) as client:
+                for number, chunk in enumerate(client.stream(str(BODY["prompt"]), **asked)):
+                    found += chunk.token_ids
+                    if number == 3:
+                        server.process.kill()
+            assert found == whole
+            admin = admin_of(router.log)
+            (node,) = listed(admin)
+            assert (node["node_id"], node["generation"], node["state"]) == ("decode-0", 1, "ready")  # as it was
+            os.kill(node["pid"], signal.SIGKILL)
+            assert tokens(router.http) == whole  # by the next generation, which the router starts
+            (node,) = listed(admin)
+            assert node["generation"] == 2
+
+
+def tokens(address: str) -> list[int]:
+    reply = httpx.post(f"http://{address}/v1/completions", json=BODY, timeout=BACK_S)
+    assert reply.status_code == 200, reply.text
+    found: list[int] = reply.json()["paceline"]["token_ids"][0]
+    return found
+
+
+def admin_of(log: Path) -> str:
+    """Where the router serves operators since it took over."""
+    found: list[str] = []
+
+    def told() -> bool:
+        found[:] = re.findall(r"operators are served at (\S+)", log.read_text())
+        return bool(found)
+
+    wait_for(told)
+    return found[0]
+
+
+def listed(admin: str) -> list[dict[str, Any]]:
+    done = subprocess.run([paceline(), "nodes", "list", "--json", "--admin", admin], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
