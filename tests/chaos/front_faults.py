@@ -19,8 +19,9 @@ import random
 import signal
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import psutil
@@ -140,9 +141,9 @@ class FrontInjector:
         await asyncio.to_thread(self.redis.start_again)
         return f"process {pid} is gone, an empty one came"
 
-    async def _unheard(self, doing: Awaitable[object]) -> str:
+    async def _unheard(self, doing: Coroutine[Any, Any, str]) -> str:
         """What was done, and for how long at most routers say that they heard nothing."""
-        task = asyncio.ensure_future(doing)
+        task = asyncio.create_task(doing)
         stale_s = 0.0
         while not task.done():
             stale_s = max([stale_s, *await asyncio.gather(*map(_stale_s, self.front.http.values()))])

@@ -16,8 +16,7 @@ RECOVERY_S = 5.0  # of nodes, once a fault of theirs is over
 def resumes(fault: Fault, met: Iterable[Served], of_nodes: Sequence[Fault]) -> tuple[list[float], list[float]]:
     """Seconds between the last chunk from the router that ``fault`` took and the first from another, of each stream
     that was there and went on: where all nodes were well, and where not."""
-    alone: list[float] = []
-    also: list[float] = []
+    alone, also = list[float](), list[float]()
     for served in met:
         for move in served.moves:
             if move.source in fault.victims and fault.at <= move.first <= fault.until + AFTERMATH_S:
