@@ -248,7 +248,13 @@ class NodeHost:
     def _fenced(self) -> None:
         """A successor serves: end at once, in a thread, as the keeper that calls is joined on the way."""
         log.error("%s generation %d has a successor; it ends", self._node_id, self._generation)
-        threading.Thread(target=self.stop, args=(0.0,), name="fenced", daemon=True).start()
+        threading.Thread(target=self._yield, name="fenced", daemon=True).start()
+
+    def _yield(self) -> None:
+        """End; a process that outlived its supervisor has nobody who would end it."""
+        self.stop(0.0)
+        if self._registry.orphan_s:
+            os._exit(0)
 
     def _watched_by(self, somebody: bool | None) -> None:
         """End when nobody was there for too long, and nobody waits for anything: an orphan holds a device for ever."""
