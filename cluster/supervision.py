@@ -265,7 +265,9 @@ def placed(node: WantedNode, config: ServeConfig) -> Wanted:
 
     # With several, another goes on with its streams; without prefill nodes, decode computes prompts.
     standby = config.standby and node.role == "decode" and config.decode_nodes == 1
-    return Wanted(node.node_id, node.resource, standby, vital=node.role == "decode", host=node.host)
+    return Wanted(
+        node.node_id, node.resource, standby, vital=node.role == "decode", host=node.host, gpu=config.device == "cuda"
+    )
 
 
 class _Places:

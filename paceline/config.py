@@ -73,7 +73,7 @@ class EngineConfig(Frozen):
     `a16` numbers of `dtype`. `none` takes the checkpoint as it is."""
 
     device: str = "cpu"
-    """Where nodes compute: `cpu`, `cuda` (the host's first GPU) or `cuda:N`."""
+    """Where nodes compute: `cpu`, `cuda` (each node has a GPU of its own) or `cuda:N`, which nodes of a host share."""
 
     attention: Literal["auto", "flashinfer", "torch"] = "auto"
     """Attention kernels. `auto` takes FlashInfer on GPUs where it is installed, and Paceline's own on CPUs. `torch`

@@ -42,6 +42,7 @@ AGENT_TIMEOUT_S = 2.0  # for Ray's helpers to end by themselves
 # A helper of a step's parallel regions looks for the next one for about half a millisecond, then it sleeps. Regions are
 # tens of microseconds apart, and waking a sleeper takes as long: a step of SmolLM2 on two cores took twice the time.
 SPIN_COUNT = "20000"
+GPU_SHARE = 0.25  # of the one GPU of a place, for a node, its standby, and a predecessor that is slow to go
 NAMESPACE = "paceline"  # one for all, so that a supervisor finds the placement groups of the one before it
 
 ROUTER = Identity("router")  # one that proves nothing
@@ -158,6 +159,7 @@ class RayNodes:
             namespace=self.name,
             lifetime=self._lifetime if outlives else None,
             num_cpus=0,  # the bundle's share is for placing; a predecessor that is slow to go must not block it
+            num_gpus=GPU_SHARE if config.device == "cuda" else 0,
             max_restarts=0,
             max_task_retries=0,
             max_concurrency=6,  # wait_stopped holds one, two after a takeover; start, stop and status have the rest

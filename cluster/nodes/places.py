@@ -21,6 +21,7 @@ TOGETHER_TIMEOUT_S = 3.0  # for all nodes to be placed as one group; a missing h
 ALONE_TIMEOUT_S = 57.0  # after that, for the first node that the deployment cannot do without
 THERE_TIMEOUT_S = 1.0  # to find out whether a node has its place
 HOST_SHARE = 0.001  # of the resource that names a host
+GPU = "GPU"  # Ray's name of the resource
 CPU_SHARE = 0.01  # nodes pin their own threads; Ray only has to place them
 
 
@@ -33,12 +34,14 @@ class Wanted:
     standby: bool = False  # beside it a process waits that has all but the model, to be its next generation
     vital: bool = False  # one of these at least must run
     host: str = ""  # address of the only host that it may run on; empty: any
+    gpu: bool = False  # it has a GPU of its own, which Ray chooses
 
     @property
     def bundle(self) -> dict[str, float]:
         """What Ray is to keep for it."""
         there = {f"node:{self.host}": HOST_SHARE} if self.host else {}  # Ray gives every host a resource of this name
-        return {"CPU": CPU_SHARE} | ({self.resource: 1.0} if self.resource else {}) | there
+        gpu = {GPU: 1.0} if self.gpu else {}
+        return {"CPU": CPU_SHARE} | ({self.resource: 1.0} if self.resource else {}) | there | gpu
 
 
 class Places:
@@ -148,6 +151,9 @@ def _found(name: str) -> PlacementGroup | None:
 def _unplaced(wanted: Sequence[Wanted], within_s: float) -> str:
     """What was asked for, and what the cluster has of it."""
     asked = Counter(node.resource for node in wanted if node.resource)
+    asked[GPU] = sum(node.gpu for node in wanted)
     there = ray.cluster_resources()
-    short = [f"{count} of {name!r} asked, {there.get(name, 0):g} there" for name, count in asked.items()]
+    short = [f"{count} of {name!r} asked, {there.get(name, 0):g} there" for name, count in asked.items() if count]
+    if 0 < there.get(GPU, 0) < asked[GPU]:
+        short.append("--device cuda:0 lets the nodes of a host share its first GPU")
     return f"Ray could not place {len(wanted)} nodes in {within_s:g} s; " + "; ".join(short or ["no CPU"])

@@ -74,3 +74,15 @@ def test_without_a_place_for_any_decode_node_it_is_one_error(cluster: Cluster, m
     with pytest.raises(NodeUnavailable, match=r"could not place 3 nodes .* 1 of 'b' asked, 0 there; 1 of 'c' asked, 0"):
         Places("blue", WANTED)
     assert len(cluster.removed) == 4
+
+
+def test_every_node_has_a_gpu_of_its_own_and_too_few_are_named(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutants: a place without a GPU, so that two nodes take the first one; a message that does not count them."""
+    wanted = [Wanted("prefill-0", gpu=True), Wanted("decode-0", vital=True, gpu=True)]
+    assert [node.bundle["GPU"] for node in wanted] == [1.0, 1.0]
+    monkeypatch.setattr(places, "ALONE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("cluster.nodes.places.ray.cluster_resources", lambda: {"GPU": 1.0})
+    with pytest.raises(NodeUnavailable, match="2 of 'GPU' asked, 1 there; --device cuda:0"):
+        Places("blue", wanted)
