@@ -1,7 +1,7 @@
 """``python -m benchmarks.schema_suite FOLDER``: how the grammars of JSON schemas fare with JSON-Schema-Test-Suite.
 
 FOLDER is one draft's of the suite's own repository, e.g. tests/draft2020-12. Each of its schemas comes with values
-that are valid or not. A schema is taken or refused by name. Of a schema that is taken, a value is judged by whether an
+that are valid or not. A schema is taken or refused by name. Where a schema is taken, a value is judged by whether an
 answer may be this value: *right* where that is the schema's word. An answer that could be an invalid value is *wrong*.
 A valid value that no answer can be is *narrow*: e.g. an object whose properties come in another order.
 """

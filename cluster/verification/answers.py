@@ -79,7 +79,7 @@ def _of_choice(choice: int, one: Answer, two: Answer) -> Parting | None:
 
 
 def largest_gap(first: Sequence[Answer], other: Sequence[Answer]) -> float:
-    """Of the log-probabilities of the chosen tokens of equal answers, where both have them; 0 where not."""
+    """The largest difference between log-probabilities of the same chosen token of equal answers; 0 without any."""
     pairs = [
         (a.logprob, b.logprob)
         for one, two in zip(first, other, strict=True)

@@ -92,7 +92,7 @@ class Outcome:
 
 
 async def plain_answers(folder: Path, address: str, asks: Sequence[JsonAsk]) -> list[list[Answer]]:
-    """Of one process without a drafter."""
+    """What one process without a drafter answers."""
     async with AsyncClient(address) as client:
         plain = Plain(folder, await client.model_info())
     await plain.load([ask.asked for ask in asks])
