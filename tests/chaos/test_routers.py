@@ -145,7 +145,7 @@ async def disturb(run: Run, size: Size, began: float) -> None:
         load.start(size.streams)
     node_gap, front_gap = (NODE_GAP_S, FRONT_GAP_S) if size.full else (SHORT_NODE_GAP_S, SHORT_FRONT_GAP_S)
     node_kinds = kinds() if size.full else SHORT_NODE_KINDS
-    front_kinds = (*ROUTER_KINDS, *REDIS_KINDS) if size.full else SHORT_FRONT_KINDS
+    front_kinds: tuple[str, ...] = (*ROUTER_KINDS, *REDIS_KINDS) if size.full else SHORT_FRONT_KINDS
     if not set(LINK_KINDS) <= set(kinds()):  # a long run fails for it
         front_kinds = tuple(kind for kind in front_kinds if kind != "router cut off")
     async with asyncio.TaskGroup() as group:

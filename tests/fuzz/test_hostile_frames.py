@@ -68,7 +68,8 @@ class Honest:
     """Streams of clients that mean well, one after another, and the longest that each waited for a chunk."""
 
     def __init__(self, served: Deployment) -> None:
-        self._served, self.gaps, self.done = served, Counter[str](), Counter[str]()
+        self._served, self.done = served, Counter[str]()
+        self.gaps = {"grpc": 0.0, "http": 0.0}
         self._stop = False
 
     @asynccontextmanager

@@ -145,7 +145,8 @@ def _context(shown: Credential) -> ssl.SSLContext:
     if shown.folder is not None:
         context.load_verify_locations(shown.folder.path / "ca.pem")
         if shown.role:
-            context.load_cert_chain(*(shown.folder.path / f"{shown.role}.{kind}" for kind in ("pem", "key")))
+            own = shown.folder.path / shown.role
+            context.load_cert_chain(own.with_suffix(".pem"), own.with_suffix(".key"))
     return context
 
 

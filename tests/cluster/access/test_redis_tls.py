@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import redis
 
+from cluster.state.embedded_redis import _dies_with_parent, _free_port
 from cluster.state.node_lease import LeaseKeeper
 from cluster.state.registry import NodeDirectory
 from cluster.state.registry_types import NodeRecord
 from paceline.rpc.tls import TlsFolder
-from tests.fakes.redis_servers import _dies_with_parent, _free_port
 from tests.support.certificates import expired, make_folder
 
 CALL_TIMEOUT_S = 5.0
