@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -68,7 +68,8 @@ class Honest:
     """Streams of clients that mean well, one after another, and the longest that each waited for a chunk."""
 
     def __init__(self, served: Deployment) -> None:
-        self._served, self.gaps, self.done = served, defaultdict[str, float](float), Counter[str]()
+        self._served, self.done = served, Counter[str]()
+        self.gaps = {"grpc": 0.0, "http": 0.0}
         self._stop = False
 
     @asynccontextmanager
