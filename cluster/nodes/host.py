@@ -130,7 +130,8 @@ class NodeHost:
         self._address = ""
         self._keeper: LeaseKeeper | None = None
         self._publisher: CachePublisher | None = None
-        self._watched_at = time.monotonic()
+        self._watched_at = self._told_at = time.monotonic()
+        self._watched: bool | None = True  # what was told last
         self._watcher = 0  # the latest call of ``wait_stopped``
         self._stopping = threading.Lock()
         self._stopped = threading.Event()
@@ -257,9 +258,12 @@ class NodeHost:
             os._exit(0)
 
     def _watched_by(self, somebody: bool | None) -> None:
-        """End when nobody was there for too long, and nobody waits for anything: an orphan holds a device for ever."""
+        """End when nobody was there for too long, and nobody waits for anything: an orphan holds a device for ever.
+        After an outage of Redis, or a pause of this process, the others get the whole time to show themselves again."""
         limit_s, now = self._registry.orphan_s, time.monotonic()
-        if somebody or not limit_s or self._busy():
+        told_anew = somebody is not self._watched or now - self._told_at > limit_s / 2
+        self._watched, self._told_at = somebody, now
+        if somebody or not limit_s or told_anew or self._busy():
             self._watched_at = now
         elif now - self._watched_at > limit_s * (1 if somebody is False else WITHOUT_REDIS):
             log.error("%s has seen neither supervisor nor router for %g s; it ends", self._node_id, limit_s)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -264,6 +265,36 @@ def test_a_node_that_outlived_everybody_ends(
         assert left.wait(10.0 if ends else 1.0) == ends
     finally:
         made.stop(0.0)
+
+
+def test_an_orphan_counts_from_when_redis_says_that_it_is_one(
+    node: PretendedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an outage of Redis, or a pause of every process, a node may renew its lease before its supervisor does.
+    Mutant: the time without an answer counts."""
+    left = threading.Event()
+    monkeypatch.setattr(NodeHost, "_leave", lambda self: left.set())
+    monkeypatch.setattr(node, "load", NodeInfo)
+    now = [time.monotonic()]
+    monkeypatch.setattr(host, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time, sleep=time.sleep))
+    made = NodeHost("decode", "decode-0", 3, NodeConfig(model="m"), Registry("unix:///none", TTL_S, orphan_s=60.0))
+
+    def told(somebody: bool | None, seconds: float, every: float = 1.0) -> None:
+        for _ in range(round(seconds / every)):
+            now[0] += every
+            made._watched_by(somebody)
+
+    told(True, 1)
+    told(None, 300)
+    told(False, 1)
+    told(True, 1)
+    told(False, 1)
+    told(False, 100, every=100)  # it was stopped
+    told(True, 1)
+    assert not left.wait(0.1)
+    told(False, 62)
+    assert left.wait(5.0)
+    made.stop(0.0)
 
 
 def test_a_node_that_does_not_know_the_secret_is_not_shown_to_a_router(server: EmbeddedRedis) -> None:
