@@ -85,6 +85,11 @@ class Attempt:
         """Names the request whose choice this is."""
         return self._choice.request_id
 
+    @property
+    def cache_salt(self) -> str:
+        """Says whose cache it may use."""
+        return self._choice.sequence.cache_salt
+
     async def run(self) -> None:
         """Until the choice has its finish reason. Raises NodeFailure."""
         pair = self.pair

@@ -143,7 +143,7 @@ class Pairing:
         for node in nodes:
             self.breakers.began(node)
         try:
-            with self.quarantine.running(decode, attempt.request_id):
+            with self.quarantine.running(decode, attempt.request_id, attempt.cache_salt):
                 yield
             verdict = self.breakers.succeeded
         except NodeFailure as failure:

@@ -28,6 +28,8 @@ EXPLAIN_S = 10.0  # longest wait for what became of a node, before the request i
 FORGET_S = 600.0
 MAX_PROMPTS, MAX_NODES = 1024, 256  # that are remembered
 
+Asked = tuple[str, str]  # id of a request, which clients choose, and whose cache it may use
+
 
 @dataclass(frozen=True)
 class Death:
@@ -35,14 +37,14 @@ class Death:
 
     node: Key
     at: float
-    requests: set[str]  # that were in progress there; of all attempts that failed
+    requests: set[Asked]  # that were in progress there; of all attempts that failed
 
 
 @dataclass
 class Suspicion:
     """What is held against one choice of a request."""
 
-    request_id: str
+    asked: Asked
     prompt: str  # digest of what is asked, and in whose cache
     deaths: list[Death] = field(default_factory=list)
 
@@ -53,25 +55,26 @@ class Quarantine:
     def __init__(self, nodes: Callable[[], list[NodeRecord]], clock: Callable[[], float] = time.monotonic) -> None:
         """nodes: the registry's view. clock: seconds, monotonic."""
         self._nodes, self._clock = nodes, clock
-        self._running: dict[Key, list[str]] = {}
-        self._lost: OrderedDict[Key, set[str]] = OrderedDict()
+        self._running: dict[Key, list[Asked]] = {}
+        self._lost: OrderedDict[Key, set[Asked]] = OrderedDict()
         self._refused: OrderedDict[str, tuple[float, str]] = OrderedDict()  # by prompt: when, and what is said
 
     @staticmethod
     def suspicion(request_id: str, token_ids: Sequence[int], salt: str) -> Suspicion:
         """Nothing yet. token_ids: of the prompt. salt: whose cache it may use."""
         digest = hashlib.sha256(salt.encode() + b"\0" + array("q", token_ids).tobytes())
-        return Suspicion(request_id, digest.hexdigest())
+        return Suspicion((request_id, salt), digest.hexdigest())
 
     @contextmanager
-    def running(self, node: NodeRecord, request_id: str) -> Iterator[None]:
-        """Around an attempt on a decode node."""
+    def running(self, node: NodeRecord, request_id: str, salt: str = "") -> Iterator[None]:
+        """Around an attempt on a decode node. salt: whose cache it may use."""
+        asked = request_id, salt
         there = self._running.setdefault(key_of(node), [])
-        there.append(request_id)
+        there.append(asked)
         try:
             yield
         finally:
-            there.remove(request_id)
+            there.remove(asked)
             if not there:
                 self._running.pop(key_of(node), None)
 
@@ -79,12 +82,13 @@ class Quarantine:
         """The connection to a decode node is gone. num_tokens: what the attempt had brought."""
         key = key_of(node)
         together = self._lost.setdefault(key, set())
-        together.update([suspicion.request_id, *self._running.get(key, ())])
+        together.update([suspicion.asked, *self._running.get(key, ())])
         while len(self._lost) > MAX_NODES:
             self._lost.popitem(last=False)
         seen = next((record for record in self._nodes() if key_of(record) == key), node)
         if num_tokens < FEW_TOKENS and seen.state != "draining":
-            suspicion.deaths.append(Death(key, self._clock(), together))
+            before = [death for death in suspicion.deaths if death.node != key]  # a process dies once
+            suspicion.deaths = [*before, Death(key, self._clock(), together)]
 
     def unexplained(self, suspicion: Suspicion) -> bool:
         """Whether another node is to wait: one more death would be proof, and it is not known yet whether the latest
@@ -102,12 +106,10 @@ class Quarantine:
             self._refused.popitem(last=False)
         if suspicion.prompt not in self._refused:
             deaths = [death for death in suspicion.deaths if self._died(death)]
-            if len(deaths) < DEATHS or set.intersection(*(death.requests for death in deaths)) != {
-                suspicion.request_id
-            }:
+            if len(deaths) < DEATHS or set.intersection(*(death.requests for death in deaths)) != {suspicion.asked}:
                 return
             nodes = ", ".join(f"{node_id} generation {generation}" for node_id, generation in (d.node for d in deaths))
-            said = f"{suspicion.request_id!r} is quarantined: it was the one request in progress when {nodes} died"
+            said = f"{suspicion.asked[0]!r} is quarantined: it was the one request in progress when {nodes} died"
             log.error("%s; its prompt is refused for %g s", said, FORGET_S)
             self._refused[suspicion.prompt] = now, said
             while len(self._refused) > MAX_PROMPTS:

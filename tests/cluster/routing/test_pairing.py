@@ -128,7 +128,7 @@ def test_attempts_that_succeed_close_a_breaker_that_is_half_open(case: Case) -> 
     now = 0.0
     case.pairing.breakers = breakers = Breakers(lambda: now)
     node = case.nodes[0]
-    attempt: Any = SimpleNamespace(pair=Pair(node, None), request_id="r")
+    attempt: Any = SimpleNamespace(pair=Pair(node, None), request_id="r", cache_salt="")
     for _ in range(FAILURES_TO_OPEN):
         with pytest.raises(NodeFailure), case.pairing.judged(attempt):
             raise NodeFailure(node, NodeUnavailable("broken"))

@@ -114,6 +114,26 @@ def test_what_counts_as_a_death(loss: dict[str, object], refused: bool) -> None:
     assert case.refused == refused
 
 
+def test_one_death_counts_once_however_often_the_node_was_lost_before() -> None:
+    """A cable that is cut again and again kills no node. Mutant: each loss of a process counts."""
+    case = Case()
+    for replaced in (False, False, True):
+        case.lose(replaced=replaced)
+    assert not case.refused
+
+
+def test_another_tenants_request_of_the_same_id_is_another() -> None:
+    """Clients choose ids. Mutant: requests are told apart by their id alone."""
+    case = Case()
+    innocent = case.quarantine.suspicion("r", [1], "another's")
+    for generation in range(1, DEATHS + 1):
+        node = NodeRecord("decode-0", "decode", generation, "host:1")
+        with case.quarantine.running(node, "r"), case.quarantine.running(node, "r", "another's"):
+            case.quarantine.lost(node, innocent, 0)
+        case.records = [NodeRecord("decode-0", "decode", generation + 1, "host:1")]
+    case.quarantine.check(innocent)
+
+
 def test_the_next_node_waits_until_it_is_known_what_became_of_the_last_one() -> None:
     """Else a request kills one node more than it must. Mutant: only deaths that are known are looked at."""
     case = Case()
