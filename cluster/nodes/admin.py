@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc.aio
@@ -12,7 +12,7 @@ import grpc.aio
 from cluster.nodes.changes import NodeChanges
 from cluster.nodes.listing import NodeView, node_of
 from cluster.nodes.slots import Slot
-from paceline.errors import ConfigError, DeadlineExceeded, NodeUnavailable, PacelineError
+from paceline.errors import ConfigError, DeadlineExceeded, NodeUnavailable, Overloaded, PacelineError
 from paceline.rpc.audit import Audit, peer_of
 from paceline.rpc.calls import answering_errors, make_server
 from paceline.rpc.guard import Guard
@@ -41,6 +41,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         """drain_timeout_s: what streams get where the caller does not say."""
         self._changes, self._view, self._drain_timeout_s = changes, view, drain_timeout_s
         self._audit = Audit()
+        self._making: set[asyncio.Task[Slot]] = set()
 
     async def SetRole(self, request: admin_pb2.SetRoleRequest, context: Context) -> admin_pb2.SetRoleResponse:
         async with answering_errors(context):
@@ -78,17 +79,33 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     def _grace_s(self, request: admin_pb2.DrainNodeRequest | admin_pb2.RemoveNodeRequest) -> float:
         return min(max(request.grace_s, 0.0), MAX_GRACE_S) if request.HasField("grace_s") else self._drain_timeout_s
 
-    async def _audited(self, context: Context, act: str, change: Awaitable[Slot]) -> Slot:
+    async def _audited(self, context: Context, act: str, change: Coroutine[Any, Any, Slot]) -> Slot:
+        """Make a change as a whole, though its caller may leave meanwhile: half of one is worse than either."""
+        if len(self._making) >= MAX_RPCS:
+            change.close()
+            raise Overloaded("other changes are being made")
+        making = asyncio.create_task(self._make(peer_of(context), act, change))
+        self._making.add(making)
+        making.add_done_callback(self._made)
+        return await asyncio.shield(making)
+
+    async def _make(self, peer: str, act: str, change: Coroutine[Any, Any, Slot]) -> Slot:
         try:
             slot = await change
-        except PacelineError as error:
-            self._audit.done(peer_of(context), "", f"nodes {act}", f"refused: {error}")
+        except Exception as error:
+            told = "refused" if isinstance(error, PacelineError) else "failed"
+            self._audit.done(peer, "", f"nodes {act}", f"{told}: {error}")
             raise
-        self._audit.done(peer_of(context), "", f"nodes {act}", f"{slot.node_id} is to {slot.wish}")
+        self._audit.done(peer, "", f"nodes {act}", f"{slot.node_id} is to {slot.wish}")
         return slot
 
+    def _made(self, making: asyncio.Task[Slot]) -> None:
+        self._making.discard(making)
+        if not making.cancelled():
+            making.exception()  # the audit has it, and the caller, where there still is one
+
     async def _follow(
-        self, context: Context, act: str, change: Awaitable[Slot], ends: Sequence[str]
+        self, context: Context, act: str, change: Coroutine[Any, Any, Slot], ends: Sequence[str]
     ) -> AsyncIterator[admin_pb2.NodeProgress]:
         """Make a change, then tell the node's state whenever that changes, until it is one of ``ends``."""
         async with answering_errors(context):

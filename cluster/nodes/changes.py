@@ -75,7 +75,7 @@ class NodeChanges:
         """Let a node finish what runs there within ``grace_s``, then end its process; its place stays. Returns at once.
         Raises InvalidRequest where no other decode node serves."""
         async with self._changing:
-            slot = self.slot(node_id)
+            slot = self.slot(self.of(node_id).node_id)  # one on its way out still has a slot
             self._check_goes(slot)
             await self._keep([replace(node, drained=node.drained or node.node_id == node_id) for node in self.wanted])
             return _wish(slot, "rest", grace_s)

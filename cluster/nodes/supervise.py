@@ -109,8 +109,10 @@ class Supervisor:
                 async with slot.lock:
                     await self._look_after(slot)
                 if slot.wish == "leave" and slot.handle is None:
-                    self.slots.remove(slot)
-                    await asyncio.to_thread(self.on_left, slot)
+                    try:
+                        await asyncio.to_thread(self.on_left, slot)
+                    finally:  # no earlier: who takes its name is to get a place of its own
+                        self.slots.remove(slot)
             except Exception:  # a fault in here must not leave the node unwatched
                 log.exception("watching %s failed", slot.node_id)
 

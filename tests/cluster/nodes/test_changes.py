@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 
+import grpc.aio
 import pytest
 
+from cluster.nodes.admin import AdminService, serve_admin
 from cluster.nodes.changes import NodeChanges
 from cluster.nodes.listing import node_of
 from cluster.nodes.slots import NodeEvent, NotPlaced
@@ -14,6 +17,8 @@ from cluster.nodes.supervise import Supervisor
 from cluster.state.registry_types import NodeRecord
 from cluster.state.wanted import WantedNode
 from paceline.errors import InvalidRequest, NodeUnavailable
+from paceline.rpc.identity import Identity
+from paceline.v1 import admin_pb2, admin_pb2_grpc
 from tests.fakes.supervised import Handle, Nodes, changes_of, from_seven, until
 
 
@@ -95,6 +100,27 @@ async def test_a_node_rests_until_it_is_started_and_its_death_meanwhile_is_nothi
     assert slot.generation == 8
 
 
+async def test_a_node_on_its_way_out_is_not_kept_by_a_drain(case: Case) -> None:
+    """It would have a place and be wanted by nobody, until it is removed once more. Mutant: any slot is drained."""
+    case.handle("decode-1").stop_s = 0.2
+    await case.changes.remove("decode-1", 1.0)
+    with pytest.raises(InvalidRequest, match="'decode-1' is none of prefill-0, decode-0"):
+        await case.changes.drain("decode-1", 1.0)
+    await until(lambda: case.state("decode-1") == "not there")
+
+
+async def test_a_name_is_free_once_its_place_is_given_back(case: Case) -> None:
+    """Else a new node of that name loses the place that it has just been given. Mutant: the name goes first."""
+    given_back = threading.Event()
+    case.supervisor.on_left = lambda slot: None if given_back.wait(5.0) else None
+    await case.changes.remove("decode-1", 0.0)
+    await until(lambda: case.state("decode-1") in ("gone", "not there"))
+    await asyncio.sleep(0.1)
+    assert (await case.changes.add("decode")).node_id == "decode-2"
+    given_back.set()
+    await until(lambda: case.state("decode-1") == "not there")
+
+
 async def test_a_node_that_leaves_is_gone_and_its_name_is_free(case: Case) -> None:
     await case.changes.remove("decode-0", 1.5)
     with pytest.raises(InvalidRequest, match="none of prefill-0, decode-1"):
@@ -122,6 +148,28 @@ async def test_what_cannot_be_kept_is_not_done(case: Case) -> None:
     await case.supervisor.stand_down("process 7 on elsewhere")
     with pytest.raises(NodeUnavailable, match="another process supervises"):
         await case.changes.add("decode")
+
+
+async def test_a_change_is_made_as_a_whole_though_its_caller_leaves(case: Case) -> None:
+    """Else a node is wanted that nobody starts, lists or can remove. Mutant: the caller's end cancels the change."""
+    kept, goes_on = threading.Event(), threading.Event()
+
+    def keep(wanted: list[WantedNode]) -> None:
+        kept.set()
+        goes_on.wait(5.0)
+
+    case.changes.keep = keep
+    server = await serve_admin(AdminService(case.changes, case, 1.0), "127.0.0.1:0", Identity("router"))
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        call = admin_pb2_grpc.AdminStub(channel).AddNode(admin_pb2.AddNodeRequest(role="decode"))
+        asked = asyncio.ensure_future(call.read())
+        await asyncio.to_thread(kept.wait, 5.0)
+        call.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        await asyncio.sleep(0.1)  # the server hears of it
+        goes_on.set()
+        await until(lambda: case.state("decode-2") == "ready")
+    await server.stop()
 
 
 # ---- roles
