@@ -75,7 +75,8 @@ class JoinedRouter:
         may_supervise = self._may_supervise(told)
         await front.open(told.served)
         if may_supervise:
-            self._parts.at_end("succession", asyncio.create_task(self._succeed(), name="succession").cancel)
+            succession = asyncio.create_task(self._succeed(), name="succession")
+            self._parts.at_end("succession", partial(_cancelled, succession))
         following = asyncio.create_task(self.follow(), name="follow-deployment")
         self._parts.at_end("following the deployment", following.cancel)
 
@@ -101,11 +102,13 @@ class JoinedRouter:
             lease = DeploymentLease(self._url, self._own.deployment, holder, partial(_tell, loop, lost))
             while not await self._taken(lease):
                 await asyncio.sleep(SUCCEED_S)
-            nodes = await self._supervise(lease)
+            parts = Parts()
+            nodes = await self._supervise(lease, parts)
             if nodes is None:
                 await asyncio.sleep(AGAIN_S)
             else:
                 await nodes.supervisor.stand_down(await lost)
+                await parts.close(grace_s=0)  # the operators' address above all: this router may take over again
 
     async def _taken(self, lease: DeploymentLease) -> bool:
         try:
@@ -113,20 +116,21 @@ class JoinedRouter:
         except redis.RedisError:  # nobody else can take it there either
             return False
 
-    async def _supervise(self, lease: DeploymentLease) -> Supervision | None:
-        """Supervise the nodes from now on. None: it failed, and another process may try."""
+    async def _supervise(self, lease: DeploymentLease, parts: Parts) -> Supervision | None:
+        """Supervise the nodes from now on, until ``parts`` end. None: it failed, and another process may try."""
         log.warning("the supervisor of %s is lost; this router takes over", self._own.deployment)
-        parts = Parts()
         parts.at_end("deployment lease", lease.release)
         config = _whole_config(self._own, self._url, self._told)
         nodes = Supervision(self.front, self._secret, parts, lease, config, leaves=True)
         try:
             await nodes.start()
             await nodes.open_admin()
-        except Exception:
-            log.exception("this router cannot supervise the nodes")
+        except BaseException as error:
             lease.leaves = True
             await parts.close(grace_s=0)
+            if not isinstance(error, Exception):  # the router ends meanwhile
+                raise
+            log.exception("this router cannot supervise the nodes")
             return None
         self._parts.at_end("supervision", lambda: parts.close(self._parts.grace_s))
         lease.publish(self._told.to_json())
@@ -185,6 +189,12 @@ class JoinedRouter:
     async def stop(self, grace_s: float) -> None:
         """End everything, newest first. Idempotent. grace_s: what runs may go on for so long."""
         await self._parts.close(grace_s)
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    """Once a cancelled task has ended."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def _tell(loop: asyncio.AbstractEventLoop, lost: asyncio.Future[str], who: str) -> None:

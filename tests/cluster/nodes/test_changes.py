@@ -112,7 +112,7 @@ async def test_a_node_on_its_way_out_is_not_kept_by_a_drain(case: Case) -> None:
 async def test_a_name_is_free_once_its_place_is_given_back(case: Case) -> None:
     """Else a new node of that name loses the place that it has just been given. Mutant: the name goes first."""
     given_back = threading.Event()
-    case.supervisor.on_left = lambda slot: None if given_back.wait(5.0) else None
+    case.supervisor.on_left = lambda slot: given_back.wait(5.0) and None
     await case.changes.remove("decode-1", 0.0)
     await until(lambda: case.state("decode-1") in ("gone", "not there"))
     await asyncio.sleep(0.1)

@@ -13,17 +13,22 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 
 from cluster import joined
 from cluster.deployment import Deployment
+from cluster.nodes.admin import AdminService, serve_admin
+from cluster.nodes.supervise import Supervisor
+from cluster.parts import Parts
 from cluster.state import holder
 from cluster.state.holder import DeploymentLease, Holder
 from cluster.state.published import Published, Served, read_published
 from paceline.config import ServeConfig
 from paceline.errors import ConfigError, NodeUnavailable
+from paceline.rpc.identity import Identity
 from tests.fakes.redis_servers import Embedded
 from tests.fakes.wait import wait_for
 
@@ -123,6 +128,48 @@ async def test_a_router_that_joined_ends_when_the_deployment_has_other_options(
         held.release()
     await following
     assert "was started anew with other options" in router.problem
+
+
+async def test_a_router_that_was_succeeded_takes_over_again(
+    server: Embedded, make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Mutant: what the first takeover opened, the operators' address above all, is open for good."""
+
+    class Pretended:
+        """Nodes that need nothing, and an address for operators."""
+
+        def __init__(self, front: Any, secret: Any, parts: Parts, lease: Any, config: Any, leaves: bool) -> None:
+            self.supervisor, self._parts = Supervisor(lambda *node: None), parts  # type: ignore[arg-type, return-value]
+
+        async def start(self) -> None:
+            pass
+
+        async def open_admin(self) -> None:
+            admin = await serve_admin(AdminService(nobody, nobody, 1.0), f"127.0.0.1:{port}", Identity("router"))
+            self._parts.at_end("admin", admin.stop)
+            opened.append(admin.port)
+
+    nobody: Any = None
+    opened: list[int] = []
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    client = redis.Redis.from_url(server.url)
+    monkeypatch.setattr(joined, "Supervision", Pretended)
+    monkeypatch.setattr(joined, "SUCCEED_S", 0.02)
+    (tmp_path / "secret").write_text("a secret of this deployment")
+    router = joined.JoinedRouter(server.url, ServeConfig(secret_file=str(tmp_path / "secret")))
+    router.config, router.front = ServeConfig(), None  # type: ignore[assignment]
+    router._told = Published("1", {}, Served(64, 64, True), [("tiny", "digest")], "text")
+    client.hset("paceline:default:holder", "wanted", "nodes")
+    succession = asyncio.create_task(router._succeed())
+    for times in (1, 2):
+        async with asyncio.timeout(10):
+            while len(opened) < times:
+                await asyncio.sleep(0.01)
+        client.hset("paceline:default:holder", mapping={"mark": "another", "ends": 0})  # while it was stopped
+    await joined._cancelled(succession)
+    await router.stop(0.0)
+    client.close()
 
 
 def test_a_holder_that_stopped_is_followed_in_time_and_stands_down(server: Embedded, make: Make) -> None:
