@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from importlib.metadata import version
 
 import grpc.aio
+import redis
 
 from cluster.nodes.addresses import own_address
 from cluster.nodes.node_logs import NodeLogs
@@ -17,7 +19,7 @@ from cluster.parts import Parts, Tell
 from cluster.serving_router import ServingRouter, check_front, import_front_door
 from cluster.state.embedded_redis import EmbeddedRedis
 from cluster.state.holder import DeploymentLease, Holder
-from cluster.state.published import Published, Served
+from cluster.state.published import Published, Served, say_routed
 from cluster.state.registry_types import Registry
 from cluster.supervision import Supervision, nodes_outlive
 from paceline.assembly.shipped import with_real_drafter
@@ -31,6 +33,7 @@ log = logging.getLogger(__name__)
 RPC_TIMEOUT_S = 30.0
 SEEN_TIMEOUT_S = 10.0  # for a Redis that is away for a moment
 SEEN_POLL_S = 0.1
+ROUTED_S = 2.0  # between two times that a router which supervises no more says that it is there
 
 
 class Deployment:
@@ -122,7 +125,12 @@ class Deployment:
             raise ConfigError("leave_nodes", "needs a Ray and a Redis that go on too (--ray-address, --redis)")
 
     async def _stand_down(self) -> None:
+        """Another process supervises from now on. This one routes on, and nodes know that a router is there."""
         await self.nodes.supervisor.stand_down(await asyncio.shield(self._successor))
+        while self.config.redis:
+            with suppress(redis.RedisError):
+                await asyncio.to_thread(say_routed, self.config.redis, self.config.deployment)
+            await asyncio.sleep(ROUTED_S)
 
     async def _introduce(self, slots: list[Slot]) -> Served:
         """Pair every prefill node with every decode node now, so that a mismatch shows before the first request."""

@@ -158,7 +158,7 @@ class Supervision:
         return self._outlive and (self._leaves or not self._lease.held())
 
     async def _end(self) -> None:
-        self._lease.leaves = self._leaves
+        self._leaves = self._lease.leaves = self._goes_on()  # nobody would look after nodes that nobody wants
         await self.supervisor.stop(None if self._leaves else self._parts.grace_s)
 
     def _node_config(self, count: int, group: str) -> _NodeConfigs:

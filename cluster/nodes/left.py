@@ -11,6 +11,8 @@ from typing import Any
 import ray
 from ray.util import list_named_actors
 
+from cluster.nodes.places import give_all_back
+
 log = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S = 3.0  # for all of them to say who they are
@@ -38,9 +40,10 @@ def find_left(name: str, roles: Mapping[str, str]) -> dict[str, tuple[dict[str, 
 
 
 def end_all(name: str) -> None:
-    """End every node process of a namespace. Blocks."""
+    """End every node process of a namespace, and give their places back: they outlive who asked for them. Blocks."""
     for actor in _actors(name):
         end_left(actor)
+    give_all_back(name)
 
 
 def end_left(actor: Any) -> None:

@@ -11,7 +11,12 @@ from typing import Literal
 
 import ray
 from ray.util import get_placement_group
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
 from paceline.errors import NodeUnavailable
 
@@ -146,6 +151,15 @@ def _found(name: str) -> PlacementGroup | None:
         return get_placement_group(name)
     except ValueError:  # nobody has it any more
         return None
+
+
+def give_all_back(name: str) -> None:
+    """Give back what places there are under a name, with what runs there. Blocks."""
+    for found in placement_group_table().values():
+        if found["state"] != "REMOVED" and f"{found['name']}/".startswith(f"{name}/"):
+            group = _found(found["name"])
+            if group is not None:
+                remove_placement_group(group)
 
 
 def _unplaced(wanted: Sequence[Wanted], within_s: float) -> str:

@@ -76,6 +76,16 @@ def test_without_a_place_for_any_decode_node_it_is_one_error(cluster: Cluster, m
     assert len(cluster.removed) == 4
 
 
+def test_places_that_nobody_goes_on_with_are_given_back(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a GPU is kept from every later start. Mutant: the places of nodes that were added are left."""
+    there = [("blue", "CREATED"), ("blue/decode-2", "PENDING"), ("blue/decode-1", "REMOVED"), ("blue2", "CREATED")]
+    table = {str(number): {"name": name, "state": state} for number, (name, state) in enumerate(there)}
+    monkeypatch.setattr(places, "placement_group_table", lambda: table)
+    monkeypatch.setattr(places, "get_placement_group", lambda name: Group(cluster, set(), name))
+    places.give_all_back("blue")
+    assert cluster.removed == ["blue", "blue/decode-2"]
+
+
 def test_every_node_has_a_gpu_of_its_own_and_too_few_are_named(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,9 +27,11 @@ from cluster.parts import Parts
 from cluster.state import holder
 from cluster.state.holder import DeploymentLease, Holder
 from cluster.state.published import Published, Served, read_published
+from cluster.state.registry_types import Registry
+from cluster.supervision import Supervision
 from paceline.config import ServeConfig
 from paceline.errors import ConfigError, NodeUnavailable
-from paceline.rpc.identity import Identity
+from paceline.rpc.identity import Identity, Secret
 from tests.fakes.redis_servers import Embedded
 from tests.fakes.wait import wait_for
 
@@ -170,6 +173,35 @@ async def test_a_router_that_was_succeeded_takes_over_again(
     await joined._cancelled(succession)
     await router.stop(0.0)
     client.close()
+
+
+async def test_a_serve_that_was_succeeded_is_still_a_router(server: Embedded, make: Make) -> None:
+    """Mutant: idle nodes end under it once nobody supervises any more."""
+    serve: Any = Deployment(ServeConfig(model="m", drafter="none", redis=server.url))
+    serve._successor = asyncio.get_running_loop().create_future()
+    serve._successor.set_result("another")
+    serve.nodes = SimpleNamespace(supervisor=Supervisor(lambda *node: None))  # type: ignore[arg-type, return-value]
+    standing_down = asyncio.create_task(serve._stand_down())
+    with redis.Redis.from_url(server.url) as client:
+        async with asyncio.timeout(5):
+            while not client.exists("paceline:default:routed"):
+                await asyncio.sleep(0.01)
+    await joined._cancelled(standing_down)
+
+
+async def test_nodes_that_an_orderly_end_could_not_end_stay_wanted(server: Embedded, make: Make) -> None:
+    """A process that could not renew its lease ends no node. Mutant: they run on, and nobody may supervise them."""
+    lease = make()
+    lease.token, _, _ = lease._take()  # its thread does not run, as while Redis was away
+    lease.keep(b"nodes")
+    front: Any = SimpleNamespace(registry=Registry(server.url, 2.0))
+    config = ServeConfig(model="m", redis=server.url, ray_address="ray.internal:6379")
+    nodes: Any = Supervision(front, Secret("root"), Parts(), lease, config)
+    nodes.supervisor = Supervisor(lambda *node: None, may_act=lease.held)  # type: ignore[arg-type, return-value]
+    await nodes._end()
+    lease.release()
+    with redis.Redis.from_url(server.url) as client:
+        assert client.hget("paceline:default:holder", "wanted") == b"nodes"
 
 
 def test_a_holder_that_stopped_is_followed_in_time_and_stands_down(server: Embedded, make: Make) -> None:
