@@ -61,6 +61,7 @@ class Supervision:
         from cluster.nodes.launch import RayNode, RayNodes
 
         left = await asyncio.to_thread(self._left)
+        leaves, self._leaves = self._leaves, self._leaves or left is not None  # a start that fails ends none of theirs
         wanted = list(left.nodes) if left is not None else wanted_nodes(self.config, self._lease.wanted)
         with self._parts.waiting_for("Ray to place nodes"):
             nodes = self._nodes = await asyncio.to_thread(
@@ -101,6 +102,7 @@ class Supervision:
                 await supervisor.start()
         finally:
             told.cancel()
+        self._leaves = leaves
 
     def _left(self) -> Kept | None:
         """What an earlier supervisor left, where its nodes outlived it and were started as these would be. Others of

@@ -77,7 +77,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             yield told
 
     def _grace_s(self, request: admin_pb2.DrainNodeRequest | admin_pb2.RemoveNodeRequest) -> float:
-        return min(max(request.grace_s, 0.0), MAX_GRACE_S) if request.HasField("grace_s") else self._drain_timeout_s
+        return min(max(0.0, request.grace_s), MAX_GRACE_S) if request.HasField("grace_s") else self._drain_timeout_s
 
     async def _audited(self, context: Context, act: str, change: Coroutine[Any, Any, Slot]) -> Slot:
         """Make a change as a whole, though its caller may leave meanwhile: half of one is worse than either."""
@@ -93,8 +93,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         try:
             slot = await change
         except Exception as error:
-            told = "refused" if isinstance(error, PacelineError) else "failed"
-            self._audit.done(peer, "", f"nodes {act}", f"{told}: {error}")
+            told = f"refused: {error}" if isinstance(error, PacelineError) else f"failed: {error!r}"
+            self._audit.done(peer, "", f"nodes {act}", told)
             raise
         self._audit.done(peer, "", f"nodes {act}", f"{slot.node_id} is to {slot.wish}")
         return slot

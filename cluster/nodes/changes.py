@@ -115,7 +115,7 @@ class NodeChanges:
                 return slot
             if slot.wish != "run":
                 raise InvalidRequest("node_id", f"{node_id} is drained, or on its way out")
-            if not self._others_decode(slot):
+            if slot.role == "decode" and not self._others_decode(slot):
                 raise InvalidRequest("role", f"{node_id} is the only decode node")
             await self._keep([replace(node, role=role) if node.node_id == node_id else node for node in self.wanted])
             if slot.handle is not None:
@@ -138,13 +138,13 @@ class NodeChanges:
 
     def _check_goes(self, slot: Slot) -> None:
         """Raises InvalidRequest where the deployment would serve no more."""
-        if slot.role == "decode" and slot.wish == "run" and not self._others_decode(slot, serving=True):
+        if slot.role == "decode" and slot.wish == "run" and not self._others_decode(slot):
             raise InvalidRequest("node_id", f"{slot.node_id} is the only decode node that serves")
 
-    def _others_decode(self, slot: Slot, *, serving: bool = False) -> bool:
-        """Whether another decode node is wanted; serving: and runs."""
+    def _others_decode(self, slot: Slot) -> bool:
+        """Whether another decode node is wanted, and runs."""
         others = [other for other in self.supervisor.slots if other is not slot and other.role == "decode"]
-        return any(other.wish == "run" and (not serving or _serves(other)) for other in others)
+        return any(other.wish == "run" and _serves(other) for other in others)
 
     def _index(self, node_id: str) -> int:
         ids = [node.node_id for node in self.wanted]

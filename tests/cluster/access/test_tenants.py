@@ -78,8 +78,9 @@ async def test_a_deployment_asks_for_keys_at_all_its_doors(tmp_path: Path, caplo
         await made.stop(0.0)
         redis.close()
     told = [record.getMessage() for record in caplog.records if record.name == "paceline.audit"]
-    assert told[-2:] == [
+    assert told[-3:] == [
         "peer=127.0.0.1 key=acme act='/paceline.v1.Admin/SetRole' "
         "outcome=\"refused: the API key lacks the scope 'operator'\"",
         "peer=127.0.0.1 key=operator act='/paceline.v1.Admin/SetRole' outcome='allowed'",
+        "peer=127.0.0.1 key=- act='nodes role n decode' outcome=\"failed: KeyError('n')\"",
     ]

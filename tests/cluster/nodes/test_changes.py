@@ -12,7 +12,7 @@ import pytest
 from cluster.nodes.admin import AdminService, serve_admin
 from cluster.nodes.changes import NodeChanges
 from cluster.nodes.listing import node_of
-from cluster.nodes.slots import NodeEvent, NotPlaced
+from cluster.nodes.slots import NodeEvent, NotPlaced, Slot
 from cluster.nodes.supervise import Supervisor
 from cluster.state.registry_types import NodeRecord
 from cluster.state.wanted import WantedNode
@@ -100,6 +100,16 @@ async def test_a_node_rests_until_it_is_started_and_its_death_meanwhile_is_nothi
     assert slot.generation == 8
 
 
+async def test_a_node_that_does_not_run_takes_no_ones_place(case: Case) -> None:
+    """No decode node would serve. Mutant: one that is only wanted counts."""
+    case.room = False
+    case.handle("decode-1").dead = True
+    await until(lambda: case.state("decode-1") == "failing")
+    with pytest.raises(InvalidRequest, match="decode-0 is the only decode node"):
+        await case.changes.switch("decode-0", "prefill", 0.0)
+    case.room = True
+
+
 async def test_a_node_on_its_way_out_is_not_kept_by_a_drain(case: Case) -> None:
     """It would have a place and be wanted by nobody, until it is removed once more. Mutant: any slot is drained."""
     case.handle("decode-1").stop_s = 0.2
@@ -112,7 +122,11 @@ async def test_a_node_on_its_way_out_is_not_kept_by_a_drain(case: Case) -> None:
 async def test_a_name_is_free_once_its_place_is_given_back(case: Case) -> None:
     """Else a new node of that name loses the place that it has just been given. Mutant: the name goes first."""
     given_back = threading.Event()
-    case.supervisor.on_left = lambda slot: given_back.wait(5.0) and None
+
+    def on_left(slot: Slot) -> None:
+        given_back.wait(5.0)
+
+    case.supervisor.on_left = on_left
     await case.changes.remove("decode-1", 0.0)
     await until(lambda: case.state("decode-1") in ("gone", "not there"))
     await asyncio.sleep(0.1)

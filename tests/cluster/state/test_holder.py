@@ -28,6 +28,7 @@ from cluster.state import holder
 from cluster.state.holder import DeploymentLease, Holder
 from cluster.state.published import Published, Served, read_published
 from cluster.state.registry_types import Registry
+from cluster.state.wanted import Kept, WantedNode
 from cluster.supervision import Supervision
 from paceline.config import ServeConfig
 from paceline.errors import ConfigError, NodeUnavailable
@@ -142,7 +143,7 @@ async def test_a_router_that_was_succeeded_takes_over_again(
         """Nodes that need nothing, and an address for operators."""
 
         def __init__(self, front: Any, secret: Any, parts: Parts, lease: Any, config: Any, leaves: bool) -> None:
-            self.supervisor, self._parts = Supervisor(lambda *node: None), parts  # type: ignore[arg-type, return-value]
+            self.supervisor, self._parts = Supervisor(lambda *node: None), parts  # type: ignore[arg-type]
 
         async def start(self) -> None:
             pass
@@ -180,13 +181,39 @@ async def test_a_serve_that_was_succeeded_is_still_a_router(server: Embedded, ma
     serve: Any = Deployment(ServeConfig(model="m", drafter="none", redis=server.url))
     serve._successor = asyncio.get_running_loop().create_future()
     serve._successor.set_result("another")
-    serve.nodes = SimpleNamespace(supervisor=Supervisor(lambda *node: None))  # type: ignore[arg-type, return-value]
+    serve.nodes = SimpleNamespace(supervisor=Supervisor(lambda *node: None))  # type: ignore[arg-type]
     standing_down = asyncio.create_task(serve._stand_down())
     with redis.Redis.from_url(server.url) as client:
         async with asyncio.timeout(5):
             while not client.exists("paceline:default:routed"):
                 await asyncio.sleep(0.01)
     await joined._cancelled(standing_down)
+
+
+async def test_a_start_that_fails_ends_no_node_that_was_there(
+    server: Embedded, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams of other routers run there. Mutant: whatever a failed start knows of is ended."""
+    ended: list[str] = []
+    lease, parts = make(), Parts()
+    lease.acquire()
+    lease.wanted = b"nodes"
+    places = SimpleNamespace(close=lambda: ended.append("places"), name="paceline-default-1", bundles=dict)
+    monkeypatch.setattr("cluster.nodes.launch.RayNodes", lambda *asked: places)
+    front: Any = SimpleNamespace(
+        registry=Registry(server.url, 2.0),
+        identity=None,
+        directory=SimpleNamespace(holds=lambda *node: True, heard=lambda *node: None),
+    )
+    config = ServeConfig(model="m", redis=server.url, ray_address="ray.internal:6379")
+    nodes: Any = Supervision(front, Secret("root"), parts, lease, config)
+    kept = Kept([WantedNode("decode-0", "decode"), WantedNode("decode-1", "decode")], "paceline-default-1")
+    monkeypatch.setattr(nodes, "_left", lambda: kept)
+    there = SimpleNamespace(stop=lambda grace_s: ended.append("node"), kill=lambda: ended.append("node"))
+    monkeypatch.setattr(nodes, "_adopt", lambda: nodes.supervisor.slots[0].adopt(there, 1, "127.0.0.1:1", 0.0))
+    with pytest.raises(AttributeError, match="launch"):  # decode-1 cannot be started
+        await parts.bring_up(nodes.start())
+    assert ended == []
 
 
 async def test_nodes_that_an_orderly_end_could_not_end_stay_wanted(server: Embedded, make: Make) -> None:
@@ -197,7 +224,7 @@ async def test_nodes_that_an_orderly_end_could_not_end_stay_wanted(server: Embed
     front: Any = SimpleNamespace(registry=Registry(server.url, 2.0))
     config = ServeConfig(model="m", redis=server.url, ray_address="ray.internal:6379")
     nodes: Any = Supervision(front, Secret("root"), Parts(), lease, config)
-    nodes.supervisor = Supervisor(lambda *node: None, may_act=lease.held)  # type: ignore[arg-type, return-value]
+    nodes.supervisor = Supervisor(lambda *node: None, may_act=lease.held)  # type: ignore[arg-type]
     await nodes._end()
     lease.release()
     with redis.Redis.from_url(server.url) as client:
