@@ -60,12 +60,12 @@ class Case:
 
 @pytest.fixture
 def case(monkeypatch: pytest.MonkeyPatch) -> Case:
-    monkeypatch.setattr(places, "placement_group", lambda bundles, strategy, name: Group())
+    monkeypatch.setattr(places, "placement_group", lambda bundles, strategy, name, lifetime: Group())
     monkeypatch.setattr(places, "remove_placement_group", lambda group: None)
     wanted = [Wanted("decode-0", standby=True), Wanted("decode-1")]
     made = Case(RayNodes(wanted, Registry("redis://nowhere", 2.0)))
 
-    def process(role: str, node_id: str, generation: int, config: NodeConfig) -> Process:
+    def process(role: str, node_id: str, generation: int, config: NodeConfig, *, outlives: bool = True) -> Process:
         made.made.append(Process(node_id, generation, role, on_started=lambda: None))
         return made.made[-1]
 
