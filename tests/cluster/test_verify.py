@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from cluster.commands.verify import verify
 from cluster.verification.answers import About, Answer
-from cluster.verification.asked import Asked, request_of
+from cluster.verification.asked import FIRST_SEED, Asked, request_of
 from cluster.verification.built_in import built_in
 from cluster.verification.report import report_json, show_difference, show_report
 from cluster.verification.run import Verification
@@ -115,6 +115,13 @@ class Scripted:
 
     async def answer(self, asked: Asked, extra: Mapping[str, Any]) -> list[Answer]:
         return next(self._answers)
+
+
+def test_null_is_no_value() -> None:
+    """Mutant: with a null for a seed each side draws its own, and no temperature is told."""
+    asked = request_of(3, {"prompt": "x", "seed": None, "temperature": None, "recorded": None})
+    assert asked.options == {"seed": FIRST_SEED + 3}
+    assert asked.told == "request 3 ('x', temperature 1)"
 
 
 async def test_a_side_that_answers_nonsense_is_reported() -> None:
