@@ -78,7 +78,7 @@ def verify(
     when no verdict could be given."""
     from cluster.verification.asked import CannotCompare
     from cluster.verification.report import report_json, show_report
-    from paceline.errors import ConfigError
+    from paceline.errors import PacelineError
 
     try:
         own_key = key_in(api_key_file)
@@ -88,7 +88,7 @@ def verify(
             Reach(at, _tls(tls, tls_ca), own_key), other, against_plain, requests, record, concurrency, timeout
         )
         done, sides = asyncio.run(_verify(wanted, quiet=as_json))
-    except (CannotCompare, ConfigError, OSError, ValueError) as error:
+    except (CannotCompare, PacelineError, OSError, ValueError) as error:
         errors.print(f"[red]error[/red] {_escaped(str(error))}", soft_wrap=True)
         raise typer.Exit(NOT_RUN) from None
     if as_json:
@@ -145,6 +145,8 @@ async def _asked(wanted: Wanted, first: Deployed) -> list[Asked]:
     from cluster.verification.built_in import built_in
 
     if wanted.requests is not None:
+        if wanted.record is not None and wanted.record.resolve() == wanted.requests.resolve():
+            raise CannotCompare(f"--record would write over {wanted.requests}, which is read: give another file")
         return read_requests(wanted.requests)
     made = built_in(first.info.max_model_len, await first.has_chats())
     if not made:

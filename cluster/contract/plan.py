@@ -180,7 +180,11 @@ def truncated(prompt: tuple[int, ...], request: GenerationRequest, max_model_len
     if not (most == KEEP_WHAT_FITS or 1 <= most <= INT32_MAX):
         raise InvalidRequest("truncate_prompt_tokens", f"must be -1 or at least 1, got {most}")
     if most == KEEP_WHAT_FITS:
-        most = max(1, max_model_len - max(1, request.max_tokens or 1))
+        most = max_model_len - max(1, request.max_tokens or 1)
+        if most < 1:
+            raise InvalidRequest(
+                "max_tokens", f"{request.max_tokens} of {max_model_len} leave no room for a prompt to keep"
+            )
     return prompt[-most:] if side == "left" else prompt[:most]
 
 
@@ -216,8 +220,8 @@ def _with_bad_sequences(request: GenerationRequest, tokenizer: TokenizerLike) ->
             raise InvalidRequest(f"bad_words[{i}]", f"needs 1 to {MAX_BAD_WORD} characters that are not all spaces")
         plain = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
         spaced = tuple(tokenizer.encode(f" {word.lstrip()}", add_special_tokens=False))
-        if len(plain) > MAX_BAD_TOKENS:
-            raise InvalidRequest(f"bad_words[{i}]", f"has {len(plain)} tokens, at most {MAX_BAD_TOKENS} are taken")
+        if not 0 < len(plain) <= MAX_BAD_TOKENS:
+            raise InvalidRequest(f"bad_words[{i}]", f"has {len(plain)} tokens, 1 to {MAX_BAD_TOKENS} are taken")
         sequences.append(plain)
         if len(spaced) == len(plain) and spaced[0] != plain[0]:
             sequences.append(spaced)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -90,5 +91,12 @@ def largest_gap(first: Sequence[Answer], other: Sequence[Answer]) -> float:
 
 def shown(entry: TokenLogprobs) -> dict[str, Any]:
     """Log-probabilities at one place, for a report."""
-    best = [[token_id, value] for token_id, value in zip(entry.top_ids, entry.top_logprobs, strict=True)]
-    return {"logprob": entry.logprob, "best": best}
+    best = [[token_id, number(value)] for token_id, value in zip(entry.top_ids, entry.top_logprobs, strict=True)]
+    return {"logprob": number(entry.logprob), "best": best}
+
+
+def number(value: float) -> float | str:
+    """``value`` for JSON, which has no infinity: as a text, e.g. -Infinity, like in recorded answers."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

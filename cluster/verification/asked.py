@@ -96,7 +96,7 @@ def request_of(number: int, fields: Any) -> Asked:
     """The request of a line. TypeError or ValueError for one that the SDK does not take."""
     if not isinstance(fields, dict):
         raise TypeError("is no JSON object")
-    options = dict(fields)
+    options = {name: value for name, value in fields.items() if value is not None}  # null means not given
     recorded = options.pop("recorded", None)
     prompts = [options.pop(key) for key in ("prompt", "messages") if key in options]
     if len(prompts) != 1:

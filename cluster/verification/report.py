@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from cluster.verification.answers import shown
+from cluster.verification.answers import number, shown
 from cluster.verification.run import Difference, Evidence, Verification
 from cluster.verification.sides import Side
 from paceline.request import TokenLogprobs
@@ -74,7 +74,13 @@ def show_report(done: Verification, sides: Sequence[Side], say: Callable[[str], 
         say(f"{done.done} answers were recorded")
     for side in sides:
         about = {key: value for key, value in asdict(side.about).items() if value}
-        say(f"{side.name}: " + ", ".join(f"{key} {value}" for key, value in about.items()))
+        say(f"{side.name}: " + ", ".join(f"{key} {_printable(value)}" for key, value in about.items()))
+
+
+def _printable(value: object) -> str:
+    """What a side says of itself. Another one than ours may send what a terminal obeys."""
+    text = str(value)
+    return text if text.isprintable() else repr(text)
 
 
 def report_json(done: Verification, sides: Sequence[Side]) -> dict[str, Any]:
@@ -87,7 +93,7 @@ def report_json(done: Verification, sides: Sequence[Side]) -> dict[str, Any]:
                 "name": name,
                 "compared": score.compared,
                 "equal": score.equal,
-                "largest_logprob_gap": score.gap,
+                "largest_logprob_gap": number(score.gap),
                 "differences": [_difference(one) for one in score.differences],
             }
             for name, score in done.scores.items()

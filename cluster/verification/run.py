@@ -107,7 +107,7 @@ class Verification:
         wanted = {"top_logprobs": max(TOP_LOGPROBS, asked.options.get("top_logprobs") or 0)}
         again = await asyncio.gather(self._first.answer(asked, wanted), other.answer(asked, wanted))
         evidence = [
-            _evidence(at, token, before[at.choice], None if now is None else now[at.choice])
+            _evidence(at, token, before[at.choice], now)
             for token, before, now in zip(at.tokens, (first, answer), again, strict=True)
         ]
         return Difference(
@@ -115,10 +115,13 @@ class Verification:
         )
 
 
-def _evidence(at: Parting, token: int | None, before: Answer, again: Answer | None) -> Evidence:
+def _evidence(at: Parting, token: int | None, before: Answer, now: Sequence[Answer] | None) -> Evidence:
     assert at.index is not None
-    if again is None:
+    if now is None:
         return Evidence(token)
+    if at.choice >= len(now):
+        return Evidence(token, repeats=False)
+    again = now[at.choice]
     end = at.index + 1
     entry = again.logprobs[at.index] if at.index < len(again.logprobs) else None
     same = again.token_ids[:end] == before.token_ids[:end]

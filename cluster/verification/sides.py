@@ -140,8 +140,8 @@ class Plain:
 
     async def _plan(self, asked: Asked, extra: Mapping[str, Any]) -> Plan:
         options = {**asked.options, **extra, "model": None}
-        request = public_wire.generation_request(generate_request(asked.prompt, options))
         try:
+            request = public_wire.generation_request(generate_request(asked.prompt, options))
             return await make_plan(replace(request, speculation=SpeculationParams()), self._served, self._tokenizer)
         except PacelineError as error:
             raise CannotCompare(f"{self.name} refuses {asked.told}: {error}") from None

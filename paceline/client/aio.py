@@ -215,7 +215,8 @@ class AsyncClient:
         return Patience(len(self._routers), self._retries, self._timeout if timeout is None else timeout)
 
     async def _call(self, method: str, request: Any, timeout: float | None) -> Any:
-        """Ask each router at most once: no call changes anything, so one that broke can be made again."""
+        """Ask each router at most once, and again where a router was lost at work (Patience): no call changes anything,
+        so one that broke can be made again."""
         patience = self._patience(timeout)
         while True:
             router, stub = self._routers.current

@@ -95,9 +95,10 @@ class Patience:
 
     def _broke_at_work(self, error: Any) -> bool:
         """A connection was lost under a call. A router that says that it has no node is no such case: the request may
-        be what they cannot bear."""
+        be what they cannot bear. Nor is one that refuses after a wait in its line: it has too much to do already."""
         lived = time.monotonic() - self._asked_at >= LIVED_S
-        return lived and self._routers > 1 and TOLD_KEY not in dict(error.trailing_metadata() or ())
+        lost = error.code() in LOST and TOLD_KEY not in dict(error.trailing_metadata() or ())
+        return lived and lost and self._routers > 1
 
 
 def lost_error(error: Any, *, resuming: bool = False) -> PacelineError:

@@ -79,10 +79,11 @@ def adjust(
     if has_penalty(params):
         _penalise(logits, params, prompt_token_ids, output_token_ids)
     stops = list(params.stop_token_ids)
-    if len(output_token_ids) < params.min_tokens and stops and not _only(stops, allowed):
-        logits[stops] = -math.inf
+    shut = stops if len(output_token_ids) < params.min_tokens and not _only(stops, allowed) else []
+    if shut:
+        logits[shut] = -math.inf
     banned = sorted(banned_tokens(params, output_token_ids))
-    if banned and not _only(banned + stops, allowed):
+    if banned and not _only(banned + shut, allowed):
         logits[banned] = -math.inf
     if allowed is not None:
         logits.masked_fill_(~torch.from_numpy(allowed).to(logits.device), -math.inf)

@@ -384,7 +384,8 @@ def test_pauses() -> None:
 
 
 def test_a_call_that_broke_at_work_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before its first chunk, at more than each router. Mutant: so is one that a router ended with an error."""
+    """Before its first chunk, at more than each router. Mutants: so is one that a router ended with an error, or
+    refused after a wait."""
     now = [0.0]
     monkeypatch.setattr(failover, "time", SimpleNamespace(monotonic=lambda: now[0]))
     lost, told = Failure(grpc.StatusCode.UNAVAILABLE), Failure(grpc.StatusCode.UNAVAILABLE, told=True)
@@ -399,6 +400,11 @@ def test_a_call_that_broke_at_work_is_asked_for_again(monkeypatch: pytest.Monkey
         now[0] += lasted
         with pytest.raises(NodeUnavailable):
             patience.pause_s(error, started=False)
+    patience = Patience(routers=2, retries=8, timeout_s=100)
+    patience.pause_s(lost, started=False)
+    now[0] += 30.0  # the line of the other one is full, and was waited in
+    with pytest.raises(Overloaded):
+        patience.pause_s(Failure(grpc.StatusCode.RESOURCE_EXHAUSTED), started=False)
 
 
 def test_one_failure_moves_on_once() -> None:

@@ -5,14 +5,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner, Result
 
 from cluster.commands.verify import verify
+from cluster.verification.answers import About, Answer
+from cluster.verification.asked import FIRST_SEED, Asked, request_of
 from cluster.verification.built_in import built_in
+from cluster.verification.report import report_json, show_difference, show_report
+from cluster.verification.run import Verification
+from paceline.request import TokenLogprobs
 from tests.multihost.small_model import write_model
 from tests.support.folder_deployment import deployed
 from tests.support.tiny_chat import CHAT_VOCAB
@@ -99,6 +107,37 @@ async def test_other_weights_are_found_at_the_first_token_that_differs(tmp_path:
         assert report["sides"][0]["weights"] != report["sides"][1]["weights"]
 
 
+class Scripted:
+    """A side that answers anything."""
+
+    def __init__(self, name: str, *answers: list[Answer]) -> None:
+        self.name, self.about, self._answers = name, About("tiny\x1b[2J"), iter(answers)
+
+    async def answer(self, asked: Asked, extra: Mapping[str, Any]) -> list[Answer]:
+        return next(self._answers)
+
+
+def test_null_is_no_value() -> None:
+    """Mutant: with a null for a seed each side draws its own, and no temperature is told."""
+    asked = request_of(3, {"prompt": "x", "seed": None, "temperature": None, "recorded": None})
+    assert asked.options == {"seed": FIRST_SEED + 3}
+    assert asked.told == "request 3 ('x', temperature 1)"
+
+
+async def test_a_side_that_answers_nonsense_is_reported() -> None:
+    """Mutants: fewer choices end the run when a side is asked again; -inf is written as it is, which is no JSON."""
+    odd = TokenLogprobs(-math.inf, (1, 2), (-math.inf, math.nan))
+    first, other = ([Answer((token,), "a", "stop", logprobs=(odd,))] for token in (1, 2))
+    sides = Scripted("one", first, first), Scripted("two", other, [])
+    done = Verification(sides[0], sides[1:], lambda one: show_difference(one, "one"))
+    await done.run([request_of(1, {"prompt": "x"})], 1, lambda: None)
+    lines: list[str] = []
+    show_report(done, sides, lines.append)
+    assert all(line.isprintable() for line in lines)
+    (against,) = json.loads(json.dumps(report_json(done, sides)), parse_constant=pytest.fail)["against"]
+    assert against["differences"][0]["repeats"] == [True, False]
+
+
 async def test_no_verdict_is_another_exit_code_than_a_difference(tmp_path: Path, asked: Path) -> None:
     folder, odd = write_model(tmp_path / "tiny", SPEC, seed=0), tmp_path / "odd.jsonl"
     unlike = tmp_path / "unlike"
@@ -113,7 +152,13 @@ async def test_no_verdict_is_another_exit_code_than_a_difference(tmp_path: Path,
             odd.write_text('{"prompt": "x", "temprature": 1}')
             done = await run("--at", at, "--timeout", 5, *arguments)
             assert (done.exit_code, told in done.output) == (2, True), done.output
+        odd.write_text(json.dumps({"prompt": "x", "bad_words": ["a"] * 70}))
+        refused = await run("--at", at, "--against-plain", unlike, "--requests", odd)
+        assert (refused.exit_code, "the plain process refuses" in refused.output) == (2, True), refused.output
         odd.write_text('{"prompt": "x", "drafter": "lookahead"}')
+        over = await run("--at", at, "--requests", odd, "--record", odd)
+        assert (over.exit_code, "would write over" in over.output) == (2, True), over.output
+        assert "lookahead" in odd.read_text()
         refused = await run("--at", at, "--against", at, "--requests", odd)
         assert (refused.exit_code, "refuses request 1" in refused.output) == (2, True), refused.output
         async with deployed(write_model(tmp_path / "tiny", SPEC, seed=0), drafter="none") as named:

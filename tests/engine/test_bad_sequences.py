@@ -6,11 +6,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from paceline.errors import InvalidRequest
 from paceline.request import Grammar, GrammarKind, SamplingParams, SequenceRequest
-from paceline.sampling.params import banned_tokens
+from paceline.sampling.params import adjust, banned_tokens
 from tests.support.exactness import run
 from tests.support.grammar_engines import answers, grammar_request, grammar_runner, text_of
 from tests.support.needs import needs_kernels
@@ -71,6 +73,15 @@ def test_a_grammar_that_allows_nothing_else_wins(tmp_path: Path) -> None:
     request = grammar_request(either, bad_token_ids=((64, 64),), temperature=0.0)
     (done,) = answers(grammar_runner(tmp_path / "either", drafter="ngram"), [request])
     assert text_of(done.token_ids) == "ab"
+
+
+def test_a_grammar_that_lets_the_text_end_allows_something_else() -> None:
+    """Mutant: stop tokens count as shut before the minimum length and after it."""
+    allowed = np.zeros(8, dtype=bool)
+    allowed[[2, 5]] = True
+    for min_tokens, comes in ((0, 2), (3, 5)):
+        params = SamplingParams(bad_token_ids=((5,),), stop_token_ids=(2,), min_tokens=min_tokens)
+        assert torch.isfinite(adjust(torch.zeros(8), params, [], [1], allowed)).nonzero().flatten().tolist() == [comes]
 
 
 def test_only_the_end_of_the_output_counts() -> None:

@@ -78,7 +78,8 @@ async def test_special_tokens_are_shown_when_asked_for(tmp_path: Path, monkeypat
 
 
 async def test_a_prompt_is_cut_on_the_side_that_is_named(tmp_path: Path) -> None:
-    """Mutant: the prompt that ``echo`` repeats is the whole one."""
+    """Mutants: the prompt that ``echo`` repeats is the whole one; one token is kept beside max_tokens that fill the
+    context."""
     async with served(tmp_path) as (_, client, sdk):
 
         async def kept(prompt: Any, **body: Any) -> tuple[str, int]:
@@ -95,6 +96,8 @@ async def test_a_prompt_is_cut_on_the_side_that_is_named(tmp_path: Path) -> None
         assert await refused(client, COMPLETIONS, {"prompt": long, "truncate_prompt_tokens": 0}) == (
             "truncate_prompt_tokens"
         )
+        nothing_left = {"prompt": long, "truncate_prompt_tokens": -1, "max_tokens": 200}
+        assert await refused(client, COMPLETIONS, nothing_left) == "max_tokens"
         done = await sdk.generate(long, max_tokens=20, truncate_prompt_tokens=-1)
         assert (done.completion.usage.prompt_tokens, done.completion.usage.completion_tokens) == (180, 20)
         chat = {"messages": MESSAGES, "max_tokens": 1, "truncate_prompt_tokens": 4}
