@@ -137,6 +137,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gptq 4 sym", {"checkpoint_format": "marlin"}, "'marlin'"),
     ("gptq 4 sym", {"dynamic": {"+:.*down": {"bits": 8}}}, "single layers"),
     ("gptq 4 sym", {"group_size": 64}, "scales has shape"),
+    ("gptq 4 sym", {"checkpoint_format": ["gptq"]}, "config cannot be read"),
     ("awq", {"version": "gemv"}, "'gemv'"),
     ("awq", {"bits": 8}, "8 bits"),
     ("fp8 blocks", {"fmt": "e5m2"}, "'e5m2'"),
