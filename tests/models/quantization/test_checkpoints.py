@@ -143,6 +143,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fp8 blocks", {"fmt": "e5m2"}, "'e5m2'"),
     ("fp8 blocks", {"weight_block_size": [128]}, "weight_block_size"),
     ("fp8 blocks", {"weight_block_size": [32, 24]}, "has shape"),
+    ("fp8 blocks", {"weight_block_size": [32, 12]}, "groups of 12"),
     ("fp8 blocks", {"weight_block_size": None}, "weight_scale is missing"),
     ("ct int8", {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
     ("ct int8", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
