@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from paceline.assembly.model_plan import plan_model
 from paceline.assembly.selfcheck import logits_in_chunks
 from paceline.attention.select import attention_for
 from paceline.errors import ConfigError
@@ -182,6 +183,12 @@ def test_damaged_layers(case: str, name: str, tensor: torch.Tensor, named: str, 
     save_file(stored | {place: tensor}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=named):
         open_checkpoint(tmp_path, torch.float32)
+
+
+def test_plan_says_what_it_does_not_plan(tmp_path: Path) -> None:
+    write_quantised(tmp_path, *CASES["awq"])
+    with pytest.raises(ConfigError, match="awq checkpoints are served but not planned"):
+        plan_model(tmp_path, torch.bfloat16)
 
 
 def test_layers_that_are_multiplied_together(tmp_path: Path) -> None:
