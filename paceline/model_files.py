@@ -18,7 +18,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ConfigError("model", f"{path} is missing; expected a Hugging Face model folder")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # bad JSON or bad UTF-8
+    except (ValueError, RecursionError) as error:  # bad JSON or bad UTF-8
         raise ConfigError("model", f"{path} is not JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError("model", f"{path} is not a JSON object")
@@ -26,11 +26,18 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Ids that end a sequence: those of ``generation_config.json`` where it has any, else those of ``config.json``."""
+    """Ids that end a sequence: those of ``generation_config.json`` where it has any, else those of ``config.json``.
+
+    Raises ConfigError for what is no id.
+    """
     for name in ("generation_config.json", "config.json"):
         value = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
-        if value is not None:
+        if value is None:
+            continue
+        try:
             return tuple(int(i) for i in value) if isinstance(value, list) else (int(value),)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConfigError("model", f"{folder / name}: eos_token_id cannot be read: {error}") from None
     return ()
 
 

@@ -18,10 +18,12 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerOwner
+from paceline.model_files import quantization_config
 from paceline.models.announced import FLOATS, FP8, Announced, MetaTensors, read_announced
 from paceline.models.base import TargetModel
 from paceline.models.config import ModelSpec
 from paceline.models.loader import WeightBag
+from paceline.models.quantization.fp8 import Fp8
 from paceline.models.registry import FP8_SCALE, KEPT_FLOAT32, Part, model_class, scheme_of
 from paceline.spec_decode.heads.formats.files import HeadFiles, Renamed
 from paceline.spec_decode.heads.formats.mtp import read_mtp
@@ -98,6 +100,7 @@ def plan_model(path: Path, dtype: torch.dtype) -> ModelPlan:
     or is missing."""
     raw, announced = read_announced(path)
     spec = ModelSpec.from_json(raw, path)
+    refusals = _refusals(raw)
     tensors = MetaTensors(announced, dtype)
     modules = spec.mtp_prefixes
     drafts = frozenset(name for name in tensors if name.startswith(modules))
@@ -114,16 +117,20 @@ def plan_model(path: Path, dtype: torch.dtype) -> ModelPlan:
         token_bytes=layout.token_bytes(LayerOwner.TARGET),
         draft_token_bytes=layout.token_bytes(LayerOwner.DRAFT),
         drafter=shipped or ("mtp" if drafts else "ngram"),
-        refusals=_refusals(raw),
+        refusals=refusals,
     )
 
 
 def _refusals(raw: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a node would say to how the weights are quantised."""
+    """What a node would say to how the weights are quantised. Raises ConfigError for a scheme that a node loads, but
+    whose layers have other tensors than the names that are planned by."""
     try:
-        scheme_of(raw)
+        scheme = scheme_of(raw)
     except ConfigError as refused:
         return (refused.message,)
+    if scheme is not None and not (isinstance(scheme, Fp8) and scheme.block):
+        method = (quantization_config(raw) or {}).get("quant_method")
+        raise ConfigError("model", f"{method} checkpoints are served but not planned (floats, MXFP4, FP8 in blocks)")
     return ()
 
 

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from paceline.models.registry import FP8_SCALE, KEPT_FLOAT32
 
 RANGE = re.compile(r"\{(\d{1,6})-(\d{1,6})\}")
 MAX_TENSORS = 1_000_000  # of a checkpoint; the largest public ones have a tenth
+MAX_ELEMENTS = 1 << 48  # of a tensor
 FLOATS = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}  # bytes; they are served in the node's dtype
 WHOLE = {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool}
 FP8 = "F8_E4M3"
@@ -67,12 +68,13 @@ def _header(file: Path) -> dict[str, Announced]:
     try:
         entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
         return {name: _entry(entry["shape"], entry["dtype"]) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError("model", f"{file} has a damaged safetensors header") from error
 
 
 def _entry(shape: list[int], dtype: str) -> Announced:
-    if any(not isinstance(size, int) or size < 0 for size in shape):
+    whole = all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape)
+    if not whole or prod(size or 1 for size in shape) > MAX_ELEMENTS:
         raise ValueError(f"bad shape {shape}")
     return Announced(tuple(shape), str(dtype))
 
@@ -87,9 +89,9 @@ def _expanded(listed: list[Any], path: Path) -> dict[str, Announced]:
             raise ConfigError("model", f"{path}: {entry!r} is not [name, shape, type]: {error}") from None
         if len(found) + prod(high - low + 1 for low, high in spans) > MAX_TENSORS:
             raise ConfigError("model", f"{path} lists more than {MAX_TENSORS} tensors")
-        pattern = RANGE.sub("{}", name)
+        parts = RANGE.split(name)[::3]  # what lies between the spans
         for numbers in product(*(range(low, high + 1) for low, high in spans)):
-            found[pattern.format(*numbers) if spans else name] = announced
+            found["".join(chain(*zip(parts, map(str, numbers), strict=False), parts[-1:]))] = announced
     return found
 
 

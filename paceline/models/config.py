@@ -21,6 +21,7 @@ ROPE_SCALINGS = {
     "yarn": ("factor", "original_max_position_embeddings"),
 }
 YARN_OPTIONS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")  # absent or null: default
+MAX_LAYERS, MAX_HEAD_DIM = 1 << 12, 1 << 16
 DEFAULT_ROPE_THETA = 10000.0  # this and the next are Hugging Face's own defaults
 DEFAULT_RMS_NORM_EPS = 1e-6
 SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers
@@ -94,7 +95,7 @@ class ModelSpec:
             return cls._from_json(raw, eos_token_ids)
         except KeyError as error:
             raise ConfigError("model", f"{path} lacks {error.args[0]!r}") from None
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ConfigError("model", f"{path} cannot be read: {error}") from None
 
     @classmethod
@@ -145,7 +146,11 @@ def _kv_heads(raw: Mapping[str, Any], family: Family, heads: int) -> int:
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    """What would otherwise load and give wrong text."""
+    """What would otherwise load and give wrong text, or be counted for ever."""
+    if not 1 <= (layers := int(raw["num_hidden_layers"])) <= MAX_LAYERS:
+        raise ConfigError("model", f"num_hidden_layers {layers} is not between 1 and {MAX_LAYERS}")
+    if (dim := int(raw.get("head_dim") or 1)) > MAX_HEAD_DIM:
+        raise ConfigError("model", f"head_dim {dim} is more than {MAX_HEAD_DIM}")
     if (activation := raw.get("hidden_act", "silu")) != "silu":
         raise ConfigError("model", f"hidden_act {activation!r} is not supported (silu)")
 
@@ -181,6 +186,8 @@ def _windows(raw: Mapping[str, Any], family: Family) -> tuple[int, ...]:
     window = raw.get("sliding_window")
     if family.slides is None or not window or not raw.get("use_sliding_window", family.slides):
         return ()
+    if window < 1:
+        raise ConfigError("model", f"sliding_window {window} is not supported: a whole number above 0")
     layers = range(int(raw["num_hidden_layers"]))
     given = raw.get("layer_types")
     kinds = [SLIDING if family.slides_at(raw, i) else FULL for i in layers] if given is None else list(given)

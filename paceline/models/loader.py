@@ -156,8 +156,13 @@ def rounded_weight(weight: LinearWeight, scheme: str) -> LinearWeight:
     if scheme == NOT_ROUNDED:
         return weight
     if isinstance(weight, QuantizedWeight):
-        raise ConfigError("quantize", f"the checkpoint is quantised already: set quantize to {NOT_ROUNDED}")
+        raise rounded_already()
     return round_to_nearest(weight, scheme)
+
+
+def rounded_already() -> ConfigError:
+    """What is said to a scheme for a checkpoint that has one."""
+    return ConfigError("quantize", f"the checkpoint is quantised already: set quantize to {NOT_ROUNDED}")
 
 
 class LazyTensors(Mapping[str, torch.Tensor]):

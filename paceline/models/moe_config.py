@@ -8,6 +8,8 @@ from typing import Any
 
 from paceline.errors import ConfigError
 
+MAX_EXPERTS = 1 << 14  # of a layer
+
 
 @dataclass(frozen=True)
 class MoeSpec:
@@ -57,6 +59,8 @@ def read_grouped_moe(raw: Mapping[str, Any]) -> MoeSpec:
 def _check_groups(moe: MoeSpec) -> None:
     if moe.num_groups < 1 or moe.num_experts % moe.num_groups:
         raise ConfigError("model", f"n_group {moe.num_groups} does not divide n_routed_experts {moe.num_experts}")
+    if moe.num_experts > MAX_EXPERTS:
+        raise ConfigError("model", f"n_routed_experts {moe.num_experts} is more than {MAX_EXPERTS}")
     size = moe.num_experts // moe.num_groups
     if size < 2:
         raise ConfigError("model", f"n_group {moe.num_groups} leaves fewer than 2 of {moe.num_experts} experts a group")
@@ -68,7 +72,7 @@ def _check_groups(moe: MoeSpec) -> None:
 
 def softmax_moe(num_experts: int, top_k: int, intermediate_size: int, normalise: bool) -> MoeSpec:
     """Softmax scores without groups, bias or shared experts. Raises ConfigError for numbers that do not fit."""
-    if num_experts < 2 or not 1 <= top_k <= num_experts:
+    if not 2 <= num_experts <= MAX_EXPERTS or not 1 <= top_k <= num_experts:
         raise ConfigError("model", f"num_experts_per_tok {top_k} does not fit {num_experts} experts")
     return MoeSpec(0, num_experts, 0, intermediate_size, top_k, 1, 1, normalise, 1.0, True, False)
 

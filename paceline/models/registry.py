@@ -15,7 +15,7 @@ from paceline.model_files import quantization_config, read_json
 from paceline.models.base import TargetModel
 from paceline.models.config import ModelSpec
 from paceline.models.families import FAMILIES
-from paceline.models.loader import LazyTensors, WeightBag, gguf_file, weight_files
+from paceline.models.loader import NOT_ROUNDED, LazyTensors, WeightBag, gguf_file, rounded_already, weight_files
 from paceline.models.quantization.base import Scheme
 from paceline.models.quantization.schemes import read_scheme
 from paceline.models.quantization.tensors import QuantizedTensors
@@ -98,6 +98,8 @@ def load_target(folder: Path, dtype: torch.dtype, device: torch.device, quantize
     """
     spec = ModelSpec.from_folder(folder)
     tensors = open_checkpoint(folder, dtype)
+    if quantize != NOT_ROUNDED and isinstance(tensors, QuantizedTensors):  # before gigabytes of an embedding are read
+        raise rounded_already()
     bag = WeightBag(Part(tensors, frozenset(name for name in tensors if not name.startswith(spec.mtp_prefixes))))
     bag.rounded(quantize)
     model = model_class(spec.family)(spec, bag, dtype, device)

@@ -52,16 +52,16 @@ def write_quantised(source: Path, folder: Path, scheme: str, progress: Progress)
         raise ConfigError("model", f"{source} is quantised already; give the folder of its floats")
     files = weight_files(source)
     stored = LazyTensors(files, torch.float32)
-    rounded = [name for name in stored if _is_linear(name, stored)]
+    rounded = {name for name in stored if _is_linear(name, stored)}
     if not rounded:
         raise ConfigError("model", f"{source} has no linear layers that are known here")
     shards = _Shards(folder)
     for i, name in enumerate(stored):
         progress("rounding weights", i / len(stored))
-        for own, tensor in _tensors(name, stored, name in set(rounded), scheme):
+        for own, tensor in _tensors(name, stored, name in rounded, scheme):
             shards.add(own, tensor)
     shards.finish()
-    plain = sorted(name.removesuffix(".weight") for name in stored if _is_ignored(name, stored, set(rounded)))
+    plain = sorted(name.removesuffix(".weight") for name in stored if _is_ignored(name, stored, rounded))
     config = raw | {"quantization_config": quantised_config(scheme, plain)}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for pattern in COPIED:

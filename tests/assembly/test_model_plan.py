@@ -62,6 +62,8 @@ def test_a_tensor_too_many_or_too_few_is_named(tmp_path: Path) -> None:
             r"model\.layers\.0\.self_attn\.o_proj\.weight is missing",
         ),
         ([*kept, ["model.layers.1.odd", [3], "F4"]], r"odd is of type F4"),
+        ([*kept, ["model.{0}.{0-1}", [3], "BF16"]], r"model\.\{0\}\.0, model\.\{0\}\.1$"),
+        ([*kept, ["model.odd", [1 << 63], "BF16"]], r"bad shape"),
         ([*kept, ["model.{0-99999}.{0-99999}", [3], "BF16"]], r"more than 1000000"),
     ):
         (tmp_path / "index.json").write_text(json.dumps(raw | {"tensors": tensors}))

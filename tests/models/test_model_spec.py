@@ -128,6 +128,10 @@ def test_end_of_sequence_ids(tmp_path: Path, config: Any, generation: Any, expec
         ({"hidden_act": "gelu"}, "gelu"),
         ({"hidden_size": ...}, "hidden_size"),
         ({"vocab_size": "many"}, "many"),
+        ({"vocab_size": float("inf")}, "infinity"),
+        ({"eos_token_id": "end"}, "end"),
+        ({"num_hidden_layers": 1 << 62, "architectures": ["MistralForCausalLM"], "sliding_window": 9}, "num_hidden"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": -5}, "sliding_window -5"),
     ],
 )
 def test_refusals_name_the_matter(tmp_path: Path, changes: dict[str, Any], named: str) -> None:

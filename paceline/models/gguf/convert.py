@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import GGMLQuantizationType
 from safetensors.torch import save_file
 
 from paceline.errors import ConfigError
@@ -70,7 +71,7 @@ class _Fields:
         """Raises ConfigError for an architecture that is not known, and for a part of a file that was split."""
         self._file, self._fields = file, file.fields
         self.architecture = self._fields.get("general.architecture")
-        if self.architecture not in ARCHITECTURES:
+        if not isinstance(self.architecture, str) or self.architecture not in ARCHITECTURES:
             raise self.refused(
                 f"general.architecture {self.architecture!r} is not supported ({', '.join(ARCHITECTURES)})"
             )
@@ -152,6 +153,8 @@ def _rope_scaling(file: GgufFile, fields: _Fields, dim: int) -> dict[str, Any]:
 def _llama3(file: GgufFile, fields: _Fields, dim: int) -> Mapping[str, Any]:
     """The rope of Llama 3.1 whose stretch the file lists by frequency. Raises ConfigError for another list."""
     tensor = file.tensors[ROPE_FACTORS]
+    if tensor.kind is not GGMLQuantizationType.F32 or tensor.shape != (dim // 2,):
+        raise fields.refused(f"{ROPE_FACTORS} is not a list of {dim // 2} numbers in F32")
     stored = torch.frombuffer(bytearray(file.rows(tensor).tobytes()), dtype=torch.float32)
     theta = float(fields.number("rope.freq_base", 10000.0))
     plain = _frequencies(dim, theta, None)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from paceline.errors import ConfigError
 from paceline.layers.build import cache_folder
-from paceline.models.gguf.convert import write_configs
+from paceline.models.gguf.convert import FROM_BESIDE, write_configs
 from paceline.models.gguf.file import GgufFile
 
 LINK = "model.gguf"
@@ -23,7 +23,10 @@ def as_folder(file: Path, beside: Path | None, progress: Callable[[str, float], 
     beside: see ``write_configs``. Raises ConfigError where the file cannot be read, or the folder not be written.
     """
     source = file.resolve()
-    target = cache_folder() / "gguf" / _name(source, beside)
+    try:
+        target = cache_folder() / "gguf" / _name(source, beside)
+    except OSError as error:
+        raise ConfigError("model", f"{file} cannot be read: {error}") from error
     if (target / "config.json").is_file():
         return target
     progress("reading GGUF", 0.0)
@@ -43,10 +46,11 @@ def as_folder(file: Path, beside: Path | None, progress: Callable[[str, float], 
 
 
 def _name(source: Path, beside: Path | None) -> str:
-    """A folder's name: where its parts are, then the state of the file."""
-    state = source.stat()
+    """A folder's name: where its parts are, then the state of the file and of what is taken from beside it."""
+    files = [source, *(beside / name for name in FROM_BESIDE if beside is not None and (beside / name).is_file())]
+    states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     where = hashlib.blake2b(f"{source}\0{beside}".encode(), digest_size=8).hexdigest()
-    what = hashlib.blake2b(f"{state.st_size} {state.st_mtime_ns}".encode(), digest_size=8).hexdigest()
+    what = hashlib.blake2b(repr(states).encode(), digest_size=8).hexdigest()
     return f"{where}-{what}"
 
 

@@ -83,8 +83,14 @@ class GgufTensors(Mapping[str, LinearWeight]):
         fields = self._file.fields
         if fields.get("general.architecture") != "llama":
             return {}
-        heads = fields["llama.attention.head_count"]
-        return {part: int(fields.get(f"llama.attention.{key}", heads)) for part, key in INTERLEAVED.items()}
+        heads = fields.get("llama.attention.head_count")
+        counts: dict[str, int] = {}
+        for part, key in INTERLEAVED.items():
+            count = fields.get(f"llama.attention.{key}", heads)
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise ConfigError("model", f"{self._file.path.name}: {count!r} heads of {part} are not supported")
+            counts[part] = count
+        return counts
 
     def floats(self, name: str) -> torch.Tensor:
         """A tensor as float32, whatever its type."""

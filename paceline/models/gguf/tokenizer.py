@@ -62,7 +62,7 @@ def write_tokenizer(file: GgufFile, folder: Path, max_length: int) -> None:
     """Write tokenizer.json and tokenizer_config.json. Raises ConfigError for a tokenizer that is not known here."""
     fields, name = file.fields, file.path.name
     kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
-    if kind != "gpt2" or pre not in PRE_TOKENIZERS:
+    if kind != "gpt2" or not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
         raise ConfigError(
             "model",

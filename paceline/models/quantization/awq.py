@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from paceline.layers.quantized import QuantizedWeight
-from paceline.models.quantization.base import Parts, Scheme, matrix, need, refused, whole
+from paceline.models.quantization.base import Parts, Scheme, check_groups, matrix, need, refused, whole
 from paceline.models.quantization.packing import unpack, weight_of
 
 BITS, CODES = 4, 8  # of a code; codes of a word
@@ -48,6 +48,7 @@ class Awq(Scheme):
     def check(self, layer: str, parts: Parts) -> None:
         """See Scheme."""
         rows, columns, group_size = self._shape(layer, parts)
+        check_groups(layer, group_size, columns)
         groups = -(-columns // group_size)
         need(layer, parts, "scales", ("F16", "BF16", "F32"), (groups, rows))
         need(layer, parts, "qzeros", ("I32",), (groups, rows // CODES))

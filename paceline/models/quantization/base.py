@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from paceline.errors import ConfigError
+from paceline.layers.packed import GROUP_MULTIPLE
 from paceline.layers.quantized import QuantizedWeight
 
 FP8 = "F8_E4M3"  # safetensors' names of types
@@ -76,6 +77,12 @@ def need(layer: str, parts: Parts, name: str, dtypes: tuple[str, ...], shape: tu
     if shape is not None and part.shape != shape:
         raise refused(f"{layer}.{name} has shape {part.shape}, expected {shape}")
     return part
+
+
+def check_groups(layer: str, group_size: int, columns: int) -> None:
+    """Raise ConfigError for groups of ``columns`` input features that no kernel can hold."""
+    if group_size < columns and group_size % GROUP_MULTIPLE:
+        raise refused(f"{layer} has groups of {group_size}: multiples of {GROUP_MULTIPLE} are supported")
 
 
 def matrix(layer: str, parts: Parts, name: str, dtypes: tuple[str, ...]) -> tuple[int, int]:

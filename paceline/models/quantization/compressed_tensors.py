@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from paceline.layers.quantized import QuantizedWeight
-from paceline.models.quantization.base import FLOATS, Part, Parts, Scheme, matrix, need, refused, whole
+from paceline.models.quantization.base import FLOATS, Part, Parts, Scheme, check_groups, matrix, need, refused, whole
 from paceline.models.quantization.fp8 import check_scales, fp8_weight
 from paceline.models.quantization.packing import unpack, weight_of
 
@@ -152,6 +152,7 @@ class CompressedTensors(Scheme):
             check_scales(layer, parts, SCALE, group.block)
             return
         rows, columns = _int_shape(layer, parts, group)
+        check_groups(layer, group.group_size or columns, columns)
         groups = _num_groups(group, columns)
         scale = need(layer, parts, SCALE, FLOATS)
         if scale.shape not in (((), (1,), (1, 1)) if group.strategy == "tensor" else ((rows, groups),)):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paceline.layers.quantized import QuantizedWeight
-from paceline.models.quantization.base import FLOATS, FP8, Part, Parts, Scheme, matrix, need, refused
+from paceline.models.quantization.base import FLOATS, FP8, Part, Parts, Scheme, check_groups, matrix, need, refused
 
 BLOCK_SCALE, SCALE = "weight_scale_inv", "weight_scale"
 
@@ -53,6 +53,7 @@ def check_scales(layer: str, parts: Parts, name: str, block: tuple[int, int] | N
     rows, columns = matrix(layer, parts, "weight", (FP8,))
     scale = need(layer, parts, name, FLOATS)
     if block is not None:
+        check_groups(layer, block[1], columns)
         need(layer, parts, name, FLOATS, (-(-rows // block[0]), -(-columns // block[1])))
     elif scale.shape not in ((), (1,), (1, 1), (rows,), (rows, 1)):
         raise refused(f"{layer}.{name} has shape {scale.shape}: neither one scale nor {rows}, one an output feature")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from paceline.layers.quantized import QuantizedWeight
-from paceline.models.quantization.base import Parts, Scheme, matrix, need, refused, whole
+from paceline.models.quantization.base import Parts, Scheme, check_groups, matrix, need, refused, whole
 from paceline.models.quantization.packing import unpack, weight_of
 
 ONES = {4: 0x11111111, 8: 0x01010101}  # 1 in every code of a word
@@ -54,6 +54,7 @@ class Gptq(Scheme):
     def check(self, layer: str, parts: Parts) -> None:
         """See Scheme."""
         rows, columns, group_size = self._shape(layer, parts)
+        check_groups(layer, group_size, columns)
         groups = -(-columns // group_size)
         need(layer, parts, "scales", ("F16", "BF16", "F32"), (groups, rows))
         need(layer, parts, "qzeros", ("I32",), (groups, -(-rows // (32 // self.bits))))

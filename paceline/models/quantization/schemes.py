@@ -34,4 +34,7 @@ def read_scheme(raw: Mapping[str, Any]) -> Scheme | None:
         known = ", ".join(SCHEMES)
         raise ConfigError("model", f"quantised checkpoint: quant_method {method!r} is not supported ({known})")
     reader: Reader = import_module(SCHEMES[method]).read_config
-    return reader(config)
+    try:
+        return reader(config)
+    except (TypeError, ValueError, AttributeError) as error:  # a text where an object belongs, and the like
+        raise ConfigError("model", f"quantised checkpoint: its config cannot be read: {error}") from None

@@ -8,7 +8,6 @@ from typing import Protocol
 
 import torch
 
-from paceline.layers.packed import GROUP_MULTIPLE
 from paceline.layers.quantized import LinearWeight, QuantizedWeight
 from paceline.models.quantization.base import FLOATS, Part, Parts, Scheme, refused
 
@@ -85,10 +84,7 @@ class QuantizedTensors(Mapping[str, LinearWeight]):
 
     def __getitem__(self, name: str) -> LinearWeight:
         if (parts := self._layers.get(name)) is not None:
-            read = self._scheme.read(name.removesuffix(f".{WEIGHT}"), parts)
-            if read.group_size < read.shape[1] and read.group_size % GROUP_MULTIPLE:
-                raise refused(f"{name} has groups of {read.group_size}: multiples of {GROUP_MULTIPLE} are supported")
-            return read
+            return self._scheme.read(name.removesuffix(f".{WEIGHT}"), parts)
         return self._stored[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from paceline.assembly.model_plan import plan_model
 from paceline.assembly.selfcheck import logits_in_chunks
 from paceline.attention.select import attention_for
 from paceline.errors import ConfigError
@@ -137,11 +138,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gptq 4 sym", {"checkpoint_format": "marlin"}, "'marlin'"),
     ("gptq 4 sym", {"dynamic": {"+:.*down": {"bits": 8}}}, "single layers"),
     ("gptq 4 sym", {"group_size": 64}, "scales has shape"),
+    ("gptq 4 sym", {"checkpoint_format": ["gptq"]}, "config cannot be read"),
     ("awq", {"version": "gemv"}, "'gemv'"),
     ("awq", {"bits": 8}, "8 bits"),
     ("fp8 blocks", {"fmt": "e5m2"}, "'e5m2'"),
     ("fp8 blocks", {"weight_block_size": [128]}, "weight_block_size"),
     ("fp8 blocks", {"weight_block_size": [32, 24]}, "has shape"),
+    ("fp8 blocks", {"weight_block_size": [32, 12]}, "groups of 12"),
     ("fp8 blocks", {"weight_block_size": None}, "weight_scale is missing"),
     ("ct int8", {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
     ("ct int8", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
@@ -180,6 +183,12 @@ def test_damaged_layers(case: str, name: str, tensor: torch.Tensor, named: str, 
     save_file(stored | {place: tensor}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=named):
         open_checkpoint(tmp_path, torch.float32)
+
+
+def test_plan_says_what_it_does_not_plan(tmp_path: Path) -> None:
+    write_quantised(tmp_path, *CASES["awq"])
+    with pytest.raises(ConfigError, match="awq checkpoints are served but not planned"):
+        plan_model(tmp_path, torch.bfloat16)
 
 
 def test_layers_that_are_multiplied_together(tmp_path: Path) -> None:

@@ -84,6 +84,9 @@ class TestFolder:
             (tmp_path / "other" / name).write_text(beside.read_text())
         folder = hub.resolve_model(str(tmp_path / "other"))
         assert Tokenizer.from_folder(folder).decode(ids[1:]) == "ab 12"
+        tokenizer = tmp_path / "other" / "tokenizer.json"
+        tokenizer.write_text(tokenizer.read_text() + " ")  # another one takes its place, and the file is as it was
+        assert (hub.resolve_model(str(tmp_path / "other")) / "tokenizer.json").read_text() == tokenizer.read_text()
         write_gguf(tmp_path / "other" / "second.gguf", "llama")
         with pytest.raises(ConfigError, match="2 GGUF files"):
             hub.resolve_model(str(tmp_path / "other"))
@@ -116,6 +119,11 @@ class TestFolder:
         write_gguf(tmp_path / "tiny.gguf", "llama", kind=Kind.IQ4_NL)
         with pytest.raises(ConfigError, match="tensors of IQ4_NL"):
             GgufTensors(GgufFile(tmp_path / "tiny.gguf"), torch.float32)
+
+    def test_heads_that_are_no_numbers(self, tmp_path: Path) -> None:
+        write_gguf(tmp_path / "tiny.gguf", "llama", fields={"llama.attention.head_count_kv": "two"})
+        with pytest.raises(ConfigError, match="'two' heads of attn_k"):
+            GgufTensors(GgufFile(tmp_path / "tiny.gguf"), torch.bfloat16)
 
 
 class TestHostileHeaders:
