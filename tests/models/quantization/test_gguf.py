@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import save_file
 
 from paceline.errors import ConfigError
+from paceline.layers.build import load_kernels
 from paceline.layers.quantized import QuantizedWeight
 from paceline.models import hub
 from paceline.models.config import ModelSpec
@@ -29,6 +30,13 @@ from tests.models.quantization.test_checkpoints import logits
 from tests.support.gguf_files import DIM, HEADS, KV_HEADS, random_blocks, write_gguf
 
 
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of the test's own; the kernels stay where they are compiled."""
+    load_kernels()
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "home"))
+
+
 @pytest.mark.parametrize("kind", KEPT)
 def test_blocks_mean_what_ggufs_reader_says(kind: Kind) -> None:
     rows = random_blocks(kind, 5, 512, np.random.default_rng(2))
@@ -41,11 +49,8 @@ def test_blocks_mean_what_ggufs_reader_says(kind: Kind) -> None:
 
 class TestFolder:
     @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-    def test_loads_as_the_floats_that_it_means(
-        self, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_loads_as_the_floats_that_it_means(self, architecture: str, tmp_path: Path) -> None:
         """Mutant: Llama's rows of q and k left interleaved; or Qwen's taken for interleaved."""
-        monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "home"))
         meant = write_gguf(tmp_path / "tiny.gguf", architecture)
         folder = hub.resolve_model(str(tmp_path / "tiny.gguf"))
         assert hub.resolve_model(str(tmp_path / "tiny.gguf")) == folder
@@ -68,8 +73,7 @@ class TestFolder:
         assert ((mine - theirs).norm() / theirs.norm()).item() < 0.05  # inputs are rounded to int8
         assert weights_digest(folder) != weights_digest(plain)
 
-    def test_tokenizer_and_files_beside_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "home"))
+    def test_tokenizer_and_files_beside_it(self, tmp_path: Path) -> None:
         write_gguf(tmp_path / "tiny.gguf", "llama", pre="llama-bpe")
         tokenizer = Tokenizer.from_folder(hub.resolve_model(str(tmp_path / "tiny.gguf")))
         ids = tokenizer.encode("ab 12")
@@ -84,9 +88,9 @@ class TestFolder:
             (tmp_path / "other" / name).write_text(beside.read_text())
         folder = hub.resolve_model(str(tmp_path / "other"))
         assert Tokenizer.from_folder(folder).decode(ids[1:]) == "ab 12"
-        tokenizer = tmp_path / "other" / "tokenizer.json"
-        tokenizer.write_text(tokenizer.read_text() + " ")  # another one takes its place, and the file is as it was
-        assert (hub.resolve_model(str(tmp_path / "other")) / "tokenizer.json").read_text() == tokenizer.read_text()
+        file = tmp_path / "other" / "tokenizer.json"
+        file.write_text(file.read_text() + " ")  # another one takes its place, and the GGUF file is as it was
+        assert (hub.resolve_model(str(tmp_path / "other")) / "tokenizer.json").read_text() == file.read_text()
         write_gguf(tmp_path / "other" / "second.gguf", "llama")
         with pytest.raises(ConfigError, match="2 GGUF files"):
             hub.resolve_model(str(tmp_path / "other"))
@@ -102,10 +106,7 @@ class TestFolder:
             ({"llama.block_count": "many"}, r"block_count is 'many'"),
         ],
     )
-    def test_refused_by_name(
-        self, change: dict[str, object], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "home"))
+    def test_refused_by_name(self, change: dict[str, object], named: str, tmp_path: Path) -> None:
         write_gguf(tmp_path / "tiny.gguf", "llama", fields=change)
         with pytest.raises(ConfigError, match=named):
             hub.resolve_model(str(tmp_path / "tiny.gguf"))
