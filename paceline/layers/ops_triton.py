@@ -72,7 +72,7 @@ def _rms_norm(
         kept = residual + at * WIDTH + column
         row = _rounded(row.to(tl.float32) + tl.load(kept, mask=mask, other=0.0).to(tl.float32), dtype)
         tl.store(kept, row, mask=mask)
-    normed = _normed(row.to(tl.float32), eps, WIDTH, dtype).to(tl.float32)
+    normed = _normed(row.to(tl.float32), eps, WIDTH, weight.dtype.element_ty).to(tl.float32)
     scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + at * WIDTH + column, _rounded(normed * scale, out.dtype.element_ty), mask=mask)
 
@@ -194,7 +194,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """``ops.rms_norm``. x: [..., n], rows of up to three dimensions may lie apart."""
     even = _even(x.shape[-1], x.dtype)
     x = _placed(x, even)
-    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch_norm(x, None, weight, eps, out, even)
     return out
 
@@ -203,7 +203,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     """``ops.add_rms_norm``. x: [T, n]; residual: [T, n], contiguous, written in place."""
     even = _even(x.shape[-1], x.dtype)
     kept = _placed(residual, even, contiguous=True)
-    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch_norm(_placed(x, even), kept, weight, eps, out, even)
     if kept is not residual:
         residual.copy_(kept)

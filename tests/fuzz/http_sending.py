@@ -23,7 +23,7 @@ TOGETHER = {
     *FORMATS,
     *("tools", "tool_choice", "continue_final_message", "chat_template_kwargs"),
 }
-WITHIN = re.compile(r"(messages|tools|prompt)\[\d+\]")  # what turns, tools and prompts need, and what stands where
+WITHIN = re.compile(r"(messages|tools|prompt|bad_words)\[\d+\]")  # what each needs, and what stands where
 
 
 class HttpSender:

@@ -14,7 +14,7 @@ import torch
 
 from tests.fakes.nodes import sequence_request
 from tests.fakes.runner import expected_output
-from tests.support.certificates import SECRET, make_folder, secured
+from tests.support.certificates import make_folder, secured
 
 ALL_PROTOCOLS = 0x0003
 KEPT_BYTES = 64 * 2**20
@@ -84,6 +84,6 @@ async def test_prompt_and_salt_cross_encrypted(encrypted: bool, tmp_path: Path) 
         async with secured(make_folder(tmp_path / "a") if encrypted else None) as nodes, asyncio.timeout(30):
             assert (await nodes.generate(request)).output == expected_output(request)
             await nodes.wait_for_release()
-    known = {"prompt": packed(prompt), "salt": SALT.encode(), "token": SECRET.call_token.encode()}
+    known = {"prompt": packed(prompt), "salt": SALT.encode()}
     seen = {name for name, what in (known | {"kv": rows(prompt[:5])}).items() if wire.has(what)}
-    assert seen == ({"kv"} if encrypted else {"prompt", "salt", "token", "kv"})
+    assert seen == ({"kv"} if encrypted else {"prompt", "salt", "kv"})
