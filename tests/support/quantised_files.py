@@ -1,5 +1,7 @@
-"""Tiny quantised checkpoints made from their formats' definitions: numbers are drawn, written down plainly, and kept
-beside what they mean, so that a reader is compared with the numbers and not with another reader."""
+"""Tiny quantised checkpoints, made from their formats' definitions.
+
+Numbers are drawn, written down plainly, and kept beside what they mean: a reader is compared with the numbers.
+"""
 
 from __future__ import annotations
 
