@@ -11,11 +11,12 @@ import torch
 
 from benchmarks.common.timing import REPEATS, median_s, read_bandwidth
 from paceline.assembly.build import build_runner
-from paceline.config import NodeConfig, QuantizeName
+from paceline.config import NodeConfig
 from paceline.engine.colocated import ColocatedEngine
 from paceline.engine.model_runner import ModelRunner, PrefillChunk
 from paceline.kvcache.layout import LayerOwner
 from paceline.models.quantization.round_to_nearest import GROUP_SIZE, head_scheme
+from paceline.option_values import QuantizeName
 from paceline.request import SamplingParams, SequenceRequest
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
 from paceline.spec_decode.sequence import Sequence

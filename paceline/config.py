@@ -9,37 +9,22 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Literal, Self, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from paceline.speculation import DRAFTERS, TreeKind, drafter_choices, is_weightless
-from paceline.transports import TRANSPORTS, needs_cuda
+from paceline.option_values import (
+    DrafterName,
+    DtypeName,
+    LogFormat,
+    LogLevel,
+    QuantizeName,
+    ReasoningParser,
+    ToolCallParser,
+    TransportName,
+)
+from paceline.speculation import DRAFTERS, TreeKind, is_weightless
+from paceline.transports import needs_cuda
 
-
-def _known_drafter(value: str) -> str:
-    if value not in drafter_choices():
-        raise ValueError(f"must be one of {', '.join(drafter_choices())}")
-    return value
-
-
-DrafterName = Annotated[str, AfterValidator(_known_drafter), Field(json_schema_extra={"enum": list(drafter_choices())})]
-
-
-def _known_transport(value: str) -> str:
-    if value not in TRANSPORTS:
-        raise ValueError(f"must be one of {', '.join(TRANSPORTS)}")
-    return value
-
-
-TransportName = Annotated[str, AfterValidator(_known_transport), Field(json_schema_extra={"enum": list(TRANSPORTS)})]
-DtypeName = Literal["bf16", "fp32"]
-QuantizeName = Literal["none", "w8a8", "w4a8", "w8a16", "w4a16"]
-LogLevel = Literal["debug", "info", "warning", "error"]
-ToolCallParser = Literal[
-    "auto", "none", "hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "glm45", "qwen3_coder"
-]
-ReasoningParser = Literal["auto", "none", "think", "mistral"]
-LogFormat = Literal["text", "json"]
 DEFAULT_TREE_NODES = 16
 AUTO_HOST = "auto"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,]+")  # as browsers send it

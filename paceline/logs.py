@@ -6,7 +6,7 @@ import json
 import logging
 from datetime import UTC, datetime
 
-from paceline.config import LogFormat, LogLevel
+from paceline.option_values import LogFormat, LogLevel
 
 PACKAGES = ("benchmarks", "cluster", "decode_node", "draft_training", "kv_transfer", "paceline", "prefill_node")
 LIBRARIES = logging.INFO  # the least severe messages that other packages may log, whatever the level

@@ -18,6 +18,23 @@ from paceline.models.loader import WeightBag
 Layer = TypeVar("Layer", bound=DecoderBlock)
 
 
+class PreNormLayer:
+    """A decoder layer whose rows are normed before attention and before the MLP. A subclass gives it its parts."""
+
+    eps: float
+    input_norm: torch.Tensor  # [hidden_size], before attention
+    post_norm: torch.Tensor  # [hidden_size], before the MLP
+    attention: Callable[[torch.Tensor, torch.Tensor, ForwardContext], torch.Tensor]
+    mlp: Callable[[torch.Tensor], torch.Tensor]
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, table: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """See DecoderBlock."""
+        x = self.attention(add_rms_norm(x, residual, self.input_norm, self.eps), table, context)
+        return self.mlp(add_rms_norm(x, residual, self.post_norm, self.eps))
+
+
 class DecoderModel(TargetModel, Generic[Layer]):
     """Embedding, decoder layers, final norm, LM head."""
 

@@ -11,13 +11,13 @@ import torch
 
 from paceline.kvcache.layout import KvLayer, LayerKind, LayerOwner
 from paceline.layers.linear import Linear
-from paceline.layers.ops import add_rms_norm, latent_write, rms_norm
+from paceline.layers.ops import latent_write, rms_norm
 from paceline.layers.per_head_linear import HeadsLinear
 from paceline.layers.quantized import LinearWeight
 from paceline.layers.rotary import yarn_mscale
 from paceline.models.base import ForwardContext
 from paceline.models.config import ModelSpec
-from paceline.models.decoder import DecoderModel
+from paceline.models.decoder import DecoderModel, PreNormLayer
 from paceline.models.deepseek_shapes import layer_shapes, mla_of, moe_of
 from paceline.models.loader import WeightBag
 from paceline.models.moe import MoeMlp, SwiGlu, Take, TakeLinear
@@ -106,7 +106,7 @@ class LatentAttention:
         return self.o_proj(values.view(rows, -1))
 
 
-class DeepseekDecoderLayer:
+class DeepseekDecoderLayer(PreNormLayer):
     """Pre-norm attention and a dense or expert MLP. Also the block of an MTP module, with its own KV layer."""
 
     def __init__(self, spec: ModelSpec, weights: WeightBag, prefix: str, layer: int, kv_layer: int) -> None:
@@ -127,13 +127,6 @@ class DeepseekDecoderLayer:
         self.post_norm = take("post_attention_layernorm.weight")
         moe = moe_of(spec)
         self.mlp = SwiGlu(linear, "mlp") if moe.is_dense(layer) else MoeMlp(moe, take, linear)
-
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, table: torch.Tensor, context: ForwardContext
-    ) -> torch.Tensor:
-        """See DecoderBlock."""
-        x = self.attention(add_rms_norm(x, residual, self.input_norm, self.eps), table, context)
-        return self.mlp(add_rms_norm(x, residual, self.post_norm, self.eps))
 
 
 class DeepseekV3Model(DecoderModel[DeepseekDecoderLayer]):

@@ -9,12 +9,11 @@ import torch
 
 from paceline.kvcache.layout import KvLayer, LayerKind, LayerOwner
 from paceline.layers.linear import Linear
-from paceline.layers.ops import add_rms_norm, clamped_swiglu
+from paceline.layers.ops import clamped_swiglu
 from paceline.layers.quantized import LinearWeight
 from paceline.layers.routing import route
-from paceline.models.base import ForwardContext
 from paceline.models.config import ModelSpec
-from paceline.models.decoder import DecoderModel
+from paceline.models.decoder import DecoderModel, PreNormLayer
 from paceline.models.deepseek_shapes import moe_of
 from paceline.models.grouped_attention import GroupedAttention
 from paceline.models.llama_shapes import Shapes, attention_shapes
@@ -163,7 +162,7 @@ class GptOssMlp:
         return weighted_sum(self.experts(x, expert_ids), weights).to(x.dtype)
 
 
-class GptOssLayer:
+class GptOssLayer(PreNormLayer):
     """Pre-norm attention and experts."""
 
     def __init__(
@@ -185,13 +184,6 @@ class GptOssLayer:
         sinks = take("self_attn.sinks").float().contiguous()
         self.attention = GroupedAttention(spec, take, linear, kv_layer, window, sinks)
         self.mlp = GptOssMlp(spec, take, mxfp4, dtype)
-
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, table: torch.Tensor, context: ForwardContext
-    ) -> torch.Tensor:
-        """See DecoderBlock."""
-        x = self.attention(add_rms_norm(x, residual, self.input_norm, self.eps), table, context)
-        return self.mlp(add_rms_norm(x, residual, self.post_norm, self.eps))
 
 
 class GptOssModel(DecoderModel[GptOssLayer]):

@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 
 from paceline.kvcache.layout import KvLayer, LayerKind, LayerOwner
-from paceline.layers.ops import add_rms_norm
 from paceline.layers.quantized import LinearWeight
-from paceline.models.base import ForwardContext
 from paceline.models.config import ModelSpec
-from paceline.models.decoder import DecoderModel
+from paceline.models.decoder import DecoderModel, PreNormLayer
 from paceline.models.deepseek_shapes import mlp_shapes, moe_of
 from paceline.models.grouped_attention import GroupedAttention
 from paceline.models.llama_shapes import Shapes, attention_shapes
@@ -23,7 +21,7 @@ def layer_shapes(spec: ModelSpec, layer: int) -> Shapes:
     return norms | attention_shapes(spec, spec.hidden_size) | mlp_shapes(spec, layer)
 
 
-class MoeDecoderLayer:
+class MoeDecoderLayer(PreNormLayer):
     """Pre-norm attention and a dense or expert MLP."""
 
     def __init__(self, spec: ModelSpec, weights: WeightBag, prefix: str, layer: int, kv_layer: int) -> None:
@@ -44,13 +42,6 @@ class MoeDecoderLayer:
         self.post_norm = take("post_attention_layernorm.weight")
         moe = moe_of(spec)
         self.mlp = SwiGlu(linear, "mlp") if moe.is_dense(layer) else MoeMlp(moe, take, linear)
-
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, table: torch.Tensor, context: ForwardContext
-    ) -> torch.Tensor:
-        """See DecoderBlock."""
-        x = self.attention(add_rms_norm(x, residual, self.input_norm, self.eps), table, context)
-        return self.mlp(add_rms_norm(x, residual, self.post_norm, self.eps))
 
 
 class MoeDecoderModel(DecoderModel[MoeDecoderLayer]):

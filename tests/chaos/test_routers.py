@@ -136,7 +136,7 @@ async def test_routers_nodes_and_redis_are_hurt_and_nothing_is_lost(size: Size, 
                 await whole(asking, names)
             finally:
                 tell(run, ended - began)
-    check(run, size)
+    assert problems(run, size) == []
 
 
 async def disturb(run: Run, size: Size, began: float) -> None:
@@ -189,15 +189,17 @@ def tell(run: Run, seconds: float) -> None:
     print(table(times(run)[1]))
 
 
-def check(run: Run, size: Size) -> None:
-    """Nothing lost, nothing wrong, and every fault hurt."""
+def problems(run: Run, size: Size) -> list[str]:
+    """What was lost or wrong, and the faults that hurt nobody; empty after a good run."""
     faults = run.front.faults + run.nodes.faults
-    assert [wrong for load in run.loads for wrong in load.wrong] == []
-    assert [f"{fault} {fault.problem}" for fault in faults if fault.problem] == []
-    assert not run.nodes.skipped, "faults that hurt nobody"
-    assert all(load.done for load in run.loads)
+    found = [f"wrong: {wrong}" for load in run.loads for wrong in load.wrong]
+    found += [f"{fault} {fault.problem}" for fault in faults if fault.problem]
+    found += [f"it hurt nobody: {skipped}" for skipped in run.nodes.skipped]
+    found += ["a load ended no stream" for load in run.loads if not load.done]
     if size.full:
-        assert {fault.kind for fault in faults} == {*PROCESS_KINDS, *LINK_KINDS, *ROUTER_KINDS, *REDIS_KINDS}
+        wanted = {*PROCESS_KINDS, *LINK_KINDS, *ROUTER_KINDS, *REDIS_KINDS}
+        found += [f"no fault of kind {kind}" for kind in sorted(wanted - {fault.kind for fault in faults})]
         resumed = times(run)[0]
-        assert resumed
-        assert percentile(resumed, 0.99) < TARGET_S
+        if not resumed or percentile(resumed, 0.99) >= TARGET_S:
+            found.append(f"streams went on after {sorted(resumed)[-5:]} s")
+    return found

@@ -15,6 +15,8 @@ import httpx
 import psutil
 
 from paceline.client import AsyncClient
+from tests.fakes.nodes import sequence_request
+from tests.fakes.runner import expected_output
 from tests.fuzz.campaign import FULL, SEED
 from tests.fuzz.deployment import Deployment
 from tests.fuzz.hostile_frames import HTTP1, HTTP2, Maker, begin, some, tls_records
@@ -169,4 +171,6 @@ async def test_a_control_stream_with_tls_handles_none(tmp_path: Path) -> None:
             written["prefill"] += sum(thrown[8:])
             number += 8
         print(f"control stream with TLS: {dict(written)} frames")
+        request = sequence_request()
+        assert (await nodes.generate(request)).output == expected_output(request)  # a client that means well is served
         await nodes.wait_for_release()

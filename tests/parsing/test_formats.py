@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.config import ReasoningParser, ToolCallParser
+from paceline.option_values import ReasoningParser, ToolCallParser
 from paceline.parsing.answer import AnswerFormat, AnswerParts, call_ids
 from paceline.parsing.json_scan import JsonScanner
 from paceline.parsing.parser import AnswerParser

@@ -1,30 +1,5 @@
-// Norms whose weight is float32, and gated activations beside SwiGLU: one row at a time.
+// Gated activations beside SwiGLU: one row at a time.
 #include "common.h"
-
-// y = norm(x) * weight; with residual: residual += x first (rounded to T). The normed value is rounded once, after the weight.
-template <class T>
-static void rms_norm_wide(const T* x, T* residual, const float* weight, int64_t rows, int64_t n, float eps, T* y) {
-#pragma omp parallel for schedule(static) num_threads(pl_threads()) if (pl_threads() > 1 && rows > 16)
-  for (int64_t r = 0; r < rows; r++) {
-    const T* src = x + r * n;
-    if (residual) {
-      T* res = residual + r * n;
-      int64_t i = 0;
-      for (; i + 16 <= n; i += 16) store16(res + i, load16(res + i) + load16(src + i));
-      for (; i < n; i++) put(res + i, to_float(res[i]) + to_float(src[i]));
-      src = res;
-    }
-    v16 acc = {};
-    float tail = 0;
-    int64_t i = 0;
-    for (; i + 16 <= n; i += 16) { v16 v = load16(src + i); acc += v * v; }
-    for (; i < n; i++) { float v = to_float(src[i]); tail += v * v; }
-    float scale = 1.0f / std::sqrt((hsum(acc) + tail) / n + eps);
-    T* dst = y + r * n;
-    for (i = 0; i + 16 <= n; i += 16) store16(dst + i, load16(src + i) * scale * load16(weight + i));
-    for (; i < n; i++) put(dst + i, to_float(src[i]) * scale * weight[i]);
-  }
-}
 
 static inline v16 clamped(v16 x, v16 low, v16 high) {
   x = x < low ? low : x;
@@ -65,10 +40,6 @@ static void gated_rows(const T* gate_up, int64_t rows, int64_t n, int kind, floa
 }
 
 #define DEFINE(NAME, T)                                                                                               \
-  void pl_rms_norm_wide_##NAME(const T* x, T* residual, const float* weight, int64_t rows, int64_t n, float eps,      \
-                               T* y) {                                                                                \
-    rms_norm_wide(x, residual, weight, rows, n, eps, y);                                                              \
-  }                                                                                                                   \
   void pl_gated_##NAME(const T* gate_up, int64_t rows, int64_t n, int kind, float alpha, float limit, T* out) {       \
     gated_rows(gate_up, rows, n, kind, alpha, limit, out);                                                            \
   }

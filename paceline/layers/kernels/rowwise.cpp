@@ -1,8 +1,8 @@
 // Norms, activations and rotary positions: one row at a time.
 #include "steps.h"
 
-template <class T>
-void rms_norm(const T* x, T* residual, const T* weight, int64_t rows, int64_t n, float eps, T* y) {
+template <class T, class W>
+void rms_norm(const T* x, T* residual, const W* weight, int64_t rows, int64_t n, float eps, T* y) {
 #pragma omp parallel for schedule(static) num_threads(pl_threads()) if (pl_threads() > 1 && rows > 16)
   for (int64_t r = 0; r < rows; r++) {
     const T* src = x + r * n;
@@ -20,13 +20,13 @@ void rms_norm(const T* x, T* residual, const T* weight, int64_t rows, int64_t n,
     for (; i < n; i++) { float v = to_float(src[i]); tail += v * v; }
     float scale = 1.0f / std::sqrt((hsum(acc) + tail) / n + eps);
     T* dst = y + r * n;
-    for (i = 0; i + 16 <= n; i += 16) {  // the normed value is rounded to T before the weight, as the models do
-      T t[16];
+    for (i = 0; i + 16 <= n; i += 16) {  // the normed value is rounded to W before the weight, as the models do
+      W t[16];
       store16(t, load16(src + i) * scale);
       store16(dst + i, load16(t) * load16(weight + i));
     }
     for (; i < n; i++) {
-      T t;
+      W t;
       put(&t, to_float(src[i]) * scale);
       put(dst + i, to_float(t) * to_float(weight[i]));
     }
@@ -67,6 +67,10 @@ void rope_write(const T* q, const T* k, const T* v, int64_t ldq, int64_t ldk, in
 
 #define DEFINE(NAME, T)                                                                                               \
   void pl_rms_norm_##NAME(const T* x, T* residual, const T* weight, int64_t rows, int64_t n, float eps, T* y) {       \
+    rms_norm(x, residual, weight, rows, n, eps, y);                                                                   \
+  }                                                                                                                   \
+  void pl_rms_norm_wide_##NAME(const T* x, T* residual, const float* weight, int64_t rows, int64_t n, float eps,      \
+                               T* y) {                                                                                \
     rms_norm(x, residual, weight, rows, n, eps, y);                                                                   \
   }                                                                                                                   \
   void pl_silu_mul_##NAME(const T* gate_up, int64_t rows, int64_t n, T* out) { silu_mul(gate_up, rows, n, out); }     \

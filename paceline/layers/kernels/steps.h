@@ -12,9 +12,10 @@ void linear_integer(const Matrix& w, const T* x, int64_t M, int64_t ldx, O* out)
 template <class T, class O>
 void linear_dequantised(const Matrix& w, const T* x, int64_t M, int64_t ldx, O* out);
 
-// y = norm(x) * weight; with residual: residual += x first (rounded to T), y = norm(residual) * weight.
-template <class T>
-void rms_norm(const T* x, T* residual, const T* weight, int64_t rows, int64_t n, float eps, T* y);
+// y = norm(x) * weight; with residual: residual += x first (rounded to T), y = norm(residual) * weight. W: T, or float where a
+// result is rounded once, after the weight.
+template <class T, class W>
+void rms_norm(const T* x, T* residual, const W* weight, int64_t rows, int64_t n, float eps, T* y);
 
 // out = silu(gate) * up; gate_up: [rows, 2 n], gate first.
 template <class T>

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 
 from paceline.layers.quantized import QuantizedWeight
+from paceline.option_values import QuantizeName
 
-SCHEMES = ("w8a8", "w4a8", "w8a16", "w4a16")  # bits of a weight's code, then bits of an activation
+# Bits of a weight's code, then bits of an activation.
+SCHEMES: tuple[str, ...] = tuple(name for name in get_args(QuantizeName) if name != "none")
 GROUP_SIZE = 32  # elements of a row that share a 4-bit scale
 ROWS_AT_ONCE = 4096  # bounds the float32 copy that rounding makes
 

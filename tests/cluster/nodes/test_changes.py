@@ -183,6 +183,7 @@ async def test_a_change_is_made_as_a_whole_though_its_caller_leaves(case: Case) 
         await asyncio.sleep(0.1)  # the server hears of it
         goes_on.set()
         await until(lambda: case.state("decode-2") == "ready")
+        assert [slot.node_id for slot in case.supervisor.slots][-1] == "decode-2"
     await server.stop()
 
 

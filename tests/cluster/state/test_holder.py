@@ -171,6 +171,7 @@ async def test_a_router_that_was_succeeded_takes_over_again(
             while len(opened) < times:
                 await asyncio.sleep(0.01)
         client.hset("paceline:default:holder", mapping={"mark": "another", "ends": 0})  # while it was stopped
+    assert opened == [port, port]
     await joined._cancelled(succession)
     await router.stop(0.0)
     client.close()
@@ -187,6 +188,7 @@ async def test_a_serve_that_was_succeeded_is_still_a_router(server: Embedded, ma
         async with asyncio.timeout(5):
             while not client.exists("paceline:default:routed"):
                 await asyncio.sleep(0.01)
+        assert client.pttl("paceline:default:routed") > 0  # it ends with this process
     await joined._cancelled(standing_down)
 
 

@@ -364,3 +364,5 @@ async def test_a_lease_that_nobody_renews_ends_though_the_clock_of_redis_was_set
     keepers.make("decode-1", ttl_s=3600.0).write()
     await until(lambda: [node.id for node in directory.nodes()] == ["decode-0", "decode-1"])
     await until(lambda: [node.id for node in directory.nodes()] == ["decode-0"])
+    assert directory.holds("decode-0", 1)
+    assert not directory.holds("decode-1", 1)
