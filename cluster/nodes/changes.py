@@ -65,8 +65,13 @@ class NodeChanges:
             if len(self.wanted) >= MAX_NODES:
                 raise InvalidRequest("role", f"a deployment has at most {MAX_NODES} nodes")
             node = WantedNode(self._free_id(role), role, self.resources.get(role, ""), host, self._free_number())
-            await self._keep([*self.wanted, node])
-            await asyncio.to_thread(self.places.add, node)
+            before = self.wanted
+            await self._keep([*before, node])
+            try:
+                await asyncio.to_thread(self.places.add, node)
+            except Exception:  # Ray's own: nobody could list or remove it
+                await self._keep(before)
+                raise
             slot = Slot(role, node.node_id)
             self.supervisor.add(slot)
             return slot

@@ -104,13 +104,13 @@ class Places:
 
     def add(self, node: Wanted) -> None:
         """Ask for a place for one more node: that of one that left, or another, which need not be there at once."""
-        self._bundles[node.node_id] = node.bundle
         spare = next((found for found in self._spare if found[0] == node.bundle), None)
         if spare is not None and self._together is not None:
             self._spare.remove(spare)
             self._groups[node.node_id] = (self._together, spare[1])
         else:
             self._groups[node.node_id] = (self._alone(node), 0)
+        self._bundles[node.node_id] = node.bundle
 
     def remove(self, node_id: str) -> None:
         """Give back the place of a node that has ended. One in the group of all is kept for a later node."""

@@ -80,6 +80,20 @@ async def test_a_node_comes_as_soon_as_a_host_has_room_and_delays_no_other(case:
     await until(lambda: missing.restarts == 1)  # it is looked after like the others
 
 
+async def test_a_node_that_ray_takes_no_wish_for_is_not_wanted(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: it stays wanted, without a slot that lists it."""
+
+    def refuse(node: WantedNode) -> None:
+        raise RuntimeError("Ray is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(case.changes.places, "add", refuse)
+        with pytest.raises(RuntimeError, match="Ray is gone"):
+            await case.changes.add("decode")
+    assert [node.node_id for node in case.kept[-1]] == ["prefill-0", "decode-0", "decode-1"]
+    assert (await case.changes.add("decode")).node_id == "decode-2"
+
+
 async def test_a_node_rests_until_it_is_started_and_its_death_meanwhile_is_nothing(case: Case) -> None:
     old = case.handle("decode-1")
     old.stop_s = 0.2
