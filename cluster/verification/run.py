@@ -78,6 +78,8 @@ class Verification:
         finally:
             for worker in workers:
                 worker.cancel()
+        for score in self.scores.values():  # in the order of the requests, not in that of their ends
+            score.differences.sort(key=lambda one: one.asked.number)
             await asyncio.gather(*workers, return_exceptions=True)
 
     async def _one(self, asked: Asked) -> None:
