@@ -16,6 +16,9 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # for two cores: a third of a worker's time is waiting.
 SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 
+# A run that ends with failed tests (1, not 2: interrupted) gets them run again alone, and names them.
+AGAIN := { [ $$? = 1 ] && OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.again; }
+
 .PHONY: setup demo serve test quick check check-types check-style docs fuzz fuzz-surface chaos soak clients proto bench pictures clean help
 
 help:
@@ -40,8 +43,8 @@ serve: $(VENV)/.node
 test: $(VENV)/.dev check
 	$(BIN)/paceline pull smollm2-135m-instruct
 ifeq ($(ARGS),)
-	$(PYTEST) --durations=20 --durations-min=5 $(SIDE_BY_SIDE) $(ALONE:%=--ignore=%)
-	$(PYTEST) --durations=30 --durations-min=5 $(ALONE)
+	$(PYTEST) --cache-clear --durations=20 --durations-min=5 $(SIDE_BY_SIDE) $(ALONE:%=--ignore=%) || $(AGAIN)
+	$(PYTEST) --cache-clear --durations=30 --durations-min=5 $(ALONE) || $(AGAIN)
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
