@@ -33,7 +33,15 @@ pytestmark = [needs_kernels, pytest.mark.real_model, pytest.mark.timeout(600)]
 
 ONCE = ("none", "eagle3, greedy drafts")  # adaptive lengths have nothing to add to them
 VARYING = [name for name in CASES if name not in ONCE]
-FP32 = (("off", 0), ("goodput", 1), ("window", 0), ("off", 1), ("goodput", 0), ("window", 1))  # taken in turn
+FP32 = (  # one of each kind of state that a drafter keeps; all lengths and halves of the cross in turn
+    ("none", "off", 0),
+    ("ngram", "goodput", 1),
+    ("eagle3", "window", 0),
+    ("mtp x3", "off", 1),
+    ("draft model", "goodput", 0),
+    ("medusa", "window", 1),
+    ("several", "off", 0),
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -131,9 +139,9 @@ def test_the_plain_answers_are_worth_comparing(bf16: Matrix) -> None:
     assert all(plain[prompt, 0.0].token_ids != plain[prompt, 1.0].token_ids for prompt in ("list", "planets"))
 
 
-@pytest.mark.parametrize(("name", "adaptive", "parity"), [(n, *FP32[i % len(FP32)]) for i, n in enumerate(CASES)])
+@pytest.mark.parametrize(("name", "adaptive", "parity"), FP32)
 def test_fp32(name: str, adaptive: str, parity: int, fp32: Matrix, weights: Weights) -> None:
-    """Every drafter once: what all of them do with every kind of length is seen in bf16."""
+    """What every drafter does with every kind of length is seen in bf16."""
     cells = half_cross(CASES[name], parity, max_tokens=12)
     check(fp32, weights, CASES[name], cells, tree="dynamic", adaptive=adaptive)
 

@@ -1,5 +1,4 @@
-"""Every program of examples/, and what the quickstart has its reader type, against one deployment. It drafts with the
-head that examples/train_a_head.py has just trained."""
+"""Every program of examples/, and what the quickstart has its reader type, against one deployment."""
 
 from __future__ import annotations
 
@@ -13,9 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from paceline.assembly.build import build_runner
+from paceline.config import NodeConfig
+from paceline.request import SamplingParams, SequenceRequest
+from tests.support.exactness import run
 from tests.support.relay import Relay
 from tests.support.server import Server, serve
 from tests.support.shell_blocks import ROOT, shell_blocks
+from tests.support.tiny_checkpoint import write_tiny_llama
 
 pytestmark = [pytest.mark.e2e, pytest.mark.real_model, pytest.mark.timeout(400)]
 
@@ -33,30 +37,32 @@ def example(name: str, *options: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def head(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A head of two steps."""
-    out = tmp_path_factory.mktemp("training")
-    prompts = out / "prompts.jsonl"  # short ones: those that the model makes itself may go on and on
+def server(smollm2_folder: Path) -> Iterator[Server]:
+    with serve("--no-standby", "--kv-cache-tokens", "8192") as one:
+        yield one
+
+
+def test_train_a_head(tmp_path: Path) -> None:
+    """A head of two steps for a tiny target, which then drafts with it."""
+    model, out = write_tiny_llama(tmp_path / "tiny", num_layers=4), tmp_path / "training"
+    prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(
         "".join(json.dumps({"prompt": f"Say {word}."}) + "\n" for word in ("one", "two", "three", "four"))
     )
     corpus = ("--prompts", prompts, "--answer-tokens", 8)
-    said = example(
-        "train_a_head", out, "--head", "mtp", *corpus, "--steps", 2, "--tokens-per-step", 16, "--held-out", 1
-    )
-    assert said.splitlines()[-1].endswith(f"--drafter mtp --drafter-path {out / 'mtp/head'}")
-    return out / "mtp/head"
-
-
-@pytest.fixture(scope="module")
-def server(head: Path) -> Iterator[Server]:
-    with serve("--drafter", "mtp", "--drafter-path", str(head), "--no-standby", "--kv-cache-tokens", "8192") as one:
-        yield one
+    limits = ("--steps", 2, "--tokens-per-step", 16, "--held-out", 1)
+    said = example("train_a_head", out, "--model", model, "--head", "mtp", *corpus, *limits)
+    head = out / "mtp/head"
+    assert said.splitlines()[-1].endswith(f"--model {model} --drafter mtp --drafter-path {head}")
+    runner = build_runner(NodeConfig(model=str(model), drafter="mtp", drafter_path=str(head), kv_cache_tokens=256))
+    request = SequenceRequest("drafts", tuple(range(5, 25)), SamplingParams(temperature=0.0, max_tokens=12))
+    (answer,) = run(runner, [request])
+    assert answer.accepted_per_round
 
 
 def test_sdk(server: Server) -> None:
     said = example("sdk", "--server", server.grpc, "--max-tokens", 24).splitlines()
-    assert said[0] == "smollm2-135m-instruct, drafter mtp, 2 nodes"
+    assert said[0] == "smollm2-135m-instruct, drafter auto, 2 nodes"
     assert re.search(r"\[\d+ tokens in \d+ rounds, \d+ drafts accepted, .* prefill-0 -> decode-0\]", "\n".join(said))
     assert said[-1] == "streamed, the same text: True"
 

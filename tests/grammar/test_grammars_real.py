@@ -78,9 +78,9 @@ def engines(smollm2_folder: Path) -> Engines:
     return Engines(smollm2_folder, "bf16", batch=8)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_text_is_that_of_plain_decoding(smollm2_folder: Path, engines: Engines, temperature: float) -> None:
-    asked = requests(smollm2_folder, temperature)
+def test_text_is_that_of_plain_decoding(smollm2_folder: Path, engines: Engines) -> None:
+    """Sampled; tiny models do the same greedily (test_grammar_in_engine.py)."""
+    asked = requests(smollm2_folder, 1.0)
     off = SpeculationParams(num_draft_tokens=0)
     alone = follows_grammars(engines.variant(drafter="none"), smollm2_folder)
     plain = [answers(alone, [replace(one, speculation=off)])[0] for one in asked]

@@ -21,8 +21,10 @@ def test_in_tritons_interpreter() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("name", "page_size"), [("gqa", 1), ("wide", 4), ("mla", 16), ("mixed", 8)])
+@pytest.mark.parametrize(
+    ("name", "page_size", "dtype"),
+    [*(("mixed", 8, dtype) for dtype in DTYPES), ("gqa", 1, DTYPES[0]), ("wide", 4, DTYPES[1]), ("mla", 16, DTYPES[2])],
+)
 def test_gather_and_scatter(name: str, page_size: int, dtype: torch.dtype) -> None:
     check_gather_and_scatter(CPU, name, page_size, dtype)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.support.tiny_chat import CHAT_VOCAB, write_chat_tokenizer
 
 
-def write_tiny_llama(folder: Path, max_position_embeddings: int = 256) -> Path:
+def write_tiny_llama(folder: Path, max_position_embeddings: int = 256, num_layers: int = 2) -> Path:
     """Weights that make distributions neither flat nor a spike. Returns ``folder``."""
     import torch
     import transformers
@@ -16,7 +16,7 @@ def write_tiny_llama(folder: Path, max_position_embeddings: int = 256) -> Path:
         vocab_size=CHAT_VOCAB,
         hidden_size=64,
         intermediate_size=112,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=max_position_embeddings,
