@@ -8,16 +8,8 @@ ARGS ?=
 # A deployment is a dozen Python processes. Without bytecode files each of them compiles all that it imports, which takes
 # longer than the import itself, so the files are written whatever the caller's environment says.
 export PYTHONDONTWRITEBYTECODE :=
-# Faults and hosts that are watched by the clock: these run alone, all others side by side.
-ALONE := tests/chaos tests/multihost tests/soak tests/e2e/test_prefix_routing.py
-
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-# In the order of tests/conftest.py. xdist would begin files of few tests last, and those are the longest. Three workers
-# for two cores: a third of a worker's time is waiting.
-SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
-
-# A run that ends with failed tests (1, not 2: interrupted) gets them run again alone, and names them.
-AGAIN := { [ $$? = 1 ] && OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.again; }
+SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder  # as tests/support/whole_suite.py
 
 .PHONY: setup demo serve test quick check check-types check-style docs fuzz fuzz-surface chaos soak clients proto bench pictures clean help
 
@@ -43,8 +35,7 @@ serve: $(VENV)/.node
 test: $(VENV)/.dev check
 	$(BIN)/paceline pull smollm2-135m-instruct
 ifeq ($(ARGS),)
-	$(PYTEST) --cache-clear --durations=20 --durations-min=5 $(SIDE_BY_SIDE) $(ALONE:%=--ignore=%) || $(AGAIN)
-	$(PYTEST) --cache-clear --durations=30 --durations-min=5 $(ALONE) || $(AGAIN)
+	$(BIN)/python -m tests.support.whole_suite
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
