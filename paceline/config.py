@@ -60,6 +60,10 @@ class EngineConfig(Frozen):
     device: str = "cpu"
     """Where nodes compute: `cpu`, `cuda` (each node has a GPU of its own) or `cuda:N`, which nodes of a host share."""
 
+    tp: int = Field(default=1, ge=1, le=64)
+    """Ranks of one node: processes of one host that each hold a part of every layer. The text is the same for every
+    number. Raise it where a model does not fit one device."""
+
     attention: Literal["auto", "flashinfer", "torch"] = "auto"
     """Attention kernels. `auto` takes FlashInfer on GPUs where it is installed, and Paceline's own on CPUs. `torch`
     runs everywhere and is slow."""
