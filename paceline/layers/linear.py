@@ -23,6 +23,8 @@ class Linear:
     runs on; None elsewhere.
     """
 
+    whole = True  # whether the kernel's sums are the product's, not a rank's part of them
+
     def __init__(self, weight: LinearWeight, bias: torch.Tensor | None = None, out_float32: bool = False) -> None:
         """Raises ValueError for a quantised weight that the CPU's kernels cannot hold."""
         self.out_features, self.in_features = weight.shape
