@@ -17,6 +17,7 @@ from paceline.models.decoder import DecoderModel
 from paceline.models.llama_shapes import layer_shapes
 from paceline.models.loader import WeightBag
 from paceline.models.quantization.fusing import fuse_layers
+from paceline.parallel.slabs import sum_slabs
 
 
 class DecoderLayer(Block):
@@ -35,7 +36,8 @@ class DecoderLayer(Block):
             return weights.take_linear(f"{prefix}.{name}_proj.weight", (rows, columns))
 
         def row_linear(name: str, biased: bool) -> Linear:
-            return weights.row_linear(weight(name), take(f"{name}_proj.bias") if biased else None)
+            bias = take(f"{name}_proj.bias") if biased else None
+            return weights.row_linear(weight(name), bias, sum_slabs(spec.num_heads))
 
         def fused(names: Sequence[str], biased: bool) -> Linear:
             bias = torch.cat([take(f"{name}_proj.bias") for name in names]) if biased else None

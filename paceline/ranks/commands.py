@@ -137,5 +137,3 @@ def read_ids(frame: Frame) -> torch.Tensor:
 def host_slots(slots: torch.Tensor) -> torch.Tensor:
     """Slots as they cross: int64, on the host."""
     return slots.to("cpu", torch.int64).contiguous()
-
-

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from paceline.attention.select import attention_for
+from paceline.errors import NodeUnavailable
 from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.pool import KvPool
 from paceline.models.config import ModelSpec
@@ -21,7 +22,6 @@ from paceline.ranks.pool import held_layout
 from paceline.ranks.shard import Shard
 from paceline.ranks.target import ParallelTarget
 from paceline.ranks.weights import ShardBag, ShardTensors
-from paceline.errors import NodeUnavailable
 
 TIMEOUT_S = 20.0
 
