@@ -117,8 +117,8 @@ def check_degree(degree: int, spec: ModelSpec) -> None:
         slabs, fitting = sum_slabs(spec.num_heads), ", ".join(map(str, degrees(spec)))
         raise ConfigError(
             "tp",
-            f"{degree} ranks do not fit a model of {spec.num_heads} heads, {spec.num_kv_heads} KV heads and {slabs} slabs: "
-            f"it can have {fitting}",
+            f"{degree} ranks do not fit a model of {spec.num_heads} heads, {spec.num_kv_heads} KV heads and {slabs} "
+            f"slabs: it can have {fitting}",
         )
 
 
