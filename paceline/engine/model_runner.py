@@ -123,6 +123,7 @@ class ModelRunner:
         """policy: how many tokens to draft; None: as many as a request may have. graphs: of the same model and pool."""
         self.model, self.drafter, self.attention, self.graphs = model, drafter, attention, graphs
         self.kv, self.allocator, self.prefix = memory.pool, memory.allocator, memory.prefix
+        self.alive, self.close = model.alive, model.close  # the ranks that share the model
         self.limits, self.identity, self.bit_exact = limits, identity, identity.bit_exact
         self.handoff = limits.handoff
         self.rule = RULES[limits.acceptance]
