@@ -17,6 +17,7 @@ from paceline.models.decoder import DecoderModel
 from paceline.models.llama_shapes import layer_shapes
 from paceline.models.loader import WeightBag
 from paceline.models.quantization.fusing import fuse_layers
+from paceline.models.row_parallel import row_parallel
 
 
 class DecoderLayer(Block):
@@ -35,7 +36,7 @@ class DecoderLayer(Block):
             return weights.take_linear(f"{prefix}.{name}_proj.weight", (rows, columns))
 
         def linear(name: str, biased: bool) -> Linear:
-            return Linear(weight(name), take(f"{name}_proj.bias") if biased else None)
+            return row_parallel(weight(name), spec.sum_slabs, take(f"{name}_proj.bias") if biased else None)
 
         def fused(names: Sequence[str], biased: bool) -> Linear:
             bias = torch.cat([take(f"{name}_proj.bias") for name in names]) if biased else None
