@@ -143,7 +143,7 @@ def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity, *
     with phase("checking bits"):
         exact = is_bit_exact(model, kv, allocator, attention)
     log.info("kernels %s: this host is %s", identity.kernels, "bit-exact" if exact else "NOT bit-exact")
-    identity = replace(identity, drafter_weights=plan.digest, bit_exact=exact)
+    identity = replace(identity, drafter_weights=plan.digest, sums=f"slab{spec.sum_slabs}", bit_exact=exact)
     prefix = None
     if config.prefix_cache:
         prefix = PrefixCache(allocator, config.page_size, drafter.lookahead, identity.namespace())

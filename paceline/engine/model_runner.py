@@ -90,6 +90,7 @@ class RunnerIdentity:
     kernels: str
     quantize: str = "none"  # how the weights were rounded when they were loaded
     drafter_weights: str = ""  # digest; empty: it has none
+    sums: str = ""  # order of the sums that ranks of a node share
     bit_exact: bool = False  # whether this host gives a row the same bits however it is batched
 
     def namespace(self) -> str:

@@ -17,7 +17,6 @@ from paceline.models.decoder import DecoderModel
 from paceline.models.llama_shapes import layer_shapes
 from paceline.models.loader import WeightBag
 from paceline.models.quantization.fusing import fuse_layers
-from paceline.parallel.slabs import sum_slabs
 
 
 class DecoderLayer(Block):
@@ -37,7 +36,7 @@ class DecoderLayer(Block):
 
         def row_linear(name: str, biased: bool) -> Linear:
             bias = take(f"{name}_proj.bias") if biased else None
-            return weights.row_linear(weight(name), bias, sum_slabs(spec.num_heads))
+            return weights.row_linear(weight(name), bias, spec.sum_slabs)
 
         def fused(names: Sequence[str], biased: bool) -> Linear:
             bias = torch.cat([take(f"{name}_proj.bias") for name in names]) if biased else None

@@ -24,7 +24,7 @@ from paceline.layers.quantized import LinearWeight, QuantizedWeight
 from paceline.layers.shared_weights import SMALLEST, kept
 from paceline.model_files import quantization_config, read_json
 from paceline.models.quantization.round_to_nearest import head_scheme, round_to_nearest
-from paceline.parallel.slabs import slabs_of
+from paceline.models.row_parallel import row_parallel
 
 log = logging.getLogger(__name__)
 
@@ -92,8 +92,8 @@ class WeightBag:
         return rounded_weight(weight, head_scheme(self.scheme))
 
     def row_linear(self, weight: LinearWeight, bias: torch.Tensor | None, slabs: int = 1) -> Linear:
-        """A layer whose inner dimension the ranks of a node share. slabs: of the model (parallel/slabs.py)."""
-        return Linear(weight, bias, slabs=slabs_of(weight.shape[1], slabs))
+        """A layer whose inner dimension the ranks of a node share. slabs: see row_parallel."""
+        return row_parallel(weight, slabs, bias)
 
     def _claimed(self, name: str, shape: tuple[int, ...] | None) -> LinearWeight:
         if name not in self._left:
