@@ -67,11 +67,15 @@ def build_runner(config: NodeConfig, *, decodes: bool = True) -> ModelRunner:
         with phase("loading the model"):
             model = _load(config, folder, device)
         try:
-            identity = RunnerIdentity(Path(config.model).name, weights_digest(folder), kernel_set(), config.quantize)
-            runner = assemble(config, model, identity, decodes=decodes)
+            return _ready(config, folder, model, decodes=decodes)
         except BaseException:
             model.close()
             raise
+
+
+def _ready(config: NodeConfig, folder: Path, model: TargetModel, *, decodes: bool) -> ModelRunner:
+    identity = RunnerIdentity(Path(config.model).name, weights_digest(folder), kernel_set(), config.quantize)
+    runner = assemble(config, model, identity, decodes=decodes)
     runner.grammars = GrammarCompiler(folder, runner.vocab_size)
     if decodes:
         _measure(runner, config, folder)
