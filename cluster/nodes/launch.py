@@ -30,7 +30,8 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.nodes.places import Places, Wanted
+from cluster.nodes.bundles import Wanted
+from cluster.nodes.places import Places
 from cluster.nodes.private_ray import start_private_ray
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,8 @@ AGENT_TIMEOUT_S = 2.0  # for Ray's helpers to end by themselves
 # A helper of a step's parallel regions looks for the next one for about half a millisecond, then it sleeps. Regions are
 # tens of microseconds apart, and waking a sleeper takes as long: a step of SmolLM2 on two cores took twice the time.
 SPIN_COUNT = "20000"
-GPU_SHARE = 0.25  # of the one GPU of a place, for a node, its standby, and a predecessor that is slow to go
+GPU_SHARE = 0.25  # of the one GPU of a place, for a node, its standby, and a predecessor that is slow to go. A node of
+# several ranks takes all GPUs of its place, as Ray gives parts of one GPU alone: its successor waits until it is gone.
 NAMESPACE = "paceline"  # one for all, so that a supervisor finds the placement groups of the one before it
 
 ROUTER = Identity("router")  # one that proves nothing
@@ -159,7 +161,7 @@ class RayNodes:
             namespace=self.name,
             lifetime=self._lifetime if outlives else None,
             num_cpus=0,  # the bundle's share is for placing; a predecessor that is slow to go must not block it
-            num_gpus=GPU_SHARE if config.device == "cuda" else 0,
+            num_gpus=(GPU_SHARE if config.tp == 1 else config.tp) if config.device == "cuda" else 0,
             max_restarts=0,
             max_task_retries=0,
             max_concurrency=6,  # wait_stopped holds one, two after a takeover; start, stop and status have the rest
@@ -167,6 +169,10 @@ class RayNodes:
         )
         handle = actor.remote(role, node_id, generation, config, self._registry, self._interface, environment)
         return RayNode(node_id, role, handle, self._identity)
+
+    def check_fits(self, node: Wanted) -> None:
+        """Raise InvalidRequest where a node needs more than its place has, as in another role."""
+        self._places.check_fits(node)
 
     def add(self, node: Wanted) -> None:
         """One more node may be launched."""
