@@ -173,7 +173,7 @@ class Supervision:
         for role in ROLES:
             if role in roles:
                 own = config.of_role(role)
-                threads = f"{own.threads_per_node or shares.threads} threads for each rank"
+                threads = f"{own.threads_per_node or shares.threads * own.tp} threads each, {own.tp} ranks"
                 log.info("%s nodes: %s", role, "they share their host's cores" if shares_cores(own) else threads)
         return NodeConfigs(config, shares, self._secret)
 

@@ -257,7 +257,7 @@ class NodeConfig(EngineConfig):
     """One node, prefill or decode."""
 
     threads: int = Field(default=1, ge=1)
-    """Cores that each rank of the node computes on where it does not share them."""
+    """Cores that the node computes on, all its ranks together, where it does not share them."""
 
     cores_group: str = ""
     """Nodes of a host with the same group share its cores: those that work get equal parts. Empty: this one has
@@ -292,8 +292,8 @@ class ServeConfig(EngineConfig):
     """Processes that generate tokens."""
 
     threads_per_node: int = Field(default=0, ge=0)
-    """Cores that each rank of a node computes on. 0 divides this host's cores by the number of ranks, at least 1 each,
-    and lets a node of one rank use those of idle nodes."""
+    """Cores that each node computes on, all its ranks together. 0 divides this host's cores by the number of ranks, and
+    lets a node of one rank use those of idle nodes."""
 
     prefill: RoleOptions = RoleOptions()
     """Options of prefill nodes that differ from the deployment's, which hold for both roles: memory, batches, device,

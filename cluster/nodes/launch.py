@@ -19,6 +19,7 @@ from cluster.state.registry_types import Registry
 from cluster.state.wanted import Kept
 from paceline.config import NodeConfig
 from paceline.errors import NodeUnavailable, PacelineError
+from paceline.ranks.options import threads_per_rank
 from paceline.rpc.identity import Identity
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -153,7 +154,7 @@ class RayNodes:
         """Its actor is never restarted by Ray: the supervisor makes the next generation, under a name of its own (a
         dead actor's name stays taken while a handle lives). It sets its environment itself: a ``runtime_env`` would
         keep it from the workers that Ray has started already."""
-        environment = {"OMP_NUM_THREADS": str(config.threads), "GOMP_SPINCOUNT": SPIN_COUNT}
+        environment = {"OMP_NUM_THREADS": str(threads_per_rank(config)), "GOMP_SPINCOUNT": SPIN_COUNT}
         if self._interface:
             environment["NCCL_SOCKET_IFNAME"] = f"={self._interface}"  # exactly this one; without = it is a prefix
         actor = ray.remote(NodeHost).options(

@@ -20,7 +20,7 @@ from paceline.rpc.identity import Secret
 class Shares:
     """What the nodes of this start have of their hosts."""
 
-    threads: int  # of each rank, where the options give none
+    threads: int  # of each rank, where the options give a node none
     cores_group: str  # of the nodes that share their host's cores
     weight_file: str  # of the nodes that have their weights together
 
@@ -60,7 +60,7 @@ class NodeConfigs:
 
 def _node_config(config: ServeConfig, shares: Shares) -> NodeConfig:
     """config: the role's."""
-    threads = config.threads_per_node or shares.threads
+    threads = config.threads_per_node or shares.threads * config.tp
     group = shares.cores_group if shares_cores(config) else ""
     return config.node(threads, group, shares.weight_file if has_weights_together(config) else "")
 
@@ -74,7 +74,7 @@ def wanted_place(node: WantedNode, config: ServeConfig) -> Wanted:
     standby = config.standby and node.role == "decode" and config.decode_nodes == 1 and gpus < 2
     # A private Ray starts a worker for every CPU; on a machine of one's own nobody else is placed.
     counted = own.tp > 1 and not gpus and config.ray_address != "local"
-    cpus = float(max(1, own.threads_per_node) * own.tp) if counted else CPU_SHARE
+    cpus = float(max(own.tp, own.threads_per_node)) if counted else CPU_SHARE
     return Wanted(
         node.node_id, node.resource, standby, vital=node.role == "decode", host=node.host, gpus=gpus, cpus=cpus
     )

@@ -123,7 +123,7 @@ def test_ranks_of_a_node_have_one_place_with_a_gpu_each() -> None:
     assert (prefill.bundle["GPU"], decode.bundle["GPU"], decode.standby) == (2.0, 4.0, False)
     assert [node.bundle.get("GPU", 0) for node in role_nodes(1, 1, device="cuda:0")] == [0, 0]
     assert [node.bundle["CPU"] for node in role_nodes(1, 1, device="cpu", threads_per_node=3)] == [0.01, 0.01]
-    (_, decode) = role_nodes(1, 1, device="cpu", threads_per_node=3, ray_address="auto")
+    (_, decode) = role_nodes(1, 1, device="cpu", threads_per_node=12, ray_address="auto")
     assert (decode.bundle["CPU"], decode.standby) == (12.0, True)
 
 
