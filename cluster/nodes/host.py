@@ -244,6 +244,7 @@ class NodeHost:
             fingerprint_digest=self._node.shell.fingerprint_digest(),
             build=version("paceline"),
             log=stderr_file(),
+            ranks=self._config.tp,
         ).marked(self._config.call_token.get_secret_value())
 
     def _fenced(self) -> None:

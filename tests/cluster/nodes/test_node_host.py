@@ -88,7 +88,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> PretendedNode:
 
 @pytest.fixture
 def node_host(server: EmbeddedRedis, node: PretendedNode) -> Iterator[NodeHost]:
-    made = NodeHost("decode", "decode-0", 3, NodeConfig(model="m"), Registry(server.url, TTL_S))
+    made = NodeHost("decode", "decode-0", 3, NodeConfig(model="m", tp=2), Registry(server.url, TTL_S))
     yield made
     made.stop(0.0)
 
@@ -134,6 +134,7 @@ def test_registers_what_it_is(server: EmbeddedRedis, node_host: NodeHost) -> Non
         build=version("paceline"),
         mark=record.mark,
         log=stderr_file(),
+        ranks=2,
         running=1,
         waiting=2,
         free_pages=3,
@@ -259,7 +260,7 @@ def test_a_node_that_outlived_everybody_ends(
             client.hset("paceline:default:holder", "ends", int((time.time() + 60) * 1000))
         elif there:
             client.set("paceline:default:routed", 1)
-    made = NodeHost("decode", "decode-0", 3, NodeConfig(model="m"), Registry(server.url, TTL_S, orphan_s=0.3))
+    made = NodeHost("decode", "decode-0", 3, NodeConfig(model="m", tp=2), Registry(server.url, TTL_S, orphan_s=0.3))
     try:
         made.start()
         assert left.wait(10.0 if ends else 1.0) == ends
@@ -277,7 +278,9 @@ def test_an_orphan_counts_from_when_redis_says_that_it_is_one(
     monkeypatch.setattr(node, "load", NodeInfo)
     now = [time.monotonic()]
     monkeypatch.setattr(host, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time, sleep=time.sleep))
-    made = NodeHost("decode", "decode-0", 3, NodeConfig(model="m"), Registry("unix:///none", TTL_S, orphan_s=60.0))
+    made = NodeHost(
+        "decode", "decode-0", 3, NodeConfig(model="m", tp=2), Registry("unix:///none", TTL_S, orphan_s=60.0)
+    )
 
     def told(somebody: bool | None, seconds: float, every: float = 1.0) -> None:
         for _ in range(round(seconds / every)):
