@@ -32,7 +32,7 @@ from paceline.models.base import TargetModel
 from paceline.models.config import ModelSpec
 from paceline.models.hub import resolve_model
 from paceline.models.loader import weights_digest
-from paceline.models.registry import load_target
+from paceline.models.registry import DTYPES, load_target
 from paceline.phases import phase
 from paceline.ranks.load import load_parallel
 from paceline.ranks.options import threads_per_rank
@@ -43,7 +43,6 @@ from paceline.speculation import AUTO
 
 log = logging.getLogger(__name__)
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CUDA_CONNECTIONS = "32"  # queues of a GPU: of the engine, and of the links beside it
 ASSUMED_STEP_S = 0.02  # of the cost table until rounds were measured
 NCCL_NOTE = "device cuda needs a CUDA build of torch and a GPU; use --device cpu"

@@ -22,6 +22,7 @@ MAGIC, VERSION = b"PCLR", 1
 HEADER = struct.Struct("<4sHHQQ")
 FIELD = struct.Struct("<Q")
 MAX_BODY = 1 << 32  # bytes; a scatter of a whole pool's rows is cut into messages long before
+SMALL_BODY = 1 << 16  # bytes that leave in one piece
 FRAME_TIMEOUT_S = 30.0  # from the first to the last byte of a frame
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
@@ -31,10 +32,9 @@ class Kind(IntEnum):
     """What a frame says; the fields of each kind are in commands.py."""
 
     OPTIONS = 1
-    HERE = 2
-    READY = 3
-    FAILED = 4
-    STOP = 5
+    READY = 2
+    FAILED = 3
+    STOP = 4
     FORWARD = 16
     LOGITS = 17
     EMBED = 18
@@ -43,6 +43,7 @@ class Kind(IntEnum):
     SCATTER = 33
     ROWS = 34
     DONE = 35
+    PART = 48
 
 
 @dataclass(frozen=True)
@@ -87,13 +88,16 @@ class Channel:
     def send(self, kind: Kind, number: int = 0, fields: Sequence[Array] = ()) -> None:
         """Raises Closed when the other end is gone, NodeUnavailable when it takes nothing for FRAME_TIMEOUT_S."""
         views = [memoryview(np.ascontiguousarray(field)).cast("B") if field.size else b"" for field in fields]
-        sizes = [len(view) for view in views]
-        head = HEADER.pack(MAGIC, VERSION, kind, number, sum(sizes) + FIELD.size * len(sizes))
+        size = sum(map(len, views)) + FIELD.size * len(views)
+        parts: list[memoryview | bytes] = [HEADER.pack(MAGIC, VERSION, kind, number, size)]
+        for view in views:
+            parts += [FIELD.pack(len(view)), view]
         try:
-            self._socket.sendall(head)
-            for size, view in zip(sizes, views, strict=True):
-                self._socket.sendall(FIELD.pack(size))
-                self._socket.sendall(view)
+            if size <= SMALL_BODY:
+                self._socket.sendall(b"".join(parts))
+            else:
+                for part in parts:
+                    self._socket.sendall(part)
         except TimeoutError as error:
             raise NodeUnavailable(f"{kind.name} was not taken within {FRAME_TIMEOUT_S:g} s") from error
         except OSError as error:
@@ -102,14 +106,15 @@ class Channel:
     def receive(self, timeout_s: float | None) -> Frame:
         """The next frame; waits ``timeout_s`` for its first byte, for ever with None. Raises Closed when the other end
         is gone, NodeUnavailable when it is late, ValueError for bytes that are no frame."""
+        self._wait(timeout_s)
+        deadline = time.monotonic() + FRAME_TIMEOUT_S
         head = bytearray(HEADER.size)
-        begun = self._fill(memoryview(head)[:1], None if timeout_s is None else time.monotonic() + timeout_s)
-        self._fill(memoryview(head)[1:], begun + FRAME_TIMEOUT_S)
+        self._fill(memoryview(head), deadline)
         magic, version, kind, number, size = HEADER.unpack(head)
         if magic != MAGIC or version != VERSION or size > MAX_BODY:
             raise ValueError(f"not a frame of version {VERSION}: {bytes(head)!r}")
         body = bytearray(size)
-        self._fill(memoryview(body), begun + FRAME_TIMEOUT_S)
+        self._fill(memoryview(body), deadline)
         return Frame(Kind(kind), number, body)
 
     def shut(self) -> None:
@@ -124,17 +129,20 @@ class Channel:
         self.shut()
         self._socket.close()
 
-    def _fill(self, room: memoryview, deadline: float | None) -> float:
-        """Fill ``room``; returns the time then."""
+    def _fill(self, room: memoryview, deadline: float) -> None:
         while room:
             try:
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                if not self._readable.poll(None if left is None else 1000 * left):
-                    raise NodeUnavailable("the other rank is silent")
-                got = self._socket.recv_into(room)
+                got = self._socket.recv_into(room, 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._wait(deadline - time.monotonic())
+                continue
             except OSError as error:
                 raise Closed(f"the other rank is gone: {error}") from error
             if not got:
                 raise Closed("the other rank is gone")
             room = room[got:]
-        return time.monotonic()
+
+    def _wait(self, timeout_s: float | None) -> None:
+        """Until there is something to read, or the other end is gone."""
+        if not self._readable.poll(None if timeout_s is None else 1000 * max(0.0, timeout_s)):
+            raise NodeUnavailable("the other rank is silent")

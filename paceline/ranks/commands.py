@@ -19,7 +19,7 @@ DTYPES = (torch.bfloat16, torch.float32)  # of rows, by number
 
 
 def text_fields(text: str) -> list[Array]:
-    """OPTIONS, HERE, READY, FAILED: one text."""
+    """OPTIONS, READY, FAILED: one text."""
     return [np.frombuffer(text.encode(), dtype=np.uint8)]
 
 

@@ -15,7 +15,7 @@ import torch
 from paceline.attention.base import AttentionBackend
 from paceline.errors import NodeUnavailable
 from paceline.kvcache.pool import KvPool
-from paceline.models.base import ForwardContext, TargetModel
+from paceline.models.base import ForwardContext
 from paceline.ranks.channel import Channel, Closed, Frame, Kind
 from paceline.ranks.commands import (
     MAX_ERROR_BYTES,
@@ -27,6 +27,7 @@ from paceline.ranks.commands import (
     read_rows,
     text_fields,
 )
+from paceline.ranks.model import LlamaShard
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class Follower:
     """One rank's loop. ``run`` returns when it has ended."""
 
     def __init__(
-        self, model: TargetModel, pool: KvPool, attention: AttentionBackend, commands: Channel, rows: Channel
+        self, model: LlamaShard, pool: KvPool, attention: AttentionBackend, commands: Channel, rows: Channel
     ) -> None:
         """model: this rank's part; pool: with this rank's heads."""
         self._model, self._pool, self._attention = model, pool, attention
@@ -46,7 +47,8 @@ class Follower:
         self._stepped = threading.Condition()
 
     def run(self) -> None:
-        """Serve until rank 0 has gone or says stop. What fails is told to rank 0 and raised."""
+        """Serve until rank 0 has gone or says stop, and close what connects it. What fails is raised, and told to
+        rank 0."""
         serving = threading.Thread(target=self._serve_rows, name="rank-rows", daemon=True)
         serving.start()
         try:
@@ -61,6 +63,8 @@ class Follower:
             for channel in (self._commands, self._rows):
                 channel.shut()
             serving.join()
+            for end in (self._commands, self._rows, self._model.group):
+                end.close()
 
     def _run(self, frame: Frame) -> None:
         if frame.number != self._done + 1:

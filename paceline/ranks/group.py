@@ -1,92 +1,68 @@
-"""How the ranks of a node tell each other tensors. Every rank makes the same calls in the same order."""
+"""How the ranks of a node put together what each of them has computed. Every rank makes the same calls in the same
+order."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import suppress
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 
 from paceline.errors import NodeUnavailable
-
-torch_dist: Any = dist  # torch's type stubs name neither stores nor the options of a group
-LOOPBACK = "127.0.0.1"
-
-
-class Group(ABC):
-    """All ranks of a node, as one of them sees them. A call that a rank does not join in time, or that fails, raises
-    NodeUnavailable; the group is of no use from then on."""
-
-    rank: int
-    degree: int
-
-    @abstractmethod
-    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
-        """part: of the same shape and dtype on every rank -> [degree, *shape], in order of rank."""
-
-    @abstractmethod
-    def gather(self, part: torch.Tensor) -> torch.Tensor | None:
-        """The same on rank 0; None on the others."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End calls that wait. Idempotent, from any thread."""
+from paceline.ranks.channel import Channel, Kind
+from paceline.ranks.commands import bytes_of
 
 
-class GlooGroup(Group):
-    """Ranks that are processes, over gloo on loopback."""
+class Group:
+    """All ranks of a node, as one of them sees them: each has a channel to rank 0, which puts parts together and tells
+    the others. On one host that is less to move than if everybody told everybody.
 
-    def __init__(self, store: str, rank: int, degree: int, join_timeout_s: float, timeout_s: float) -> None:
-        """store: a file that all ranks open and nobody else may write to, empty when the first of them comes; it is not
-        needed once every rank is there. timeout_s: of each call. Raises NodeUnavailable when a rank does not come."""
-        self.rank, self.degree, self._timeout = rank, degree, timedelta(seconds=timeout_s)
-        options = torch_dist.ProcessGroupGloo._Options()
-        options._timeout, options._threads = timedelta(seconds=join_timeout_s), 1
-        try:
-            options._devices = [torch_dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-            file = torch_dist.FileStore(store, degree)
-            file.set_timeout(options._timeout)
-            self._group: Any = torch_dist.ProcessGroupGloo(torch_dist.PrefixStore("ranks", file), rank, degree, options)
-        except RuntimeError as error:
-            raise NodeUnavailable(f"rank {rank} of {degree}: not all ranks came: {error}") from error
+    A call that a rank does not join in time, or joins out of step, raises NodeUnavailable; the group is of no use from
+    then on.
+    """
 
-    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
-        """See Group."""
-        whole = part.new_empty(self.degree, *part.shape)
-        if part.numel():
-            rows, own = _rows(whole), _bytes(part)
-            self._wait(lambda: self._group.allgather(rows, own, self._timeout))
-        return whole
+    def __init__(self, rank: int, degree: int, channels: Sequence[Channel], timeout_s: float) -> None:
+        """channels: on rank 0 one to every other rank, by rank; else the one to rank 0. timeout_s: of each wait."""
+        self.rank, self.degree = rank, degree
+        self._channels, self._timeout_s = channels, timeout_s
+        self._step = 0
 
     def gather(self, part: torch.Tensor) -> torch.Tensor | None:
-        """See Group."""
-        whole = part.new_empty(self.degree, *part.shape) if self.rank == 0 else None
-        if part.numel():
-            rows, own = [] if whole is None else _rows(whole), _bytes(part)
-            self._wait(lambda: self._group.gather(rows, own, 0, self._timeout))
-        return whole
+        """part: of the same shape and dtype on every rank -> [degree, *shape] on rank 0, in order of rank; None on the
+        others."""
+        self._step += 1
+        if self.rank:
+            self._channels[0].send(Kind.PART, self._step, [bytes_of(part)])
+            return None
+        return torch.stack([part, *(self._receive(channel, part) for channel in self._channels)])
+
+    def broadcast(self, value: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        """Rank 0's ``value`` on every rank. like: of its shape, dtype and device; its content is not read."""
+        self._step += 1
+        if self.rank:
+            return self._receive(self._channels[0], like)
+        assert value is not None
+        data = bytes_of(value)
+        for channel in self._channels:
+            channel.send(Kind.PART, self._step, [data])
+        return value
+
+    def shut(self) -> None:
+        """End every call that waits. Idempotent, from any thread."""
+        for channel in self._channels:
+            channel.shut()
 
     def close(self) -> None:
-        """See Group. Neither abort nor shutdown of torch's group ends a wait; a receive that runs out of time does."""
-        with suppress(RuntimeError):
-            peer = 0 if self.rank else 1
-            self._group.recv([torch.zeros(1, dtype=torch.uint8)], peer, 1).wait(timedelta(milliseconds=1))
+        """Give the channels back, once no thread uses the group."""
+        for channel in self._channels:
+            channel.close()
 
-    def _wait(self, start: Callable[[], Any]) -> None:
-        try:
-            start().wait(self._timeout)
-        except RuntimeError as error:
-            raise NodeUnavailable(f"a rank did not join within {self._timeout.total_seconds():g} s: {error}") from error
-
-
-def _bytes(part: torch.Tensor) -> torch.Tensor:
-    """gloo knows few dtypes."""
-    return part.contiguous().view(-1).view(torch.uint8)
-
-
-def _rows(whole: torch.Tensor) -> list[torch.Tensor]:
-    return list(whole.view(whole.shape[0], -1).view(torch.uint8).unbind(0))
+    def _receive(self, channel: Channel, like: torch.Tensor) -> torch.Tensor:
+        frame = channel.receive(self._timeout_s)
+        if frame.kind is not Kind.PART or frame.number != self._step:
+            raise NodeUnavailable(f"a rank is out of step: {frame.kind.name} {frame.number} came at step {self._step}")
+        data: Any = frame.fields(np.uint8)[0]
+        if data.nbytes != like.nbytes:
+            raise NodeUnavailable(f"a rank is out of step: {data.nbytes} bytes came where {like.nbytes} are due")
+        return torch.from_numpy(data).view(like.dtype).view(like.shape).to(like.device)

@@ -14,6 +14,7 @@ import torch
 from paceline.errors import NodeUnavailable
 from paceline.ranks.channel import Array, Channel, Frame, Kind
 from paceline.ranks.commands import RowsCommand, bytes_of, read_text
+from paceline.ranks.group import Group
 
 log = logging.getLogger(__name__)
 
@@ -26,13 +27,15 @@ LAST_WORD_S = 0.5  # that all ranks get to say why one failed
 class Followers:
     """The other ranks of a node, as rank 0 talks to them.
 
-    Two channels to each: ``commands`` is served in order, ``rows`` beside it. After the first error every call raises
-    NodeUnavailable with what that was. Thread-safe.
+    Three channels to each: ``commands`` is served in order, ``rows`` beside it; the third is the group's. After the
+    first error every call raises NodeUnavailable with what that was. Thread-safe.
     """
 
-    def __init__(self, commands: Sequence[Channel], rows: Sequence[Channel], timeout_s: float = RANK_TIMEOUT_S) -> None:
+    def __init__(
+        self, commands: Sequence[Channel], rows: Sequence[Channel], group: Group, timeout_s: float = RANK_TIMEOUT_S
+    ) -> None:
         """commands, rows: by rank, from rank 1 on. timeout_s: of an answer."""
-        self._commands, self._rows, self._timeout_s = commands, rows, timeout_s
+        self._commands, self._rows, self._group, self._timeout_s = commands, rows, group, timeout_s
         self._sent = 0
         self._done = 0  # commands that rank 0 has run to the end
         self._computing, self._moving, self._failing = threading.RLock(), threading.Lock(), threading.Lock()
@@ -86,6 +89,13 @@ class Followers:
                 channel.send(Kind.STOP)
         self._shut()
 
+    def close(self) -> None:
+        """Give the channels back, once the followers are gone and every wait for them has ended."""
+        with self._computing, self._moving:
+            for channel in (*self._commands, *self._rows):
+                channel.close()
+            self._group.close()
+
     def fail(self, error: BaseException) -> NodeUnavailable:
         """Give the ranks up; every wait for them ends. Returns what to raise: the first error, whoever found it."""
         with self._failing:
@@ -132,3 +142,4 @@ class Followers:
     def _shut(self) -> None:
         for channel in (*self._commands, *self._rows):
             channel.shut()
+        self._group.shut()

@@ -10,8 +10,8 @@ from paceline.ranks.group import Group
 
 
 class RowParallelLinear(Linear):
-    """y = sum over ranks of x_r W_r^T, + b. Each rank's sum is a float32 branch of the model's tree of slabs; the ranks
-    tell each other their branches, and each adds all of them in the tree's order. It is cast once, at the end."""
+    """y = sum over ranks of x_r W_r^T, + b. Each rank's sum is a float32 branch of the model's tree of slabs. Rank 0
+    adds the branches in the tree's order, casts once at the end and tells the others."""
 
     whole = False
 
@@ -24,6 +24,11 @@ class RowParallelLinear(Linear):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, in_features / degree], this rank's -> [T, out_features] in x's dtype, the same on every rank."""
-        branches = self._group.all_gather(super().__call__(x))
+        branches = self._group.gather(super().__call__(x))
+        y = None if branches is None else self._sum(branches).to(x.dtype)
+        return self._group.broadcast(y, x.new_empty(x.shape[0], self.out_features))
+
+    def _sum(self, branches: torch.Tensor) -> torch.Tensor:
+        """branches: float32 [degree, T, out_features]."""
         y = tree_sum(branches.unbind(0))
-        return (y if self._added is None else y + self._added).to(x.dtype)
+        return y if self._added is None else y + self._added

@@ -10,16 +10,14 @@ from paceline.config import NodeConfig
 from paceline.model_files import read_json
 from paceline.models.config import ModelSpec
 from paceline.models.loader import gguf_file
-from paceline.ranks.group import GlooGroup, Group
-from paceline.ranks.leader import RANK_TIMEOUT_S
+from paceline.models.registry import DTYPES
+from paceline.ranks.group import Group
 from paceline.ranks.model import LlamaShard
 from paceline.ranks.options import FollowerOptions
-from paceline.ranks.processes import JOIN_TIMEOUT_S, FollowerProcesses
+from paceline.ranks.processes import FollowerProcesses
 from paceline.ranks.shard import Shard, check_ranks
 from paceline.ranks.target import ParallelTarget
 from paceline.ranks.weights import open_shard
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def load_parallel(config: NodeConfig, folder: Path, num_pages: int) -> ParallelTarget:
@@ -35,10 +33,8 @@ def load_parallel(config: NodeConfig, folder: Path, num_pages: int) -> ParallelT
         [FollowerOptions.of(config, str(folder), rank, num_pages) for rank in range(1, config.tp)]
     )
     try:
-        group = GlooGroup(processes.store, 0, config.tp, JOIN_TIMEOUT_S, RANK_TIMEOUT_S)
-        processes.met()
         shard = Shard(spec, config.tp, 0)
-        own = load_shard(folder, DTYPES[config.dtype], torch.device("cpu"), shard, group)
+        own = load_shard(folder, DTYPES[config.dtype], torch.device("cpu"), shard, processes.group)
         processes.wait_ready()
     except BaseException:
         processes.end()

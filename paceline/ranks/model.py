@@ -29,9 +29,12 @@ class LlamaShard(LlamaModel):
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """See TargetModel. Each row comes from the rank that has it."""
         mine = (token_ids - self._vocab.start).clamp(0, len(self._vocab) - 1)
-        rows = self.group.all_gather(self.embedding[mine])
+        rows = self.embedding[mine]
+        every = self.group.gather(rows)
+        if every is None:
+            return self.group.broadcast(None, rows)
         owners = torch.bucketize(token_ids, self._others, right=True)
-        return rows[owners, torch.arange(len(token_ids), device=rows.device)]
+        return self.group.broadcast(every[owners, torch.arange(len(token_ids), device=rows.device)], rows)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See TargetModel; [R, 0] on other ranks than 0."""

@@ -1,6 +1,6 @@
-"""One follower as a process: ``python -m paceline.ranks.process COMMANDS ROWS MEETING PARENT``, which rank 0 starts.
+"""One follower as a process: ``python -m paceline.ranks.process COMMANDS ROWS SUMS PARENT``, which rank 0 starts.
 
-The first three are open files that it inherits, the last is the process that it must not outlive.
+The first three are open sockets that it inherits, the last is the process that it must not outlive.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from paceline.layers.build import set_threads
 from paceline.layers.shared_weights import shared_weights
 from paceline.logs import configure_logging
 from paceline.models.config import ModelSpec
+from paceline.models.registry import DTYPES
 from paceline.ranks.channel import Channel, Kind
 from paceline.ranks.commands import MAX_ERROR_BYTES, read_text, text_fields
 from paceline.ranks.follower import Follower
-from paceline.ranks.group import GlooGroup
+from paceline.ranks.group import Group
 from paceline.ranks.leader import RANK_TIMEOUT_S
-from paceline.ranks.load import DTYPES, load_shard
+from paceline.ranks.load import load_shard
 from paceline.ranks.options import FollowerOptions
-from paceline.ranks.processes import JOIN_TIMEOUT_S
 from paceline.ranks.shard import Shard
 
 PR_SET_PDEATHSIG = 1
@@ -37,16 +37,15 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> int:
     """See the module docstring."""
-    commands, rows, meeting, parent = map(int, sys.argv[1:5])
+    *ends, parent = map(int, sys.argv[1:5])
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: rank 0 decides when the node ends
-    channel = Channel(socket.socket(fileno=commands))
+    channel, rows, sums = (Channel(socket.socket(fileno=end)) for end in ends)
     try:
-        options = FollowerOptions.read(read_text(channel.receive(JOIN_TIMEOUT_S)))
+        options = FollowerOptions.read(read_text(channel.receive(RANK_TIMEOUT_S)))
         configure_logging(options.log_level, options.log_format, f"rank-{options.rank}")
-        channel.send(Kind.HERE, 0, text_fields(str(os.getpid())))
-        group = GlooGroup(f"/proc/self/fd/{meeting}", options.rank, options.degree, JOIN_TIMEOUT_S, RANK_TIMEOUT_S)
-        follower = load(options, group, channel, Channel(socket.socket(fileno=rows)))
+        group = Group(options.rank, options.degree, [sums], RANK_TIMEOUT_S)
+        follower = load(options, group, channel, rows)
     except Exception as error:
         told(channel, error)
         return 1
@@ -65,7 +64,7 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def load(options: FollowerOptions, group: GlooGroup, commands: Channel, rows: Channel) -> Follower:
+def load(options: FollowerOptions, group: Group, commands: Channel, rows: Channel) -> Follower:
     """The follower of ``options`` with its part of the model."""
     torch.set_num_threads(options.threads)
     set_threads(options.threads)

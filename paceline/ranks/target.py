@@ -68,5 +68,4 @@ class ParallelTarget(TargetModel):
     def close(self) -> None:
         """See TargetModel."""
         self.followers.stop()
-        self.own.group.close()
         self._end()
