@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -40,6 +41,7 @@ class PretendedNode:
     def __init__(self) -> None:
         self.failure: Exception | None = None
         self.ticks = True
+        self.is_broken = False
         self.stops: list[float] = []
         self.may_stop = threading.Event()
         self.may_stop.set()
@@ -56,6 +58,9 @@ class PretendedNode:
     async def stop(self, grace_s: float) -> None:
         self.stops.append(grace_s)
         await asyncio.to_thread(self.may_stop.wait, 10.0)
+
+    def broken(self) -> bool:
+        return self.is_broken
 
     def alive(self) -> bool:
         return self.ticks
@@ -144,6 +149,31 @@ def test_registers_what_it_is(server: EmbeddedRedis, node_host: NodeHost) -> Non
     )
     status = node_host.status()
     assert (status["alive"], status["fenced"], status["free_pages"]) == (True, False, 3)
+
+
+def test_a_node_that_lost_a_rank_ends_its_process(
+    node: PretendedNode, node_host: NodeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutants: it waits until its lease is out; an orderly stop, in which ranks end, is a crash."""
+    ended: list[int] = []
+    monkeypatch.setattr(host.os, "_exit", ended.append)
+    node_host.start()
+    time.sleep(TTL_S)
+    assert ended == []
+    node.is_broken = True
+    wait_for(lambda: bool(ended))
+    assert set(ended) == {1}
+    node.is_broken = False
+    ended.clear()
+    node.may_stop.clear()
+    with ThreadPoolExecutor(1) as pool:
+        stopping = pool.submit(node_host.stop, 0.0)
+        wait_for(lambda: bool(node.stops))
+        node.is_broken = True
+        time.sleep(TTL_S)
+        node.may_stop.set()
+        stopping.result(10.0)
+    assert ended == []
 
 
 def test_drains_before_it_goes(server: EmbeddedRedis, node: PretendedNode, node_host: NodeHost) -> None:
