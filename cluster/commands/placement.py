@@ -75,9 +75,9 @@ def _planned(config: ServeConfig) -> dict[Role, RankBytes]:
     if not path.exists():
         typer.echo(f"{config.model} is no folder on this host, so memory is not planned")
         return {}
-    from paceline.assembly.build import DTYPES
     from paceline.assembly.model_plan import plan_model
     from paceline.models.announced import read_announced
+    from paceline.models.registry import DTYPES
 
     found: dict[Role, RankBytes] = {}
     try:
