@@ -117,6 +117,10 @@ class NodeShell:
         """The engine thread runs and is not stuck, and no rank of the node is lost."""
         return self.loop.alive() and self._runner.alive()
 
+    def broken(self) -> bool:
+        """Whether the node can never serve again: one of its ranks is lost."""
+        return not self._runner.alive()
+
     # -- calls -------------------------------------------------------------------------------------------------
 
     @contextmanager

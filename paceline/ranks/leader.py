@@ -18,8 +18,8 @@ from paceline.ranks.group import Group
 
 log = logging.getLogger(__name__)
 
-# Of a forward's collectives and of an answer: a follower that computes is never as late. It is less than the time after
-# which a step counts as hung (serving.loop.STALL_S), so that the error comes first.
+# For a collective of a forward and for an answer: a follower that computes is never as late. It is less than the time
+# after which a step counts as hung (serving.loop.STALL_S), so that the error comes first.
 RANK_TIMEOUT_S = 30.0
 LAST_WORD_S = 0.5  # that all ranks get to say why one failed
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from itertools import chain
+from pathlib import Path
 
 from paceline.errors import NodeUnavailable
 from paceline.ranks.channel import Channel, Kind
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 LOAD_TIMEOUT_S = 280.0  # until each has imported torch and loaded its part; a node's start may take 300
 END_TIMEOUT_S = 5.0  # for a follower to end in order
 POLL_S = 0.5  # how soon the death of a follower is seen on an idle node
+STOPPED_S = 2.0  # that a follower may be stopped, as by SIGSTOP
 CHANNELS = 3  # to each follower: commands, rows, sums
 MODULE = "paceline.ranks.process"
 
@@ -97,11 +99,8 @@ class FollowerProcesses:
             for end in chain.from_iterable(self._theirs):
                 end.close()
             self._started.set()
-        while not self._ended.wait(POLL_S):
-            for rank, process in enumerate(self._processes, 1):
-                if process.poll() is not None and not self.followers.failure:
-                    self.followers.fail(NodeUnavailable(f"rank {rank} ended with {process.returncode}"))
-                    deadline = time.monotonic() + END_TIMEOUT_S
+        self._watch()
+        deadline = time.monotonic() + END_TIMEOUT_S
         for process in self._processes:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
@@ -110,7 +109,30 @@ class FollowerProcesses:
                 process.wait()
         self.followers.close()
 
+    def _watch(self) -> None:
+        """Until ``end``: give the ranks up when one has ended, or is stopped for longer than a moment. A wait for it
+        would end much later, as a rank that computes may be slow."""
+        stopped = [0] * len(self._processes)
+        while not self._ended.wait(POLL_S):
+            for rank, process in enumerate(self._processes, 1):
+                stopped[rank - 1] = stopped[rank - 1] + 1 if is_stopped(process.pid) else 0
+                if self.followers.failure:
+                    continue
+                if process.poll() is not None:
+                    self.followers.fail(NodeUnavailable(f"rank {rank} ended with {process.returncode}"))
+                elif stopped[rank - 1] * POLL_S > STOPPED_S:
+                    self.followers.fail(NodeUnavailable(f"rank {rank} is stopped for {STOPPED_S:g} s"))
+
     def _spawn(self, ends: list[socket.socket]) -> subprocess.Popen[bytes]:
         files = [end.fileno() for end in ends]
         arguments = [sys.executable, "-m", MODULE, *map(str, files), str(os.getpid())]
         return subprocess.Popen(arguments, pass_fds=files, stdin=subprocess.DEVNULL)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal; false for one that is gone."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state == "T"
