@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ MAX_BODY = 1 << 32  # bytes; a scatter of a whole pool's rows is cut into messag
 SMALL_BODY = 1 << 16  # bytes that leave in one piece
 FRAME_TIMEOUT_S = 30.0  # from the first to the last byte of a frame
 
-Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Kind(IntEnum):
@@ -56,7 +57,8 @@ class Frame:
 
     def fields(self, *dtypes: type[np.generic]) -> list[Array]:
         """The body's arrays, one of each dtype. Raises ValueError when it has other fields."""
-        found, at = [], 0
+        found: list[Array] = []
+        at = 0
         for dtype in dtypes:
             if at + FIELD.size > len(self.body):
                 raise ValueError(f"{self.kind.name}: {len(found)} of {len(dtypes)} fields")

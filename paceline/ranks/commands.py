@@ -71,8 +71,8 @@ def read_batch(frame: Frame) -> ForwardBatch:
                 own_tails[of_rows],
             )
         )
-    parts = (torch.from_numpy(part) for part in (ids, positions, write_slots))
-    return ForwardBatch(*parts, tuple(segments))
+    token_ids, places, slots_written = (torch.from_numpy(part) for part in (ids, positions, write_slots))
+    return ForwardBatch(token_ids, places, slots_written, tuple(segments))
 
 
 def row_fields(rows: torch.Tensor) -> list[Array]:

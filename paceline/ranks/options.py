@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from json import dumps, loads
 
 from paceline.config import NodeConfig
+from paceline.option_values import LogFormat, LogLevel
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,12 @@ class FollowerOptions:
     attention: str
     longest: int  # positions, of a context
     weight_file: str
-    log_level: str
-    log_format: str
+    log_level: LogLevel
+    log_format: LogFormat
 
     @classmethod
     def of(cls, config: NodeConfig, folder: str, rank: int, num_pages: int) -> FollowerOptions:
-        """Of rank ``rank`` of a node. num_pages: of its pool."""
+        """What rank ``rank`` of a node is told. num_pages: in its pool."""
         return cls(
             folder=folder,
             dtype=config.dtype,

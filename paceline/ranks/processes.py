@@ -80,7 +80,7 @@ class FollowerProcesses:
             try:
                 frame = channel.receive(max(0.0, end - time.monotonic()))
             except NodeUnavailable as error:
-                raise NodeUnavailable(f"rank {rank} did not come up: {error}") from error
+                raise NodeUnavailable(f"rank {rank} did not come up: {self.followers.failure or error}") from error
             text = read_text(frame)
             if frame.kind is not kind:
                 raise NodeUnavailable(f"rank {rank} did not come up: {text}")

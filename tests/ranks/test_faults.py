@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -24,11 +23,12 @@ TIMEOUT_S = 2.0
 class Faulty(Follower):
     """Does something else than a command after the checks of the start."""
 
-    fault: Callable[[Faulty, Frame], None]
+    def fault(self, frame: Frame) -> None:
+        raise NotImplementedError
 
     def _run(self, frame: Frame) -> None:
         if frame.number == 30:
-            type(self).fault(self, frame)
+            self.fault(frame)
         else:
             super()._run(frame)
 

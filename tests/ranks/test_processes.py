@@ -19,7 +19,7 @@ pytestmark = [needs_kernels, pytest.mark.real_model, pytest.mark.timeout(300)]
 
 
 def followers() -> list[psutil.Process]:
-    """Of this process, that live."""
+    """Those of this process that live."""
     return [child for child in psutil.Process().children() if "paceline.ranks.process" in " ".join(child.cmdline())]
 
 

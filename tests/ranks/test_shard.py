@@ -28,7 +28,7 @@ from tests.support.thread_ranks import ranks_spec
     ],
 )
 def test_degrees(changes: dict[str, int], fitting: tuple[int, ...]) -> None:
-    spec = replace(ranks_spec(), **changes)
+    spec = ranks_spec(**changes)
     assert degrees(spec) == fitting
     layer = KvLayer(LayerKind.GQA, LayerOwner.TARGET, spec.num_kv_heads, spec.head_dim)
     for degree in fitting:
