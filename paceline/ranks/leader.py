@@ -133,7 +133,8 @@ class Followers:
         """Why followers failed, where one could say it."""
         said, end = [], time.monotonic() + LAST_WORD_S
         for rank, channel in enumerate(self._commands, 1):
-            with suppress(NodeUnavailable, ValueError):
+            # RuntimeError: the thread that starts the node waits there too, and hears the word itself.
+            with suppress(NodeUnavailable, ValueError, RuntimeError):
                 frame = channel.receive(max(0.0, end - time.monotonic()))
                 if frame.kind is Kind.FAILED:
                     said.append(f"rank {rank}: {read_text(frame)}")

@@ -156,7 +156,7 @@ def test_a_node_that_lost_a_rank_ends_its_process(
 ) -> None:
     """Mutants: it waits until its lease is out; an orderly stop, in which ranks end, is a crash."""
     ended: list[int] = []
-    monkeypatch.setattr(host.os, "_exit", ended.append)
+    monkeypatch.setattr(os, "_exit", ended.append)
     node_host.start()
     time.sleep(TTL_S)
     assert ended == []
