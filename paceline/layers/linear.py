@@ -44,8 +44,10 @@ class Linear:
         if self.library is not None:
             self._matrix = PackedMatrix(self.library, weight, self.bias, self.slabs)
             self._packed = self._matrix.packed
-        else:
-            self._packed = weight.codes if isinstance(weight, QuantizedWeight) else weight
+        elif isinstance(weight, QuantizedWeight):
+            self._packed = weight.codes
+        else:  # the CPU's products in torch keep their sums in float32 alone
+            self._packed = weight.float() if self.slabs > 1 and weight.device.type == "cpu" else weight
 
     @property
     def address(self) -> int:
@@ -83,7 +85,7 @@ def linear_reference(
 ) -> torch.Tensor:
     """The same in torch; its bits depend on the number of rows."""
     if slabs > 1:
-        y = tree_sum(slab_sums(x, weight, slabs).unbind())
+        y = tree_sum(slab_sums(x, weight, slabs))
         return (y if bias is None else y + bias).to(out_dtype)
     if out_dtype is torch.float32 and weight.dtype is not torch.float32 and _keeps_sums(x.device):
         y = torch.mm(x, weight.t(), out_dtype=torch.float32)
@@ -92,13 +94,17 @@ def linear_reference(
     return (y if bias is None else y + bias.to(y.dtype)).to(out_dtype)
 
 
-def slab_sums(x: torch.Tensor, weight: torch.Tensor, slabs: int) -> torch.Tensor:
-    """The sum of each slab, float32 [slabs, T, out_features]."""
-    rows = x.unflatten(-1, (slabs, -1)).transpose(0, 1)  # [slabs, T, in_features / slabs]
-    runs = weight.unflatten(-1, (slabs, -1)).permute(1, 2, 0)  # [slabs, in_features / slabs, out_features]
+def slab_sums(x: torch.Tensor, weight: torch.Tensor, slabs: int) -> list[torch.Tensor]:
+    """The sum of each slab, float32 [T, out_features]."""
+    if x.device.type == "cpu":
+        parts = zip(x.chunk(slabs, dim=1), weight.chunk(slabs, dim=1), strict=True)
+        return [F.linear(rows.float(), run.float()) for rows, run in parts]
+    width = weight.shape[1] // slabs
+    rows = x.reshape(-1, slabs, width).transpose(0, 1)  # [slabs, T, width]
+    runs = weight.reshape(-1, slabs, width).permute(1, 2, 0)  # [slabs, width, out_features]
     if weight.dtype is not torch.float32 and _keeps_sums(x.device):
-        return torch.bmm(rows, runs, out_dtype=torch.float32)
-    return torch.bmm(rows.float(), runs.float())
+        return list(torch.bmm(rows, runs, out_dtype=torch.float32))
+    return list(torch.bmm(rows.float(), runs.float()))
 
 
 @cache

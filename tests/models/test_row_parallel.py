@@ -60,7 +60,7 @@ def slabs_within(thing: object) -> dict[str, int]:
     if isinstance(thing, list | tuple):
         parts |= enumerate(thing)
     elif type(thing).__module__.startswith("paceline."):
-        parts |= vars(thing)
+        parts.update(vars(thing).items())
     return {f"{name}.{path}": n for name, part in parts.items() for path, n in slabs_within(part).items()}
 
 
