@@ -38,7 +38,7 @@ class ParallelTarget(TargetModel):
         """See TargetModel."""
         if not len(token_ids):
             return token_ids.new_empty(0, self.spec.hidden_size, dtype=self.dtype)
-        return torch.cat([self._embed(some) for some in token_ids.split(EMBED_ROWS)])
+        return torch.cat([self._embed(some) for some in torch.split(token_ids, EMBED_ROWS)])
 
     def forward(self, context: ForwardContext, aux: AuxCapture | None = None) -> torch.Tensor:
         """See TargetModel. ``context.kv`` is a ShardedPool."""
