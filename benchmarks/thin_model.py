@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from paceline.assembly.build import DTYPES, assemble
+from paceline.assembly.build import assemble
 from paceline.config import NodeConfig
 from paceline.engine.model_runner import ModelRunner, RunnerIdentity
 from paceline.errors import ConfigError
@@ -16,6 +16,7 @@ from paceline.models.hub import resolve_model
 from paceline.models.llama import LlamaModel
 from paceline.models.llama_shapes import model_shapes
 from paceline.models.loader import WeightBag
+from paceline.models.registry import DTYPES
 
 WIDTH = 64  # of hidden rows and MLP
 

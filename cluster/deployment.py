@@ -16,6 +16,7 @@ from cluster.nodes.node_logs import NodeLogs
 from cluster.nodes.slots import Slot
 from cluster.option_sets import ROUTER_OPTIONS
 from cluster.parts import Parts, Tell
+from cluster.role_check import check_roles
 from cluster.serving_router import ServingRouter, check_front, import_front_door
 from cluster.state.embedded_redis import EmbeddedRedis
 from cluster.state.holder import DeploymentLease, Holder
@@ -58,6 +59,7 @@ class Deployment:
         config, front = self.config, self.front
         await check_front(config)
         front.identity.check()
+        await asyncio.to_thread(check_roles, config)
         imported = asyncio.get_running_loop().run_in_executor(None, import_front_door)  # while Ray starts
         if config.redis:
             await self._hold(config.redis)  # before anything of another holder's could be touched

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.config import EngineConfig
+from paceline.role_options import ROLES
 
 # Options of ``paceline router``. All others are the deployment's that it joins, or say what nodes there are.
 ROUTER_OPTIONS = (
@@ -17,4 +18,8 @@ SHARED_OPTIONS = frozenset(EngineConfig.model_fields.keys() - {"log_level", "log
     *("chat_template", "tool_call_parser", "reasoning_parser", "max_inflight", "max_queued", "queue_timeout_s"),
     *("request_timeout_s", "bypass_tokens", "lease_ttl_s", "journal_mode", "journal_ttl_s", "journal_entry_bytes"),
     *("journal_total_bytes", "tenant_share", "read_timeout_s"),
+    *ROLES,
 }
+
+# Options that nodes are started with: those of an earlier supervisor that had others are not gone on with.
+NODE_OPTIONS = {*SHARED_OPTIONS.intersection(EngineConfig.model_fields), *ROLES}

@@ -6,28 +6,27 @@ import asyncio
 import hashlib
 import json
 import logging
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pydantic import SecretStr
-
 from cluster.nodes.addresses import host_answers
+from cluster.nodes.bundles import check_room
 from cluster.nodes.changes import NodeChanges
 from cluster.nodes.listening import split_address
+from cluster.nodes.roles import NodeConfigs, Shares, has_weights_together, shares_cores, wanted_place
 from cluster.nodes.slots import Slot
 from cluster.nodes.supervise import Supervisor
-from cluster.option_sets import SHARED_OPTIONS
+from cluster.option_sets import NODE_OPTIONS
 from cluster.parts import Parts
 from cluster.serving_router import ServingRouter
 from cluster.state.holder import DeploymentLease
 from cluster.state.wanted import Kept, WantedNode, from_json
-from paceline.config import EngineConfig, NodeConfig, ServeConfig
+from paceline.config import ServeConfig
+from paceline.role_options import ROLES
 from paceline.rpc.identity import Secret
 
 if TYPE_CHECKING:
     from cluster.nodes.launch import RayNodes
-    from cluster.nodes.places import Wanted
 
 log = logging.getLogger(__name__)
 
@@ -59,21 +58,25 @@ class Supervision:
         """Go on with the nodes that an earlier supervisor left, and start the others. Raises what the first failing one
         raised."""
         from cluster.nodes.launch import RayNode, RayNodes
+        from cluster.nodes.places import ray_hosts
 
         left = await asyncio.to_thread(self._left)
         leaves, self._leaves = self._leaves, self._leaves or left is not None  # a start that fails ends none of theirs
         wanted = list(left.nodes) if left is not None else wanted_nodes(self.config, self._lease.wanted)
+        places = [wanted_place(node, self.config) for node in wanted]
         with self._parts.waiting_for("Ray to place nodes"):
+            if left is None:
+                check_room(places, await asyncio.to_thread(ray_hosts), fixed=self.config.ray_address == "local")
             nodes = self._nodes = await asyncio.to_thread(
                 RayNodes,
-                [placed(node, self.config) for node in wanted],
+                places,
                 self._registry,
                 self.config.node_interface,
                 self._front.identity,
                 left,
             )
         self._parts.at_end("placement", lambda: None if self._goes_on() else nodes.close())
-        make_config = self._node_config(len(wanted), nodes.name.rpartition("-")[2])
+        make_config = self._node_configs(wanted, nodes.name.rpartition("-")[2])
 
         def launch(role: str, node_id: str, generation: int) -> RayNode:
             return nodes.launch(role, node_id, generation, make_config(self.changes.of(node_id), role))
@@ -151,7 +154,7 @@ class Supervision:
 
     def _options_digest(self) -> str:
         """Names what nodes are started with."""
-        options = self.config.model_dump(include=set(EngineConfig.model_fields) & SHARED_OPTIONS, mode="json")
+        options = self.config.model_dump(include=NODE_OPTIONS, mode="json")
         known = json.dumps([options, self._secret.call_token], sort_keys=True)
         return hashlib.sha256(known.encode()).hexdigest()[:16]
 
@@ -163,13 +166,16 @@ class Supervision:
         self._leaves = self._lease.leaves = self._goes_on()  # nobody would look after nodes that nobody wants
         await self.supervisor.stop(None if self._leaves else self._parts.grace_s)
 
-    def _node_config(self, count: int, group: str) -> _NodeConfigs:
-        """Options of the nodes. count: how many start together. group: names those that share cores."""
-        config = self.config
-        threads = config.threads_per_node or max(1, (os.cpu_count() or 1) // count)
-        shares = not config.threads_per_node and config.device == "cpu"
-        log.info("%d nodes %s", count, "share their host's cores" if shares else f"with {threads} threads each")
-        return _NodeConfigs(config.node(threads, group if shares else "", self._open_weight_file()), self._secret)
+    def _node_configs(self, wanted: list[WantedNode], group: str) -> NodeConfigs:
+        """Options of the nodes. wanted: those that start together. group: names those that share cores."""
+        config, roles = self.config, {node.role for node in wanted}
+        shares = Shares.of(config, wanted, group, self._open_weight_file())
+        for role in ROLES:
+            if role in roles:
+                own = config.of_role(role)
+                threads = f"{own.threads_per_node or shares.threads * own.tp} threads each, {own.tp} ranks"
+                log.info("%s nodes: %s", role, "they share their host's cores" if shares_cores(own) else threads)
+        return NodeConfigs(config, shares, self._secret)
 
     async def _tell_phases(self, slots: list[Slot]) -> None:
         """Tell what each node that has not started is at, until cancelled."""
@@ -188,7 +194,8 @@ class Supervision:
         from paceline.layers.weight_file import WeightFile, huge_pages_need_own_memory
 
         config = self.config
-        if config.ray_address != "local" or config.device != "cpu" or huge_pages_need_own_memory():
+        together = any(has_weights_together(config.of_role(role)) for role in ROLES)
+        if config.ray_address != "local" or not together or huge_pages_need_own_memory():
             return ""
         try:
             file = WeightFile()
@@ -220,20 +227,6 @@ class Supervision:
         log.info("operators are served at %s", self.admin_address)
 
 
-class _NodeConfigs:
-    """Makes the options of each node."""
-
-    def __init__(self, shared: NodeConfig, secret: Secret) -> None:
-        self._shared, self._secret = shared, secret
-
-    def __call__(self, node: WantedNode, role: str) -> NodeConfig:
-        """With what the node proves itself with, and a decode node checks hand-offs with."""
-        own = {"call_token": SecretStr(self._secret.call_token), "cores_slot": node.cores_slot}
-        if role == "decode":
-            own["ticket_key"] = SecretStr(self._secret.ticket_key)
-        return self._shared.model_copy(update=own)
-
-
 def nodes_outlive(config: ServeConfig) -> bool:
     """Whether Ray and Redis live on when this process ends."""
     return config.ray_address != "local" and bool(config.redis)
@@ -261,17 +254,6 @@ def wanted_nodes(config: ServeConfig, kept: bytes) -> list[WantedNode]:
     return found
 
 
-def placed(node: WantedNode, config: ServeConfig) -> Wanted:
-    """What Ray is asked for."""
-    from cluster.nodes.places import Wanted
-
-    # With several, another goes on with its streams; without prefill nodes, decode computes prompts.
-    standby = config.standby and node.role == "decode" and config.decode_nodes == 1
-    return Wanted(
-        node.node_id, node.resource, standby, vital=node.role == "decode", host=node.host, gpu=config.device == "cuda"
-    )
-
-
 class _Places:
     """RayNodes, for what operators change."""
 
@@ -279,7 +261,10 @@ class _Places:
         self._nodes, self._config = nodes, config
 
     def add(self, node: WantedNode) -> None:
-        self._nodes.add(replace(placed(node, self._config), standby=False))
+        self._nodes.add(replace(wanted_place(node, self._config), standby=False))
+
+    def check_fits(self, node: WantedNode) -> None:
+        self._nodes.check_fits(wanted_place(node, self._config))
 
     def remove(self, node_id: str) -> None:
         self._nodes.remove(node_id)

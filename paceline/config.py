@@ -22,6 +22,7 @@ from paceline.option_values import (
     ToolCallParser,
     TransportName,
 )
+from paceline.role_options import CAST, ROLES, Role, RoleOptions, kind_of
 from paceline.speculation import DRAFTERS, TreeKind, is_weightless
 from paceline.transports import needs_cuda
 
@@ -58,7 +59,11 @@ class EngineConfig(Frozen):
     `a16` numbers of `dtype`. `none` takes the checkpoint as it is."""
 
     device: str = "cpu"
-    """Where nodes compute: `cpu`, `cuda` (each node has a GPU of its own) or `cuda:N`, which nodes of a host share."""
+    """Where nodes compute: `cpu`, `cuda` (each rank has a GPU of its own) or `cuda:N`, which nodes of a host share."""
+
+    tp: int = Field(default=1, ge=1, le=64)
+    """Ranks of one node: processes of one host that each hold a part of every layer. The text is the same for every
+    number. Raise it where a model does not fit one device."""
 
     attention: Literal["auto", "flashinfer", "torch"] = "auto"
     """Attention kernels. `auto` takes FlashInfer on GPUs where it is installed, and Paceline's own on CPUs. `torch`
@@ -229,6 +234,10 @@ class EngineConfig(Frozen):
         return tuple(dict.fromkeys((self.drafter, *_names(self.drafters))))
 
 
+def _apart(option: str, prefill: object, decode: object, why: str) -> str:
+    return f"{option} is {prefill} for prefill nodes and {decode} for decode nodes: {why}"
+
+
 def choices_of(field: FieldInfo) -> tuple[str, ...]:
     """The words that an option takes; empty where it takes more than some words."""
     kind, extra = field.annotation, field.json_schema_extra
@@ -248,7 +257,7 @@ class NodeConfig(EngineConfig):
     """One node, prefill or decode."""
 
     threads: int = Field(default=1, ge=1)
-    """Cores that the node computes on where it does not share them."""
+    """Cores that the node computes on, all its ranks together, where it does not share them."""
 
     cores_group: str = ""
     """Nodes of a host with the same group share its cores: those that work get equal parts. Empty: this one has
@@ -283,8 +292,16 @@ class ServeConfig(EngineConfig):
     """Processes that generate tokens."""
 
     threads_per_node: int = Field(default=0, ge=0)
-    """Cores that each node computes on. 0 divides this host's cores by the number of nodes, at least 1 each, and lets
-    each use those of nodes that are idle."""
+    """Cores that each node computes on, all its ranks together. 0 divides this host's cores by the number of ranks, and
+    lets a node of one rank use those of idle nodes."""
+
+    prefill: RoleOptions = RoleOptions()
+    """Options of prefill nodes that differ from the deployment's, which hold for both roles: memory, batches, device,
+    ranks. In a file it is a section of options."""
+
+    decode: RoleOptions = RoleOptions()
+    """Options of decode nodes that differ from the deployment's, as `prefill` has them. The same text comes of all of
+    them, but for `dtype`."""
 
     standby: bool = True
     """Keeps a process with everything imported, about 300 MB, ready to replace the only decode node within seconds."""
@@ -417,6 +434,33 @@ class ServeConfig(EngineConfig):
         if wrong:
             raise ValueError(f"{', '.join(wrong)}: an origin is http(s)://HOST or http(s)://HOST:PORT, or *")
         return value
+
+    @field_validator(*ROLES)
+    @classmethod
+    def _in_range(cls, value: RoleOptions) -> RoleOptions:
+        cls.model_validate(value.given())  # its error names the option; pydantic puts the section before it
+        return value
+
+    @model_validator(mode="after")
+    def _roles_agree(self) -> Self:
+        prefill, decode = self.of_role("prefill"), self.of_role("decode")
+        if not self.prefill_nodes:
+            return self
+        if kind_of(prefill.device) != kind_of(decode.device):
+            raise ValueError(_apart("device", prefill.device, decode.device, "text would depend on who computed it"))
+        if prefill.attention != decode.attention and kind_of(decode.device) == "cuda":
+            told = "on GPUs their bits differ"
+            raise ValueError(_apart("attention", prefill.attention, decode.attention, told))
+        dtypes = prefill.dtype, decode.dtype
+        if prefill.dtype != decode.dtype and not (self.handoff_dtype_cast and dtypes == CAST):
+            told = "handoff_dtype_cast lets fp32 prefill nodes hand over to bf16 decode nodes, and no others"
+            raise ValueError(_apart("dtype", *dtypes, told))
+        return self
+
+    def of_role(self, role: Role) -> ServeConfig:
+        """The deployment's options as nodes of a role have them."""
+        section: RoleOptions = getattr(self, role)
+        return self.model_copy(update=section.given())
 
     @property
     def cors_origins(self) -> tuple[str, ...]:

@@ -75,6 +75,12 @@ class NodeUnavailable(PacelineError):
     """A node is gone, draining, or cannot be reached."""
 
 
+def failed(what: str, error: Exception) -> PacelineError:
+    """What a request is told of an error in ``what`` that it may have no part in. A node that says of itself that it is
+    gone is no fault of the request, so routers try the next one for as long as it takes."""
+    return error if isinstance(error, NodeUnavailable) else PacelineError(f"{what} failed: {error!r}")
+
+
 class PairingRefused(PacelineError):
     """A prefill and a decode node do not fit together."""
 

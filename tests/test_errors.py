@@ -6,7 +6,15 @@ import pickle
 
 import pytest
 
-from paceline.errors import ConfigError, InvalidRequest, Overloaded, PacelineError, PairingRefused
+from paceline.errors import (
+    ConfigError,
+    InvalidRequest,
+    NodeUnavailable,
+    Overloaded,
+    PacelineError,
+    PairingRefused,
+    failed,
+)
 
 
 @pytest.mark.parametrize(
@@ -23,3 +31,11 @@ def test_the_field_and_the_key_are_kept() -> None:
     assert pickle.loads(pickle.dumps(InvalidRequest("top_p", "too big"))).field == "top_p"
     assert pickle.loads(pickle.dumps(ConfigError("device", "no GPU"))).key == "device"
     assert pickle.loads(pickle.dumps(Overloaded("full"))).retry_after_s == 1.0
+
+
+def test_a_step_that_fails_for_a_node_that_is_gone_says_so() -> None:
+    """Routers give up a request that three nodes answered with another error."""
+    gone = NodeUnavailable("the ranks of this node are lost")
+    assert failed("prefill", gone) is gone
+    other = failed("prefill", ValueError("x"))
+    assert (type(other), str(other)) == (PacelineError, "prefill failed: ValueError('x')")

@@ -24,10 +24,10 @@ from benchmarks.gpu.report import Host, Result, table, to_json
 from benchmarks.gpu.rows import Row, fit, rows, select
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.speculation.synthetic import RATES, Rates
-from paceline.assembly.build import DTYPES
 from paceline.attention.flashinfer_kernels import load_flashinfer
 from paceline.errors import ConfigError
 from paceline.layers.build import set_threads
+from paceline.models.registry import DTYPES
 
 log = logging.getLogger(__name__)
 

@@ -13,13 +13,14 @@ from benchmarks.gpu.clock import Clock, Sample
 from benchmarks.gpu.floors import Ceilings, kv_token_bytes
 from benchmarks.gpu.shapes import DRAFT_VOCAB, SHAPES, eagle3_config, load_shape, write_random_eagle3
 from benchmarks.speculation.synthetic import Rates
-from paceline.assembly.build import DTYPES, assemble
+from paceline.assembly.build import assemble
 from paceline.config import NodeConfig
 from paceline.engine.model_runner import ModelRunner, PrefillChunk, RunnerIdentity
 from paceline.kvcache.table import PageTable
 from paceline.layers.build import kernel_set
 from paceline.models.config import ModelSpec
 from paceline.models.llama import LlamaModel
+from paceline.models.registry import DTYPES
 from paceline.request import SamplingParams, SequenceRequest
 from paceline.spec_decode.heads.formats.config import Eagle3Config
 from paceline.spec_decode.sequence import Sequence

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
-from paceline.assembly.build import DTYPES, assemble
+from paceline.assembly.build import assemble
 from paceline.assembly.measure import measure_costs
 from paceline.config import NodeConfig
 from paceline.engine.model_runner import ModelRunner, RunnerIdentity
@@ -17,7 +17,7 @@ from paceline.errors import ConfigError
 from paceline.layers.build import kernel_set, set_threads
 from paceline.models.base import TargetModel
 from paceline.models.loader import weights_digest
-from paceline.models.registry import load_target
+from paceline.models.registry import DTYPES, load_target
 
 BASELINE = "none"
 OPTIONS = {

@@ -70,6 +70,26 @@ JOIN = inspect.Parameter(
 )
 
 
+DRY_RUN = inspect.Parameter(
+    "dry_run",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print where the nodes would be and what each rank would hold; start nothing."),
+    ],
+)
+HOSTS = inspect.Parameter(
+    "hosts",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        Path | None,
+        typer.Option("--hosts", help="With --dry-run: YAML file of hosts, in place of those of the running Ray."),
+    ],
+)
+
+
 def add_registered_commands() -> None:
     """Commands of packages that lie above this one, such as ``paceline bench``: entry points of the group
     ``paceline.commands`` in pyproject.toml, each a typer application."""
@@ -130,8 +150,15 @@ def pull(model: Annotated[str, typer.Argument(help="A known model, e.g. smollm2-
     typer.echo(fetch_model(model))
 
 
-def serve(config: ServeConfig) -> None:
+def serve(config: ServeConfig, dry_run: bool = False, hosts: Path | None = None) -> None:
     """Serve a model: gRPC and OpenAI-style HTTP. Prints a line beginning "ready"; Ctrl-C drains and ends."""
+    if hosts is not None and not dry_run:
+        raise ConfigError("hosts", "is for --dry-run: nodes are placed by Ray")
+    if dry_run:
+        from cluster.commands.placement import dry_run as show
+
+        show(config, hosts)
+        return
     fetch_model(config.model)
     asyncio.run(_serve(config))
 
@@ -220,6 +247,6 @@ def demo(config: ServeConfig) -> None:
     asyncio.run(run_demo(config))
 
 
-app.command("serve", cls=ServeHelp)(with_serve_options(serve))
+app.command("serve", cls=ServeHelp)(with_serve_options(serve, first=[DRY_RUN, HOSTS]))
 app.command("router", cls=ServeHelp)(with_serve_options(router, ROUTER_OPTIONS, [JOIN]))
 app.command("demo", cls=ServeHelp)(with_serve_options(demo))

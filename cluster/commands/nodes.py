@@ -41,7 +41,7 @@ def list_nodes(
     api_key_file: ApiKeyFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list instead of a table.")] = False,
 ) -> None:
-    """Print every node that is wanted: role, state, host, load, since when it runs, and its build."""
+    """Print every node that is wanted: role, ranks, state, host, load, since when it runs, and its build."""
     with _calling(admin, tls_dir, api_key_file) as call:
         nodes = call.list()
     if as_json:
@@ -242,11 +242,12 @@ def _print_table(nodes: list[AdminNode]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("node", "role", "state", "generation", "address", "host", "running", "free pages", "since", "build")
+    load = ("running", "free pages", "since", "build")
+    table = Table("node", "role", "ranks", "state", "generation", "address", "host", *load)
     for node in nodes:
         since = f"{datetime.fromtimestamp(node.since, UTC):%Y-%m-%d %H:%M:%S}" if node.since else ""
         pages = f"{node.free_pages}/{node.total_pages}" if node.total_pages else ""
         state = f"{node.state}: {node.detail}" if node.detail else node.state
-        cells = (node.node_id, node.role, state, str(node.generation), node.address, node.host)
+        cells = (node.node_id, node.role, str(node.ranks or ""), state, str(node.generation), node.address, node.host)
         table.add_row(*cells, str(node.running), pages, since, node.build)
     Console(width=None if Console().is_terminal else 200, markup=False).print(table)

@@ -6,7 +6,7 @@ import inspect
 import json
 import os
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +22,7 @@ from typer.core import TyperCommand
 
 from paceline.config import Group, ServeConfig, choices_of
 from paceline.errors import ConfigError
+from paceline.role_options import ROLES, RoleOptions, role_option
 
 PREFIX = "PACELINE_"
 # Variables that are not options of a deployment.
@@ -44,18 +45,51 @@ def load_config(
         ("command line", {key: value for key, value in given.items() if value is not None}),
     )
     for name, layer in layers:
-        for key, value in layer.items():
-            if key not in ServeConfig.model_fields:
+        for key, value in _flat(layer, name).items():
+            if key not in ServeConfig.model_fields and role_option(key) is None:
                 raise ConfigError(
                     key, f"unknown option in {name}; known: {', '.join(sorted(ServeConfig.model_fields))}"
                 )
             values[key], origin[key] = value, name
     try:
-        return ServeConfig.model_validate(values)
+        return ServeConfig.model_validate(_in_sections(values))
     except ValidationError as error:
         first = error.errors()[0]
-        key = str(first["loc"][0]) if first["loc"] else "config"
+        if not first["loc"]:  # options that do not go together
+            raise ConfigError("config", first["msg"].removeprefix("Value error, ")) from None
+        key = "_".join(map(str, first["loc"]))
         raise ConfigError(key, f"{first['msg']} (from {origin.get(key, 'defaults')}: {first['input']!r})") from None
+
+
+def _flat(layer: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """With the options of a section under their names outside of it: ``prefill_tp``. name: of the layer."""
+    found: dict[str, Any] = {}
+    for key, value in layer.items():
+        if key not in ROLES:
+            found[key] = value
+            continue
+        if not isinstance(value, dict):
+            raise ConfigError(key, f"in {name} must be a section, such as {key}: {{tp: 2}}")
+        for option, inner in value.items():
+            flat = f"{key}_{option}".replace("-", "_")
+            if role_option(flat) is None:
+                hint = f"; {flat} is an option of its own" if flat in ServeConfig.model_fields else ""
+                known = ", ".join(sorted(RoleOptions.model_fields))
+                raise ConfigError(flat, f"unknown option {option!r} in section {key} of {name}{hint}; known: {known}")
+            found[flat] = inner
+    return found
+
+
+def _in_sections(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As ServeConfig takes them."""
+    made: dict[str, Any] = {}
+    for key, value in values.items():
+        inner = role_option(key)
+        if inner is None:
+            made[key] = value
+        else:
+            made.setdefault(inner[0], {})[inner[1]] = value
+    return made
 
 
 def _from_yaml(file: Path | None) -> dict[str, Any]:
@@ -92,9 +126,17 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """Its name on the command line, e.g. ``--tree-width``, or ``--standby/--no-standby``."""
+        """Its name on the command line, e.g. ``--tree-width``, or ``--standby/--no-standby``; ``--decode-OPTION`` for
+        those of a section."""
         dashed = self.name.replace("_", "-")
+        if self.is_section:
+            return f"--{dashed}-OPTION"
         return f"--{dashed}/--no-{dashed}" if self.kind is bool else f"--{dashed}"
+
+    @property
+    def is_section(self) -> bool:
+        """Whether it holds options of nodes of one role."""
+        return self.kind is RoleOptions
 
     @property
     def metavar(self) -> str:
@@ -104,7 +146,7 @@ class Option:
     @property
     def variable(self) -> str:
         """Its name in the environment, e.g. ``PACELINE_TREE_WIDTH``."""
-        return PREFIX + self.name.upper()
+        return PREFIX + self.name.upper() + ("_OPTION" if self.is_section else "")
 
 
 def serve_options() -> list[Option]:
@@ -114,11 +156,14 @@ def serve_options() -> list[Option]:
         group = next((mark.title for mark in info.metadata if isinstance(mark, Group)), group)
         kind = info.annotation if isinstance(info.annotation, type) and not choices_of(info) else str
         description = " ".join((info.description or "").split())
-        options.append(Option(name, group, kind, _default(info.default), _values(info), description))
+        values = ", ".join(RoleOptions.model_fields) if kind is RoleOptions else _values(info)
+        options.append(Option(name, group, kind, _default(info.default), values, description))
     return options
 
 
 def _default(value: object) -> str:
+    if isinstance(value, RoleOptions):
+        return "empty"
     return json.dumps(value) if isinstance(value, bool) else "empty" if value == "" else f"{value}"
 
 
@@ -138,8 +183,22 @@ def _values(info: FieldInfo) -> str:
 
 
 def serve_parameters(only: Container[str] | None = None) -> list[inspect.Parameter]:
-    """One command-line option for every field of ServeConfig, or for those of ``only``."""
-    return [_parameter(option) for option in serve_options() if only is None or option.name in only]
+    """One command-line option for every field of ServeConfig and every option of a section, or for those of
+    ``only``."""
+    return [
+        _parameter(single)
+        for option in serve_options()
+        if only is None or option.name in only
+        for single in _singles(option)
+    ]
+
+
+def _singles(option: Option) -> list[Option]:
+    """What the command line takes: an option itself, or each of a section."""
+    if not option.is_section:
+        return [option]
+    common = {each.name: each for each in serve_options()}
+    return [replace(common[name], name=f"{option.name}_{name}") for name in RoleOptions.model_fields]
 
 
 def _parameter(option: Option) -> inspect.Parameter:
@@ -157,7 +216,7 @@ class ServeHelp(TyperCommand):
         super().format_help(ctx, formatter)
         console = Console(highlight=False)
         taken = {parameter.name for parameter in self.params}
-        listed = [option for option in serve_options() if option.name in taken]
+        listed = [option for option in serve_options() if _singles(option)[0].name in taken]
         for group, options in groupby(listed, key=lambda option: option.group):
             console.print(f"[bold]{group}[/bold]")
             for option in options:

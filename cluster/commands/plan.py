@@ -28,8 +28,8 @@ def plan(
     dtype: Dtype = "bf16",
 ) -> None:
     """Say what a model takes: memory by part, KV of a token, pages of a context, its drafter. Reads no weights."""
-    from paceline.assembly.build import DTYPES
     from paceline.assembly.model_plan import plan_model
+    from paceline.models.registry import DTYPES
 
     if page_size < 1 or not 0 <= context <= MAX_CONTEXT:
         raise ConfigError("page_size" if page_size < 1 else "context", "must be a positive number")

@@ -31,6 +31,9 @@ class NodePlaces(Protocol):
     def remove(self, node_id: str) -> None:
         """A node that has ended is launched no more."""
 
+    def check_fits(self, node: WantedNode) -> None:
+        """Raise InvalidRequest where a node in its role needs more than its place has."""
+
 
 @dataclass
 class NodeChanges:
@@ -108,8 +111,8 @@ class NodeChanges:
         """Drain a node and start it again in another role, at its place and under its name.
 
         What still runs there after ``grace_s`` goes on elsewhere. Raises InvalidRequest for a node or a role that is
-        not there, and where no decode node would be left; what its start raises, after which it is started again and
-        again in the new role, as after a death.
+        not there, where its place is too small for the role, and where no decode node would be left; what its start
+        raises, after which it is started again and again in the new role, as after a death.
         """
         supervisor, slot = self.supervisor, self.slot(node_id)
         _check_role(role)
@@ -122,6 +125,7 @@ class NodeChanges:
                 raise InvalidRequest("node_id", f"{node_id} is drained, or on its way out")
             if slot.role == "decode" and not self._others_decode(slot):
                 raise InvalidRequest("role", f"{node_id} is the only decode node")
+            await asyncio.to_thread(self.places.check_fits, replace(self.of(node_id), role=role))
             await self._keep([replace(node, role=role) if node.node_id == node_id else node for node in self.wanted])
             if slot.handle is not None:
                 await supervisor.drain_slot(slot, slot.handle, grace_s)

@@ -48,6 +48,9 @@ class Shell(Protocol):
     def alive(self) -> bool:
         """The engine thread runs and is not stuck."""
 
+    def broken(self) -> bool:
+        """It can never serve again."""
+
     def load(self) -> NodeInfo:
         """How busy the node is."""
 
@@ -244,6 +247,7 @@ class NodeHost:
             fingerprint_digest=self._node.shell.fingerprint_digest(),
             build=version("paceline"),
             log=stderr_file(),
+            ranks=self._config.tp,
         ).marked(self._config.call_token.get_secret_value())
 
     def _fenced(self) -> None:
@@ -284,7 +288,11 @@ class NodeHost:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
     def _alive(self) -> bool:
-        """Engine thread and event loop both tick."""
+        """Engine thread and event loop both tick. Ends the process of a node that can never serve again, as a kill of
+        it would: its successor is not to wait for its lease."""
+        if self._node.shell.broken() and not self._stopping.locked():
+            log.error("%s generation %d has lost a rank; it ends", self._node_id, self._generation)
+            os._exit(1)
         ticked = threading.Event()
         self._loop.call_soon_threadsafe(ticked.set)
         return ticked.wait(LOOP_STALL_S) and self._node.shell.alive()

@@ -19,6 +19,7 @@ from cluster.state.registry_types import Registry
 from cluster.state.wanted import Kept
 from paceline.config import NodeConfig
 from paceline.errors import NodeUnavailable, PacelineError
+from paceline.ranks.options import threads_per_rank
 from paceline.rpc.identity import Identity
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -30,7 +31,8 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.nodes.places import Places, Wanted
+from cluster.nodes.bundles import Wanted
+from cluster.nodes.places import Places
 from cluster.nodes.private_ray import start_private_ray
 
 log = logging.getLogger(__name__)
@@ -42,7 +44,8 @@ AGENT_TIMEOUT_S = 2.0  # for Ray's helpers to end by themselves
 # A helper of a step's parallel regions looks for the next one for about half a millisecond, then it sleeps. Regions are
 # tens of microseconds apart, and waking a sleeper takes as long: a step of SmolLM2 on two cores took twice the time.
 SPIN_COUNT = "20000"
-GPU_SHARE = 0.25  # of the one GPU of a place, for a node, its standby, and a predecessor that is slow to go
+GPU_SHARE = 0.25  # of the one GPU of a place, for a node, its standby, and a predecessor that is slow to go. A node of
+# several ranks takes all GPUs of its place, as Ray gives parts of one GPU alone: its successor waits until it is gone.
 NAMESPACE = "paceline"  # one for all, so that a supervisor finds the placement groups of the one before it
 
 ROUTER = Identity("router")  # one that proves nothing
@@ -151,7 +154,7 @@ class RayNodes:
         """Its actor is never restarted by Ray: the supervisor makes the next generation, under a name of its own (a
         dead actor's name stays taken while a handle lives). It sets its environment itself: a ``runtime_env`` would
         keep it from the workers that Ray has started already."""
-        environment = {"OMP_NUM_THREADS": str(config.threads), "GOMP_SPINCOUNT": SPIN_COUNT}
+        environment = {"OMP_NUM_THREADS": str(threads_per_rank(config)), "GOMP_SPINCOUNT": SPIN_COUNT}
         if self._interface:
             environment["NCCL_SOCKET_IFNAME"] = f"={self._interface}"  # exactly this one; without = it is a prefix
         actor = ray.remote(NodeHost).options(
@@ -159,7 +162,7 @@ class RayNodes:
             namespace=self.name,
             lifetime=self._lifetime if outlives else None,
             num_cpus=0,  # the bundle's share is for placing; a predecessor that is slow to go must not block it
-            num_gpus=GPU_SHARE if config.device == "cuda" else 0,
+            num_gpus=(GPU_SHARE if config.tp == 1 else config.tp) if config.device == "cuda" else 0,
             max_restarts=0,
             max_task_retries=0,
             max_concurrency=6,  # wait_stopped holds one, two after a takeover; start, stop and status have the rest
@@ -167,6 +170,10 @@ class RayNodes:
         )
         handle = actor.remote(role, node_id, generation, config, self._registry, self._interface, environment)
         return RayNode(node_id, role, handle, self._identity)
+
+    def check_fits(self, node: Wanted) -> None:
+        """Raise InvalidRequest where a node needs more than its place has, as in another role."""
+        self._places.check_fits(node)
 
     def add(self, node: Wanted) -> None:
         """One more node may be launched."""

@@ -35,6 +35,7 @@ def node_of(slot: Slot, view: NodeView) -> admin_pb2.AdminNode:
     if found is not None and runs:
         node.host, node.pid, node.since, node.build = found.hostname, found.pid, found.started_at, found.build
         node.running, node.waiting = found.running, found.waiting
+        node.ranks = found.ranks
         node.free_pages, node.total_pages = found.free_pages, found.total_pages
     return node
 

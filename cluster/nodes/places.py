@@ -6,10 +6,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.util import get_placement_group
 from ray.util.placement_group import (
     PlacementGroup,
@@ -18,35 +18,14 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from paceline.errors import NodeUnavailable
+from cluster.nodes.bundles import CPU, GPU, Host, Wanted, where
+from paceline.errors import InvalidRequest, NodeUnavailable
 
 log = logging.getLogger(__name__)
 
 TOGETHER_TIMEOUT_S = 3.0  # for all nodes to be placed as one group; a missing host delays the others for so long
 ALONE_TIMEOUT_S = 57.0  # after that, for the first node that the deployment cannot do without
 THERE_TIMEOUT_S = 1.0  # to find out whether a node has its place
-HOST_SHARE = 0.001  # of the resource that names a host
-GPU = "GPU"  # Ray's name of the resource
-CPU_SHARE = 0.01  # nodes pin their own threads; Ray only has to place them
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A node that is to run for the life of the deployment, over generations."""
-
-    node_id: str
-    resource: str = ""  # Ray resource of which it takes 1; empty: it may run on any host
-    standby: bool = False  # beside it a process waits that has all but the model, to be its next generation
-    vital: bool = False  # one of these at least must run
-    host: str = ""  # address of the only host that it may run on; empty: any
-    gpu: bool = False  # it has a GPU of its own, which Ray chooses
-
-    @property
-    def bundle(self) -> dict[str, float]:
-        """What Ray is to keep for it."""
-        there = {f"node:{self.host}": HOST_SHARE} if self.host else {}  # Ray gives every host a resource of this name
-        gpu = {GPU: 1.0} if self.gpu else {}
-        return {"CPU": CPU_SHARE} | ({self.resource: 1.0} if self.resource else {}) | there | gpu
 
 
 class Places:
@@ -112,6 +91,15 @@ class Places:
             self._groups[node.node_id] = (self._alone(node), 0)
         self._bundles[node.node_id] = node.bundle
 
+    def check_fits(self, node: Wanted) -> None:
+        """Raise InvalidRequest where a node needs more GPUs or CPUs than its place has, as in another role."""
+        has = self._bundles[node.node_id]
+        short = [f"{node.bundle[name]:g} {name}" for name in (GPU, CPU) if node.bundle.get(name, 0) > has.get(name, 0)]
+        if short:
+            told = ", ".join(f"{has.get(name, 0):g} {name}" for name in (GPU, CPU) if name in {*has, *node.bundle})
+            needs = f"{node.node_id} would need {', '.join(short)}, its place has {told}"
+            raise InvalidRequest("role", f"{needs}: add a node of that role and remove this one")
+
     def remove(self, node_id: str) -> None:
         """Give back the place of a node that has ended. One in the group of all is kept for a later node."""
         group, index = self._groups.pop(node_id)
@@ -165,9 +153,19 @@ def give_all_back(name: str) -> None:
 def _unplaced(wanted: Sequence[Wanted], within_s: float) -> str:
     """What was asked for, and what the cluster has of it."""
     asked = Counter(node.resource for node in wanted if node.resource)
-    asked[GPU] = sum(node.gpu for node in wanted)
-    there = ray.cluster_resources()
-    short = [f"{count} of {name!r} asked, {there.get(name, 0):g} there" for name, count in asked.items() if count]
-    if 0 < there.get(GPU, 0) < asked[GPU]:
+    asked[GPU] = sum(node.gpus for node in wanted)
+    asked = +asked
+    hosts = ray_hosts()
+    there = {name: sum(host.resources.get(name, 0) for host in hosts) for name in asked}
+    short = [f"{count} of {name!r} asked, {there[name]:g} there" for name, count in asked.items()]
+    if 0 < there.get(GPU, 0) < asked[GPU] and max(node.gpus for node in wanted) == 1:
         short.append("--device cuda:0 lets the nodes of a host share its first GPU")
-    return f"Ray could not place {len(wanted)} nodes in {within_s:g} s; " + "; ".join(short or ["no CPU"])
+    told = "; ".join(short or ["no CPU"])
+    return f"Ray could not place {len(wanted)} nodes in {within_s:g} s; {told}: {where(hosts, list(asked) or ['CPU'])}"
+
+
+def ray_hosts() -> list[Host]:
+    """The hosts of the cluster that Ray believes alive. Blocks."""
+    free = available_resources_per_node()
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return [Host(node["NodeManagerAddress"], node["Resources"], free.get(node["NodeID"], {})) for node in alive]

@@ -88,6 +88,7 @@ _GAUGES: dict[str, tuple[str, ...]] = {
     "node_breaker": ("Circuit breaker of a node: 0 closed (in use), 0.5 half-open, 1 open (left out).", "node"),
 }
 _NODE_GAUGES: dict[str, tuple[str, str]] = {  # and the field of the node's record
+    "node_ranks": ("Ranks of a node: processes that share its model (options prefill_tp and decode_tp).", "ranks"),
     "node_sequences_running": ("Sequences that a node works on now.", "running"),
     "node_sequences_waiting": ("Sequences that wait on a node for KV pages.", "waiting"),
     "node_kv_pages": ("KV pages of a node (option kv_cache_tokens over page_size).", "total_pages"),

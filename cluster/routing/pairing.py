@@ -85,7 +85,7 @@ class Pairing:
         page_size: int,
         prefixes: PrefixIndex | None = None,
     ) -> None:
-        """prefixes: what the nodes have cached; None: they are chosen by load alone."""
+        """page_size: of decode nodes. prefixes: what the nodes have cached; None: they are chosen by load alone."""
         self._nodes, self._calls, self._prefixes = nodes, calls, prefixes
         self._page_size = page_size
         self._suspects: dict[Key, NodeRecord] = {}

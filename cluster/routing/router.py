@@ -98,13 +98,14 @@ class Router:
         self.served = ServedModel(model_name, max_model_len, vocab_size, config.selectable, config, style)
         self.metrics = metrics if metrics is not None else Metrics()
         self._quotas = Quotas(None, self.metrics) if quotas is None else quotas
+        page_size = config.of_role("decode").page_size  # where a sequence has its pages reserved
         bounds = TenantBounds(trusted=quotas is not None, share=config.tenant_share if quotas is not None else 1.0)
         self._admission = Admission(
             config.max_inflight,
             config.max_queued,
             config.queue_timeout_s,
             bounds=bounds,
-            kv_tokens=lambda: _kv_tokens(registry.nodes(), config.page_size),
+            kv_tokens=lambda: _kv_tokens(registry.nodes(), page_size),
         )
         self._registry = registry
         self._source = source
@@ -114,7 +115,7 @@ class Router:
         self._calls = calls if calls is not None else NodeCalls()
         self._recorder = Recorder(config.trace_requests)
         self._owners = Owners(config.trace_requests)
-        self._pairing = Pairing(registry.nodes, self._calls, config.page_size, prefixes)
+        self._pairing = Pairing(registry.nodes, self._calls, page_size, prefixes)
         self.metrics.before_render(lambda: self.metrics.set_breakers(self._pairing.breaker_levels()))
         self.metrics.before_render(lambda: self.metrics.set_queued(self._admission.waiting))
         self._around = Surroundings(
@@ -189,7 +190,7 @@ class Router:
         ]
         return ModelInfo(
             model=self.served.model,
-            dtype=self.config.dtype,
+            dtype=self.config.of_role("decode").dtype,
             max_model_len=self.served.max_model_len,
             vocab_size=self.served.vocab_size,
             drafter=self.config.drafter,

@@ -56,6 +56,7 @@ class NodeRecord:
     build: str = ""  # of Paceline
     mark: str = ""  # see ``marked``
     log: str = ""  # file on its host that its stderr goes to
+    ranks: Count = 1  # processes that share its model
     running: Count = 0
     waiting: Count = 0
     free_pages: Count = 0

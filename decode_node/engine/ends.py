@@ -9,7 +9,7 @@ from decode_node.engine.scheduler import DecodeScheduler
 from decode_node.stream import Stream, StreamPhase
 from kv_transfer.handoff.state import HandoffState
 from paceline.engine.model_runner import ModelRunner
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, failed
 from paceline.serving.ledger import PageLedger
 from paceline.spec_decode.sequence import Sequence
 from paceline.v1 import node_pb2
@@ -44,7 +44,7 @@ class StreamEnds:
         """End the streams of a step that raised."""
         log.error("%s step of %s failed", what, [s.request.request_id for s in streams], exc_info=error)
         for stream in streams:
-            self.fail(stream, PacelineError(f"{what} failed: {error!r}"))
+            self.fail(stream, failed(what, error))
 
     def fail(self, stream: Stream, error: PacelineError) -> None:
         """End a stream that no hand-off writes to. Its rows are not to be trusted, so they enter no cache."""

@@ -17,7 +17,7 @@ from decode_node.engine.work import ModelWork
 from decode_node.stream import Stream, StreamPhase
 from kv_transfer.handoff.state import HandoffState
 from paceline.engine.model_runner import ModelRunner
-from paceline.errors import Overloaded, PacelineError
+from paceline.errors import Overloaded, failed
 from paceline.serving.ledger import PageLedger
 from paceline.spec_decode.sequence import DraftState
 from paceline.v1 import handoff_pb2
@@ -111,7 +111,7 @@ class DecodeEngine:
             return
         handoff = stream.landing.handoff if stream.landing is not None else None
         if handoff is None or handoff.fail_reserved(str(error)) or handoff.status is not HandoffState.SENDING:
-            self._ends.fail(stream, PacelineError(f"{stream.request.request_id} failed: {error!r}"))
+            self._ends.fail(stream, failed(stream.request.request_id, error))
 
     def leave(self, stream: Stream) -> None:
         """The RPC is over. Nothing happens when the stream ended by itself."""

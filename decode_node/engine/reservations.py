@@ -13,7 +13,7 @@ from kv_transfer.handoff.coverage import ExpectedRows
 from kv_transfer.handoff.state import Handoff
 from kv_transfer.transports.side_stream import held_work
 from paceline.engine.model_runner import ModelRunner
-from paceline.errors import Overloaded, PacelineError
+from paceline.errors import Overloaded, failed
 from paceline.spec_decode.sequence import Sequence
 from paceline.v1 import node_pb2
 
@@ -47,7 +47,7 @@ class Reservations:
         """Reserve for the head of the line while there are pages."""
         for stream, error in self._scheduler.reserve(self._reserve_for):
             log.error("reserving for %s failed", stream.request.request_id, exc_info=error)
-            self._ends.fail(stream, PacelineError(f"reservation failed: {error!r}"))
+            self._ends.fail(stream, failed("reservation", error))
 
     def _reserve_for(self, stream: Stream) -> bool:
         """Take pages for the worst case; False when the pool lacks them now."""

@@ -28,10 +28,10 @@ class RowSource:
         _check_pool(pool, plan.source)
         self.plan = plan
         self._pool = pool
-        # A GPU's pool moves whole rows of all layers in one launch.
-        self._at_once = pool.device.type != "cpu" and plan.wire.layers == pool.layout.layers
+        self._at_once = _moves_whole_rows(pool, plan)
         self._as_it_is = self.dtype is pool.layout.dtype and not self._at_once
-        self._columns = _columns(pool, {part.layer: (part.source_head, part.num_heads) for part in plan.slices})
+        slices = () if self._at_once else plan.slices
+        self._columns = _columns(pool, {part.layer: (part.source_head, part.num_heads) for part in slices})
         self._host = make_host_rows(pool, self._columns)
         self._widths = _Widths(plan.wire)
 
@@ -90,8 +90,9 @@ class RowTarget:
         _check_pool(pool, plan.dest)
         self.plan = plan
         self._pool = pool
-        self._at_once = pool.device.type != "cpu" and plan.wire.layers == pool.layout.layers
-        self._columns = _columns(pool, {part.layer: (part.dest_head, part.num_heads) for part in plan.slices})
+        self._at_once = _moves_whole_rows(pool, plan)
+        slices = () if self._at_once else plan.slices
+        self._columns = _columns(pool, {part.layer: (part.dest_head, part.num_heads) for part in slices})
         self._host = make_host_rows(pool, self._columns)
         self._widths = _Widths(plan.wire)
 
@@ -166,6 +167,15 @@ class _Widths:
     def sizes(self, layers: range, slots: Tensor) -> list[int]:
         """Elements of all slots in each layer."""
         return [(self._before[layer + 1] - self._before[layer]) * slots.shape[0] for layer in layers]
+
+
+def _moves_whole_rows(pool: KvPool, plan: ReshardPlan) -> bool:
+    """Whether the pool itself moves the rows: one on a GPU does all layers in one launch, and one that several ranks
+    hold asks them. ConfigError naming ``layout`` where such a pool is to move a part of its rows."""
+    whole, alone = plan.wire.layers == pool.layout.layers, pool.held == pool.layout
+    if not (whole or alone):
+        raise ConfigError("layout", f"a pool of several ranks moves whole rows, not {plan.wire.text()}")
+    return whole and (pool.device.type != "cpu" or not alone)
 
 
 def _check_pool(pool: KvPool, side: Side) -> None:

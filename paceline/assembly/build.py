@@ -25,7 +25,6 @@ from paceline.errors import ConfigError
 from paceline.grammar.compile import GrammarCompiler
 from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.layout import KvLayout
-from paceline.kvcache.pool import KvPool
 from paceline.kvcache.prefix import PrefixCache
 from paceline.layers.build import kernel_set, set_threads
 from paceline.layers.shared_weights import shared_weights
@@ -33,8 +32,10 @@ from paceline.models.base import TargetModel
 from paceline.models.config import ModelSpec
 from paceline.models.hub import resolve_model
 from paceline.models.loader import weights_digest
-from paceline.models.registry import load_target
+from paceline.models.registry import DTYPES, load_target
 from paceline.phases import phase
+from paceline.ranks.load import load_parallel
+from paceline.ranks.options import threads_per_rank
 from paceline.spec_decode.drafters.plan import budget_of
 from paceline.spec_decode.length.adaptive import make_policy
 from paceline.spec_decode.length.cost import CostTable
@@ -42,7 +43,6 @@ from paceline.speculation import AUTO
 
 log = logging.getLogger(__name__)
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CUDA_CONNECTIONS = "32"  # queues of a GPU: of the engine, and of the links beside it
 ASSUMED_STEP_S = 0.02  # of the cost table until rounds were measured
 NCCL_NOTE = "device cuda needs a CUDA build of torch and a GPU; use --device cpu"
@@ -54,8 +54,9 @@ def build_runner(config: NodeConfig, *, decodes: bool = True) -> ModelRunner:
     decodes: also measure what only rounds need: their costs where they are weighed, the acceptance of heads.
     """
     config = with_real_drafter(config)
-    torch.set_num_threads(config.threads)
-    set_threads(config.threads)
+    threads = threads_per_rank(config)
+    torch.set_num_threads(threads)
+    set_threads(threads)
     device = torch.device(config.device)
     if device.type == "cuda":  # read when the device is first used; a kernel that waits must not hold up the others
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", CUDA_CONNECTIONS)
@@ -64,13 +65,32 @@ def build_runner(config: NodeConfig, *, decodes: bool = True) -> ModelRunner:
     folder = resolve_model(config.model)
     with shared_weights(config.weight_file):
         with phase("loading the model"):
-            model = load_target(folder, DTYPES[config.dtype], device, config.quantize)
-        identity = RunnerIdentity(Path(config.model).name, weights_digest(folder), kernel_set(), config.quantize)
-        runner = assemble(config, model, identity, decodes=decodes)
+            model = _load(config, folder, device)
+        try:
+            return _ready(config, folder, model, decodes=decodes)
+        except BaseException:
+            model.close()
+            raise
+
+
+def _ready(config: NodeConfig, folder: Path, model: TargetModel, *, decodes: bool) -> ModelRunner:
+    identity = RunnerIdentity(Path(config.model).name, weights_digest(folder), kernel_set(), config.quantize)
+    runner = assemble(config, model, identity, decodes=decodes)
     runner.grammars = GrammarCompiler(folder, runner.vocab_size)
     if decodes:
         _measure(runner, config, folder)
     return runner
+
+
+def _load(config: NodeConfig, folder: Path, device: torch.device) -> TargetModel:
+    if config.tp > 1:
+        return load_parallel(config, folder, num_pages_of(config))
+    return load_target(folder, DTYPES[config.dtype], device, config.quantize)
+
+
+def num_pages_of(config: NodeConfig) -> int:
+    """Pages of a node's KV cache."""
+    return -(-config.kv_cache_tokens // config.page_size)
 
 
 def _measure(runner: ModelRunner, config: NodeConfig, folder: Path) -> None:
@@ -107,9 +127,9 @@ def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity, *
     with phase("loading the drafter"):
         plan = plan_drafter(config, model, costs) if drafts else plan_export(config, model)
     layout = KvLayout((*model.kv_layers, *plan.kv_layers), model.dtype)
-    num_pages = -(-config.kv_cache_tokens // config.page_size)
+    num_pages = num_pages_of(config)
     graphs = decodes and wants_graphs(config)
-    kv = KvPool(layout, num_pages + (SCRATCH_PAGES if graphs else 0), config.page_size, model.device)
+    kv = model.make_pool(layout, num_pages + (SCRATCH_PAGES if graphs else 0), config.page_size)
     allocator = PageAllocator(num_pages)
     spec = model.spec
     geometry = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
@@ -126,7 +146,7 @@ def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity, *
     with phase("checking bits"):
         exact = is_bit_exact(model, kv, allocator, attention)
     log.info("kernels %s: this host is %s", identity.kernels, "bit-exact" if exact else "NOT bit-exact")
-    identity = replace(identity, drafter_weights=plan.digest, bit_exact=exact)
+    identity = replace(identity, drafter_weights=plan.digest, sums=f"slab{spec.sum_slabs}", bit_exact=exact)
     prefix = None
     if config.prefix_cache:
         prefix = PrefixCache(allocator, config.page_size, drafter.lookahead, identity.namespace())

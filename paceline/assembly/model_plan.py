@@ -8,7 +8,6 @@ there each sequence belongs to one rank. The drafter is on the first rank.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from paceline.models.config import ModelSpec
 from paceline.models.loader import WeightBag
 from paceline.models.quantization.fp8 import Fp8
 from paceline.models.registry import FP8_SCALE, KEPT_FLOAT32, Part, model_class, scheme_of
+from paceline.parallel.slabs import MOST_SLABS, sum_slabs
 from paceline.spec_decode.heads.formats.files import HeadFiles, Renamed
 from paceline.spec_decode.heads.formats.mtp import read_mtp
 from paceline.spec_decode.heads.mtp import MtpModule, mtp_kv_layers
@@ -32,7 +32,6 @@ from paceline.spec_decode.heads.shipped import shipped_heads
 from paceline.speculation import DRAFTERS
 
 META = torch.device("meta")
-SLABS = 8  # of a sum, where the number of KV heads allows it
 EVERYWHERE = "norms and routers"
 DRAFTER = "drafter"
 
@@ -67,20 +66,19 @@ class ModelPlan:
     @property
     def slabs(self) -> int:
         """Slabs of every sum: what a tensor parallel degree must divide."""
-        heads = self.spec.num_kv_heads
-        if self.spec.mla is not None:
-            return SLABS
-        return math.gcd(SLABS, heads) if heads % 2 == 0 else heads
+        return MOST_SLABS if self.spec.mla is not None else sum_slabs(self.spec.num_heads)
 
     def check_degree(self, degree: int) -> None:
         """Raise ConfigError, with the numbers, for a degree that the model cannot be cut by."""
-        spec = self.spec
+        spec, heads = self.spec, self.spec.num_kv_heads
         counts = {"intermediate_size": spec.intermediate_size}
         if spec.moe is not None:
             counts["the number of experts"] = spec.moe.num_experts
         if degree < 1 or self.slabs % degree:
-            heads = "" if spec.mla is not None else f" (it has {spec.num_kv_heads} KV heads)"
-            raise ConfigError("tp", f"{degree} does not divide the {self.slabs} slabs of this model's sums{heads}")
+            told = "" if spec.mla is not None else f" (it has {spec.num_heads} heads)"
+            raise ConfigError("tp", f"{degree} does not divide the {self.slabs} slabs of this model's sums{told}")
+        if spec.mla is None and heads % degree and degree % heads:
+            raise ConfigError("tp", f"{degree} does not divide {heads} KV heads, nor is it a multiple of them")
         for name, count in counts.items():
             if count % degree:
                 raise ConfigError("tp", f"{degree} does not divide {name}, {count}")
@@ -90,9 +88,15 @@ class ModelPlan:
         return sum(part.of_rank(degree) for part in self.parts)
 
     def kv_bytes(self, degree: int = 1) -> int:
-        """KV of one token on the first rank."""
-        target = self.token_bytes if self.spec.mla is not None else -(-self.token_bytes // degree)
-        return target + self.draft_token_bytes
+        """KV of one token on the first rank, which has that of the drafter too."""
+        return self.target_kv_bytes(degree) + self.draft_token_bytes
+
+    def target_kv_bytes(self, degree: int = 1) -> int:
+        """KV of one token on every rank but the first. With more ranks than KV heads, each has a whole head."""
+        if self.spec.mla is not None:
+            return self.token_bytes
+        heads = self.spec.num_kv_heads
+        return self.token_bytes * max(1, heads // degree) // heads
 
 
 def plan_model(path: Path, dtype: torch.dtype) -> ModelPlan:

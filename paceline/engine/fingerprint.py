@@ -34,4 +34,5 @@ def fingerprint_of(runner: ModelRunner) -> Fingerprint:
         kernels=identity.kernels,
         grammars=version(),
         quantize=identity.quantize,
+        sums=identity.sums,
     )

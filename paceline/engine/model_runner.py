@@ -90,6 +90,7 @@ class RunnerIdentity:
     kernels: str
     quantize: str = "none"  # how the weights were rounded when they were loaded
     drafter_weights: str = ""  # digest; empty: it has none
+    sums: str = ""  # order of the sums that ranks of a node share
     bit_exact: bool = False  # whether this host gives a row the same bits however it is batched
 
     def namespace(self) -> str:
@@ -123,6 +124,7 @@ class ModelRunner:
         """policy: how many tokens to draft; None: as many as a request may have. graphs: of the same model and pool."""
         self.model, self.drafter, self.attention, self.graphs = model, drafter, attention, graphs
         self.kv, self.allocator, self.prefix = memory.pool, memory.allocator, memory.prefix
+        self.alive, self.close = model.alive, model.close  # the ranks that share the model
         self.limits, self.identity, self.bit_exact = limits, identity, identity.bit_exact
         self.handoff = limits.handoff
         self.rule = RULES[limits.acceptance]

@@ -33,7 +33,15 @@ class KvPool:
     must be distinct. A slot outside the pool raises IndexError (CPU), a wrong shape or dtype ValueError.
     """
 
-    def __init__(self, layout: KvLayout, num_pages: int, page_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_pages: int,
+        page_size: int,
+        device: torch.device | str = "cpu",
+        held: KvLayout | None = None,
+    ) -> None:
+        """held: what of ``layout`` lies here, where a subclass has the other heads elsewhere; None: all of it."""
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"num_pages and page_size must be at least 1, got {num_pages} and {page_size}")
         if num_pages * page_size > MAX_SLOTS:
@@ -42,16 +50,17 @@ class KvPool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.device = torch.device(device)
+        self.held = held or layout
         self.data: list[torch.Tensor] = [
-            _zeros(self._shape(layer), layout.dtype, self.device) for layer in layout.layers
+            _zeros(self._shape(layer), layout.dtype, self.device) for layer in self.held.layers
         ]
         # The same memory as rows that lie together: [num_pages * 2 * page_size, num_kv_heads * head_dim] (GQA),
         # [num_pages * page_size, head_dim] (MLA).
         self._flat = [
             data.view(-1, layer.head_dim if layer.kind is LayerKind.MLA else layer.num_kv_heads * layer.head_dim)
-            for data, layer in zip(self.data, layout.layers, strict=True)
+            for data, layer in zip(self.data, self.held.layers, strict=True)
         ]
-        self._kernels = make_device_pages(self._flat, layout, page_size)
+        self._kernels = make_device_pages(self._flat, self.held, page_size)
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of key and value, [T, num_kv_heads, head_dim] each, of a GQA layer at ``slots`` [T]."""
@@ -77,7 +86,7 @@ class KvPool:
         result = torch.empty(self._elems(layers) * slots.shape[0], dtype=self.layout.dtype, device=self.device)
         rows = {kind: self._rows(kind, slots) for kind in LayerKind}
         for layer, part in zip(layers, self._split(layers, result, slots.shape[0]), strict=True):
-            torch.index_select(self._flat[layer], 0, rows[self.layout.layers[layer].kind], out=part)
+            torch.index_select(self._flat[layer], 0, rows[self.held.layers[layer].kind], out=part)
         return result
 
     def scatter(self, layers: range, slots: torch.Tensor, data: torch.Tensor) -> None:
@@ -89,7 +98,7 @@ class KvPool:
             return self._kernels.scatter(layers, slots, data)
         rows = {kind: self._rows(kind, slots) for kind in LayerKind}
         for layer, part in zip(layers, self._split(layers, data, slots.shape[0]), strict=True):
-            self._flat[layer].index_copy_(0, rows[self.layout.layers[layer].kind], part)
+            self._flat[layer].index_copy_(0, rows[self.held.layers[layer].kind], part)
 
     def copy_slots(self, layers: range, source: torch.Tensor, dest: torch.Tensor) -> None:
         """Copy tokens ``source`` [n] to ``dest`` [n] in ``layers``; the two may overlap (algorithms.md D6).
@@ -104,7 +113,7 @@ class KvPool:
             return self._kernels.scatter(layers, dest, self._kernels.gather(layers, source))
         pairs = {kind: (self._rows(kind, source), self._rows(kind, dest)) for kind in LayerKind}
         for layer in layers:
-            from_rows, to_rows = pairs[self.layout.layers[layer].kind]
+            from_rows, to_rows = pairs[self.held.layers[layer].kind]
             self._flat[layer].index_copy_(0, to_rows, self._flat[layer].index_select(0, from_rows))
 
     def keep_paths(
@@ -134,7 +143,7 @@ class KvPool:
     def _layer(self, layer: int, kind: LayerKind) -> KvLayer:
         if not 0 <= layer < len(self.data):
             raise ValueError(f"layer {layer} is outside a pool of {len(self.data)} layers")
-        spec = self.layout.layers[layer]
+        spec = self.held.layers[layer]
         if spec.kind is not kind:
             raise ValueError(f"layer {layer} is {spec.kind}, not {kind}")
         return spec
@@ -157,7 +166,7 @@ class KvPool:
         """Elements of one token in ``layers``."""
         if any(not 0 <= layer < len(self.data) for layer in layers):
             raise ValueError(f"layers {layers} are outside a pool of {len(self.data)} layers")
-        return sum(self.layout.layers[layer].row_elems for layer in layers)
+        return sum(self.held.layers[layer].row_elems for layer in layers)
 
     def _key_rows(self, slots: torch.Tensor) -> torch.Tensor:
         """Rows of K in a GQA layer's flat view; V's are ``page_size`` further on, since a page holds K, then V."""
@@ -172,6 +181,6 @@ class KvPool:
 
     def _split(self, layers: range, data: torch.Tensor, num_tokens: int) -> list[torch.Tensor]:
         """Views of flat canonical ``data``, one per layer, as rows of that layer's flat view."""
-        sizes = [self.layout.layers[layer].row_elems * num_tokens for layer in layers]
+        sizes = [self.held.layers[layer].row_elems * num_tokens for layer in layers]
         parts = torch.split(data, sizes)
         return [part.view(-1, self._flat[layer].shape[1]) for layer, part in zip(layers, parts, strict=True)]

@@ -11,6 +11,8 @@ from paceline.layers.build import load_kernels
 from paceline.layers.packed import PackedMatrix
 from paceline.layers.quantized import LinearWeight, QuantizedWeight, fuse
 from paceline.layers.quantized_reference import integer_linear_reference
+from paceline.parallel.slabs import MOST_SLABS, slabs_of, tree_sum
+from paceline.triton_support import runs_triton
 
 __all__ = ["Linear", "fuse", "linear_reference"]
 
@@ -19,22 +21,36 @@ class Linear:
     """y = x W^T + b.
 
     weight: [out_features, in_features], bf16, fp32 or quantised; it is repacked and need not be kept by the caller.
-    ``out_float32`` keeps the sums in float32 (LM heads: logits without bf16 ties). ``library``: the CPU kernels that it
-    runs on; None elsewhere.
+    ``out_float32`` keeps the sums in float32 (LM heads: logits without bf16 ties). ``slabs``: runs of the inner
+    dimension, each a float32 sum of its own; ``slabs.tree_sum`` adds them, and the bias comes after the tree. A
+    quantised weight has sums of its own, which slabs do not change. ``library``: the CPU kernels that it runs on; None
+    elsewhere.
     """
 
-    def __init__(self, weight: LinearWeight, bias: torch.Tensor | None = None, out_float32: bool = False) -> None:
-        """Raises ValueError for a quantised weight that the CPU's kernels cannot hold."""
+    whole = True  # whether its sums are the product's, not a rank's part of them
+
+    def __init__(
+        self, weight: LinearWeight, bias: torch.Tensor | None = None, out_float32: bool = False, slabs: int = 1
+    ) -> None:
+        """Raises ValueError for a quantised weight that the CPU's kernels cannot hold, and for slabs that are more than
+        8 or not each a multiple of 32 elements."""
         self.out_features, self.in_features = weight.shape
+        if not 1 <= slabs <= MOST_SLABS or slabs_of(self.in_features, slabs) != slabs:
+            raise ValueError(
+                f"{slabs} slabs of {self.in_features} elements: 1 to {MOST_SLABS}, of a multiple of 32 each"
+            )
+        self.slabs = 1 if isinstance(weight, QuantizedWeight) else slabs
         self.out_float32 = out_float32
         self.bias = None if bias is None else bias.float().contiguous()
         self.library = load_kernels() if device_of(weight).type == "cpu" else None
         self._quantised = weight if isinstance(weight, QuantizedWeight) and self.library is None else None
         if self.library is not None:
-            self._matrix = PackedMatrix(self.library, weight, self.bias)
+            self._matrix = PackedMatrix(self.library, weight, self.bias, self.slabs)
             self._packed = self._matrix.packed
-        else:
-            self._packed = weight.codes if isinstance(weight, QuantizedWeight) else weight
+        elif isinstance(weight, QuantizedWeight):
+            self._packed = weight.codes
+        else:  # the CPU's products in torch keep their sums in float32 alone
+            self._packed = weight.float() if self.slabs > 1 and weight.device.type == "cpu" else weight
 
     @property
     def address(self) -> int:
@@ -59,7 +75,7 @@ class Linear:
             if weight.int8_activations and x.device.type == "cpu":
                 return integer_linear_reference(x, weight, self.bias, out_dtype)
             self._packed, self._quantised = weight.dequantised().to(x.dtype), None
-        return linear_reference(x, self._packed, self.bias, out_dtype)
+        return linear_reference(x, self._packed, self.bias, out_dtype, self.slabs)
 
 
 def device_of(weight: LinearWeight) -> torch.device:
@@ -68,14 +84,39 @@ def device_of(weight: LinearWeight) -> torch.device:
 
 
 def linear_reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, slabs: int = 1
 ) -> torch.Tensor:
     """The same in torch; its bits depend on the number of rows."""
+    if slabs > 1:
+        return add_slabs(slab_sums(x, weight, slabs), bias, out_dtype)
     if out_dtype is torch.float32 and weight.dtype is not torch.float32 and _keeps_sums(x.device):
         y = torch.mm(x, weight.t(), out_dtype=torch.float32)
         return y if bias is None else y + bias
     y = F.linear(x, weight)
     return (y if bias is None else y + bias.to(y.dtype)).to(out_dtype)
+
+
+def slab_sums(x: torch.Tensor, weight: torch.Tensor, slabs: int) -> torch.Tensor:
+    """The sum of each slab, float32 [slabs, T, out_features]."""
+    if x.device.type == "cpu":
+        parts = zip(x.chunk(slabs, dim=1), weight.chunk(slabs, dim=1), strict=True)
+        return torch.stack([F.linear(rows.float(), run.float()) for rows, run in parts])
+    width = weight.shape[1] // slabs
+    rows = x.reshape(-1, slabs, width).transpose(0, 1)  # [slabs, T, width]
+    runs = weight.reshape(-1, slabs, width).permute(1, 2, 0)  # [slabs, width, out_features]
+    if weight.dtype is not torch.float32 and _keeps_sums(x.device):
+        return torch.bmm(rows, runs, out_dtype=torch.float32)
+    return torch.bmm(rows.float(), runs.float())
+
+
+def add_slabs(slabs: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """slabs: see ``slab_sums``; bias: float32 [out_features] -> [T, out_features]. One launch where Triton runs."""
+    if runs_triton(slabs.device):
+        from paceline.layers import ops_triton
+
+        return ops_triton.add_slabs(slabs.contiguous(), bias, out_dtype)
+    y = tree_sum(slabs.unbind())
+    return (y if bias is None else y + bias).to(out_dtype)
 
 
 @cache

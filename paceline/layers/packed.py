@@ -20,7 +20,7 @@ class CMatrix(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("out_features", "in_features", "format", "bits", "group")),
-        *((name, ctypes.c_int64) for name in ("row_scales", "half_scales", "has_minimums")),
+        *((name, ctypes.c_int64) for name in ("row_scales", "half_scales", "has_minimums", "slabs")),
         *((name, ctypes.c_void_p) for name in ("packed", "bias")),
     ]
 
@@ -28,10 +28,12 @@ class CMatrix(ctypes.Structure):
 class PackedMatrix:
     """A weight and a bias for the kernels. The tensors that it was made of need not be kept."""
 
-    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> None:
-        """bias: float32 [out_features]. Raises ValueError for a weight that the kernels cannot hold."""
+    def __init__(
+        self, library: ctypes.CDLL, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, slabs: int = 1
+    ) -> None:
+        """bias: float32 [out_features]; slabs: see Linear. Raises ValueError for a weight that no kernel can hold."""
         self._bias = bias
-        self._matrix = CMatrix(*weight.shape, bias=None if bias is None else bias.data_ptr())
+        self._matrix = CMatrix(*weight.shape, bias=None if bias is None else bias.data_ptr(), slabs=slabs)
         self.address = ctypes.addressof(self._matrix)  # for kernels
         if isinstance(weight, QuantizedWeight):
             self.packed = self._panels(library, weight)

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from paceline.attention.base import AttentionBackend, AttentionPlan, ForwardBatch
-from paceline.kvcache.layout import KvLayer
+from paceline.kvcache.layout import KvLayer, KvLayout
 from paceline.kvcache.pool import KvPool
 from paceline.models.config import ModelSpec
 from paceline.models.loader import WeightBag
@@ -103,3 +103,14 @@ class TargetModel(ABC):
     @abstractmethod
     def rope_table(self) -> torch.Tensor:
         """float32 [max_positions, head_dim], see layers.rotary; drafters of the same geometry share it."""
+
+    def make_pool(self, layout: KvLayout, num_pages: int, page_size: int) -> KvPool:
+        """The pool that it runs over. layout: its own layers, then the drafter's."""
+        return KvPool(layout, num_pages, page_size, self.device)
+
+    def alive(self) -> bool:
+        """Whether it can run: not once one of the ranks that share it is lost."""
+        return True
+
+    def close(self) -> None:  # noqa: B027  (most models have one rank)
+        """End the ranks that share it. It is of no use then. Idempotent."""

@@ -120,8 +120,8 @@ class Block:
     def finish(self, query: torch.Tensor, residual: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """query: [T, num_heads, head_dim] of rows whose KV is in the pool; residual: [T, hidden_size], updated in place
         by what attention adds -> what the MLP adds, [T, hidden_size]."""
-        calls, plan = self._calls, context.plan
-        if calls is None or not (isinstance(context.attention, CpuAttention) and isinstance(plan, RowPlan)):
+        calls, plan = self._calls, self._kernel_plan(context)
+        if calls is None or plan is None:
             return self._finish(query, residual, context)
         rows, pages = query.shape[0], context.kv.data[self.kv_layer]
         out = torch.empty_like(residual)
@@ -144,8 +144,8 @@ class Block:
 
         added, residual: [T, hidden_size], contiguous; residual is updated in place -> what the layer adds last.
         """
-        calls, plan, batch = self._calls, context.plan, context.batch
-        if calls is None or not (isinstance(context.attention, CpuAttention) and isinstance(plan, RowPlan)):
+        calls, plan, batch = self._calls, self._kernel_plan(context), context.batch
+        if calls is None or plan is None:
             x = add_rms_norm(added, residual, input_norm, self.shape.rms_norm_eps)
             return self.finish(self.write(x, table, batch, context.kv), residual, context)
         rows, pages = added.shape[0], context.kv.data[self.kv_layer]
@@ -157,6 +157,11 @@ class Block:
             scratch.data_ptr(), residual.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return self._checked(out, failed)
+
+    def _kernel_plan(self, context: ForwardContext) -> RowPlan | None:
+        """The batch's plan, where the kernels can go on past attention: they need this rank's sums to be whole."""
+        whole, plan = self.o_proj.whole and self.down_proj.whole, context.plan
+        return plan if whole and isinstance(context.attention, CpuAttention) and isinstance(plan, RowPlan) else None
 
     # ---- step by step
 

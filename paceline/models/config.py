@@ -12,6 +12,7 @@ from paceline.model_files import read_eos_token_ids, read_json
 from paceline.models.deepseek_config import MlaSpec
 from paceline.models.families import FAMILIES, Family
 from paceline.models.moe_config import MoeSpec
+from paceline.parallel.slabs import sum_slabs
 
 # What each kind of rope scaling needs beside its name.
 ROPE_SCALINGS = {
@@ -63,6 +64,11 @@ class ModelSpec:
     def max_model_len(self) -> int:
         """Longest context served."""
         return self.max_position_embeddings
+
+    @property
+    def sum_slabs(self) -> int:
+        """Slabs of its row-parallel products (parallel/slabs.py)."""
+        return sum_slabs(self.num_heads)
 
     def special_attention(self, longest: int) -> bool:
         """Whether a layer has sinks, or a window shorter than the ``longest`` context: not every backend has them."""

@@ -22,6 +22,7 @@ from paceline.models.deepseek_shapes import layer_shapes, mla_of, moe_of
 from paceline.models.loader import WeightBag
 from paceline.models.moe import MoeMlp, SwiGlu, Take, TakeLinear
 from paceline.models.quantization.fusing import reordered
+from paceline.models.row_parallel import row_parallel
 
 LATENT_NORM_EPS = 1e-6  # of the norms on the low-rank rows, whatever rms_norm_eps says
 
@@ -74,7 +75,7 @@ class LatentAttention:
         self.absorbed_key = HeadsLinear(up[:, : mla.nope_dim].transpose(1, 2))  # query's nope part -> latent
         self.absorbed_value = HeadsLinear(up[:, mla.nope_dim :])  # latent -> value
         out_bias = take("self_attn.o_proj.bias") if spec.attention_bias else None
-        self.o_proj = Linear(linear("self_attn.o_proj.weight"), out_bias)
+        self.o_proj = row_parallel(linear("self_attn.o_proj.weight"), spec.sum_slabs, out_bias)
 
     def _load_queries(self, take: Take, linear: TakeLinear) -> None:
         mla, biased = self.mla, self.spec.attention_bias
@@ -126,7 +127,8 @@ class DeepseekDecoderLayer(PreNormLayer):
         self.input_norm = take("input_layernorm.weight")
         self.post_norm = take("post_attention_layernorm.weight")
         moe = moe_of(spec)
-        self.mlp = SwiGlu(linear, "mlp") if moe.is_dense(layer) else MoeMlp(moe, take, linear)
+        slabs = spec.sum_slabs
+        self.mlp = SwiGlu(linear, "mlp", slabs) if moe.is_dense(layer) else MoeMlp(moe, take, linear, slabs)
 
 
 class DeepseekV3Model(DecoderModel[DeepseekDecoderLayer]):

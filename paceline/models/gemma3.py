@@ -18,6 +18,7 @@ from paceline.models.grouped_attention import GroupedAttention
 from paceline.models.llama_shapes import Shapes, attention_shapes
 from paceline.models.loader import WeightBag
 from paceline.models.quantization.fusing import fuse_layers
+from paceline.models.row_parallel import row_parallel
 
 NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
 
@@ -56,7 +57,7 @@ class Gemma3Layer:
         self.attention = GroupedAttention(spec, take, linear, kv_layer, window)
         gate_up = {f"{prefix}.mlp.{name}_proj": linear(f"mlp.{name}_proj.weight") for name in ("gate", "up")}
         self.gate_up_proj = Linear(fuse_layers(gate_up))
-        self.down_proj = Linear(linear("mlp.down_proj.weight"))
+        self.down_proj = row_parallel(linear("mlp.down_proj.weight"), spec.sum_slabs)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, table: torch.Tensor, context: ForwardContext

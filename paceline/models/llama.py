@@ -34,8 +34,9 @@ class DecoderLayer(Block):
             rows, columns = shapes[f"{name}_proj.weight"]
             return weights.take_linear(f"{prefix}.{name}_proj.weight", (rows, columns))
 
-        def linear(name: str, biased: bool) -> Linear:
-            return Linear(weight(name), take(f"{name}_proj.bias") if biased else None)
+        def row_linear(name: str, biased: bool) -> Linear:
+            bias = take(f"{name}_proj.bias") if biased else None
+            return weights.row_linear(weight(name), bias, spec.sum_slabs)
 
         def fused(names: Sequence[str], biased: bool) -> Linear:
             bias = torch.cat([take(f"{name}_proj.bias") for name in names]) if biased else None
@@ -43,12 +44,12 @@ class DecoderLayer(Block):
 
         parts = BlockWeights(
             qkv=fused([f"self_attn.{n}" for n in "qkv"], spec.attention_bias),
-            o=linear("self_attn.o", spec.attention_out_bias),
+            o=row_linear("self_attn.o", spec.attention_out_bias),
             q_norm=take("self_attn.q_norm.weight") if spec.qk_norm else None,
             k_norm=take("self_attn.k_norm.weight") if spec.qk_norm else None,
             post_norm=take("post_attention_layernorm.weight"),
             gate_up=fused(("mlp.gate", "mlp.up"), spec.mlp_bias),
-            down=linear("mlp.down", spec.mlp_bias),
+            down=row_linear("mlp.down", spec.mlp_bias),
         )
         super().__init__(spec, parts, kv_layer, window)
         self.input_norm = take("input_layernorm.weight")
@@ -88,5 +89,10 @@ class LlamaModel(DecoderModel[DecoderLayer]):
 
     def decoder_block(self, weights: WeightBag, prefix: str, kv_layer: int) -> DecoderLayer:
         """See TargetModel. Its MLP may have another width than the target's."""
-        width = weights.shape(f"{prefix}.mlp.gate_proj.weight")[0]
-        return DecoderLayer(replace(self.spec, intermediate_size=width), weights, prefix, kv_layer)
+        return llama_block(self.spec, weights, prefix, kv_layer)
+
+
+def llama_block(spec: ModelSpec, weights: WeightBag, prefix: str, kv_layer: int) -> DecoderLayer:
+    """A layer from ``{prefix}.*`` whose MLP may have another width than the layers of ``spec``."""
+    width = weights.shape(f"{prefix}.mlp.gate_proj.weight")[0]
+    return DecoderLayer(replace(spec, intermediate_size=width), weights, prefix, kv_layer)

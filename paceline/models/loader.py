@@ -19,10 +19,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from paceline.errors import ConfigError
+from paceline.layers.linear import Linear
 from paceline.layers.quantized import LinearWeight, QuantizedWeight
 from paceline.layers.shared_weights import SMALLEST, kept
 from paceline.model_files import quantization_config, read_json
 from paceline.models.quantization.round_to_nearest import head_scheme, round_to_nearest
+from paceline.models.row_parallel import row_parallel
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +90,10 @@ class WeightBag:
     def as_head(self, weight: LinearWeight) -> LinearWeight:
         """The weight of an LM head, which may be the embedding: ``rounded`` where linear layers are."""
         return rounded_weight(weight, head_scheme(self.scheme))
+
+    def row_linear(self, weight: LinearWeight, bias: torch.Tensor | None, slabs: int = 1) -> Linear:
+        """A layer whose inner dimension the ranks of a node share. slabs: see row_parallel."""
+        return row_parallel(weight, slabs, bias)
 
     def _claimed(self, name: str, shape: tuple[int, ...] | None) -> LinearWeight:
         if name not in self._left:
@@ -186,6 +192,11 @@ class LazyTensors(Mapping[str, torch.Tensor]):
         """The tensor as it lies in its file."""
         tensor: torch.Tensor = self._where[name].get_tensor(name)
         return tensor
+
+    def part(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        """The rows, or rows and columns, ``index`` of a tensor; the rest is not read."""
+        tensor: torch.Tensor = self._where[name].get_slice(name)[index]
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
     def layout(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Type, by safetensors' name for it (``BF16``, ``F8_E4M3``, ``I32``), and shape; nothing else is read."""

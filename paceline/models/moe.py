@@ -20,6 +20,7 @@ from paceline.layers.quantized import LinearWeight
 from paceline.layers.routing import RoutingRule, route
 from paceline.models.moe_config import MoeSpec
 from paceline.models.quantization.fusing import fuse_layers
+from paceline.models.row_parallel import row_parallel
 
 Take = Callable[[str], torch.Tensor]  # a layer's weight by its name within the layer
 TakeLinear = Callable[[str], LinearWeight]  # the same of a linear layer, as the checkpoint has it
@@ -29,9 +30,10 @@ GATE_UP = ("gate_proj", "up_proj")
 class SwiGlu:
     """down(silu(gate(x)) * up(x)). One expert, the shared experts, or a dense layer's MLP."""
 
-    def __init__(self, take: TakeLinear, prefix: str, out_float32: bool = False) -> None:
+    def __init__(self, take: TakeLinear, prefix: str, slabs: int, out_float32: bool = False) -> None:
+        """slabs: see row_parallel. An expert has one: ranks share experts, not the sums of one."""
         self.gate_up_proj = Linear(fuse_layers({f"{prefix}.{n}": take(f"{prefix}.{n}.weight") for n in GATE_UP}))
-        self.down_proj = Linear(take(f"{prefix}.down_proj.weight"), out_float32=out_float32)
+        self.down_proj = row_parallel(take(f"{prefix}.down_proj.weight"), slabs, out_float32=out_float32)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
@@ -42,7 +44,7 @@ class SeparateExperts:
     """Each expert a module of its own, run once over all its rows. Exact, and for the CPU: it reads the counts."""
 
     def __init__(self, take: TakeLinear, prefix: str, num_experts: int) -> None:
-        self._experts = [SwiGlu(take, f"{prefix}.experts.{i}", out_float32=True) for i in range(num_experts)]
+        self._experts = [SwiGlu(take, f"{prefix}.experts.{i}", 1, out_float32=True) for i in range(num_experts)]
 
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
         """x: [T, hidden]; expert_ids: int64 [T, top_k] -> float32 [T, top_k, hidden]."""
@@ -129,8 +131,8 @@ def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 class MoeMlp:
     """Routed experts and shared experts of one layer."""
 
-    def __init__(self, spec: MoeSpec, take: Take, linear: TakeLinear, prefix: str = "mlp") -> None:
-        """take: a layer's tensor as floats; linear: as the checkpoint has it."""
+    def __init__(self, spec: MoeSpec, take: Take, linear: TakeLinear, slabs: int, prefix: str = "mlp") -> None:
+        """take: a layer's tensor as floats; linear: as the checkpoint has it; slabs: of the shared experts' sums."""
         self.spec = spec
         self.rule = routing_rule(spec)
         gate = take(f"{prefix}.gate.weight")
@@ -140,7 +142,9 @@ class MoeMlp:
             self.bias = take(f"{prefix}.gate.e_score_correction_bias").float().contiguous()
         on_cpu, count = gate.device.type == "cpu", spec.num_experts
         self.experts = SeparateExperts(linear, prefix, count) if on_cpu else GroupedExperts(take, prefix, count)
-        self.shared = SwiGlu(linear, f"{prefix}.shared_experts", out_float32=True) if spec.num_shared_experts else None
+        self.shared: SwiGlu | None = None
+        if spec.num_shared_experts:
+            self.shared = SwiGlu(linear, f"{prefix}.shared_experts", slabs, out_float32=True)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""

@@ -41,7 +41,8 @@ class MoeDecoderLayer(PreNormLayer):
         self.input_norm = take("input_layernorm.weight")
         self.post_norm = take("post_attention_layernorm.weight")
         moe = moe_of(spec)
-        self.mlp = SwiGlu(linear, "mlp") if moe.is_dense(layer) else MoeMlp(moe, take, linear)
+        slabs = spec.sum_slabs
+        self.mlp = SwiGlu(linear, "mlp", slabs) if moe.is_dense(layer) else MoeMlp(moe, take, linear, slabs)
 
 
 class MoeDecoderModel(DecoderModel[MoeDecoderLayer]):

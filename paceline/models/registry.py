@@ -20,6 +20,7 @@ from paceline.models.quantization.base import Scheme
 from paceline.models.quantization.schemes import read_scheme
 from paceline.models.quantization.tensors import QuantizedTensors
 
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # by the words of option dtype
 Builder = Callable[[ModelSpec, WeightBag, torch.dtype, torch.device], TargetModel]
 KEPT_FLOAT32 = "e_score_correction_bias"  # bf16 would round away what it corrects, and choose other experts
 FP8_SCALE = "weight_scale_inv"

@@ -109,12 +109,17 @@ class NodeShell:
     async def end_engine(self) -> None:
         """End the engine thread, once nothing is posted to it any more."""
         await asyncio.to_thread(self.loop.stop, STOP_TIMEOUT_S)
+        await asyncio.to_thread(self._runner.close)
         if self._cores is not None:
             self._cores.close()
 
     def alive(self) -> bool:
-        """The engine thread runs and is not stuck."""
-        return self.loop.alive()
+        """The engine thread runs and is not stuck, and no rank of the node is lost."""
+        return self.loop.alive() and self._runner.alive()
+
+    def broken(self) -> bool:
+        """Whether the node can never serve again: one of its ranks is lost."""
+        return not self._runner.alive()
 
     # -- calls -------------------------------------------------------------------------------------------------
 
@@ -176,8 +181,9 @@ class NodeShell:
 
 
 def share_cores(config: NodeConfig) -> CoreShare | None:
-    """This node's part in its host's cores; None where it has threads of its own, or cannot share."""
-    if not config.cores_group:
+    """This node's part in its host's cores; None where it has threads of its own, or cannot share. A node of several
+    ranks cannot: who takes turns is rank 0 alone."""
+    if not config.cores_group or config.tp > 1:
         return None
     try:
         return CoreShare(config.cores_group, config.cores_slot)

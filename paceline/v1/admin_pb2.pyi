@@ -140,6 +140,7 @@ class AdminNode(_message.Message):
     BUILD_FIELD_NUMBER: _builtins.int
     RESTARTS_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """E.g. decode-1; the same over restarts."""
     role: _builtins.str
@@ -172,6 +173,8 @@ class AdminNode(_message.Message):
     """How often it was started anew."""
     detail: _builtins.str
     """What its latest start failed with."""
+    ranks: _builtins.int
+    """Processes that share its model; 0 without a lease."""
     def __init__(
         self,
         *,
@@ -190,10 +193,11 @@ class AdminNode(_message.Message):
         build: _builtins.str = ...,
         restarts: _builtins.int = ...,
         detail: _builtins.str = ...,
+        ranks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "build", b"build", "detail", b"detail", "free_pages", b"free_pages", "generation", b"generation", "host", b"host", "node_id", b"node_id", "pid", b"pid", "restarts", b"restarts", "role", b"role", "running", b"running", "since", b"since", "state", b"state", "total_pages", b"total_pages", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "build", b"build", "detail", b"detail", "free_pages", b"free_pages", "generation", b"generation", "host", b"host", "node_id", b"node_id", "pid", b"pid", "ranks", b"ranks", "restarts", b"restarts", "role", b"role", "running", b"running", "since", b"since", "state", b"state", "total_pages", b"total_pages", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

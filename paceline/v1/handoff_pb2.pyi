@@ -72,6 +72,7 @@ class Fingerprint(_message.Message):
     CHECKSUM_FIELD_NUMBER: _builtins.int
     GRAMMARS_FIELD_NUMBER: _builtins.int
     QUANTIZE_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """Version of the hand-off."""
     model: _builtins.str
@@ -100,6 +101,8 @@ class Fingerprint(_message.Message):
     """Library and version that masks tokens by grammars: texts depend on it."""
     quantize: _builtins.str
     """How weights were rounded when they were loaded, or none."""
+    sums: _builtins.str
+    """Order of the sums that ranks of a node share: slabN, a tree over N slabs. The degree has no part in it."""
     def __init__(
         self,
         *,
@@ -117,10 +120,11 @@ class Fingerprint(_message.Message):
         checksum: _builtins.str = ...,
         grammars: _builtins.str = ...,
         quantize: _builtins.str = ...,
+        sums: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "drafter", b"drafter", "drafter_modules", b"drafter_modules", "drafter_weights", b"drafter_weights", "dtype", b"dtype", "grammars", b"grammars", "handoff_mode", b"handoff_mode", "hidden_size", b"hidden_size", "kernels", b"kernels", "layout", b"layout", "model", b"model", "protocol", b"protocol", "quantize", b"quantize", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "drafter", b"drafter", "drafter_modules", b"drafter_modules", "drafter_weights", b"drafter_weights", "dtype", b"dtype", "grammars", b"grammars", "handoff_mode", b"handoff_mode", "hidden_size", b"hidden_size", "kernels", b"kernels", "layout", b"layout", "model", b"model", "protocol", b"protocol", "quantize", b"quantize", "sums", b"sums", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

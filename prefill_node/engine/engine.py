@@ -15,7 +15,7 @@ import time
 
 from kv_transfer.handoff.block import DRAFT_KV, HIDDEN, META, TARGET_KV
 from paceline.engine.model_runner import ModelRunner, SampledToken
-from paceline.errors import DeadlineExceeded, HandoffFailed, InvalidRequest, Overloaded, PacelineError
+from paceline.errors import DeadlineExceeded, HandoffFailed, InvalidRequest, Overloaded, PacelineError, failed
 from paceline.serving.ledger import PageLedger
 from paceline.tracing import NO_TRACE, Trace
 from paceline.v1 import inference_pb2, node_pb2
@@ -78,7 +78,7 @@ class PrefillEngine:
         except Exception as error:
             log.exception("prefill step of %s failed", [job.request.request_id for job, _ in step])
             for job, _ in step:
-                self.give_up(job, _internal(error))
+                self.give_up(job, failed("prefill", error))
             return True
         ended = time.monotonic()
         for (job, chunk), sampled in zip(step, results, strict=True):
@@ -89,7 +89,7 @@ class PrefillEngine:
     def _admit(self) -> None:
         for job, error in self._scheduler.admit(self._start):
             log.error("starting %s failed", job.request.request_id, exc_info=error)
-            self.give_up(job, _internal(error))
+            self.give_up(job, failed("prefill", error))
 
     def _start(self, job: PrefillJob) -> bool:
         """Take pages for the whole prompt; False when the pool lacks them now."""
@@ -175,7 +175,7 @@ class PrefillEngine:
         job = self._jobs.get(ticket)
         if job is not None:
             self._release(job)
-            job.emit(_internal(error))
+            job.emit(failed("prefill", error))
 
     def expire(self) -> None:
         """Apply the deadlines: in line, and of the peer's answer."""
@@ -201,10 +201,6 @@ class PrefillEngine:
 
     def _count_pages(self) -> None:
         self.pages.count(job.seq for job in self._jobs.values() if job.seq is not None)
-
-
-def _internal(error: Exception) -> PacelineError:
-    return PacelineError(f"prefill failed: {error!r}")
 
 
 def _first_token(job: PrefillJob, sampled: SampledToken) -> node_pb2.PrefillEvent:

@@ -19,12 +19,20 @@ from tests.support.tiny_deepseek import write_folder
 INDEXES = Path(__file__).parents[1] / "models" / "indexes"
 # Tensors, KV bytes of a token in bf16, and the drafter.
 PUBLISHED = {
+    "llama-3.1-8b": (291, 32 * 2 * 8 * 128 * 2, "ngram"),
+    "llama-3.1-70b": (723, 80 * 2 * 8 * 128 * 2, "ngram"),
     "deepseek-v3": (91_991, 61 * 576 * 2, "mtp"),
     "glm-4.5-air": (18_329, 46 * 2 * 8 * 128 * 2, "mtp"),
     "qwen3-30b-a3b": (18_867, 48 * 2 * 4 * 128 * 2, "ngram"),
     "gpt-oss-20b": (459, 24 * 2 * 8 * 64 * 2, "ngram"),
 }
-STORED = {"deepseek-v3": 688_574_839_360, "qwen3-30b-a3b": 61_064_245_248, "gpt-oss-20b": 13_761_264_768}
+STORED = {
+    "llama-3.1-8b": 2 * 8_030_261_248,
+    "llama-3.1-70b": 2 * 70_553_706_496,
+    "deepseek-v3": 688_574_839_360,
+    "qwen3-30b-a3b": 61_064_245_248,
+    "gpt-oss-20b": 13_761_264_768,
+}
 WIDTHS = {"BF16": 2, "F32": 4, "U8": 1, "F8_E4M3": 1}
 
 
@@ -91,7 +99,7 @@ def test_a_folder_by_its_headers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "tp", "said"),
     [
-        ("qwen3-30b-a3b", "8", "8 does not divide the 4 slabs of this model's sums (it has 4 KV heads)"),
+        ("qwen3-30b-a3b", "16", "16 does not divide the 8 slabs of this model's sums (it has 32 heads)"),
         ("gpt-oss-20b", "3", "3 does not divide the 8 slabs"),
         ("gpt-oss-20b", "0", "0 does not divide"),
     ],
@@ -101,6 +109,13 @@ def test_degrees_that_do_not_divide_are_refused(name: str, tp: str, said: str) -
     with pytest.raises(ConfigError) as refused:
         plan.check_degree(int(tp))
     assert said in refused.value.message
+
+
+def test_a_rank_has_a_whole_kv_head_though_there_are_more_ranks_than_heads() -> None:
+    """Mutant: the bytes are divided by the degree."""
+    plan = planned("qwen3-30b-a3b")  # 4 KV heads
+    plan.check_degree(8)
+    assert [plan.target_kv_bytes(degree) for degree in (1, 2, 8)] == [plan.token_bytes // n for n in (1, 2, 4)]
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ def parse(command: Any, words: list[str]) -> None:
     if command.name in SERVES:
         given: dict[str, Any] = dict(context.params)
         given.pop("verbose", None)
+        dry_run, hosts = given.pop("dry_run", False), given.pop("hosts", None)
+        assert not dry_run or hosts is None or (ROOT / hosts).is_file(), command
         file = given.pop("config", None)
         there = file is not None and (ROOT / file).is_file()  # others are a reader's own
         load_config(given, ROOT / file if there else None, environment={})

@@ -83,6 +83,13 @@ class FakeRunner:
         self.prefill_sizes: list[int] = []  # prompts in a prefill step
         self._drafts = config.num_draft_tokens
 
+    def alive(self) -> bool:
+        """See TargetModel."""
+        return True
+
+    def close(self) -> None:
+        """See TargetModel."""
+
     @property
     def runner(self) -> ModelRunner:
         """Itself, for the type checker."""

@@ -98,6 +98,9 @@ class Places:
     def remove(self, node_id: str) -> None:
         self.left.append(node_id)
 
+    def check_fits(self, node: WantedNode) -> None:
+        pass
+
 
 def changes_of(supervisor: Supervisor, keep: Callable[[list[WantedNode]], None] = lambda wanted: None) -> NodeChanges:
     """What operators change. keep: takes what the next supervisor is to know."""

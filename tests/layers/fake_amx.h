@@ -1,4 +1,4 @@
-// The AMX instructions that integer_tiles.h uses, written out, for hosts without them. Included before any source.
+// The AMX instructions that integer_tiles.h and blocks.h use, written out, for hosts without them. Included before any source.
 #pragma once
 #include <immintrin.h>
 #include <stdint.h>
@@ -43,4 +43,18 @@ static void fake_dpbsud(int sum, int a, int b) {  // signed by unsigned bytes
       memcpy(&fake_tiles[sum][m][4 * n], &total, 4);
     }
 }
-static void fake_dpbf16ps(int, int, int) {}
+static void fake_dpbf16ps(int sum, int a, int b) {
+  auto number = [](const uint8_t* bf16) {
+    uint16_t half; memcpy(&half, bf16, 2);
+    uint32_t bits = (uint32_t)half << 16;
+    float value; memcpy(&value, &bits, 4);
+    return value;
+  };
+  for (int m = 0; m < fake_rows(a); m++)
+    for (int n = 0; n < fake_bytes(b) / 4; n++) {
+      float total; memcpy(&total, &fake_tiles[sum][m][4 * n], 4);
+      for (int k = 0; k < fake_bytes(a) / 2; k++)
+        total += number(&fake_tiles[a][m][2 * k]) * number(&fake_tiles[b][k / 2][4 * n + k % 2 * 2]);
+      memcpy(&fake_tiles[sum][m][4 * n], &total, 4);
+    }
+}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.shapes import write_random_eagle3
-from paceline.assembly.build import DTYPES, assemble
+from paceline.assembly.build import assemble
 from paceline.config import NodeConfig
 from paceline.engine.colocated import ColocatedEngine, Completed
 from paceline.engine.model_runner import ModelRunner, RunnerIdentity
@@ -19,6 +19,7 @@ from paceline.layers.build import cache_folder
 from paceline.models.config import ModelSpec
 from paceline.models.llama import LlamaModel
 from paceline.models.loader import WeightBag
+from paceline.models.registry import DTYPES
 from paceline.request import SequenceRequest
 from tests.support.asked import Sampling
 from tests.support.tiny_model import tiny_request, tiny_spec, tiny_weights

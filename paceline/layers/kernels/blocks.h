@@ -11,44 +11,89 @@ static inline void store_cols(O* out, v16 acc, const float* bias, int64_t n0, in
   for (int64_t i = 0; i < count; i++) put(out + n0 + i, bias ? t[i] + bias[n0 + i] : t[i]);
 }
 
+// Slabs: the inner dimension in equal runs, each a sum of its own from zero. The sums are added in the tree of
+// parallel/slabs.py: a branch is added to its left neighbour as soon as its last slab is there.
+static constexpr int OPEN_BRANCHES = 3;  // that the tree over 8 slabs leaves open at most
+
+// How many branches of more than one slab end with slab s.
+static inline int branches_ended(int64_t slabs, int64_t s) {
+  int ended = 0;
+  for (int64_t first = 0, end = slabs; end - first > 1;) {
+    ended += s == end - 1;
+    int64_t middle = first + (end - first + 1) / 2;
+    if (s < middle) end = middle;
+    else first = middle;
+  }
+  return ended;
+}
+
+// Branches that wait for what stands right of them, each of up to 16 vectors.
+struct Branches {
+  v16 open[OPEN_BRANCHES][16];
+  int count = 0;
+  // sums: of slab s; they become those of the largest branch that ends with it, after the last slab the whole.
+  void add(int64_t slabs, int64_t s, v16* sums, int vectors) {
+    for (int ended = branches_ended(slabs, s); ended > 0; ended--) {
+      count--;
+      for (int i = 0; i < vectors; i++) sums[i] = open[count][i] + sums[i];
+    }
+    if (s + 1 == slabs) return;
+    for (int i = 0; i < vectors; i++) open[count][i] = sums[i];
+    count++;
+  }
+};
+
 // Columns [n0, n0 + 16 NB) of M rows with vector registers; M <= 6 keeps M * NB accumulators in registers.
 template <int M, int NB, class O>
 static void block_f32(const float* x, int64_t ldx, const float* w, int64_t K, O* out, int64_t ldo, const float* bias,
-                      int64_t n0, int64_t N) {
-  v16 acc[M][NB] = {};
-  for (int64_t k = 0; k < K; k++)
-    for (int b = 0; b < NB; b++) {
-      v16 wv = load16(w + (b * K + k) * 16);
-      for (int m = 0; m < M; m++) acc[m][b] += wv * x[m * ldx + k];
-    }
+                      int64_t n0, int64_t N, int64_t slabs = 1) {
+  v16 sums[M * NB];
+  Branches branches;
+  for (int64_t s = 0, k = 0, run = K / slabs; s < slabs; s++) {
+    v16 acc[M * NB] = {};
+    for (int64_t end = k + run; k < end; k++)
+      for (int b = 0; b < NB; b++) {
+        v16 wv = load16(w + (b * K + k) * 16);
+        for (int m = 0; m < M; m++) acc[m * NB + b] += wv * x[m * ldx + k];
+      }
+    for (int i = 0; i < M * NB; i++) sums[i] = acc[i];
+    branches.add(slabs, s, sums, M * NB);
+  }
   for (int m = 0; m < M; m++)
-    for (int b = 0; b < NB; b++) store_cols(out + m * ldo, acc[m][b], bias, n0 + b * 16, N);
+    for (int b = 0; b < NB; b++) store_cols(out + m * ldo, sums[m * NB + b], bias, n0 + b * 16, N);
 }
 
 template <int M, int NB, class O>
 static void block_bf16(const bf16* x, int64_t ldx, const bf16* w, int64_t KB, O* out, int64_t ldo, const float* bias,
-                       int64_t n0, int64_t N) {
-  v16 acc[M][NB] = {};
-  for (int64_t kp = 0; kp < KB * 16; kp++)
-    for (int b = 0; b < NB; b++) {
-      const bf16* wp = w + ((int64_t)b * KB * 16 + kp) * 32;
+                       int64_t n0, int64_t N, int64_t slabs = 1) {
+  v16 sums[M * NB];
+  Branches branches;
+  for (int64_t s = 0, kp = 0, run = KB / slabs * 16; s < slabs; s++) {
+    v16 acc[M * NB] = {};
+    for (int64_t end = kp + run; kp < end; kp++)
+      for (int b = 0; b < NB; b++) {
+        const bf16* wp = w + ((int64_t)b * KB * 16 + kp) * 32;
 #ifdef USE_AVX512BF16
-      __m512bh wv = (__m512bh)_mm512_loadu_si512(wp);
-      for (int m = 0; m < M; m++) {
-        uint32_t pair; memcpy(&pair, x + m * ldx + kp * 2, 4);
-        acc[m][b] = (v16)_mm512_dpbf16_ps((__m512)acc[m][b], (__m512bh)_mm512_set1_epi32(pair), wv);
-      }
+        __m512bh wv = (__m512bh)_mm512_loadu_si512(wp);
+        for (int m = 0; m < M; m++) {
+          uint32_t pair; memcpy(&pair, x + m * ldx + kp * 2, 4);
+          v16& sum = acc[m * NB + b];
+          sum = (v16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair), wv);
+        }
 #else
-      u16x32 both = *(const u16x32*)wp;
-      v16 even = (v16)(both << 16), odd = (v16)(both & 0xffff0000u);
-      for (int m = 0; m < M; m++) {
-        acc[m][b] += even * to_float(x[m * ldx + kp * 2]);
-        acc[m][b] += odd * to_float(x[m * ldx + kp * 2 + 1]);
-      }
+        u16x32 both = *(const u16x32*)wp;
+        v16 even = (v16)(both << 16), odd = (v16)(both & 0xffff0000u);
+        for (int m = 0; m < M; m++) {
+          acc[m * NB + b] += even * to_float(x[m * ldx + kp * 2]);
+          acc[m * NB + b] += odd * to_float(x[m * ldx + kp * 2 + 1]);
+        }
 #endif
-    }
+      }
+    for (int i = 0; i < M * NB; i++) sums[i] = acc[i];
+    branches.add(slabs, s, sums, M * NB);
+  }
   for (int m = 0; m < M; m++)
-    for (int b = 0; b < NB; b++) store_cols(out + m * ldo, acc[m][b], bias, n0 + b * 16, N);
+    for (int b = 0; b < NB; b++) store_cols(out + m * ldo, sums[m * NB + b], bias, n0 + b * 16, N);
 }
 
 #define BY_ROWS(M, CALL)                                          \
@@ -84,34 +129,46 @@ static void amx_store(const float* tile, int rows, O* out, int64_t ldo, const fl
   }
 }
 
+// Tile TILE's sums of slab s: to memory, and to what waits for them.
+template <int TILE>
+static inline void amx_add(Branches* branches, int64_t slabs, int64_t s, int rows, float (*sums)[256]) {
+  _tile_stored(TILE, sums[TILE], 64);
+  branches[TILE].add(slabs, s, (v16*)sums[TILE], rows);
+}
+
 // Up to 32 rows, 32 columns (two = whether the second 16 exist).
 template <class O>
 static void amx_block(const bf16* x, int64_t ldx, int rows0, int rows1, const bf16* w, int64_t KB, bool two, O* out,
-                      int64_t ldo, const float* bias, int64_t n0, int64_t N) {
+                      int64_t ldo, const float* bias, int64_t n0, int64_t N, int64_t slabs = 1) {
   alignas(64) float sums[4][256];
+  Branches branches[4];
   const bf16* x1 = x + 16 * ldx;
   const bf16* w1 = w + KB * 512;
-  _tile_zero(0); _tile_zero(1);
-  if (rows1) { _tile_zero(2); _tile_zero(3); }
-  for (int64_t kb = 0; kb < KB; kb++) {
-    _tile_loadd(4, x + kb * 32, ldx * 2);
-    _tile_loadd(6, w + kb * 512, 64);
-    _mm_prefetch((const char*)(w + kb * 512 + 4096), _MM_HINT_T0);
-    _tile_dpbf16ps(0, 4, 6);
-    if (two) { _tile_loadd(7, w1 + kb * 512, 64); _tile_dpbf16ps(1, 4, 7); }
-    if (rows1) {
-      _tile_loadd(5, x1 + kb * 32, ldx * 2);
-      _tile_dpbf16ps(2, 5, 6);
-      if (two) _tile_dpbf16ps(3, 5, 7);
+  for (int64_t s = 0, kb = 0, run = KB / slabs; s < slabs; s++) {
+    _tile_zero(0); _tile_zero(1);
+    if (rows1) { _tile_zero(2); _tile_zero(3); }
+    for (int64_t end = kb + run; kb < end; kb++) {
+      _tile_loadd(4, x + kb * 32, ldx * 2);
+      _tile_loadd(6, w + kb * 512, 64);
+      _mm_prefetch((const char*)(w + kb * 512 + 4096), _MM_HINT_T0);
+      _tile_dpbf16ps(0, 4, 6);
+      if (two) { _tile_loadd(7, w1 + kb * 512, 64); _tile_dpbf16ps(1, 4, 7); }
+      if (rows1) {
+        _tile_loadd(5, x1 + kb * 32, ldx * 2);
+        _tile_dpbf16ps(2, 5, 6);
+        if (two) _tile_dpbf16ps(3, 5, 7);
+      }
     }
+    amx_add<0>(branches, slabs, s, rows0, sums);
+    if (two) amx_add<1>(branches, slabs, s, rows0, sums);
+    if (rows1) amx_add<2>(branches, slabs, s, rows1, sums);
+    if (rows1 && two) amx_add<3>(branches, slabs, s, rows1, sums);
   }
-  _tile_stored(0, sums[0], 64);
   amx_store(sums[0], rows0, out, ldo, bias, n0, N);
-  if (two) { _tile_stored(1, sums[1], 64); amx_store(sums[1], rows0, out, ldo, bias, n0 + 16, N); }
+  if (two) amx_store(sums[1], rows0, out, ldo, bias, n0 + 16, N);
   if (rows1) {
-    _tile_stored(2, sums[2], 64);
     amx_store(sums[2], rows1, out + 16 * ldo, ldo, bias, n0, N);
-    if (two) { _tile_stored(3, sums[3], 64); amx_store(sums[3], rows1, out + 16 * ldo, ldo, bias, n0 + 16, N); }
+    if (two) amx_store(sums[3], rows1, out + 16 * ldo, ldo, bias, n0 + 16, N);
   }
 }
 #endif
@@ -130,33 +187,33 @@ struct Tiles {
 // 32 columns from n0 on (two: whether the second 16 exist), of any number of rows.
 template <class O>
 static void panel_of(Tiles&, const float* x, int64_t M, int64_t ldx, const float* w, int64_t K, bool two, O* out,
-                     const float* bias, int64_t n0, int64_t N) {
+                     const float* bias, int64_t n0, int64_t N, int64_t slabs = 1) {
   for (int64_t m = 0; m < M; m += 6) {
     const float* xm = x + m * ldx;
     O* om = out + m * N;
-    if (two) { BY_ROWS(M - m, (block_f32<R, 2>(xm, ldx, w, K, om, N, bias, n0, N))) }
-    else { BY_ROWS(M - m, (block_f32<R, 1>(xm, ldx, w, K, om, N, bias, n0, N))) }
+    if (two) { BY_ROWS(M - m, (block_f32<R, 2>(xm, ldx, w, K, om, N, bias, n0, N, slabs))) }
+    else { BY_ROWS(M - m, (block_f32<R, 1>(xm, ldx, w, K, om, N, bias, n0, N, slabs))) }
   }
 }
 
 // The same of bf16. x: padded with zeros to a multiple of 32 of k.
 template <class O>
 static void panel_of(Tiles& tiles, const bf16* x, int64_t M, int64_t ldx, const bf16* w, int64_t K, bool two, O* out,
-                     const float* bias, int64_t n0, int64_t N) {
+                     const float* bias, int64_t n0, int64_t N, int64_t slabs = 1) {
   int64_t KB = (K + 31) / 32;
 #ifdef USE_AMX
   for (int64_t m = 0; m < M; m += 32) {
     int r0 = std::min<int64_t>(16, M - m), r1 = std::max<int64_t>(0, std::min<int64_t>(16, M - m - 16));
     tiles.configure(r0, r1);
-    amx_block(x + m * ldx, ldx, r0, r1, w, KB, two, out + m * N, N, bias, n0, N);
+    amx_block(x + m * ldx, ldx, r0, r1, w, KB, two, out + m * N, N, bias, n0, N, slabs);
   }
 #else
   (void)tiles;
   for (int64_t m = 0; m < M; m += 6) {
     const bf16* xm = x + m * ldx;
     O* om = out + m * N;
-    if (two) { BY_ROWS(M - m, (block_bf16<R, 2>(xm, ldx, w, KB, om, N, bias, n0, N))) }
-    else { BY_ROWS(M - m, (block_bf16<R, 1>(xm, ldx, w, KB, om, N, bias, n0, N))) }
+    if (two) { BY_ROWS(M - m, (block_bf16<R, 2>(xm, ldx, w, KB, om, N, bias, n0, N, slabs))) }
+    else { BY_ROWS(M - m, (block_bf16<R, 1>(xm, ldx, w, KB, om, N, bias, n0, N, slabs))) }
   }
 #endif
 }

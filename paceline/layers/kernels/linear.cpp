@@ -41,7 +41,7 @@ static void linear_dense(const Matrix& w, const T* x, int64_t M, int64_t ldx, O*
     Tiles tiles;
 #pragma omp for schedule(static)
     for (int64_t n0 = 0; n0 < N; n0 += PANEL)
-      panel_of(tiles, x, M, ldx, (const T*)w.packed + n0 * column, K, n0 + 16 < N, out, w.bias, n0, N);
+      panel_of(tiles, x, M, ldx, (const T*)w.packed + n0 * column, K, n0 + 16 < N, out, w.bias, n0, N, w.slabs);
   }
 }
 

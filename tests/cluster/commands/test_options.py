@@ -12,8 +12,10 @@ from typer.testing import CliRunner
 
 from cluster.commands.cli import app, with_serve_options
 from cluster.commands.options import load_config, serve_options
+from cluster.option_sets import NODE_OPTIONS, SHARED_OPTIONS
 from paceline.config import EngineConfig, NodeConfig, ServeConfig
 from paceline.errors import ConfigError
+from paceline.role_options import ROLES
 
 
 @pytest.fixture
@@ -42,6 +44,58 @@ def test_wrong_options_are_named_with_their_place(file: Callable[[str], Path]) -
     with pytest.raises(ConfigError, match=r"options\.yaml: 0\)") as wrong:
         load_config({}, file("max_running: 0"), {})
     assert wrong.value.key == "max_running"
+
+
+def test_a_role_has_options_of_its_own_over_the_common_ones(file: Callable[[str], Path]) -> None:
+    """Mutants: a layer replaces the whole section of the one below it; a role's options reach the other role; 0 ranks
+    are kept."""
+    found = load_config(
+        {"prefill_tp": 4, "decode_tp": None, "prefill_cuda_graphs": False},
+        file("tp: 2\npage_size: 32\nprefill: {tp: 8, prefill-chunk-tokens: 512}\ndecode: {page_size: 8, tp: 0}\n"),
+        {"PACELINE_DECODE_MAX_RUNNING": "7"},
+    )
+    nodes = [found.of_role(role).node(1) for role in ROLES]
+    assert [node.tp for node in nodes] == [4, 2]
+    assert [(node.page_size, node.prefill_chunk_tokens) for node in nodes] == [(32, 512), (8, 256)]
+    assert [(node.cuda_graphs, node.max_running) for node in nodes] == [(False, 32), (True, 7)]
+    again = ServeConfig.model_validate(found.model_dump(mode="json"))  # as routers that join read it
+    assert [again.of_role(role).node(1) for role in ROLES] == nodes
+    assert {*ROLES} <= SHARED_OPTIONS & NODE_OPTIONS
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "message"),
+    [
+        (
+            "prefill: {page_szie: 8}",
+            "prefill_page_szie",
+            r"unknown option 'page_szie' in section prefill of .*yaml",
+        ),
+        ("decode: {nodes: 2}", "decode_nodes", "unknown option 'nodes' .* decode_nodes is an option of its own"),
+        ("decode: {page_size: 0}", "decode_page_size", r"greater than or equal to 1 \(from .*yaml: 0\)"),
+        ("decode: 2", "decode", r"must be a section, such as decode: \{tp: 2\}"),
+        (
+            "prefill: {dtype: fp32}",
+            "config",
+            "dtype is fp32 for prefill nodes and bf16 for decode nodes: handoff",
+        ),
+        ("decode: {dtype: fp32}\nhandoff_dtype_cast: true", "config", "is bf16 for prefill nodes and fp32 for decode"),
+        ("decode: {device: cuda}", "config", "device is cpu for prefill nodes and cuda for decode nodes: text would"),
+        ("device: cuda\ndecode: {attention: torch}", "config", "attention is auto for prefill nodes and torch for dec"),
+    ],
+)
+def test_options_of_a_role_that_are_wrong(file: Callable[[str], Path], text: str, key: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as wrong:
+        load_config({}, file(text), {})
+    assert wrong.value.key == key
+
+
+def test_options_of_roles_that_may_differ(file: Callable[[str], Path]) -> None:
+    """Mutant: whatever differs is refused."""
+    text = "handoff_dtype_cast: true\nprefill: {dtype: fp32, attention: torch}\ndevice: cpu"
+    assert load_config({}, file(text), {}).of_role("prefill").dtype == "fp32"
+    load_config({}, file("device: cuda:0\ndecode: {device: cuda:1}"), {})
+    load_config({}, file("prefill_nodes: 0\ndecode: {device: cuda}"), {})
 
 
 @pytest.mark.parametrize("config", [EngineConfig, NodeConfig, ServeConfig])

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -40,6 +41,7 @@ class PretendedNode:
     def __init__(self) -> None:
         self.failure: Exception | None = None
         self.ticks = True
+        self.is_broken = False
         self.stops: list[float] = []
         self.may_stop = threading.Event()
         self.may_stop.set()
@@ -56,6 +58,9 @@ class PretendedNode:
     async def stop(self, grace_s: float) -> None:
         self.stops.append(grace_s)
         await asyncio.to_thread(self.may_stop.wait, 10.0)
+
+    def broken(self) -> bool:
+        return self.is_broken
 
     def alive(self) -> bool:
         return self.ticks
@@ -88,7 +93,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> PretendedNode:
 
 @pytest.fixture
 def node_host(server: EmbeddedRedis, node: PretendedNode) -> Iterator[NodeHost]:
-    made = NodeHost("decode", "decode-0", 3, NodeConfig(model="m"), Registry(server.url, TTL_S))
+    made = NodeHost("decode", "decode-0", 3, NodeConfig(model="m", tp=2), Registry(server.url, TTL_S))
     yield made
     made.stop(0.0)
 
@@ -134,6 +139,7 @@ def test_registers_what_it_is(server: EmbeddedRedis, node_host: NodeHost) -> Non
         build=version("paceline"),
         mark=record.mark,
         log=stderr_file(),
+        ranks=2,
         running=1,
         waiting=2,
         free_pages=3,
@@ -143,6 +149,31 @@ def test_registers_what_it_is(server: EmbeddedRedis, node_host: NodeHost) -> Non
     )
     status = node_host.status()
     assert (status["alive"], status["fenced"], status["free_pages"]) == (True, False, 3)
+
+
+def test_a_node_that_lost_a_rank_ends_its_process(
+    node: PretendedNode, node_host: NodeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutants: it waits until its lease is out; an orderly stop, in which ranks end, is a crash."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    node_host.start()
+    time.sleep(TTL_S)
+    assert ended == []
+    node.is_broken = True
+    wait_for(lambda: bool(ended))
+    assert set(ended) == {1}
+    node.is_broken = False
+    ended.clear()
+    node.may_stop.clear()
+    with ThreadPoolExecutor(1) as pool:
+        stopping = pool.submit(node_host.stop, 0.0)
+        wait_for(lambda: bool(node.stops))
+        node.is_broken = True
+        time.sleep(TTL_S)
+        node.may_stop.set()
+        stopping.result(10.0)
+    assert ended == []
 
 
 def test_drains_before_it_goes(server: EmbeddedRedis, node: PretendedNode, node_host: NodeHost) -> None:
@@ -259,7 +290,7 @@ def test_a_node_that_outlived_everybody_ends(
             client.hset("paceline:default:holder", "ends", int((time.time() + 60) * 1000))
         elif there:
             client.set("paceline:default:routed", 1)
-    made = NodeHost("decode", "decode-0", 3, NodeConfig(model="m"), Registry(server.url, TTL_S, orphan_s=0.3))
+    made = NodeHost("decode", "decode-0", 3, NodeConfig(model="m", tp=2), Registry(server.url, TTL_S, orphan_s=0.3))
     try:
         made.start()
         assert left.wait(10.0 if ends else 1.0) == ends
@@ -277,7 +308,9 @@ def test_an_orphan_counts_from_when_redis_says_that_it_is_one(
     monkeypatch.setattr(node, "load", NodeInfo)
     now = [time.monotonic()]
     monkeypatch.setattr(host, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time, sleep=time.sleep))
-    made = NodeHost("decode", "decode-0", 3, NodeConfig(model="m"), Registry("unix:///none", TTL_S, orphan_s=60.0))
+    made = NodeHost(
+        "decode", "decode-0", 3, NodeConfig(model="m", tp=2), Registry("unix:///none", TTL_S, orphan_s=60.0)
+    )
 
     def told(somebody: bool | None, seconds: float, every: float = 1.0) -> None:
         for _ in range(round(seconds / every)):

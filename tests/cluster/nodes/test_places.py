@@ -7,8 +7,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from cluster.nodes import places
-from cluster.nodes.places import Places, Wanted
-from paceline.errors import NodeUnavailable
+from cluster.nodes.bundles import Host, Wanted, check_room, place
+from cluster.nodes.places import Places
+from cluster.nodes.roles import wanted_place
+from cluster.state.wanted import WantedNode
+from paceline.config import ServeConfig
+from paceline.errors import ConfigError, InvalidRequest, NodeUnavailable
+from paceline.role_options import RoleOptions
 
 WANTED = [Wanted("prefill-0", "a"), Wanted("decode-0", "b", vital=True), Wanted("decode-1", "c", vital=True)]
 
@@ -41,8 +46,12 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     made = Cluster({"a", "b", "c"})
     monkeypatch.setattr(places, "placement_group", made.placement_group)
     monkeypatch.setattr(places, "remove_placement_group", lambda group: made.removed.append(group.id))
-    monkeypatch.setattr("cluster.nodes.places.ray.cluster_resources", lambda: dict.fromkeys(made.hosts, 1.0))
+    monkeypatch.setattr(places, "ray_hosts", lambda: [host(name, {name: 1.0}) for name in sorted(made.hosts)])
     return made
+
+
+def host(address: str, resources: dict[str, float]) -> Host:
+    return Host(address, {"CPU": 8.0} | resources, {"CPU": 8.0} | resources)
 
 
 def test_all_are_placed_together_where_there_is_room(cluster: Cluster) -> None:
@@ -90,9 +99,59 @@ def test_every_node_has_a_gpu_of_its_own_and_too_few_are_named(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mutants: a place without a GPU, so that two nodes take the first one; a message that does not count them."""
-    wanted = [Wanted("prefill-0", gpu=True), Wanted("decode-0", vital=True, gpu=True)]
+    wanted = [Wanted("prefill-0", gpus=1), Wanted("decode-0", vital=True, gpus=1)]
     assert [node.bundle["GPU"] for node in wanted] == [1.0, 1.0]
     monkeypatch.setattr(places, "ALONE_TIMEOUT_S", 0.0)
-    monkeypatch.setattr("cluster.nodes.places.ray.cluster_resources", lambda: {"GPU": 1.0})
-    with pytest.raises(NodeUnavailable, match="2 of 'GPU' asked, 1 there; --device cuda:0"):
+    monkeypatch.setattr(places, "ray_hosts", lambda: [host("h", {"GPU": 1.0})])
+    told = r"2 of 'GPU' asked, 1 there; --device cuda:0.*: h has 1 of 1 GPU free"
+    with pytest.raises(NodeUnavailable, match=told):
         Places("blue", wanted)
+
+
+def role_nodes(prefill: int, decode: int, **options: object) -> list[Wanted]:
+    """Nodes of a deployment whose decode nodes have four ranks, and whose prefill nodes have two."""
+    tp = {"prefill": RoleOptions(tp=2), "decode": RoleOptions(tp=4)}
+    config = ServeConfig.model_validate({"device": "cuda", "decode_nodes": decode} | tp | options)
+    nodes = [WantedNode(f"prefill-{i}", "prefill") for i in range(prefill)]
+    nodes += [WantedNode(f"decode-{i}", "decode") for i in range(decode)]
+    return [wanted_place(node, config) for node in nodes]
+
+
+def test_ranks_of_a_node_have_one_place_with_a_gpu_each() -> None:
+    """Mutants: a bundle a rank, which Ray may put on several hosts; a standby that keeps the GPUs of its node."""
+    prefill, decode = role_nodes(1, 1)
+    assert (prefill.bundle["GPU"], decode.bundle["GPU"], decode.standby) == (2.0, 4.0, False)
+    assert [node.bundle.get("GPU", 0) for node in role_nodes(1, 1, device="cuda:0")] == [0, 0]
+    assert [node.bundle["CPU"] for node in role_nodes(1, 1, device="cpu", threads_per_node=3)] == [0.01, 0.01]
+    (_, decode) = role_nodes(1, 1, device="cpu", threads_per_node=12, ray_address="auto")
+    assert (decode.bundle["CPU"], decode.standby) == (12.0, True)
+
+
+def test_a_host_that_can_never_hold_a_node_is_told_at_once_and_one_that_is_not_there_is_waited_for() -> None:
+    """Mutants: GPUs of several hosts are counted together; a cluster whose hosts still come is refused."""
+    six = [host("10.0.0.2", {"GPU": 3.0}), host("10.0.0.3", {"GPU": 3.0})]
+    with pytest.raises(
+        ConfigError, match=r"decode-0 needs 4 GPU on one host: 10\.0\.0\.2 has 3 of 3 GPU free; 10"
+    ) as told:
+        check_room(role_nodes(1, 1), six, fixed=False)
+    assert told.value.key == "decode_tp"
+    check_room(role_nodes(1, 1, decode_resource="d"), [host("10.0.0.2", {})], fixed=False)
+    one = [host("127.0.0.1", {"GPU": 6.0})]
+    check_room(role_nodes(1, 1), one, fixed=True)
+    with pytest.raises(ConfigError, match=r"prefill-1 needs 2 GPU on one host beside 2 other nodes: 127\.0\.0\.1 has"):
+        check_room(role_nodes(2, 1), one, fixed=True)
+    hosts = [host("a", {"GPU": 8.0}), host("b", {"GPU": 4.0})]
+    assert [node.node_id for node in place(role_nodes(2, 2), hosts)] == []
+    assert [[node.node_id for node in each.nodes] for each in hosts] == [
+        ["decode-0", "prefill-0", "prefill-1"],
+        ["decode-1"],
+    ]
+
+
+def test_a_node_keeps_its_place_in_a_role_that_fits_there(cluster: Cluster) -> None:
+    """Mutant: no check, and the node that has drained never starts again."""
+    cluster.hosts.add("GPU")
+    made = Places("blue", role_nodes(1, 1))
+    made.check_fits(Wanted("decode-0", gpus=2))
+    with pytest.raises(InvalidRequest, match=r"prefill-0 would need 4 GPU, its place has 2 GPU, 0\.01 CPU: add a node"):
+        made.check_fits(Wanted("prefill-0", gpus=4))

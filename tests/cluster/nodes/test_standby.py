@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cluster.nodes import places
+from cluster.nodes.bundles import Wanted
 from cluster.nodes.launch import RayNode, RayNodes
-from cluster.nodes.places import Wanted
 from cluster.state.registry_types import Registry
 from paceline.config import NodeConfig
 

@@ -20,14 +20,20 @@ def samples(metrics: Metrics, prefix: str = "paceline_node") -> dict[tuple[str, 
 
 def test_series_follow_the_nodes() -> None:
     nodes = [
-        NodeRecord("prefill-0", "prefill", 1, "h:1", running=1, waiting=2, free_pages=3, total_pages=4),
+        NodeRecord("prefill-0", "prefill", 1, "h:1", ranks=4, running=1, waiting=2, free_pages=3, total_pages=4),
         NodeRecord("decode-0", "decode", 1, "h:2", missing_drafts=5, copies={"ngram": (6, 7), "suffix": (8, 9)}),
     ]
     metrics = Metrics()
     metrics.watch_nodes(lambda: nodes)
     found = samples(metrics)
     assert found["paceline_nodes", "prefill"] == found["paceline_nodes", "decode"] == 1
-    for name, value in (("sequences_running", 1), ("sequences_waiting", 2), ("kv_pages_free", 3), ("kv_pages", 4)):
+    for name, value in (
+        ("ranks", 4),
+        ("sequences_running", 1),
+        ("sequences_waiting", 2),
+        ("kv_pages_free", 3),
+        ("kv_pages", 4),
+    ):
         assert found[f"paceline_node_{name}", "prefill-0"] == value
     assert found["paceline_node_missing_drafts_total", "decode-0"] == 5
     copies = {key[1:]: value for key, value in found.items() if key[0] == "paceline_node_copy_rounds_total"}

@@ -31,6 +31,21 @@ http: 0.0.0.0:8000
 api_keys: keys.yaml
 ```
 
+Memory, batches, device and ranks may differ between the roles. An option of a section holds for the nodes of that role,
+and the option outside of it for the others:
+
+```yaml
+tp: 2
+kv_cache_tokens: 65536
+prefill:
+  tp: 4
+  prefill_chunk_tokens: 2048
+decode:
+  max_running: 128
+```
+
+`--prefill-tp 4` and `PACELINE_PREFILL_TP=4` say the same.
+
 Three further variables are no options. `PACELINE_API_KEY` is the key that clients send. `PACELINE_HOME` is the folder
 that holds models and compiled CPU kernels, `~/.cache/paceline` unless given. `PACELINE_KERNELS`
 chooses kernels for tests; CONTRIBUTING.md describes it.

@@ -1,0 +1,51 @@
+"""What a model cannot have of the options of its nodes, told before anything is started or loaded."""
+
+from __future__ import annotations
+
+from paceline.config import ServeConfig
+from paceline.errors import ConfigError
+from paceline.model_files import read_json
+from paceline.models.config import ModelSpec
+from paceline.ranks.shard import check_ranks
+from paceline.role_options import ROLES, Role
+
+
+def check_roles(config: ServeConfig) -> None:
+    """Raise ConfigError naming the role's option, with the numbers, for ranks that the model cannot be dealt to and for
+    prefill nodes that hold less than decode nodes take. Blocks; reads the model's config.json."""
+    if config.tp == 1 and not config.prefill.given() and not config.decode.given():
+        return
+    from paceline.models.hub import resolve_model
+    from paceline.models.loader import gguf_file
+
+    folder = resolve_model(config.model)
+    raw = {} if gguf_file(folder) is not None else read_json(folder / "config.json")
+    check_spec(config, ModelSpec.from_folder(folder), raw)
+
+
+def check_spec(config: ServeConfig, spec: ModelSpec, raw: dict[str, object]) -> None:
+    """The same for a model whose config.json is ``raw``; empty for a GGUF file."""
+    for role in roles_of(config):
+        try:
+            check_ranks(config.of_role(role), spec, raw)
+        except ConfigError as error:
+            raise ConfigError(f"{role}_tp", error.message) from None
+    if config.prefill_nodes:
+        _check_memory(config, spec)
+
+
+def roles_of(config: ServeConfig) -> tuple[Role, ...]:
+    """Those that the deployment has nodes of."""
+    return ROLES if config.prefill_nodes else ("decode",)
+
+
+def _check_memory(config: ServeConfig, spec: ModelSpec) -> None:
+    """Routers take what decode nodes take. A prefill node that holds less would refuse it."""
+    holds, takes = (config.of_role(role).kv_cache_tokens for role in ROLES)
+    longest = (config.max_model_len or spec.max_model_len) + config.nodes_budget
+    if holds < min(takes, longest):
+        raise ConfigError(
+            "prefill_kv_cache_tokens",
+            f"prefill nodes hold {holds} tokens and decode nodes {takes}: a request of {min(takes, longest)} tokens, "
+            f"prompt, output and draft, must fit both",
+        )

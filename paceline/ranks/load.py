@@ -1,0 +1,56 @@
+"""Loads a node's model on all of its ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from paceline.config import NodeConfig
+from paceline.model_files import read_json
+from paceline.models.config import ModelSpec
+from paceline.models.loader import gguf_file
+from paceline.models.registry import DTYPES
+from paceline.ranks.group import Group
+from paceline.ranks.model import LlamaShard
+from paceline.ranks.options import FollowerOptions
+from paceline.ranks.processes import FollowerProcesses
+from paceline.ranks.shard import Shard, check_ranks
+from paceline.ranks.target import ParallelTarget
+from paceline.ranks.weights import open_shard
+
+
+def load_parallel(config: NodeConfig, folder: Path, num_pages: int) -> ParallelTarget:
+    """The target model of ``folder`` on ``config.tp`` ranks: this process, and followers that it starts. ``close`` ends
+    them.
+
+    num_pages: of every rank's pool. Raises ConfigError for what several ranks cannot serve, before anything is loaded,
+    and NodeUnavailable when a follower does not come up.
+    """
+    check_folder(config, folder)
+    spec = ModelSpec.from_folder(folder)
+    processes = FollowerProcesses(
+        [FollowerOptions.of(config, str(folder), rank, num_pages) for rank in range(1, config.tp)]
+    )
+    try:
+        shard = Shard(spec, config.tp, 0)
+        own = load_shard(folder, DTYPES[config.dtype], torch.device("cpu"), shard, processes.group)
+        processes.wait_ready()
+    except BaseException:
+        processes.end()
+        raise
+    return ParallelTarget(own, shard, processes.followers, processes.end)
+
+
+def check_folder(config: NodeConfig, folder: Path) -> None:
+    """See shard.check_ranks; of a model's folder."""
+    raw = {} if gguf_file(folder) is not None else read_json(folder / "config.json")
+    check_ranks(config, ModelSpec.from_folder(folder), raw)
+
+
+def load_shard(folder: Path, dtype: torch.dtype, device: torch.device, shard: Shard, group: Group) -> LlamaShard:
+    """One rank's part. Raises ConfigError naming whatever is missing, left over or unsupported."""
+    bag = open_shard(folder, dtype, shard, group)
+    model = LlamaShard(bag, dtype, device, shard, group)
+    bag.finish()
+    return model

@@ -1,0 +1,76 @@
+"""The target model of a node of several ranks, as rank 0's engine uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from paceline.kvcache.layout import KvLayer, KvLayout
+from paceline.kvcache.pool import KvPool
+from paceline.models.base import AuxCapture, ForwardContext, TargetModel
+from paceline.models.llama import DecoderLayer, llama_block
+from paceline.models.loader import WeightBag
+from paceline.ranks.channel import Kind
+from paceline.ranks.commands import batch_fields, id_fields, row_fields
+from paceline.ranks.leader import Followers
+from paceline.ranks.model import LlamaShard
+from paceline.ranks.pool import ShardedPool
+from paceline.ranks.shard import Shard
+
+EMBED_ROWS = 4096  # at once: who looks up a whole vocabulary must not have it here once for each rank
+
+
+class ParallelTarget(TargetModel):
+    """See TargetModel. Every call runs on all ranks; the same bits come out whatever their number is. Draft layers made
+    of it are whole and run on rank 0 alone. Raises NodeUnavailable once a rank is lost."""
+
+    def __init__(
+        self, own: LlamaShard, shard: Shard, followers: Followers, end: Callable[[], None] = lambda: None
+    ) -> None:
+        """own: rank 0's part. end: what ends the followers' processes or threads, once they were told to stop."""
+        self.spec, self.dtype, self.device = shard.spec, own.dtype, own.device
+        self.own, self.shard, self.followers, self._end = own, shard, followers, end
+        heads = shard.spec.num_kv_heads
+        self.kv_layers = tuple(KvLayer(layer.kind, layer.owner, heads, layer.head_dim) for layer in own.kv_layers)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See TargetModel."""
+        if not len(token_ids):
+            return token_ids.new_empty(0, self.spec.hidden_size, dtype=self.dtype)
+        return torch.cat([self._embed(some) for some in torch.split(token_ids, EMBED_ROWS)])
+
+    def forward(self, context: ForwardContext, aux: AuxCapture | None = None) -> torch.Tensor:
+        """See TargetModel. ``context.kv`` is a ShardedPool."""
+        with self.followers.running(Kind.FORWARD, batch_fields(context.batch)):
+            return self.own.forward(context, aux)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See TargetModel."""
+        with self.followers.running(Kind.LOGITS, row_fields(hidden)):
+            return self.own.logits(hidden)
+
+    def decoder_block(self, weights: WeightBag, prefix: str, kv_layer: int) -> DecoderLayer:
+        """See TargetModel."""
+        return llama_block(self.spec, weights, prefix, kv_layer)
+
+    def rope_table(self) -> torch.Tensor:
+        """See TargetModel."""
+        return self.own.rope_table()
+
+    def make_pool(self, layout: KvLayout, num_pages: int, page_size: int) -> KvPool:
+        """See TargetModel."""
+        return ShardedPool(layout, num_pages, page_size, self.device, self.shard, self.followers)
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        with self.followers.running(Kind.EMBED, id_fields(token_ids)):
+            return self.own.embed(token_ids)
+
+    def alive(self) -> bool:
+        """See TargetModel."""
+        return not self.followers.failure
+
+    def close(self) -> None:
+        """See TargetModel."""
+        self.followers.stop()
+        self._end()

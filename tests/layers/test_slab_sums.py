@@ -1,0 +1,119 @@
+"""Slabs of a linear: a tree over float32 sums, whose bits do not depend on how many ranks hold its branches."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.layers import build
+from paceline.layers.linear import Linear, linear_reference
+from paceline.layers.quantized import QuantizedWeight
+from paceline.parallel.slabs import tree_sum
+from tests.support.needs import needs_kernels
+from tests.support.quantized_weights import KINDS
+
+DTYPES = [torch.bfloat16, torch.float32]
+SLABS = (1, 2, 3, 4, 5, 7, 8)
+ROWS = 40
+WIDTH = 96  # of a slab: three tiles
+INSTRUCTIONS = {
+    "AVX2": ("-march=x86-64-v3",),
+    "generic": ("-DPACELINE_GENERIC",),
+    "AMX, its instructions written out": ("-include", str(Path(__file__).with_name("fake_amx.h"))),
+}
+
+
+def numbers(slabs: int, out_features: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows, a weight and a bias large enough that the order of every addition shows."""
+    width = slabs * WIDTH
+    weight, x = torch.randn(out_features, width).to(dtype), torch.randn(ROWS, width).to(dtype)
+    return x, weight, torch.randn(out_features) * 10
+
+
+def by_ranks(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, slabs: int, degree: int) -> torch.Tensor:
+    """The product as ``degree`` ranks make it, each of its own columns."""
+    parts = zip(weight.chunk(degree, dim=1), x.chunk(degree, dim=1), strict=True)
+    own = slabs // degree
+    roots = [Linear(columns, out_float32=True, slabs=own)(rows) for columns, rows in parts]
+    return (tree_sum(roots) + bias).to(x.dtype)
+
+
+def check(dtype: torch.dtype, out_features: int, row_counts: range) -> None:
+    for slabs in SLABS:
+        x, weight, bias = numbers(slabs, out_features, dtype)
+        linear = Linear(weight, bias, slabs=slabs)
+        whole = linear(x)
+        torch.testing.assert_close(
+            Linear(weight, bias, out_float32=True, slabs=slabs)(x),
+            (x.double() @ weight.double().t() + bias).float(),
+            rtol=1e-4,
+            atol=1e-4,
+        )
+        for degree in (t for t in range(1, slabs + 1) if slabs % t == 0):
+            assert torch.equal(by_ranks(x, weight, bias, slabs, degree), whole), (slabs, degree)
+        assert all(torch.equal(linear(x[:rows]), whole[:rows]) for rows in row_counts), slabs
+        cut = out_features // 64 * 32  # where the second of two ranks has its first column
+        parts = [Linear(weight[part], bias[part], slabs=slabs)(x) for part in (slice(cut), slice(cut, None))]
+        assert torch.equal(torch.cat(parts, dim=1), whole), slabs
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("out_features", [96, 77, 81])
+def test_every_degree_has_the_bits_of_one(dtype: torch.dtype, out_features: int) -> None:
+    """Mutants: a sum from left to right, sums of slabs rounded to bf16, the bias in every slab."""
+    check(dtype, out_features, range(1, ROWS + 1))
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", INSTRUCTIONS)
+def test_on_every_instruction_set(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = compiled(INSTRUCTIONS[name], tmp_path / "lesser.so")
+    monkeypatch.setattr("paceline.layers.linear.load_kernels", lambda: library)
+    for dtype in DTYPES:
+        check(dtype, 77, range(1, ROWS + 1, 13))
+
+
+def compiled(flags: tuple[str, ...], target: Path) -> ctypes.CDLL:
+    """Dense linears for a lesser instruction set; what else they name is the host's."""
+    host, compiler = build.load_kernels(), os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    assert host is not None
+    assert compiler is not None
+    source = str(build.SOURCES / "linear.cpp")
+    build._run([compiler, *build.FLAGS, "-O1", *flags, "-shared", source, host._name, "-o", str(target)])
+    library = ctypes.CDLL(str(target))
+    for name in ("pl_packed_elems", "pl_pack_bf16", "pl_pack_f32", "pl_linear_bf16", "pl_linear_f32"):
+        function, known = getattr(library, name), getattr(host, name)
+        function.argtypes, function.restype = known.argtypes, known.restype
+    return library
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_in_torch(dtype: torch.dtype) -> None:
+    """Mutant: sums of slabs rounded to bf16."""
+    for slabs in SLABS[1:]:
+        x, weight, bias = numbers(slabs, 33, dtype)
+        exact = x.double() @ weight.double().t() + bias
+        got = linear_reference(x, weight, bias, torch.float32, slabs)
+        torch.testing.assert_close(got, exact.float(), rtol=1e-4, atol=1e-4)
+        assert linear_reference(x, weight, bias, dtype, slabs).dtype is dtype
+
+
+@needs_kernels
+def test_codes_have_no_slabs() -> None:
+    for make in KINDS.values():
+        weight = make(torch.randn(40, 256) * 0.05)
+        assert isinstance(weight, QuantizedWeight)
+        x = torch.randn(3, 256)
+        assert torch.equal(Linear(weight, slabs=8)(x), Linear(weight)(x))
+
+
+@pytest.mark.parametrize(("slabs", "width"), [(0, 256), (9, 288), (2, 96), (8, 100)])
+def test_slabs_that_cannot_be_had_are_refused(slabs: int, width: int) -> None:
+    with pytest.raises(ValueError, match=f"{slabs} slabs of {width}"):
+        Linear(torch.ones(4, width), slabs=slabs)
