@@ -22,9 +22,9 @@ class Linear:
 
     weight: [out_features, in_features], bf16, fp32 or quantised; it is repacked and need not be kept by the caller.
     ``out_float32`` keeps the sums in float32 (LM heads: logits without bf16 ties). ``slabs``: runs of the inner
-    dimension, each a float32 sum of its own; ``slabs.tree_sum`` adds them, and the bias comes after the tree. A
-    quantised weight has sums of its own, which slabs do not change. ``library``: the CPU kernels that it runs on; None
-    elsewhere.
+    dimension, each a float32 sum of its own; ``slabs.tree_sum`` adds them, and the bias comes after the tree. Quantised
+    weights, and a CPU without kernels, have sums of their own whatever it says. ``library``: the CPU kernels that it
+    runs on; None elsewhere.
     """
 
     whole = True  # whether its sums are the product's, not a rank's part of them
@@ -47,10 +47,8 @@ class Linear:
         if self.library is not None:
             self._matrix = PackedMatrix(self.library, weight, self.bias, self.slabs)
             self._packed = self._matrix.packed
-        elif isinstance(weight, QuantizedWeight):
-            self._packed = weight.codes
-        else:  # the CPU's products in torch keep their sums in float32 alone
-            self._packed = weight.float() if self.slabs > 1 and weight.device.type == "cpu" else weight
+        else:
+            self._packed = weight.codes if isinstance(weight, QuantizedWeight) else weight
 
     @property
     def address(self) -> int:
@@ -75,7 +73,8 @@ class Linear:
             if weight.int8_activations and x.device.type == "cpu":
                 return integer_linear_reference(x, weight, self.bias, out_dtype)
             self._packed, self._quantised = weight.dequantised().to(x.dtype), None
-        return linear_reference(x, self._packed, self.bias, out_dtype, self.slabs)
+        slabs = 1 if x.device.type == "cpu" else self.slabs  # there torch's bits depend on the batch as it is
+        return linear_reference(x, self._packed, self.bias, out_dtype, slabs)
 
 
 def device_of(weight: LinearWeight) -> torch.device:
