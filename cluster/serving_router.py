@@ -45,6 +45,7 @@ class ServingRouter:
         self.config, self._parts = config, parts
         self.identity = Identity("router", secret.call_token, TlsFolder.of(config.tls_dir))
         self.grants = Grants(secret.ticket_key)
+        self._journal_key = secret.journal_key
         self.grpc_address = ""
         self.http_address = ""
 
@@ -110,7 +111,7 @@ class ServingRouter:
         watcher = CacheWatcher(registry.url, self.directory.nodes, registry.lease_ttl_s, registry.namespace)
         await watcher.start()
         at_end("cached prefixes", watcher.close)
-        journal = open_journal(config, registry.url, metrics.registry)
+        journal = open_journal(config, registry.url, self._journal_key, metrics.registry)
         if journal is not None:
             at_end("journal", journal.close)
         grammars = GrammarCompiler(self._folder, served.vocab_size)

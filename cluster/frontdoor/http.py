@@ -124,6 +124,7 @@ def _add_generation(app: FastAPI, router: Serving, metrics: Metrics, options: Ht
             if since is not None:
                 names = {**parsed.names, "resume": resuming.HEADER}
                 parsed = replace(parsed, generation=since.rest_of(parsed.generation), names=names)
+            parsed = replace(parsed, generation=replace(parsed.generation, keeps_told=resumable))
             prompts = await read_prompts(router, parsed)
         except (InvalidRequest, HttpProblem):
             metrics.request_refused(InvalidRequest.__name__)

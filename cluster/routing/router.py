@@ -29,6 +29,7 @@ from cluster.routing.node_calls import NodeCalls, NodeFailure
 from cluster.routing.pairing import Pairing, Tries
 from cluster.routing.reading import ChunkQueue, Reading
 from cluster.routing.resume import find_admitted, journaled, received_of
+from cluster.routing.told import recall
 from cluster.routing.traces import Owners, collect, not_kept
 from cluster.state.journal import Journal
 from cluster.state.prefix_index import PrefixIndex
@@ -147,18 +148,18 @@ class Router:
             self._owners.note(plan.request_id, plan.admitted.tenant, plan.sequences[0].cache_salt)
             trace = self._recorder.open(plan.request_id, "request")
             trace.record("planned", started_at, time.monotonic(), prompt_tokens=plan.num_prompt_tokens)
-            replayable = self.config.acceptance == "sample"
-            received = received_of(plan, request, self.served.vocab_size, replayable)
+            received = await self._received(plan, request)
             runs = self._choices(plan, received, started_at, request.resume is not None and request.resume.retell)
             await self._turn(place, plan)
             used = plan.num_prompt_tokens * len(plan.sequences)
             trace.record("admitted")
             over = self.metrics.request_ended
             on_plan(plan)
-            with journaled(self._journal, plan, request.generation_id):
+            with journaled(self._journal, plan, request, received) as tell:
                 async with aclosing(self._run(runs, started_at)) as chunks:
                     async for chunk in chunks:
                         used += len(chunk.token_ids)
+                        tell(chunk)
                         yield chunk
             status = "ok"
         except Exception as error:
@@ -298,6 +299,12 @@ class Router:
         limit_s = self.config.read_timeout_s
         queue.end(DeadlineExceeded(f"the client kept {QUEUE_CHUNKS} chunks waiting for {limit_s:g} s"))
 
+    async def _received(self, plan: Plan, request: GenerationRequest) -> Mapping[int, ReceivedChoice]:
+        """What the client has, by choice, with as many of its tokens as are known. Raises UnknownGeneration,
+        InvalidRequest."""
+        received = received_of(plan, request, self.served.vocab_size, replayable=self.config.acceptance == "sample")
+        return await recall(self._journal if request.keeps_told else None, plan, received)
+
     def _choices(
         self, plan: Plan, received: Mapping[int, ReceivedChoice], started_at: float, retell: bool
     ) -> list[ChoiceRun]:
@@ -323,6 +330,8 @@ class Router:
         """Put the chunks of a choice, then its completion or the error that ended it."""
         try:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
+                if run.again is not None:
+                    await queue.put(run.again)
                 await self._attempts(run, queue, deadline)
                 last = run.complete()
                 await queue.put(last)

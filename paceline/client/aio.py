@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Unpack
 
@@ -19,6 +20,8 @@ from paceline.results import Chunk, Generation, Model, ModelInfo, RequestTrace, 
 from paceline.rpc.wire_errors import error_from_rpc
 from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2
 from paceline.wire import trace_from_proto
+
+log = logging.getLogger(__name__)
 
 
 class AsyncChunkStream(AsyncIterator[Chunk]):
@@ -58,6 +61,7 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
         except PacelineError as known:
             raise known from None
         self._routers.failed(self._router)
+        log.info("%s: router %d is left after %s: %s", self._progress.name, self._router, error.code(), error.details())
         await asyncio.sleep(pause)
         if self._closed:
             raise RequestCancelled("the stream was closed")

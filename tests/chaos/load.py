@@ -50,6 +50,7 @@ class Served:
     problems: list[str] = field(default_factory=list)
     at: Callable[[], str] = str  # names the router that it is at now
     moves: list[Move] = field(default_factory=list)
+    tries: list[tuple[float, str]] = field(default_factory=list)  # why its client left routers, and when
     _last: tuple[str, float] = ("", 0.0)  # router and time of the last chunk
 
     def arrived(self, choice: int) -> None:

@@ -23,7 +23,7 @@ from tests.chaos.deployed import options_of, view, whole, works
 from tests.chaos.faults import LINK_KINDS, PROCESS_KINDS, Injector, kinds, plan
 from tests.chaos.front import Front
 from tests.chaos.front_faults import REDIS_KINDS, ROUTER_KINDS, FrontInjector
-from tests.chaos.front_report import pauses, resumes, table
+from tests.chaos.front_report import noting, pauses, resumes, stories, table
 from tests.chaos.http_load import HttpRouters, make_http_requests, serve_http
 from tests.chaos.load import Load, Request, Served, make_requests, serve, undisturbed
 from tests.chaos.report import percentile
@@ -38,6 +38,7 @@ SHORT_S, SHORT_STREAMS, SHORT_SEED = 15.0, 5, 40
 SHORT_NODE_KINDS, SHORT_FRONT_KINDS = ("kill", "pause"), (*ROUTER_KINDS, "redis kill", "redis read-only")
 NODE_GAP_S, FRONT_GAP_S = (9.0, 18.0), (4.0, 8.0)  # nodes take seconds to come back
 SHORT_NODE_GAP_S, SHORT_FRONT_GAP_S = (5.0, 6.0), (2.5, 3.0)
+TOLD = 12  # moves that a long run tells of
 TARGET_S = 3.0  # p99 of gRPC streams whose router was hurt; a silent one is given up after 1.5 to 2 s
 
 
@@ -129,13 +130,14 @@ async def test_routers_nodes_and_redis_are_hurt_and_nothing_is_lost(size: Size, 
                 run = await make_run(front, redis, routers, client, size)
                 watching = asyncio.create_task(routers.watch())
                 began = time.monotonic()
-                await disturb(run, size, began)
+                with noting(run.under_way):
+                    await disturb(run, size, began)
                 watching.cancel()
             ended = time.monotonic()
             try:
                 await whole(asking, names)
             finally:
-                tell(run, ended - began)
+                tell(run, size, ended - began)
     assert problems(run, size) == []
 
 
@@ -174,7 +176,7 @@ def times(run: Run) -> tuple[list[float], Rows]:
     return all_alone, [*rows, ("any router fault, grpc", all_alone)]
 
 
-def tell(run: Run, seconds: float) -> None:
+def tell(run: Run, size: Size, seconds: float) -> None:
     """Print what happened."""
     faults = run.front.faults + run.nodes.faults
     print(f"{len(faults)} faults in {seconds:.0f} s: {dict(Counter(fault.kind for fault in faults))}")
@@ -186,6 +188,9 @@ def tell(run: Run, seconds: float) -> None:
         print(*(f"  WRONG {wrong}" for wrong in load.wrong[:20]), sep="\n")
     print(f"what HTTP streams were told: {dict(run.routers.errors)}")
     print(f"routers were back after {[round(s, 1) for s in run.front.starts_s]} s")
+    if size.full:
+        done = [served for load in run.loads for served in load.done]
+        print(stories(done, [router.log for router in run.front.front.routers.values()], TOLD))
     print(table(times(run)[1]))
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +13,12 @@ import httpx
 import pytest
 
 from cluster.frontdoor.http import HttpOptions, create_app
+from cluster.state.journal import Journal, open_journal
+from paceline.v1 import inference_pb2
+from tests.fakes.redis_servers import Embedded
 from tests.support.http_app import CHATS, COMPLETIONS, refused
 from tests.support.scripted_nodes import Fleet, fleet, letters
-from tests.support.two_routers import StallingRouter, scripted
+from tests.support.two_routers import JOURNAL_KEY, StallingRouter, scripted
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 24}
 COMPLETION: dict[str, Any] = {"prompt": "hi", "stream": True, "max_tokens": 24}
@@ -37,6 +41,7 @@ class Two:
 
     nodes: Fleet
     apps: list[httpx.AsyncClient]
+    journals: list[Journal] = field(default_factory=list)
 
     async def ask(self, which: int, path: str, body: dict[str, Any], since: str = "") -> list[tuple[str, Any]]:
         """Id and data of each event; the stream must be complete."""
@@ -53,18 +58,41 @@ def _event(text: str) -> tuple[str, str]:
     return name.removeprefix("id: ").strip(), data
 
 
+@pytest.fixture(scope="module")
+def redis_server() -> Iterator[Embedded]:
+    with Embedded() as made:
+        yield made
+
+
 @pytest.fixture
 async def two() -> AsyncIterator[Two]:
+    async with both("") as made:
+        yield made
+
+
+@pytest.fixture
+async def two_with_journals(redis_server: Embedded) -> AsyncIterator[Two]:
+    async with both(redis_server.url) as made:
+        yield made
+
+
+@asynccontextmanager
+async def both(url: str) -> AsyncIterator[Two]:
+    """url: of Redis; empty for routers without a journal."""
     async with AsyncExitStack() as stack:
         nodes = await stack.enter_async_context(fleet())
-        apps = []
+        apps, journals = [], []
         for _ in range(2):
-            router: StallingRouter = scripted(nodes)(journal=None)
+            journal = open_journal(nodes.router.config, url, JOURNAL_KEY) if url else None
+            if journal is not None:
+                stack.push_async_callback(journal.close)
+                journals.append(journal)
+            router: StallingRouter = scripted(nodes)(journal=journal)
             stack.push_async_callback(router.close)
             transport = httpx.ASGITransport(create_app(router, router.metrics, HttpOptions(resumable=True)))
             made = httpx.AsyncClient(transport=transport, base_url="http://router")
             apps.append(await stack.enter_async_context(made))
-        yield Two(nodes, apps)
+        yield Two(nodes, apps, journals)
         await nodes.idle()
 
 
@@ -117,6 +145,66 @@ async def test_from_every_event_on(two: Two, path: str, body: dict[str, Any]) ->
         if "n" in body and rest[:-1] and rest[0][0]:
             again = [rest[0], *await two.ask(0, path, body, since=rest[0][0])]
             assert Got().take(whole[: i + 1]).take(again).sorted() == Got().take(whole).sorted(), (whole[i][0], rest[0])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "share"), [(*one, 1) for one in ASKED[1:5]] + [(*one, 2) for one in ASKED[1:3]]
+)
+async def test_tokens_that_were_told_are_not_decoded_again(
+    two_with_journals: Two, path: str, body: dict[str, Any], share: int
+) -> None:
+    """share: one of so many of the tokens is still in Redis. Mutants: what is recalled is not told to the surface;
+    log-probabilities are not kept; a chunk is noted whatever its index is."""
+    two = two_with_journals
+    whole = await two.ask(0, path, {"seed": 3} | body)
+    kept = await Kept.of(two, whole)
+    all_of_them = [tuple(choice.token_ids) for choice in kept.message.choices]
+    missing = set()
+    for choice in kept.message.choices:
+        del choice.token_ids[len(choice.token_ids) // share :], choice.logprobs[len(choice.logprobs) // share :]
+    for event_id in [event_id for event_id, _ in whole if event_id][:-1:3]:
+        await kept.write()
+        asked = two.nodes.nodes["decode-0"].sequences
+        asked.clear()
+        rest = await two.ask(1, path, {"seed": 3} | body, since=event_id)
+        begun = whole[: [name for name, _ in whole].index(event_id) + 1]
+        assert Got().take(begun).take(rest).sorted() == Got().take(whole).sorted(), event_id
+        told = event_id.split(".")[2].split("-")
+        for one in asked:
+            choice = int(one.request_id.partition("#")[2] or 0)
+            had = all_of_them[choice][: int(told[choice].rstrip("c"))]
+            missing.add(len(had) - len(one.output_token_ids))  # an earlier stream may have written all of them again
+            assert one.output_token_ids == had[: len(one.output_token_ids)]
+            assert share > 1 or not told[choice].endswith("c")
+    assert max(missing) > 0 if share > 1 else missing == {0}
+
+
+@dataclass
+class Kept:
+    """What Redis has of a stream that ended, under the name that the second router looks for."""
+
+    journal: Journal
+    name: str
+    message: inference_pb2.GenerateResponse
+
+    @classmethod
+    async def of(cls, two: Two, whole: list[tuple[str, Any]]) -> Kept:
+        journal, (_, digest, told) = two.journals[1], whole[-1][0].split(".")
+        name = journal.seal.name("told", bytes.fromhex(digest))
+        counts = [int(count.rstrip("cu")) for count in told.split("-")]
+        async with asyncio.timeout(5):
+            while True:
+                found = inference_pb2.GenerateResponse.FromString(await journal.read(name) or b"")
+                if [len(choice.token_ids) for choice in found.choices] == counts:
+                    return cls(two.journals[0], name, found)
+                await asyncio.sleep(0.01)
+
+    async def write(self) -> None:
+        entry = self.message.SerializeToString()
+        self.journal.keep(self.name, entry)
+        async with asyncio.timeout(5):
+            while await self.journal.read(self.name) != entry:
+                await asyncio.sleep(0.01)
 
 
 async def test_what_cannot_be_resumed(two: Two) -> None:
