@@ -81,11 +81,12 @@ class _Noting(logging.Handler):
 
 
 def stories(done: Iterable[Served], logs: Iterable[Path], most: int) -> str:
-    """How the streams went that were without a chunk for longest when they moved, and those that were lost: each with
-    its clients' tries, and what the routers' logs say of it."""
+    """How the streams of either kind went that were without a chunk for longest when they moved, and those that were
+    lost: each with its client's tries, and what the routers' logs say of it."""
     streams = list(done)
     moved = sorted((served for served in streams if served.moves), key=lambda one: -_slowest(one))
-    chosen = [*(served for served in streams if served.problems), *moved[:most]]
+    ways = {way: [one for one in moved if one.request_id.startswith(way)][:most] for way in ("grpc", "http")}
+    chosen = [*(served for served in streams if served.problems), *ways["grpc"], *ways["http"]]
     lines = [line for log in logs if log.exists() for line in log.read_text(errors="replace").splitlines()]
     told = []
     for served in chosen:

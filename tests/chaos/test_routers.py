@@ -38,7 +38,7 @@ SHORT_S, SHORT_STREAMS, SHORT_SEED = 15.0, 5, 40
 SHORT_NODE_KINDS, SHORT_FRONT_KINDS = ("kill", "pause"), (*ROUTER_KINDS, "redis kill", "redis read-only")
 NODE_GAP_S, FRONT_GAP_S = (9.0, 18.0), (4.0, 8.0)  # nodes take seconds to come back
 SHORT_NODE_GAP_S, SHORT_FRONT_GAP_S = (5.0, 6.0), (2.5, 3.0)
-TOLD = 12  # moves that a long run tells of
+TOLD = 8  # moves of either kind that a long run tells of
 TARGET_S = 3.0  # p99 of gRPC streams whose router was hurt; a silent one is given up after 1.5 to 2 s
 
 

@@ -1,0 +1,180 @@
+"""Whether a router that a stream hears nothing from still lives.
+
+A stopped process and a cut cable close no connection. gRPC's pings find them after 1.5 to 2.5 s: a ping may only follow
+the last one by a second, and what a cut-off router still sends puts the next one off. So a stream that waits for
+``SILENT_S`` asks its router's health service on the same connection. A router that does not answer in time is left, and
+one that answers anything at all is not. A stream that left one for its silence grants the next one twice the time: a
+machine that is too busy to answer gets no more work from it for long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+SILENT_S = 0.5  # that a stream waits before it asks
+ANSWER_S = 0.9  # for the first answer
+DOUBLINGS = 3  # of that time, at most
+LOOK_S = 0.1  # between two looks at the streams of a blocking client
+HEALTH = "/grpc.health.v1.Health/Check"  # its empty request asks for the server as a whole; it needs no API key
+NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
+
+
+class Silent(grpc.RpcError):
+    """What a call to a router that answers nothing is taken to have failed with."""
+
+    def code(self) -> grpc.StatusCode:
+        """As of a connection that broke."""
+        return grpc.StatusCode.UNAVAILABLE
+
+    def details(self) -> str:
+        """For people."""
+        return "the router is silent and does not answer"
+
+    def trailing_metadata(self) -> tuple[()]:
+        """None came."""
+        return ()
+
+
+class Waiting(Protocol):
+    """A stream, as far as its watch needs it."""
+
+    router: int  # that it is at
+    waits_since: float | None  # monotonic clock; None while it does not wait for a chunk
+    left_for_silence: int  # how often
+
+    @property
+    def over(self) -> bool:
+        """Nothing is to come any more."""
+
+    def leave(self) -> None:
+        """Its router does not live: what waits is to fail."""
+
+
+def answer_time_s(stream: Waiting) -> float:
+    """How long the router of a stream has to answer."""
+    return float(ANSWER_S * 2 ** min(stream.left_for_silence, DOUBLINGS))
+
+
+class AsyncWatch:
+    """Watches the streams of an asyncio client. Streams that look at the same router share a question."""
+
+    def __init__(self, channels: Sequence[grpc.aio.Channel]) -> None:
+        self._channels = channels
+        self._asked: dict[int, asyncio.Task[bool]] = {}
+        self._watched: set[asyncio.Task[None]] = set()
+
+    def add(self, stream: Waiting) -> None:
+        """Watch a stream until it is over, or nobody has it any more. A single router has no other to go to."""
+        if len(self._channels) > 1:
+            task = asyncio.get_running_loop().create_task(self._watch(weakref.ref(stream)))
+            self._watched.add(task)
+            task.add_done_callback(self._watched.discard)
+
+    async def _watch(self, ref: weakref.ref[Waiting]) -> None:
+        pause_s: float | None = SILENT_S
+        while pause_s is not None:
+            await asyncio.sleep(pause_s)
+            pause_s = await self._look(ref)
+
+    async def _look(self, ref: weakref.ref[Waiting]) -> float | None:
+        """Ask when it is time. Returns seconds to the next look; None when there is none."""
+        stream = ref()
+        if stream is None or stream.over:
+            return None
+        since, router, answer_s = stream.waits_since, stream.router, answer_time_s(stream)
+        silent_s = 0.0 if since is None else time.monotonic() - since
+        if silent_s < SILENT_S:
+            return SILENT_S - silent_s
+        del stream  # which may be dropped meanwhile
+        lives = await self._lives(router, answer_s)
+        stream = ref()
+        if stream is not None and not lives and (stream.waits_since, stream.router) == (since, router):
+            stream.leave()
+        return SILENT_S
+
+    async def _lives(self, router: int, answer_s: float) -> bool:
+        asked = self._asked.get(router)
+        if asked is None or asked.done():
+            asked = self._asked[router] = asyncio.create_task(_lives(self._channels[router], answer_s))
+            self._channels[(router + 1) % len(self._channels)].get_state(try_to_connect=True)  # it may be needed soon
+        return await asyncio.shield(asked)
+
+    async def close(self) -> None:
+        """Watch no more. Idempotent."""
+        tasks = [*self._watched, *self._asked.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _lives(channel: grpc.aio.Channel, answer_s: float) -> bool:
+    try:
+        await channel.unary_unary(HEALTH)(b"", timeout=answer_s)
+    except grpc.aio.AioRpcError as error:
+        return error.code() not in NO_ANSWER
+    return True
+
+
+class Watch:
+    """Watches the streams of a blocking client, from a thread that runs while there are any."""
+
+    def __init__(self, channels: Sequence[grpc.Channel]) -> None:
+        self._channels = channels
+        self._streams: weakref.WeakSet[Waiting] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    def add(self, stream: Waiting) -> None:
+        """Watch a stream until it is over, or nobody has it any more. A single router has no other to go to."""
+        if len(self._channels) < 2:
+            return
+        with self._lock:
+            self._streams.add(stream)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="paceline-watch", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        asked: dict[int, Any] = {}  # calls in progress, by router
+        while not self._closed.wait(LOOK_S):
+            with self._lock:
+                streams = [stream for stream in self._streams if not stream.over]
+                if not streams:
+                    self._thread = None
+                    return
+            self._look(streams, asked)
+            del streams  # which may be dropped until the next look
+
+    def _look(self, streams: list[Waiting], asked: dict[int, Any]) -> None:
+        """Ask the routers of streams that wait for long, and tell streams what became of earlier questions."""
+        lost = {router for router, call in asked.items() if call.done() and call.code() in NO_ANSWER}
+        for router in [router for router, call in asked.items() if call.done()]:
+            began = asked.pop(router).began_at
+            for stream in streams:
+                waits_since = stream.waits_since
+                if router in lost and stream.router == router and waits_since is not None and waits_since < began:
+                    stream.leave()
+        for stream in streams:
+            waits_since, router = stream.waits_since, stream.router
+            if waits_since is not None and time.monotonic() - waits_since >= SILENT_S and router not in asked:
+                asked[router] = _Question(self._channels[router], answer_time_s(stream))
+
+    def close(self) -> None:
+        """Watch no more. Idempotent."""
+        self._closed.set()
+
+
+class _Question:
+    def __init__(self, channel: grpc.Channel, answer_s: float) -> None:
+        self.began_at = time.monotonic()
+        self._call = channel.unary_unary(HEALTH).future(b"", timeout=answer_s)
+        self.done, self.code = self._call.done, self._call.code
