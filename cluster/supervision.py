@@ -24,8 +24,10 @@ from cluster.state.holder import DeploymentLease
 from cluster.state.wanted import Kept, WantedNode, from_json
 from paceline.config import EngineConfig, NodeConfig, ServeConfig
 from paceline.rpc.identity import Secret
+from paceline.v1.admin_pb2_grpc import AdminServicer
 
 if TYPE_CHECKING:
+    from cluster.nodes.admin import AdminServer
     from cluster.nodes.launch import RayNodes
     from cluster.nodes.places import Wanted
 
@@ -200,24 +202,30 @@ class Supervision:
 
     async def open_admin(self) -> None:
         """Serve operators, where the options say so. Raises ConfigError for an address that cannot be had."""
-        from cluster.frontdoor.service import operators_gate
-        from cluster.nodes.admin import METHODS, AdminService, serve_admin
+        from cluster.nodes.admin import AdminService
 
-        config, front = self.config, self._front
-        if not config.admin:
+        if not self.config.admin:
             return
-        gate = operators_gate(METHODS, front.access)
-        service = AdminService(self.changes, front.directory, config.drain_timeout_s)
-        admin = await serve_admin(
-            service,
-            config.admin,
-            front.identity,
-            [gate],
-            on_refused=lambda: front.metrics.access_refused("PermissionDenied"),
-        )
+        service = AdminService(self.changes, self._front.directory, self.config.drain_timeout_s)
+        admin = await open_admin(service, self._front, self.config.admin)
         self._parts.at_end("admin", admin.stop)
-        self.admin_address = f"{split_address(config.admin)[0]}:{admin.port}"
+        self.admin_address = f"{split_address(self.config.admin)[0]}:{admin.port}"
+        self._lease.serves_operators(self.admin_address)
         log.info("operators are served at %s", self.admin_address)
+
+
+async def open_admin(service: AdminServicer, front: ServingRouter, address: str) -> AdminServer:
+    """Let ``service`` answer operators at "host:port". Raises ConfigError for an address that cannot be had."""
+    from cluster.frontdoor.service import operators_gate
+    from cluster.nodes.admin import METHODS, serve_admin
+
+    return await serve_admin(
+        service,
+        address,
+        front.identity,
+        [operators_gate(METHODS, front.access)],
+        on_refused=lambda: front.metrics.access_refused("PermissionDenied"),
+    )
 
 
 class _NodeConfigs:

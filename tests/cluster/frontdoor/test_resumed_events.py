@@ -160,8 +160,8 @@ async def test_tokens_that_were_told_are_not_decoded_again(
     kept = await Kept.of(two, whole)
     all_of_them = [tuple(choice.token_ids) for choice in kept.message.choices]
     missing = set()
-    for choice in kept.message.choices:
-        del choice.token_ids[len(choice.token_ids) // share :], choice.logprobs[len(choice.logprobs) // share :]
+    for cut in kept.message.choices:
+        del cut.token_ids[len(cut.token_ids) // share :], cut.logprobs[len(cut.logprobs) // share :]
     for event_id in [event_id for event_id, _ in whole if event_id][:-1:3]:
         await kept.write()
         asked = two.nodes.nodes["decode-0"].sequences
