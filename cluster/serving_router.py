@@ -86,6 +86,7 @@ class ServingRouter:
             self._parts.at_end("access", access.close)
         self.router = await self._router(metrics, access)
         self._parts.at_end("router", self.router.close)
+        self._share_quarantine()
         await self._serve(metrics, access)
 
     def _metrics(self) -> Metrics:
@@ -131,6 +132,16 @@ class ServingRouter:
             calls=NodeCalls(identity=self.identity, grants=self.grants),
             quotas=access.quotas if access is not None else None,
         )
+
+    def _share_quarantine(self) -> None:
+        from cluster.state.evidence import Evidence
+        from cluster.state.sealing import Seal
+
+        quarantine, registry = self.router.quarantine, self.registry
+        evidence = Evidence(registry.url, Seal(self._journal_key), quarantine.hear, registry.namespace)
+        quarantine.tell = evidence.tell
+        evidence.start()
+        self._parts.at_end("evidence", evidence.close)
 
     def _source(self) -> TextSource:
         served, digests = self.served, (node.fingerprint_digest for node in self.directory.nodes())

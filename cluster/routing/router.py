@@ -28,8 +28,7 @@ from cluster.routing.metrics import Metrics
 from cluster.routing.node_calls import NodeCalls, NodeFailure
 from cluster.routing.pairing import Pairing, Tries
 from cluster.routing.reading import ChunkQueue, Reading
-from cluster.routing.resume import find_admitted, journaled, received_of
-from cluster.routing.told import recall
+from cluster.routing.resume import find_admitted, journaled, what_client_has
 from cluster.routing.traces import Owners, collect, not_kept
 from cluster.state.journal import Journal
 from cluster.state.prefix_index import PrefixIndex
@@ -116,6 +115,7 @@ class Router:
         self._recorder = Recorder(config.trace_requests)
         self._owners = Owners(config.trace_requests)
         self._pairing = Pairing(registry.nodes, self._calls, config.page_size, prefixes)
+        self.quarantine = self._pairing.quarantine
         self.metrics.before_render(lambda: self.metrics.set_breakers(self._pairing.breaker_levels()))
         self.metrics.before_render(lambda: self.metrics.set_queued(self._admission.waiting))
         self._around = Surroundings(
@@ -148,7 +148,9 @@ class Router:
             self._owners.note(plan.request_id, plan.admitted.tenant, plan.sequences[0].cache_salt)
             trace = self._recorder.open(plan.request_id, "request")
             trace.record("planned", started_at, time.monotonic(), prompt_tokens=plan.num_prompt_tokens)
-            received = await self._received(plan, request)
+            received = await what_client_has(
+                self._journal, plan, request, self.served.vocab_size, self.config.acceptance == "sample"
+            )
             runs = self._choices(plan, received, started_at, request.resume is not None and request.resume.retell)
             await self._turn(place, plan)
             used = plan.num_prompt_tokens * len(plan.sequences)
@@ -298,12 +300,6 @@ class Router:
             queue.get_nowait()
         limit_s = self.config.read_timeout_s
         queue.end(DeadlineExceeded(f"the client kept {QUEUE_CHUNKS} chunks waiting for {limit_s:g} s"))
-
-    async def _received(self, plan: Plan, request: GenerationRequest) -> Mapping[int, ReceivedChoice]:
-        """What the client has, by choice, with as many of its tokens as are known. Raises UnknownGeneration,
-        InvalidRequest."""
-        received = received_of(plan, request, self.served.vocab_size, replayable=self.config.acceptance == "sample")
-        return await recall(self._journal if request.keeps_told else None, plan, received)
 
     def _choices(
         self, plan: Plan, received: Mapping[int, ReceivedChoice], started_at: float, retell: bool
