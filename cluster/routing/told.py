@@ -8,6 +8,7 @@ but those that it would make itself. Where there is no entry, or an older one, t
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from google.protobuf.message import DecodeError
 from cluster.contract.generation import ReceivedChoice
 from cluster.contract.plan import Plan
 from cluster.contract.public_wire import plan_digest
-from cluster.state.journal import Journal
+from cluster.state.journal import Journal, Kept
 from paceline.errors import NodeUnavailable
 from paceline.results import Chunk
 from paceline.v1 import inference_pb2
@@ -26,7 +27,8 @@ log = logging.getLogger(__name__)
 
 READ_TIMEOUT_S = 0.5  # making tokens again is no worse than waiting for long
 FEW_TOKENS = 16  # that are told before they are written
-SHARE = 8  # and one of so many of those before: what is written stays below nine times what is told
+SHARE = 8  # and one of so many of those before
+OFTEN_S, BYTES_A_SECOND = 1.0, 4096  # a stream that is slow is written once a second, a long one less often
 
 
 class ToldTokens:
@@ -34,37 +36,53 @@ class ToldTokens:
 
     def __init__(self, journal: Journal, plan: Plan, received: Mapping[int, ReceivedChoice]) -> None:
         """received: what the client of a resumed stream has, with its tokens where they are known."""
-        self._journal = journal
+        self._journal, self._key = journal, _key(journal, plan)
+        self._kept: Kept | None = None
         self._message = inference_pb2.GenerateResponse()
         self._choices = [self._message.choices.add(index=index) for index in range(len(plan.sequences))]
         for had in received.values():
             self._choices[had.choice].token_ids.extend(had.token_ids)
             self._choices[had.choice].logprobs.extend(logprobs_to_proto(entry) for entry in had.logprobs)
         self._num_tokens = sum(len(choice.token_ids) for choice in self._choices)
-        self._due_at = self._num_tokens + FEW_TOKENS
-        self._kept = journal.keep(_key(journal, plan), self._message.SerializeToString())
+        self._least = sum(had.next_index for had in received.values())  # an earlier router's entry may have so many
+        self._num_written, self._bytes, self._written_at = self._num_tokens, 0, time.monotonic()
+        self._too_large = False
 
     def note(self, chunk: Chunk) -> None:
         """A chunk is about to be told."""
         choice = self._choices[chunk.choice]
         known = len(choice.token_ids) - chunk.first_index
-        if self._kept is None or known < 0:
+        if self._too_large or known < 0:
             return
-        choice.token_ids.extend(chunk.token_ids[known:])
+        new = chunk.token_ids[known:]
+        choice.token_ids.extend(new)
         choice.logprobs.extend(logprobs_to_proto(entry) for entry in chunk.logprobs[known:])
-        self._num_tokens += len(chunk.token_ids[known:])
-        if self._num_tokens >= self._due_at:
-            self._due_at = self._num_tokens + max(FEW_TOKENS, self._num_tokens // SHARE)
+        self._num_tokens += len(new)
+        if self._is_due():
             self._write()
 
+    def _is_due(self) -> bool:
+        new = self._num_tokens - self._num_written
+        if new >= max(FEW_TOKENS, self._num_written // SHARE):
+            return True
+        pause_s = max(OFTEN_S, self._bytes / BYTES_A_SECOND)
+        return new > 0 and time.monotonic() - self._written_at >= pause_s
+
     def _write(self) -> None:
+        if self._num_tokens < max(self._least, 1) or self._too_large:
+            return
+        entry = self._message.SerializeToString()
+        self._num_written, self._bytes, self._written_at = self._num_tokens, len(entry), time.monotonic()
         if self._kept is not None:
-            self._journal.update(self._kept, self._message.SerializeToString())
+            self._journal.update(self._kept, entry)
+            return
+        self._kept = self._journal.keep(self._key, entry)
+        self._too_large = self._kept is None
 
     def end(self, *, complete: bool) -> None:
         """The stream is over; ``complete``: to its end."""
+        self._write()
         if self._kept is not None:
-            self._write()
             self._journal.release(self._kept, complete=complete)
 
 

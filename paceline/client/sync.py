@@ -16,7 +16,7 @@ from paceline.client.chats import ChatOptions, Messages
 from paceline.client.convert import GenerateOptions, Prompt
 from paceline.client.failover import DEFAULT_RETRIES, Patience, Routers
 from paceline.client.progress import StreamProgress
-from paceline.client.watch import Silent, Watch
+from paceline.client.watch import Place, Silent, Watch
 from paceline.errors import PacelineError, RequestCancelled
 from paceline.results import Chunk, Generation, Model, ModelInfo, RequestTrace, Tokenization
 from paceline.rpc.wire_errors import error_from_rpc
@@ -34,44 +34,37 @@ class ChunkStream(Iterator[Chunk]):
     ) -> None:
         self._routers, self._progress, self._patience, self._watch = routers, progress, patience, watch
         self._closed = threading.Event()
-        self._silent = self.over = False
-        self.waits_since: float | None = None
-        self.left_for_silence = 0
+        self._place = Place()
         self._open(progress.request)
 
     def _open(self, request: inference_pb2.GenerateRequest) -> None:
-        self.router, stub = self._routers.current
-        self._silent = False
+        router, stub = self._routers.current
         self._call = stub.GenerateStream(request, timeout=self._patience.left_s, metadata=self._routers.metadata)
+        self._place.enter(router, self._call)
 
     def __next__(self) -> Chunk:
         try:
             while True:
-                self.waits_since = time.monotonic()
+                self._place.since = time.monotonic()
                 try:
                     message = next(self._call)
                 except grpc.RpcError as error:
-                    self._go_on_after(Silent() if self._silent and not self._closed.is_set() else error)
+                    self._go_on_after(Silent() if self._place.silent and not self._closed.is_set() else error)
                     continue
                 self._take(message)
                 return convert.chunk(message)
         except BaseException:
-            self.over = True
+            self._place.over = True
             raise
         finally:
-            self.waits_since = None
+            self._place.since = None
 
     def _take(self, message: inference_pb2.GenerateChunk) -> None:
         started = self._progress.started
         self._progress.take(message)
         self._patience.progressed()
         if not started:
-            self._watch.add(self)
-
-    def leave(self) -> None:
-        """The router does not live: go on at another one."""
-        self._silent, self.left_for_silence = True, self.left_for_silence + 1
-        self._call.cancel()
+            self._watch.add(self._place)
 
     def _go_on_after(self, error: grpc.RpcError) -> None:
         """Ask the next router for the rest. Raises when there is none, or no use in it."""
@@ -83,8 +76,9 @@ class ChunkStream(Iterator[Chunk]):
             pause = self._patience.pause_s(error, started=self._progress.started)
         except PacelineError as known:
             raise known from None
-        self._routers.failed(self.router)
-        log.info("%s: router %d is left after %s: %s", self._progress.name, self.router, error.code(), error.details())
+        self._routers.failed(self._place.router)
+        said = self._progress.name, self._place.router, error.code(), error.details()
+        log.info("%s: router %d is left after %s: %s", *said)
         if self._closed.wait(pause):
             raise RequestCancelled("the stream was closed")
         self._open(self._progress.resuming())
@@ -93,7 +87,7 @@ class ChunkStream(Iterator[Chunk]):
 
     def close(self) -> None:
         """Cancel what is left of the request. Idempotent."""
-        self.over = True
+        self._place.over = True
         self._closed.set()
         self._call.cancel()
 
@@ -112,7 +106,7 @@ class Client:
     """A connection to a router. Thread-safe; use as a context manager, or ``close`` it.
 
     Every method raises PacelineError (see paceline.errors). Timeouts are seconds for the whole call; a method's own
-    ``timeout`` replaces the client's. A stream whose router dies, or is silent for 2 s, goes on at the next one, at the
+    ``timeout`` replaces the client's. A stream whose router dies, or answers nothing, goes on at the next one, at the
     next token.
     """
 

@@ -14,13 +14,14 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import grpc.aio
 
-SILENT_S = 0.5  # that a stream waits before it asks
-ANSWER_S = 0.9  # for the first answer
+SILENT_S = 0.4  # that a stream waits before it asks
+ANSWER_S = 0.7  # for the first answer
 DOUBLINGS = 3  # of that time, at most
 LOOK_S = 0.1  # between two looks at the streams of a blocking client
 HEALTH = "/grpc.health.v1.Health/Check"  # its empty request asks for the server as a whole; it needs no API key
@@ -43,24 +44,30 @@ class Silent(grpc.RpcError):
         return ()
 
 
-class Waiting(Protocol):
-    """A stream, as far as its watch needs it."""
+@dataclass(eq=False)
+class Place:
+    """Where a stream is, and since when it waits there. The stream owns it; its watch only looks at it."""
 
-    router: int  # that it is at
-    waits_since: float | None  # monotonic clock; None while it does not wait for a chunk
-    left_for_silence: int  # how often
+    router: int = 0
+    call: Any = None
+    since: float | None = None  # monotonic clock; None while it does not wait for a chunk
+    silent: bool = False  # its router was found to be
+    left: int = 0  # how often that was so
+    over: bool = False  # nothing is to come any more
 
-    @property
-    def over(self) -> bool:
-        """Nothing is to come any more."""
+    def enter(self, router: int, call: Any) -> None:
+        """Go on at a router."""
+        self.router, self.call, self.silent = router, call, False
 
     def leave(self) -> None:
-        """Its router does not live: what waits is to fail."""
+        """Its router does not live: what waits fails."""
+        self.silent, self.left = True, self.left + 1
+        self.call.cancel()
 
-
-def answer_time_s(stream: Waiting) -> float:
-    """How long the router of a stream has to answer."""
-    return float(ANSWER_S * 2 ** min(stream.left_for_silence, DOUBLINGS))
+    @property
+    def answer_s(self) -> float:
+        """How long its router has to answer."""
+        return float(ANSWER_S * 2 ** min(self.left, DOUBLINGS))
 
 
 class AsyncWatch:
@@ -71,33 +78,33 @@ class AsyncWatch:
         self._asked: dict[int, asyncio.Task[bool]] = {}
         self._watched: set[asyncio.Task[None]] = set()
 
-    def add(self, stream: Waiting) -> None:
+    def add(self, place: Place) -> None:
         """Watch a stream until it is over, or nobody has it any more. A single router has no other to go to."""
         if len(self._channels) > 1:
-            task = asyncio.get_running_loop().create_task(self._watch(weakref.ref(stream)))
+            task = asyncio.get_running_loop().create_task(self._watch(weakref.ref(place)))
             self._watched.add(task)
             task.add_done_callback(self._watched.discard)
 
-    async def _watch(self, ref: weakref.ref[Waiting]) -> None:
+    async def _watch(self, ref: weakref.ref[Place]) -> None:
         pause_s: float | None = SILENT_S
         while pause_s is not None:
             await asyncio.sleep(pause_s)
             pause_s = await self._look(ref)
 
-    async def _look(self, ref: weakref.ref[Waiting]) -> float | None:
+    async def _look(self, ref: weakref.ref[Place]) -> float | None:
         """Ask when it is time. Returns seconds to the next look; None when there is none."""
-        stream = ref()
-        if stream is None or stream.over:
+        place = ref()
+        if place is None or place.over:
             return None
-        since, router, answer_s = stream.waits_since, stream.router, answer_time_s(stream)
+        since, router, answer_s = place.since, place.router, place.answer_s
         silent_s = 0.0 if since is None else time.monotonic() - since
         if silent_s < SILENT_S:
             return SILENT_S - silent_s
-        del stream  # which may be dropped meanwhile
+        del place  # which may be dropped meanwhile
         lives = await self._lives(router, answer_s)
-        stream = ref()
-        if stream is not None and not lives and (stream.waits_since, stream.router) == (since, router):
-            stream.leave()
+        place = ref()
+        if place is not None and not lives and (place.since, place.router) == (since, router):
+            place.leave()
         return SILENT_S
 
     async def _lives(self, router: int, answer_s: float) -> bool:
@@ -128,45 +135,45 @@ class Watch:
 
     def __init__(self, channels: Sequence[grpc.Channel]) -> None:
         self._channels = channels
-        self._streams: weakref.WeakSet[Waiting] = weakref.WeakSet()
+        self._places: weakref.WeakSet[Place] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
 
-    def add(self, stream: Waiting) -> None:
+    def add(self, place: Place) -> None:
         """Watch a stream until it is over, or nobody has it any more. A single router has no other to go to."""
         if len(self._channels) < 2:
             return
         with self._lock:
-            self._streams.add(stream)
+            self._places.add(place)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="paceline-watch", daemon=True)
                 self._thread.start()
 
     def _run(self) -> None:
-        asked: dict[int, Any] = {}  # calls in progress, by router
+        asked: dict[int, _Question] = {}  # calls in progress, by router
         while not self._closed.wait(LOOK_S):
             with self._lock:
-                streams = [stream for stream in self._streams if not stream.over]
-                if not streams:
+                places = [place for place in self._places if not place.over]
+                if not places:
                     self._thread = None
                     return
-            self._look(streams, asked)
-            del streams  # which may be dropped until the next look
+            self._look(places, asked)
+            del places  # which may be dropped until the next look
 
-    def _look(self, streams: list[Waiting], asked: dict[int, Any]) -> None:
+    def _look(self, places: list[Place], asked: dict[int, _Question]) -> None:
         """Ask the routers of streams that wait for long, and tell streams what became of earlier questions."""
-        lost = {router for router, call in asked.items() if call.done() and call.code() in NO_ANSWER}
-        for router in [router for router, call in asked.items() if call.done()]:
-            began = asked.pop(router).began_at
-            for stream in streams:
-                waits_since = stream.waits_since
-                if router in lost and stream.router == router and waits_since is not None and waits_since < began:
-                    stream.leave()
-        for stream in streams:
-            waits_since, router = stream.waits_since, stream.router
-            if waits_since is not None and time.monotonic() - waits_since >= SILENT_S and router not in asked:
-                asked[router] = _Question(self._channels[router], answer_time_s(stream))
+        for router in [router for router, question in asked.items() if question.done()]:
+            question = asked.pop(router)
+            for place in places:
+                since = place.since
+                waited = since is not None and since < question.began_at
+                if question.code() in NO_ANSWER and place.router == router and waited:
+                    place.leave()
+        for place in places:
+            since, router = place.since, place.router
+            if since is not None and time.monotonic() - since >= SILENT_S and router not in asked:
+                asked[router] = _Question(self._channels[router], place.answer_s)
 
     def close(self) -> None:
         """Watch no more. Idempotent."""

@@ -108,7 +108,7 @@ async def serve(client: AsyncClient, request: Request, served: Served, routers: 
     try:
         async with asyncio.timeout(STREAM_TIMEOUT_S):
             stream = client.stream(request.prompt, request_id=served.request_id, **request.options)
-            served.at = (lambda: routers[stream.router]) if routers else served.at
+            served.at = (lambda: routers[stream._place.router]) if routers else served.at
             async for chunk in stream:
                 answer = served.answers.setdefault(chunk.choice, Answer())
                 served.arrived(chunk.choice)
