@@ -83,7 +83,7 @@ def create_app(
     app.state.bodies = HeldBodies()
     _add_generation(app, router, metrics, options)
     add_responses(app, router, metrics)
-    add_messages(app, router, metrics)
+    add_messages(app, router, metrics, options.resumable)
     _add_models(app, router)
     add_tokens(app, router, _read_object)
     _add_operations(app, router, metrics)

@@ -30,16 +30,16 @@ class ElsewhereService(admin_pb2_grpc.AdminServicer):
     async def ListNodes(self, request: admin_pb2.ListNodesRequest, context: Context) -> NoReturn:
         await self._refuse(context)
 
-    async def AddNode(self, request: admin_pb2.AddNodeRequest, context: Context) -> NoReturn:
+    async def AddNode(self, request: admin_pb2.AddNodeRequest, context: Context) -> NoReturn:  # type: ignore[override]
         await self._refuse(context)
 
-    async def DrainNode(self, request: admin_pb2.DrainNodeRequest, context: Context) -> NoReturn:
+    async def DrainNode(self, request: admin_pb2.DrainNodeRequest, context: Context) -> NoReturn:  # type: ignore[override]
         await self._refuse(context)
 
-    async def StartNode(self, request: admin_pb2.StartNodeRequest, context: Context) -> NoReturn:
+    async def StartNode(self, request: admin_pb2.StartNodeRequest, context: Context) -> NoReturn:  # type: ignore[override]
         await self._refuse(context)
 
-    async def RemoveNode(self, request: admin_pb2.RemoveNodeRequest, context: Context) -> NoReturn:
+    async def RemoveNode(self, request: admin_pb2.RemoveNodeRequest, context: Context) -> NoReturn:  # type: ignore[override]
         await self._refuse(context)
 
     async def _refuse(self, context: Context) -> NoReturn:

@@ -124,7 +124,8 @@ class AsyncWatch:
 
 async def _lives(channel: grpc.aio.Channel, answer_s: float) -> bool:
     try:
-        await channel.unary_unary(HEALTH)(b"", timeout=answer_s)
+        ask: Any = channel.unary_unary(HEALTH)
+        await ask(b"", timeout=answer_s)
     except grpc.aio.AioRpcError as error:
         return error.code() not in NO_ANSWER
     return True
@@ -183,5 +184,6 @@ class Watch:
 class _Question:
     def __init__(self, channel: grpc.Channel, answer_s: float) -> None:
         self.began_at = time.monotonic()
-        self._call = channel.unary_unary(HEALTH).future(b"", timeout=answer_s)
-        self.done, self.code = self._call.done, self._call.code
+        ask: Any = channel.unary_unary(HEALTH)
+        call = ask.future(b"", timeout=answer_s)
+        self.done, self.code = call.done, call.code

@@ -67,15 +67,16 @@ def size(request: pytest.FixtureRequest) -> Size:
 async def fronted(model: Path, redis: Embedded, outlived: bool) -> AsyncIterator[Front]:
     """Nodes and three routers at a Redis of their own. outlived: at a Ray of their own too, so that a router which
     joined takes over when the process of ``serve`` is lost."""
-    options, joining = (*options_of("spare", model), "--redis", redis.url), ("--join", redis.url)
+    options, joining = [*options_of("spare", model), "--redis", redis.url], ["--join", redis.url]
     with ExitStack() as stack:
         ray_pid, end_with = 0, SIGINT
         if outlived:
             address, ray_pid = stack.enter_context(outside_ray(cpus=4))
-            options += ("--ray-address", address, "--node-host", "127.0.0.1")
-            joining, end_with = (*joining, "--ray-address", address), SIGKILL
+            options += ["--ray-address", address, "--node-host", "127.0.0.1"]
+            joining += ["--ray-address", address]
+            end_with = SIGKILL
         server = stack.enter_context(serving(*options, end_with=end_with))
-        front = stack.enter_context(Front(server, joining, ray_pid))
+        front = stack.enter_context(Front(server, tuple(joining), ray_pid))
         await front.add(JOINED)
         yield front
 

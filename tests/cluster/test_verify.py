@@ -178,7 +178,7 @@ class Recording(grpc.GenericRpcHandler):
     def __init__(self) -> None:
         self.keys: list[str | bytes | None] = []
 
-    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
         self.keys.append(dict(details.invocation_metadata or ()).get("authorization"))
         return grpc.unary_unary_rpc_method_handler(lambda request, context: context.abort(UNAVAILABLE, "not now"))
 

@@ -42,9 +42,19 @@ def ray_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_nodes_and_streams_outlive_serve(ray_address: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "tiny", replace(tiny_spec(CHAT_VOCAB), max_position_embeddings=512))
     with Embedded() as registry:
-        options = ("--model", str(folder), "--redis", registry.url, "--drafter", "ngram", "--kv-cache-tokens", "1024")
+        options = (
+            "--admin",
+            "127.0.0.1:0",
+            "--model",
+            str(folder),
+            "--redis",
+            registry.url,
+            "--drafter",
+            "ngram",
+            "--kv-cache-tokens",
+            "1024",
+        )
         nodes = ("--prefill-nodes", "0", "--no-standby", "--ray-address", ray_address, "--node-host", "127.0.0.1")
-        nodes += ("--admin", "127.0.0.1:0")
         joining = ("--join", registry.url, "--ray-address", ray_address, "--admin", "127.0.0.1:0")
         with (
             serve(*options, *nodes, end_with=signal.SIGKILL) as server,

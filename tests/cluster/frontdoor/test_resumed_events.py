@@ -189,9 +189,14 @@ class Kept:
 
     @classmethod
     async def of(cls, two: Two, whole: list[tuple[str, Any]]) -> Kept:
-        journal, (_, digest, told) = two.journals[1], whole[-1][0].split(".")
+        return await cls.when(two, whole[-1][0])
+
+    @classmethod
+    async def when(cls, two: Two, event_id: str, num_tokens: int | None = None) -> Kept:
+        """Once it has all tokens that an id tells, or so many."""
+        journal, (_, digest, told) = two.journals[1], event_id.split(".")
         name = journal.seal.name("told", bytes.fromhex(digest))
-        counts = [int(count.rstrip("cu")) for count in told.split("-")]
+        counts = [int(count.rstrip("cu")) for count in told.split("-")] if num_tokens is None else [num_tokens]
         async with asyncio.timeout(5):
             while True:
                 found = inference_pb2.GenerateResponse.FromString(await journal.read(name) or b"")
@@ -227,3 +232,46 @@ async def test_what_cannot_be_resumed(two: Two) -> None:
 async def test_streams_that_have_no_ids(two: Two) -> None:
     for more in ({"n": 17}, {"echo": True}, {"prompt": ["a", "b"]}):
         assert not any(event_id for event_id, _ in await two.ask(0, COMPLETIONS, COMPLETION | more))
+
+
+MESSAGES, MESSAGE = "/v1/messages", {"messages": CHAT["messages"], "model": "tiny", "max_tokens": 24, "stream": True}
+
+
+def of_message(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Id and data of each event."""
+    fields = [dict(line.split(": ", 1) for line in event.split("\n")) for event in text.strip().split("\n\n")]
+    return [(event.get("id", ""), json.loads(event["data"])) for event in fields]
+
+
+def put_together(events: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """What a client makes of events: deltas that follow each other are one."""
+    made: list[Any] = []
+    for _, event in events:
+        kind, piece = event["type"], event.get("delta", {}).get("text")
+        if piece is not None and made and made[-1][0] == kind:
+            made[-1] = (kind, made[-1][1] + piece)
+        else:
+            made.append((kind, piece or event.get("delta")))
+    return made
+
+
+async def test_messages_go_on_from_every_event(two_with_journals: Two) -> None:
+    """Mutants: what the client has is told again; text that comes with the end has an id; tokens are not kept."""
+    two = two_with_journals
+    said = (await two.apps[0].post(MESSAGES, json=MESSAGE | {"seed": 3, "stream": False})).json()["content"][0]["text"]
+    held_back = {"seed": 3, "stop_sequences": [said[-1] + "!"]}  # its last letter, until the end
+    for asked in (MESSAGE, MESSAGE | held_back):
+        first = await two.apps[0].post(MESSAGES, json=asked)
+        whole = of_message(first.text)
+        assert [event["type"] for _, event in whole][-2:] == ["message_delta", "message_stop"], first.text
+        named = [i for i, (event_id, _) in enumerate(whole) if event_id]
+        assert len(named) > 3
+        await Kept.when(two, whole[named[0]][0], 24)
+        for i in named:
+            two.nodes.nodes["decode-0"].sequences.clear()
+            rest = await two.apps[1].post(MESSAGES, json=asked, headers={RESUME: whole[i][0]})
+            assert put_together([*whole[: i + 1], *of_message(rest.text)]) == put_together(whole)
+            asked_of_nodes, told = two.nodes.nodes["decode-0"].sequences, int(whole[i][0].split(".")[2])
+            assert all(0 < len(sequence.output_token_ids) <= told for sequence in asked_of_nodes)
+    wrong = await two.apps[1].post(MESSAGES, json=MESSAGE | {"temperature": 0.5}, headers={RESUME: whole[named[0]][0]})
+    assert (wrong.status_code, wrong.json()["type"]) == (409, "error")
