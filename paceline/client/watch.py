@@ -3,8 +3,8 @@
 A stopped process and a cut cable close no connection. gRPC's pings find them after 1.5 to 2.5 s: a ping may only follow
 the last one by a second, and what a cut-off router still sends puts the next one off. So a stream that waits for
 ``SILENT_S`` asks its router's health service on the same connection. A router that does not answer in time is left, and
-one that answers anything at all is not. A stream that left one for its silence grants the next one twice the time: a
-machine that is too busy to answer gets no more work from it for long.
+one that answers anything at all is not. A stream that left one for its silence grants the next one twice the time for a
+while: a machine that is too busy to answer gets no more work from it for long.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import grpc.aio
 SILENT_S = 0.4  # that a stream waits before it asks
 ANSWER_S = 0.7  # for the first answer
 DOUBLINGS = 3  # of that time, at most
+CALM_S = 10.0  # at one router, after which nothing is doubled any more
 LOOK_S = 0.1  # between two looks at the streams of a blocking client
 HEALTH = "/grpc.health.v1.Health/Check"  # its empty request asks for the server as a whole; it needs no API key
 NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
@@ -52,22 +53,27 @@ class Place:
     call: Any = None
     since: float | None = None  # monotonic clock; None while it does not wait for a chunk
     silent: bool = False  # its router was found to be
-    left: int = 0  # how often that was so
+    left: int = 0  # how often that was so, one soon after the other
+    entered_at: float = 0.0
     over: bool = False  # nothing is to come any more
 
     def enter(self, router: int, call: Any) -> None:
         """Go on at a router."""
-        self.router, self.call, self.silent = router, call, False
+        self.router, self.call, self.silent, self.entered_at = router, call, False, time.monotonic()
 
     def leave(self) -> None:
         """Its router does not live: what waits fails."""
-        self.silent, self.left = True, self.left + 1
+        self.silent, self.left = True, self._left_lately + 1
         self.call.cancel()
 
     @property
     def answer_s(self) -> float:
         """How long its router has to answer."""
-        return float(ANSWER_S * 2 ** min(self.left, DOUBLINGS))
+        return float(ANSWER_S * 2 ** min(self._left_lately, DOUBLINGS))
+
+    @property
+    def _left_lately(self) -> int:
+        return self.left if time.monotonic() - self.entered_at < CALM_S else 0
 
 
 class AsyncWatch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 
 import pytest
 
@@ -108,3 +109,17 @@ async def test_a_router_that_works_for_long_is_not_left(blocking: bool) -> None:
                 assert len(nodes.nodes["decode-0"].sequences) == 1
                 await (asyncio.to_thread(stream.close) if isinstance(stream, ChunkStream) else stream.aclose())
                 await asyncio.gather(waiting, return_exceptions=True)
+
+
+def test_who_left_a_silent_router_grants_the_next_one_more_for_a_while() -> None:
+    """Mutants: the time never grows; it has no bound; it stays long for good."""
+    place = watch.Place()
+    found = []
+    for router in range(6):
+        place.enter(router, SimpleNamespace(cancel=lambda: None))
+        found.append(round(place.answer_s / watch.ANSWER_S))
+        place.leave()
+    assert found == [1, 2, 4, 8, 8, 8]
+    place.enter(0, None)
+    place.entered_at -= watch.CALM_S
+    assert place.answer_s == watch.ANSWER_S
