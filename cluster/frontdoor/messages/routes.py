@@ -139,7 +139,7 @@ class _Reply(Response):
                     yield self._answer.complete(chunk.completion), ""
 
     def _id_after(self, chunk: Chunk) -> str:
-        """Of the events of a chunk. Text that comes with the end counts to no token: it is told again with the end."""
+        """The id of a chunk's last event. Text that comes with the end counts to no token: it is told again with it."""
         if self._position is None or chunk.completion is not None:
             return ""
         return str(self._position.at([Told(chunk.first_index + len(chunk.token_ids))], over=False))
