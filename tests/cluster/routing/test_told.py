@@ -16,7 +16,7 @@ from cluster.state.journal import Journal
 from cluster.state.sealing import Seal
 from paceline.config import ServeConfig
 from paceline.results import Chunk
-from paceline.v1 import inference_pb2
+from paceline.v1 import common_pb2, inference_pb2
 from tests.support.scripted_nodes import MAX_MODEL_LEN, VOCAB, ByteTokenizer
 
 NOWHERE = "redis://127.0.0.1:1/0"
@@ -84,7 +84,7 @@ async def test_what_is_not_known_is_made_again(
 
     async def read(key: str, timeout_s: float) -> Any:
         return inference_pb2.GenerateResponse(
-            choices=[inference_pb2.Choice(index=0, token_ids=[1, 2], logprobs=[{"logprob": -1.0}])]
+            choices=[inference_pb2.Choice(index=0, token_ids=[1, 2], logprobs=[common_pb2.TokenLogprobs(logprob=-1.0)])]
         ).SerializeToString()
 
     if there:
