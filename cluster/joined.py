@@ -12,21 +12,26 @@ import logging
 import time
 from functools import partial
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 import grpc.aio
 import redis
 
+from cluster.nodes.listening import split_address
 from cluster.option_sets import ROUTER_OPTIONS, SHARED_OPTIONS
 from cluster.parts import Parts, Tell
 from cluster.serving_router import ServingRouter, check_front
-from cluster.state.holder import DeploymentLease, Holder
+from cluster.state.holder import DeploymentLease, Holder, read_holder
 from cluster.state.published import Published, read_published, say_routed, wait_for_published
 from cluster.state.registry_types import NodeRecord, Registry
-from cluster.supervision import Supervision
+from cluster.supervision import Supervision, open_admin
 from paceline.config import ServeConfig
 from paceline.errors import ConfigError, NodeUnavailable
 from paceline.rpc.identity import Secret
 from paceline.v1 import node_pb2, node_pb2_grpc
+
+if TYPE_CHECKING:
+    from cluster.nodes.admin import AdminServer
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +53,8 @@ class JoinedRouter:
         self._url, self._own = url, config
         self._parts = Parts(tell)
         self._secret = Secret.from_file(config.secret_file)
+        self.admin_address = ""
+        self._pointing: AdminServer | None = None
         self.problem = ""
         self.ended = asyncio.Event()  # by itself, for ``problem``
 
@@ -74,6 +81,8 @@ class JoinedRouter:
             await self._meet_nodes()
         may_supervise = self._may_supervise(told)
         await front.open(told.served)
+        await self._point()
+        self._parts.at_end("admin", self._point_no_more)
         if may_supervise:
             succession = asyncio.create_task(self._succeed(), name="succession")
             self._parts.at_end("succession", partial(_cancelled, succession))
@@ -93,6 +102,31 @@ class JoinedRouter:
         self._parts.at_end("ray", stop_ray)
         return True
 
+    async def _point(self) -> None:
+        """Tell operators where the supervisor serves them, at the address that is this router's once it takes over.
+        Raises ConfigError for an address that cannot be had."""
+        if not self._own.admin:
+            return
+        from cluster.nodes.elsewhere import ElsewhereService
+
+        find = partial(read_holder, self._url, self._own.deployment)
+        self._pointing = await open_admin(ElsewhereService(find), self.front, self._own.admin)
+        self.admin_address = f"{split_address(self._own.admin)[0]}:{self._pointing.port}"
+        self._own = self._own.model_copy(update={"admin": self.admin_address})  # the same after a takeover
+
+    async def _point_again(self) -> None:
+        """After a takeover that failed, or ended."""
+        try:
+            if self._pointing is None:
+                await self._point()
+        except ConfigError as error:
+            log.warning("operators are not told who supervises: %s", error)
+
+    async def _point_no_more(self) -> None:
+        if self._pointing is not None:
+            await self._pointing.stop()
+            self._pointing = None
+
     async def _succeed(self) -> None:
         """Wait until the supervisor is lost, take over, and go on until another process has taken over from here."""
         loop = asyncio.get_running_loop()
@@ -109,6 +143,7 @@ class JoinedRouter:
             else:
                 await nodes.supervisor.stand_down(await lost)
                 await parts.close(grace_s=0)  # the operators' address above all: this router may take over again
+            await self._point_again()
 
     async def _taken(self, lease: DeploymentLease) -> bool:
         try:
@@ -124,6 +159,7 @@ class JoinedRouter:
         nodes = Supervision(self.front, self._secret, parts, lease, config, leaves=True)
         try:
             await nodes.start()
+            await self._point_no_more()
             await nodes.open_admin()
         except BaseException as error:
             lease.leaves = True

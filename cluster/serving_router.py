@@ -45,6 +45,7 @@ class ServingRouter:
         self.config, self._parts = config, parts
         self.identity = Identity("router", secret.call_token, TlsFolder.of(config.tls_dir))
         self.grants = Grants(secret.ticket_key)
+        self._journal_key = secret.journal_key
         self.grpc_address = ""
         self.http_address = ""
 
@@ -85,6 +86,7 @@ class ServingRouter:
             self._parts.at_end("access", access.close)
         self.router = await self._router(metrics, access)
         self._parts.at_end("router", self.router.close)
+        self._share_quarantine()
         await self._serve(metrics, access)
 
     def _metrics(self) -> Metrics:
@@ -110,7 +112,7 @@ class ServingRouter:
         watcher = CacheWatcher(registry.url, self.directory.nodes, registry.lease_ttl_s, registry.namespace)
         await watcher.start()
         at_end("cached prefixes", watcher.close)
-        journal = open_journal(config, registry.url, metrics.registry)
+        journal = open_journal(config, registry.url, self._journal_key, metrics.registry)
         if journal is not None:
             at_end("journal", journal.close)
         grammars = GrammarCompiler(self._folder, served.vocab_size)
@@ -130,6 +132,16 @@ class ServingRouter:
             calls=NodeCalls(identity=self.identity, grants=self.grants),
             quotas=access.quotas if access is not None else None,
         )
+
+    def _share_quarantine(self) -> None:
+        from cluster.state.evidence import Evidence
+        from cluster.state.sealing import Seal
+
+        quarantine, registry = self.router.quarantine, self.registry
+        evidence = Evidence(registry.url, Seal(self._journal_key), quarantine.hear, registry.namespace)
+        quarantine.tell = evidence.tell
+        evidence.start()
+        self._parts.at_end("evidence", evidence.close)
 
     def _source(self) -> TextSource:
         served, digests = self.served, (node.fingerprint_digest for node in self.directory.nodes())

@@ -24,8 +24,10 @@ from cluster.state.wanted import Kept, WantedNode, from_json
 from paceline.config import ServeConfig
 from paceline.role_options import ROLES
 from paceline.rpc.identity import Secret
+from paceline.v1.admin_pb2_grpc import AdminServicer
 
 if TYPE_CHECKING:
+    from cluster.nodes.admin import AdminServer
     from cluster.nodes.launch import RayNodes
 
 log = logging.getLogger(__name__)
@@ -207,26 +209,49 @@ class Supervision:
 
     async def open_admin(self) -> None:
         """Serve operators, where the options say so. Raises ConfigError for an address that cannot be had."""
-        from cluster.frontdoor.service import operators_gate
-        from cluster.nodes.admin import METHODS, AdminService, serve_admin
+        from cluster.nodes.admin import AdminService
 
-        config, front = self.config, self._front
-        if not config.admin:
+        if not self.config.admin:
             return
-        gate = operators_gate(METHODS, front.access)
-        service = AdminService(self.changes, front.directory, config.drain_timeout_s)
-        admin = await serve_admin(
-            service,
-            config.admin,
-            front.identity,
-            [gate],
-            on_refused=lambda: front.metrics.access_refused("PermissionDenied"),
-        )
+        service = AdminService(self.changes, self._front.directory, self.config.drain_timeout_s)
+        admin = await open_admin(service, self._front, self.config.admin)
         self._parts.at_end("admin", admin.stop)
-        self.admin_address = f"{split_address(config.admin)[0]}:{admin.port}"
+        self.admin_address = f"{split_address(self.config.admin)[0]}:{admin.port}"
+        self._lease.serves_operators(self.admin_address)
         log.info("operators are served at %s", self.admin_address)
 
 
+<<<<<<< HEAD
+=======
+async def open_admin(service: AdminServicer, front: ServingRouter, address: str) -> AdminServer:
+    """Let ``service`` answer operators at "host:port". Raises ConfigError for an address that cannot be had."""
+    from cluster.frontdoor.service import operators_gate
+    from cluster.nodes.admin import METHODS, serve_admin
+
+    return await serve_admin(
+        service,
+        address,
+        front.identity,
+        [operators_gate(METHODS, front.access)],
+        on_refused=lambda: front.metrics.access_refused("PermissionDenied"),
+    )
+
+
+class _NodeConfigs:
+    """Makes the options of each node."""
+
+    def __init__(self, shared: NodeConfig, secret: Secret) -> None:
+        self._shared, self._secret = shared, secret
+
+    def __call__(self, node: WantedNode, role: str) -> NodeConfig:
+        """With what the node proves itself with, and a decode node checks hand-offs with."""
+        own = {"call_token": SecretStr(self._secret.call_token), "cores_slot": node.cores_slot}
+        if role == "decode":
+            own["ticket_key"] = SecretStr(self._secret.ticket_key)
+        return self._shared.model_copy(update=own)
+
+
+>>>>>>> h-guard
 def nodes_outlive(config: ServeConfig) -> bool:
     """Whether Ray and Redis live on when this process ends."""
     return config.ray_address != "local" and bool(config.redis)

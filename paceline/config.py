@@ -411,15 +411,15 @@ class ServeConfig(EngineConfig):
     """Seconds without a heartbeat after which a node counts as lost. Raise it where hosts or Redis pause for longer."""
 
     journal_mode: Literal["redis", "off"] = "redis"
-    """Where requests of gRPC streams are kept, so that another router can resume them. `off` keeps nothing: no prompt
-    reaches Redis."""
+    """Where requests of gRPC streams, and tokens that HTTP streams told, are kept encrypted, so that another router can
+    resume them. `off` keeps nothing: no prompt reaches Redis."""
 
     journal_ttl_s: float = Field(default=120.0, gt=0)
     """Seconds that a journal entry lives after the router that serves its stream last renewed it."""
 
     journal_entry_bytes: int = Field(default=256 * 1024, ge=1)
-    """Largest request to keep in the journal, in bytes. The stream of a larger one resumes only from the client's own
-    copy."""
+    """Largest entry of the journal, in bytes. The stream of a larger request resumes only from the client's own copy,
+    and an HTTP stream that told more tokens makes them again."""
 
     journal_total_bytes: int = Field(default=16 * 1024 * 1024, ge=1)
     """Bytes of all journal entries of one router. The oldest entries give way."""

@@ -1,8 +1,9 @@
 """``python -m benchmarks.pictures [NAME ...]``: draw the pictures of the documentation, all or those named, from kept
 data into docs/pictures. The same data and the same matplotlib give the same files.
 
-``python -m benchmarks.pictures.record`` makes the trace behind handoff.svg; the other data are results of ``paceline
-bench`` (benchmarks/results).
+``python -m benchmarks.pictures.record`` makes the trace behind handoff.svg, ``python -m
+benchmarks.pictures.record_upgrade`` the run behind upgrade.svg; the other data are results of ``paceline bench``
+(benchmarks/results).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pictures import handoff, path, serving, speculation, style, sweep
+from benchmarks.pictures import handoff, path, serving, speculation, style, sweep, upgrade
 from benchmarks.pictures.data import PICTURES
 
 DRAWN: dict[str, Callable[[], Any]] = {
@@ -21,6 +22,7 @@ DRAWN: dict[str, Callable[[], Any]] = {
     "speculation": speculation.draw,
     "sweep": sweep.draw,
     "serving": serving.draw,
+    "upgrade": upgrade.draw,
 }
 
 

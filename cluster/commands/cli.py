@@ -174,8 +174,8 @@ async def _serve(config: ServeConfig) -> None:
 
     def ready(deployment: Deployment) -> str:
         exact = "bit-exact" if deployment.front.served.bit_exact else "not bit-exact"
-        admin = f" admin={deployment.admin_address}" if deployment.admin_address else ""
-        return f"{_addresses(deployment.front)} drafter={deployment.config.drafter} ({exact}){admin}"
+        told = f"{_addresses(deployment.front)} drafter={deployment.config.drafter} ({exact})"
+        return told + _admin(deployment.admin_address)
 
     await _run(lambda tell: Deployment(config, tell), ready, config)
 
@@ -183,7 +183,14 @@ async def _serve(config: ServeConfig) -> None:
 async def _join(url: str, config: ServeConfig) -> None:
     from cluster.joined import JoinedRouter
 
-    await _run(lambda tell: JoinedRouter(url, config, tell), lambda joined: _addresses(joined.front), config)
+    def ready(joined: JoinedRouter) -> str:
+        return _addresses(joined.front) + _admin(joined.admin_address)
+
+    await _run(lambda tell: JoinedRouter(url, config, tell), ready, config)
+
+
+def _admin(address: str) -> str:
+    return f" admin={address}" if address else ""
 
 
 def _addresses(front: ServingRouter) -> str:

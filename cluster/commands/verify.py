@@ -71,7 +71,7 @@ def verify(
     against_tls: Annotated[bool, typer.Option("--against-tls", help="As --tls, for the second deployment.")] = False,
     against_tls_ca: Annotated[Path | None, typer.Option(help="As --tls-ca, for the second deployment.")] = None,
     against_api_key_file: Annotated[
-        Path | None, typer.Option(help="As --api-key-file, for the second deployment. Not given: the same key.")
+        Path | None, typer.Option(help="File with the second deployment's API key. Not given: none is sent to it.")
     ] = None,
 ) -> None:
     """Ask a deployment, and a second one or one plain process, the same requests. Exit code 1 when an answer differs, 2
@@ -82,7 +82,7 @@ def verify(
 
     try:
         own_key = key_in(api_key_file)
-        other_key = own_key if against_api_key_file is None else key_in(against_api_key_file)
+        other_key = "" if against_api_key_file is None else key_in(against_api_key_file)  # empty: PACELINE_API_KEY too
         other = None if against is None else Reach(against, _tls(against_tls, against_tls_ca), other_key)
         wanted = Wanted(
             Reach(at, _tls(tls, tls_ca), own_key), other, against_plain, requests, record, concurrency, timeout

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from paceline.errors import InvalidRequest
 from paceline.parsing.answer import AnswerFormat
-from paceline.request import SamplingParams, SpeculationParams
+from paceline.request import SamplingParams, SpeculationParams, TokenLogprobs
 from paceline.results import ToolCall
 
 MAX_PRIORITY = 10  # the lowest priority is its negative
@@ -72,13 +72,15 @@ Prompt = str | tuple[int, ...] | Chat
 
 @dataclass(frozen=True)
 class ReceivedChoice:
-    """What a client has of a choice: tokens before ``next_index``, given here or, when empty, to be made again."""
+    """What a client has of a choice: tokens before ``next_index``. The first of them are given here, as many as are
+    known; the rest are to be made again."""
 
     choice: int
     next_index: int
     token_ids: tuple[int, ...] = ()
     complete: bool = False
     num_prompt_logprobs: int = 0  # entries that it has; all of them come before the first token
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of ``token_ids``, where a router kept them
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ class GenerationRequest:
     stream that other routers may go on with, which ``resume`` asks for. ``priority``: the higher one of a tenant's
     waiting requests goes first. ``answer_format``: how the answer to token ids is read; of a chat the router makes it.
     ``cache_salt``: scope of the prefix cache; empty is the tenant. ``truncate_prompt_tokens``: tokens to keep of a
-    longer prompt, -1 for as many as fit; ``truncation_side`` left keeps the last ones.
+    longer prompt, -1 for as many as fit; ``truncation_side`` left keeps the last ones. ``keeps_told``: its client
+    cannot send back the tokens that it was told, so routers keep them.
     """
 
     prompt: Prompt
@@ -117,6 +120,7 @@ class GenerationRequest:
     cache_salt: str = ""
     truncate_prompt_tokens: int | None = None
     truncation_side: str = ""
+    keeps_told: bool = False
 
 
 def check_count(where: str, count: int, most: int) -> None:

@@ -83,7 +83,7 @@ def create_app(
     app.state.bodies = HeldBodies()
     _add_generation(app, router, metrics, options)
     add_responses(app, router, metrics)
-    add_messages(app, router, metrics)
+    add_messages(app, router, metrics, options.resumable)
     _add_models(app, router)
     add_tokens(app, router, _read_object)
     _add_operations(app, router, metrics)
@@ -124,6 +124,7 @@ def _add_generation(app: FastAPI, router: Serving, metrics: Metrics, options: Ht
             if since is not None:
                 names = {**parsed.names, "resume": resuming.HEADER}
                 parsed = replace(parsed, generation=since.rest_of(parsed.generation), names=names)
+            parsed = replace(parsed, generation=replace(parsed.generation, keeps_told=resumable))
             prompts = await read_prompts(router, parsed)
         except (InvalidRequest, HttpProblem):
             metrics.request_refused(InvalidRequest.__name__)

@@ -9,6 +9,9 @@ from cluster.frontdoor.http_errors import dumps
 Event = dict[str, Any]  # its ``type`` is its name
 
 
-def event_text(events: list[Event]) -> str:
-    """The events as they are sent."""
-    return "".join(f"event: {event['type']}\ndata: {dumps(event)}\n\n" for event in events)
+def event_text(events: list[Event], last_id: str = "") -> str:
+    """The events as they are sent. last_id: of the last one; empty for none."""
+    texts = [f"event: {event['type']}\ndata: {dumps(event)}\n\n" for event in events]
+    if last_id:
+        texts[-1] = f"id: {last_id}\n{texts[-1]}"
+    return "".join(texts)

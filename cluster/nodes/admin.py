@@ -140,7 +140,7 @@ class AdminServer:
 
 
 async def serve_admin(
-    service: AdminService,
+    service: admin_pb2_grpc.AdminServicer,
     address: str,
     identity: Identity,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),

@@ -90,6 +90,7 @@ class ChoiceRun:
         self.handoff = HandoffBytes()  # of all attempts
         self.nodes = ServedBy()
         self.trace: Trace = NO_TRACE  # the router sets it
+        self.again: Chunk | None = None  # of a resumed choice: what is told again before anything else
         self.first_token_at: float | None = None
         self.last_token_at = started_at
         self._detokenizer = detokenizer
@@ -105,17 +106,28 @@ class ChoiceRun:
         self._prompt_logprobs_left = len(sequence.prompt_token_ids) - 1 if wanted else 0
 
     def resume(self, received: ReceivedChoice, retell: bool = False) -> None:
-        """Before anything else: what the client has. Tokens given here are what nodes go on from; else nodes make them
-        again, and they are taken without being sent, or with ``retell`` sent in chunks that say so. Raises
-        InvalidRequest.
+        """Before anything else: what the client has. Tokens given here are what nodes go on from; nodes make the others
+        again. All of them are taken without being sent, or with ``retell`` sent in chunks that say so: those given here
+        in ``again``. Raises InvalidRequest.
         """
         self._had, self._had_end, self._retell = received.next_index, received.complete, retell
         self._prompt_logprobs_left -= received.num_prompt_logprobs
         token_ids = received.token_ids
-        self._push(token_ids)
+        parts = self._push(token_ids)
         self.end_by_tokens()
         if len(self.token_ids) < len(token_ids):
             raise InvalidRequest("resume.choices", f"choice {self.index} ended at token {len(self.token_ids)}")
+        if retell and token_ids:
+            self.again = Chunk(
+                choice=self.index,
+                first_index=0,
+                token_ids=token_ids,
+                text=parts.text,
+                reasoning=parts.reasoning,
+                tool_calls=parts.tool_calls,
+                logprobs=received.logprobs,
+                retold=True,
+            )
 
     @property
     def wants_prompt_logprobs(self) -> bool:

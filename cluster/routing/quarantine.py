@@ -2,7 +2,8 @@
 
 A death counts when the connection is gone, the next generation of the node has come, the node was not draining, and
 the attempt had brought few tokens: a request that kills does so where it stands. A cut cable, a host that is away and a
-node that an operator stops are no deaths. Each router sees its own requests alone.
+node that an operator stops are no deaths. Routers tell each other of deaths under a request that comes back under the
+same id, and of prompts that they refuse (`cluster/state/evidence.py`); each looks itself whether a node died.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from pydantic import TypeAdapter, ValidationError
+
 from cluster.routing.breaker import Key, key_of
 from cluster.state.registry_types import NodeRecord
 from paceline.errors import InvalidRequest
@@ -27,6 +30,7 @@ FEW_TOKENS = 16  # of an attempt that counts
 EXPLAIN_S = 10.0  # longest wait for what became of a node, before the request is given to one more
 FORGET_S = 600.0
 MAX_PROMPTS, MAX_NODES = 1024, 256  # that are remembered
+MAX_HEARD = 8  # deaths under one request, of other routers
 
 Asked = tuple[str, str]  # id of a request, which clients choose, and whose cache it may use
 
@@ -38,6 +42,20 @@ class Death:
     node: Key
     at: float
     requests: set[Asked]  # that were in progress there; of all attempts that failed
+
+
+@dataclass(frozen=True)
+class Note:
+    """What routers tell each other of a prompt: a death under a request, or, with ``said``, that it is refused."""
+
+    prompt: str
+    said: str = ""
+    asked: Asked = ("", "")
+    node: Key = ("", 0)
+    requests: tuple[Asked, ...] = ()
+
+
+_NOTE = TypeAdapter(Note)
 
 
 @dataclass
@@ -55,6 +73,8 @@ class Quarantine:
     def __init__(self, nodes: Callable[[], list[NodeRecord]], clock: Callable[[], float] = time.monotonic) -> None:
         """nodes: the registry's view. clock: seconds, monotonic."""
         self._nodes, self._clock = nodes, clock
+        self.tell: Callable[[bytes], None] = lambda note: None  # other routers
+        self._heard: OrderedDict[tuple[str, Asked], list[Death]] = OrderedDict()  # by prompt and request
         self._running: dict[Key, list[Asked]] = {}
         self._lost: OrderedDict[Key, set[Asked]] = OrderedDict()
         self._refused: OrderedDict[str, tuple[float, str]] = OrderedDict()  # by prompt: when, and what is said
@@ -89,13 +109,40 @@ class Quarantine:
         if num_tokens < FEW_TOKENS and seen.state != "draining":
             before = [death for death in suspicion.deaths if death.node != key]  # a process dies once
             suspicion.deaths = [*before, Death(key, self._clock(), together)]
+            self._tell(Note(suspicion.prompt, asked=suspicion.asked, node=key, requests=tuple(together)))
+
+    def _tell(self, note: Note) -> None:
+        self.tell(_NOTE.dump_json(note))
+
+    def hear(self, told: bytes) -> None:
+        """Take what a router of the deployment told."""
+        try:
+            note = _NOTE.validate_json(told)
+        except ValidationError as error:  # of another version
+            log.warning("another router's note is not understood: %s", error)
+            return
+        if note.said:
+            self._refuse(note.prompt, note.said)
+            return
+        deaths = self._heard.setdefault((note.prompt, note.asked), [])
+        if all(death.node != note.node for death in deaths) and len(deaths) < MAX_HEARD:
+            deaths.append(Death(note.node, self._clock(), set(note.requests)))
+        while len(self._heard) > MAX_PROMPTS:
+            self._heard.popitem(last=False)
+
+    def _deaths(self, suspicion: Suspicion) -> list[Death]:
+        """Those under a request here, and those under it behind other routers."""
+        own, now = {death.node for death in suspicion.deaths}, self._clock()
+        heard = self._heard.get((suspicion.prompt, suspicion.asked), ())
+        return [*suspicion.deaths, *(one for one in heard if one.node not in own and now - one.at <= FORGET_S)]
 
     def unexplained(self, suspicion: Suspicion) -> bool:
         """Whether another node is to wait: one more death would be proof, and it is not known yet whether the latest
         loss was one."""
-        if len(suspicion.deaths) < DEATHS:
+        deaths = self._deaths(suspicion)
+        if len(deaths) < DEATHS:
             return False
-        last = suspicion.deaths[-1]
+        last = max(deaths, key=lambda death: death.at)
         there = any(key_of(record) == last.node for record in self._nodes())
         return not there and not self._died(last) and self._clock() - last.at < EXPLAIN_S
 
@@ -105,16 +152,20 @@ class Quarantine:
         while self._refused and now - next(iter(self._refused.values()))[0] > FORGET_S:
             self._refused.popitem(last=False)
         if suspicion.prompt not in self._refused:
-            deaths = [death for death in suspicion.deaths if self._died(death)]
+            deaths = [death for death in self._deaths(suspicion) if self._died(death)]
             if len(deaths) < DEATHS or set.intersection(*(death.requests for death in deaths)) != {suspicion.asked}:
                 return
             nodes = ", ".join(f"{node_id} generation {generation}" for node_id, generation in (d.node for d in deaths))
             said = f"{suspicion.asked[0]!r} is quarantined: it was the one request in progress when {nodes} died"
             log.error("%s; its prompt is refused for %g s", said, FORGET_S)
-            self._refused[suspicion.prompt] = now, said
-            while len(self._refused) > MAX_PROMPTS:
-                self._refused.popitem(last=False)
+            self._refuse(suspicion.prompt, said)
+            self._tell(Note(suspicion.prompt, said))
         raise InvalidRequest("request", self._refused[suspicion.prompt][1], "quarantined")
+
+    def _refuse(self, prompt: str, said: str) -> None:
+        self._refused.setdefault(prompt, (self._clock(), said))
+        while len(self._refused) > MAX_PROMPTS:
+            self._refused.popitem(last=False)
 
     def _died(self, death: Death) -> bool:
         node_id, generation = death.node

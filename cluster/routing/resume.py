@@ -1,23 +1,26 @@
 """Going on with a stream that another router began (docs/internals/architecture.md#a-router-dies).
 
 The request comes from the journal, or from the client's own copy; both are planned like any other, and the digest of
-the plan says whether it is the one that was admitted. What the client has is either given back as tokens, which the
-nodes take like a replay, or made again silently; either way the text goes on at the next index.
+the plan says whether it is the one that was admitted. What the client has is either given back as tokens, by itself or
+by the journal (`told.py`), which the nodes take like a replay, or made again silently; either way the text goes on at
+the next index.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
 from cluster.contract import public_wire
 from cluster.contract.generation import Chat, GenerationRequest, ReceivedChoice, Resume, check_generation_id
 from cluster.contract.plan import Plan
+from cluster.routing.told import ToldTokens, recall
 from cluster.state.journal import Journal, journal_key
 from paceline.errors import InvalidRequest, NodeUnavailable, PacelineError
 from paceline.request import MAX_N
+from paceline.results import Chunk
 
 log = logging.getLogger(__name__)
 
@@ -29,20 +32,35 @@ class UnknownGeneration(PacelineError):
 
 
 @contextmanager
-def journaled(journal: Journal | None, plan: Plan, generation_id: str) -> Iterator[None]:
-    """The plan is in the journal while its stream runs, and for a while after. A stream that ends in any other way than
-    complete may be gone on with: a client that left and a connection that broke look the same from here."""
-    if journal is None or not generation_id:
-        yield
+def journaled(
+    journal: Journal | None, plan: Plan, request: GenerationRequest, received: Mapping[int, ReceivedChoice]
+) -> Iterator[Callable[[Chunk], None]]:
+    """What another router needs is in the journal while a stream runs, and for a while after: the plan of one with a
+    generation id, and the tokens of one whose client cannot send them back. Each chunk is to be given to what this
+    yields before it is told. received: what the client of a resumed stream has.
+
+    A stream that ends in any other way than complete may be gone on with: a client that left and a connection that
+    broke look the same from here."""
+    if journal is None:
+        yield _untold
         return
-    kept = journal.keep(journal_key(plan.admitted.tenant, generation_id), public_wire.journal_entry(plan.admitted))
+    kept, told = None, ToldTokens(journal, plan, received) if request.keeps_told else None
+    if request.generation_id:
+        key = journal_key(plan.admitted.tenant, request.generation_id)
+        kept = journal.keep(key, public_wire.journal_entry(plan.admitted))
     complete = False
     try:
-        yield
+        yield _untold if told is None else told.note
         complete = True
     finally:
         if kept is not None:
             journal.release(kept, complete=complete)
+        if told is not None:
+            told.end(complete=complete)
+
+
+def _untold(chunk: Chunk) -> None:
+    """The client keeps its tokens itself, or nobody goes on with its stream."""
 
 
 async def find_admitted(request: GenerationRequest, journal: Journal | None) -> GenerationRequest:
@@ -80,6 +98,14 @@ async def _read(request: GenerationRequest, journal: Journal | None) -> Generati
         return None
     entry = await journal.read(journal_key(request.tenant, request.generation_id))
     return None if entry is None else public_wire.from_journal_entry(entry)
+
+
+async def what_client_has(
+    journal: Journal | None, plan: Plan, request: GenerationRequest, vocab_size: int, replayable: bool
+) -> Mapping[int, ReceivedChoice]:
+    """The same as ``received_of``, with the tokens that routers told a client who cannot send them back."""
+    received = received_of(plan, request, vocab_size, replayable)
+    return await recall(journal, plan, received) if request.keeps_told else received
 
 
 def received_of(

@@ -28,7 +28,7 @@ from cluster.routing.metrics import Metrics
 from cluster.routing.node_calls import NodeCalls, NodeFailure
 from cluster.routing.pairing import Pairing, Tries
 from cluster.routing.reading import ChunkQueue, Reading
-from cluster.routing.resume import find_admitted, journaled, received_of
+from cluster.routing.resume import find_admitted, journaled, what_client_has
 from cluster.routing.traces import Owners, collect, not_kept
 from cluster.state.journal import Journal
 from cluster.state.prefix_index import PrefixIndex
@@ -115,7 +115,12 @@ class Router:
         self._calls = calls if calls is not None else NodeCalls()
         self._recorder = Recorder(config.trace_requests)
         self._owners = Owners(config.trace_requests)
+<<<<<<< HEAD
         self._pairing = Pairing(registry.nodes, self._calls, page_size, prefixes)
+=======
+        self._pairing = Pairing(registry.nodes, self._calls, config.page_size, prefixes)
+        self.quarantine = self._pairing.quarantine
+>>>>>>> h-guard
         self.metrics.before_render(lambda: self.metrics.set_breakers(self._pairing.breaker_levels()))
         self.metrics.before_render(lambda: self.metrics.set_queued(self._admission.waiting))
         self._around = Surroundings(
@@ -148,18 +153,20 @@ class Router:
             self._owners.note(plan.request_id, plan.admitted.tenant, plan.sequences[0].cache_salt)
             trace = self._recorder.open(plan.request_id, "request")
             trace.record("planned", started_at, time.monotonic(), prompt_tokens=plan.num_prompt_tokens)
-            replayable = self.config.acceptance == "sample"
-            received = received_of(plan, request, self.served.vocab_size, replayable)
+            received = await what_client_has(
+                self._journal, plan, request, self.served.vocab_size, self.config.acceptance == "sample"
+            )
             runs = self._choices(plan, received, started_at, request.resume is not None and request.resume.retell)
             await self._turn(place, plan)
             used = plan.num_prompt_tokens * len(plan.sequences)
             trace.record("admitted")
             over = self.metrics.request_ended
             on_plan(plan)
-            with journaled(self._journal, plan, request.generation_id):
+            with journaled(self._journal, plan, request, received) as tell:
                 async with aclosing(self._run(runs, started_at)) as chunks:
                     async for chunk in chunks:
                         used += len(chunk.token_ids)
+                        tell(chunk)
                         yield chunk
             status = "ok"
         except Exception as error:
@@ -324,6 +331,8 @@ class Router:
         """Put the chunks of a choice, then its completion or the error that ended it."""
         try:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
+                if run.again is not None:
+                    await queue.put(run.again)
                 await self._attempts(run, queue, deadline)
                 last = run.complete()
                 await queue.put(last)

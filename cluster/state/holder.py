@@ -20,9 +20,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import redis
 from pydantic import TypeAdapter
@@ -97,6 +97,13 @@ local generation = math.max(seen, tonumber(ARGV[3])) + 1
 redis.call('HSET', KEYS[2], ARGV[2], generation)
 return generation
 """
+# KEYS: holder. Returns who holds it, empty where no lease runs.
+_WHO = f"""
+{NOW_MS}
+local who, ends = unpack(redis.call('HMGET', KEYS[1], 'who', 'ends'))
+if who and (tonumber(ends) or 0) > now then return who end
+return ''
+"""
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,7 @@ class Holder:
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     since: float = field(default_factory=time.time)  # Unix time
+    admin: str = ""  # "host:port" where it serves operators; empty where it does not
 
     def __str__(self) -> str:
         since = datetime.fromtimestamp(self.since, UTC)
@@ -123,7 +131,7 @@ class DeploymentLease:
         """on_lost: called once, from the lease's thread, when another process took over, with a description of it."""
         self._client = connect(url)
         self._deployment, self._on_lost = deployment, on_lost
-        self._who = _HOLDER.dump_json(holder)
+        self._holder, self._who = holder, _HOLDER.dump_json(holder)
         namespace = namespace_of(deployment)
         self._key = f"{namespace}:holder"
         self._records, self._leases, self._generations, _ = keys_of(namespace)
@@ -214,6 +222,10 @@ class DeploymentLease:
         """From the next renewal on, tell routers that join what is served."""
         self._serving = serving
 
+    def serves_operators(self, admin: str) -> None:
+        """From the next renewal on, tell where that is. admin: "host:port"."""
+        self._who = _HOLDER.dump_json(replace(self._holder, admin=admin))
+
     def _take(self, over: bytes = b"", left_only: bool = False) -> tuple[int, bytes, bytes]:
         arguments: list[str | bytes | int] = [self._mark, self._who, int(LEASE_S * 1000), over, int(left_only)]
         token, who, found = self._client.eval(_TAKE, 1, self._key, *arguments)
@@ -269,6 +281,17 @@ class DeploymentLease:
         except redis.RedisError as error:
             log.warning("the lease of deployment %s is not released, it will end: %s", self._deployment, error)
         self._client.close()
+
+
+def read_holder(url: str, deployment: str) -> Holder | None:
+    """Who supervises a deployment; None where nobody does, or one of another version. Blocks. Raises
+    redis.RedisError."""
+    with connect(url) as client:
+        who: Any = client.eval(_WHO, 1, f"{namespace_of(deployment)}:holder")
+    try:
+        return _HOLDER.validate_json(who) if who else None
+    except ValueError:
+        return None
 
 
 def _describe(who: bytes) -> str:

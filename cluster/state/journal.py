@@ -3,14 +3,17 @@
 docs/internals/architecture.md#a-router-dies tells how it is used.
 
 The text of a generation depends on its admitted request and seed alone, so an entry is that request with every default
-resolved, and nothing more; which tokens were received is what the client itself knows best. Nothing here is awaited by
-a stream: entries are put into a bounded table in memory, and one task writes those that are due, in batches.
+resolved; which tokens were received is what the client itself knows best. A client that cannot send its tokens back
+has a second entry, with the tokens that it was told (`cluster/routing/told.py`). Nothing here is awaited by a stream:
+entries are put into a bounded table in memory, and one task seals and writes those that are due, in batches.
 
 Life of an entry: ``keep`` -> written, and again every quarter of its lifetime (so that a Redis that came back empty
 has it again) -> ``release`` -> written a last time, with a short life when the answer is complete -> forgotten when it
 has expired. Bounds, of each router: bytes of an entry, bytes of all entries (the oldest give way), seconds of life.
 
-Keys: ``{namespace}:journal:{hash of tenant and generation id}``; ids are capabilities and are not stored.
+Keys: ``{namespace}:journal:sealed:{hash of tenant and generation id}``; ids are capabilities and are not stored.
+Entries are sealed with the deployment's secret (`sealing.py`). One that was not is refused and counted. Routers that
+seal nothing read and write ``{namespace}:journal:``, so neither kind meets an entry of the other.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from cluster.state.connection import JOIN_TIMEOUT_S, answer_within, connect_async
 from cluster.state.registry_types import DEFAULT_NAMESPACE, namespace_of
+from cluster.state.sealing import NotSealed, Seal
 from paceline.config import ServeConfig
 from paceline.errors import NodeUnavailable
 
@@ -56,8 +60,8 @@ class Kept:
     expires_at: float = -math.inf  # in Redis
 
 
-def journal_counters(registry: CollectorRegistry) -> tuple[Counter, Counter]:
-    """Entries written, and entries dropped by reason."""
+def journal_counters(registry: CollectorRegistry) -> tuple[Counter, Counter, Counter]:
+    """Entries written, entries dropped by reason, and entries refused by reason."""
     written = Counter("paceline_journal_writes", "Entries written to the resume journal.", registry=registry)
     dropped = Counter(
         "paceline_journal_dropped",
@@ -66,7 +70,14 @@ def journal_counters(registry: CollectorRegistry) -> tuple[Counter, Counter]:
         ["reason"],
         registry=registry,
     )
-    return written, dropped
+    refused = Counter(
+        "paceline_journal_refused",
+        "Entries of the resume journal that were read and not used, by reason: plain (nobody sealed it) or "
+        "tampered (changed in Redis, or sealed with another secret).",
+        ["reason"],
+        registry=registry,
+    )
+    return written, dropped, refused
 
 
 class Journal:
@@ -75,6 +86,7 @@ class Journal:
     def __init__(
         self,
         url: str,
+        seal: Seal,
         *,
         ttl_s: float,
         entry_bytes: int,
@@ -82,10 +94,11 @@ class Journal:
         namespace: str = DEFAULT_NAMESPACE,
         registry: CollectorRegistry | None = None,
     ) -> None:
-        """ttl_s: life of an entry after its router's last word. registry: where the counters go."""
+        """seal: of the deployment. ttl_s: life of an entry after its router's last word. registry: of the counters."""
+        self.seal = seal
         self._client = connect_async(url)
         self._ttl_s, self._entry_bytes, self._total_bytes = ttl_s, entry_bytes, total_bytes
-        self._prefix = f"{namespace}:journal:"
+        self._prefix = f"{namespace}:journal:sealed:"
         self._held: dict[str, Kept] = {}  # oldest first
         self._bytes = 0
         self._due: dict[str, None] = {}  # keys to write, in order
@@ -96,7 +109,7 @@ class Journal:
         self._closing = False
         self._task: asyncio.Task[None] | None = None
         into = registry if registry is not None else CollectorRegistry()
-        self._written, self._dropped = journal_counters(into)
+        self._written, self._dropped, self._refused = journal_counters(into)
 
     # -- used by streams: none of it waits ---------------------------------------------------------------------
 
@@ -109,9 +122,8 @@ class Journal:
         self._forget(key)  # an earlier stream of the same generation
         kept = self._held[key] = Kept(key, entry, size, self._ttl_s)
         self._bytes += size
-        while self._bytes > self._total_bytes:
-            self._evict(next(iter(self._held)))
         self._write_soon(key)
+        self._make_room()
         return kept
 
     def release(self, kept: Kept, *, complete: bool) -> None:
@@ -123,13 +135,33 @@ class Journal:
             kept.ttl_s = min(COMPLETE_TTL_S, self._ttl_s)
         self._write_soon(kept.key)
 
-    async def read(self, key: str) -> bytes | None:
-        """The entry, None when there is none (any more). Raises NodeUnavailable when Redis does not say."""
+    def update(self, kept: Kept, entry: bytes) -> None:
+        """What is kept is ``entry`` from now on. Where that is too large, nothing is kept any more."""
+        if self._held.get(kept.key) is not kept:  # evicted, or taken over by a later stream
+            return
+        size = len(entry) + ENTRY_OVERHEAD_BYTES
+        if len(entry) > self._entry_bytes or size > self._total_bytes:
+            self._evict(kept.key, "size")
+            return
+        self._bytes += size - kept.size
+        kept.entry, kept.size = entry, size
+        self._write_soon(kept.key)
+        self._make_room()
+
+    async def read(self, key: str, timeout_s: float = READ_TIMEOUT_S) -> bytes | None:
+        """The entry. None when there is none (any more), or one that was not sealed by this deployment. Raises
+        NodeUnavailable when Redis does not say."""
+        name = self._prefix + key
         try:
-            found: bytes | None = await answer_within(READ_TIMEOUT_S, self._client.get(self._prefix + key))
-            return found
+            found: bytes | None = await answer_within(timeout_s, self._client.get(name))
         except (redis.RedisError, OSError) as error:  # TimeoutError is an OSError
             raise NodeUnavailable(f"the journal cannot be read: {error}") from None
+        try:
+            return None if found is None else self.seal.open(name, found)
+        except NotSealed as problem:
+            self._refused.labels(problem.reason).inc()
+            log.warning("the journal's entry %s is refused: it is %s", name, problem.reason)
+            return None
 
     # -- the table ---------------------------------------------------------------------------------------------
 
@@ -143,11 +175,15 @@ class Journal:
         self._evicted.pop(key, None)
         self._bytes -= kept.size if kept is not None else 0
 
-    def _evict(self, key: str) -> None:
+    def _make_room(self) -> None:
+        while self._bytes > self._total_bytes:
+            self._evict(next(iter(self._held)), "full")
+
+    def _evict(self, key: str, reason: str) -> None:
         kept = self._held[key]
         self._forget(key)
         if not kept.complete:
-            self._dropped.labels("full").inc()
+            self._dropped.labels(reason).inc()
         if kept.expires_at > time.monotonic():
             self._evicted[key] = kept.expires_at
             self._wake.set()
@@ -200,7 +236,8 @@ class Journal:
         doomed = list(self._evicted)[:BATCH_ENTRIES]
         pipe = self._client.pipeline(transaction=False)
         for kept, ttl_s, _ in batch:
-            pipe.set(self._prefix + kept.key, kept.entry, px=max(1, int(ttl_s * 1000)))
+            name = self._prefix + kept.key
+            pipe.set(name, self.seal.seal(name, kept.entry), px=max(1, int(ttl_s * 1000)))
         for key in doomed:
             pipe.delete(self._prefix + key)
         started = time.monotonic()
@@ -255,12 +292,13 @@ class Journal:
         await self._client.aclose()
 
 
-def open_journal(config: ServeConfig, url: str, registry: CollectorRegistry | None = None) -> Journal | None:
-    """The journal that the options ask for, started; None when it is off."""
+def open_journal(config: ServeConfig, url: str, key: str, registry: CollectorRegistry | None = None) -> Journal | None:
+    """The journal that the options ask for, started; None when it is off. key: `Secret.journal_key`."""
     if config.journal_mode == "off":
         return None
     journal = Journal(
         url,
+        Seal(key),
         ttl_s=config.journal_ttl_s,
         entry_bytes=config.journal_entry_bytes,
         total_bytes=config.journal_total_bytes,

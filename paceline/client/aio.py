@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Unpack
 
@@ -14,40 +16,64 @@ from paceline.client.chats import ChatOptions, Messages
 from paceline.client.convert import GenerateOptions, Prompt
 from paceline.client.failover import DEFAULT_RETRIES, Patience, Routers
 from paceline.client.progress import StreamProgress
+from paceline.client.watch import AsyncWatch, Place, Silent
 from paceline.errors import PacelineError, RequestCancelled
 from paceline.results import Chunk, Generation, Model, ModelInfo, RequestTrace, Tokenization
 from paceline.rpc.wire_errors import error_from_rpc
 from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2
 from paceline.wire import trace_from_proto
 
+log = logging.getLogger(__name__)
+
 
 class AsyncChunkStream(AsyncIterator[Chunk]):
     """Chunks of one generation, once, whichever routers bring them. Closing it, or dropping it, cancels the request."""
 
-    def __init__(self, routers: Routers[grpc.aio.Channel], progress: StreamProgress, patience: Patience) -> None:
+    def __init__(
+        self, routers: Routers[grpc.aio.Channel], progress: StreamProgress, patience: Patience, watch: AsyncWatch
+    ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._routers, self._progress, self._patience = routers, progress, patience
-        self._closed = False
+        self._routers, self._progress, self._patience, self._watch = routers, progress, patience, watch
+        self._closed, self._place = False, Place()
         self._open(progress.request)
 
     def _open(self, request: inference_pb2.GenerateRequest) -> None:
-        self._router, stub = self._routers.current
+        router, stub = self._routers.current
         self._call = stub.GenerateStream(request, timeout=self._patience.left_s, metadata=self._routers.metadata)
+        self._place.enter(router, self._call)
 
     async def __anext__(self) -> Chunk:
-        while True:
-            try:
-                message = await self._call.read()
-            except grpc.aio.AioRpcError as error:
-                await self._go_on_after(error)
-                continue
-            if message is grpc.aio.EOF:
-                raise StopAsyncIteration
-            self._progress.take(message)
-            self._patience.progressed()
-            return convert.chunk(message)
+        try:
+            while True:
+                self._place.since = time.monotonic()
+                try:
+                    message = await self._call.read()
+                except grpc.aio.AioRpcError as error:
+                    await self._go_on_after(error)
+                    continue
+                except asyncio.CancelledError:
+                    if not self._place.silent or _is_cancelled():
+                        raise
+                    await self._go_on_after(Silent())
+                    continue
+                if message is grpc.aio.EOF:
+                    raise StopAsyncIteration
+                self._take(message)
+                return convert.chunk(message)
+        except BaseException:
+            self._place.over = True
+            raise
+        finally:
+            self._place.since = None
 
-    async def _go_on_after(self, error: grpc.aio.AioRpcError) -> None:
+    def _take(self, message: inference_pb2.GenerateChunk) -> None:
+        started = self._progress.started
+        self._progress.take(message)
+        self._patience.progressed()
+        if not started:
+            self._watch.add(self._place)
+
+    async def _go_on_after(self, error: grpc.aio.AioRpcError | Silent) -> None:
         """Ask the next router for the rest. Raises when there is none, or no use in it."""
         if self._closed:
             raise error_from_rpc(error) from None
@@ -57,7 +83,9 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
             pause = self._patience.pause_s(error, started=self._progress.started)
         except PacelineError as known:
             raise known from None
-        self._routers.failed(self._router)
+        self._routers.failed(self._place.router)
+        said = self._progress.name, self._place.router, error.code(), error.details()
+        log.info("%s: router %d is left after %s: %s", *said)
         await asyncio.sleep(pause)
         if self._closed:
             raise RequestCancelled("the stream was closed")
@@ -65,7 +93,7 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
 
     async def aclose(self) -> None:
         """Cancel what is left of the request. Idempotent."""
-        self._closed = True
+        self._closed = self._place.over = True
         self._call.cancel()
 
     async def __aenter__(self) -> AsyncChunkStream:
@@ -80,11 +108,16 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
             self._loop.call_soon_threadsafe(call.cancel)
 
 
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 class AsyncClient:
     """A connection to a router, for the event loop it is made on. Use as an async context manager, or ``close`` it.
 
     Every method raises PacelineError (see paceline.errors). Timeouts are seconds for the whole call; a method's own
-    ``timeout`` replaces the client's. A stream whose router dies, or is silent for 2 s, goes on at the next one, at the
+    ``timeout`` replaces the client's. A stream whose router dies, or answers nothing, goes on at the next one, at the
     next token.
     """
 
@@ -117,6 +150,7 @@ class AsyncClient:
             inference_pb2_grpc.InferenceStub,
             metadata,
         )
+        self._watch = AsyncWatch(self._routers.channels)
 
     async def generate(
         self, prompt: Prompt, /, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
@@ -170,7 +204,7 @@ class AsyncClient:
         stream, or leave its context, to cancel what is left.
         """
         request = convert.generate_request(prompt, options)
-        return AsyncChunkStream(self._routers, StreamProgress(request), self._patience(timeout))
+        return AsyncChunkStream(self._routers, StreamProgress(request), self._patience(timeout), self._watch)
 
     async def tokenize(
         self, prompt: str | Messages, /, *, timeout: float | None = None, **options: Unpack[ChatOptions]
@@ -202,6 +236,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connection; requests in progress are cancelled. Idempotent."""
+        await self._watch.close()
         for channel in self._routers.channels:
             await channel.close()
 

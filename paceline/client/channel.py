@@ -43,7 +43,9 @@ FAILOVER_OPTIONS: tuple[tuple[str, Any], ...] = (
 def channel_options(routers: str | Sequence[str], options: Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
     """Those of each channel to ``routers``. options: over the SDK's own."""
     several = not isinstance(routers, str) and len(routers) > 1
-    return (*(FAILOVER_OPTIONS if several else CHANNEL_OPTIONS), *options)
+    return tuple(
+        {**dict(FAILOVER_OPTIONS if several else CHANNEL_OPTIONS), **dict(options)}.items()
+    )  # gRPC: first wins
 
 
 def _credentials(tls: Tls) -> grpc.ChannelCredentials | None:

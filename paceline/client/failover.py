@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
@@ -14,12 +15,14 @@ from paceline.rpc.wire_errors import RETRY_AFTER_KEY, TOLD_KEY, error_from_rpc
 DEFAULT_RETRIES = 8
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
+SPREAD = 0.5  # of a pause: how much of it chance decides
 LIVED_S = 2.5  # a call that broke after so long had reached a router: an attempt to connect takes 2 s at most
 
 # What a router that dies or stops leaves behind; a client that cancels by itself does not ask.
 LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 C = TypeVar("C")
+_RNG = random.Random()  # its own, so that a program that seeds the module's has no clients in step
 
 
 class Routers(Generic[C]):
@@ -61,8 +64,10 @@ class Patience:
     as a call without stream would; after it, and after a call that broke while a router worked on it, ``retries``
     bounds the tries, with pauses once each router was asked."""
 
-    def __init__(self, routers: int, retries: int, timeout_s: float) -> None:
+    def __init__(self, routers: int, retries: int, timeout_s: float, rng: random.Random | None = None) -> None:
+        """rng: spreads the pauses, so that the clients of a router that was lost do not come back all at once."""
         self._routers, self._retries = routers, retries
+        self._rng = _RNG if rng is None else rng
         self._deadline = time.monotonic() + timeout_s
         self._failures, self._asked_at = 0, time.monotonic()
 
@@ -86,8 +91,9 @@ class Patience:
             raise lost_error(error, resuming=started)
         rounds = self._failures - self._routers  # 0: every router was asked
         pause = min(FIRST_PAUSE_S * 2.0**rounds, LONGEST_PAUSE_S) if rounds >= 0 else 0.0
-        if refused:
-            pause = max(pause, min(_retry_after_s(error), LONGEST_PAUSE_S))
+        pause *= self._rng.uniform(1.0 - SPREAD, 1.0)
+        if refused:  # not before the router says
+            pause = max(pause, min(_retry_after_s(error), LONGEST_PAUSE_S) * self._rng.uniform(1.0, 1.0 + SPREAD))
         if pause >= self.left_s:
             raise lost_error(error, resuming=started)
         self._asked_at = time.monotonic() + pause

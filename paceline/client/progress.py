@@ -25,6 +25,11 @@ class StreamProgress:
         self._choices = request.sampling.n if request.sampling.HasField("n") else 1
 
     @property
+    def name(self) -> str:
+        """What logs call the stream: the id of its request where it was given one."""
+        return self.request.request_id or "a stream"
+
+    @property
     def started(self) -> bool:
         """Whether anything was received."""
         return bool(self._token_ids)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
@@ -14,35 +16,55 @@ from paceline.client.chats import ChatOptions, Messages
 from paceline.client.convert import GenerateOptions, Prompt
 from paceline.client.failover import DEFAULT_RETRIES, Patience, Routers
 from paceline.client.progress import StreamProgress
+from paceline.client.watch import Place, Silent, Watch
 from paceline.errors import PacelineError, RequestCancelled
 from paceline.results import Chunk, Generation, Model, ModelInfo, RequestTrace, Tokenization
 from paceline.rpc.wire_errors import error_from_rpc
 from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2
 from paceline.wire import trace_from_proto
 
+log = logging.getLogger(__name__)
+
 
 class ChunkStream(Iterator[Chunk]):
     """Chunks of one generation, once, whichever routers bring them. Closing it, or dropping it, cancels the request."""
 
-    def __init__(self, routers: Routers[grpc.Channel], progress: StreamProgress, patience: Patience) -> None:
-        self._routers, self._progress, self._patience = routers, progress, patience
+    def __init__(
+        self, routers: Routers[grpc.Channel], progress: StreamProgress, patience: Patience, watch: Watch
+    ) -> None:
+        self._routers, self._progress, self._patience, self._watch = routers, progress, patience, watch
         self._closed = threading.Event()
+        self._place = Place()
         self._open(progress.request)
 
     def _open(self, request: inference_pb2.GenerateRequest) -> None:
-        self._router, stub = self._routers.current
+        router, stub = self._routers.current
         self._call = stub.GenerateStream(request, timeout=self._patience.left_s, metadata=self._routers.metadata)
+        self._place.enter(router, self._call)
 
     def __next__(self) -> Chunk:
-        while True:
-            try:
-                message = next(self._call)
-            except grpc.RpcError as error:
-                self._go_on_after(error)
-                continue
-            self._progress.take(message)
-            self._patience.progressed()
-            return convert.chunk(message)
+        try:
+            while True:
+                self._place.since = time.monotonic()
+                try:
+                    message = next(self._call)
+                except grpc.RpcError as error:
+                    self._go_on_after(Silent() if self._place.silent and not self._closed.is_set() else error)
+                    continue
+                self._take(message)
+                return convert.chunk(message)
+        except BaseException:
+            self._place.over = True
+            raise
+        finally:
+            self._place.since = None
+
+    def _take(self, message: inference_pb2.GenerateChunk) -> None:
+        started = self._progress.started
+        self._progress.take(message)
+        self._patience.progressed()
+        if not started:
+            self._watch.add(self._place)
 
     def _go_on_after(self, error: grpc.RpcError) -> None:
         """Ask the next router for the rest. Raises when there is none, or no use in it."""
@@ -54,7 +76,9 @@ class ChunkStream(Iterator[Chunk]):
             pause = self._patience.pause_s(error, started=self._progress.started)
         except PacelineError as known:
             raise known from None
-        self._routers.failed(self._router)
+        self._routers.failed(self._place.router)
+        said = self._progress.name, self._place.router, error.code(), error.details()
+        log.info("%s: router %d is left after %s: %s", *said)
         if self._closed.wait(pause):
             raise RequestCancelled("the stream was closed")
         self._open(self._progress.resuming())
@@ -63,6 +87,7 @@ class ChunkStream(Iterator[Chunk]):
 
     def close(self) -> None:
         """Cancel what is left of the request. Idempotent."""
+        self._place.over = True
         self._closed.set()
         self._call.cancel()
 
@@ -81,7 +106,7 @@ class Client:
     """A connection to a router. Thread-safe; use as a context manager, or ``close`` it.
 
     Every method raises PacelineError (see paceline.errors). Timeouts are seconds for the whole call; a method's own
-    ``timeout`` replaces the client's. A stream whose router dies, or is silent for 2 s, goes on at the next one, at the
+    ``timeout`` replaces the client's. A stream whose router dies, or answers nothing, goes on at the next one, at the
     next token.
     """
 
@@ -114,6 +139,7 @@ class Client:
             inference_pb2_grpc.InferenceStub,
             metadata,
         )
+        self._watch = Watch(self._routers.channels)
 
     def generate(
         self, prompt: Prompt, /, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
@@ -167,7 +193,7 @@ class Client:
         stream, or leave its context, to cancel what is left.
         """
         request = convert.generate_request(prompt, options)
-        return ChunkStream(self._routers, StreamProgress(request), self._patience(timeout))
+        return ChunkStream(self._routers, StreamProgress(request), self._patience(timeout), self._watch)
 
     def tokenize(
         self, prompt: str | Messages, /, *, timeout: float | None = None, **options: Unpack[ChatOptions]
@@ -199,6 +225,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connection; requests in progress are cancelled. Idempotent."""
+        self._watch.close()
         for channel in self._routers.channels:
             channel.close()
 

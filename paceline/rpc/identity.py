@@ -58,6 +58,11 @@ class Secret:
         """Signs grants: for routers and decode nodes (`grants.Grants`)."""
         return self._derived("tickets")
 
+    @property
+    def journal_key(self) -> str:
+        """Seals what routers keep in Redis about requests."""
+        return self._derived("journal")
+
     def _derived(self, purpose: str) -> str:
         return hmac.new(self.root.encode(), f"paceline {purpose}".encode(), hashlib.sha256).hexdigest()
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from benchmarks.pictures import upgrade
 from benchmarks.pictures.__main__ import DRAWN, write
-from benchmarks.pictures.data import HANDOFF_TRACE, PICTURES, ROOT
+from benchmarks.pictures.data import HANDOFF_TRACE, PICTURES, ROOT, UPGRADE
 from benchmarks.pictures.handoff import read
+from benchmarks.pictures.record_upgrade import Ended, UpgradeRun
 
 SHOWN = re.compile(r"!\[(?P<told>[^\]]*)\]\((?P<file>[^)\s]+)\)|<img (?P<attributes>[^>]*)>")
 TEXT = re.compile(r"<!-- (.+?) -->")  # matplotlib draws a text as shapes, and notes the text before them
@@ -63,6 +66,19 @@ def test_the_kept_trace_is_one_whole_handed_over_request() -> None:
     assert chunks[-1].details["end_token"] == prompt
     assert timeline.moment("hand-off reserved") < chunks[0].start_ms < timeline.moment("first token")
     assert timeline.moment("first token") < timeline.moment("state sent") < timeline.moment("round")
+
+
+def test_the_kept_upgrade_renewed_every_node_under_streams() -> None:
+    """Mutant: failures are not told apart from ends."""
+    run = UpgradeRun.read(UPGRADE)
+    before, after = ({name: generation for name, (generation, _) in run.seen[at].nodes.items()} for at in (0, -1))
+    assert after == {name: generation + 1 for name, generation in before.items()}
+    assert any(run.began_s < one.at_s < run.ended_s for one in run.ended)
+    assert upgrade.told(run).startswith("0 of ")
+    failed = replace(run, ended=[*run.ended, Ended(1.0, "lost", 3, 9.0)])
+    assert upgrade.told(failed) == f"1 of {len(run.ended) + 1} failed, longest pause 9.0 s"
+    streams = upgrade.draw(failed).axes[0]
+    assert [sum(bar.get_height() for bar in bars) for bars in streams.containers] == [len(run.ended), 1]
 
 
 @pytest.mark.parametrize("name", DRAWN)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
+import psutil
 import torch
 
 from paceline.client import AsyncClient, Client, PacelineError
@@ -15,7 +16,7 @@ from paceline.v1 import node_pb2, node_pb2_grpc
 from tests.chaos.faults import Node
 from tests.chaos.sockets import who_listens
 from tests.multihost.small_model import SPEC, write_model
-from tests.support.server import NODE_METADATA, Server
+from tests.support.server import NODE_METADATA
 from tests.support.untrained_heads import write_tiny_head
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -50,9 +51,9 @@ def options_of(layout: str, model: Path) -> list[str]:
     return [text for name, value in options.items() for text in (f"--{name}", str(value))]
 
 
-def view(server: Server, routers: Sequence[str], pids: dict[str, int]) -> list[Node]:
-    """The nodes that the routers at these addresses have, with their processes; none while no router answers. pids: by
-    address, those known."""
+def view(processes: Callable[[], Iterable[psutil.Process]], routers: Sequence[str], pids: dict[str, int]) -> list[Node]:
+    """The nodes that the routers at these addresses have, with their processes; none while no router answers.
+    processes: among which they are. pids: by address, those known."""
     try:
         with Client(routers) as client:
             nodes = client.model_info(timeout=10.0).nodes
@@ -62,7 +63,7 @@ def view(server: Server, routers: Sequence[str], pids: dict[str, int]) -> list[N
     for node in nodes:
         if node.address not in pids:
             port = int(node.address.rpartition(":")[2])
-            pid = who_listens((process.pid for process in server.processes()), port)
+            pid = who_listens((process.pid for process in processes()), port)
             if pid is None:
                 continue
             pids[node.address] = pid

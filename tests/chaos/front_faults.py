@@ -2,8 +2,10 @@
 
 | kind              | what is done                                    | shown by                             |
 |-------------------|-------------------------------------------------|--------------------------------------|
-| `router kill`     | kill -9 of one that joined; it is started again | its streams left it                  |
+| `router kill`     | kill -9 of any other; it is started again       | its streams left it                  |
 | `router stop`     | SIGSTOP of any router                           | the same                             |
+| `supervisor kill` | kill -9 of the one that supervises              | another one supervises               |
+| `supervisor stop` | SIGSTOP of the one that supervises              | the same                             |
 | `router cut off`  | nothing reaches any router                      | the same, and packets refused        |
 | `redis kill`      | kill -9; an empty one comes at its address      | routers that heard nothing of Redis  |
 | `redis stop`      | SIGSTOP                                         | the same                             |
@@ -27,12 +29,17 @@ import httpx
 import psutil
 import redis
 
+from cluster.state.holder import read_holder
+from cluster.state.published import read_published
 from tests.chaos.faults import ATTEMPTS, Fault, NothingThere, Planned, is_gone, isolate, kill, stop
 from tests.chaos.front import Front
 from tests.chaos.load import Served
 from tests.fakes.redis_servers import Embedded
 
 ROUTER_KINDS = ("router kill", "router stop", "router cut off")
+SUPERVISOR_KINDS = ("supervisor kill", "supervisor stop")
+SUPERVISOR_AWAY_S = 6.0  # longer than its lease, and than another one takes to take over
+TAKEN_OVER_S = 45.0  # until another one supervises, all nodes being there again
 REDIS_KINDS = ("redis kill", "redis stop", "redis slow", "redis read-only", "redis full")
 AWAY_S = (2.5, 4.0)  # longer than it takes to be noticed
 REDIS_AWAY_S = (1.0, 4.0)  # shorter and longer than a lease
@@ -41,6 +48,7 @@ SLOW_S = 0.1  # an answer that takes so long is slow
 ASK_EVERY_S = 0.05
 STALE_S = 0.4  # routers look every 0.2 s
 MOVED_S = 6.0  # for the streams of a router to be seen elsewhere
+DEPLOYMENT = "default"
 BUSY_S = 20.0  # for a router to have streams
 
 
@@ -78,6 +86,8 @@ class FrontInjector:
                 self.faults.remove(fault)
 
     async def _do(self, planned: Planned, fault: Fault) -> str:
+        if planned.kind in SUPERVISOR_KINDS:
+            return await self._hurt_supervisor(planned, fault)
         if planned.kind in ROUTER_KINDS:
             return await self._hurt_router(planned, fault)
         low, high = REDIS_AWAY_S
@@ -119,9 +129,42 @@ class FrontInjector:
             await asyncio.sleep(0.05)
         return f"{proof}; {moved} of {len(met)} streams left it"
 
+    async def _hurt_supervisor(self, planned: Planned, fault: Fault) -> str:
+        name = await self._supervisor()
+        if not name:
+            raise NothingThere("nobody supervises")
+        pid = self.front.routers[name].process.pid
+        fault.victims, fault.at = (name,), time.time()
+        self.on[id(fault)] = [served for served in self.streams() if served.at() == name]
+        kills = planned.kind == "supervisor kill"
+        hurting = asyncio.create_task(kill(pid) if kills else stop(pid, SUPERVISOR_AWAY_S))
+        try:
+            async with asyncio.timeout(TAKEN_OVER_S):
+                while (now := await self._supervisor()) in ("", name):
+                    await asyncio.sleep(0.1)
+                took_s = time.time() - fault.at
+                while await asyncio.to_thread(read_published, self.redis.url, DEPLOYMENT) is None:
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            raise AssertionError(f"nobody took over within {TAKEN_OVER_S:g} s") from None
+        finally:
+            proof = await hurting
+            if kills:
+                self.starts_s.append(await self.front.start_again(name))
+        return f"{proof}; {now} supervises after {took_s:.1f} s"
+
+    async def _supervisor(self) -> str:
+        """The router that supervises; empty where none does, or Redis is away."""
+        try:
+            holder = await asyncio.to_thread(read_holder, self.redis.url, DEPLOYMENT)
+        except redis.RedisError:
+            return ""
+        return "" if holder is None else self.front.name_of(holder.pid)
+
     async def _busy(self, planned: Planned) -> str:
         """A router with streams. NothingThere when none has any for long."""
-        names = [name for name in self.front.routers if planned.kind != "router kill" or name != "serve"]
+        kept = {await self._supervisor(), "" if self.front.ray_pid else "serve"}  # whose nodes would end with it
+        names = [name for name in self.front.routers if planned.kind != "router kill" or name not in kept]
         first = random.Random(planned.draw).sample(names, len(names))
         end = time.monotonic() + BUSY_S
         while time.monotonic() < end:

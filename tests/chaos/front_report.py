@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import re
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 
 from tests.chaos.faults import Fault
 from tests.chaos.load import Served
@@ -48,3 +53,57 @@ def table(rows: Iterable[tuple[str, Sequence[float]]]) -> str:
             numbers = f"{percentile(times, 0.5):8.2f} {percentile(times, 0.99):8.2f} {max(times):8.2f}"
             lines.append(f"{name:38} {len(times):8} {numbers}")
     return "\n".join(lines)
+
+
+@contextmanager
+def noting(under_way: Callable[[], Iterable[Served]]) -> Iterator[None]:
+    """What the SDK says of routers that streams leave is among the tries of those streams."""
+    handler = _Noting(under_way)
+    logger = logging.getLogger("paceline.client")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+class _Noting(logging.Handler):
+    def __init__(self, under_way: Callable[[], Iterable[Served]]) -> None:
+        super().__init__()
+        self._under_way = under_way
+
+    def emit(self, record: logging.LogRecord) -> None:
+        said = record.getMessage()
+        for served in self._under_way():
+            if said.startswith(f"{served.request_id}: "):
+                served.tries.append((record.created, f"{served.at()}: {said}"))
+
+
+def stories(done: Iterable[Served], logs: Iterable[Path], most: int) -> str:
+    """How the streams of either kind went that were without a chunk for longest when they moved, and those that were
+    lost: each with its client's tries, and what the routers' logs say of it."""
+    streams = list(done)
+    moved = sorted((served for served in streams if served.moves), key=lambda one: -_slowest(one))
+    ways = {way: [one for one in moved if one.request_id.startswith(way)][:most] for way in ("grpc", "http")}
+    chosen = [*(served for served in streams if served.problems), *ways["grpc"], *ways["http"]]
+    lines = [line for log in logs if log.exists() for line in log.read_text(errors="replace").splitlines()]
+    told = []
+    for served in chosen:
+        told.append(f"  {served.request_id} ({served.kind}), longest move {_slowest(served):.2f} s: {served.problems}")
+        notes = [(at, said) for at, said in served.tries]
+        notes += [
+            (m.first, f"{m.source} > {m.target}, {m.first - m.last:.2f} s after the last chunk") for m in served.moves
+        ]
+        told += [f"    {clock(at)} {said}" for at, said in sorted(notes)]
+        told += [f"      {line}" for line in lines if re.search(rf"{re.escape(served.request_id)}\b", line)][:40]
+    return "\n".join(told)
+
+
+def _slowest(served: Served) -> float:
+    return max((move.first - move.last for move in served.moves), default=0.0)
+
+
+def clock(at: float) -> str:
+    """A Unix time, to the millisecond."""
+    return time.strftime("%H:%M:%S", time.localtime(at)) + f".{int(at % 1 * 1000):03d}"

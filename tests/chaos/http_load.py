@@ -123,6 +123,7 @@ class HttpStream:
                         await self._ask()
                     except _Broken as broken:
                         self._routers.errors[str(broken)] += 1
+                        self._served.tries.append((time.time(), f"{self._at}: {broken}"))
                         await asyncio.sleep(PAUSE_S)
                         self._at = self._routers.choose(self._rng, but=self._at)
         except (TimeoutError, AssertionError) as error:

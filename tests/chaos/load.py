@@ -50,6 +50,7 @@ class Served:
     problems: list[str] = field(default_factory=list)
     at: Callable[[], str] = str  # names the router that it is at now
     moves: list[Move] = field(default_factory=list)
+    tries: list[tuple[float, str]] = field(default_factory=list)  # why its client left routers, and when
     _last: tuple[str, float] = ("", 0.0)  # router and time of the last chunk
 
     def arrived(self, choice: int) -> None:
@@ -107,7 +108,7 @@ async def serve(client: AsyncClient, request: Request, served: Served, routers: 
     try:
         async with asyncio.timeout(STREAM_TIMEOUT_S):
             stream = client.stream(request.prompt, request_id=served.request_id, **request.options)
-            served.at = (lambda: routers[stream._router]) if routers else served.at
+            served.at = (lambda: routers[stream._place.router]) if routers else served.at
             async for chunk in stream:
                 answer = served.answers.setdefault(chunk.choice, Answer())
                 served.arrived(chunk.choice)

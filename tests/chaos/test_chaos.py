@@ -96,7 +96,9 @@ async def test_nothing_is_lost_and_nothing_is_wrong(layout: str, size: Size, mod
 
             expected = await undisturbed(ask, [request.kind for request in requests], size.streams)
             pids: dict[str, int] = {}
-            injector = Injector(lambda: [server.process.pid], lambda: view(server, [server.grpc], pids), works)
+            injector = Injector(
+                lambda: [server.process.pid], lambda: view(server.processes, [server.grpc], pids), works
+            )
             run = Run(server, client, injector)
             load = Load(ask, expected, size.seed)
             began = time.monotonic()

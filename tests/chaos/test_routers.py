@@ -11,9 +11,10 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from signal import SIGINT, SIGKILL
 
 import httpx
 import pytest
@@ -21,9 +22,9 @@ import pytest
 from paceline.client import AsyncClient
 from tests.chaos.deployed import options_of, view, whole, works
 from tests.chaos.faults import LINK_KINDS, PROCESS_KINDS, Injector, kinds, plan
-from tests.chaos.front import Front
-from tests.chaos.front_faults import REDIS_KINDS, ROUTER_KINDS, FrontInjector
-from tests.chaos.front_report import pauses, resumes, table
+from tests.chaos.front import Front, outside_ray
+from tests.chaos.front_faults import REDIS_KINDS, ROUTER_KINDS, SUPERVISOR_KINDS, FrontInjector
+from tests.chaos.front_report import noting, pauses, resumes, stories, table
 from tests.chaos.http_load import HttpRouters, make_http_requests, serve_http
 from tests.chaos.load import Load, Request, Served, make_requests, serve, undisturbed
 from tests.chaos.report import percentile
@@ -38,6 +39,7 @@ SHORT_S, SHORT_STREAMS, SHORT_SEED = 15.0, 5, 40
 SHORT_NODE_KINDS, SHORT_FRONT_KINDS = ("kill", "pause"), (*ROUTER_KINDS, "redis kill", "redis read-only")
 NODE_GAP_S, FRONT_GAP_S = (9.0, 18.0), (4.0, 8.0)  # nodes take seconds to come back
 SHORT_NODE_GAP_S, SHORT_FRONT_GAP_S = (5.0, 6.0), (2.5, 3.0)
+TOLD = 8  # moves of either kind that a long run tells of
 TARGET_S = 3.0  # p99 of gRPC streams whose router was hurt; a silent one is given up after 1.5 to 2 s
 
 
@@ -62,14 +64,21 @@ def size(request: pytest.FixtureRequest) -> Size:
 
 
 @asynccontextmanager
-async def fronted(model: Path, redis: Embedded) -> AsyncIterator[Front]:
-    """Nodes and three routers at a Redis of their own."""
-    with (
-        serving(*options_of("spare", model), "--redis", redis.url) as server,
-        Front(server, ("--join", redis.url)) as f,
-    ):
-        await f.add(JOINED)
-        yield f
+async def fronted(model: Path, redis: Embedded, outlived: bool) -> AsyncIterator[Front]:
+    """Nodes and three routers at a Redis of their own. outlived: at a Ray of their own too, so that a router which
+    joined takes over when the process of ``serve`` is lost."""
+    options, joining = [*options_of("spare", model), "--redis", redis.url], ["--join", redis.url]
+    with ExitStack() as stack:
+        ray_pid, end_with = 0, SIGINT
+        if outlived:
+            address, ray_pid = stack.enter_context(outside_ray(cpus=4))
+            options += ["--ray-address", address, "--node-host", "127.0.0.1"]
+            joining += ["--ray-address", address]
+            end_with = SIGKILL
+        server = stack.enter_context(serving(*options, end_with=end_with))
+        front = stack.enter_context(Front(server, tuple(joining), ray_pid))
+        await front.add(JOINED)
+        yield front
 
 
 @dataclass
@@ -114,7 +123,7 @@ async def make_run(front: Front, redis: Embedded, routers: HttpRouters, client: 
         right = await undisturbed(ask, [one.kind for one in kinds_], size.streams)
         loads.append(Load(ask, right, size.seed, name))
     pids: dict[str, int] = {}
-    nodes = Injector(front.pids, lambda: view(front.main, list(front.grpc.values()), pids), works)
+    nodes = Injector(front.pids, lambda: view(front.node_processes, list(front.grpc.values()), pids), works)
     run = Run(loads[0], loads[1], FrontInjector(front, redis, lambda: run.under_way()), nodes, routers)
     return run
 
@@ -122,20 +131,21 @@ async def make_run(front: Front, redis: Embedded, routers: HttpRouters, client: 
 async def test_routers_nodes_and_redis_are_hurt_and_nothing_is_lost(size: Size, model: Path) -> None:
     print(f"\nrouters: seed {size.seed}, {size.streams} gRPC and {size.streams} HTTP streams, {size.seconds:g} s")
     with Embedded(tcp=True) as redis:
-        async with fronted(model, redis) as front, AsyncClient(front.main.grpc) as asking:
+        async with fronted(model, redis, size.full) as front, AsyncClient(front.main.grpc) as asking:
             names = [node.id for node in (await asking.model_info()).nodes]
             routers = HttpRouters(front.http)
             async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_keepalive_connections=0)) as client:
                 run = await make_run(front, redis, routers, client, size)
                 watching = asyncio.create_task(routers.watch())
                 began = time.monotonic()
-                await disturb(run, size, began)
+                with noting(run.under_way):
+                    await disturb(run, size, began)
                 watching.cancel()
             ended = time.monotonic()
             try:
                 await whole(asking, names)
             finally:
-                tell(run, ended - began)
+                tell(run, size, ended - began)
     assert problems(run, size) == []
 
 
@@ -145,7 +155,7 @@ async def disturb(run: Run, size: Size, began: float) -> None:
         load.start(size.streams)
     node_gap, front_gap = (NODE_GAP_S, FRONT_GAP_S) if size.full else (SHORT_NODE_GAP_S, SHORT_FRONT_GAP_S)
     node_kinds = kinds() if size.full else SHORT_NODE_KINDS
-    front_kinds: tuple[str, ...] = (*ROUTER_KINDS, *REDIS_KINDS) if size.full else SHORT_FRONT_KINDS
+    front_kinds: tuple[str, ...] = (*ROUTER_KINDS, *REDIS_KINDS, *SUPERVISOR_KINDS) if size.full else SHORT_FRONT_KINDS
     if not set(LINK_KINDS) <= set(kinds()):  # a long run fails for it
         front_kinds = tuple(kind for kind in front_kinds if kind != "router cut off")
     async with asyncio.TaskGroup() as group:
@@ -163,7 +173,7 @@ def times(run: Run) -> tuple[list[float], Rows]:
     done, faults = [served for load in run.loads for served in load.done], run.front.faults + run.nodes.faults
     all_alone, rows = list[float](), Rows()
     for fault in faults:
-        if fault.kind not in ROUTER_KINDS:
+        if fault.kind not in (*ROUTER_KINDS, *SUPERVISOR_KINDS):
             rows.append((f"all while {fault.kind}", pauses(fault, done)))
             continue
         for way in ("grpc", "http"):
@@ -174,7 +184,7 @@ def times(run: Run) -> tuple[list[float], Rows]:
     return all_alone, [*rows, ("any router fault, grpc", all_alone)]
 
 
-def tell(run: Run, seconds: float) -> None:
+def tell(run: Run, size: Size, seconds: float) -> None:
     """Print what happened."""
     faults = run.front.faults + run.nodes.faults
     print(f"{len(faults)} faults in {seconds:.0f} s: {dict(Counter(fault.kind for fault in faults))}")
@@ -186,6 +196,9 @@ def tell(run: Run, seconds: float) -> None:
         print(*(f"  WRONG {wrong}" for wrong in load.wrong[:20]), sep="\n")
     print(f"what HTTP streams were told: {dict(run.routers.errors)}")
     print(f"routers were back after {[round(s, 1) for s in run.front.starts_s]} s")
+    if size.full:
+        done = [served for load in run.loads for served in load.done]
+        print(stories(done, [router.log for router in run.front.front.routers.values()], TOLD))
     print(table(times(run)[1]))
 
 
@@ -197,7 +210,7 @@ def problems(run: Run, size: Size) -> list[str]:
     found += [f"it hurt nobody: {skipped}" for skipped in run.nodes.skipped]
     found += ["a load ended no stream" for load in run.loads if not load.done]
     if size.full:
-        wanted = {*PROCESS_KINDS, *LINK_KINDS, *ROUTER_KINDS, *REDIS_KINDS}
+        wanted = {*PROCESS_KINDS, *LINK_KINDS, *ROUTER_KINDS, *REDIS_KINDS, *SUPERVISOR_KINDS}
         found += [f"no fault of kind {kind}" for kind in sorted(wanted - {fault.kind for fault in faults})]
         resumed = times(run)[0]
         if not resumed or percentile(resumed, 0.99) >= TARGET_S:

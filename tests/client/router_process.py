@@ -12,7 +12,7 @@ from cluster.state.journal import open_journal
 from cluster.state.registry_types import NodeRecord
 from paceline.config import ServeConfig
 from tests.support.scripted_nodes import MAX_MODEL_LEN, VOCAB, ByteDetokenizer, ByteTokenizer, FakeRegistry
-from tests.support.two_routers import StallingRouter
+from tests.support.two_routers import JOURNAL_KEY, StallingRouter
 
 
 async def main(url: str, chunks: str, *records: str) -> None:
@@ -20,7 +20,7 @@ async def main(url: str, chunks: str, *records: str) -> None:
     for record in map(NodeRecord.from_json, records):
         registry.records[record.id] = record
     config = ServeConfig(model="tiny")
-    journal = open_journal(config, url)
+    journal = open_journal(config, url, JOURNAL_KEY)
     assert journal is not None
     router = StallingRouter(
         registry,

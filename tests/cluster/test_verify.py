@@ -7,9 +7,11 @@ import asyncio
 import json
 import math
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import typer
 from typer.testing import CliRunner, Result
@@ -20,6 +22,7 @@ from cluster.verification.asked import FIRST_SEED, Asked, request_of
 from cluster.verification.built_in import built_in
 from cluster.verification.report import report_json, show_difference, show_report
 from cluster.verification.run import Verification
+from paceline.client.testing import FakeServer
 from paceline.request import TokenLogprobs
 from tests.multihost.small_model import write_model
 from tests.support.folder_deployment import deployed
@@ -35,6 +38,9 @@ ASKED = [
     {"prompt": "yes or no: ", "choice": ["yes", "no"], "max_tokens": 8},
     {"prompt": "nothing", "max_tokens": 0},
 ]
+
+
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
 
 async def run(*arguments: object) -> Result:
@@ -164,3 +170,33 @@ async def test_no_verdict_is_another_exit_code_than_a_difference(tmp_path: Path,
         async with deployed(write_model(tmp_path / "tiny", SPEC, seed=0), drafter="none") as named:
             other = await run("--at", at, "--against", named, "--requests", asked)
             assert (other.exit_code, "model is unlike at" in other.output) == (2, True), other.output
+
+
+class Recording(grpc.GenericRpcHandler):
+    """A deployment that refuses every call, and keeps what the caller proves itself with."""
+
+    def __init__(self) -> None:
+        self.keys: list[str | bytes | None] = []
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
+        self.keys.append(dict(details.invocation_metadata or ()).get("authorization"))
+        return grpc.unary_unary_rpc_method_handler(lambda request, context: context.abort(UNAVAILABLE, "not now"))
+
+
+async def test_each_side_gets_its_own_key_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: without a file for it the second side gets the first one's key, or that of the environment."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.write_text("first-key")
+    second.write_text("second-key")
+    monkeypatch.setenv("PACELINE_API_KEY", "key-of-the-environment")
+    recording, server = Recording(), grpc.server(ThreadPoolExecutor(1))
+    server.add_generic_rpc_handlers([recording])
+    against = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    with FakeServer() as fake:
+        sides = ("--at", fake.address, "--api-key-file", first, "--against", against)
+        for more, key in (((), None), (("--against-api-key-file", second), "Bearer second-key")):
+            assert (await run(*sides, *more)).exit_code == 2
+            assert set(recording.keys) == {key}
+            recording.keys.clear()
+    server.stop(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -43,7 +42,18 @@ def ray_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_nodes_and_streams_outlive_serve(ray_address: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "tiny", replace(tiny_spec(CHAT_VOCAB), max_position_embeddings=512))
     with Embedded() as registry:
-        options = ("--model", str(folder), "--redis", registry.url, "--drafter", "ngram", "--kv-cache-tokens", "1024")
+        options = (
+            "--admin",
+            "127.0.0.1:0",
+            "--model",
+            str(folder),
+            "--redis",
+            registry.url,
+            "--drafter",
+            "ngram",
+            "--kv-cache-tokens",
+            "1024",
+        )
         nodes = ("--prefill-nodes", "0", "--no-standby", "--ray-address", ray_address, "--node-host", "127.0.0.1")
         joining = ("--join", registry.url, "--ray-address", ray_address, "--admin", "127.0.0.1:0")
         with (
@@ -51,6 +61,9 @@ def test_nodes_and_streams_outlive_serve(ray_address: str, tmp_path: Path) -> No
             serve(*joining, end_with=signal.SIGTERM, verb="router") as router,
         ):
             whole = tokens(server.http)
+            assert [node["node_id"] for node in listed(server.admin)] == ["decode-0"]
+            done = ask_nodes(router.admin)
+            assert (done.returncode, server.admin in done.stderr) == (1, True), done.stderr  # it supervises none yet
             found: list[int] = []
             asked = {name: BODY[name] for name in ("seed", "max_tokens", "ignore_eos")}
             with Client([server.grpc, router.grpc]) as client:
@@ -59,7 +72,8 @@ def test_nodes_and_streams_outlive_serve(ray_address: str, tmp_path: Path) -> No
                     if number == 3:
                         server.process.kill()
             assert found == whole
-            admin = admin_of(router.log)
+            admin = router.admin
+            wait_for(lambda: f"operators are served at {admin}" in router.log.read_text())
             (node,) = listed(admin)
             assert (node["node_id"], node["generation"], node["state"]) == ("decode-0", 1, "ready")  # as it was
             os.kill(node["pid"], signal.SIGKILL)
@@ -75,20 +89,13 @@ def tokens(address: str) -> list[int]:
     return found
 
 
-def admin_of(log: Path) -> str:
-    """Where the router serves operators since it took over."""
-    found: list[str] = []
-
-    def told() -> bool:
-        found[:] = re.findall(r"operators are served at (\S+)", log.read_text())
-        return bool(found)
-
-    wait_for(told)
-    return found[0]
-
-
 def listed(admin: str) -> list[dict[str, Any]]:
-    done = subprocess.run([paceline(), "nodes", "list", "--json", "--admin", admin], capture_output=True, text=True)
+    done = ask_nodes(admin)
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)
     return found
+
+
+def ask_nodes(admin: str) -> subprocess.CompletedProcess[str]:
+    """Mutant for a router that joined: nobody listens at its address before a takeover."""
+    return subprocess.run([paceline(), "nodes", "list", "--json", "--admin", admin], capture_output=True, text=True)

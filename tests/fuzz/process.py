@@ -22,6 +22,7 @@ from paceline.config import ServeConfig
 from paceline.speculation import TreeKind
 from paceline.text.tokenizer import Tokenizer
 from tests.support.tiny_chat import CHAT_VOCAB
+from tests.support.two_routers import JOURNAL_KEY
 
 CONTEXT = 96  # tokens of prompt and output: bounds the work of every message that happens to be valid
 GRACE_S = 2.0
@@ -62,7 +63,7 @@ async def run_router(folder: str, redis_url: str) -> None:
     directory = NodeDirectory(redis_url, LEASE_TTL_S)
     await directory.start()
     metrics = Metrics()
-    journal = open_journal(config, redis_url, metrics.registry)
+    journal = open_journal(config, redis_url, JOURNAL_KEY, metrics.registry)
     assert journal is not None
     tokenizer = Tokenizer.from_folder(Path(folder))
     router = Router(directory, tokenizer, config, MODEL, CONTEXT, CHAT_VOCAB, metrics=metrics, journal=journal)

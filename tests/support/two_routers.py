@@ -16,6 +16,8 @@ from cluster.state.journal import Journal, open_journal
 from paceline.config import ServeConfig
 from paceline.results import Chunk
 
+JOURNAL_KEY = "11" * 32  # of the deployment
+
 
 class StallingRouter(Router):
     """Passes on ``stall_after`` chunks of each stream, then none."""
@@ -83,7 +85,7 @@ async def two_routers(make: Callable[..., StallingRouter], config: ServeConfig, 
     made: list[One] = []
     try:
         for _ in range(2):
-            journal = open_journal(config, url) if url else None
+            journal = open_journal(config, url, JOURNAL_KEY) if url else None
             router = make(journal=journal)
             made.append(One(router, await serve_grpc(router, "127.0.0.1:0"), journal))
         yield Two(*made)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -22,12 +23,15 @@ from cluster.frontdoor.messages.errors import PATH, message_error
 from cluster.frontdoor.messages.parse import NAMES, parse_count, parse_message
 from cluster.frontdoor.messages.requests import CountTokensRequest, MessageRequest
 from cluster.frontdoor.own_fields import new_id
+from cluster.frontdoor.resuming import Position, Told, not_the_same, position_of
 from cluster.frontdoor.route_docs import generation_route
 from cluster.frontdoor.serving import Serving
 from cluster.frontdoor.stream_events import Event, event_text
 from cluster.routing.metrics import Metrics
+from cluster.routing.resume import UnknownGeneration
 from paceline.errors import PacelineError, RequestCancelled
 from paceline.request import FinishReason
+from paceline.results import Chunk
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +39,8 @@ _MESSAGES = generation_route(MessageRequest, AnswerMessage, MessageError)
 _COUNT_TOKENS = generation_route(CountTokensRequest, TokenCount, MessageError)
 
 
-def add_messages(app: FastAPI, router: Serving, metrics: Metrics) -> None:
-    """Add the routes."""
+def add_messages(app: FastAPI, router: Serving, metrics: Metrics, resumable: bool = False) -> None:
+    """Add the routes. resumable: streams may go on at any router."""
 
     @app.post(PATH, **_MESSAGES)
     async def message(request: Request) -> Response:
@@ -46,7 +50,11 @@ def add_messages(app: FastAPI, router: Serving, metrics: Metrics) -> None:
         async def made() -> Response:
             asked, generation = parse_message(parse_object(await read_body(request)), new_id("msg"))
             answer = Answer(asked, generation.request_id, check_model(router, asked.model))
-            return _Reply(router, generation, answer, bool(asked.stream))
+            can_resume = resumable and bool(asked.stream)
+            since = position_of(request, can_resume)
+            if since is not None:
+                generation = since.rest_of(generation)
+            return _Reply(router, replace(generation, keeps_told=can_resume), answer, bool(asked.stream))
 
         return await counted(made(), metrics)
 
@@ -73,6 +81,7 @@ class _Reply(Response):
         super().__init__()
         self._router, self._generation, self._answer, self._stream = router, generation, answer, stream
         self._prompt_tokens = 0
+        self._position: Position | None = None  # where events can be gone on from
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = self._generation.request_id
@@ -88,21 +97,23 @@ class _Reply(Response):
     async def _send(self, sender: Sender) -> None:
         try:
             async with aclosing(self._events()) as batches:
-                async for events in batches:
+                async for events, event_id in batches:
                     if self._stream:
-                        await self._tell(sender, events)
+                        await self._tell(sender, events, event_id)
         except ClientGone:
             raise
+        except UnknownGeneration as error:
+            await self._fail(sender, not_the_same(error))
         except Exception as error:
             await self._fail(sender, NAMES.renamed(error))
         else:
             await (sender.write("", last=True) if self._stream else sender.whole(200, self._answer.body(), {}))
 
-    async def _tell(self, sender: Sender, events: list[Event]) -> None:
+    async def _tell(self, sender: Sender, events: list[Event], event_id: str) -> None:
         if not sender.started:
             await sender.start_events()
         if events:
-            await sender.write(event_text(events))
+            await sender.write(event_text(events, event_id))
 
     async def _fail(self, sender: Sender, error: Exception) -> None:
         problem = problem_for(error)
@@ -111,18 +122,28 @@ class _Reply(Response):
         else:
             await sender.whole(problem.status, message_error(problem), problem.headers)
 
-    async def _events(self) -> AsyncGenerator[list[Event], None]:
-        """Events as they come."""
+    async def _events(self) -> AsyncGenerator[tuple[list[Event], str], None]:
+        """Events as they come, and the id of the last of each batch. Empty: the stream cannot be gone on with there. A
+        client that goes on has the beginning, and what is told again only brings the answer to where it was."""
         begun = False
         async with aclosing(self._router.generate(self._generation, self._on_plan)) as chunks:
             async for chunk in chunks:
                 first = [] if begun else self._answer.begin(self._prompt_tokens)
                 begun = True
-                yield first + self._answer.take(chunk)
+                more = self._answer.take(chunk)
+                if not chunk.retold:
+                    yield first + more, self._id_after(chunk) if more else ""
                 if chunk.completion is not None:
                     if chunk.completion.finish_reason is FinishReason.ABORT:
                         raise RequestCancelled("the request was cancelled")
-                    yield self._answer.complete(chunk.completion)
+                    yield self._answer.complete(chunk.completion), ""
+
+    def _id_after(self, chunk: Chunk) -> str:
+        """The id of a chunk's last event. Text that comes with the end counts to no token: it is told again with it."""
+        if self._position is None or chunk.completion is not None:
+            return ""
+        return str(self._position.at([Told(chunk.first_index + len(chunk.token_ids))], over=False))
 
     def _on_plan(self, plan: Plan) -> None:
         self._prompt_tokens = plan.num_prompt_tokens
+        self._position = Position.of(plan) if self._generation.keeps_told else None

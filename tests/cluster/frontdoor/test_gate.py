@@ -26,6 +26,7 @@ from tests.cluster.frontdoor.test_grpc_refusals import GOOD, HEALTH, REFLECTION
 from tests.fakes.redis_servers import Embedded
 from tests.support.api_keys import Keys, write_keys
 from tests.support.scripted_nodes import Fleet, Script, fleet
+from tests.support.two_routers import JOURNAL_KEY
 
 INFERENCE = [f"/{SERVICE}/{name}" for name in ("Generate", "GenerateStream", "Tokenize", "ModelInfo", "Trace")]
 WATCH = "/grpc.health.v1.Health/Watch"
@@ -137,7 +138,7 @@ async def test_a_stream_is_resumed_by_its_tenant_alone(tmp_path: Path) -> None:
     """Mutant: the journal is asked with the message's tenant."""
     redis = Embedded()
     async with serving(tmp_path) as surface:
-        journal = open_journal(surface.nodes.router.config, redis.url)
+        journal = open_journal(surface.nodes.router.config, redis.url, JOURNAL_KEY)
         surface.nodes.router._journal = journal
         generation_id = "g" * 32
         first = inference_pb2.GenerateRequest(text="hello", generation_id=generation_id)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +13,12 @@ import httpx
 import pytest
 
 from cluster.frontdoor.http import HttpOptions, create_app
+from cluster.state.journal import Journal, open_journal
+from paceline.v1 import inference_pb2
+from tests.fakes.redis_servers import Embedded
 from tests.support.http_app import CHATS, COMPLETIONS, refused
 from tests.support.scripted_nodes import Fleet, fleet, letters
-from tests.support.two_routers import StallingRouter, scripted
+from tests.support.two_routers import JOURNAL_KEY, StallingRouter, scripted
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 24}
 COMPLETION: dict[str, Any] = {"prompt": "hi", "stream": True, "max_tokens": 24}
@@ -37,6 +41,7 @@ class Two:
 
     nodes: Fleet
     apps: list[httpx.AsyncClient]
+    journals: list[Journal] = field(default_factory=list)
 
     async def ask(self, which: int, path: str, body: dict[str, Any], since: str = "") -> list[tuple[str, Any]]:
         """Id and data of each event; the stream must be complete."""
@@ -53,18 +58,41 @@ def _event(text: str) -> tuple[str, str]:
     return name.removeprefix("id: ").strip(), data
 
 
+@pytest.fixture(scope="module")
+def redis_server() -> Iterator[Embedded]:
+    with Embedded() as made:
+        yield made
+
+
 @pytest.fixture
 async def two() -> AsyncIterator[Two]:
+    async with both("") as made:
+        yield made
+
+
+@pytest.fixture
+async def two_with_journals(redis_server: Embedded) -> AsyncIterator[Two]:
+    async with both(redis_server.url) as made:
+        yield made
+
+
+@asynccontextmanager
+async def both(url: str) -> AsyncIterator[Two]:
+    """url: of Redis; empty for routers without a journal."""
     async with AsyncExitStack() as stack:
         nodes = await stack.enter_async_context(fleet())
-        apps = []
+        apps, journals = [], []
         for _ in range(2):
-            router: StallingRouter = scripted(nodes)(journal=None)
+            journal = open_journal(nodes.router.config, url, JOURNAL_KEY) if url else None
+            if journal is not None:
+                stack.push_async_callback(journal.close)
+                journals.append(journal)
+            router: StallingRouter = scripted(nodes)(journal=journal)
             stack.push_async_callback(router.close)
             transport = httpx.ASGITransport(create_app(router, router.metrics, HttpOptions(resumable=True)))
             made = httpx.AsyncClient(transport=transport, base_url="http://router")
             apps.append(await stack.enter_async_context(made))
-        yield Two(nodes, apps)
+        yield Two(nodes, apps, journals)
         await nodes.idle()
 
 
@@ -119,6 +147,71 @@ async def test_from_every_event_on(two: Two, path: str, body: dict[str, Any]) ->
             assert Got().take(whole[: i + 1]).take(again).sorted() == Got().take(whole).sorted(), (whole[i][0], rest[0])
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "share"), [(*one, 1) for one in ASKED[1:5]] + [(*one, 2) for one in ASKED[1:3]]
+)
+async def test_tokens_that_were_told_are_not_decoded_again(
+    two_with_journals: Two, path: str, body: dict[str, Any], share: int
+) -> None:
+    """share: one of so many of the tokens is still in Redis. Mutants: what is recalled is not told to the surface;
+    log-probabilities are not kept; a chunk is noted whatever its index is."""
+    two = two_with_journals
+    whole = await two.ask(0, path, {"seed": 3} | body)
+    kept = await Kept.of(two, whole)
+    all_of_them = [tuple(choice.token_ids) for choice in kept.message.choices]
+    missing = set()
+    for cut in kept.message.choices:
+        del cut.token_ids[len(cut.token_ids) // share :], cut.logprobs[len(cut.logprobs) // share :]
+    for event_id in [event_id for event_id, _ in whole if event_id][:-1:3]:
+        await kept.write()
+        asked = two.nodes.nodes["decode-0"].sequences
+        asked.clear()
+        rest = await two.ask(1, path, {"seed": 3} | body, since=event_id)
+        begun = whole[: [name for name, _ in whole].index(event_id) + 1]
+        assert Got().take(begun).take(rest).sorted() == Got().take(whole).sorted(), event_id
+        told = event_id.split(".")[2].split("-")
+        for one in asked:
+            choice = int(one.request_id.partition("#")[2] or 0)
+            had = all_of_them[choice][: int(told[choice].rstrip("c"))]
+            missing.add(len(had) - len(one.output_token_ids))  # an earlier stream may have written all of them again
+            assert one.output_token_ids == had[: len(one.output_token_ids)]
+            assert share > 1 or not told[choice].endswith("c")
+    assert max(missing) > 0 if share > 1 else missing == {0}
+
+
+@dataclass
+class Kept:
+    """What Redis has of a stream that ended, under the name that the second router looks for."""
+
+    journal: Journal
+    name: str
+    message: inference_pb2.GenerateResponse
+
+    @classmethod
+    async def of(cls, two: Two, whole: list[tuple[str, Any]]) -> Kept:
+        return await cls.when(two, whole[-1][0])
+
+    @classmethod
+    async def when(cls, two: Two, event_id: str, num_tokens: int | None = None) -> Kept:
+        """Once it has all tokens that an id tells, or so many."""
+        journal, (_, digest, told) = two.journals[1], event_id.split(".")
+        name = journal.seal.name("told", bytes.fromhex(digest))
+        counts = [int(count.rstrip("cu")) for count in told.split("-")] if num_tokens is None else [num_tokens]
+        async with asyncio.timeout(5):
+            while True:
+                found = inference_pb2.GenerateResponse.FromString(await journal.read(name) or b"")
+                if [len(choice.token_ids) for choice in found.choices] == counts:
+                    return cls(two.journals[0], name, found)
+                await asyncio.sleep(0.01)
+
+    async def write(self) -> None:
+        entry = self.message.SerializeToString()
+        self.journal.keep(self.name, entry)
+        async with asyncio.timeout(5):
+            while await self.journal.read(self.name) != entry:
+                await asyncio.sleep(0.01)
+
+
 async def test_what_cannot_be_resumed(two: Two) -> None:
     (first, _), *_ = [event for event in await two.ask(0, CHATS, CHAT) if event[0]]
     app = two.apps[1]
@@ -139,3 +232,46 @@ async def test_what_cannot_be_resumed(two: Two) -> None:
 async def test_streams_that_have_no_ids(two: Two) -> None:
     for more in ({"n": 17}, {"echo": True}, {"prompt": ["a", "b"]}):
         assert not any(event_id for event_id, _ in await two.ask(0, COMPLETIONS, COMPLETION | more))
+
+
+MESSAGES, MESSAGE = "/v1/messages", {"messages": CHAT["messages"], "model": "tiny", "max_tokens": 24, "stream": True}
+
+
+def of_message(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Id and data of each event."""
+    fields = [dict(line.split(": ", 1) for line in event.split("\n")) for event in text.strip().split("\n\n")]
+    return [(event.get("id", ""), json.loads(event["data"])) for event in fields]
+
+
+def put_together(events: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """What a client makes of events: deltas that follow each other are one."""
+    made: list[Any] = []
+    for _, event in events:
+        kind, piece = event["type"], event.get("delta", {}).get("text")
+        if piece is not None and made and made[-1][0] == kind:
+            made[-1] = (kind, made[-1][1] + piece)
+        else:
+            made.append((kind, piece or event.get("delta")))
+    return made
+
+
+async def test_messages_go_on_from_every_event(two_with_journals: Two) -> None:
+    """Mutants: what the client has is told again; text that comes with the end has an id; tokens are not kept."""
+    two = two_with_journals
+    said = (await two.apps[0].post(MESSAGES, json=MESSAGE | {"seed": 3, "stream": False})).json()["content"][0]["text"]
+    held_back = {"seed": 3, "stop_sequences": [said[-1] + "!"]}  # its last letter, until the end
+    for asked in (MESSAGE, MESSAGE | held_back):
+        first = await two.apps[0].post(MESSAGES, json=asked)
+        whole = of_message(first.text)
+        assert [event["type"] for _, event in whole][-2:] == ["message_delta", "message_stop"], first.text
+        named = [i for i, (event_id, _) in enumerate(whole) if event_id]
+        assert len(named) > 3
+        await Kept.when(two, whole[named[0]][0], 24)
+        for i in named:
+            two.nodes.nodes["decode-0"].sequences.clear()
+            rest = await two.apps[1].post(MESSAGES, json=asked, headers={RESUME: whole[i][0]})
+            assert put_together([*whole[: i + 1], *of_message(rest.text)]) == put_together(whole)
+            asked_of_nodes, told = two.nodes.nodes["decode-0"].sequences, int(whole[i][0].split(".")[2])
+            assert all(0 < len(sequence.output_token_ids) <= told for sequence in asked_of_nodes)
+    wrong = await two.apps[1].post(MESSAGES, json=MESSAGE | {"temperature": 0.5}, headers={RESUME: whole[named[0]][0]})
+    assert (wrong.status_code, wrong.json()["type"]) == (409, "error")

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
 from cluster.routing import pairing, quarantine
 from cluster.routing.quarantine import DEATHS, EXPLAIN_S, FEW_TOKENS, FORGET_S, Quarantine, Suspicion
+from cluster.state import evidence
+from cluster.state.evidence import Evidence
 from cluster.state.registry_types import NodeRecord
+from cluster.state.sealing import Seal
 from paceline.errors import InvalidRequest, PacelineError
 from paceline.results import Generation
+from tests.fakes.redis_servers import Embedded
 from tests.support.router_asks import TEXT, answer, ask
 from tests.support.scripted_nodes import Fleet, Script, fleet
 
@@ -115,6 +120,39 @@ def test_what_counts_as_a_death(loss: dict[str, object], refused: bool) -> None:
         assert not case.refused
         case.lose(**loss)  # type: ignore[arg-type]
     assert case.refused == refused
+
+
+async def test_what_killed_behind_one_router_is_not_tried_anew_behind_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutants: deaths behind other routers are not counted; those of a request of another id are; a note that another
+    deployment sealed is believed; a refusal is told to nobody."""
+    monkeypatch.setattr(evidence, "EVERY_S", 0.01)
+    cases, key = [Case() for _ in range(3)], "11" * 32
+    with Embedded() as redis:
+        shared = [Evidence(redis.url, Seal(key), case.quarantine.hear) for case in cases]
+        stranger = Evidence(redis.url, Seal("22" * 32), lambda note: None)
+        for case, one in zip(cases, shared, strict=True):
+            case.quarantine.tell = one.tell
+        for one in (*shared, stranger):
+            one.start()
+        first, second, third = cases
+        for _ in range(DEATHS):
+            first.lose()
+        stranger.tell(b'{"prompt": "%s", "said": "refused"}' % third.suspicion.prompt.encode())
+        await until(lambda: [len(one) for one in second.quarantine._heard.values()] == [DEATHS])
+        second.records, third.records = list(first.records), list(first.records)
+        assert not second.refuses(second.ask("another"))
+        assert not third.refuses(third.ask("another"))
+        assert second.refused
+        await until(lambda: third.refuses(third.ask("another")))
+        assert not third.refuses(third.ask(prompt=2))
+        for one in (*shared, stranger):
+            await one.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 def test_one_death_counts_once_however_often_the_node_was_lost_before() -> None:

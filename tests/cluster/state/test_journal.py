@@ -16,10 +16,14 @@ from prometheus_client import CollectorRegistry
 
 from cluster.state import journal as module
 from cluster.state.journal import ENTRY_OVERHEAD_BYTES, Journal, journal_key, open_journal
+from cluster.state.sealing import MAGIC, OVERHEAD_BYTES, Seal
 from paceline.config import ServeConfig
 from paceline.errors import NodeUnavailable
 from tests.fakes.redis_servers import SERVERS, Embedded, Server
 
+KEY = "11" * 32
+SEAL = Seal(KEY)
+PREFIX = "paceline:default:journal:sealed:"
 KEYS = [journal_key("tenant", f"{i:032x}") for i in range(40)]
 
 
@@ -42,7 +46,7 @@ class Observed:
     def __init__(self, url: str, **options: Any) -> None:
         self.registry = CollectorRegistry()
         bounds: dict[str, Any] = {"ttl_s": 60.0, "entry_bytes": 10_000, "total_bytes": 1_000_000} | options
-        self.journal = Journal(url, registry=self.registry, **bounds)
+        self.journal = Journal(url, SEAL, registry=self.registry, **bounds)
 
     @contextmanager
     def without_client(self) -> Iterator[None]:
@@ -52,6 +56,9 @@ class Observed:
             yield
         finally:
             self.journal._client = client
+
+    def refused(self, reason: str) -> float:
+        return self.registry.get_sample_value("paceline_journal_refused_total", {"reason": reason}) or 0.0
 
     def dropped(self, reason: str) -> float:
         return self.registry.get_sample_value("paceline_journal_dropped_total", {"reason": reason}) or 0.0
@@ -74,17 +81,15 @@ async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
 
 
 def stored(server: Server) -> dict[str, bytes]:
-    """What Redis has, by key."""
+    """What Redis has, by key, opened."""
     with redis.Redis.from_url(server.url) as client:
         found = {key.decode(): client.get(key) for key in client.keys("*")}
-        return {
-            key.removeprefix("paceline:default:journal:"): value for key, value in found.items() if value is not None
-        }
+        return {key.removeprefix(PREFIX): SEAL.open(key, value) for key, value in found.items() if value is not None}
 
 
 def ttl_s(server: Server, key: str) -> float:
     with redis.Redis.from_url(server.url) as client:
-        return float(client.pttl(f"paceline:default:journal:{key}")) / 1000
+        return float(client.pttl(PREFIX + key)) / 1000
 
 
 async def test_an_entry_is_there_at_once_and_goes_soon_after_its_answer(server: Server) -> None:
@@ -259,8 +264,8 @@ async def test_closing_is_quick_without_redis() -> None:
 async def test_options() -> None:
     off = ServeConfig.model_validate({"journal_mode": False, "adaptive": False})  # what YAML makes of a bare off
     assert (off.journal_mode, off.adaptive) == ("off", "off")
-    assert open_journal(off, "redis://127.0.0.1:1/0") is None
-    made = open_journal(ServeConfig(journal_entry_bytes=7), "redis://127.0.0.1:1/0")
+    assert open_journal(off, "redis://127.0.0.1:1/0", KEY) is None
+    made = open_journal(ServeConfig(journal_entry_bytes=7), "redis://127.0.0.1:1/0", KEY)
     assert made is not None
     assert made.keep(KEYS[0], bytes(8)) is None
     await made.close()
@@ -269,3 +274,45 @@ async def test_options() -> None:
 def test_neither_id_nor_tenant_is_in_the_key() -> None:
     assert "secret" not in journal_key("tenant", "secret" * 5)
     assert len({journal_key(*pair) for pair in (("a", "1:b"), ("a1:", "b"), ("", "a1:b"), ("b", "a"))}) == 4
+
+
+async def test_redis_learns_lengths_alone_and_changes_nothing(
+    embedded: Embedded, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Mutants: the content is not encrypted; the name is not bound; what is not sealed is taken as it is."""
+    async with running(embedded.url) as made:
+        secret = b"the words of a prompt"
+        for key in KEYS[:2]:
+            made.journal.keep(key, secret)
+        await until(lambda: len(stored(embedded)) == 2)
+        with redis.Redis.from_url(embedded.url) as client:
+            first, second = (bytes(client.get(PREFIX + key) or b"") for key in KEYS[:2])
+            assert secret[:5] not in first
+            assert len(first) == len(secret) + OVERHEAD_BYTES
+            assert first[len(MAGIC) :] != second[len(MAGIC) :]
+            old = b"\x0a\x05hello"  # as versions before wrote it
+            for wrong in (second, first[:-1] + bytes([first[-1] ^ 1]), first[:20], b"", old):
+                client.set(PREFIX + KEYS[0], wrong)
+                assert await made.journal.read(KEYS[0]) is None
+        assert made.refused("tampered") == 3
+        assert made.refused("plain") == 2
+        assert f"{PREFIX + KEYS[0]} is refused" in caplog.text
+        other = Journal(embedded.url, Seal("22" * 32), ttl_s=1.0, entry_bytes=100, total_bytes=1000)
+        assert await other.read(KEYS[1]) is None
+        await other.close()
+        assert made.journal.seal.name("told", b"x") != other.seal.name("told", b"x")
+        assert await made.journal.read(KEYS[1]) == secret
+
+
+async def test_an_entry_that_grows_is_written_and_counted_anew(embedded: Embedded) -> None:
+    async with running(embedded.url, entry_bytes=100) as made:
+        journal, kept = made.journal, made.journal.keep(KEYS[0], b"a")
+        assert kept is not None
+        journal.update(kept, 100 * b"b")
+        assert journal._bytes == 100 + ENTRY_OVERHEAD_BYTES
+        await until(lambda: stored(embedded) == {KEYS[0]: 100 * b"b"})
+        journal.update(kept, 101 * b"c")  # too large: another router is not to go on from less than was told
+        await until(lambda: stored(embedded) == {})
+        assert (journal._bytes, made.dropped("size")) == (0, 1)
+        journal.update(kept, b"d")
+        assert not journal._held

@@ -1,0 +1,93 @@
+"""When the tokens that a client was told are written, and what becomes of a stream whose tokens nobody knows."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.contract.generation import GenerationRequest, ReceivedChoice
+from cluster.contract.plan import Plan, ServedModel, make_plan
+from cluster.routing import told
+from cluster.routing.told import FEW_TOKENS, OFTEN_S, ToldTokens, recall
+from cluster.state.journal import Journal
+from cluster.state.sealing import Seal
+from paceline.config import ServeConfig
+from paceline.results import Chunk
+from paceline.v1 import common_pb2, inference_pb2
+from tests.support.scripted_nodes import MAX_MODEL_LEN, VOCAB, ByteTokenizer
+
+NOWHERE = "redis://127.0.0.1:1/0"
+
+
+@pytest.fixture
+async def journal() -> AsyncIterator[Journal]:
+    """Its table alone: no Redis is there."""
+    made = Journal(NOWHERE, Seal("11" * 32), ttl_s=60.0, entry_bytes=10_000, total_bytes=100_000)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def plan() -> Plan:
+    served = ServedModel("tiny", MAX_MODEL_LEN, VOCAB, (), ServeConfig(model="tiny"))
+    return await make_plan(GenerationRequest("hello", max_tokens=100), served, ByteTokenizer(), None)
+
+
+def written(journal: Journal) -> list[int]:
+    """The tokens in the entry; none where there is no entry."""
+    found = [inference_pb2.GenerateResponse.FromString(kept.entry) for kept in journal._held.values()]
+    return [token_id for one in found for token_id in one.choices[0].token_ids]
+
+
+def tokens(first: int, count: int) -> Chunk:
+    return Chunk(0, first, tuple(range(first, first + count)))
+
+
+async def test_a_few_tokens_or_a_second_are_enough(
+    journal: Journal, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutants: every chunk is written; a slow stream is written after many tokens alone; the end is not."""
+    now = [100.0]
+    monkeypatch.setattr(told, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    stream = ToldTokens(journal, plan, {})
+    stream.note(tokens(0, FEW_TOKENS - 1))
+    assert written(journal) == []
+    stream.note(tokens(FEW_TOKENS - 1, 1))
+    stream.note(tokens(FEW_TOKENS, 1))
+    assert written(journal) == list(range(FEW_TOKENS))
+    now[0] += OFTEN_S
+    stream.note(tokens(FEW_TOKENS + 1, 1))
+    assert written(journal) == list(range(FEW_TOKENS + 2))
+    stream.note(tokens(FEW_TOKENS + 2, 1))
+    stream.end(complete=False)
+    assert written(journal) == list(range(FEW_TOKENS + 3))
+
+
+async def test_an_entry_that_may_be_fuller_is_left_alone(journal: Journal, plan: Plan) -> None:
+    """The router that goes on knew 10 of 50 tokens, and Redis may have more of them by now. Mutant: it writes at
+    once."""
+    stream = ToldTokens(journal, plan, {0: ReceivedChoice(0, 50, tuple(range(10)))})
+    stream.note(tokens(0, 40))
+    assert written(journal) == []
+    stream.note(tokens(40, 11))
+    assert written(journal) == list(range(51))
+
+
+@pytest.mark.parametrize("there", [True, False])
+async def test_what_is_not_known_is_made_again(
+    journal: Journal, plan: Plan, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without Redis, and with an entry that lacks log-probabilities. Mutant: a resume fails with the journal."""
+
+    async def read(key: str, timeout_s: float) -> Any:
+        return inference_pb2.GenerateResponse(
+            choices=[inference_pb2.Choice(index=0, token_ids=[1, 2], logprobs=[common_pb2.TokenLogprobs(logprob=-1.0)])]
+        ).SerializeToString()
+
+    if there:
+        monkeypatch.setattr(journal, "read", read)
+    received = {0: ReceivedChoice(0, 5)}
+    assert await recall(journal, plan, received) == received
