@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib
 import json
 import logging
 from dataclasses import replace
@@ -59,6 +60,8 @@ class Supervision:
     async def start(self) -> None:
         """Go on with the nodes that an earlier supervisor left, and start the others. Raises what the first failing one
         raised."""
+        # Ray takes a second to import; a router that takes over has streams meanwhile.
+        await asyncio.to_thread(importlib.import_module, "cluster.nodes.launch")
         from cluster.nodes.launch import RayNode, RayNodes
         from cluster.nodes.places import ray_hosts
 
@@ -221,8 +224,6 @@ class Supervision:
         log.info("operators are served at %s", self.admin_address)
 
 
-<<<<<<< HEAD
-=======
 async def open_admin(service: AdminServicer, front: ServingRouter, address: str) -> AdminServer:
     """Let ``service`` answer operators at "host:port". Raises ConfigError for an address that cannot be had."""
     from cluster.frontdoor.service import operators_gate
@@ -237,21 +238,6 @@ async def open_admin(service: AdminServicer, front: ServingRouter, address: str)
     )
 
 
-class _NodeConfigs:
-    """Makes the options of each node."""
-
-    def __init__(self, shared: NodeConfig, secret: Secret) -> None:
-        self._shared, self._secret = shared, secret
-
-    def __call__(self, node: WantedNode, role: str) -> NodeConfig:
-        """With what the node proves itself with, and a decode node checks hand-offs with."""
-        own = {"call_token": SecretStr(self._secret.call_token), "cores_slot": node.cores_slot}
-        if role == "decode":
-            own["ticket_key"] = SecretStr(self._secret.ticket_key)
-        return self._shared.model_copy(update=own)
-
-
->>>>>>> h-guard
 def nodes_outlive(config: ServeConfig) -> bool:
     """Whether Ray and Redis live on when this process ends."""
     return config.ray_address != "local" and bool(config.redis)

@@ -115,12 +115,8 @@ class Router:
         self._calls = calls if calls is not None else NodeCalls()
         self._recorder = Recorder(config.trace_requests)
         self._owners = Owners(config.trace_requests)
-<<<<<<< HEAD
         self._pairing = Pairing(registry.nodes, self._calls, page_size, prefixes)
-=======
-        self._pairing = Pairing(registry.nodes, self._calls, config.page_size, prefixes)
         self.quarantine = self._pairing.quarantine
->>>>>>> h-guard
         self.metrics.before_render(lambda: self.metrics.set_breakers(self._pairing.breaker_levels()))
         self.metrics.before_render(lambda: self.metrics.set_queued(self._admission.waiting))
         self._around = Surroundings(
