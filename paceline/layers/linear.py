@@ -12,6 +12,7 @@ from paceline.layers.packed import PackedMatrix
 from paceline.layers.quantized import LinearWeight, QuantizedWeight, fuse
 from paceline.layers.quantized_reference import integer_linear_reference
 from paceline.parallel.slabs import MOST_SLABS, slabs_of, tree_sum
+from paceline.triton_support import runs_triton
 
 __all__ = ["Linear", "fuse", "linear_reference"]
 
@@ -46,8 +47,10 @@ class Linear:
         if self.library is not None:
             self._matrix = PackedMatrix(self.library, weight, self.bias, self.slabs)
             self._packed = self._matrix.packed
-        else:
-            self._packed = weight.codes if isinstance(weight, QuantizedWeight) else weight
+        elif isinstance(weight, QuantizedWeight):
+            self._packed = weight.codes
+        else:  # the CPU's products in torch keep their sums in float32 alone
+            self._packed = weight.float() if self.slabs > 1 and weight.device.type == "cpu" else weight
 
     @property
     def address(self) -> int:
@@ -85,8 +88,7 @@ def linear_reference(
 ) -> torch.Tensor:
     """The same in torch; its bits depend on the number of rows."""
     if slabs > 1:
-        y = tree_sum(slab_sums(x, weight, slabs).unbind())
-        return (y if bias is None else y + bias).to(out_dtype)
+        return add_slabs(slab_sums(x, weight, slabs), bias, out_dtype)
     if out_dtype is torch.float32 and weight.dtype is not torch.float32 and _keeps_sums(x.device):
         y = torch.mm(x, weight.t(), out_dtype=torch.float32)
         return y if bias is None else y + bias
@@ -96,11 +98,25 @@ def linear_reference(
 
 def slab_sums(x: torch.Tensor, weight: torch.Tensor, slabs: int) -> torch.Tensor:
     """The sum of each slab, float32 [slabs, T, out_features]."""
-    rows = x.unflatten(-1, (slabs, -1)).transpose(0, 1)  # [slabs, T, in_features / slabs]
-    runs = weight.unflatten(-1, (slabs, -1)).permute(1, 2, 0)  # [slabs, in_features / slabs, out_features]
+    if x.device.type == "cpu":
+        parts = zip(x.chunk(slabs, dim=1), weight.chunk(slabs, dim=1), strict=True)
+        return torch.stack([F.linear(rows.float(), run.float()) for rows, run in parts])
+    width = weight.shape[1] // slabs
+    rows = x.reshape(-1, slabs, width).transpose(0, 1)  # [slabs, T, width]
+    runs = weight.reshape(-1, slabs, width).permute(1, 2, 0)  # [slabs, width, out_features]
     if weight.dtype is not torch.float32 and _keeps_sums(x.device):
         return torch.bmm(rows, runs, out_dtype=torch.float32)
     return torch.bmm(rows.float(), runs.float())
+
+
+def add_slabs(slabs: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """slabs: see ``slab_sums``; bias: float32 [out_features] -> [T, out_features]. One launch where Triton runs."""
+    if runs_triton(slabs.device):
+        from paceline.layers import ops_triton
+
+        return ops_triton.add_slabs(slabs.contiguous(), bias, out_dtype)
+    y = tree_sum(slabs.unbind())
+    return (y if bias is None else y + bias).to(out_dtype)
 
 
 @cache

@@ -97,6 +97,29 @@ def _silu_mul_kernel(gate_up, gate_up_row, out, WIDTH: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
+def _branch(slab, step, mask, COUNT: tl.constexpr):
+    """The tree of parallel/slabs.py over COUNT slabs, ``step`` elements apart."""
+    if COUNT > 1:  # the compiler goes on behind an early return
+        LEFT: tl.constexpr = (COUNT + 1) // 2
+        total = _branch(slab, step, mask, LEFT) + _branch(slab + LEFT * step, step, mask, COUNT - LEFT)
+    else:
+        total = tl.load(slab, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
+def _add_slabs_kernel(slabs, step, bias, out, WIDTH: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK columns of one row."""
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    at = tl.program_id(0).to(tl.int64) * WIDTH + column
+    total = _branch(slabs + at, step, mask, COUNT)
+    if bias is not None:
+        total += tl.load(bias + column, mask=mask, other=0.0)
+    tl.store(out + at, _rounded(total, out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _angles(table, table_row, position, WIDTH: tl.constexpr, PAIRS: tl.constexpr):
     """Cosine and sine of a position, float32 [1, PAIRS] each."""
     pair = tl.arange(0, PAIRS)
@@ -240,6 +263,20 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     with on_device_of(gate_up):
         _silu_mul_kernel[(rows, triton.cdiv(width, block))](
             gate_up, gate_up.stride(0), out, WIDTH=width, BLOCK=block, **EXACT
+        )
+    return out
+
+
+def add_slabs(slabs: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """The tree over slabs, the bias, one cast. slabs: float32 [slabs, T, n], contiguous; bias: float32 [n]."""
+    count, rows, width = slabs.shape
+    out = torch.empty(rows, width, dtype=dtype, device=slabs.device)
+    if not out.numel():
+        return out
+    block = min(SILU_BLOCK, next_power_of_2(width))
+    with on_device_of(slabs):
+        _add_slabs_kernel[(rows, triton.cdiv(width, block))](
+            slabs, slabs.stride(0), bias, out, WIDTH=width, COUNT=count, BLOCK=block, **EXACT
         )
     return out
 

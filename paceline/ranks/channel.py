@@ -89,7 +89,7 @@ class Channel:
 
     def send(self, kind: Kind, number: int = 0, fields: Sequence[Array] = ()) -> None:
         """Raises Closed when the other end is gone, NodeUnavailable when it takes nothing for FRAME_TIMEOUT_S."""
-        views = [memoryview(np.ascontiguousarray(field)).cast("B") if field.size else b"" for field in fields]
+        views = [np.ascontiguousarray(field).data.cast("B") if field.size else b"" for field in fields]
         size = sum(map(len, views)) + FIELD.size * len(views)
         parts: list[memoryview | bytes] = [HEADER.pack(MAGIC, VERSION, kind, number, size)]
         for view in views:

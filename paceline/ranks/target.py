@@ -18,6 +18,8 @@ from paceline.ranks.model import LlamaShard
 from paceline.ranks.pool import ShardedPool
 from paceline.ranks.shard import Shard
 
+EMBED_ROWS = 4096  # at once: who looks up a whole vocabulary must not have it here once for each rank
+
 
 class ParallelTarget(TargetModel):
     """See TargetModel. Every call runs on all ranks; the same bits come out whatever their number is. Draft layers made
@@ -36,8 +38,7 @@ class ParallelTarget(TargetModel):
         """See TargetModel."""
         if not len(token_ids):
             return token_ids.new_empty(0, self.spec.hidden_size, dtype=self.dtype)
-        with self.followers.running(Kind.EMBED, id_fields(token_ids)):
-            return self.own.embed(token_ids)
+        return torch.cat([self._embed(some) for some in torch.split(token_ids, EMBED_ROWS)])
 
     def forward(self, context: ForwardContext, aux: AuxCapture | None = None) -> torch.Tensor:
         """See TargetModel. ``context.kv`` is a ShardedPool."""
@@ -60,6 +61,10 @@ class ParallelTarget(TargetModel):
     def make_pool(self, layout: KvLayout, num_pages: int, page_size: int) -> KvPool:
         """See TargetModel."""
         return ShardedPool(layout, num_pages, page_size, self.device, self.shard, self.followers)
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        with self.followers.running(Kind.EMBED, id_fields(token_ids)):
+            return self.own.embed(token_ids)
 
     def alive(self) -> bool:
         """See TargetModel."""

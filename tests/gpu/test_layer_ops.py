@@ -46,6 +46,13 @@ def test_silu(width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [20, 576, 4096])
+def test_slabs(width: int, dtype: torch.dtype) -> None:
+    for rows in (0, 1, 77):
+        layer_ops.check_slabs(CUDA, rows, width, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (9, 3, 64), (6, 2, 80), (2, 1, 6), (40, 40, 256)])
 def test_rope(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
     for rows, page_size in ((0, 4), (1, 1), (33, 16)):

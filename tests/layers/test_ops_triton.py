@@ -95,6 +95,14 @@ def test_silu(rows: int, width: int, dtype: torch.dtype) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_slabs(dtype: torch.dtype) -> None:
+    """Mutant: a sum from left to right."""
+    for rows, width in ((0, 32), (3, 37), (2, 1056)):
+        layer_ops.check_slabs(CPU, rows, width, dtype)
+
+
+@interpreted
 @given(
     rows=st.integers(0, 6),
     heads=st.integers(1, 4),

@@ -43,10 +43,12 @@ class Shape:
     rms_norm_eps: float = 1e-5
     kind: str = "dense"  # of weights
     window: int = 0
+    slabs: int = 1  # of the projection back and of the MLP's second matrix
 
 
 SHAPES = {
     "SmolLM2": Shape(9, 3, 64, 576, 576, 1536),
+    "slabs": Shape(4, 2, 64, 96, 96, 256, slabs=4),
     "EAGLE-3": Shape(4, 2, 32, 64, 128, 96),
     "Qwen3": Shape(4, 2, 64, 96, 96, 160, qk_norm=True),
     "a window": Shape(4, 2, 32, 64, 64, 96, window=33),
@@ -75,10 +77,10 @@ class Case:
         def random(*size: int) -> torch.Tensor:
             return torch.randn(*size, generator=generator)
 
-        def linear(out: int, width: int) -> Linear:
+        def linear(out: int, width: int, slabs: int = 1) -> Linear:
             bias = random(out) if shape.bias else None
             weight = (random(out, width) * width**-0.5).to(dtype)
-            return Linear(weight if shape.kind == "dense" else KINDS[shape.kind](weight), bias)
+            return Linear(weight if shape.kind == "dense" else KINDS[shape.kind](weight), bias, slabs=slabs)
 
         self.shape = shape
         heads = shape.num_heads * shape.head_dim
@@ -86,12 +88,12 @@ class Case:
         norms = [(1 + 0.1 * random(shape.head_dim)).to(dtype) for _ in range(2)] if shape.qk_norm else [None, None]
         weights = BlockWeights(
             qkv=linear(heads + kv_heads, shape.width),
-            o=linear(shape.hidden, heads),
+            o=linear(shape.hidden, heads, shape.slabs),
             q_norm=norms[0],
             k_norm=norms[1],
             post_norm=(1 + 0.1 * random(shape.hidden)).to(dtype),
             gate_up=linear(2 * shape.inter, shape.hidden),
-            down=linear(shape.hidden, shape.inter),
+            down=linear(shape.hidden, shape.inter, shape.slabs),
         )
         self.block = Block(shape, weights, 0, shape.window)
         layout = KvLayout((KvLayer(LayerKind.GQA, LayerOwner.TARGET, shape.num_kv_heads, shape.head_dim),), dtype)

@@ -74,6 +74,8 @@ CALLS = [
     ),
     KernelCall(LAYERS, "_silu_mul_kernel", "*bf16 i32 *bf16", {"WIDTH": 14336, "BLOCK": 1024}),
     KernelCall(LAYERS, "_silu_mul_kernel", "*fp16 i32 *fp16", {"WIDTH": 20, "BLOCK": 32}),
+    KernelCall(LAYERS, "_add_slabs_kernel", "*fp32 i32 *fp32 *bf16", {"WIDTH": 4096, "COUNT": 8, "BLOCK": 1024}),
+    KernelCall(LAYERS, "_add_slabs_kernel", "*fp32 i32 - *fp32", {"WIDTH": 576, "COUNT": 3, "BLOCK": 1024}),
     KernelCall(LAYERS, "_rope_write_kernel", ROPE.format("*bf16"), GQA_SHAPE),
     KernelCall(LAYERS, "_rope_write_kernel", ROPE.format("*fp32"), GQA_SHAPE),
     KernelCall(LAYERS, "_latent_write_kernel", LATENT.format("*bf16"), MLA_SHAPE),

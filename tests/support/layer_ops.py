@@ -14,6 +14,7 @@ import torch
 
 from paceline.layers import ops, ops_triton
 from paceline.layers.rotary import rope_table
+from paceline.parallel.slabs import tree_sum
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 EPS = 1e-5
@@ -60,6 +61,15 @@ def check_silu(device: torch.device, rows: int, width: int, dtype: torch.dtype) 
         gate_up[0, :6] = torch.tensor([0.0, -0.0, 200.0, -200.0, float("inf"), float("nan")])
     with np.errstate(over="ignore", invalid="ignore"):  # in the interpreter
         assert_close(ops_triton.silu_mul(gate_up), ops.silu_mul_reference(gate_up), 1)
+
+
+def check_slabs(device: torch.device, rows: int, width: int, dtype: torch.dtype) -> None:
+    """Bit for bit the tree of parallel/slabs.py."""
+    for count in (2, 3, 5, 7, 8):
+        slabs, bias = torch.randn(count, rows, width).to(device), torch.randn(width).to(device)
+        whole = tree_sum(slabs.unbind())
+        assert torch.equal(ops_triton.add_slabs(slabs, None, dtype), whole.to(dtype))
+        assert torch.equal(ops_triton.add_slabs(slabs, bias, dtype), (whole + bias).to(dtype))
 
 
 RopeInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
