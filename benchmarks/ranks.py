@@ -79,7 +79,7 @@ def step_s(runner: ModelRunner, batch: int, steps: int) -> float:
 
 
 def bytes_of_step(runner: ModelRunner, batch: int) -> tuple[int, int, int]:
-    """Of commands, of what rank 0 tells in collectives, and the latter by the shapes."""
+    """What commands take, what rank 0 tells in collectives, and the latter by the shapes."""
     if not isinstance(runner.model, ParallelTarget):
         return 0, 0, 0
     with counted() as fewer:  # the prompts, and some steps
