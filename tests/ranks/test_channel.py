@@ -36,7 +36,7 @@ def test_a_frame_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     thread.join()
     with pytest.raises(NodeUnavailable, match="PART was not taken within"):
         end.send(Kind.PART, 1, [np.zeros(1 << 23, dtype=np.uint8)])
-    assert time.monotonic() - began < 4 * LIMIT_S
+    assert time.monotonic() - began < 5.0
     end.close()
     theirs.close()
 

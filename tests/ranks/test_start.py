@@ -30,4 +30,4 @@ def test_one_that_still_loads_is_not_waited_for(tmp_path: Path) -> None:
     processes = FollowerProcesses([FollowerOptions.of(NodeConfig(tp=2), str(tmp_path), 1, 4)])
     began = time.monotonic()
     processes.end()
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 1.5
