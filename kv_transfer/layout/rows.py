@@ -172,10 +172,10 @@ class _Widths:
 def _moves_whole_rows(pool: KvPool, plan: ReshardPlan) -> bool:
     """Whether the pool itself moves the rows: one on a GPU does all layers in one launch, and one that several ranks
     hold asks them. ConfigError naming ``layout`` where such a pool is to move a part of its rows."""
-    whole, alone = plan.wire.layers == pool.layout.layers, pool.held == pool.layout
-    if not (whole or alone):
+    whole = plan.wire.layers == pool.layout.layers
+    if not (whole or pool.alone):
         raise ConfigError("layout", f"a pool of several ranks moves whole rows, not {plan.wire.text()}")
-    return whole and (pool.device.type != "cpu" or not alone)
+    return whole and (pool.device.type != "cpu" or not pool.alone)
 
 
 def _check_pool(pool: KvPool, side: Side) -> None:

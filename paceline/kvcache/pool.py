@@ -50,6 +50,7 @@ class KvPool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.device = torch.device(device)
+        self.alone = held is None  # no other rank holds any of these rows, be it another head or a copy
         self.held = held or layout
         self.data: list[torch.Tensor] = [
             _zeros(self._shape(layer), layout.dtype, self.device) for layer in self.held.layers
@@ -63,7 +64,8 @@ class KvPool:
         self._kernels = make_device_pages(self._flat, self.held, page_size)
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of key and value, [T, num_kv_heads, head_dim] each, of a GQA layer at ``slots`` [T]."""
+        """Copies of key and value, [T, num_kv_heads, head_dim] each, of a GQA layer at ``slots`` [T]: of the heads that
+        lie here, which is what attention of this rank sees."""
         spec = self._layer(layer, LayerKind.GQA)
         rows = self._key_rows(self._slots(slots))
         flat = self._flat[layer]

@@ -83,9 +83,10 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         """end: of a Unix stream pair; the channel owns it."""
         self._socket = end
-        end.settimeout(FRAME_TIMEOUT_S)
-        self._readable = select.poll()
+        end.setblocking(False)  # a socket with a timeout of its own would wait in each call for that long
+        self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(end, select.POLLIN)
+        self._writable.register(end, select.POLLOUT)
 
     def send(self, kind: Kind, number: int = 0, fields: Sequence[Array] = ()) -> None:
         """Raises Closed when the other end is gone, NodeUnavailable when it takes nothing for FRAME_TIMEOUT_S."""
@@ -94,12 +95,10 @@ class Channel:
         parts: list[memoryview | bytes] = [HEADER.pack(MAGIC, VERSION, kind, number, size)]
         for view in views:
             parts += [FIELD.pack(len(view)), view]
+        deadline = time.monotonic() + FRAME_TIMEOUT_S
         try:
-            if size <= SMALL_BODY:
-                self._socket.sendall(b"".join(parts))
-            else:
-                for part in parts:
-                    self._socket.sendall(part)
+            for part in [b"".join(parts)] if size <= SMALL_BODY else parts:
+                self._push(memoryview(part), deadline)
         except TimeoutError as error:
             raise NodeUnavailable(f"{kind.name} was not taken within {FRAME_TIMEOUT_S:g} s") from error
         except OSError as error:
@@ -131,10 +130,19 @@ class Channel:
         self.shut()
         self._socket.close()
 
+    def _push(self, data: memoryview, deadline: float) -> None:
+        """Raises TimeoutError past the deadline."""
+        while data:
+            try:
+                data = data[self._socket.send(data) :]
+            except BlockingIOError:
+                if not self._writable.poll(1000 * max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError from None
+
     def _fill(self, room: memoryview, deadline: float) -> None:
         while room:
             try:
-                got = self._socket.recv_into(room, 0, socket.MSG_DONTWAIT)
+                got = self._socket.recv_into(room)
             except BlockingIOError:
                 self._wait(deadline - time.monotonic())
                 continue

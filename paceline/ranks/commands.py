@@ -56,8 +56,9 @@ def read_batch(frame: Frame) -> ForwardBatch:
         raise ValueError(f"{len(ids)} rows, {int(sizes.sum())} of segments")
     if len(slots) != used.sum() or len(tails) != tail_lens.sum():
         raise ValueError(f"{len(slots)} slots of {int(used.sum())}, {len(tails)} nodes of {int(tail_lens.sum())}")
-    row_ends, slot_ends, tail_ends = np.cumsum(sizes), np.cumsum(used), np.cumsum(tail_lens)
-    own_tails = [part.tolist() for part in np.split(tails, tail_ends[:-1])]
+    row_ends, slot_ends = np.cumsum(sizes), np.cumsum(used)
+    nodes, tail_ends = tails.tolist(), np.cumsum(tail_lens).tolist()
+    own_tails = [nodes[end - size : end] for end, size in zip(tail_ends, tail_lens.tolist(), strict=True)]
     segments = []
     for row_end, slot_end, size, count in zip(row_ends, slot_ends, sizes, used, strict=True):
         of_rows = slice(row_end - size, row_end)

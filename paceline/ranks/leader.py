@@ -101,7 +101,7 @@ class Followers:
         with self._failing:
             if not self.failure:
                 said = self._last_words()
-                self.failure = f"the ranks of this node are lost: {said or error}"
+                self.failure = f"the ranks of this node are lost: {said or str(error) or repr(error)}"
                 log.error("%s", self.failure)
         self._shut()
         return NodeUnavailable(self.failure)

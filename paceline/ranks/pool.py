@@ -25,8 +25,8 @@ def held_layout(layout: KvLayout, shard: Shard) -> KvLayout:
 
 
 class ShardedPool(KvPool):
-    """See KvPool. ``layout`` is the whole model's, ``data`` has this rank's heads. ``gather`` and ``scatter`` go to the
-    followers beside what they compute; NodeUnavailable where a follower does not answer."""
+    """See KvPool. ``layout`` is the whole model's; ``data`` and ``read`` have this rank's heads. ``gather`` and
+    ``scatter`` go to the followers beside what they compute; NodeUnavailable where a follower does not answer."""
 
     def __init__(
         self, layout: KvLayout, num_pages: int, page_size: int, device: torch.device, shard: Shard, followers: Followers
@@ -35,14 +35,6 @@ class ShardedPool(KvPool):
         self._followers, self._replicas = followers, shard.replicas
         self._target = layout.layer_range(LayerOwner.TARGET)
         self._here = self.held.layers[0]  # of a target layer; they are alike
-
-    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See KvPool."""
-        if layer not in self._target:
-            return super().read(layer, slots)
-        spec = self.layout.layers[layer]
-        rows = self.gather(range(layer, layer + 1), slots).view(-1, 2, spec.num_kv_heads, spec.head_dim)
-        return rows[:, 0], rows[:, 1]
 
     def gather(self, layers: range, slots: torch.Tensor) -> torch.Tensor:
         """See KvPool."""

@@ -6,10 +6,12 @@ The first three are open sockets that it inherits, the last is the process that 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -49,6 +51,7 @@ def main() -> int:
     except Exception as error:
         told(channel, error)
         return 1
+    settle()
     channel.send(Kind.READY, 0, text_fields(f"{peak_mib()} MiB at most"))
     try:
         follower.run()
@@ -79,6 +82,15 @@ def load(options: FollowerOptions, group: Group, commands: Channel, rows: Channe
     special = spec.special_attention(longest)
     attention = attention_for(device, *geometry, options.attention, special=special, longest=longest)
     return Follower(model, pool, attention, commands, rows)
+
+
+def settle() -> None:
+    """What lives now lives as long as the process: no collection of garbage, for which all ranks would wait, walks it.
+    What loading has freed goes back to the system."""
+    gc.collect()
+    gc.freeze()
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def told(channel: Channel, error: Exception) -> None:

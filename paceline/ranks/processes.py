@@ -50,6 +50,7 @@ class FollowerProcesses:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ended, self._started = threading.Event(), threading.Event()
         self._start_error: OSError | None = None
+        self._ready = False  # they listen to what rank 0 says
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
         self._thread.start()
         self._started.wait()
@@ -66,6 +67,7 @@ class FollowerProcesses:
         """Until every follower has loaded its part. Raises NodeUnavailable with what one that cannot says."""
         for rank, text in enumerate(self._await(Kind.READY, LOAD_TIMEOUT_S), 1):
             log.info("rank %d has its part of the model: %s", rank, text)
+        self._ready = True
 
     def end(self) -> None:
         """End the followers, whatever they do, and wait until they are gone. Idempotent."""
@@ -100,7 +102,7 @@ class FollowerProcesses:
                 end.close()
             self._started.set()
         self._watch()
-        deadline = time.monotonic() + END_TIMEOUT_S
+        deadline = time.monotonic() + (END_TIMEOUT_S if self._ready else 0.0)
         for process in self._processes:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
@@ -124,9 +126,12 @@ class FollowerProcesses:
                     self.followers.fail(NodeUnavailable(f"rank {rank} is stopped for {STOPPED_S:g} s"))
 
     def _spawn(self, ends: list[socket.socket]) -> subprocess.Popen[bytes]:
+        """Its modules are those of this process: the working directory may hold others of the same names."""
         files = [end.fileno() for end in ends]
-        arguments = [sys.executable, "-m", MODULE, *map(str, files), str(os.getpid())]
-        return subprocess.Popen(arguments, pass_fds=files, stdin=subprocess.DEVNULL)
+        arguments = [sys.executable, "-P", "-m", MODULE, *map(str, files), str(os.getpid())]
+        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+        environment = os.environ | {"PYTHONPATH": path}
+        return subprocess.Popen(arguments, pass_fds=files, stdin=subprocess.DEVNULL, env=environment)
 
 
 def is_stopped(pid: int) -> bool:

@@ -17,13 +17,15 @@ from paceline.parallel.slabs import slabs_of, sum_slabs
 MODEL = "paceline.models.llama:LlamaModel"  # whose layers can be dealt to ranks
 VOCAB_BLOCK = 32  # rows of the vocabulary that stay together
 MOST_RANKS = 64
+TOGETHER = 16  # query heads of a KV head that AMX takes; more are computed in another order (kernels/attention.h)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A run of rows of a tensor, or of its columns."""
+    """A run of the rows of a tensor, or of its columns. ``whole``: how many the tensor has."""
 
     run: range
+    whole: int
     columns: bool = False
 
 
@@ -84,19 +86,20 @@ class Shard:
 
     @cached_property
     def _cuts(self) -> dict[str, Cut]:
-        dim = self.spec.head_dim
-        heads, kv_heads = _times(self.heads, dim), _times(self.kv_heads, dim)
-        wide = _part(self.spec.intermediate_size, self.degree, self.rank)
+        spec, dim, width = self.spec, self.spec.head_dim, self.spec.intermediate_size
+        heads, num_heads = _times(self.heads, dim), spec.num_heads * dim
+        kv_heads = Cut(_times(self.kv_heads, dim), spec.num_kv_heads * dim)
+        wide, vocab = _part(width, self.degree, self.rank), Cut(self.vocab, spec.vocab_size)
         return {
-            "q_proj": Cut(heads),
-            "k_proj": Cut(kv_heads),
-            "v_proj": Cut(kv_heads),
-            "o_proj": Cut(heads, columns=True),
-            "gate_proj": Cut(wide),
-            "up_proj": Cut(wide),
-            "down_proj": Cut(wide, columns=True),
-            "embed_tokens": Cut(self.vocab),
-            "lm_head": Cut(self.vocab),
+            "q_proj": Cut(heads, num_heads),
+            "k_proj": kv_heads,
+            "v_proj": kv_heads,
+            "o_proj": Cut(heads, num_heads, columns=True),
+            "gate_proj": Cut(wide, width),
+            "up_proj": Cut(wide, width),
+            "down_proj": Cut(wide, width, columns=True),
+            "embed_tokens": vocab,
+            "lm_head": vocab,
         }
 
     def cut(self, name: str) -> Cut | None:
@@ -147,7 +150,15 @@ def _fits(spec: ModelSpec, degree: int) -> bool:
     slabs = sum_slabs(spec.num_heads)
     whole = all(slabs_of(size, slabs) == slabs for size in (spec.num_heads * spec.head_dim, spec.intermediate_size))
     dealt = spec.num_kv_heads % degree == 0 or degree % spec.num_kv_heads == 0
-    return degree == 1 or (whole and dealt and slabs % degree == 0 and _vocab_blocks(spec.vocab_size) >= degree)
+    dealt = dealt and slabs % degree == 0 and _keeps_order(spec, degree)
+    return degree == 1 or (whole and dealt and _vocab_blocks(spec.vocab_size) >= degree)
+
+
+def _keeps_order(spec: ModelSpec, degree: int) -> bool:
+    """Whether a rank's attention adds in the order of the whole model's. Ranks that share a KV head have fewer query
+    heads of it."""
+    group = spec.num_heads // spec.num_kv_heads
+    return group <= TOGETHER or group // max(1, degree // spec.num_kv_heads) > TOGETHER
 
 
 def _vocab_blocks(size: int) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from paceline.kvcache.layout import KvLayer, KvLayout
 from paceline.kvcache.pool import KvPool
-from paceline.models.base import AuxCapture, ForwardContext, TargetModel
+from paceline.models.base import AfterLayer, AuxCapture, ForwardContext, TargetModel
 from paceline.models.llama import DecoderLayer, llama_block
 from paceline.models.loader import WeightBag
 from paceline.ranks.channel import Kind
@@ -42,8 +43,12 @@ class ParallelTarget(TargetModel):
 
     def forward(self, context: ForwardContext, aux: AuxCapture | None = None) -> torch.Tensor:
         """See TargetModel. ``context.kv`` is a ShardedPool."""
+        heard = None if context.after_layer is None else Hearer(context.after_layer)
         with self.followers.running(Kind.FORWARD, batch_fields(context.batch)):
-            return self.own.forward(context, aux)
+            hidden = self.own.forward(replace(context, after_layer=heard), aux)
+        if heard is not None and heard.error is not None:
+            raise heard.error
+        return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See TargetModel."""
@@ -74,3 +79,19 @@ class ParallelTarget(TargetModel):
         """See TargetModel."""
         self.followers.stop()
         self._end()
+
+
+class Hearer:
+    """Tells ``after_layer`` of each layer until it raises. The error is kept until the ranks have run the step to the
+    end: it is that step's, and the ranks are still in step with each other."""
+
+    def __init__(self, after_layer: AfterLayer) -> None:
+        self._after_layer = after_layer
+        self.error: Exception | None = None
+
+    def __call__(self, layer: int) -> None:
+        if self.error is None:
+            try:
+                self._after_layer(layer)
+            except Exception as error:
+                self.error = error

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from paceline.errors import ConfigError
 from paceline.layers.linear import Linear
 from paceline.layers.quantized import LinearWeight
 from paceline.models.loader import LazyTensors, WeightBag
 from paceline.models.registry import Part, open_checkpoint
 from paceline.ranks.group import Group
 from paceline.ranks.linear import RowParallelLinear
-from paceline.ranks.shard import Shard
+from paceline.ranks.shard import Cut, Shard
 
 
 class ShardTensors(Mapping[str, LinearWeight]):
@@ -29,9 +30,11 @@ class ShardTensors(Mapping[str, LinearWeight]):
         run = slice(cut.run.start, cut.run.stop)
         index = (slice(None), run) if cut.columns else (run,)
         if isinstance(self._whole, LazyTensors):
+            _check(name, cut, self._whole.layout(name)[1])
             return self._whole.part(name, index)
         whole = self._whole[name]
         assert isinstance(whole, torch.Tensor)  # check_ranks has refused others
+        _check(name, cut, whole.shape)
         return whole[index]
 
     def __iter__(self) -> Iterator[str]:
@@ -39,6 +42,13 @@ class ShardTensors(Mapping[str, LinearWeight]):
 
     def __len__(self) -> int:
         return len(self._whole)
+
+
+def _check(name: str, cut: Cut, shape: Sequence[int]) -> None:
+    """A part may have the right shape where the whole has not: ConfigError names the whole one."""
+    if len(shape) <= cut.columns or shape[cut.columns] != cut.whole:
+        what = "columns" if cut.columns else "rows"
+        raise ConfigError("model", f"tensor {name} has shape {tuple(shape)}, expected {cut.whole} {what}")
 
 
 class ShardBag(WeightBag):

@@ -1,4 +1,7 @@
-"""Prefill and decode nodes of several ranks over real gRPC and gloo: what crosses knows nothing of ranks."""
+"""Prefill and decode nodes of several ranks over real gRPC and gloo: what crosses knows nothing of ranks.
+
+A mutant that fails with one KV head: rows are written past a pool whose rank 0 has all heads.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from tests.support.untrained_heads import write_tiny_head
 pytestmark = needs_kernels
 
 
-@pytest.mark.parametrize(("degrees", "handoff"), [((8, 2), "draft_kv"), ((1, 4), "hidden_states")])
-async def test_degrees_may_differ(degrees: tuple[int, int], handoff: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("degrees", "handoff", "kv_heads"), [((8, 2), "draft_kv", 2), ((1, 4), "hidden_states", 1)])
+async def test_degrees_may_differ(degrees: tuple[int, int], handoff: str, kv_heads: int, tmp_path: Path) -> None:
     """Each prompt is sent twice, so that the second finds its prefix cached on both sides."""
-    spec = ranks_spec()
+    spec = ranks_spec(kv_heads)
     write_tiny_head(tmp_path / "heads", "eagle3", spec)
     options: dict[str, object] = {
         "drafter": "eagle3", "drafter_path": str(tmp_path / "heads"), "head_check": False, "handoff": handoff,

@@ -9,6 +9,8 @@ import pytest
 from paceline.errors import NodeUnavailable
 from paceline.ranks.channel import Frame, Kind
 from paceline.ranks.follower import Follower
+from paceline.ranks.group import Group
+from paceline.ranks.leader import Followers
 from tests.support import thread_ranks
 from tests.support.exactness import run
 from tests.support.needs import needs_kernels
@@ -74,3 +76,9 @@ def test_one_clear_error(follower: type[Faulty], said: str, monkeypatch: pytest.
         runner.kv.gather(range(2), runner.kv.data[0].new_zeros(1).long())
     runner.close()
     assert time.monotonic() - began < TIMEOUT_S + 1.0
+
+
+def test_an_error_without_a_text_has_its_name() -> None:
+    followers = Followers([], [], Group(0, 1, [], TIMEOUT_S))
+    with pytest.raises(NodeUnavailable, match="MemoryError"), followers.running(Kind.LOGITS, []):
+        raise MemoryError

@@ -44,8 +44,10 @@ def thread_target(
     degree: int,
     pages: tuple[int, int] = (256, 16),
     follower: FollowerClass = Follower,
+    attention: str = "auto",
 ) -> ParallelTarget:
-    """A model of ``degree`` ranks. pages: number and size in every rank's pool. ``close`` ends the threads."""
+    """A model of ``degree`` ranks. pages: number and size in every rank's pool; attention: the followers'. ``close``
+    ends the threads."""
     device = torch.device("cpu")
     pairs = [[tuple(map(Channel, socket.socketpair())) for _ in range(1, degree)] for _ in range(3)]
     (commands, rows, sums), (their_commands, their_rows, their_sums) = (
@@ -65,8 +67,8 @@ def thread_target(
     layout = KvLayout(target.kv_layers, dtype)
     for shard, model, *channels in zip(shards[1:], models[1:], their_commands, their_rows, strict=True):
         pool = KvPool(held_layout(layout, shard), *pages)
-        attention = attention_for(device, len(shard.heads), len(shard.kv_heads), spec.head_dim)
-        loop = follower(model, pool, attention, *channels)
+        sees = attention_for(device, len(shard.heads), len(shard.kv_heads), spec.head_dim, attention)
+        loop = follower(model, pool, sees, *channels)
         threads.append(threading.Thread(target=_quietly, args=(loop,), daemon=True))
         threads[-1].start()
     return target
@@ -102,7 +104,7 @@ def ranks_runner(
         model = LlamaModel(spec, WeightBag(tensors), DTYPES[dtype], torch.device("cpu"))
     else:
         pages = -(-config.kv_cache_tokens // config.page_size), config.page_size
-        model = thread_target(spec, tensors, DTYPES[dtype], degree, pages, follower)
+        model = thread_target(spec, tensors, DTYPES[dtype], degree, pages, follower, config.attention)
     return assemble(config, model, RunnerIdentity("tiny", "ranks", "test"), decodes=decodes)
 
 
