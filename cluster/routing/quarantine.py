@@ -3,7 +3,8 @@
 A death counts when the connection is gone, the next generation of the node has come, the node was not draining, and
 the attempt had brought few tokens: a request that kills does so where it stands. A cut cable, a host that is away and a
 node that an operator stops are no deaths. Routers tell each other of deaths under a request that comes back under the
-same id, and of prompts that they refuse (`cluster/state/evidence.py`); each looks itself whether a node died.
+same id, with what else was in progress there at any of them, and of prompts that they refuse
+(`cluster/state/evidence.py`); each looks itself whether a node died.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -41,7 +42,7 @@ class Death:
 
     node: Key
     at: float
-    requests: set[Asked]  # that were in progress there; of all attempts that failed
+    requests: set[Asked]  # that were in progress there; of all attempts that failed, behind other routers too
 
 
 @dataclass(frozen=True)
@@ -101,15 +102,20 @@ class Quarantine:
     def lost(self, node: NodeRecord, suspicion: Suspicion, num_tokens: int) -> None:
         """The connection to a decode node is gone. num_tokens: what the attempt had brought."""
         key = key_of(node)
-        together = self._lost.setdefault(key, set())
-        together.update([suspicion.asked, *self._running.get(key, ())])
-        while len(self._lost) > MAX_NODES:
-            self._lost.popitem(last=False)
+        together = self._together(key, [suspicion.asked, *self._running.get(key, ())])
         seen = next((record for record in self._nodes() if key_of(record) == key), node)
         if num_tokens < FEW_TOKENS and seen.state != "draining":
             before = [death for death in suspicion.deaths if death.node != key]  # a process dies once
             suspicion.deaths = [*before, Death(key, self._clock(), together)]
             self._tell(Note(suspicion.prompt, asked=suspicion.asked, node=key, requests=tuple(together)))
+
+    def _together(self, node: Key, requests: Iterable[Asked]) -> set[Asked]:
+        """What was in progress on a node that was lost, as far as it is known by now; ``requests`` too."""
+        together = self._lost.setdefault(node, set())
+        together.update(requests)
+        while len(self._lost) > MAX_NODES:
+            self._lost.popitem(last=False)
+        return together
 
     def _tell(self, note: Note) -> None:
         self.tell(_NOTE.dump_json(note))
@@ -124,9 +130,10 @@ class Quarantine:
         if note.said:
             self._refuse(note.prompt, note.said)
             return
+        together = self._together(note.node, note.requests)
         deaths = self._heard.setdefault((note.prompt, note.asked), [])
         if all(death.node != note.node for death in deaths) and len(deaths) < MAX_HEARD:
-            deaths.append(Death(note.node, self._clock(), set(note.requests)))
+            deaths.append(Death(note.node, self._clock(), together))
         while len(self._heard) > MAX_PROMPTS:
             self._heard.popitem(last=False)
 
