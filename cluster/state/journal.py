@@ -128,16 +128,20 @@ class Journal:
 
     def release(self, kept: Kept, *, complete: bool) -> None:
         """Its stream is over; the client may come back for what is missing, soon when the answer is complete."""
-        if self._held.get(kept.key) is not kept:  # evicted, or taken over by a later stream
+        if not self.holds(kept):
             return
         kept.live, kept.complete, kept.released_at = False, complete, time.monotonic()
         if complete:
             kept.ttl_s = min(COMPLETE_TTL_S, self._ttl_s)
         self._write_soon(kept.key)
 
+    def holds(self, kept: Kept) -> bool:
+        """Whether it was neither evicted nor taken over by a later stream."""
+        return self._held.get(kept.key) is kept
+
     def update(self, kept: Kept, entry: bytes) -> None:
         """What is kept is ``entry`` from now on. Where that is too large, nothing is kept any more."""
-        if self._held.get(kept.key) is not kept:  # evicted, or taken over by a later stream
+        if not self.holds(kept):
             return
         size = len(entry) + ENTRY_OVERHEAD_BYTES
         if len(entry) > self._entry_bytes or size > self._total_bytes:
