@@ -422,7 +422,7 @@ class ServeConfig(EngineConfig):
     and an HTTP stream that told more tokens makes them again."""
 
     journal_total_bytes: int = Field(default=16 * 1024 * 1024, ge=1)
-    """Bytes of all journal entries of one router. The oldest entries give way."""
+    """Bytes of all journal entries of one router. The oldest entries give way, told tokens before requests."""
 
     drain_timeout_s: Annotated[float, Group("Shutdown")] = Field(default=10.0, ge=0)
     """Seconds that running requests get to finish when the deployment stops or a node changes its role."""

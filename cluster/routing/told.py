@@ -78,7 +78,7 @@ class ToldTokens:
         if self._kept is not None:
             self._journal.update(self._kept, entry)
             return
-        self._kept = self._journal.keep(self._key, entry)
+        self._kept = self._journal.keep(self._key, entry, spare=True)
         if self._kept is None:
             self._give_up()
 

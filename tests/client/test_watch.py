@@ -147,7 +147,7 @@ class Health:
 @asynccontextmanager
 async def watching(blocking: bool) -> AsyncIterator[tuple[Health, AsyncWatch | Watch]]:
     health, server = Health(), grpc.aio.server()
-    methods = {"Check": grpc.unary_unary_rpc_method_handler(health.check)}
+    methods: dict[str, Any] = {"Check": grpc.unary_unary_rpc_method_handler(health.check)}
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("grpc.health.v1.Health", methods)])
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
@@ -177,12 +177,12 @@ async def test_a_router_that_is_late_to_answer_keeps_those_that_it_need_not_lose
     next one together; a stream that grants more time is left with one that does not."""
     async with watching(blocking) as (_, watched):
         place = waiting(watched)
-        for _ in range(12):
+        for _ in range(8):
             await asyncio.sleep(0.07)
             watched.heard(0)
         assert not place.silent
         patient = waiting(watched, left=watch.DOUBLINGS)
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(0.6)
         assert (place.silent, patient.silent) == (True, False)
 
 

@@ -203,6 +203,7 @@ async def test_what_others_told_is_heard_while_redis_takes_no_writes(monkeypatch
         first.tell(b"before")
         first.start()
         await until(lambda: heard[0] == [b"before"])
+        operator.config_set("maxmemory-policy", "noeviction")
         operator.config_set("maxmemory", "1kb")
         second.tell(b"meanwhile")
         second.start()

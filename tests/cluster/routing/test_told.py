@@ -79,6 +79,15 @@ async def test_what_the_journal_has_given_up_is_packed_no_more(journal: Journal,
     assert stream._message.ByteSize() == 0
 
 
+async def test_told_tokens_give_way_before_requests(journal: Journal, plan: Plan) -> None:
+    """They can be made again. Mutant: streams that tell much cost others their requests."""
+    requests = [journal.keep(f"request-{number}", b"x" * 9_000) for number in range(9)]
+    ToldTokens(journal, plan, {}).note(tokens(0, 4_000))
+    assert len(journal._held) == 10
+    requests.append(journal.keep("late", b"x" * 9_000))
+    assert all(kept is not None and journal.holds(kept) for kept in requests)
+
+
 async def test_an_entry_that_may_be_fuller_is_left_alone(journal: Journal, plan: Plan) -> None:
     """The router that goes on knew 10 of 50 tokens, and Redis may have more of them by now. Mutant: it writes at
     once."""
