@@ -90,7 +90,7 @@ class Case:
     def lose(self, state: str = "ready", num_tokens: int = 0, *, replaced: bool = True) -> None:
         old = self.records[0]
         self.records = [NodeRecord("decode-0", "decode", old.generation, "host:1", state)]
-        with self.quarantine.running(old, "r"):
+        with self.quarantine.running(old, self.suspicion):
             self.quarantine.lost(old, self.suspicion, num_tokens)
         self.records = [NodeRecord("decode-0", "decode", old.generation + replaced, "host:1")]
 
@@ -161,7 +161,7 @@ async def test_who_dies_beside_a_killer_behind_another_router_is_not_refused() -
         for case in (victims, killers):
             case.records = [NodeRecord("decode-0", "decode", generation + 1, "host:1")]
         for case in under:
-            with case.quarantine.running(node, case.suspicion.asked[0]):
+            with case.quarantine.running(node, case.suspicion):
                 case.quarantine.lost(node, case.suspicion, 0)
 
     for generation in range(1, DEATHS + 1):
@@ -228,13 +228,15 @@ def test_one_death_counts_once_however_often_the_node_was_lost_before() -> None:
     assert not case.refused
 
 
-def test_another_tenants_request_of_the_same_id_is_another() -> None:
-    """Clients choose ids. Mutant: requests are told apart by their id alone."""
+@pytest.mark.parametrize(("prompt", "salt"), [(1, "another's"), (2, "")])
+def test_a_request_of_the_same_id_is_another(prompt: int, salt: str) -> None:
+    """Clients choose ids, and a gateway may give one to all calls of a trace. Mutants: requests are told apart by their
+    id alone, or by that and the tenant."""
     case = Case()
-    innocent = case.quarantine.suspicion("r", [1], "another's")
+    innocent = case.quarantine.suspicion("r", [prompt], salt)
     for generation in range(1, DEATHS + 1):
         node = NodeRecord("decode-0", "decode", generation, "host:1")
-        with case.quarantine.running(node, "r"), case.quarantine.running(node, "r", "another's"):
+        with case.quarantine.running(node, case.suspicion), case.quarantine.running(node, innocent):
             case.quarantine.lost(node, innocent, 0)
         case.records = [NodeRecord("decode-0", "decode", generation + 1, "host:1")]
     assert not case.refuses(innocent)
