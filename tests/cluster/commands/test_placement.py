@@ -86,6 +86,9 @@ def test_what_does_not_fit_is_told_with_the_numbers(tmp_path: Path) -> None:
     hosts.write_text("h: {gpus: 5}\ni: {gpus: 3}")
     with pytest.raises(ConfigError, match=r"prefill-0 needs 4 GPU on one host beside 1 other nodes: h has .*; i has"):
         shown(*files)
+    hosts.write_text("h: {gpus: 8}\ni: {gpus: 6}")
+    three = [row[0] for row in shown(*files, "--prefill-tp", "6", "--decode-nodes", "2")[2:]]  # 6 + 4 + 4
+    assert sorted(three) == ["h", "h", "i"]
     for text, told in (
         ("h: {gpu: 4}", r"h\.gpu: Extra"),
         ("- h", "valid dictionary"),
