@@ -11,10 +11,10 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder  # as tests/support/whole_suite.py
 
-.PHONY: setup demo serve test quick check check-types check-style docs fuzz fuzz-surface chaos soak clients proto bench pictures clean help
+.PHONY: setup demo serve test quick check check-types check-style docs fuzz fuzz-surface chaos hosts soak clients proto bench pictures clean help
 
 help:
-	@echo "make setup | demo | serve | test | quick | check | docs | fuzz | fuzz-surface | chaos | soak | clients | proto | bench | pictures | clean   (ARGS='...' is passed on)"
+	@echo "make setup | demo | serve | test | quick | check | docs | fuzz | fuzz-surface | chaos | hosts | soak | clients | proto | bench | pictures | clean   (ARGS='...' is passed on)"
 
 $(VENV)/.node: pyproject.toml requirements.lock deploy/install.py
 	$(PYTHON) deploy/install.py --venv $(VENV) --torch $(TORCH)
@@ -66,6 +66,9 @@ fuzz: $(VENV)/.dev
 
 chaos: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/chaos -s --minutes 3 --streams 16 $(ARGS)
+
+hosts: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/multihost -s --long $(ARGS)
 
 soak: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/soak -s --requests 5000 $(ARGS)

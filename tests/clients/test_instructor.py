@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.clients.test_openai import Capital
+from tests.clients.test_own_clients import Capital
 from tests.support.other_clients import ASKED, KEY, client
 
 pytestmark = pytest.mark.client("instructor")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.clients.test_openai import WEATHER, Capital
+from tests.clients.test_own_clients import WEATHER, Capital
 from tests.support.other_clients import ANSWER, ASKED, KEY, QUESTION, client
 
 pytestmark = pytest.mark.client("langchain-openai")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.clients.test_openai import WEATHER, Capital
+from tests.clients.test_own_clients import WEATHER, Capital
 from tests.support.other_clients import ANSWER, ASKED, HELLO, KEY, client
 
 pytestmark = pytest.mark.client("litellm")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.clients.test_openai import Capital
+from tests.clients.test_own_clients import Capital
 from tests.support.other_clients import ANSWER, ASKED, KEY, QUESTION, client
 
 pytestmark = pytest.mark.client("llm")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -27,6 +30,7 @@ pytestmark = [needs_kernels, pytest.mark.e2e, pytest.mark.timeout(180)]
 STREAMS, TOKENS = 4, 300
 BACK_S = 45.0  # for a process to end, and for its node to serve again
 NODES = ("--prefill-tp", "4", "--decode-nodes", "2", "--decode-tp", "2", "--drafter", "ngram", "--no-standby")
+LOGS = ("--log-level", "debug", "--log-format", "json")
 
 
 def prompt(number: int) -> tuple[int, ...]:
@@ -71,6 +75,31 @@ def followers(server: Server, pid: int) -> list[psutil.Process]:
     return [process for process in found if "paceline.ranks.process" in process.cmdline()]
 
 
+def entries(server: Server) -> list[dict[str, Any]]:
+    """The JSON lines that the deployment has logged so far."""
+    return [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
+
+
+async def rounds_are_logged(client: AsyncClient, server: Server) -> None:
+    """The log options reach every process, and the logs and counts of nodes the router."""
+    done = (await client.generate(prompt(9), max_tokens=8, temperature=0.0, ignore_eos=True)).completion
+
+    def rounds() -> list[dict[str, Any]]:
+        return [entry for entry in entries(server) if " round " in entry["message"]]
+
+    await until(lambda: len(rounds()) == done.speculation.rounds)
+    assert {(entry["node"], entry["level"]) for entry in rounds()} == {(done.nodes.decode, "debug")}
+    assert " round 1: ngram drafted " in rounds()[0]["message"]
+    assert {"router", "prefill-0", "decode-0", "decode-1"} <= {entry["node"] for entry in entries(server)}
+    copied = r'paceline_node_copy_rounds_total\{drafter="ngram",node="decode-\d",result="\w+"\} ([\d.]+)'
+
+    def counted() -> float:
+        return sum(map(float, re.findall(copied, httpx.get(f"http://{server.http}/metrics").text)))
+
+    await until(lambda: counted() >= len(rounds()) - 1)  # the last round may have had no room for a draft
+    assert counted() <= len(rounds())
+
+
 async def until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + BACK_S
     while not condition():
@@ -87,10 +116,11 @@ async def test_the_tokens_of_one_rank_whichever_rank_is_hurt(tmp_path: Path) -> 
     its node."""
     folder = write_ranked_model(tmp_path)
     expected = of_one_rank(folder)
-    with serve("--model", str(folder), "--kv-cache-tokens", "4096", "--admin", "127.0.0.1:0", *NODES) as server:
+    with serve("--model", str(folder), "--kv-cache-tokens", "4096", "--admin", "127.0.0.1:0", *NODES, *LOGS) as server:
         nodes = listed(server)
         assert {name: node["ranks"] for name, node in nodes.items()} == {"prefill-0": 4, "decode-0": 2, "decode-1": 2}
         async with AsyncClient(server.grpc) as client:
+            await rounds_are_logged(client, server)
             assert await texts(client, asyncio.Event()) == expected
             for number, hurt in enumerate((signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)):
                 pid = int(str(listed(server)[f"decode-{number % 2}"]["pid"]))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from paceline.assembly.build import build_runner
 from paceline.client import AsyncClient, Client, InvalidRequest, Overloaded, PacelineError
 from paceline.config import NodeConfig
 from paceline.layers.weight_file import huge_pages_need_own_memory
+from paceline.request import Grammar, GrammarKind
 from paceline.v1 import node_pb2, node_pb2_grpc
 from tests.support.exactness import run
 from tests.support.needs import needs_kernels
@@ -28,22 +30,49 @@ from tests.support.server import NODE_METADATA, Server, paceline, serve
 pytestmark = [pytest.mark.e2e, pytest.mark.real_model, pytest.mark.timeout(400)]
 
 MODEL = "smollm2-135m-instruct"
+FORM = r"([a-f]{3}-){30}[a-f]{3}"  # what some answers must be
+FORM_SEEDS = range(8)
+References = dict[tuple[str, float], tuple[int, ...]]
 
 
 @pytest.fixture(scope="module")
-def server(smollm2_folder: Path) -> Iterator[Server]:
-    with serve("--prefill-nodes", "2", "--decode-nodes", "2", "--drafter", "ngram", "--kv-cache-tokens", "8192") as one:
-        yield one
+def server(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Its options come from a file, the environment, which wins over the file, and the command line, which wins over
+    both."""
+    file = tmp_path_factory.mktemp("options") / "paceline.yaml"
+    file.write_text("drafter: none\nnum_draft_tokens: 2\nkv_cache_tokens: 8192\nprefill_nodes: 2\ndecode_nodes: 1\n")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PACELINE_DRAFTER", "ngram")
+        environment.setenv("PACELINE_NUM_DRAFT_TOKENS", "3")
+        with serve("--config", str(file), "--decode-nodes", "2", "--num-draft-tokens", "4") as one:
+            yield one
+
+
+def test_options_come_from_the_file_the_environment_and_the_command_line(server: Server) -> None:
+    with Client(server.grpc) as client:
+        info = client.model_info()
+    assert (info.drafter, info.num_draft_tokens) == ("ngram", 4)
+    assert sorted(node.role for node in info.nodes) == ["decode", "decode", "prefill", "prefill"]
 
 
 @pytest.fixture(scope="module")
-def references(smollm2_folder: Path) -> dict[tuple[str, float], tuple[int, ...]]:
-    """One-process answers of the same prompts, 24 tokens."""
+def answers(smollm2_folder: Path) -> tuple[References, dict[int, tuple[int, ...]]]:
+    """One-process answers of the same prompts, 24 tokens; and of the first one by FORM, by seed."""
     runner = build_runner(NodeConfig(model=str(smollm2_folder), drafter="none", threads=1, kv_cache_tokens=8192))
     requests = prompt_requests(smollm2_folder, 24)
-    outcomes = run(runner, requests, batch=40)
+    sampled = replace(requests[1].params, grammar=Grammar(GrammarKind.REGEX, FORM))
+    formed = [
+        replace(requests[1], request_id=f"form {seed}", params=replace(sampled, seed=seed)) for seed in FORM_SEEDS
+    ]
+    found = [outcome.token_ids for outcome in run(runner, [*requests, *formed], batch=48)]
     keys = [(q, t) for q in QUESTIONS for t in (0.0, 1.0)]
-    return {key: o.token_ids for key, o in zip(keys, outcomes, strict=True)}
+    return dict(zip(keys, found[: len(keys)], strict=True)), dict(zip(FORM_SEEDS, found[len(keys) :], strict=True))
+
+
+@pytest.fixture
+def references(answers: tuple[References, dict[int, tuple[int, ...]]]) -> References:
+    """Answers without a form."""
+    return answers[0]
 
 
 def prompt_ids(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -103,9 +132,7 @@ def test_bytes_equal_the_formula(server: Server, smollm2_folder: Path) -> None:
 
 
 @needs_kernels
-async def test_text_equals_one_process(
-    server: Server, smollm2_folder: Path, references: dict[tuple[str, float], tuple[int, ...]]
-) -> None:
+async def test_text_equals_one_process(server: Server, smollm2_folder: Path, references: References) -> None:
     ids = prompt_ids(smollm2_folder)
     limit = asyncio.Semaphore(12)
     async with AsyncClient(server.grpc) as client:
@@ -224,32 +251,36 @@ def test_reflection_and_health(server: Server) -> None:
 
 @needs_kernels
 async def test_a_killed_decode_node_is_replaced_and_its_streams_go_on(
-    server: Server, smollm2_folder: Path, references: dict[tuple[str, float], tuple[int, ...]]
+    server: Server, smollm2_folder: Path, answers: tuple[References, dict[int, tuple[int, ...]]]
 ) -> None:
-    """smg #2382. kill -9 of a decode node under streams: each stream ends with the same tokens as undisturbed."""
+    """smg #2382. kill -9 of a decode node under streams, some of which follow a grammar: each stream ends with the same
+    tokens as undisturbed."""
     ids = prompt_ids(smollm2_folder)
+    references, formed = answers
     async with AsyncClient(server.grpc) as client:
         started = asyncio.Event()
 
-        async def ask(key: tuple[str, float]) -> tuple[int, ...]:
+        async def ask(key: tuple[str, float], **options: Any) -> tuple[int, ...]:
             tokens: list[int] = []
-            seed = 100 + QUESTIONS.index(key[0])
-            async for chunk in client.stream(ids[key[0]], max_tokens=24, temperature=key[1], seed=seed):
+            asked = {"seed": 100 + QUESTIONS.index(key[0])} | options
+            async for chunk in client.stream(ids[key[0]], max_tokens=24, temperature=key[1], **asked):
                 assert chunk.first_index == len(tokens) or not chunk.token_ids
                 tokens += chunk.token_ids
                 if len(tokens) > 3:
                     started.set()
             return tuple(tokens)
 
-        asking = asyncio.gather(*(ask(key) for key in references))
+        bound = [ask((QUESTIONS[0], 1.0), seed=seed, regex=FORM) for seed in formed]
+        asking = asyncio.gather(*(ask(key) for key in references), *bound)
         await started.wait()
         victims = [p for p in server.processes() if _is_actor(p)]
         assert len(victims) >= 4, [p.cmdline() for p in server.processes()]
         address = next(n.address for n in (await client.model_info()).nodes if n.id == "decode-0")
         victim = _listener(victims, int(address.rpartition(":")[2]))
         victim.kill()
-        answers = await asyncio.wait_for(asking, 120)
-        assert dict(zip(references, answers, strict=True)) == references
+        done = await asyncio.wait_for(asking, 120)
+        assert dict(zip(references, done, strict=False)) == references
+        assert dict(zip(formed, done[len(references) :], strict=True)) == formed
         async with asyncio.timeout(60):
             while True:
                 nodes = {n.id: n.address for n in (await client.model_info()).nodes}

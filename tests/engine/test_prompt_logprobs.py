@@ -152,7 +152,10 @@ def test_a_tiny_checkpoint_against_transformers(tmp_path: Path) -> None:
 def test_the_real_model_against_transformers(smollm2_folder: Path) -> None:
     tokens = Tokenizer.from_folder(smollm2_folder).encode("The river that flows through Paris is called the Seine.")
     expected = reference(smollm2_folder, tokens)
-    dtypes: tuple[tuple[Literal["fp32", "bf16"], float], ...] = (("fp32", 1e-3), ("bf16", 0.25))
+    dtypes: tuple[tuple[Literal["fp32", "bf16"], float], ...] = (
+        ("fp32", 1e-3),
+        ("bf16", 0.4),
+    )  # its rounding, at the least likely of five
     for dtype, most in dtypes:
         gc.collect()  # two of this size at once fill a worker
         options = {"model": str(smollm2_folder), "drafter": "none", "dtype": dtype, "kv_cache_tokens": 512}

@@ -20,6 +20,18 @@ OPTIONS = {"dtype": "bf16", "drafter": "ngram", "kv_cache_tokens": 32768, "threa
 PASSED_ON = ("PYTHONPATH", "PACELINE_KERNELS")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("hosts").addoption("--long", action="store_true", help="also the tests that wait for minutes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The tests that mostly wait run where they are asked for."""
+    if not config.getoption("long", default=False):
+        for item in items:
+            if item.get_closest_marker("long_run"):
+                item.add_marker(pytest.mark.skip(reason="only with --long: make hosts"))
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)

@@ -24,10 +24,11 @@ from tests.multihost.hosts import Host, Lan
 from tests.multihost.small_model import KV_BYTES_PER_TOKEN, SPEC
 
 pytestmark = [pytest.mark.multihost, pytest.mark.timeout(420)]
+long = pytest.mark.long_run
 
 ALL = {"prefill-0", "decode-0", "decode-1"}
 NUM_STREAMS = 6
-LONG = 1400  # tokens of a stream that outlives a failure
+LONG = 1000  # tokens of a stream that outlives a failure
 LOSS_PROMPT = 200
 LOSS_KV = LOSS_PROMPT * KV_BYTES_PER_TOKEN
 BEGUN = 3  # tokens of every stream when it happens
@@ -109,8 +110,10 @@ def test_kv_crosses_the_cable_and_tokens_are_those_of_one_process(
 
 @pytest.mark.parametrize(
     ("shaped", "options"),
-    [("prefill-1", {"delay_ms": 20.0, "mbit_s": 50.0}), ("decode-1", {"delay_ms": 5.0, "loss": 0.02})],
-    ids=["slow", "lossy"],
+    [
+        pytest.param("prefill-1", {"delay_ms": 20.0, "mbit_s": 50.0}, id="slow"),
+        pytest.param("decode-1", {"delay_ms": 5.0, "loss": 0.02}, id="lossy", marks=long),
+    ],
 )
 def test_a_bad_link_changes_no_token_and_fails_nothing(
     deployment: Deployment, lan: Lan, expected: Answers, shaped: str, options: dict[str, float]
@@ -197,7 +200,7 @@ def check_both_decode(deployment: Deployment, expected: Answers, requests: list[
     assert served_by(streams, "decode") == {"decode-0", "decode-1"}
 
 
-@pytest.mark.parametrize("hold_s", [0.0, 15.0], ids=["short", "long"])
+@pytest.mark.parametrize("hold_s", [pytest.param(0.0, id="short"), pytest.param(15.0, id="long", marks=long)])
 def test_a_partition_moves_streams_and_its_end_brings_the_node_back(
     deployment: Deployment, lan: Lan, expected: Answers, hold_s: float
 ) -> None:
@@ -221,6 +224,7 @@ def test_a_partition_moves_streams_and_its_end_brings_the_node_back(
     assert deployment.events_since(already, lost) <= {"cut_off"}, "the supervisor gave it up"
 
 
+@long
 def test_power_loss_of_a_decode_host_and_its_return(deployment: Deployment, lan: Lan, expected: Answers) -> None:
     """The cable first, then the power: nobody hears a connection close. Once it is on again, Ray's launcher starts Ray
     there, and Paceline the node."""

@@ -1,8 +1,7 @@
-"""Runs every test: those of faults and hosts, which watch a clock, beside all others, which give way to them.
+"""Runs every test side by side, but those of faults and hosts: they watch a clock and run alone, after the others.
 
-The first part is mostly a wait: two minutes of work in five. The others run at a lower priority, so that it finds the
-machine as good as idle. When all is over, the tests that failed run once more, one after another with nothing beside
-them. A test that fails again has failed. One that passes is named, so that nobody takes it for sound.
+Then the tests that failed run once more, one after another with nothing beside them. A test that fails again has
+failed. One that passes is named, so that nobody takes it for sound.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ CLOCKED = ("tests/chaos", "tests/multihost", "tests/soak", "tests/e2e/test_prefi
 # In the order of tests/conftest.py. xdist would begin files of few tests last, and those are the longest. Three workers
 # for two cores: a third of a worker's time is waiting.
 SIDE_BY_SIDE = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
-LOG = Path("build/test-clocked.log")
 MOST = 5  # failed tests that run again: with more, something is broken
 FAILED = 1  # pytest's exit code for failed tests; others mean that the run itself broke
 
@@ -36,19 +34,10 @@ def failed(cache: str) -> list[str]:
 
 
 def both_parts() -> tuple[int, int]:
-    """Exit codes of the others and of the clocked tests, whose output comes when they have ended."""
-    LOG.parent.mkdir(exist_ok=True)
+    """Exit codes of the others and of the clocked tests."""
     others = pytest_command("others", *SIDE_BY_SIDE, *(f"--ignore={path}" for path in CLOCKED))
-    with LOG.open("w") as log:
-        clocked = subprocess.Popen(pytest_command("clocked", *CLOCKED), stdout=log, stderr=subprocess.STDOUT)
-        try:
-            print(f"{', '.join(CLOCKED)}: beside the others, in {LOG}", flush=True)
-            code = subprocess.run(["nice", "-n", "10", *others], check=False).returncode
-            clocked.wait()
-        finally:
-            clocked.terminate()
-    print(LOG.read_text(), flush=True)
-    return code, clocked.returncode
+    clocked = pytest_command("clocked", *CLOCKED)
+    return subprocess.run(others, check=False).returncode, subprocess.run(clocked, check=False).returncode
 
 
 def again(names: list[str]) -> int:

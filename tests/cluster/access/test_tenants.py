@@ -42,6 +42,11 @@ async def test_no_tenant_learns_what_another_has_cached(tmp_path: Path) -> None:
         assert await cached(client, "acme", cache_salt="mine") > 0
 
 
+class _Lease:
+    def serves_operators(self, address: str) -> None:
+        """Nobody asks where."""
+
+
 class _Changes:
     async def switch(self, node_id: str, role: str, timeout_s: float) -> Any:
         raise KeyError(node_id)
@@ -59,7 +64,7 @@ async def test_a_deployment_asks_for_keys_at_all_its_doors(tmp_path: Path, caplo
     front._tokenizer, front._folder = ByteTokenizer(), None
     try:
         await front.open(Served(MAX_MODEL_LEN, VOCAB, True))
-        nodes: Any = Supervision(front, made._secret, made._parts, cast(Any, None), made.config)
+        nodes: Any = Supervision(front, made._secret, made._parts, cast(Any, _Lease()), made.config)
         nodes.changes = _Changes()
         await nodes.open_admin()
         async with httpx.AsyncClient(base_url=f"http://{front.http_address}") as client:

@@ -63,8 +63,16 @@ def test_deterministic_drafts(rule: str, shape: str, params: str, stop: int | No
     assert worst(rounds(rule, ONE_HOT, shape, stop), PARAMS[params], stop, sizes) < EXACT
 
 
-@pytest.mark.parametrize(("params", "stop"), [("plain", None), ("penalised", 1), ("cut", 1)])
-@pytest.mark.parametrize(("rule", "shape"), [pair for pair in FITTING if pair[0] in LOSSLESS])
+@pytest.mark.parametrize(
+    ("rule", "shape", "params", "stop"),
+    [
+        (rule, shape, params, stop)
+        for rule, shape in FITTING
+        if rule in LOSSLESS
+        for params, stop in (("plain", None), ("penalised", 1), ("cut", 1))
+        if shape != "wide3" or params == "plain"  # its outcomes are the most, and wide2 has what parameters change
+    ],
+)
 def test_drawn_drafts(rule: str, shape: str, params: str, stop: int | None) -> None:
     sizes = [(3, 2)] if shape in BIG or rule == "sample" else [(3, 3), (4, 2), (5, 2)]
     assert worst(rounds(rule, DRAWN, shape, stop), PARAMS[params], stop, sizes) < EXACT

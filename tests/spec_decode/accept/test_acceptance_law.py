@@ -2,7 +2,7 @@
 
 Drafts are drawn by ``candidates.choose``, the target's law comes from ``target_probs``, the coins are real. Two rounds
 make two tokens, so the draft noise of the second position is used twice where the first round rejects. The rules are
-plain Python: 5,000 generations in each of ten cells of the table below, over 64 or 256 joint outcomes. A right rule
+plain Python: 5,000 generations in each of six cells of the table below, over 64 or 256 joint outcomes. A right rule
 fails one with probability P_FAIL. Seeds are fixed: a pass stays a pass.
 """
 
@@ -135,11 +135,9 @@ def generate(
 
 
 PARAMS = {
-    "cold": SamplingParams(temperature=0.3),
     "mild": SamplingParams(temperature=0.7, top_p=0.9),
     "plain": SamplingParams(),
     "cut": SamplingParams(top_k=5, top_p=0.95, min_p=0.02),
-    "hot": SamplingParams(temperature=1.5, top_k=6),
 }
 
 

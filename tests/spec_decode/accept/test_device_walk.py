@@ -26,13 +26,13 @@ def test_in_tritons_interpreter() -> None:
 
 
 @given(seed=st.integers(0, 2**32), num_trees=st.integers(1, 12))
-@settings(max_examples=4 if INTERPRETED else 80, deadline=None, derandomize=True)
+@settings(max_examples=10 if INTERPRETED else 80, deadline=None, derandomize=True)
 def test_walks_of_random_trees(seed: int, num_trees: int) -> None:
     check_walks(CPU, num_trees, seed)
 
 
 def test_random_walks_reach_every_end() -> None:
-    verdicts = [verdict for seed in range(4 if INTERPRETED else 10) for verdict in check_walks(CPU, 12, seed)]
+    verdicts = [verdict for seed in range(10) for verdict in check_walks(CPU, 12, seed)]
     assert {verdict.finish_reason for verdict in verdicts} == {None, FinishReason.STOP, FinishReason.LENGTH}
     assert max(len(verdict.path) for verdict in verdicts) >= 4
     assert any(verdict.new_token == -1 for verdict in verdicts)

@@ -1,4 +1,5 @@
-"""The openai client: chats, completions, objects, tools and responses."""
+"""Clients that the tests bring with them, against one deployment. openai: chats, completions, objects, tools and
+responses. anthropic: messages, streams, tools and counts."""
 
 from __future__ import annotations
 
@@ -9,8 +10,6 @@ import pytest
 from pydantic import BaseModel
 
 from tests.support.other_clients import ANSWER, ASKED, HELLO, KEY, QUESTION, client
-
-pytestmark = pytest.mark.client("openai")
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -39,6 +38,7 @@ def openai(url: str) -> Iterator[Any]:
         yield made
 
 
+@pytest.mark.client("openai")
 def test_text_and_streams(openai: Any, model: str) -> None:
     asked: dict[str, Any] = {"model": model, "messages": HELLO, "temperature": 0, "max_tokens": 24}
     text = openai.chat.completions.create(**asked).choices[0].message.content
@@ -49,12 +49,14 @@ def test_text_and_streams(openai: Any, model: str) -> None:
     assert len(whole.choices[0].logprobs.tokens) == whole.usage.completion_tokens == 8
 
 
+@pytest.mark.client("openai")
 def test_objects(openai: Any, model: str) -> None:
     asked = [{"role": "user", "content": ASKED}]
     done = openai.chat.completions.parse(model=model, messages=asked, response_format=Capital, temperature=0)
     assert done.choices[0].message.parsed.city in ("Paris", "Rome")
 
 
+@pytest.mark.client("openai")
 def test_tools(openai: Any, model: str) -> None:
     asked: dict[str, Any] = {"model": model, "tools": [WEATHER], "tool_choice": "required", "temperature": 0}
     asked["parallel_tool_calls"] = False  # so small a model would call without end
@@ -71,6 +73,7 @@ def test_tools(openai: Any, model: str) -> None:
     assert again.choices[0].message.content
 
 
+@pytest.mark.client("openai")
 def test_responses(openai: Any, model: str) -> None:
     asked: dict[str, Any] = {"model": model, "input": QUESTION, "temperature": 0, "max_output_tokens": 128}
     done = openai.responses.create(**asked)
@@ -79,3 +82,39 @@ def test_responses(openai: Any, model: str) -> None:
         assert stream.get_final_response().output_text == done.output_text
     again = openai.responses.create(model=model, input="And of Italy?", previous_response_id=done.id)
     assert again.output_text
+
+
+MESSAGES_WEATHER: dict[str, Any] = {
+    "name": "weather",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest.fixture
+def anthropic(url: str) -> Iterator[Any]:
+    with client("anthropic").Anthropic(base_url=url, api_key=KEY, max_retries=0) as made:
+        yield made
+
+
+@pytest.mark.client("anthropic")
+def test_messages_text_and_streams(anthropic: Any, model: str) -> None:
+    asked: dict[str, Any] = {"model": model, "messages": HELLO, "max_tokens": 24, "extra_body": {"temperature": 0}}
+    done = anthropic.messages.create(**asked)
+    assert ANSWER in done.content[0].text
+    with anthropic.messages.stream(**asked) as stream:
+        assert stream.get_final_text() == done.content[0].text
+    read = done.usage.input_tokens + done.usage.cache_read_input_tokens  # what a cache had is counted apart
+    assert anthropic.messages.count_tokens(model=model, messages=HELLO).input_tokens == read
+
+
+@pytest.mark.client("anthropic")
+def test_messages_tools(anthropic: Any, model: str) -> None:
+    asked: dict[str, Any] = {"model": model, "messages": HELLO, "tools": [MESSAGES_WEATHER], "max_tokens": 200}
+    done = anthropic.messages.create(**asked, tool_choice={"type": "any", "disable_parallel_tool_use": True})
+    (call, *_) = [block for block in done.content if block.type == "tool_use"]
+    assert (done.stop_reason, call.name, list(call.input)) == ("tool_use", "weather", ["city"])
