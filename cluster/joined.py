@@ -239,10 +239,12 @@ def _tell(loop: asyncio.AbstractEventLoop, lost: asyncio.Future[str], who: str) 
 
 
 def _joined_config(own: ServeConfig, url: str, told: Published) -> ServeConfig:
-    """The deployment's options, and this process's own."""
+    """The deployment's options, and this process's own. Which of the roles' options go together depends on whether
+    there are prefill nodes."""
     if told.build != version("paceline"):
         raise ConfigError("join", f"the deployment runs Paceline {told.build}, this is {version('paceline')}")
-    shared = {name: value for name, value in told.options.items() if name in SHARED_OPTIONS}
+    taken = SHARED_OPTIONS | {"prefill_nodes"}
+    shared = {name: value for name, value in told.options.items() if name in taken}
     return ServeConfig.model_validate(shared | own.model_dump(include=set(ROUTER_OPTIONS)) | {"redis": url})
 
 

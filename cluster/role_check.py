@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.config import ServeConfig
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, InvalidRequest
 from paceline.model_files import read_json
 from paceline.models.config import ModelSpec
 from paceline.ranks.shard import check_ranks
@@ -21,6 +21,18 @@ def check_roles(config: ServeConfig) -> None:
     folder = resolve_model(config.model)
     raw = {} if gguf_file(folder) is not None else read_json(folder / "config.json")
     check_spec(config, ModelSpec.from_folder(folder), raw)
+
+
+def check_prefill_may_come(config: ServeConfig) -> None:
+    """Raise InvalidRequest where a prefill node could not serve beside the decode nodes. A deployment that starts
+    without prefill nodes has not looked at that. Blocks."""
+    if config.prefill_nodes:
+        return
+    try:
+        config.check_roles_agree()
+        check_roles(config.model_copy(update={"prefill_nodes": 1}))
+    except (ValueError, ConfigError) as problem:
+        raise InvalidRequest("role", f"the options of this deployment allow no prefill node: {problem}") from None
 
 
 def check_spec(config: ServeConfig, spec: ModelSpec, raw: dict[str, object]) -> None:

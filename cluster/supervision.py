@@ -19,6 +19,7 @@ from cluster.nodes.slots import Slot
 from cluster.nodes.supervise import Supervisor
 from cluster.option_sets import NODE_OPTIONS
 from cluster.parts import Parts
+from cluster.role_check import check_prefill_may_come
 from cluster.serving_router import ServingRouter
 from cluster.state.holder import DeploymentLease
 from cluster.state.wanted import Kept, WantedNode, from_json
@@ -272,10 +273,16 @@ class _Places:
         self._nodes, self._config = nodes, config
 
     def add(self, node: WantedNode) -> None:
+        self._check_role(node)
         self._nodes.add(replace(wanted_place(node, self._config), standby=False))
 
     def check_fits(self, node: WantedNode) -> None:
+        self._check_role(node)
         self._nodes.check_fits(wanted_place(node, self._config))
+
+    def _check_role(self, node: WantedNode) -> None:
+        if node.role == "prefill":
+            check_prefill_may_come(self._config)
 
     def remove(self, node_id: str) -> None:
         self._nodes.remove(node_id)

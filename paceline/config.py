@@ -58,7 +58,7 @@ class EngineConfig(Frozen):
     """Rounds the weights of linear layers when they are loaded: `w8` to 8 bits, `w4` to 4. `a8` multiplies integers,
     `a16` numbers of `dtype`. `none` takes the checkpoint as it is."""
 
-    device: str = "cpu"
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d{1,3})?)$")
     """Where nodes compute: `cpu`, `cuda` (each rank has a GPU of its own) or `cuda:N`, which nodes of a host share."""
 
     tp: int = Field(default=1, ge=1, le=64)
@@ -422,7 +422,7 @@ class ServeConfig(EngineConfig):
     and an HTTP stream that told more tokens makes them again."""
 
     journal_total_bytes: int = Field(default=16 * 1024 * 1024, ge=1)
-    """Bytes of all journal entries of one router. The oldest entries give way."""
+    """Bytes of all journal entries of one router. The oldest entries give way, told tokens before requests."""
 
     drain_timeout_s: Annotated[float, Group("Shutdown")] = Field(default=10.0, ge=0)
     """Seconds that running requests get to finish when the deployment stops or a node changes its role."""
@@ -443,9 +443,13 @@ class ServeConfig(EngineConfig):
 
     @model_validator(mode="after")
     def _roles_agree(self) -> Self:
+        if self.prefill_nodes:
+            self.check_roles_agree()
+        return self
+
+    def check_roles_agree(self) -> None:
+        """Raise ValueError where prefill nodes with these options could not hand over to decode nodes."""
         prefill, decode = self.of_role("prefill"), self.of_role("decode")
-        if not self.prefill_nodes:
-            return self
         if kind_of(prefill.device) != kind_of(decode.device):
             raise ValueError(_apart("device", prefill.device, decode.device, "text would depend on who computed it"))
         if prefill.attention != decode.attention and kind_of(decode.device) == "cuda":
@@ -455,7 +459,6 @@ class ServeConfig(EngineConfig):
         if prefill.dtype != decode.dtype and not (self.handoff_dtype_cast and dtypes == CAST):
             told = "handoff_dtype_cast lets fp32 prefill nodes hand over to bf16 decode nodes, and no others"
             raise ValueError(_apart("dtype", *dtypes, told))
-        return self
 
     def of_role(self, role: Role) -> ServeConfig:
         """The deployment's options as nodes of a role have them."""

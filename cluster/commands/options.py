@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from typer.core import TyperCommand
 
+from cluster.yaml_text import parse_yaml
 from paceline.config import Group, ServeConfig, choices_of
 from paceline.errors import ConfigError
 from paceline.role_options import ROLES, RoleOptions, role_option
@@ -66,7 +67,7 @@ def _flat(layer: Mapping[str, Any], name: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in layer.items():
         if key not in ROLES:
-            found[key] = value
+            _put(found, key, value, name)
             continue
         if not isinstance(value, dict):
             raise ConfigError(key, f"in {name} must be a section, such as {key}: {{tp: 2}}")
@@ -76,8 +77,15 @@ def _flat(layer: Mapping[str, Any], name: str) -> dict[str, Any]:
                 hint = f"; {flat} is an option of its own" if flat in ServeConfig.model_fields else ""
                 known = ", ".join(sorted(RoleOptions.model_fields))
                 raise ConfigError(flat, f"unknown option {option!r} in section {key} of {name}{hint}; known: {known}")
-            found[flat] = inner
+            _put(found, flat, inner, name)
     return found
+
+
+def _put(found: dict[str, Any], key: str, value: Any, name: str) -> None:
+    """Raises ConfigError where a layer has an option twice: nobody would know which one counts."""
+    if key in found:
+        raise ConfigError(key, f"is in {name} twice")
+    found[key] = value
 
 
 def _in_sections(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,14 +106,17 @@ def _from_yaml(file: Path | None) -> dict[str, Any]:
     if not file.is_file():
         raise ConfigError("config", f"{file} does not exist")
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+        content = parse_yaml(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError("config", f"{file} is not YAML: {error}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise ConfigError("config", f"{file} must hold a mapping of options")
-    return {str(key).replace("-", "_"): value for key, value in content.items()}
+    found: dict[str, Any] = {}
+    for key, value in content.items():
+        _put(found, str(key).replace("-", "_"), value, str(file))
+    return found
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:

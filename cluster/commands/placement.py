@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import typer
 
 from cluster.nodes.bundles import GPU, Host, Wanted, check_room, place, where
 from cluster.nodes.host_file import GIB, read_hosts, this_host
-from cluster.nodes.roles import wanted_place
+from cluster.nodes.roles import has_weights_together, wanted_place
 from cluster.role_check import check_spec, roles_of
 from cluster.supervision import wanted_nodes
 from paceline.config import ServeConfig
@@ -117,6 +118,8 @@ def _lines(config: ServeConfig, hosts: Sequence[Host], planned: dict[Role, RankB
         role = _role(node)
         if role in planned and (short := _short(config.of_role(role), host, planned[role])):
             yield f"{node.node_id} does not fit: {short}"
+    for host in hosts:
+        yield from _short_together(config, host, planned)
 
 
 def _bundles(hosts: Sequence[Host]) -> Iterator[tuple[Host, Wanted, int]]:
@@ -138,10 +141,32 @@ def _short(config: ServeConfig, host: Host, held: RankBytes) -> str:
     """Why a node's ranks need more memory than their devices have; empty where they do not, or nobody knows."""
     if config.device == "cuda" and 0 < host.gpu_memory_gib * GIB < held.first:
         return f"rank 0 needs {held.first / GIB:.2f} GiB, a GPU of {host.address} has {host.gpu_memory_gib:.2f}"
-    whole = held.first + (config.tp - 1) * (held.weights + held.kv)
+    whole = _all_ranks(config, held)
     if config.device == "cpu" and 0 < host.memory_gib * GIB < whole:
         return f"its ranks need {whole / GIB:.2f} GiB, {host.address} has {host.memory_gib:.2f}"
     return ""
+
+
+def _all_ranks(config: ServeConfig, held: RankBytes) -> int:
+    """Bytes of a node of a role. config: the role's."""
+    return held.first + (config.tp - 1) * (held.weights + held.kv)
+
+
+def _short_together(config: ServeConfig, host: Host, planned: dict[Role, RankBytes]) -> Iterator[str]:
+    """Why nodes that share the memory of a host, or of a GPU, do not fit beside each other."""
+    needs: Counter[str] = Counter()
+    counted = set()  # weights that nodes have together
+    for role in (role for role in map(_role, host.nodes) if role in planned):
+        own, held = config.of_role(role), planned[role]
+        needs[own.device] += _all_ranks(own, held)
+        if config.ray_address == "local" and has_weights_together(own):
+            needs[own.device] -= held.first_weights if own.dtype in counted else 0
+            counted.add(own.dtype)
+    for device, needed in needs.items():
+        has = {"cpu": host.memory_gib, "cuda": 0.0}.get(device, host.gpu_memory_gib)
+        if 0 < has * GIB < needed:
+            told = f"they need {needed / GIB:.2f} GiB, it has {has:.2f}"
+            yield f"the nodes on {device} of {host.address} do not fit beside each other: {told}"
 
 
 def _role(node: Wanted) -> Role:

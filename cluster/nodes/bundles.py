@@ -53,6 +53,10 @@ class Host:
         """Whether the node fits into ``there`` beside those placed here."""
         return all(there.get(name, 0) - self._taken(name) >= share for name, share in node.bundle.items())
 
+    def left(self, name: str, *, empty: bool) -> float:
+        """How much of a resource the nodes placed here leave. empty: as if nothing else ran here."""
+        return (self.resources if empty else self.free).get(name, 0) - self._taken(name)
+
     def _taken(self, name: str) -> float:
         return sum(node.bundle.get(name, 0) for node in self.nodes)
 
@@ -63,13 +67,14 @@ class Host:
 
 
 def place(wanted: Sequence[Wanted], hosts: Sequence[Host], *, empty: bool = False) -> list[Wanted]:
-    """Put every node onto the host with the fewest nodes that has room, the largest nodes first; returns those without
-    a host. empty: as if nothing else ran on the hosts. It is what Ray's SPREAD does too where there is one way."""
+    """Put every node onto the host with the fewest nodes that has room, of these the one with the fewest GPUs left, the
+    largest nodes first; returns those without a host. empty: as if nothing else ran on the hosts. It is what Ray's
+    SPREAD does too where there is one way."""
     left = []
     for node in sorted(wanted, key=lambda node: (-node.gpus, -node.cpus, not node.vital)):
         fits = [host for host in hosts if host.holds(node, host.resources if empty else host.free)]
         if fits:
-            min(fits, key=lambda host: len(host.nodes)).nodes.append(node)
+            min(fits, key=lambda host: (len(host.nodes), host.left(GPU, empty=empty))).nodes.append(node)
         else:
             left.append(node)
     return left

@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from cluster.nodes.bundles import CPU, GPU, Host
+from cluster.yaml_text import parse_yaml
 from paceline.errors import ConfigError
 
 GIB = 2**30
@@ -39,7 +40,7 @@ _HOSTS = TypeAdapter(dict[str, DescribedHost])
 def read_hosts(file: Path) -> list[Host]:
     """The hosts of a YAML file: address, then what the host has. Raises ConfigError naming what is wrong."""
     try:
-        described = _HOSTS.validate_python(yaml.safe_load(file.read_text(encoding="utf-8")))
+        described = _HOSTS.validate_python(parse_yaml(file.read_text(encoding="utf-8")))
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError("hosts", f"{file}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None

@@ -80,16 +80,6 @@ class Attempt:
         self._reserved_at: float | None = None  # until the first token, where the way to it is measured
         self._uncached = 0  # tokens to compute before the first token
 
-    @property
-    def request_id(self) -> str:
-        """Names the request whose choice this is."""
-        return self._choice.request_id
-
-    @property
-    def cache_salt(self) -> str:
-        """Says whose cache it may use."""
-        return self._choice.sequence.cache_salt
-
     async def run(self) -> None:
         """Until the choice has its finish reason. Raises NodeFailure."""
         pair = self.pair

@@ -134,16 +134,16 @@ class Pairing:
         return Pair(decode, prefill, prompt.cached_tokens(decode), prompt.cached_tokens(prefill) if prefill else 0)
 
     @contextmanager
-    def judged(self, attempt: Attempt) -> Iterator[None]:
-        """Around an attempt: tells the breakers how the nodes of its pair did. The caller's fault and want of room are
-        no fault of a node; of a pair that failed only the one to blame is judged, of one cancelled neither, and never
-        one that the attempt came to do without."""
+    def judged(self, attempt: Attempt, suspicion: Suspicion) -> Iterator[None]:
+        """Around an attempt of a request: tells the breakers how the nodes of its pair did. suspicion: of the request.
+        The caller's fault and want of room are no fault of a node; of a pair that failed only the one to blame is
+        judged, of one cancelled neither, and never one that the attempt came to do without."""
         nodes, decode = _members(attempt.pair), attempt.pair.decode
         verdict = self.breakers.left
         for node in nodes:
             self.breakers.began(node)
         try:
-            with self.quarantine.running(decode, attempt.request_id, attempt.cache_salt):
+            with self.quarantine.running(decode, suspicion):
                 yield
             verdict = self.breakers.succeeded
         except NodeFailure as failure:

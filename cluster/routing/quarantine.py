@@ -3,7 +3,8 @@
 A death counts when the connection is gone, the next generation of the node has come, the node was not draining, and
 the attempt had brought few tokens: a request that kills does so where it stands. A cut cable, a host that is away and a
 node that an operator stops are no deaths. Routers tell each other of deaths under a request that comes back under the
-same id, and of prompts that they refuse (`cluster/state/evidence.py`); each looks itself whether a node died.
+same id, with what else was in progress there at any of them, and of prompts that they refuse
+(`cluster/state/evidence.py`); each looks itself whether a node died.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -32,7 +33,8 @@ FORGET_S = 600.0
 MAX_PROMPTS, MAX_NODES = 1024, 256  # that are remembered
 MAX_HEARD = 8  # deaths under one request, of other routers
 
-Asked = tuple[str, str]  # id of a request, which clients choose, and whose cache it may use
+Asked = str  # digest of a request: its id, which clients choose and may repeat, its prompt, and whose cache it may use
+ASKED_CHARS = 24
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Death:
 
     node: Key
     at: float
-    requests: set[Asked]  # that were in progress there; of all attempts that failed
+    requests: set[Asked]  # that were in progress there; of all attempts that failed, behind other routers too
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Note:
 
     prompt: str
     said: str = ""
-    asked: Asked = ("", "")
+    asked: Asked = ""
     node: Key = ("", 0)
     requests: tuple[Asked, ...] = ()
 
@@ -62,6 +64,7 @@ _NOTE = TypeAdapter(Note)
 class Suspicion:
     """What is held against one choice of a request."""
 
+    request_id: str
     asked: Asked
     prompt: str  # digest of what is asked, and in whose cache
     deaths: list[Death] = field(default_factory=list)
@@ -74,7 +77,7 @@ class Quarantine:
         """nodes: the registry's view. clock: seconds, monotonic."""
         self._nodes, self._clock = nodes, clock
         self.tell: Callable[[bytes], None] = lambda note: None  # other routers
-        self._heard: OrderedDict[tuple[str, Asked], list[Death]] = OrderedDict()  # by prompt and request
+        self._heard: OrderedDict[Asked, list[Death]] = OrderedDict()
         self._running: dict[Key, list[Asked]] = {}
         self._lost: OrderedDict[Key, set[Asked]] = OrderedDict()
         self._refused: OrderedDict[str, tuple[float, str]] = OrderedDict()  # by prompt: when, and what is said
@@ -82,13 +85,14 @@ class Quarantine:
     @staticmethod
     def suspicion(request_id: str, token_ids: Sequence[int], salt: str) -> Suspicion:
         """Nothing yet. token_ids: of the prompt. salt: whose cache it may use."""
-        digest = hashlib.sha256(salt.encode() + b"\0" + array("q", token_ids).tobytes())
-        return Suspicion((request_id, salt), digest.hexdigest())
+        prompt = hashlib.sha256(salt.encode() + b"\0" + array("q", token_ids).tobytes()).hexdigest()
+        asked = hashlib.sha256(f"{prompt} {request_id}".encode()).hexdigest()[:ASKED_CHARS]
+        return Suspicion(request_id, asked, prompt)
 
     @contextmanager
-    def running(self, node: NodeRecord, request_id: str, salt: str = "") -> Iterator[None]:
-        """Around an attempt on a decode node. salt: whose cache it may use."""
-        asked = request_id, salt
+    def running(self, node: NodeRecord, suspicion: Suspicion) -> Iterator[None]:
+        """Around an attempt on a decode node."""
+        asked = suspicion.asked
         there = self._running.setdefault(key_of(node), [])
         there.append(asked)
         try:
@@ -101,15 +105,20 @@ class Quarantine:
     def lost(self, node: NodeRecord, suspicion: Suspicion, num_tokens: int) -> None:
         """The connection to a decode node is gone. num_tokens: what the attempt had brought."""
         key = key_of(node)
-        together = self._lost.setdefault(key, set())
-        together.update([suspicion.asked, *self._running.get(key, ())])
-        while len(self._lost) > MAX_NODES:
-            self._lost.popitem(last=False)
+        together = self._together(key, [suspicion.asked, *self._running.get(key, ())])
         seen = next((record for record in self._nodes() if key_of(record) == key), node)
         if num_tokens < FEW_TOKENS and seen.state != "draining":
             before = [death for death in suspicion.deaths if death.node != key]  # a process dies once
             suspicion.deaths = [*before, Death(key, self._clock(), together)]
             self._tell(Note(suspicion.prompt, asked=suspicion.asked, node=key, requests=tuple(together)))
+
+    def _together(self, node: Key, requests: Iterable[Asked]) -> set[Asked]:
+        """What was in progress on a node that was lost, as far as it is known by now; ``requests`` too."""
+        together = self._lost.setdefault(node, set())
+        together.update(requests)
+        while len(self._lost) > MAX_NODES:
+            self._lost.popitem(last=False)
+        return together
 
     def _tell(self, note: Note) -> None:
         self.tell(_NOTE.dump_json(note))
@@ -124,16 +133,17 @@ class Quarantine:
         if note.said:
             self._refuse(note.prompt, note.said)
             return
-        deaths = self._heard.setdefault((note.prompt, note.asked), [])
+        together = self._together(note.node, note.requests)
+        deaths = self._heard.setdefault(note.asked, [])
         if all(death.node != note.node for death in deaths) and len(deaths) < MAX_HEARD:
-            deaths.append(Death(note.node, self._clock(), set(note.requests)))
+            deaths.append(Death(note.node, self._clock(), together))
         while len(self._heard) > MAX_PROMPTS:
             self._heard.popitem(last=False)
 
     def _deaths(self, suspicion: Suspicion) -> list[Death]:
         """Those under a request here, and those under it behind other routers."""
         own, now = {death.node for death in suspicion.deaths}, self._clock()
-        heard = self._heard.get((suspicion.prompt, suspicion.asked), ())
+        heard = self._heard.get(suspicion.asked, ())
         return [*suspicion.deaths, *(one for one in heard if one.node not in own and now - one.at <= FORGET_S)]
 
     def unexplained(self, suspicion: Suspicion) -> bool:
@@ -156,7 +166,7 @@ class Quarantine:
             if len(deaths) < DEATHS or set.intersection(*(death.requests for death in deaths)) != {suspicion.asked}:
                 return
             nodes = ", ".join(f"{node_id} generation {generation}" for node_id, generation in (d.node for d in deaths))
-            said = f"{suspicion.asked[0]!r} is quarantined: it was the one request in progress when {nodes} died"
+            said = f"{suspicion.request_id!r} is quarantined: it was the one request in progress when {nodes} died"
             log.error("%s; its prompt is refused for %g s", said, FORGET_S)
             self._refuse(suspicion.prompt, said)
             self._tell(Note(suspicion.prompt, said))

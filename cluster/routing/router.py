@@ -359,7 +359,7 @@ class Router:
             before = len(run.token_ids)
             try:
                 attempt = Attempt(run, pair, self._around, queue.put, deadline)
-                with self._pairing.judged(attempt):
+                with self._pairing.judged(attempt, tries.suspicion):
                     await attempt.run()
             except NodeFailure as failure:
                 if failure.gone and failure.node.role == "decode":

@@ -46,13 +46,13 @@ class ToldTokens:
         self._num_tokens = sum(len(choice.token_ids) for choice in self._choices)
         self._least = sum(had.next_index for had in received.values())  # an earlier router's entry may have so many
         self._num_written, self._bytes, self._written_at = self._num_tokens, 0, time.monotonic()
-        self._too_large = False
+        self._given_up = False  # the journal has no room for it
 
     def note(self, chunk: Chunk) -> None:
         """A chunk is about to be told."""
         choice = self._choices[chunk.choice]
         known = len(choice.token_ids) - chunk.first_index
-        if self._too_large or known < 0:
+        if self._given_up or known < 0:
             return
         new = chunk.token_ids[known:]
         choice.token_ids.extend(new)
@@ -69,15 +69,23 @@ class ToldTokens:
         return new > 0 and time.monotonic() - self._written_at >= pause_s
 
     def _write(self) -> None:
-        if self._num_tokens < max(self._least, 1) or self._too_large:
+        if self._kept is not None and not self._journal.holds(self._kept):
+            self._give_up()
+        if self._num_tokens < max(self._least, 1) or self._given_up:
             return
         entry = self._message.SerializeToString()
         self._num_written, self._bytes, self._written_at = self._num_tokens, len(entry), time.monotonic()
         if self._kept is not None:
             self._journal.update(self._kept, entry)
             return
-        self._kept = self._journal.keep(self._key, entry)
-        self._too_large = self._kept is None
+        self._kept = self._journal.keep(self._key, entry, spare=True)
+        if self._kept is None:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Nothing is packed for a journal that does not keep it, nor held here."""
+        self._given_up = True
+        self._message.Clear()
 
     def end(self, *, complete: bool) -> None:
         """The stream is over; ``complete``: to its end."""

@@ -2,7 +2,8 @@
 
 ``{namespace}:evidence`` is a sorted set of notes by the Unix time in ms at which they end. Each router adds its own and
 reads all of them twice a second, in one pipeline. Nothing waits for Redis: notes that cannot be written stay in a
-bounded line, and the newest ones give way. Bounds: notes in Redis, bytes of a note, seconds of life.
+bounded line, and the newest ones give way. Bounds: notes in Redis, bytes of a note, seconds of life. The end of a note
+is sealed with it, so whoever can write to Redis brings none back after that.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ EVERY_S = 0.5
 LIFE_S = 600.0
 MAX_NOTES, MAX_WAITING = 1024, 64
 MAX_NOTE_BYTES = 4096
+END_BYTES = 8  # of a note: when it ends, Unix time in ms
 
 
 class Evidence:
@@ -41,7 +43,8 @@ class Evidence:
     def tell(self, note: bytes) -> None:
         """Have all routers hear ``note`` soon. One that is too large, or for which there is no room, is dropped."""
         if len(note) <= MAX_NOTE_BYTES and len(self._waiting) < MAX_WAITING:
-            self._waiting.append(self._seal.seal(self._key, note))
+            end = _now_ms() + int(LIFE_S * 1000)
+            self._waiting.append(self._seal.seal(self._key, end.to_bytes(END_BYTES, "big") + note))
 
     def start(self) -> None:
         """Begin to read and to write."""
@@ -58,7 +61,7 @@ class Evidence:
             await asyncio.sleep(EVERY_S)
 
     async def _exchange(self) -> None:
-        now_ms, mine = int(time.time() * 1000), list(self._waiting)
+        now_ms, mine = _now_ms(), list(self._waiting)
         pipe = self._client.pipeline(transaction=False)
         if mine:
             pipe.zadd(self._key, {note: now_ms + int(LIFE_S * 1000) for note in mine})
@@ -66,8 +69,10 @@ class Evidence:
             pipe.zremrangebyrank(self._key, 0, -MAX_NOTES - 1)
             pipe.pexpire(self._key, int(LIFE_S * 1000))
         pipe.zrangebyscore(self._key, f"({now_ms}", "+inf", start=0, num=MAX_NOTES)
-        *_, found = await pipe.execute()
-        for _ in mine:
+        *written, found = await pipe.execute(raise_on_error=False)
+        if isinstance(found, Exception):
+            raise found
+        for _ in [] if any(isinstance(one, Exception) for one in written) else mine:  # a full Redis can be read
             self._waiting.popleft()
         for note in found:
             if note not in self._seen:
@@ -76,9 +81,15 @@ class Evidence:
 
     def _open(self, note: bytes) -> None:
         try:
-            self._hear(self._seal.open(self._key, note))
+            content = self._seal.open(self._key, note)
         except NotSealed as problem:
             log.warning("a note in %s is refused: it is %s", self._key, problem.reason)
+            return
+        left_ms = int.from_bytes(content[:END_BYTES], "big") - _now_ms()
+        if 0 < left_ms <= 2 * LIFE_S * 1000:  # clocks of hosts may differ by a life
+            self._hear(content[END_BYTES:])
+        else:
+            log.warning("a note in %s is refused: it has ended", self._key)
 
     async def close(self) -> None:
         """Stop. Idempotent, and bounded without Redis."""
@@ -87,3 +98,7 @@ class Evidence:
             await asyncio.wait({self._task}, timeout=JOIN_TIMEOUT_S)
             self._task = None
         await self._client.aclose()
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)

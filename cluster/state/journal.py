@@ -9,7 +9,8 @@ entries are put into a bounded table in memory, and one task seals and writes th
 
 Life of an entry: ``keep`` -> written, and again every quarter of its lifetime (so that a Redis that came back empty
 has it again) -> ``release`` -> written a last time, with a short life when the answer is complete -> forgotten when it
-has expired. Bounds, of each router: bytes of an entry, bytes of all entries (the oldest give way), seconds of life.
+has expired. Bounds, of each router: bytes of an entry, bytes of all entries (the oldest give way, told tokens before
+requests), seconds of life.
 
 Keys: ``{namespace}:journal:sealed:{hash of tenant and generation id}``; ids are capabilities and are not stored.
 Entries are sealed with the deployment's secret (`sealing.py`). One that was not is refused and counted. Routers that
@@ -100,6 +101,7 @@ class Journal:
         self._ttl_s, self._entry_bytes, self._total_bytes = ttl_s, entry_bytes, total_bytes
         self._prefix = f"{namespace}:journal:sealed:"
         self._held: dict[str, Kept] = {}  # oldest first
+        self._spare: dict[str, None] = {}  # of these, the keys of those that give way first
         self._bytes = 0
         self._due: dict[str, None] = {}  # keys to write, in order
         self._evicted: dict[str, float] = {}  # keys to delete: when they expire anyway
@@ -113,14 +115,17 @@ class Journal:
 
     # -- used by streams: none of it waits ---------------------------------------------------------------------
 
-    def keep(self, key: str, entry: bytes) -> Kept | None:
-        """Have ``entry`` in the journal until ``release``. None when it is too large."""
+    def keep(self, key: str, entry: bytes, *, spare: bool = False) -> Kept | None:
+        """Have ``entry`` in the journal until ``release``. None when it is too large. spare: it gives way before others
+        do, since it can be made again."""
         size = len(entry) + ENTRY_OVERHEAD_BYTES
         if len(entry) > self._entry_bytes or size > self._total_bytes:
             self._dropped.labels("size").inc()
             return None
         self._forget(key)  # an earlier stream of the same generation
         kept = self._held[key] = Kept(key, entry, size, self._ttl_s)
+        if spare:
+            self._spare[key] = None
         self._bytes += size
         self._write_soon(key)
         self._make_room()
@@ -128,16 +133,20 @@ class Journal:
 
     def release(self, kept: Kept, *, complete: bool) -> None:
         """Its stream is over; the client may come back for what is missing, soon when the answer is complete."""
-        if self._held.get(kept.key) is not kept:  # evicted, or taken over by a later stream
+        if not self.holds(kept):
             return
         kept.live, kept.complete, kept.released_at = False, complete, time.monotonic()
         if complete:
             kept.ttl_s = min(COMPLETE_TTL_S, self._ttl_s)
         self._write_soon(kept.key)
 
+    def holds(self, kept: Kept) -> bool:
+        """Whether it was neither evicted nor taken over by a later stream."""
+        return self._held.get(kept.key) is kept
+
     def update(self, kept: Kept, entry: bytes) -> None:
         """What is kept is ``entry`` from now on. Where that is too large, nothing is kept any more."""
-        if self._held.get(kept.key) is not kept:  # evicted, or taken over by a later stream
+        if not self.holds(kept):
             return
         size = len(entry) + ENTRY_OVERHEAD_BYTES
         if len(entry) > self._entry_bytes or size > self._total_bytes:
@@ -171,13 +180,14 @@ class Journal:
 
     def _forget(self, key: str) -> None:
         kept = self._held.pop(key, None)
+        self._spare.pop(key, None)
         self._due.pop(key, None)
         self._evicted.pop(key, None)
         self._bytes -= kept.size if kept is not None else 0
 
     def _make_room(self) -> None:
         while self._bytes > self._total_bytes:
-            self._evict(next(iter(self._held)), "full")
+            self._evict(next(iter(self._spare or self._held)), "full")
 
     def _evict(self, key: str, reason: str) -> None:
         kept = self._held[key]

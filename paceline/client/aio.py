@@ -69,6 +69,7 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
     def _take(self, message: inference_pb2.GenerateChunk) -> None:
         started = self._progress.started
         self._progress.take(message)
+        self._watch.heard(self._place.router)
         self._patience.progressed()
         if not started:
             self._watch.add(self._place)

@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from time import monotonic
 from types import SimpleNamespace
+from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 
 from paceline.client import AsyncClient, Client, watch
 from paceline.client.sync import ChunkStream
+from paceline.client.watch import AsyncWatch, Place, Watch
 from tests.client.test_failover import TEXT, collected, joined, routers
 
 NO_PINGS = [  # that could find it; those that measure the bandwidth have a time of their own
@@ -123,3 +129,71 @@ def test_who_left_a_silent_router_grants_the_next_one_more_for_a_while() -> None
     place.enter(0, None)
     place.entered_at -= watch.CALM_S
     assert place.answer_s == watch.ANSWER_S
+
+
+@dataclass
+class Health:
+    """A router's health service. It answers once ``answers`` is set."""
+
+    asked: int = 0
+    answers: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def check(self, request: bytes, context: Any) -> bytes:
+        self.asked += 1
+        await self.answers.wait()
+        return b""
+
+
+@asynccontextmanager
+async def watching(blocking: bool) -> AsyncIterator[tuple[Health, AsyncWatch | Watch]]:
+    health, server = Health(), grpc.aio.server()
+    methods: dict[str, Any] = {"Check": grpc.unary_unary_rpc_method_handler(health.check)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("grpc.health.v1.Health", methods)])
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    channels: list[Any] = [(grpc if blocking else grpc.aio).insecure_channel(address) for _ in range(2)]
+    watched = Watch(channels) if blocking else AsyncWatch(channels)
+    try:
+        yield health, watched
+    finally:
+        await asyncio.to_thread(watched.close) if isinstance(watched, Watch) else await watched.close()
+        for channel in channels:
+            await asyncio.to_thread(channel.close) if blocking else await channel.close()
+        await server.stop(None)
+
+
+def waiting(watched: AsyncWatch | Watch, left: int = 0) -> Place:
+    """A stream that waits at the first router, after it left so many."""
+    place = Place(left=left)
+    place.enter(0, SimpleNamespace(cancel=lambda: None))
+    place.since = monotonic()
+    watched.add(place)
+    return place
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_a_router_that_is_late_to_answer_keeps_those_that_it_need_not_lose(blocking: bool) -> None:
+    """Mutants: what other streams were told meanwhile says nothing, so all streams of a busy router come down on the
+    next one together; a stream that grants more time is left with one that does not."""
+    async with watching(blocking) as (_, watched):
+        place = waiting(watched)
+        for _ in range(8):
+            await asyncio.sleep(0.07)
+            watched.heard(0)
+        assert not place.silent
+        patient = waiting(watched, left=watch.DOUBLINGS)
+        await asyncio.sleep(0.6)
+        assert (place.silent, patient.silent) == (True, False)
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_many_streams_ask_no_more_than_one(blocking: bool) -> None:
+    """Mutant: an answer holds for the stream alone that asked."""
+    async with watching(blocking) as (health, watched):
+        health.answers.set()
+        places = []
+        for _ in range(30):
+            places.append(waiting(watched))
+            await asyncio.sleep(0.02)
+        assert 2 <= health.asked <= 8
+        assert not any(place.silent for place in places)

@@ -139,10 +139,11 @@ class _Reply(Response):
                     yield self._answer.complete(chunk.completion), ""
 
     def _id_after(self, chunk: Chunk) -> str:
-        """The id of a chunk's last event. Text that comes with the end counts to no token: it is told again with it."""
-        if self._position is None or chunk.completion is not None:
+        """The id of a chunk's last event. After text that comes with the end, only the end is left to tell."""
+        if self._position is None:
             return ""
-        return str(self._position.at([Told(chunk.first_index + len(chunk.token_ids))], over=False))
+        told = Told(chunk.first_index + len(chunk.token_ids), chunk.completion is not None)
+        return str(self._position.at([told], over=False))
 
     def _on_plan(self, plan: Plan) -> None:
         self._prompt_tokens = plan.num_prompt_tokens

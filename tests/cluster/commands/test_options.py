@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from typer.testing import CliRunner
 
 from cluster.commands.cli import app, with_serve_options
 from cluster.commands.options import load_config, serve_options
+from cluster.joined import _joined_config
 from cluster.option_sets import NODE_OPTIONS, SHARED_OPTIONS
+from cluster.state.published import Published, Served
 from paceline.config import EngineConfig, NodeConfig, ServeConfig
 from paceline.errors import ConfigError
-from paceline.role_options import ROLES
+from paceline.role_options import ROLES, RoleOptions
 
 
 @pytest.fixture
@@ -44,6 +47,34 @@ def test_wrong_options_are_named_with_their_place(file: Callable[[str], Path]) -
     with pytest.raises(ConfigError, match=r"options\.yaml: 0\)") as wrong:
         load_config({}, file("max_running: 0"), {})
     assert wrong.value.key == "max_running"
+
+
+def test_a_router_joins_decode_nodes_of_a_kind_of_their_own() -> None:
+    """Without prefill nodes their device may be any. Mutant: it is compared with that of prefill nodes, of which there
+    is one by default."""
+    own = ServeConfig(prefill_nodes=0, decode=RoleOptions(device="cuda"))
+    told = Published(version("paceline"), own.model_dump(mode="json"), Served(1, 1, True), [], "")
+    joined = _joined_config(ServeConfig(), "redis://127.0.0.1:1/0", told)
+    assert joined.of_role("decode").device == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "told"),
+    [
+        ("decode: {tp: 2}\ndecode: {page_size: 8}", "config", "'decode' is there twice"),
+        ("decode: {tp: 2, tp: 4}", "config", "'tp' is there twice"),
+        ("decode: {tp: 2}\ndecode_tp: 4", "decode_tp", r"options\.yaml twice"),
+        ("max-running: 2\nmax_running: 4", "max_running", r"options\.yaml twice"),
+        ("decode: {device: gpu}\nprefill_nodes: 0", "decode_device", "match pattern"),
+    ],
+)
+def test_an_option_that_is_there_twice_or_no_device_is_refused(
+    file: Callable[[str], Path], text: str, key: str, told: str
+) -> None:
+    """Mutant: of two sections of a role the first is dropped without a word."""
+    with pytest.raises(ConfigError, match=told) as wrong:
+        load_config({}, file(text), {})
+    assert wrong.value.key == key
 
 
 def test_a_role_has_options_of_its_own_over_the_common_ones(file: Callable[[str], Path]) -> None:

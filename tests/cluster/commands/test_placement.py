@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from typer.testing import CliRunner
@@ -10,10 +12,16 @@ from typer.testing import CliRunner
 from cluster.commands.cli import app
 from cluster.nodes.host_file import read_hosts
 from cluster.role_check import check_roles
+from cluster.state.wanted import WantedNode
+from cluster.supervision import _Places
 from paceline.config import ServeConfig
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, InvalidRequest
 from paceline.role_options import RoleOptions
 from tests.multihost.small_model import write_model
+
+if TYPE_CHECKING:
+    from cluster.nodes.bundles import Wanted
+    from cluster.nodes.launch import RayNodes
 
 ROOT = Path(__file__).parents[3]
 INDEXES = ROOT / "tests/models/indexes"
@@ -78,6 +86,9 @@ def test_what_does_not_fit_is_told_with_the_numbers(tmp_path: Path) -> None:
     hosts.write_text("h: {gpus: 5}\ni: {gpus: 3}")
     with pytest.raises(ConfigError, match=r"prefill-0 needs 4 GPU on one host beside 1 other nodes: h has .*; i has"):
         shown(*files)
+    hosts.write_text("h: {gpus: 8}\ni: {gpus: 6}")
+    three = [row[0] for row in shown(*files, "--prefill-tp", "6", "--decode-nodes", "2")[2:]]  # 6 + 4 + 4
+    assert sorted(three) == ["h", "h", "i"]
     for text, told in (
         ("h: {gpu: 4}", r"h\.gpu: Extra"),
         ("- h", "valid dictionary"),
@@ -89,6 +100,42 @@ def test_what_does_not_fit_is_told_with_the_numbers(tmp_path: Path) -> None:
             read_hosts(hosts)
     with pytest.raises(ConfigError, match="is for --dry-run"):
         CliRunner().invoke(app, ["serve", "--hosts", str(hosts)], catch_exceptions=False)
+
+
+def test_nodes_that_fit_alone_and_not_together_are_told(tmp_path: Path) -> None:
+    """Mutants: each is compared with all memory of its host; weights that nodes have together count for each."""
+    hosts = tmp_path / "hosts.yaml"
+    hosts.write_text("h: {cpus: 8, memory_gib: 28, gpus: 1, gpu_memory_gib: 28}")
+    options = ["--hosts", str(hosts), "--model", str(INDEXES / "llama-3.1-8b.json"), "--kv-cache-tokens", "32768"]
+    assert not any("fit" in row for row in shown(*options))
+    told = " ".join(shown(*options, "--decode-nodes", "3")[-1])
+    assert told == "the nodes on cpu of h do not fit beside each other: they need 30.96 GiB, it has 28.00"
+    told = " ".join(shown(*options, "--device", "cuda:0")[-1])
+    assert told.startswith("the nodes on cuda:0 of h do not fit beside each other")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefill": RoleOptions(dtype="fp32")},
+        {"decode": RoleOptions(device="cuda")},
+        {"prefill": RoleOptions(tp=3)},
+        {"prefill": RoleOptions(kv_cache_tokens=1024)},
+    ],
+)
+def test_no_prefill_node_comes_that_could_not_serve(tmp_path: Path, options: dict[str, RoleOptions]) -> None:
+    """The deployment starts without one, and operators add or switch one. Mutant: options are compared at the start
+    alone, where there is nothing to compare."""
+    common = {"model": str(write_model(tmp_path)), "kv_cache_tokens": 8192, "prefill_nodes": 0}
+    added: list[Wanted] = []
+    nodes = cast("RayNodes", SimpleNamespace(add=added.append, check_fits=added.append))
+    wrong = _Places(nodes, ServeConfig.model_validate(common | options))
+    for change in (wrong.add, wrong.check_fits):
+        change(WantedNode("decode-1", "decode"))
+        with pytest.raises(InvalidRequest, match="allow no prefill node"):
+            change(WantedNode("decode-1", "prefill"))
+    _Places(nodes, ServeConfig.model_validate(common)).add(WantedNode("prefill-0", "prefill"))
+    assert len(added) == 3
 
 
 def test_ranks_and_memory_that_a_model_cannot_have_are_told_before_anything_starts(tmp_path: Path) -> None:

@@ -128,15 +128,15 @@ def test_attempts_that_succeed_close_a_breaker_that_is_half_open(case: Case) -> 
     now = 0.0
     case.pairing.breakers = breakers = Breakers(lambda: now)
     node = case.nodes[0]
-    attempt: Any = SimpleNamespace(pair=Pair(node, None), request_id="r", cache_salt="")
+    attempt: Any = SimpleNamespace(pair=Pair(node, None))
     for _ in range(FAILURES_TO_OPEN):
-        with pytest.raises(NodeFailure), case.pairing.judged(attempt):
+        with pytest.raises(NodeFailure), case.pairing.judged(attempt, Tries().suspicion):
             raise NodeFailure(node, NodeUnavailable("broken"))
     assert breakers.state(node) == "open"
     now = OPEN_S
     for _ in range(SUCCESSES_TO_CLOSE):
         assert breakers.state(node) == "half_open"
-        with case.pairing.judged(attempt):
+        with case.pairing.judged(attempt, Tries().suspicion):
             pass
     assert breakers.state(node) == "closed"
 

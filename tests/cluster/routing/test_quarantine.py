@@ -10,6 +10,7 @@ import pytest
 from cluster.routing import pairing, quarantine
 from cluster.routing.quarantine import DEATHS, EXPLAIN_S, FEW_TOKENS, FORGET_S, Quarantine, Suspicion
 from cluster.state import evidence
+from cluster.state.connection import connect
 from cluster.state.evidence import Evidence
 from cluster.state.registry_types import NodeRecord
 from cluster.state.sealing import Seal
@@ -89,7 +90,7 @@ class Case:
     def lose(self, state: str = "ready", num_tokens: int = 0, *, replaced: bool = True) -> None:
         old = self.records[0]
         self.records = [NodeRecord("decode-0", "decode", old.generation, "host:1", state)]
-        with self.quarantine.running(old, "r"):
+        with self.quarantine.running(old, self.suspicion):
             self.quarantine.lost(old, self.suspicion, num_tokens)
         self.records = [NodeRecord("decode-0", "decode", old.generation + replaced, "host:1")]
 
@@ -149,6 +150,70 @@ async def test_what_killed_behind_one_router_is_not_tried_anew_behind_another(mo
             await one.close()
 
 
+async def test_who_dies_beside_a_killer_behind_another_router_is_not_refused() -> None:
+    """Mutant: a death counts with the requests of the router alone that saw it."""
+    victims, killers = Case(), Case()
+    killers.suspicion = killers.ask("killer", prompt=2)
+    victims.quarantine.tell, killers.quarantine.tell = killers.quarantine.hear, victims.quarantine.hear
+
+    def die(generation: int, under: list[Case]) -> None:
+        node = NodeRecord("decode-0", "decode", generation, "host:1")
+        for case in (victims, killers):
+            case.records = [NodeRecord("decode-0", "decode", generation + 1, "host:1")]
+        for case in under:
+            with case.quarantine.running(node, case.suspicion):
+                case.quarantine.lost(node, case.suspicion, 0)
+
+    for generation in range(1, DEATHS + 1):
+        die(generation, [victims, killers])
+    assert not victims.refused
+    assert not killers.refused
+    die(DEATHS + 1, [killers])
+    assert killers.refused
+    assert not victims.refused
+
+
+async def test_a_note_that_has_ended_is_not_heard_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever writes to Redis could have a prompt refused for good. Mutant: the end is the score's alone."""
+    monkeypatch.setattr(evidence, "EVERY_S", 0.01)
+    monkeypatch.setattr(evidence, "LIFE_S", 0.2)
+    heard: list[bytes] = []
+    with Embedded() as redis, connect(redis.url) as thief:
+        first, second = (Evidence(redis.url, Seal("11" * 32), hear) for hear in (heard.append, heard.append))
+        first.tell(b"a note")
+        first.start()
+        await until(lambda: heard == [b"a note"])
+        key = "paceline:default:evidence"
+        (sealed,) = thief.zrange(key, 0, -1)
+        await asyncio.sleep(0.25)
+        thief.zadd(key, {sealed: 2e12})
+        second.start()
+        await until(lambda: second._seen == {sealed} and first._seen == {sealed})
+        assert heard == [b"a note"]
+        await first.close()
+        await second.close()
+
+
+async def test_what_others_told_is_heard_while_redis_takes_no_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutants: a router with a note of its own reads nothing then; the note is lost."""
+    monkeypatch.setattr(evidence, "EVERY_S", 0.01)
+    heard: list[list[bytes]] = [[], []]
+    with Embedded() as redis, connect(redis.url) as operator:
+        first, second = (Evidence(redis.url, Seal("11" * 32), here.append) for here in heard)
+        first.tell(b"before")
+        first.start()
+        await until(lambda: heard[0] == [b"before"])
+        operator.config_set("maxmemory-policy", "noeviction")
+        operator.config_set("maxmemory", "1kb")
+        second.tell(b"meanwhile")
+        second.start()
+        await until(lambda: heard[1] == [b"before"])
+        operator.config_set("maxmemory", "0")
+        await until(lambda: heard[0] == [b"before", b"meanwhile"])
+        await first.close()
+        await second.close()
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
         while not condition():
@@ -163,13 +228,15 @@ def test_one_death_counts_once_however_often_the_node_was_lost_before() -> None:
     assert not case.refused
 
 
-def test_another_tenants_request_of_the_same_id_is_another() -> None:
-    """Clients choose ids. Mutant: requests are told apart by their id alone."""
+@pytest.mark.parametrize(("prompt", "salt"), [(1, "another's"), (2, "")])
+def test_a_request_of_the_same_id_is_another(prompt: int, salt: str) -> None:
+    """Clients choose ids, and a gateway may give one to all calls of a trace. Mutants: requests are told apart by their
+    id alone, or by that and the tenant."""
     case = Case()
-    innocent = case.quarantine.suspicion("r", [1], "another's")
+    innocent = case.quarantine.suspicion("r", [prompt], salt)
     for generation in range(1, DEATHS + 1):
         node = NodeRecord("decode-0", "decode", generation, "host:1")
-        with case.quarantine.running(node, "r"), case.quarantine.running(node, "r", "another's"):
+        with case.quarantine.running(node, case.suspicion), case.quarantine.running(node, innocent):
             case.quarantine.lost(node, innocent, 0)
         case.records = [NodeRecord("decode-0", "decode", generation + 1, "host:1")]
     assert not case.refuses(innocent)

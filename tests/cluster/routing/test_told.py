@@ -66,6 +66,28 @@ async def test_a_few_tokens_or_a_second_are_enough(
     assert written(journal) == list(range(FEW_TOKENS + 3))
 
 
+async def test_what_the_journal_has_given_up_is_packed_no_more(journal: Journal, plan: Plan) -> None:
+    """Mutant: a stream whose entry was evicted packs all of its tokens again and again."""
+    stream = ToldTokens(journal, plan, {})
+    stream.note(tokens(0, FEW_TOKENS))
+    for kept in list(journal._held.values()):
+        journal._evict(kept.key, "full")
+    stream.note(tokens(FEW_TOKENS, FEW_TOKENS))
+    stream.note(tokens(2 * FEW_TOKENS, 1000))
+    stream.end(complete=True)
+    assert not journal._held
+    assert stream._message.ByteSize() == 0
+
+
+async def test_told_tokens_give_way_before_requests(journal: Journal, plan: Plan) -> None:
+    """They can be made again. Mutant: streams that tell much cost others their requests."""
+    requests = [journal.keep(f"request-{number}", b"x" * 9_000) for number in range(9)]
+    ToldTokens(journal, plan, {}).note(tokens(0, 4_000))
+    assert len(journal._held) == 10
+    requests.append(journal.keep("late", b"x" * 9_000))
+    assert all(kept is not None and journal.holds(kept) for kept in requests)
+
+
 async def test_an_entry_that_may_be_fuller_is_left_alone(journal: Journal, plan: Plan) -> None:
     """The router that goes on knew 10 of 50 tokens, and Redis may have more of them by now. Mutant: it writes at
     once."""
