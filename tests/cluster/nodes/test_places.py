@@ -143,8 +143,8 @@ def test_a_host_that_can_never_hold_a_node_is_told_at_once_and_one_that_is_not_t
     hosts = [host("a", {"GPU": 8.0}), host("b", {"GPU": 4.0})]
     assert [node.node_id for node in place(role_nodes(2, 2), hosts)] == []
     assert [[node.node_id for node in each.nodes] for each in hosts] == [
-        ["decode-0", "prefill-0", "prefill-1"],
-        ["decode-1"],
+        ["decode-1", "prefill-0", "prefill-1"],
+        ["decode-0"],  # which leaves the larger host whole for the next
     ]
 
 
