@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.config import EngineConfig
+from paceline.engine_config import EngineConfig
 from paceline.role_options import ROLES
 
 # Options of ``paceline router``. All others are the deployment's that it joins, or say what nodes there are.

@@ -21,7 +21,7 @@ import yaml
 from pydantic import AwareDatetime, Field, ValidationError, field_validator, model_validator
 
 from cluster.contract.generation import MAX_NAME_CHARS, MAX_PRIORITY
-from paceline.config import Frozen
+from paceline.engine_config import Frozen
 from paceline.errors import ConfigError, Unauthenticated
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,8 @@ from rich.padding import Padding
 from typer.core import TyperCommand
 
 from cluster.yaml_text import parse_yaml
-from paceline.config import Group, ServeConfig, choices_of
+from paceline.config import ServeConfig
+from paceline.engine_config import Group, choices_of
 from paceline.errors import ConfigError
 from paceline.role_options import ROLES, RoleOptions, role_option
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.assembly.shipped import resolve_drafter, with_real_drafter
 from paceline.attention.base import AttentionBackend
-from paceline.config import EngineConfig
+from paceline.engine_config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.kvcache.pool import KvPool
 from paceline.models.base import TargetModel

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar
 
-from paceline.config import EngineConfig
+from paceline.engine_config import EngineConfig
 from paceline.spec_decode.heads.shipped import own_modules, shipped_heads
 from paceline.speculation import AUTO, DEFAULT, DRAFTERS, is_weightless
 

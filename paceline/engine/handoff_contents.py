@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.config import EngineConfig
+from paceline.engine_config import EngineConfig
 from paceline.spec_decode.base import Drafter
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from paceline.config import EngineConfig
+from paceline.engine_config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.model_files import quantization_config
 from paceline.models.config import ModelSpec

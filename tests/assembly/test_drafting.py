@@ -15,9 +15,10 @@ from cluster.deployment import Deployment
 from paceline.assembly.build import build_runner
 from paceline.assembly.drafting import plan_drafter
 from paceline.assembly.shipped import AUTO_TOKENS, resolve_drafter, with_real_drafter
-from paceline.config import EngineConfig, NodeConfig, ServeConfig
+from paceline.config import NodeConfig, ServeConfig
 from paceline.engine.colocated import ColocatedEngine
 from paceline.engine.fingerprint import fingerprint_of
+from paceline.engine_config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.models.base import TargetModel
 from paceline.models.registry import load_target

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from paceline.config import EngineConfig
+from paceline.engine_config import EngineConfig
 from paceline.models.base import TargetModel
 from paceline.request import UINT64_MAX, derive_seed
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem, TreeKind

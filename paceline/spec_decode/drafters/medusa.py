@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.attention.base import AttentionBackend
-from paceline.config import EngineConfig
+from paceline.engine_config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.kvcache.pool import KvPool
 from paceline.layers.linear import Linear

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from paceline.attention.base import AttentionBackend, ForwardBatch, Segment
-from paceline.config import EngineConfig
+from paceline.engine_config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.kvcache.pool import KvPool
 from paceline.models.base import ForwardContext, TargetModel

@@ -8,7 +8,7 @@ tokens, prompt and committed output, are all there is.
 
 from __future__ import annotations
 
-from paceline.config import EngineConfig
+from paceline.engine_config import EngineConfig
 from paceline.models.base import TargetModel
 from paceline.spec_decode.base import DraftBudget
 from paceline.spec_decode.drafters.copying import CopyingDrafter, CopyLimits, OwnText, grow, own_occurrences

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from paceline.config import EngineConfig
+from paceline.engine_config import EngineConfig
 from paceline.models.base import TargetModel
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
 from paceline.spec_decode.drafters.plan import DrafterPlan, plan_weightless

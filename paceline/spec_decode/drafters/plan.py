@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import cast
 
 from paceline.attention.base import AttentionBackend
-from paceline.config import EngineConfig
+from paceline.engine_config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.kvcache.layout import KvLayer
 from paceline.kvcache.pool import KvPool

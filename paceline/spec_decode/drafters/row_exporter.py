@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from paceline.config import EngineConfig
+from paceline.engine_config import EngineConfig
 from paceline.models.base import TargetModel
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
 from paceline.spec_decode.drafters.plan import DrafterPlan, plan_weightless

@@ -10,7 +10,7 @@ the paper takes the best score.
 
 from __future__ import annotations
 
-from paceline.config import EngineConfig
+from paceline.engine_config import EngineConfig
 from paceline.models.base import TargetModel
 from paceline.spec_decode.base import DraftBudget
 from paceline.spec_decode.drafters.copying import (

@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from paceline.config import EngineConfig
+from paceline.engine_config import EngineConfig
 from paceline.models.base import TargetModel
 from paceline.spec_decode.base import DraftBudget, TreeKind
 from paceline.spec_decode.drafters.copying import (

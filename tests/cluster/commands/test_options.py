@@ -16,7 +16,8 @@ from cluster.commands.options import load_config, serve_options
 from cluster.joined import _joined_config
 from cluster.option_sets import NODE_OPTIONS, SHARED_OPTIONS
 from cluster.state.published import Published, Served
-from paceline.config import EngineConfig, NodeConfig, ServeConfig
+from paceline.config import NodeConfig, ServeConfig
+from paceline.engine_config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.role_options import ROLES, RoleOptions
 

@@ -209,7 +209,8 @@ async def test_what_others_told_is_heard_while_redis_takes_no_writes(monkeypatch
         second.start()
         await until(lambda: heard[1] == [b"before"])
         operator.config_set("maxmemory", "0")
-        await until(lambda: heard[0] == [b"before", b"meanwhile"])
+        await until(lambda: len(heard[0]) == len(heard[1]) == 2)
+        assert heard[0] == heard[1] == [b"before", b"meanwhile"]
         await first.close()
         await second.close()
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kv_transfer.transports.registry import open_transport, staging_device
-from paceline.config import NodeConfig, choices_of
+from paceline.config import NodeConfig
+from paceline.engine_config import choices_of
 from paceline.errors import ConfigError
 from paceline.transports import TRANSPORTS
 

@@ -54,7 +54,7 @@ chooses kernels for tests; CONTRIBUTING.md describes it.
 
 def configuration_page() -> str:
     """docs/configuration.md."""
-    parts = [CONFIGURATION.format(made=made_from("paceline/config.py"))]
+    parts = [CONFIGURATION.format(made=made_from("paceline/engine_config.py, paceline/config.py"))]
     for group, options in groupby(serve_options(), key=lambda option: option.group):
         rows = [_option_row(option) for option in options]
         parts.append(f"## {group}\n\n{table(('option', 'default', 'values', 'description'), rows)}")
