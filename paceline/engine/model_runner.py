@@ -283,7 +283,7 @@ class ModelRunner:
             self.drafter.extend(items)
         extended = clock()
         accepted = [len(verdict.path) for verdict in judged.verdicts]
-        self.policy.observe(seqs, judged.trees, accepted, proposed - began, extended - verified)
+        self.policy.observe(seqs, judged.trees, accepted, proposed - began, extended - proposed)
         draft_s, verify_s = proposed - began + extended - verified, verified - proposed
         done = counted(seqs, judged, self.drafter.name, draft_s, verify_s)
         return [RoundResult(tokens, probs, round_) for (tokens, round_), probs in zip(done, logprobs, strict=True)]

@@ -3,8 +3,10 @@ off the tree's spine."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from paceline.engine.model_runner import ModelRunner, PrefillChunk, RoundResult
 from paceline.kvcache.layout import LayerOwner
 from paceline.request import SequenceRequest
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
+from paceline.spec_decode.length.adaptive import FixedLength
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree, build_tree
 from tests.support.needs import needs_kernels
@@ -122,3 +125,32 @@ def rows_of(drafter: Beside, request: SequenceRequest) -> torch.Tensor:
             parts.append(rows)
             end = stop
     return torch.cat(parts)
+
+
+class Clocked(FixedLength):
+    """Keeps what it is told of each round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[float, float]] = []
+
+    def observe(
+        self, seqs: Seq[Sequence], trees: Seq[DraftTree], accepted: Seq[int], draft_s: float, verify_s: float
+    ) -> None:
+        self.told.append((draft_s, verify_s))
+
+
+def test_the_length_policy_is_told_what_a_step_of_the_target_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: it is told what the drafter's digestion takes. ``auto`` then thinks that plain steps cost nothing."""
+    runner = tiny_runner(drafter="ngram", num_draft_tokens=2)
+    runner.policy = policy = Clocked()
+    inner, pause = runner.forward, 0.05
+
+    def slow(*args: Any, **named: Any) -> Any:
+        time.sleep(pause)
+        return inner(*args, **named)
+
+    monkeypatch.setattr(runner, "forward", slow)
+    drafting(runner, 2)
+    assert len(policy.told) == 2
+    assert min(verify_s for _, verify_s in policy.told) >= pause
