@@ -61,6 +61,8 @@ def completion_message(completion: Completion) -> inference_pb2.Completion:
             draft_s=spec.draft_s,
             verify_s=spec.verify_s,
             lossless=spec.lossless,
+            predicted_tokens=spec.predicted_tokens,
+            accepted_predicted_tokens=spec.accepted_predicted_tokens,
         ),
         timing=inference_pb2.Timing(
             ttft_s=timing.ttft_s, e2e_s=timing.e2e_s, decode_tokens_per_s=timing.decode_tokens_per_s

@@ -164,6 +164,8 @@ class SpeculationParams:
     tree_width: int | None = None  # candidates per expanded node; 1 is a chain
     drafter: str | None = None  # one of the deployment's list
     tree: str | None = None  # chain, static or dynamic
+    prediction: str = ""  # what the answer will probably say; the router makes token ids of it
+    prediction_token_ids: tuple[int, ...] = ()  # the same for nodes, which draft from it
 
     def check_within(self, most: DraftLimits) -> None:
         """Raise InvalidRequest naming the first field that asks for more than ``most``."""

@@ -48,6 +48,8 @@ class SpeculationStats:
     draft_s: float = 0.0  # seconds of drafting in the rounds that this choice took part in
     verify_s: float = 0.0  # seconds of verification by the target in those rounds
     lossless: bool = True  # False: the deployment's acceptance rule is lossy (typical)
+    predicted_tokens: int = 0  # of draft_tokens: those of the request's prediction
+    accepted_predicted_tokens: int = 0  # of accepted_tokens: those of the request's prediction
 
 
 @dataclass(frozen=True)

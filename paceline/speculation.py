@@ -13,6 +13,7 @@ AUTO = "auto"  # per request and round, the best of several drafters
 DEFAULT = "default"  # what is best for the model; assembly/shipped.py says what that is
 NONE = "none"
 GRAMMAR = "grammar"  # names the tokens that a grammar forces, in place of a drafter; nobody can ask for it
+PREDICTION = "prediction"  # names tokens that the request itself predicted; it gives a text and no drafter's name
 
 
 class TreeKind(enum.StrEnum):

@@ -148,7 +148,7 @@ def speculation_from_proto(message: common_pb2.Speculation) -> SpeculationParams
         raise InvalidRequest("speculation.tree_width", f"must be at least 1, got {width}")
     if tree is not None and tree not in list(TreeKind):
         raise InvalidRequest("speculation.tree", f"must be one of {', '.join(TreeKind)}, got {quoted(tree)}")
-    return SpeculationParams(depth, width, drafter, tree)
+    return SpeculationParams(depth, width, drafter, tree, message.prediction, tuple(message.prediction_token_ids))
 
 
 def speculation_to_proto(params: SpeculationParams) -> common_pb2.Speculation:
@@ -158,6 +158,8 @@ def speculation_to_proto(params: SpeculationParams) -> common_pb2.Speculation:
         tree_width=params.tree_width,
         drafter=params.drafter,
         tree=params.tree,
+        prediction=params.prediction,
+        prediction_token_ids=params.prediction_token_ids,
     )
 
 

@@ -140,6 +140,7 @@ async def make_plan(
     prompt = truncated(await tokenize(request.prompt, tokenizer, served.style), request, served.max_model_len)
     check_prompt(prompt, request.prompt, served.max_model_len, served.vocab_size)
     _check_speculation(request.speculation, served)
+    request = replace(request, speculation=await _with_prediction(request.speculation, tokenizer, served))
     request, form = _with_answer(request, prompt, served.style, tokenizer)
     params = _resolve(_with_bad_sequences(request, tokenizer), served, len(prompt), tokenizer.eos_token_ids)
     if params.grammar is not None and grammars is not None:
@@ -241,18 +242,40 @@ def _check_speculation(asked: SpeculationParams, served: ServedModel) -> None:
         raise InvalidRequest("speculation.drafter", f"{quoted(asked.drafter)} is none of this deployment's: {known}")
 
 
+async def _with_prediction(
+    asked: SpeculationParams, tokenizer: TokenizerLike, served: ServedModel
+) -> SpeculationParams:
+    """``asked`` with the tokens of its prediction in place of the text. Raises InvalidRequest."""
+    where, ids = "prediction", asked.prediction_token_ids
+    if asked.prediction:
+        if ids:
+            raise InvalidRequest("speculation.prediction", "and prediction_token_ids exclude each other")
+        ids = await _encode(where, asked.prediction, tokenizer, special=False)
+    if len(ids) > served.max_model_len:
+        raise InvalidRequest(where, f"has {len(ids)} tokens, at most {served.max_model_len} fit into the context")
+    for token_id in ids:
+        if not 0 <= token_id < served.vocab_size:
+            raise InvalidRequest(where, f"token id {token_id} is outside the vocabulary of {served.vocab_size}")
+    return replace(asked, prediction="", prediction_token_ids=ids)
+
+
+async def _encode(where: str, text: str, tokenizer: TokenizerLike, *, special: bool) -> tuple[int, ...]:
+    """Token ids of a text, made off the event loop where it is long. special: with those that begin a prompt."""
+    check_unicode(where, text)
+    if len(text) > THREAD_ABOVE_CHARS:
+        return tuple(await asyncio.to_thread(tokenizer.encode, text, special))
+    return tuple(tokenizer.encode(text, special))
+
+
 async def tokenize(prompt: Prompt, tokenizer: TokenizerLike, style: AnswerStyle = NO_STYLE) -> tuple[int, ...]:
     """Token ids of a prompt. InvalidRequest when it cannot be tokenized."""
     if isinstance(prompt, tuple):
         return prompt
     if isinstance(prompt, Chat):
         return await _tokenize_chat(prompt, tokenizer, style)
-    check_unicode("prompt", prompt)
     if not prompt:
         raise InvalidRequest("prompt", "must not be empty")
-    if len(prompt) > THREAD_ABOVE_CHARS:
-        return tuple(await asyncio.to_thread(tokenizer.encode, prompt))
-    return tuple(tokenizer.encode(prompt))
+    return await _encode("prompt", prompt, tokenizer, special=True)
 
 
 async def _tokenize_chat(chat: Chat, tokenizer: TokenizerLike, style: AnswerStyle) -> tuple[int, ...]:

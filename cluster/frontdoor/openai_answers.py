@@ -43,6 +43,10 @@ class CompletionDetails(TypedDict):
 
     reasoning_tokens: int
     """Tokens of the reasoning, its markers counted."""
+    accepted_prediction_tokens: int
+    """Tokens that were drafted from the request's prediction and are in the answer."""
+    rejected_prediction_tokens: int
+    """Tokens that were drafted from the request's prediction and are not. They are not among completion_tokens."""
 
 
 @described

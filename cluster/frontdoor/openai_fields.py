@@ -29,7 +29,6 @@ class IgnoredFields(JsonObject):
     prompt_cache_key: Ignored = None
     prompt_cache_options: Ignored = None
     prompt_cache_retention: Ignored = None
-    prediction: Ignored = None
     # Names of the request. Here it is the header x-request-id that gives one.
     request_id: Ignored = None
     rid: Ignored = None

@@ -19,8 +19,10 @@ from cluster.frontdoor.openai_requests import (
     CompletionRequest,
     GenerationBody,
     Message,
+    Prediction,
     Speculation,
     StreamOptions,
+    TextPart,
 )
 from cluster.frontdoor.tool_models import body_field, tool, tool_call, tool_choice
 from paceline.errors import InvalidRequest
@@ -124,7 +126,9 @@ def _parse(
         prompt=prompt,
         sampling=replace(_sampling(asked, top_logprobs), grammar=grammar, prompt_logprobs=max(of_prompt, default=None)),
         max_tokens=max_tokens,
-        speculation=speculation_of(asked.speculation or Speculation()),
+        speculation=replace(
+            speculation_of(asked.speculation or Speculation()), prediction=_prediction(asked.prediction)
+        ),
         model=asked.model or "",
         request_id=request_id,
         tenant=tenant,
@@ -165,6 +169,15 @@ def speculation_of(asked: Speculation) -> SpeculationParams:
     return SpeculationParams(asked.num_draft_tokens, asked.tree_width, asked.drafter or None, asked.tree or None)
 
 
+def _prediction(asked: Prediction | None) -> str:
+    """The text that the answer is predicted to be; empty for none."""
+    return "" if asked is None else _text_of(asked.content)
+
+
+def _text_of(content: str | list[TextPart] | None) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+
+
 def _prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[str | tuple[int, ...]]:
     """Texts or token ids; the list is not empty."""
     match given:
@@ -200,7 +213,7 @@ def chat_message(index: int, message: Message) -> ChatMessage:
     content, role = message.content, message.role
     if content is None and not message.tool_calls:
         raise InvalidRequest(f"messages[{index}].content", "is missing")
-    text = content if isinstance(content, str) else "".join(part.text for part in content or ())
+    text = _text_of(content)
     return ChatMessage(
         "system" if role == "developer" else role,
         text,

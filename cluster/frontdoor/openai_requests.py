@@ -193,6 +193,15 @@ class Speculation(JsonObject):
     """Shape of the draft: chain, static or dynamic. Without it, or empty, the deployment's own."""
 
 
+class Prediction(JsonObject):
+    """What the answer will probably say, e.g. a file that is to be edited (OpenAI's Predicted Outputs)."""
+
+    type: Literal["content"]
+    """The kind of the prediction."""
+    content: Content
+    """The text, or its parts, which are put together. Its words are drafted wherever the answer follows them."""
+
+
 # -- bodies --------------------------------------------------------------------------------------------------------
 
 
@@ -256,6 +265,8 @@ class GenerationBody(IgnoredFields, FormatFields):
     """Where such a prompt is cut: left, the default, keeps its last tokens, and right its first."""
     speculation: Speculation | None = None
     """How tokens are drafted for this request."""
+    prediction: Prediction | None = None
+    """What the answer will probably say. It makes an answer sooner that follows it, and never changes the text."""
     cache_salt: Annotated[Text, Field(max_length=MAX_NAME_CHARS)] | None = None
     """The tenant: scope of the prefix cache and of the router's fairness. With API keys it divides the prefix cache of
     the key's tenant."""

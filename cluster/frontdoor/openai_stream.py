@@ -287,7 +287,10 @@ class Answer:
 
     def _usage(self) -> Usage:
         """Each prompt counts once, however many choices there are."""
-        usages = [_completed(choice).usage for choice in self._choices]
+        ends = [_completed(choice) for choice in self._choices]
+        usages = [end.usage for end in ends]
+        predicted = sum(end.speculation.predicted_tokens for end in ends)
+        accepted = sum(end.speculation.accepted_predicted_tokens for end in ends)
         completion, firsts = sum(usage.completion_tokens for usage in usages), usages[:: self._n]
         prompt = sum(usage.prompt_tokens for usage in firsts)
         return Usage(
@@ -296,7 +299,9 @@ class Answer:
             total_tokens=prompt + completion,
             prompt_tokens_details=PromptDetails(cached_tokens=sum(usage.cached_tokens for usage in firsts)),
             completion_tokens_details=CompletionDetails(
-                reasoning_tokens=sum(usage.reasoning_tokens for usage in usages)
+                reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
+                accepted_prediction_tokens=accepted,
+                rejected_prediction_tokens=predicted - accepted,
             ),
         )
 

@@ -334,6 +334,8 @@ class ChoiceRun:
                 draft_s=stats.draft_s,
                 verify_s=stats.verify_s,
                 lossless=self._lossless,
+                predicted_tokens=stats.predicted_tokens,
+                accepted_predicted_tokens=stats.accepted_predicted_tokens,
             ),
             timing=self._timing(),
             nodes=self.nodes,

@@ -73,6 +73,9 @@ class GenerateOptions(ChatOptions, total=False):
     tree_width: Annotated[int | None, "Candidates per expanded node of the draft tree, at most the deployment's."]
     drafter: Annotated[str | None, "Who drafts: one of the deployment's drafters."]
     tree: Annotated[str | None, "Shape of the draft: chain, static or dynamic, as far as the deployment gives it."]
+    prediction: Annotated[
+        str | None, "What the answer will probably say: drafts are taken from it, the text stays the same."
+    ]
     model: Annotated[str | None, "The model that is expected to be served; another one is refused."]
     request_id: Annotated[str | None, "Names the request in logs and traces; made by the router when not given."]
     truncate_prompt_tokens: Annotated[int | None, "Keep so many tokens of a longer prompt; -1: what the context holds."]
@@ -81,7 +84,7 @@ class GenerateOptions(ChatOptions, total=False):
     priority: Annotated[int | None, "-10 to 10: among the tenant's requests that wait, the higher one goes first."]
 
 
-_SPECULATION = ("num_draft_tokens", "tree_width", "drafter", "tree")
+_SPECULATION = ("num_draft_tokens", "tree_width", "drafter", "tree", "prediction")
 _REQUEST = ("model", "request_id", "tenant", "priority", "truncate_prompt_tokens", "truncation_side")
 
 
@@ -185,6 +188,8 @@ def completion(message: inference_pb2.Completion) -> Completion:
             draft_s=spec.draft_s,
             verify_s=spec.verify_s,
             lossless=spec.lossless,
+            predicted_tokens=spec.predicted_tokens,
+            accepted_predicted_tokens=spec.accepted_predicted_tokens,
         ),
         timing=Timing(timing.ttft_s, timing.e2e_s, timing.decode_tokens_per_s),
         nodes=ServedBy(message.nodes.prefill, message.nodes.decode),

@@ -36,6 +36,7 @@ from paceline.sampling.logprobs import token_logprobs
 from paceline.sampling.params import reads_history
 from paceline.spec_decode.accept.acceptance import RULES
 from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem, TreeKind
+from paceline.spec_decode.drafters.prediction import predicted_tree
 from paceline.spec_decode.length.adaptive import FixedLength, LengthPolicy
 from paceline.spec_decode.sequence import Sequence
 
@@ -291,15 +292,19 @@ class ModelRunner:
     def _propose(self, seqs: Seq[Sequence], judge: Judge) -> Drafted:
         """The round's trees; unread where the judge can do without their tokens until the verdict. It cannot where
         logits depend on a node's path, or drafting is timed."""
-        budgets = self.policy.decide(seqs, [self._budget(seq) for seq in seqs])
+        most = [self._budget(seq) for seq in seqs]
+        budgets = self.policy.decide(seqs, most)
         left = [self._tokens_left(seq) for seq in seqs]
-        if judge.takes_unread and not self.policy.needs_draft_time:
+        predicted = [predicted_tree(seq, budget) for seq, budget in zip(seqs, most, strict=True)]
+        if judge.takes_unread and not self.policy.needs_draft_time and not any(predicted):
             blind = not any(reads_history(seq.request.params) for seq in seqs)
             unread = self.drafter.propose_unread(seqs, budgets) if blind else None
             if unread is not None:
                 return Drafted(seqs, unread.blank_trees(seqs), left, unread)
+        budgets = [replace(b, num_draft_tokens=0) if p else b for b, p in zip(budgets, predicted, strict=True)]
         runs, budgets = forced_runs(seqs, budgets, left)
-        trees = self.drafter.propose(seqs, budgets)
+        drafted = self.drafter.propose(seqs, budgets)
+        trees = [known or tree for known, tree in zip(predicted, drafted, strict=True)]
         draws = self.rule is not RULES["sample"]
         return Drafted(seqs, fit_trees(seqs, trees, runs, left, keeps_draws=draws), left)
 

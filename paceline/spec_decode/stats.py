@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from paceline.speculation import PREDICTION
+
 
 @dataclass
 class SpecStats:
@@ -14,6 +16,8 @@ class SpecStats:
     drafted_per_position: list[int] = field(default_factory=list)  # rounds whose tree reached depth d+1
     accepted_per_position: list[int] = field(default_factory=list)  # rounds that accepted at depth d+1
     rounds_by_drafter: dict[str, int] = field(default_factory=dict)
+    predicted_tokens: int = 0  # of draft_tokens: those of the request's prediction
+    accepted_predicted_tokens: int = 0
     draft_s: float = field(default=0.0, compare=False)  # of the rounds this sequence took part in: drafting
     verify_s: float = field(default=0.0, compare=False)  # the target's forward and acceptance
 
@@ -29,6 +33,9 @@ class SpecStats:
         """Count one round: nodes drafted (root excluded), depth of the tree, length of the accepted path."""
         if drafter:
             self.rounds_by_drafter[drafter] = self.rounds_by_drafter.get(drafter, 0) + 1
+        if drafter == PREDICTION:
+            self.predicted_tokens += num_draft_tokens
+            self.accepted_predicted_tokens += num_accepted
         self.draft_s += draft_s
         self.verify_s += verify_s
         self.accepted_per_round.append(num_accepted)

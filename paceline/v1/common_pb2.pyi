@@ -348,6 +348,8 @@ class Speculation(_message.Message):
     TREE_WIDTH_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
     TREE_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
+    PREDICTION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     num_draft_tokens: _builtins.int
     """Draft tokens on a path (K); 0 turns speculation off."""
     tree_width: _builtins.int
@@ -356,6 +358,14 @@ class Speculation(_message.Message):
     """One of the deployment's drafters (ModelInfo.drafters)."""
     tree: _builtins.str
     """chain, static or dynamic. A static deployment can give chains, a dynamic one all three."""
+    prediction: _builtins.str
+    """What the answer will probably say, e.g. a file that is to be edited: its words are drafted wherever the answer
+    follows them. It never changes the text. At most as many tokens as the context holds.
+    """
+    @_builtins.property
+    def prediction_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The same as token ids, in place of the text."""
+
     def __init__(
         self,
         *,
@@ -363,10 +373,12 @@ class Speculation(_message.Message):
         tree_width: _builtins.int | None = ...,
         drafter: _builtins.str | None = ...,
         tree: _builtins.str | None = ...,
+        prediction: _builtins.str = ...,
+        prediction_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_drafter", b"_drafter", "_num_draft_tokens", b"_num_draft_tokens", "_tree", b"_tree", "_tree_width", b"_tree_width", "drafter", b"drafter", "num_draft_tokens", b"num_draft_tokens", "tree", b"tree", "tree_width", b"tree_width"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafter", b"_drafter", "_num_draft_tokens", b"_num_draft_tokens", "_tree", b"_tree", "_tree_width", b"_tree_width", "drafter", b"drafter", "num_draft_tokens", b"num_draft_tokens", "tree", b"tree", "tree_width", b"tree_width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafter", b"_drafter", "_num_draft_tokens", b"_num_draft_tokens", "_tree", b"_tree", "_tree_width", b"_tree_width", "drafter", b"drafter", "num_draft_tokens", b"num_draft_tokens", "prediction", b"prediction", "prediction_token_ids", b"prediction_token_ids", "tree", b"tree", "tree_width", b"tree_width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drafter: _TypeAlias = _typing.Literal["drafter"]  # noqa: Y015
     _WhichOneofArgType__drafter: _TypeAlias = _typing.Literal["_drafter", b"_drafter"]  # noqa: Y015

@@ -688,6 +688,8 @@ class SpeculationStats(_message.Message):
     DRAFT_S_FIELD_NUMBER: _builtins.int
     VERIFY_S_FIELD_NUMBER: _builtins.int
     LOSSLESS_FIELD_NUMBER: _builtins.int
+    PREDICTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_PREDICTED_TOKENS_FIELD_NUMBER: _builtins.int
     rounds: _builtins.int
     """Draft-verify rounds."""
     draft_tokens: _builtins.int
@@ -702,6 +704,10 @@ class SpeculationStats(_message.Message):
     """Seconds of verification by the target in those rounds."""
     lossless: _builtins.bool
     """False when the deployment's acceptance rule is lossy (typical)."""
+    predicted_tokens: _builtins.int
+    """Of draft_tokens: those of the request's prediction."""
+    accepted_predicted_tokens: _builtins.int
+    """Of accepted_tokens: those of the request's prediction."""
     @_builtins.property
     def accepted_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Rounds that accepted the draft token at this depth, by depth."""
@@ -732,10 +738,12 @@ class SpeculationStats(_message.Message):
         draft_s: _builtins.float = ...,
         verify_s: _builtins.float = ...,
         lossless: _builtins.bool = ...,
+        predicted_tokens: _builtins.int = ...,
+        accepted_predicted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_length", b"acceptance_length", "accepted_per_position", b"accepted_per_position", "accepted_per_round", b"accepted_per_round", "accepted_tokens", b"accepted_tokens", "draft_s", b"draft_s", "draft_tokens", b"draft_tokens", "drafted_per_position", b"drafted_per_position", "lossless", b"lossless", "rounds", b"rounds", "rounds_by_drafter", b"rounds_by_drafter", "verify_s", b"verify_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_length", b"acceptance_length", "accepted_per_position", b"accepted_per_position", "accepted_per_round", b"accepted_per_round", "accepted_predicted_tokens", b"accepted_predicted_tokens", "accepted_tokens", b"accepted_tokens", "draft_s", b"draft_s", "draft_tokens", b"draft_tokens", "drafted_per_position", b"drafted_per_position", "lossless", b"lossless", "predicted_tokens", b"predicted_tokens", "rounds", b"rounds", "rounds_by_drafter", b"rounds_by_drafter", "verify_s", b"verify_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -21,6 +21,7 @@ from paceline.errors import PacelineError
 from paceline.request import FinishReason, SequenceRequest, TokenLogprobs
 from paceline.results import TextSource
 from paceline.rpc.calls import answering_errors
+from paceline.speculation import PREDICTION
 from paceline.text.templates import ChatTemplate
 from paceline.text.tokenizer import Tokenizer
 from paceline.v1 import common_pb2, handoff_pb2, inference_pb2, node_pb2, node_pb2_grpc, trace_pb2
@@ -274,7 +275,8 @@ class FakeDecode(node_pb2_grpc.DecodeNodeServicer):
             batch, left = left[: script.round_size], left[script.round_size :]
             if script.skip_at is not None and index <= script.skip_at < index + len(batch):
                 script.skip_at, index, batch = None, index + 1, batch[1:]
-            round_ = common_pb2.Round(num_draft_tokens=4, num_accepted=len(batch) - 1, depth=4)
+            drafter = PREDICTION if sequence.speculation.prediction_token_ids else ""
+            round_ = common_pb2.Round(num_draft_tokens=4, num_accepted=len(batch) - 1, depth=4, drafter=drafter)
             for _ in range(2 if script.repeat else 1):
                 await self._send(context, sequence, index, batch, round_)
             index, sent = index + len(batch), sent + len(batch)

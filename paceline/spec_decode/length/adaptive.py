@@ -28,7 +28,7 @@ from paceline.spec_decode.length.goodput import Ladder, allocate, depth_limits
 from paceline.spec_decode.length.rates import POOL_DECAY, REQUEST_DECAY, WidthCounts, pool_rates, reach, request_rates
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree
-from paceline.speculation import GRAMMAR
+from paceline.speculation import GRAMMAR, PREDICTION
 
 MEMORY = "length"
 PolicyName = Literal["fixed", "window", "goodput"]
@@ -60,8 +60,8 @@ class LengthPolicy(ABC):
             _refine(self.costs, trees, draft_s, verify_s)
         for seq, tree, count in zip(seqs, trees, accepted, strict=True):
             # The walk of a sequence that ended was cut, which says nothing about its next draft token.
-            # Tokens that a grammar forces are always accepted, which says as little about a drafter.
-            if seq.finish_reason is None and tree.num_draft_tokens and tree.drafter != GRAMMAR:
+            # Tokens that a grammar forces or that the request predicts say as little about a drafter.
+            if seq.finish_reason is None and tree.num_draft_tokens and tree.drafter not in (GRAMMAR, PREDICTION):
                 self._learn(seq, tree, count)
 
     @abstractmethod

@@ -27,7 +27,11 @@ async def test_completion_body(client: httpx.AsyncClient, router: FakeRouter) ->
         "completion_tokens": 9,
         "total_tokens": 14,
         "prompt_tokens_details": {"cached_tokens": 2},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
     extension = body["paceline"]
     assert extension["token_ids"] == [[ord(letter) for letter in "Hello you"]]

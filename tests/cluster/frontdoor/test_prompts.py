@@ -174,7 +174,11 @@ async def test_echo_with_logprobs_covers_prompt_and_completion(stream: bool, max
                 "completion_tokens": max_tokens,
                 "total_tokens": 4 + max_tokens,
                 "prompt_tokens_details": {"cached_tokens": 0},
-                "completion_tokens_details": {"reasoning_tokens": 0},
+                "completion_tokens_details": {
+                    "reasoning_tokens": 0,
+                    "accepted_prediction_tokens": 0,
+                    "rejected_prediction_tokens": 0,
+                },
             }
         assert choice["text"] == "abcd" + text
         assert choice["logprobs"] == {
