@@ -61,10 +61,13 @@ class Asked:
             self.requests.append(SequenceRequest(str(number), prompt, params))
         self.answers = self._texts(self.requests)
 
-    def seconds(self, way: str) -> tuple[float, float]:
-        """Seconds for all questions, and tokens per round. Raises RuntimeError where a text differs."""
+    def seconds(self, way: str, turn: int) -> tuple[float, float]:
+        """Seconds for all questions, and tokens per round. Raises RuntimeError where a text differs.
+
+        Each turn of a way is a tenant of its own: no drafter and no prefix cache knows the earlier answers.
+        """
         requests = [
-            replace(request, speculation=self._speculation(way, answer))
+            replace(request, speculation=self._speculation(way, answer), cache_salt=f"{way} {turn}")
             for request, answer in zip(self.requests, self.answers, strict=True)
         ]
         began, texts, rounds = time.perf_counter(), [], 0
@@ -95,7 +98,7 @@ def measure(model: str, threads: int, repeats: int) -> list[Figures]:
     """All ways, in turns; the first turn warms up."""
     asked = Asked(model, threads)
     ways = [NO_PREDICTION, PLAIN, *EDITED]
-    turns = [{way: asked.seconds(way) for way in ways} for _ in range(repeats + 1)][1:]
+    turns = [{way: asked.seconds(way, turn) for way in ways} for turn in range(repeats + 1)][1:]
     tokens = sum(map(len, asked.answers))
     return [
         Figures(

@@ -87,7 +87,7 @@ def test_openai_client(server: Server) -> None:
     first, *rest = example("openai_client", "--url", f"http://{server.http}/v1").splitlines()
     text = first.removeprefix("smollm2-135m-instruct: ")
     assert text.startswith("The capital of France is Paris.")
-    assert rest == [text, "[48 tokens]", "refused: top_p of a request with top_p=2"]
+    assert rest == [text, "[48 tokens, 41 of them predicted]", "refused: top_p of a request with top_p=2"]
 
 
 def test_a_stream_survives_its_router(server: Server) -> None:

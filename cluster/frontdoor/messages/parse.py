@@ -25,8 +25,15 @@ from paceline.request import Grammar, GrammarKind, SamplingParams
 from paceline.results import ToolCall
 
 NAMES = Names(
-    {"messages": "messages", "prompt": "messages", "stop": "stop_sequences", "grammar": "output_config.format"}
+    {
+        "messages": "messages",
+        "prompt": "messages",
+        "stop": "stop_sequences",
+        "grammar": "output_config.format",
+        "reasoning_effort": "output_config.effort",
+    }
 )
+USUAL_EFFORT = "high"  # Anthropic's, which means the same as leaving it out
 _CHOICES = {"auto": ToolChoice.AUTO, "any": ToolChoice.REQUIRED, "tool": ToolChoice.NAMED, "none": ToolChoice.NONE}
 
 
@@ -41,7 +48,9 @@ def parse_message(body: dict[str, Any], request_id: str) -> tuple[MessageRequest
         stop=tuple(asked.stop_sequences or ()),
         grammar=None if schema is None else Grammar(GrammarKind.JSON_SCHEMA, schema),
     )
-    return asked, generation(asked, _chat(asked), sampling, asked.max_tokens, request_id)
+    effort = (asked.output_config.effort if asked.output_config else None) or USUAL_EFFORT
+    chat = replace(_chat(asked), reasoning_effort="" if effort == USUAL_EFFORT else effort)
+    return asked, generation(asked, chat, sampling, asked.max_tokens, request_id)
 
 
 def parse_count(body: dict[str, Any]) -> tuple[CountTokensRequest, Chat]:

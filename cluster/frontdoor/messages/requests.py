@@ -163,7 +163,9 @@ class OutputConfig(JsonObject):
 
     format: JsonFormat | None = None
     """Its form. The default is any text."""
-    effort: Annotated[Any, Neutral("high")] = None
+    effort: Annotated[Text, Field(max_length=MAX_NAME_CHARS)] | None = None
+    """How much the model is to think, for chat templates that take it; high is as usual. Others refuse every value but
+    medium and high."""
 
 
 # -- bodies ------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,15 @@ from cluster.frontdoor.responses.requests import FunctionTool, NamedTool, Respon
 from paceline.errors import InvalidRequest
 from paceline.request import Grammar, GrammarKind, SamplingParams
 
-NAMES = Names({"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens", "grammar": "text.format"})
+NAMES = Names(
+    {
+        "messages": "input",
+        "prompt": "input",
+        "max_tokens": "max_output_tokens",
+        "grammar": "text.format",
+        "reasoning_effort": "reasoning.effort",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,7 @@ def parse(asked: ResponseRequest, before: tuple[ChatMessage, ...], response_id: 
         tool_choice=choice,
         tool_name=tool_name,
         one_tool_call=asked.parallel_tool_calls is False,
+        reasoning_effort=(asked.reasoning.effort if asked.reasoning else None) or "",
     )
     sampling = SamplingParams(
         **asked.model_dump(include={"temperature", "top_p", "seed"}, exclude_none=True),

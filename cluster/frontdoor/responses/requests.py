@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from cluster.contract.generation import MAX_MESSAGES, MAX_TOOLS
+from cluster.contract.generation import MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOOLS
 from cluster.frontdoor.json_models import Ignored, JsonObject, Neutral, Text, at_most
 from cluster.frontdoor.openai_fields import Unsupported
 from cluster.frontdoor.own_fields import CallId, OwnFields, ToolName, list_of, text_or_list
@@ -196,9 +196,11 @@ class TextOptions(JsonObject):
 
 
 class Reasoning(JsonObject):
-    """How the model is to think. It thinks as its chat template lets it."""
+    """How the model is to think."""
 
-    effort: Annotated[Any, Neutral("medium")] = None
+    effort: Annotated[Text, Field(max_length=MAX_NAME_CHARS)] | None = None
+    """How much, for chat templates that take it. Others refuse every value but medium, and none where the model does
+    not think."""
     summary: Annotated[Any, Neutral("auto")] = None
     generate_summary: Annotated[Any, Neutral("auto")] = None
 

@@ -123,6 +123,11 @@ async def test_reasoning_effort_is_for_templates_that_take_it(tmp_path: Path) ->
             prompt = (await client.post(CHATS, json=body)).json()["usage"]["prompt_tokens"]
             assert prompt == usual + len(f"effort {effort}") + 2
             assert len((await sdk.tokenize(MESSAGES, reasoning_effort=effort)).token_ids) == prompt
+            asked: dict[str, Any] = {"input": "hi", "max_output_tokens": 1, "reasoning": {"effort": effort}}
+            assert (await client.post("/v1/responses", json=asked)).json()["usage"]["input_tokens"] == prompt
+            asked = {"messages": MESSAGES, "max_tokens": 1, "output_config": {"effort": effort}}
+            told = (await client.post("/v1/messages", json=asked)).json()["usage"]
+            assert told["input_tokens"] + told["cache_read_input_tokens"] == (usual if effort == "high" else prompt)
         body |= {"chat_template_kwargs": {"reasoning_effort": "high"}}
         assert await refused(client, CHATS, body) == "reasoning_effort"
         (first, *_) = made.nodes["prefill-0"].sequences
@@ -131,6 +136,16 @@ async def test_reasoning_effort_is_for_templates_that_take_it(tmp_path: Path) ->
         for effort, status in (("medium", 200), ("none", 200), ("high", 400)):
             body = {"messages": MESSAGES, "max_tokens": 1, "reasoning_effort": effort}
             assert (await client.post(CHATS, json=body)).status_code == status, effort
+        refusals: dict[str, tuple[dict[str, Any], str]] = {
+            "/v1/responses": ({"input": "hi", "reasoning": {"effort": "high"}}, "reasoning.effort"),
+            "/v1/messages": (
+                {"messages": MESSAGES, "max_tokens": 1, "output_config": {"effort": "low"}},
+                "output_config.effort",
+            ),
+        }
+        for path, (asked, field) in refusals.items():
+            said = await client.post(path, json=asked)
+            assert (said.status_code, said.json()["error"]["message"].partition(":")[0]) == (400, field)
 
 
 async def test_tokens_of_the_reasoning_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

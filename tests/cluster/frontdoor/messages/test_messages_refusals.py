@@ -48,7 +48,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stop_sequences": [""]}, "stop_sequences[0]: must not be empty"),
     ({"stop_sequences": ["x"] * 17}, "stop_sequences: must have at most 16 items"),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type"),
-    ({"output_config": {"effort": "max"}}, "output_config.effort: is not supported"),
+    ({"output_config": {"effort": 1}}, "output_config.effort: must be a string"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema: is missing"),
     ({"container": "x"}, "container: is not supported"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers: is not supported"),
