@@ -66,7 +66,8 @@ class QuantizedWeight:
     def copied(self) -> QuantizedWeight:
         """The same in memory of its own, so that what it is a part of can go."""
         minimums = None if self.minimums is None else self.minimums.clone()
-        return replace(self, codes=self.codes.contiguous().clone(), scales=self.scales.clone(), minimums=minimums)
+        codes = self.codes.clone(memory_format=torch.contiguous_format)
+        return replace(self, codes=codes, scales=self.scales.clone(), minimums=minimums)
 
     def rows(self, low: int, high: int) -> QuantizedWeight:
         """Output features [low, high)."""
