@@ -17,13 +17,18 @@ from hypothesis import strategies as st
 from paceline.assembly.selfcheck import logits_in_chunks
 from paceline.engine.model_runner import ModelRunner
 from paceline.kvcache.table import PageTable
+from paceline.layers.build import load_kernels
+from paceline.layers.quantized import LinearWeight
 from paceline.models.config import ModelSpec
+from paceline.models.hub import resolve_model
 from paceline.models.quantization.round_to_nearest import SCHEMES
+from paceline.models.registry import DTYPES, open_checkpoint
 from paceline.ranks.follower import Follower
 from tests.support.exactness import run
+from tests.support.gguf_files import write_gguf
 from tests.support.needs import needs_kernels
 from tests.support.quantized_weights import KINDS
-from tests.support.thread_ranks import family_spec, ranks_runner, ranks_spec
+from tests.support.thread_ranks import family_spec, ranks_runner, ranks_spec, ranks_tensors
 from tests.support.tiny_deepseek import write_mtp_folder
 from tests.support.tiny_model import tiny_request
 from tests.support.untrained_heads import write_tiny_head
@@ -70,9 +75,12 @@ MODELS: dict[str, tuple[ModelSpec, str, str, tuple[int, ...]]] = {  # number for
 def runners(request: pytest.FixtureRequest) -> Iterator[dict[int, ModelRunner]]:
     """Runners of one rank and of several."""
     spec, dtype, kind, degrees = MODELS[request.param]
-    codes = KINDS[kind] if kind in KINDS and kind not in SCHEMES else None
-    options = {"drafter": "none", "quantize": "none" if codes else kind, "kv_cache_tokens": 1024}
-    made = {degree: ranks_runner(degree, spec, dtype, Follower, codes, **options) for degree in degrees}
+    floats = ranks_tensors(spec, DTYPES[dtype])
+    weights: dict[str, LinearWeight] = dict(floats)
+    options = {"drafter": "none", "kv_cache_tokens": 1024, "quantize": kind if kind in SCHEMES else "none"}
+    if kind not in (*SCHEMES, "none"):
+        weights |= {name: KINDS[kind](tensor) for name, tensor in floats.items() if "_proj.w" in name}
+    made = {degree: ranks_runner(degree, spec, dtype, Follower, weights, **options) for degree in degrees}
     yield made
     for runner in made.values():
         runner.close()
@@ -93,6 +101,23 @@ def test_logits_and_rows(runners: dict[int, ModelRunner], cuts: set[int], seed: 
         assert torch.equal(logits, seen[1][0])
         for one, other in zip(rows, seen[1][1], strict=True):
             assert torch.equal(one, other)
+
+
+def test_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of five types, whose rows are interleaved."""
+    load_kernels()
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "home"))
+    write_gguf(tmp_path / "tiny.gguf", "llama")
+    folder = resolve_model(str(tmp_path / "tiny.gguf"))
+    spec, weights, seen = ModelSpec.from_folder(folder), open_checkpoint(folder, torch.bfloat16), []
+    for degree in (1, 2, 4):
+        runner = ranks_runner(degree, spec, "bf16", Follower, weights, drafter="none", max_model_len=128)
+        seen.append(
+            logits_in_chunks(runner.model, runner.kv, runner.allocator, runner.attention, [*range(30)], (23, 7))
+        )
+        runner.close()
+    assert torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0], seen[2])
 
 
 def rows_of(runner: ModelRunner) -> list[torch.Tensor]:

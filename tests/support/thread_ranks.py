@@ -16,7 +16,7 @@ from paceline.config import NodeConfig
 from paceline.engine.model_runner import ModelRunner, RunnerIdentity
 from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.pool import KvPool
-from paceline.layers.quantized import LinearWeight, QuantizedWeight
+from paceline.layers.quantized import LinearWeight
 from paceline.models import deepseek_shapes, gemma3, gpt_oss, moe_decoder
 from paceline.models.base import TargetModel
 from paceline.models.config import ModelSpec
@@ -135,17 +135,15 @@ def ranks_runner(
     spec: ModelSpec,
     dtype: str = "bf16",
     follower: FollowerClass = Follower,
-    codes: Callable[[torch.Tensor], QuantizedWeight] | None = None,
+    weights: Mapping[str, LinearWeight] | None = None,
     /,
     **options: object,
 ) -> ModelRunner:
-    """A runner over such a model, of ``degree`` ranks; one has no group at all. codes: what a checkpoint has of its
-    linear layers. ``options`` are NodeConfig's, with ``decodes`` of assemble."""
+    """A runner over such a model, of ``degree`` ranks; one has no group at all. weights: others than
+    ``ranks_tensors``. ``options`` are NodeConfig's, with ``decodes`` of assemble."""
     decodes = bool(options.pop("decodes", True))
     config = tiny_config(dtype, options)
-    tensors: dict[str, LinearWeight] = dict(ranks_tensors(spec, DTYPES[dtype]))
-    if codes is not None:
-        tensors |= {name: codes(t) for name, t in tensors.items() if "_proj.w" in name and isinstance(t, torch.Tensor)}
+    tensors = ranks_tensors(spec, DTYPES[dtype]) if weights is None else weights
     model: TargetModel
     if degree == 1:
         bag = WeightBag(tensors).rounded(config.quantize)
