@@ -1,7 +1,8 @@
 """A model of any number of ranks gives the bits of one rank, however its rows are batched.
 
-Mutants that fail: branches added in the order of the ranks, branches rounded to bf16, a sum of an all-reduce, a
-follower that leaves a command out, a KV head that two ranks hold taken twice.
+Mutants that fail: branches added in the order of the ranks, branches or rows of experts rounded to bf16, a sum of an
+all-reduce, experts added in the order of the ranks, a follower that leaves a command out, a KV head that two ranks hold
+taken twice, columns rounded after they were cut, sinks of all heads on every rank.
 """
 
 from __future__ import annotations
