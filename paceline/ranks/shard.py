@@ -28,7 +28,7 @@ class Cut:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """Of the run in its tensor."""
+        """Where the run lies in its tensor."""
         run = slice(self.run.start, self.run.stop)
         return (slice(None), run) if self.columns else (run,)
 

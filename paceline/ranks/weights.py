@@ -1,4 +1,4 @@
-"""A rank's part of a checkpoint. Of floats only that part is read. A quantised weight is read, and its part kept."""
+"""A rank's part of a checkpoint. Floats are read in part; a quantised weight is read whole, and its part kept."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_parts_of_another_tensor_are_refused(name: str, what: str, tmp_path: Pat
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v3"])
 def test_a_part_of_a_file_is_that_of_its_tensors(family: str, tmp_path: Path) -> None:
-    """Of rows, of columns, and of tensors with all experts of a layer."""
+    """A part of rows, of columns, and of tensors with all experts of a layer."""
     spec = family_spec(family)
     tensors = ranks_tensors(spec, torch.bfloat16)
     save_file(tensors, tmp_path / "model.safetensors")
