@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from paceline.config import ServeConfig
 from paceline.errors import ConfigError, InvalidRequest
-from paceline.model_files import read_json
 from paceline.models.config import ModelSpec
-from paceline.ranks.shard import check_ranks
+from paceline.ranks.degrees import check_ranks
 from paceline.role_options import ROLES, Role
 
 
@@ -16,11 +15,8 @@ def check_roles(config: ServeConfig) -> None:
     if config.tp == 1 and not config.prefill.given() and not config.decode.given():
         return
     from paceline.models.hub import resolve_model
-    from paceline.models.loader import gguf_file
 
-    folder = resolve_model(config.model)
-    raw = {} if gguf_file(folder) is not None else read_json(folder / "config.json")
-    check_spec(config, ModelSpec.from_folder(folder), raw)
+    check_spec(config, ModelSpec.from_folder(resolve_model(config.model)))
 
 
 def check_prefill_may_come(config: ServeConfig) -> None:
@@ -35,11 +31,11 @@ def check_prefill_may_come(config: ServeConfig) -> None:
         raise InvalidRequest("role", f"the options of this deployment allow no prefill node: {problem}") from None
 
 
-def check_spec(config: ServeConfig, spec: ModelSpec, raw: dict[str, object]) -> None:
-    """The same for a model whose config.json is ``raw``; empty for a GGUF file."""
+def check_spec(config: ServeConfig, spec: ModelSpec) -> None:
+    """The same for a model that was read."""
     for role in roles_of(config):
         try:
-            check_ranks(config.of_role(role), spec, raw)
+            check_ranks(config.of_role(role), spec)
         except ConfigError as error:
             raise ConfigError(f"{role}_tp", error.message) from None
     if config.prefill_nodes:

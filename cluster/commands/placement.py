@@ -77,7 +77,6 @@ def _planned(config: ServeConfig) -> dict[Role, RankBytes]:
         typer.echo(f"{config.model} is no folder on this host, so memory is not planned")
         return {}
     from paceline.assembly.model_plan import plan_model
-    from paceline.models.announced import read_announced
     from paceline.models.registry import DTYPES
 
     found: dict[Role, RankBytes] = {}
@@ -90,7 +89,7 @@ def _planned(config: ServeConfig) -> dict[Role, RankBytes]:
             plan = plans[own.dtype]
             plan.check_degree(own.tp)
             found[role] = _bytes_of(plan, own)
-        check_spec(config, plan.spec, read_announced(path)[0])
+        check_spec(config, plan.spec)
     except ConfigError as refused:
         typer.echo(f"refused when served: {refused}")
     return found

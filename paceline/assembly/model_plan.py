@@ -1,9 +1,8 @@
 """What a model would take, from what its checkpoint announces: a dry run of the code that loads it, with shapes alone.
 
-Tensor parallel degrees are planned for a layout whose sums do not depend on the degree: every sum over a row is made of
-a fixed number of slabs, and a rank holds whole ones. Attention, MLPs, embedding and LM head are cut, experts live whole
-on one rank each, norms and routers are everywhere. Latent attention is everywhere too, since all heads read one row:
-there each sequence belongs to one rank. The drafter is on the first rank.
+Degrees are those that nodes have (ranks/degrees.py). Attention, MLPs, embedding and LM head are cut, experts live whole
+on one rank each, norms and routers are everywhere. So are the latents of latent attention and what makes them, as all
+heads read one row. The drafter is on the first rank, and so are MLPs of a family with experts that have no slabs.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from paceline.models.config import ModelSpec
 from paceline.models.loader import WeightBag
 from paceline.models.quantization.fp8 import Fp8
 from paceline.models.registry import FP8_SCALE, KEPT_FLOAT32, Part, model_class, scheme_of
-from paceline.parallel.slabs import MOST_SLABS, sum_slabs
+from paceline.ranks.degrees import DENSE, SHARED, check_degree, mlps_of_ranks
 from paceline.spec_decode.heads.formats.files import HeadFiles, Renamed
 from paceline.spec_decode.heads.formats.mtp import read_mtp
 from paceline.spec_decode.heads.mtp import MtpModule, mtp_kv_layers
@@ -33,7 +32,10 @@ from paceline.speculation import DRAFTERS
 
 META = torch.device("meta")
 EVERYWHERE = "norms and routers"
+LATENTS = "latent projections"  # that make the latents, and the input of the queries
 DRAFTER = "drafter"
+FIRST_MLPS = "MLPs of the first rank"
+ON_FIRST = (DRAFTER, FIRST_MLPS)
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,11 @@ class WeightPart:
 
     name: str
     num_bytes: int
-    is_split: bool  # over the ranks; else on every one, and the drafter on the first
+    is_split: bool  # over the ranks; else on every one, or of ON_FIRST on the first
 
     def of_rank(self, degree: int, *, first: bool = True) -> int:
         """Bytes on one rank of ``degree``."""
-        if self.name == DRAFTER:
+        if self.name in ON_FIRST:
             return self.num_bytes if first else 0
         return -(-self.num_bytes // degree) if self.is_split else self.num_bytes
 
@@ -63,25 +65,9 @@ class ModelPlan:
     drafter: str  # what ``default`` drafts with
     refusals: tuple[str, ...]  # why a node would not load it
 
-    @property
-    def slabs(self) -> int:
-        """Slabs of every sum: what a tensor parallel degree must divide."""
-        return MOST_SLABS if self.spec.mla is not None else sum_slabs(self.spec.num_heads)
-
     def check_degree(self, degree: int) -> None:
-        """Raise ConfigError, with the numbers, for a degree that the model cannot be cut by."""
-        spec, heads = self.spec, self.spec.num_kv_heads
-        counts = {"intermediate_size": spec.intermediate_size}
-        if spec.moe is not None:
-            counts["the number of experts"] = spec.moe.num_experts
-        if degree < 1 or self.slabs % degree:
-            told = "" if spec.mla is not None else f" (it has {spec.num_heads} heads)"
-            raise ConfigError("tp", f"{degree} does not divide the {self.slabs} slabs of this model's sums{told}")
-        if spec.mla is None and heads % degree and degree % heads:
-            raise ConfigError("tp", f"{degree} does not divide {heads} KV heads, nor is it a multiple of them")
-        for name, count in counts.items():
-            if count % degree:
-                raise ConfigError("tp", f"{degree} does not divide {name}, {count}")
+        """Raise ConfigError, with the numbers, for a degree that the model cannot have."""
+        check_degree(degree, self.spec)
 
     def weight_bytes(self, degree: int = 1) -> int:
         """Weights on the first rank, which has the drafter."""
@@ -151,24 +137,27 @@ def _take_modules(files: HeadFiles, model: TargetModel) -> tuple[KvLayer, ...]:
 
 def _parts(announced: Mapping[str, Announced], spec: ModelSpec, dtype: torch.dtype) -> tuple[WeightPart, ...]:
     sizes: dict[str, int] = {}
-    modules = spec.mtp_prefixes
+    modules, mlps = spec.mtp_prefixes, mlps_of_ranks(spec)
     for name, tensor in announced.items():
-        part = DRAFTER if name.startswith(modules) else _part_of(name)
+        part = DRAFTER if name.startswith(modules) else _part_of(name, mlps)
         if part == DRAFTER and name.endswith(("embed_tokens.weight", "shared_head.head.weight")):
             continue  # copies of the target's, which are not kept
         sizes[part] = sizes.get(part, 0) + _served_bytes(name, tensor, dtype)
-    whole = {EVERYWHERE, DRAFTER} | ({"attention"} if spec.mla is not None else set())
+    whole = {EVERYWHERE, LATENTS, *ON_FIRST}
     return tuple(WeightPart(name, sizes[name], name not in whole) for name in sorted(sizes))
 
 
-def _part_of(name: str) -> str:
+def _part_of(name: str, mlps: frozenset[str]) -> str:
+    """mlps: whose width ranks share, see ranks.degrees."""
     if "embed_tokens" in name or name.startswith("lm_head"):
         return "embedding and LM head"
     if ".experts." in name:
         return "experts"
     if "norm" in name or ".gate." in name or ".router." in name or name.endswith("sinks"):
         return EVERYWHERE
-    return "attention" if ".self_attn." in name else "MLPs"
+    if ".self_attn." in name:
+        return LATENTS if "_a_proj" in name else "attention"
+    return "MLPs" if (SHARED if f".{SHARED}." in name else DENSE) in mlps else FIRST_MLPS
 
 
 def _served_bytes(name: str, tensor: Announced, dtype: torch.dtype) -> int:

@@ -22,9 +22,9 @@ class Linear:
 
     weight: [out_features, in_features], bf16, fp32 or quantised; it is repacked and need not be kept by the caller.
     ``out_float32`` keeps the sums in float32 (LM heads: logits without bf16 ties). ``slabs``: runs of the inner
-    dimension, each a float32 sum of its own; ``slabs.tree_sum`` adds them, and the bias comes after the tree. Quantised
-    weights, and a CPU without kernels, have sums of their own whatever it says. ``library``: the CPU kernels that it
-    runs on; None elsewhere.
+    dimension, each a float32 sum of its own; ``slabs.tree_sum`` adds them, and the bias comes after the tree. A dense
+    weight on a CPU without kernels has sums of its own whatever it says. ``library``: the CPU kernels that it runs on;
+    None elsewhere.
     """
 
     whole = True  # whether its sums are the product's, not a rank's part of them
@@ -33,13 +33,14 @@ class Linear:
         self, weight: LinearWeight, bias: torch.Tensor | None = None, out_float32: bool = False, slabs: int = 1
     ) -> None:
         """Raises ValueError for a quantised weight that the CPU's kernels cannot hold, and for slabs that are more than
-        8 or not each a multiple of 32 elements."""
+        8 or not each a multiple of 32 elements and of whole groups."""
         self.out_features, self.in_features = weight.shape
-        if not 1 <= slabs <= MOST_SLABS or slabs_of(self.in_features, slabs) != slabs:
+        if not 1 <= slabs <= MOST_SLABS or slabs_of(self.in_features, slabs, group_of(weight)) != slabs:
             raise ValueError(
-                f"{slabs} slabs of {self.in_features} elements: 1 to {MOST_SLABS}, of a multiple of 32 each"
+                f"{slabs} slabs of {self.in_features} elements: 1 to {MOST_SLABS}, of a multiple of 32 each, and of "
+                f"whole groups of {group_of(weight)}"
             )
-        self.slabs = 1 if isinstance(weight, QuantizedWeight) else slabs
+        self.slabs = slabs
         self.out_float32 = out_float32
         self.bias = None if bias is None else bias.float().contiguous()
         self.library = load_kernels() if device_of(weight).type == "cpu" else None
@@ -71,10 +72,15 @@ class Linear:
     def _without_kernels(self, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         if (weight := self._quantised) is not None:
             if weight.int8_activations and x.device.type == "cpu":
-                return integer_linear_reference(x, weight, self.bias, out_dtype)
+                return integer_linear_reference(x, weight, self.bias, out_dtype, self.slabs)
             self._packed, self._quantised = weight.dequantised().to(x.dtype), None
         slabs = 1 if x.device.type == "cpu" else self.slabs  # there torch's bits depend on the batch as it is
         return linear_reference(x, self._packed, self.bias, out_dtype, slabs)
+
+
+def group_of(weight: LinearWeight) -> int:
+    """Elements of a row that stay together where a product is cut, see parallel.slabs.slabs_of."""
+    return weight.kept_together if isinstance(weight, QuantizedWeight) else 1
 
 
 def device_of(weight: LinearWeight) -> torch.device:

@@ -22,6 +22,7 @@ class QuantizedWeight:
     group_size: elements of a row that share a scale; in_features for one scale a row.
     int8_activations: whether products are made of integers: the input is rounded to int8, ``rounded_together``
     elements of a row with one scale.
+    grouped: whether scales are of groups even where a row has a single one, as some columns of a weight may have.
     """
 
     codes: torch.Tensor
@@ -30,6 +31,7 @@ class QuantizedWeight:
     bits: int
     group_size: int
     int8_activations: bool
+    grouped: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -40,7 +42,7 @@ class QuantizedWeight:
     @property
     def has_row_scales(self) -> bool:
         """Whether one scale holds for a whole row, and there is nothing to add."""
-        return self.scales.shape[1] == 1 and self.minimums is None
+        return self.scales.shape[1] == 1 and self.minimums is None and not self.grouped
 
     @property
     def rounded_together(self) -> int:
@@ -48,16 +50,38 @@ class QuantizedWeight:
         row, its few large elements would leave too few codes to the others (docs/guides/quantised_weights.md)."""
         return min(self.shape[1], ROUNDED_TOGETHER if self.has_row_scales else self.group_size)
 
+    @property
+    def kept_together(self) -> int:
+        """Elements of a row that no slab and no rank may part: those of a group, of the weight or of the input."""
+        if self.int8_activations:
+            return self.rounded_together
+        return self.group_size if self.group_size < self.shape[1] else 1
+
     def dequantised(self) -> torch.Tensor:
         """The weight as float32 [out_features, in_features]."""
         columns = torch.arange(self.shape[1], device=self.codes.device) // self.group_size
         weight = self.codes.float() * self.scales[:, columns]
         return weight if self.minimums is None else weight + self.minimums[:, columns]
 
+    def copied(self) -> QuantizedWeight:
+        """The same in memory of its own, so that what it is a part of can go."""
+        minimums = None if self.minimums is None else self.minimums.clone()
+        codes = self.codes.clone(memory_format=torch.contiguous_format)
+        return replace(self, codes=codes, scales=self.scales.clone(), minimums=minimums)
+
     def rows(self, low: int, high: int) -> QuantizedWeight:
         """Output features [low, high)."""
         minimums = None if self.minimums is None else self.minimums[low:high]
         return replace(self, codes=self.codes[low:high], scales=self.scales[low:high], minimums=minimums)
+
+    def columns(self, low: int, high: int) -> QuantizedWeight:
+        """Input features [low, high), which part no group: see ``kept_together``."""
+        codes = self.codes[:, low:high]
+        if self.scales.shape[1] == 1:
+            return replace(self, codes=codes, group_size=self.group_size if self.grouped else high - low)
+        groups = slice(low // self.group_size, -(-high // self.group_size))
+        minimums = None if self.minimums is None else self.minimums[:, groups]
+        return replace(self, codes=codes, scales=self.scales[:, groups], minimums=minimums, grouped=True)
 
 
 LinearWeight = torch.Tensor | QuantizedWeight  # what a linear layer is made of: [out_features, in_features]

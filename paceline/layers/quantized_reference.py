@@ -6,17 +6,26 @@ import torch
 import torch.nn.functional as F
 
 from paceline.layers.quantized import QuantizedWeight
+from paceline.parallel.slabs import tree_sum
 
 LEAST_PEAK = 1e-30  # of a group: below it every element is 0, so that 127 / peak stays finite
 
 
 def integer_linear_reference(
-    x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None, out_dtype: torch.dtype
+    x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None, out_dtype: torch.dtype, slabs: int = 1
 ) -> torch.Tensor:
     """x: [T, in_features] -> [T, out_features], bit for bit what the kernels give.
 
-    Sums within a group are sums of integers, so their order is nothing; groups are added in their order.
+    Sums within a group are sums of integers, so their order is nothing; groups of a slab are added in their order.
     """
+    width = weight.shape[1] // slabs
+    runs = [(start, start + width) for start in range(0, slabs * width, width)]
+    total = tree_sum([_product(x[:, low:high], weight.columns(low, high)) for low, high in runs])
+    return (total if bias is None else total + bias).to(out_dtype)
+
+
+def _product(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+    """The float32 sums of one slab."""
     group = weight.rounded_together
     codes, x_scales = round_rows(x, group)
     dots = torch.einsum("tgk,ngk->gtn", codes.double(), _grouped(weight.codes, group).double()).float()  # exact sums
@@ -29,7 +38,7 @@ def integer_linear_reference(
             total = total + weight.minimums[:, g] * (sums[:, g] * x_scales[:, g])[:, None]
     if weight.has_row_scales:
         total = total * weight.scales[:, 0]
-    return (total if bias is None else total + bias).to(out_dtype)
+    return total
 
 
 def round_rows(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:

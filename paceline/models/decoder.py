@@ -52,6 +52,7 @@ class DecoderModel(TargetModel, Generic[Layer]):
         make_layer: layer i (0-based) from weights on ``device``; kv_layer: what each of them keeps of a token.
         """
         self.spec, self.dtype, self.device = spec, dtype, device
+        self.ranks = weights.ranks
         weights = weights.onto(device, dtype)
         self.quantize = weights.scheme
         vocab = (spec.vocab_size, spec.hidden_size)
@@ -67,7 +68,7 @@ class DecoderModel(TargetModel, Generic[Layer]):
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """See TargetModel."""
-        return self.embedding[token_ids]
+        return self.ranks.embed(self.embedding, token_ids)
 
     def forward(self, context: ForwardContext, aux: AuxCapture | None = None) -> torch.Tensor:
         """See TargetModel."""
@@ -84,7 +85,7 @@ class DecoderModel(TargetModel, Generic[Layer]):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See TargetModel."""
-        return self.lm_head(hidden)
+        return self.ranks.logits(self.lm_head(hidden))
 
     def rope_table(self) -> torch.Tensor:
         """See TargetModel."""

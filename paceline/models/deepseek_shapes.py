@@ -62,7 +62,7 @@ def mlp_shapes(spec: ModelSpec, layer: int) -> Shapes:
     for i in range(moe.num_experts):
         shapes |= swiglu_shapes(f"mlp.experts.{i}", hidden, moe.intermediate_size)
     if moe.num_shared_experts:
-        shapes |= swiglu_shapes("mlp.shared_experts", hidden, moe.num_shared_experts * moe.intermediate_size)
+        shapes |= swiglu_shapes("mlp.shared_experts", hidden, moe.shared_width)
     return shapes
 
 

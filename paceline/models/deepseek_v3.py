@@ -20,9 +20,9 @@ from paceline.models.config import ModelSpec
 from paceline.models.decoder import DecoderModel, PreNormLayer
 from paceline.models.deepseek_shapes import layer_shapes, mla_of, moe_of
 from paceline.models.loader import WeightBag
-from paceline.models.moe import MoeMlp, SwiGlu, Take, TakeLinear
+from paceline.models.moe import MoeMlp, Take, TakeLinear, shared_mlp
+from paceline.models.one_rank import OneRank
 from paceline.models.quantization.fusing import reordered
-from paceline.models.row_parallel import row_parallel
 
 LATENT_NORM_EPS = 1e-6  # of the norms on the low-rank rows, whatever rms_norm_eps says
 
@@ -55,7 +55,7 @@ def halved(weight: LinearWeight, heads: int, start: int) -> LinearWeight:
 class LatentAttention:
     """Multi-head latent attention of one layer."""
 
-    def __init__(self, spec: ModelSpec, take: Take, linear: TakeLinear, kv_layer: int) -> None:
+    def __init__(self, spec: ModelSpec, take: Take, linear: TakeLinear, kv_layer: int, ranks: OneRank) -> None:
         """take: a tensor of the layer as floats; linear: as the checkpoint has it.
 
         ``kv_b_proj`` is split and folded into the query and the output, so it is taken as floats.
@@ -75,7 +75,7 @@ class LatentAttention:
         self.absorbed_key = HeadsLinear(up[:, : mla.nope_dim].transpose(1, 2))  # query's nope part -> latent
         self.absorbed_value = HeadsLinear(up[:, mla.nope_dim :])  # latent -> value
         out_bias = take("self_attn.o_proj.bias") if spec.attention_bias else None
-        self.o_proj = row_parallel(linear("self_attn.o_proj.weight"), spec.sum_slabs, out_bias)
+        self.o_proj = ranks.row_linear(linear("self_attn.o_proj.weight"), out_bias, spec.sum_slabs)
 
     def _load_queries(self, take: Take, linear: TakeLinear) -> None:
         mla, biased = self.mla, self.spec.attention_bias
@@ -123,12 +123,12 @@ class DeepseekDecoderLayer(PreNormLayer):
             return weights.take_linear(f"{prefix}.{name}", (rows, columns))
 
         self.eps = spec.rms_norm_eps
-        self.attention = LatentAttention(spec, take, linear, kv_layer)
+        self.attention = LatentAttention(spec, take, linear, kv_layer, weights.ranks)
         self.input_norm = take("input_layernorm.weight")
         self.post_norm = take("post_attention_layernorm.weight")
         moe = moe_of(spec)
-        slabs = spec.sum_slabs
-        self.mlp = SwiGlu(linear, "mlp", slabs) if moe.is_dense(layer) else MoeMlp(moe, take, linear, slabs)
+        slabs, ranks, dense = spec.sum_slabs, weights.ranks, moe.is_dense(layer)
+        self.mlp = shared_mlp(linear, "mlp", slabs, ranks) if dense else MoeMlp(moe, take, linear, slabs, ranks)
 
 
 class DeepseekV3Model(DecoderModel[DeepseekDecoderLayer]):

@@ -18,7 +18,6 @@ from paceline.models.grouped_attention import GroupedAttention
 from paceline.models.llama_shapes import Shapes, attention_shapes
 from paceline.models.loader import WeightBag
 from paceline.models.quantization.fusing import fuse_layers
-from paceline.models.row_parallel import row_parallel
 
 NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
 
@@ -54,10 +53,10 @@ class Gemma3Layer:
 
         self.eps, self.table = spec.rms_norm_eps, table
         self.norms = [take(f"{name}_layernorm.weight") for name in NORMS]
-        self.attention = GroupedAttention(spec, take, linear, kv_layer, window)
+        self.attention = GroupedAttention(spec, take, linear, kv_layer, window, ranks=weights.ranks)
         gate_up = {f"{prefix}.mlp.{name}_proj": linear(f"mlp.{name}_proj.weight") for name in ("gate", "up")}
         self.gate_up_proj = Linear(fuse_layers(gate_up))
-        self.down_proj = row_parallel(linear("mlp.down_proj.weight"), spec.sum_slabs)
+        self.down_proj = weights.ranks.row_linear(linear("mlp.down_proj.weight"), None, spec.sum_slabs)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, table: torch.Tensor, context: ForwardContext
@@ -92,7 +91,7 @@ class Gemma3Model(DecoderModel[Gemma3Layer]):
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """See TargetModel."""
-        return self.embedding[token_ids] * self.embedding_scale
+        return super().embed(token_ids) * self.embedding_scale
 
     def decoder_block(self, weights: WeightBag, prefix: str, kv_layer: int) -> Gemma3Layer:
         """See TargetModel. A layer that sees all."""

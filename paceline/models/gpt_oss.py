@@ -18,20 +18,22 @@ from paceline.models.deepseek_shapes import moe_of
 from paceline.models.grouped_attention import GroupedAttention
 from paceline.models.llama_shapes import Shapes, attention_shapes
 from paceline.models.loader import WeightBag
-from paceline.models.moe import Take, grouped, routing_rule, run_separately, stacked, weighted_sum
+from paceline.models.moe import DealtExperts, Take, grouped, routing_rule, stacked, weighted_sum
+from paceline.models.one_rank import ONE_RANK, OneRank
 
 MXFP4_BLOCK = 32  # elements of a row that share a scale
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the three lower bits; the fourth is the sign
 EXPONENT_BIAS = 127
 
 
-def layer_shapes(spec: ModelSpec, mxfp4: bool) -> Shapes:
-    """Shapes of a decoder layer, named from its prefix on. mxfp4: as the experts' products are stored."""
+def layer_shapes(spec: ModelSpec, mxfp4: bool, experts: int | None = None) -> Shapes:
+    """Shapes of a decoder layer, named from its prefix on. mxfp4: as the experts' products are stored; experts: of this
+    rank; None: all."""
     moe, hidden = moe_of(spec), spec.hidden_size
-    experts, wide = moe.num_experts, moe.intermediate_size
+    experts, wide = moe.num_experts if experts is None else experts, moe.intermediate_size
     shapes: Shapes = {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
     shapes |= attention_shapes(spec, hidden) | {"self_attn.sinks": (spec.num_heads,)}
-    shapes |= {"mlp.router.weight": (experts, hidden), "mlp.router.bias": (experts,)}
+    shapes |= {"mlp.router.weight": (moe.num_experts, hidden), "mlp.router.bias": (moe.num_experts,)}
     for name, out, width in (("gate_up_proj", 2 * wide, hidden), ("down_proj", hidden, wide)):
         shapes[f"mlp.experts.{name}_bias"] = (experts, out)
         if mxfp4:
@@ -106,19 +108,23 @@ class ExpertWeights:
 class SeparateClampedExperts:
     """Each expert a module of its own, see models/moe.py."""
 
-    def __init__(self, weights: ExpertWeights, num_experts: int, clamp: tuple[float, float]) -> None:
-        self._experts = [
+    def __init__(
+        self, weights: ExpertWeights, num_experts: int, clamp: tuple[float, float], ranks: OneRank = ONE_RANK
+    ) -> None:
+        """weights: of this rank's experts."""
+        experts = [
             ClampedExpert(
                 (torch.cat(weights.gate_up(i)), torch.cat(weights.gate_up_bias(i))),
                 (weights.down(i), weights.down_bias[i]),
                 clamp,
             )
-            for i in range(num_experts)
+            for i in range(len(ranks.experts(num_experts)))
         ]
+        self._dealt = DealtExperts(experts, num_experts, ranks)
 
-    def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor | None:
         """See SeparateExperts."""
-        return run_separately(self._experts, x, expert_ids)
+        return self._dealt(x, expert_ids)
 
 
 class GroupedClampedExperts:
@@ -147,19 +153,24 @@ class GroupedClampedExperts:
 class GptOssMlp:
     """Router and experts of one layer."""
 
-    def __init__(self, spec: ModelSpec, take: Take, mxfp4: bool, dtype: torch.dtype) -> None:
-        moe = moe_of(spec)
+    def __init__(self, spec: ModelSpec, take: Take, mxfp4: bool, dtype: torch.dtype, ranks: OneRank) -> None:
+        moe, self.ranks = moe_of(spec), ranks
         assert spec.clamp is not None
         self.rule = routing_rule(moe)
         self.router = Linear(take("mlp.router.weight").float(), take("mlp.router.bias"))
         weights = ExpertWeights(take, mxfp4, dtype)
-        kind = SeparateClampedExperts if weights.down_bias.device.type == "cpu" else GroupedClampedExperts
-        self.experts = kind(weights, moe.num_experts, spec.clamp)
+        count, on_cpu = moe.num_experts, weights.down_bias.device.type == "cpu"
+        self.experts = (
+            SeparateClampedExperts(weights, count, spec.clamp, ranks)
+            if on_cpu
+            else GroupedClampedExperts(weights, count, spec.clamp)
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
         expert_ids, weights = route(self.router(x.float()), None, self.rule)
-        return weighted_sum(self.experts(x, expert_ids), weights).to(x.dtype)
+        outputs = self.experts(x, expert_ids)
+        return self.ranks.told(None if outputs is None else weighted_sum(outputs, weights).to(x.dtype), x)
 
 
 class GptOssLayer(PreNormLayer):
@@ -169,7 +180,7 @@ class GptOssLayer(PreNormLayer):
         self, spec: ModelSpec, weights: WeightBag, prefix: str, kv_layer: int, window: int, dtype: torch.dtype
     ) -> None:
         mxfp4 = weights.holds(f"{prefix}.mlp.experts.down_proj_blocks")
-        shapes = layer_shapes(spec, mxfp4)
+        shapes = layer_shapes(spec, mxfp4, len(weights.ranks.experts(moe_of(spec).num_experts)))
 
         def take(name: str) -> torch.Tensor:
             return weights.take(f"{prefix}.{name}", shapes[name])
@@ -182,8 +193,8 @@ class GptOssLayer(PreNormLayer):
         self.input_norm = take("input_layernorm.weight").float()  # rounded once, after the weight
         self.post_norm = take("post_attention_layernorm.weight").float()
         sinks = take("self_attn.sinks").float().contiguous()
-        self.attention = GroupedAttention(spec, take, linear, kv_layer, window, sinks)
-        self.mlp = GptOssMlp(spec, take, mxfp4, dtype)
+        self.attention = GroupedAttention(spec, take, linear, kv_layer, window, sinks, weights.ranks)
+        self.mlp = GptOssMlp(spec, take, mxfp4, dtype, weights.ranks)
 
 
 class GptOssModel(DecoderModel[GptOssLayer]):

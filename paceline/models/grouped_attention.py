@@ -12,8 +12,8 @@ from paceline.layers.rotary import rotary_order
 from paceline.models.base import ForwardContext
 from paceline.models.config import ModelSpec
 from paceline.models.moe import Take, TakeLinear
+from paceline.models.one_rank import ONE_RANK, OneRank
 from paceline.models.quantization.fusing import fuse_layers, reordered
-from paceline.models.row_parallel import row_parallel
 
 
 class GroupedAttention:
@@ -27,6 +27,7 @@ class GroupedAttention:
         kv_layer: int,
         window: int,
         sinks: torch.Tensor | None = None,
+        ranks: OneRank = ONE_RANK,
     ) -> None:
         """take: tensors by their names from the layer on; linear: weights as the checkpoint has them.
 
@@ -57,7 +58,7 @@ class GroupedAttention:
         bias = torch.cat([bias_of(part) for part in parts]) if spec.attention_bias else None
         self.qkv_proj = Linear(fuse_layers({part: weight(part) for part in parts}), bias)
         out_bias = take("self_attn.o_proj.bias") if spec.attention_out_bias else None
-        self.o_proj = row_parallel(linear("self_attn.o_proj.weight"), spec.sum_slabs, out_bias)
+        self.o_proj = ranks.row_linear(linear("self_attn.o_proj.weight"), out_bias, spec.sum_slabs)
         self.head_norms: tuple[torch.Tensor, torch.Tensor] | None = None
         if spec.qk_norm:
             self.head_norms = turned(take("self_attn.q_norm.weight")), turned(take("self_attn.k_norm.weight"))

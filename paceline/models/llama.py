@@ -36,7 +36,7 @@ class DecoderLayer(Block):
 
         def row_linear(name: str, biased: bool) -> Linear:
             bias = take(f"{name}_proj.bias") if biased else None
-            return weights.row_linear(weight(name), bias, spec.sum_slabs)
+            return weights.ranks.row_linear(weight(name), bias, spec.sum_slabs)
 
         def fused(names: Sequence[str], biased: bool) -> Linear:
             bias = torch.cat([take(f"{name}_proj.bias") for name in names]) if biased else None

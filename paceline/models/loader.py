@@ -19,12 +19,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from paceline.errors import ConfigError
-from paceline.layers.linear import Linear
 from paceline.layers.quantized import LinearWeight, QuantizedWeight
 from paceline.layers.shared_weights import SMALLEST, kept
 from paceline.model_files import quantization_config, read_json
+from paceline.models.one_rank import ONE_RANK, OneRank
 from paceline.models.quantization.round_to_nearest import head_scheme, round_to_nearest
-from paceline.models.row_parallel import row_parallel
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +40,11 @@ MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 class WeightBag:
     """Tensors by name, each read when it is taken. ``finish`` complains about what nobody took.
 
-    ``scheme``: what weights of linear layers are rounded to as they are taken, see ``rounded``.
+    ``scheme``: what weights of linear layers are rounded to as they are taken, see ``rounded``. ``ranks``: of the node
+    whose weights they are.
     """
+
+    ranks: OneRank = ONE_RANK
 
     def __init__(self, tensors: Mapping[str, LinearWeight]) -> None:
         self._tensors: Mapping[str, Any] = tensors
@@ -82,18 +84,16 @@ class WeightBag:
     def take_linear(self, name: str, shape: tuple[int, int] | None = None) -> LinearWeight:
         """The weight of a linear layer, [out_features, in_features], as the checkpoint has it or ``rounded``. See
         ``take``."""
-        found = self._claimed(name, shape)
-        if isinstance(found, torch.Tensor) and found.nbytes < SMALLEST:
-            found = found.clone()
+        found = self._linear(name, shape)
         return self.as_head(found) if name == TIED else rounded_weight(found, self.scheme)
+
+    def _linear(self, name: str, shape: tuple[int, int] | None) -> LinearWeight:
+        found = self._claimed(name, shape)
+        return found.clone() if isinstance(found, torch.Tensor) and found.nbytes < SMALLEST else found
 
     def as_head(self, weight: LinearWeight) -> LinearWeight:
         """The weight of an LM head, which may be the embedding: ``rounded`` where linear layers are."""
         return rounded_weight(weight, head_scheme(self.scheme))
-
-    def row_linear(self, weight: LinearWeight, bias: torch.Tensor | None, slabs: int = 1) -> Linear:
-        """A layer whose inner dimension the ranks of a node share. slabs: see row_parallel."""
-        return row_parallel(weight, slabs, bias)
 
     def _claimed(self, name: str, shape: tuple[int, ...] | None) -> LinearWeight:
         if name not in self._left:

@@ -19,8 +19,8 @@ from paceline.layers.ops import silu_mul
 from paceline.layers.quantized import LinearWeight
 from paceline.layers.routing import RoutingRule, route
 from paceline.models.moe_config import MoeSpec
+from paceline.models.one_rank import ONE_RANK, OneRank
 from paceline.models.quantization.fusing import fuse_layers
-from paceline.models.row_parallel import row_parallel
 
 Take = Callable[[str], torch.Tensor]  # a layer's weight by its name within the layer
 TakeLinear = Callable[[str], LinearWeight]  # the same of a linear layer, as the checkpoint has it
@@ -30,40 +30,84 @@ GATE_UP = ("gate_proj", "up_proj")
 class SwiGlu:
     """down(silu(gate(x)) * up(x)). One expert, the shared experts, or a dense layer's MLP."""
 
-    def __init__(self, take: TakeLinear, prefix: str, slabs: int, out_float32: bool = False) -> None:
+    def __init__(
+        self, take: TakeLinear, prefix: str, slabs: int, ranks: OneRank = ONE_RANK, out_float32: bool = False
+    ) -> None:
         """slabs: see row_parallel. An expert has one: ranks share experts, not the sums of one."""
         self.gate_up_proj = Linear(fuse_layers({f"{prefix}.{n}": take(f"{prefix}.{n}.weight") for n in GATE_UP}))
-        self.down_proj = row_parallel(take(f"{prefix}.down_proj.weight"), slabs, out_float32=out_float32)
+        self.down_proj = ranks.row_linear(take(f"{prefix}.down_proj.weight"), None, slabs, out_float32)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
         return self.down_proj(silu_mul(self.gate_up_proj(x)))
 
 
+class FirstMlp:
+    """A gated MLP that rank 0 has alone, as its width does not make the slabs of the model."""
+
+    def __init__(self, take: TakeLinear, prefix: str, ranks: OneRank, out_float32: bool) -> None:
+        self._mlp = SwiGlu(take, prefix, 1, out_float32=out_float32) if ranks.first else None
+        self._ranks, self._out_float32 = ranks, out_float32
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See SwiGlu."""
+        y = None if self._mlp is None else self._mlp(x)
+        if self._out_float32:
+            return x if y is None else y
+        return self._ranks.told(y, x)
+
+
+def shared_mlp(
+    take: TakeLinear, prefix: str, slabs: int, ranks: OneRank, out_float32: bool = False
+) -> SwiGlu | FirstMlp:
+    """The MLP of a dense layer, or the shared experts, as the ranks have it. With ``out_float32`` rank 0 alone has the
+    result: what others get is not to be used."""
+    if ranks.share(prefix):
+        return SwiGlu(take, prefix, slabs, ranks, out_float32)
+    return FirstMlp(take, prefix, ranks, out_float32)
+
+
 class SeparateExperts:
     """Each expert a module of its own, run once over all its rows. Exact, and for the CPU: it reads the counts."""
 
-    def __init__(self, take: TakeLinear, prefix: str, num_experts: int) -> None:
-        self._experts = [SwiGlu(take, f"{prefix}.experts.{i}", 1, out_float32=True) for i in range(num_experts)]
+    def __init__(self, take: TakeLinear, prefix: str, num_experts: int, ranks: OneRank = ONE_RANK) -> None:
+        held = ranks.experts(num_experts)
+        experts = [SwiGlu(take, f"{prefix}.experts.{i}", 1, out_float32=True) for i in held]
+        self._dealt = DealtExperts(experts, num_experts, ranks)
 
-    def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-        """x: [T, hidden]; expert_ids: int64 [T, top_k] -> float32 [T, top_k, hidden]."""
-        return run_separately(self._experts, x, expert_ids)
+    def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor | None:
+        """x: [T, hidden]; expert_ids: int64 [T, top_k] -> float32 [T, top_k, hidden]; None on other ranks than 0."""
+        return self._dealt(x, expert_ids)
 
 
-def run_separately(
-    experts: Sequence[Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor, expert_ids: torch.Tensor
-) -> torch.Tensor:
-    """Each expert once over all of its rows; see SeparateExperts. The host reads how many they are."""
-    rows, top_k = expert_ids.shape
-    flat = expert_ids.view(-1)
-    order = flat.argsort(stable=True)
-    counts: list[int] = torch.bincount(flat, minlength=len(experts)).tolist()
-    gathered = torch.split_with_sizes(x[order // top_k], counts)
-    outputs = torch.empty(rows * top_k, x.shape[1], dtype=torch.float32, device=x.device)
-    parts = [expert(part) for expert, part in zip(experts, gathered, strict=True) if part.shape[0]]
-    outputs[order] = torch.cat(parts)
-    return outputs.view(rows, top_k, -1)
+class DealtExperts:
+    """Each expert runs once over all of its rows, on the one rank that has it, and rank 0 gets the rows as they come.
+    The host reads how many they are."""
+
+    def __init__(
+        self, experts: Sequence[Callable[[torch.Tensor], torch.Tensor]], num_experts: int, ranks: OneRank
+    ) -> None:
+        """experts: this rank's of ``num_experts``, each [R, hidden] -> float32 [R, hidden]."""
+        self._experts, self._num_experts, self._ranks = experts, num_experts, ranks
+        self._held = ranks.experts(num_experts)
+
+    def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor | None:
+        """See SeparateExperts."""
+        (rows, top_k), held = expert_ids.shape, slice(self._held.start, self._held.stop)
+        flat = expert_ids.view(-1)
+        order = flat.argsort(stable=True)
+        counts: list[int] = torch.bincount(flat, minlength=self._num_experts).tolist()
+        first = sum(counts[: held.start])
+        mine = order[first : first + sum(counts[held])]
+        gathered = torch.split_with_sizes(x[mine // top_k], counts[held])
+        parts = [expert(part) for expert, part in zip(self._experts, gathered, strict=True) if part.shape[0]]
+        none = torch.empty(0, x.shape[1], dtype=torch.float32, device=x.device)
+        every = self._ranks.all_rows(torch.cat(parts) if parts else none, counts)
+        if every is None:
+            return None
+        outputs = torch.empty(rows * top_k, x.shape[1], dtype=torch.float32, device=x.device)
+        outputs[order] = every
+        return outputs.view(rows, top_k, -1)
 
 
 class GroupedExperts:
@@ -131,9 +175,17 @@ def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 class MoeMlp:
     """Routed experts and shared experts of one layer."""
 
-    def __init__(self, spec: MoeSpec, take: Take, linear: TakeLinear, slabs: int, prefix: str = "mlp") -> None:
+    def __init__(
+        self,
+        spec: MoeSpec,
+        take: Take,
+        linear: TakeLinear,
+        slabs: int,
+        ranks: OneRank = ONE_RANK,
+        prefix: str = "mlp",
+    ) -> None:
         """take: a layer's tensor as floats; linear: as the checkpoint has it; slabs: of the shared experts' sums."""
-        self.spec = spec
+        self.spec, self.ranks = spec, ranks
         self.rule = routing_rule(spec)
         gate = take(f"{prefix}.gate.weight")
         self.router = Linear(gate.float())  # scores that nearly tie need every bit
@@ -141,15 +193,17 @@ class MoeMlp:
         if spec.correction_bias:
             self.bias = take(f"{prefix}.gate.e_score_correction_bias").float().contiguous()
         on_cpu, count = gate.device.type == "cpu", spec.num_experts
-        self.experts = SeparateExperts(linear, prefix, count) if on_cpu else GroupedExperts(take, prefix, count)
-        self.shared: SwiGlu | None = None
+        self.experts = SeparateExperts(linear, prefix, count, ranks) if on_cpu else GroupedExperts(take, prefix, count)
+        self.shared: SwiGlu | FirstMlp | None = None
         if spec.num_shared_experts:
-            self.shared = SwiGlu(linear, f"{prefix}.shared_experts", slabs, out_float32=True)
+            self.shared = shared_mlp(linear, f"{prefix}.shared_experts", slabs, ranks, out_float32=True)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
         expert_ids, weights = route(self.router(x.float()), self.bias, self.rule)
-        total = weighted_sum(self.experts(x, expert_ids), weights)
-        if self.shared is not None:
-            total = total + self.shared(x)
-        return total.to(x.dtype)
+        outputs = self.experts(x, expert_ids)
+        shared = None if self.shared is None else self.shared(x)
+        if outputs is None:
+            return self.ranks.told(None, x)
+        total = weighted_sum(outputs, weights)
+        return self.ranks.told((total if shared is None else total + shared).to(x.dtype), x)

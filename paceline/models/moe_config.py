@@ -27,6 +27,12 @@ class MoeSpec:
     softmax: bool = False  # scores are a softmax of all logits, not the sigmoid of each
     correction_bias: bool = True  # a bias of the scores takes part in the choice
     dense_layers: tuple[int, ...] = ()  # dense ones after ``first_layer``
+    shared_by: int = 1  # ranks that each have a part of the shared experts' width
+
+    @property
+    def shared_width(self) -> int:
+        """Width of the shared experts' MLP, on one rank."""
+        return self.num_shared_experts * self.intermediate_size // self.shared_by
 
     def is_dense(self, layer: int) -> bool:
         """Whether ``layer`` has one MLP and no experts. An MTP module is a layer after the last."""

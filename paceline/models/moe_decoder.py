@@ -12,7 +12,7 @@ from paceline.models.deepseek_shapes import mlp_shapes, moe_of
 from paceline.models.grouped_attention import GroupedAttention
 from paceline.models.llama_shapes import Shapes, attention_shapes
 from paceline.models.loader import WeightBag
-from paceline.models.moe import MoeMlp, SwiGlu
+from paceline.models.moe import MoeMlp, shared_mlp
 
 
 def layer_shapes(spec: ModelSpec, layer: int) -> Shapes:
@@ -37,12 +37,12 @@ class MoeDecoderLayer(PreNormLayer):
             return weights.take_linear(f"{prefix}.{name}", (rows, columns))
 
         self.eps = spec.rms_norm_eps
-        self.attention = GroupedAttention(spec, take, linear, kv_layer, spec.window(layer))
+        self.attention = GroupedAttention(spec, take, linear, kv_layer, spec.window(layer), ranks=weights.ranks)
         self.input_norm = take("input_layernorm.weight")
         self.post_norm = take("post_attention_layernorm.weight")
         moe = moe_of(spec)
-        slabs = spec.sum_slabs
-        self.mlp = SwiGlu(linear, "mlp", slabs) if moe.is_dense(layer) else MoeMlp(moe, take, linear, slabs)
+        slabs, ranks, dense = spec.sum_slabs, weights.ranks, moe.is_dense(layer)
+        self.mlp = shared_mlp(linear, "mlp", slabs, ranks) if dense else MoeMlp(moe, take, linear, slabs, ranks)
 
 
 class MoeDecoderModel(DecoderModel[MoeDecoderLayer]):

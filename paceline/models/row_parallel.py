@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.layers.linear import Linear
+from paceline.layers.linear import Linear, group_of
 from paceline.layers.quantized import LinearWeight
 from paceline.parallel.slabs import slabs_of
 
@@ -13,4 +13,4 @@ def row_parallel(
     weight: LinearWeight, slabs: int, bias: torch.Tensor | None = None, out_float32: bool = False
 ) -> Linear:
     """slabs: of the model (``ModelSpec.sum_slabs``); the product has one where they do not fit its inner dimension."""
-    return Linear(weight, bias, out_float32, slabs_of(weight.shape[1], slabs))
+    return Linear(weight, bias, out_float32, slabs_of(weight.shape[1], slabs, group_of(weight)))

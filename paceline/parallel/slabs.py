@@ -8,7 +8,7 @@ the ranks' sums is the tree over all slabs, whatever the degree is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import gcd
+from math import gcd, lcm
 from typing import Protocol, TypeVar
 
 MOST_SLABS = 8  # of a model; kernels/blocks.h keeps as many open sums as their tree needs
@@ -37,10 +37,13 @@ def sum_slabs(num_heads: int) -> int:
     return max(slabs for slabs in range(1, MOST_SLABS + 1) if num_heads % slabs == 0)
 
 
-def slabs_of(in_features: int, slabs: int) -> int:
+def slabs_of(in_features: int, slabs: int, group: int = 1) -> int:
     """Slabs of one product of a model that has ``slabs``: as many, or 1 where its inner dimension cannot be cut into
-    equal runs of a multiple of 32 elements. A model with such a product runs at degree 1 alone."""
-    return 1 if in_features % (SLAB_MULTIPLE * slabs) else slabs
+    equal runs of a multiple of 32 elements and of whole groups. A model with such a product runs at degree 1 alone.
+
+    group: elements that stay together, see QuantizedWeight.kept_together.
+    """
+    return 1 if in_features % (lcm(SLAB_MULTIPLE, group) * slabs) else slabs
 
 
 def split(count: int) -> int:

@@ -15,7 +15,7 @@ import torch
 from paceline.attention.base import AttentionBackend
 from paceline.errors import NodeUnavailable
 from paceline.kvcache.pool import KvPool
-from paceline.models.base import ForwardContext
+from paceline.models.base import ForwardContext, TargetModel
 from paceline.ranks.channel import Channel, Closed, Frame, Kind
 from paceline.ranks.commands import (
     MAX_ERROR_BYTES,
@@ -27,7 +27,7 @@ from paceline.ranks.commands import (
     read_rows,
     text_fields,
 )
-from paceline.ranks.model import LlamaShard
+from paceline.ranks.group import Group
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +38,16 @@ class Follower:
     """One rank's loop. ``run`` returns when it has ended."""
 
     def __init__(
-        self, model: LlamaShard, pool: KvPool, attention: AttentionBackend, commands: Channel, rows: Channel
+        self,
+        model: TargetModel,
+        pool: KvPool,
+        attention: AttentionBackend,
+        commands: Channel,
+        rows: Channel,
+        group: Group,
     ) -> None:
         """model: this rank's part; pool: with this rank's heads."""
-        self._model, self._pool, self._attention = model, pool, attention
+        self._model, self._pool, self._attention, self._group = model, pool, attention, group
         self._commands, self._rows = commands, rows
         self._done = 0  # commands
         self._stepped = threading.Condition()
@@ -63,7 +69,7 @@ class Follower:
             for channel in (self._commands, self._rows):
                 channel.shut()
             serving.join()
-            for end in (self._commands, self._rows, self._model.group):
+            for end in (self._commands, self._rows, self._group):
                 end.close()
 
     def _run(self, frame: Frame) -> None:

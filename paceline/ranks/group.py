@@ -37,6 +37,17 @@ class Group:
             return None
         return torch.stack([part, *(self._receive(channel, part) for channel in self._channels)])
 
+    def gather_rows(self, part: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor] | None:
+        """part: [R, width], of the same width and dtype on every rank; counts: R of each rank, which all of them know
+        -> the parts on rank 0, in order of rank; None on the others."""
+        self._step += 1
+        if self.rank:
+            self._channels[0].send(Kind.PART, self._step, [bytes_of(part)])
+            return None
+        shapes = [part.new_empty(count, part.shape[1]) for count in counts[1:]]
+        parts = [self._receive(channel, like) for channel, like in zip(self._channels, shapes, strict=True)]
+        return [part, *parts]
+
     def broadcast(self, value: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """Rank 0's ``value`` on every rank. like: of its shape, dtype and device; its content is not read."""
         self._step += 1

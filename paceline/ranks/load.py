@@ -7,17 +7,16 @@ from pathlib import Path
 import torch
 
 from paceline.config import NodeConfig
-from paceline.model_files import read_json
+from paceline.models.base import TargetModel
 from paceline.models.config import ModelSpec
-from paceline.models.loader import gguf_file
-from paceline.models.registry import DTYPES
+from paceline.models.registry import DTYPES, model_class
+from paceline.ranks.degrees import check_ranks
 from paceline.ranks.group import Group
-from paceline.ranks.model import LlamaShard
 from paceline.ranks.options import FollowerOptions
 from paceline.ranks.processes import FollowerProcesses
-from paceline.ranks.shard import Shard, check_ranks
+from paceline.ranks.shard import Shard
 from paceline.ranks.target import ParallelTarget
-from paceline.ranks.weights import open_shard
+from paceline.ranks.weights import ShardBag, open_shard
 
 
 def load_parallel(config: NodeConfig, folder: Path, num_pages: int) -> ParallelTarget:
@@ -34,7 +33,7 @@ def load_parallel(config: NodeConfig, folder: Path, num_pages: int) -> ParallelT
     )
     try:
         shard = Shard(spec, config.tp, 0)
-        own = load_shard(folder, DTYPES[config.dtype], torch.device("cpu"), shard, processes.group)
+        own = load_shard(folder, DTYPES[config.dtype], torch.device("cpu"), shard, processes.group, config.quantize)
         processes.wait_ready()
     except BaseException:
         processes.end()
@@ -44,13 +43,21 @@ def load_parallel(config: NodeConfig, folder: Path, num_pages: int) -> ParallelT
 
 def check_folder(config: NodeConfig, folder: Path) -> None:
     """See shard.check_ranks; of a model's folder."""
-    raw = {} if gguf_file(folder) is not None else read_json(folder / "config.json")
-    check_ranks(config, ModelSpec.from_folder(folder), raw)
+    check_ranks(config, ModelSpec.from_folder(folder))
 
 
-def load_shard(folder: Path, dtype: torch.dtype, device: torch.device, shard: Shard, group: Group) -> LlamaShard:
+def load_shard(
+    folder: Path, dtype: torch.dtype, device: torch.device, shard: Shard, group: Group, quantize: str = "none"
+) -> TargetModel:
     """One rank's part. Raises ConfigError naming whatever is missing, left over or unsupported."""
-    bag = open_shard(folder, dtype, shard, group)
-    model = LlamaShard(bag, dtype, device, shard, group)
+    bag = open_shard(folder, dtype, shard, group, quantize)
+    model = make_shard(bag, dtype, device, shard)
     bag.finish()
+    return model
+
+
+def make_shard(bag: ShardBag, dtype: torch.dtype, device: torch.device, shard: Shard) -> TargetModel:
+    """The part of ``shard`` as a model of its own. Layers that a drafter makes of it are whole."""
+    model = model_class(shard.spec.family)(shard.local_spec, bag, dtype, device)
+    model.spec = shard.spec
     return model

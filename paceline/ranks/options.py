@@ -15,6 +15,7 @@ class FollowerOptions:
 
     folder: str
     dtype: str
+    quantize: str
     degree: int
     rank: int
     num_pages: int
@@ -32,6 +33,7 @@ class FollowerOptions:
         return cls(
             folder=folder,
             dtype=config.dtype,
+            quantize=config.quantize,
             degree=config.tp,
             rank=rank,
             num_pages=num_pages,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.kvcache.layout import KvLayer, KvLayout, LayerOwner
+from paceline.kvcache.layout import KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.ranks.channel import Kind
 from paceline.ranks.commands import copy_fields, host_slots
@@ -14,10 +14,9 @@ from paceline.ranks.shard import Shard
 
 
 def held_layout(layout: KvLayout, shard: Shard) -> KvLayout:
-    """What a rank holds of a node's pool: its own KV heads and, on rank 0, the drafter's layers."""
-    kv_heads = len(shard.kv_heads)
+    """What a rank holds of a node's pool: its own KV heads, or whole latents; on rank 0, the drafter's layers too."""
     layers = tuple(
-        KvLayer(layer.kind, layer.owner, kv_heads, layer.head_dim) if layer.owner is LayerOwner.TARGET else layer
+        shard.held_layer(layer) if layer.owner is LayerOwner.TARGET else layer
         for layer in layout.layers
         if layer.owner is LayerOwner.TARGET or shard.rank == 0
     )
@@ -35,12 +34,13 @@ class ShardedPool(KvPool):
         self._followers, self._replicas = followers, shard.replicas
         self._target = layout.layer_range(LayerOwner.TARGET)
         self._here = self.held.layers[0]  # of a target layer; they are alike
+        self._latent = self._here.kind is LayerKind.MLA  # every rank holds all of it
 
     def gather(self, layers: range, slots: torch.Tensor) -> torch.Tensor:
         """See KvPool."""
         here = super().gather(layers, slots)
         target = self._of_target(layers)
-        if not target or not len(slots):
+        if not target or not len(slots) or self._latent:
             return here
         shape, size = self._shape_of(target, slots)
         others = self._followers.gather(target, host_slots(slots), self.layout.dtype)
@@ -53,6 +53,10 @@ class ShardedPool(KvPool):
         target = self._of_target(layers)
         if not target or not len(slots):
             return super().scatter(layers, slots, data)
+        if self._latent:
+            super().scatter(layers, slots, data)  # checks it
+            rows = data[: len(target) * len(slots) * self._here.row_elems]
+            return self._followers.scatter(target, host_slots(slots), [rows] * (self._followers.degree - 1))
         shape, size = self._shape_of(target, slots)
         runs = self._followers.degree // self._replicas
         whole = size * runs

@@ -74,14 +74,14 @@ def load(options: FollowerOptions, group: Group, commands: Channel, rows: Channe
     device, dtype = torch.device("cpu"), DTYPES[options.dtype]
     shard = Shard(ModelSpec.from_folder(Path(options.folder)), options.degree, options.rank)
     with shared_weights(options.weight_file):
-        model = load_shard(Path(options.folder), dtype, device, shard, group)
-    spec = model.spec
+        model = load_shard(Path(options.folder), dtype, device, shard, group, options.quantize)
+    spec = shard.local_spec
     pool = KvPool(KvLayout(model.kv_layers, dtype), options.num_pages, options.page_size)
     geometry = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
     longest = options.longest or spec.max_model_len
     special = spec.special_attention(longest)
     attention = attention_for(device, *geometry, options.attention, special=special, longest=longest)
-    return Follower(model, pool, attention, commands, rows)
+    return Follower(model, pool, attention, commands, rows, group)
 
 
 def settle() -> None:

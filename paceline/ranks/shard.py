@@ -1,23 +1,21 @@
-"""What each rank of a degree holds of a model, and which degrees a model has. No torch here."""
+"""What each rank of a degree holds of a model. No torch here."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
-from paceline.engine_config import EngineConfig
-from paceline.errors import ConfigError
-from paceline.model_files import quantization_config
 from paceline.models.config import ModelSpec
-from paceline.models.families import FAMILIES
-from paceline.parallel.slabs import slabs_of, sum_slabs
+from paceline.parallel.slabs import sum_slabs
+from paceline.ranks.degrees import DENSE, SHARED, VOCAB_BLOCK, mlps_of_ranks, vocab_blocks
 
-MODEL = "paceline.models.llama:LlamaModel"  # whose layers can be dealt to ranks
-VOCAB_BLOCK = 32  # rows of the vocabulary that stay together
-MOST_RANKS = 64
-TOGETHER = 16  # query heads of a KV head that AMX takes; more are computed in another order (kernels/attention.h)
+if TYPE_CHECKING:
+    from paceline.kvcache.layout import KvLayer
+
+EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in the name of a tensor of a single expert
+MLP = re.compile(r"\.mlp\.(shared_experts\.|experts\.(\d+)\.)?(?:gate|up|down)_proj\.")  # of one MLP
 
 
 @dataclass(frozen=True)
@@ -27,6 +25,12 @@ class Cut:
     run: range
     whole: int
     columns: bool = False
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Where the run lies in its tensor."""
+        run = slice(self.run.start, self.run.stop)
+        return (slice(None), run) if self.columns else (run,)
 
 
 @dataclass(frozen=True)
@@ -42,9 +46,17 @@ class Shard:
         """Slabs of this rank's part of a row-parallel product."""
         return sum_slabs(self.spec.num_heads) // self.degree
 
+    def of_rank(self, rank: int) -> Shard:
+        """The part of another rank."""
+        return replace(self, rank=rank)
+
+    def experts(self, count: int) -> range:
+        """Those of ``count`` experts that this rank has, each of them whole."""
+        return _part(count, self.degree, self.rank)
+
     @property
     def replicas(self) -> int:
-        """How many neighbouring ranks hold the same KV head."""
+        """How many neighbouring ranks hold the same KV head. Latents are not cut: they lie on all ranks."""
         return max(1, self.degree // self.spec.num_kv_heads)
 
     @property
@@ -70,99 +82,84 @@ class Shard:
     def vocab_starts(self) -> tuple[int, ...]:
         """The first row of the vocabulary of every rank, and the number of rows."""
         size = self.spec.vocab_size
-        blocks = _vocab_blocks(size)
+        blocks = vocab_blocks(size)
         return tuple(min(size, VOCAB_BLOCK * (blocks * rank // self.degree)) for rank in range(self.degree + 1))
 
     @cached_property
     def local_spec(self) -> ModelSpec:
         """The model as this rank's layers are made of it."""
+        moe, shared = self.spec.moe, self.shared_mlps
         return replace(
             self.spec,
             num_heads=len(self.heads),
             num_kv_heads=len(self.kv_heads),
-            intermediate_size=self.spec.intermediate_size // self.degree,
+            intermediate_size=self.spec.intermediate_size // (self.degree if DENSE in shared else 1),
             vocab_size=len(self.vocab),
+            moe=None if moe is None else replace(moe, shared_by=self.degree if SHARED in shared else 1),
         )
 
     @cached_property
+    def shared_mlps(self) -> frozenset[str]:
+        """The MLPs whose width the ranks share, by the part of the name. Rank 0 has the others alone."""
+        return mlps_of_ranks(self.spec)
+
+    def held_layer(self, layer: KvLayer) -> KvLayer:
+        """What this rank's pool has of a layer of the target."""
+        return replace(layer, num_kv_heads=len(self.kv_heads)) if self.spec.mla is None else layer
+
+    def whole_layer(self, layer: KvLayer) -> KvLayer:
+        """The layer of the whole model, of one of this rank's."""
+        return replace(layer, num_kv_heads=self.spec.num_kv_heads) if self.spec.mla is None else layer
+
+    @cached_property
     def _cuts(self) -> dict[str, Cut]:
-        spec, dim, width = self.spec, self.spec.head_dim, self.spec.intermediate_size
-        heads, num_heads = _times(self.heads, dim), spec.num_heads * dim
-        kv_heads = Cut(_times(self.kv_heads, dim), spec.num_kv_heads * dim)
-        wide, vocab = _part(width, self.degree, self.rank), Cut(self.vocab, spec.vocab_size)
-        return {
-            "q_proj": Cut(heads, num_heads),
-            "k_proj": kv_heads,
-            "v_proj": kv_heads,
-            "o_proj": Cut(heads, num_heads, columns=True),
-            "gate_proj": Cut(wide, width),
-            "up_proj": Cut(wide, width),
-            "down_proj": Cut(wide, width, columns=True),
-            "embed_tokens": vocab,
-            "lm_head": vocab,
-        }
+        spec, mla = self.spec, self.spec.mla
+        query, value = (spec.head_dim, spec.head_dim) if mla is None else (mla.query_dim, mla.value_dim)
+        vocab = Cut(self.vocab, spec.vocab_size)
+        found = {"q_proj": self._of_heads(query), "o_proj": self._of_heads(value, columns=True)}
+        if mla is None:
+            kv_heads = Cut(_times(self.kv_heads, query), spec.num_kv_heads * query)
+            found |= {"k_proj": kv_heads, "v_proj": kv_heads, "sinks": self._of_heads(1)}
+        else:
+            found |= {"q_b_proj": self._of_heads(query), "kv_b_proj": self._of_heads(mla.nope_dim + value)}
+        dense = self._of_width(spec.intermediate_size) if DENSE in self.shared_mlps else {}
+        return found | dense | {"embed_tokens": vocab, "lm_head": vocab}
+
+    def _of_heads(self, size: int, *, columns: bool = False) -> Cut:
+        """size: elements of a head."""
+        return Cut(_times(self.heads, size), self.spec.num_heads * size, columns)
+
+    def _of_width(self, width: int) -> dict[str, Cut]:
+        """An MLP of ``width``."""
+        wide = _part(width, self.degree, self.rank)
+        rows = Cut(wide, width)
+        return {"gate_proj": rows, "up_proj": rows, "down_proj": Cut(wide, width, columns=True)}
 
     def cut(self, name: str) -> Cut | None:
         """What this rank has of the tensor called ``name`` in a checkpoint; None: all of it."""
         layer, _, kind = name.rpartition(".")
-        cut = self._cuts.get(layer.rpartition(".")[2])
+        parent, _, last = layer.rpartition(".")
+        moe = self.spec.moe
+        if EXPERT.search(name):
+            return None
+        if moe is not None and last == "experts":  # all of a layer's in one tensor
+            return Cut(self.experts(moe.num_experts), moe.num_experts)
+        if moe is not None and parent.endswith(SHARED):
+            shared = SHARED in self.shared_mlps
+            cut = self._of_width(moe.num_shared_experts * moe.intermediate_size).get(last) if shared else None
+        else:
+            cut = self._cuts.get(kind if kind == "sinks" else last)
         return None if cut is None or (cut.columns and kind == "bias") else cut
 
-
-def degrees(spec: ModelSpec) -> tuple[int, ...]:
-    """The numbers of ranks that a model can have, in ascending order."""
-    return tuple(degree for degree in range(1, MOST_RANKS + 1) if _fits(spec, degree))
-
-
-def check_degree(degree: int, spec: ModelSpec) -> None:
-    """Raise ConfigError naming ``tp`` where a model of the Llama family cannot have ``degree`` ranks."""
-    if not _fits(spec, degree):
-        slabs, fitting = sum_slabs(spec.num_heads), ", ".join(map(str, degrees(spec)))
-        raise ConfigError(
-            "tp",
-            f"{degree} ranks do not fit a model of {spec.num_heads} heads, {spec.num_kv_heads} KV heads and {slabs} "
-            f"slabs: it can have {fitting}",
-        )
-
-
-def check_ranks(config: EngineConfig, spec: ModelSpec, raw: Mapping[str, Any]) -> None:
-    """Raise ConfigError naming ``tp`` for what nodes of several ranks cannot serve, before anything is loaded.
-
-    raw: the model's config.json; empty for a GGUF file.
-    """
-    if config.tp == 1:
-        return
-    asked = f"{config.tp} ranks are asked for, but "
-    if FAMILIES_OF_RANKS.isdisjoint({spec.family}):
-        names = ", ".join(sorted(FAMILIES_OF_RANKS))
-        raise ConfigError("tp", f"{asked}a model of family {spec.family} has 1 (families with more: {names})")
-    if not raw or quantization_config(raw) is not None or config.quantize != "none":
-        raise ConfigError("tp", f"{asked}quantised weights have 1: take safetensors in bf16 or fp32, and quantize none")
-    if config.device != "cpu":
-        raise ConfigError("tp", f"{asked}device {config.device} has 1: nodes of several ranks run on cpu")
-    check_degree(config.tp, spec)
-
-
-FAMILIES_OF_RANKS = frozenset(family.name for family in FAMILIES.values() if family.model == MODEL)
-
-
-def _fits(spec: ModelSpec, degree: int) -> bool:
-    slabs = sum_slabs(spec.num_heads)
-    whole = all(slabs_of(size, slabs) == slabs for size in (spec.num_heads * spec.head_dim, spec.intermediate_size))
-    dealt = spec.num_kv_heads % degree == 0 or degree % spec.num_kv_heads == 0
-    dealt = dealt and slabs % degree == 0 and _keeps_order(spec, degree)
-    return degree == 1 or (whole and dealt and _vocab_blocks(spec.vocab_size) >= degree)
-
-
-def _keeps_order(spec: ModelSpec, degree: int) -> bool:
-    """Whether a rank's attention adds in the order of the whole model's. Ranks that share a KV head have fewer query
-    heads of it."""
-    group = spec.num_heads // spec.num_kv_heads
-    return group <= TOGETHER or group // max(1, degree // spec.num_kv_heads) > TOGETHER
-
-
-def _vocab_blocks(size: int) -> int:
-    return -(-size // VOCAB_BLOCK)
+    def holds(self, name: str) -> bool:
+        """Whether this rank has any of the tensor called ``name``: no other rank's expert is here, nor an MLP that
+        rank 0 has alone."""
+        moe, mlp = self.spec.moe, MLP.search(name)
+        if moe is None or mlp is None:
+            return True
+        if mlp[2] is not None:
+            return int(mlp[2]) in self.experts(moe.num_experts)
+        return self.rank == 0 or (SHARED if mlp[1] == "shared_experts." else DENSE) in self.shared_mlps
 
 
 def _part(size: int, degree: int, rank: int) -> range:

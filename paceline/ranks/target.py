@@ -7,15 +7,13 @@ from dataclasses import replace
 
 import torch
 
-from paceline.kvcache.layout import KvLayer, KvLayout
+from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.pool import KvPool
-from paceline.models.base import AfterLayer, AuxCapture, ForwardContext, TargetModel
-from paceline.models.llama import DecoderLayer, llama_block
+from paceline.models.base import AfterLayer, AuxCapture, DecoderBlock, ForwardContext, TargetModel
 from paceline.models.loader import WeightBag
 from paceline.ranks.channel import Kind
 from paceline.ranks.commands import batch_fields, id_fields, row_fields
 from paceline.ranks.leader import Followers
-from paceline.ranks.model import LlamaShard
 from paceline.ranks.pool import ShardedPool
 from paceline.ranks.shard import Shard
 
@@ -27,13 +25,12 @@ class ParallelTarget(TargetModel):
     of it are whole and run on rank 0 alone. Raises NodeUnavailable once a rank is lost."""
 
     def __init__(
-        self, own: LlamaShard, shard: Shard, followers: Followers, end: Callable[[], None] = lambda: None
+        self, own: TargetModel, shard: Shard, followers: Followers, end: Callable[[], None] = lambda: None
     ) -> None:
         """own: rank 0's part. end: what ends the followers' processes or threads, once they were told to stop."""
-        self.spec, self.dtype, self.device = shard.spec, own.dtype, own.device
+        self.spec, self.dtype, self.device, self.quantize = shard.spec, own.dtype, own.device, own.quantize
         self.own, self.shard, self.followers, self._end = own, shard, followers, end
-        heads = shard.spec.num_kv_heads
-        self.kv_layers = tuple(KvLayer(layer.kind, layer.owner, heads, layer.head_dim) for layer in own.kv_layers)
+        self.kv_layers = tuple(map(shard.whole_layer, own.kv_layers))
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """See TargetModel."""
@@ -55,9 +52,9 @@ class ParallelTarget(TargetModel):
         with self.followers.running(Kind.LOGITS, row_fields(hidden)):
             return self.own.logits(hidden)
 
-    def decoder_block(self, weights: WeightBag, prefix: str, kv_layer: int) -> DecoderLayer:
+    def decoder_block(self, weights: WeightBag, prefix: str, kv_layer: int) -> DecoderBlock:
         """See TargetModel."""
-        return llama_block(self.spec, weights, prefix, kv_layer)
+        return self.own.decoder_block(weights, prefix, kv_layer)
 
     def rope_table(self) -> torch.Tensor:
         """See TargetModel."""

@@ -1,4 +1,4 @@
-"""A rank's part of a checkpoint: only that part is read."""
+"""A rank's part of a checkpoint. Floats are read in part; a quantised weight is read whole, and its part kept."""
 
 from __future__ import annotations
 
@@ -8,40 +8,56 @@ from pathlib import Path
 import torch
 
 from paceline.errors import ConfigError
-from paceline.layers.linear import Linear
-from paceline.layers.quantized import LinearWeight
-from paceline.models.loader import LazyTensors, WeightBag
+from paceline.layers.linear import group_of
+from paceline.layers.quantized import LinearWeight, QuantizedWeight
+from paceline.models.loader import NOT_ROUNDED, LazyTensors, WeightBag, rounded_already, rounded_weight
 from paceline.models.registry import Part, open_checkpoint
+from paceline.parallel.slabs import SLAB_MULTIPLE, slabs_of, sum_slabs
 from paceline.ranks.group import Group
-from paceline.ranks.linear import RowParallelLinear
 from paceline.ranks.shard import Cut, Shard
+from paceline.ranks.together import ShardRanks
 
 
 class ShardTensors(Mapping[str, LinearWeight]):
-    """A whole checkpoint's tensors, of each what a rank has of it; read on access."""
+    """A whole checkpoint's tensors, of each what a rank has of it; read on access. Those of other ranks' experts are
+    not there."""
 
-    def __init__(self, whole: Mapping[str, LinearWeight], shard: Shard) -> None:
-        self._whole, self._shard = whole, shard
+    def __init__(self, whole: Mapping[str, LinearWeight], shard: Shard, quantize: str = NOT_ROUNDED) -> None:
+        """quantize: what weights are rounded to, see WeightBag.rounded. Those that are cut by columns are rounded here,
+        as scales are of whole rows."""
+        self._whole, self._shard, self._quantize = whole, shard, quantize
 
     def __getitem__(self, name: str) -> LinearWeight:
         cut = self._shard.cut(name)
         if cut is None:
             return self._whole[name]
-        run = slice(cut.run.start, cut.run.stop)
-        index = (slice(None), run) if cut.columns else (run,)
-        if isinstance(self._whole, LazyTensors):
+        rounded = cut.columns and self._quantize != NOT_ROUNDED
+        if isinstance(self._whole, LazyTensors) and not rounded:
             _check(name, cut, self._whole.layout(name)[1])
-            return self._whole.part(name, index)
+            return self._whole.part(name, cut.index)
         whole = self._whole[name]
-        assert isinstance(whole, torch.Tensor)  # check_ranks has refused others
         _check(name, cut, whole.shape)
-        return whole[index]
+        if rounded:
+            whole = rounded_weight(whole, self._quantize)
+        return self._part(name, whole, cut) if isinstance(whole, QuantizedWeight) else whole[cut.index]
+
+    def _part(self, name: str, whole: QuantizedWeight, cut: Cut) -> QuantizedWeight:
+        if not cut.columns:
+            return whole.rows(cut.run.start, cut.run.stop).copied()
+        slabs, group = sum_slabs(self._shard.spec.num_heads), group_of(whole)
+        if slabs_of(cut.whole, slabs, group) != slabs:
+            raise ConfigError(
+                "tp",
+                f"{self._shard.degree} ranks are asked for, but the {slabs} slabs of {name} have {cut.whole / slabs:g} "
+                f"columns each, no whole number of groups of {group} in blocks of {SLAB_MULTIPLE}: it can have 1",
+            )
+        return whole.columns(cut.run.start, cut.run.stop).copied()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._whole)
+        return (name for name in self._whole if self._shard.holds(name))
 
     def __len__(self) -> int:
-        return len(self._whole)
+        return sum(1 for _ in self)
 
 
 def _check(name: str, cut: Cut, shape: Sequence[int]) -> None:
@@ -52,21 +68,27 @@ def _check(name: str, cut: Cut, shape: Sequence[int]) -> None:
 
 
 class ShardBag(WeightBag):
-    """A rank's weights. Row-parallel products add what all ranks have of them."""
+    """A rank's weights."""
 
-    def __init__(self, tensors: Mapping[str, LinearWeight], shard: Shard, group: Group) -> None:
+    def __init__(self, tensors: ShardTensors | Mapping[str, LinearWeight], shard: Shard, group: Group) -> None:
+        """tensors: of ``shard``."""
         super().__init__(tensors)
-        self._shard, self._group = shard, group
+        self._shard, self.ranks = shard, ShardRanks(shard, group)
 
-    def row_linear(self, weight: LinearWeight, bias: torch.Tensor | None, slabs: int = 1) -> Linear:
-        """See WeightBag. slabs: of the local model, which does not know how many the whole one has."""
-        assert isinstance(weight, torch.Tensor)
-        return RowParallelLinear(weight, bias, self._shard.slabs, self._group)
+    def take_linear(self, name: str, shape: tuple[int, int] | None = None) -> LinearWeight:
+        """See WeightBag. What is cut by columns comes rounded."""
+        cut = self._shard.cut(name)
+        return self._linear(name, shape) if cut is not None and cut.columns else super().take_linear(name, shape)
 
 
-def open_shard(folder: Path, dtype: torch.dtype, shard: Shard, group: Group) -> ShardBag:
-    """A rank's weights of a folder with safetensors, without those of MTP modules. Raises ConfigError for files that
+def open_shard(folder: Path, dtype: torch.dtype, shard: Shard, group: Group, quantize: str = NOT_ROUNDED) -> ShardBag:
+    """A rank's weights of a folder, or of a GGUF file, without those of MTP modules. Raises ConfigError for files that
     are missing or damaged."""
     tensors = open_checkpoint(folder, dtype)
-    names = frozenset(name for name in tensors if not name.startswith(shard.spec.mtp_prefixes))
-    return ShardBag(Part(ShardTensors(tensors, shard), names), shard, group)
+    if quantize != NOT_ROUNDED and not isinstance(tensors, LazyTensors):
+        raise rounded_already()
+    own = ShardTensors(tensors, shard, quantize)
+    names = frozenset(name for name in own if not name.startswith(shard.spec.mtp_prefixes))
+    bag = ShardBag(Part(own, names), shard, group)
+    bag.rounded(quantize)
+    return bag

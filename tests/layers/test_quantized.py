@@ -18,6 +18,7 @@ from paceline.layers.packed import PackedMatrix
 from paceline.layers.quantized import QuantizedWeight, fuse
 from paceline.layers.quantized_reference import integer_linear_reference, round_rows
 from paceline.models.quantization.round_to_nearest import SCHEMES, round_to_nearest
+from paceline.parallel.slabs import slabs_of
 from tests.support.needs import needs_kernels
 from tests.support.quantized_weights import INTEGER, KINDS
 
@@ -88,11 +89,12 @@ def test_every_instruction_set_gives_the_same_bits(name: str, tmp_path: Path, mo
     library.pl_panels_bytes.restype, library.pl_panels_bytes.argtypes = ctypes.c_int64, [address]
     library.pl_pack_panels.argtypes, run.argtypes = [address] * 5, [address] * 2 + [ctypes.c_int64] * 2 + [address]
     for kind, make in INTEGER.items():
-        for width in (200, 256):
+        for width, slabs in ((200, 1), (256, 1), (256, 2), (896, 7)):
             weight, x, out = make(random_weight(40, width)), random_rows(21, width), torch.empty(21, 40)
-            matrix = PackedMatrix(library, weight, None)
+            slabs = slabs_of(width, slabs, weight.kept_together)
+            matrix = PackedMatrix(library, weight, None, slabs)
             run(matrix.address, x.data_ptr(), 21, width, out.data_ptr())
-            assert same_bits(out, integer_linear_reference(x, weight, None, torch.float32)), kind
+            assert same_bits(out, integer_linear_reference(x, weight, None, torch.float32, slabs)), kind
 
 
 @needs_kernels

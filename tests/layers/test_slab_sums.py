@@ -12,7 +12,7 @@ import torch
 
 from paceline.layers import build
 from paceline.layers.linear import Linear, linear_reference
-from paceline.layers.quantized import QuantizedWeight
+from paceline.layers.quantized_reference import integer_linear_reference
 from paceline.parallel.slabs import tree_sum
 from tests.support.needs import needs_kernels
 from tests.support.quantized_weights import KINDS
@@ -105,12 +105,29 @@ def test_in_torch(dtype: torch.dtype) -> None:
 
 
 @needs_kernels
-def test_codes_have_no_slabs() -> None:
-    for make in KINDS.values():
-        weight = make(torch.randn(40, 256) * 0.05)
-        assert isinstance(weight, QuantizedWeight)
-        x = torch.randn(3, 256)
-        assert torch.equal(Linear(weight, slabs=8)(x), Linear(weight)(x))
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes(kind: str) -> None:
+    """Quantised weights have the slabs of dense ones, where these are of whole groups. Mutants: scales cut at the wrong
+    place, scales of whole rows after the tree, one group too few in a slab."""
+    for slabs, dtype in ((8, torch.bfloat16), (7, torch.float32)):
+        x, weight = torch.randn(ROWS, slabs * 128).to(dtype), KINDS[kind](torch.randn(77, slabs * 128) * 0.05)
+        whole = Linear(weight, out_float32=True, slabs=slabs)(x)
+        torch.testing.assert_close(whole, Linear(weight, out_float32=True)(x), rtol=1e-3, atol=1e-3)
+        for degree in (t for t in range(1, slabs + 1) if slabs % t == 0):
+            runs = [
+                range(start, start + 128 * slabs // degree) for start in range(0, slabs * 128, 128 * slabs // degree)
+            ]
+            roots = [
+                Linear(weight.columns(run.start, run.stop), out_float32=True, slabs=slabs // degree)(
+                    x[:, run.start : run.stop]
+                )
+                for run in runs
+            ]
+            assert torch.equal(tree_sum(roots), whole), degree
+        if weight.int8_activations:
+            assert torch.equal(integer_linear_reference(x, weight, None, torch.float32, slabs), whole)
+    with pytest.raises(ValueError, match="of whole groups of"):
+        Linear(KINDS["w8a8 groups of 128"](torch.randn(40, 384)), slabs=6)
 
 
 @pytest.mark.parametrize(("slabs", "width"), [(0, 256), (9, 288), (2, 96), (8, 100)])

@@ -1,6 +1,7 @@
 """Prefill and decode nodes of several ranks over real gRPC and gloo: what crosses knows nothing of ranks.
 
-A mutant that fails with one KV head: rows are written past a pool whose rank 0 has all heads.
+A mutant that fails with one KV head: rows are written past a pool whose rank 0 has all heads. One that fails with
+latents: they are scattered to rank 0 alone.
 """
 
 from __future__ import annotations
@@ -8,25 +9,39 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from paceline.kvcache.layout import LayerOwner
+from paceline.models.config import ModelSpec
 from tests.support.exactness import run
 from tests.support.needs import needs_kernels
 from tests.support.node_pair import pair
-from tests.support.thread_ranks import ranks_runner, ranks_spec
+from tests.support.thread_ranks import family_spec, ranks_runner, ranks_spec
+from tests.support.tiny_deepseek import write_mtp_folder
 from tests.support.tiny_model import tiny_config, tiny_request
 from tests.support.untrained_heads import write_tiny_head
 
 pytestmark = needs_kernels
 
 
-@pytest.mark.parametrize(("degrees", "handoff", "kv_heads"), [((8, 2), "draft_kv", 2), ((1, 4), "hidden_states", 1)])
-async def test_degrees_may_differ(degrees: tuple[int, int], handoff: str, kv_heads: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("degrees", "handoff", "spec"),
+    [
+        ((8, 2), "draft_kv", ranks_spec(2)),
+        ((1, 4), "hidden_states", ranks_spec(1)),
+        ((4, 2), "draft_kv", family_spec("deepseek_v3")),
+    ],
+    ids=["llama", "one KV head", "latents and experts"],
+)
+async def test_degrees_may_differ(degrees: tuple[int, int], handoff: str, spec: ModelSpec, tmp_path: Path) -> None:
     """Each prompt is sent twice, so that the second finds its prefix cached on both sides."""
-    spec = ranks_spec(kv_heads)
-    write_tiny_head(tmp_path / "heads", "eagle3", spec)
+    drafter = "mtp" if spec.mla else "eagle3"
+    if spec.mla:
+        write_mtp_folder(tmp_path / "heads", 1, torch.bfloat16, spec=spec)
+    else:
+        write_tiny_head(tmp_path / "heads", drafter, spec)
     options: dict[str, object] = {
-        "drafter": "eagle3", "drafter_path": str(tmp_path / "heads"), "head_check": False, "handoff": handoff,
+        "drafter": drafter, "drafter_path": str(tmp_path / "heads"), "head_check": False, "handoff": handoff,
         "prefill_chunk_tokens": 16,
     }  # fmt: skip
     requests = [tiny_request(list(range(3 + i, 60 + i)), index=i, temperature=float(i % 2)) for i in range(3)]

@@ -42,7 +42,7 @@ class Raises(Faulty):
 
 class Ends(Faulty):
     def fault(self, frame: Frame) -> None:
-        self._model.group.shut()
+        self._group.shut()
         self._commands.shut()
 
 

@@ -1,7 +1,8 @@
 """A model of any number of ranks gives the bits of one rank, however its rows are batched.
 
-Mutants that fail: branches added in the order of the ranks, branches rounded to bf16, a sum of an all-reduce, a
-follower that leaves a command out, a KV head that two ranks hold taken twice.
+Mutants that fail: branches added in the order of the ranks, branches or rows of experts rounded to bf16, a sum of an
+all-reduce, experts added in the order of the ranks, a follower that leaves a command out, a KV head that two ranks hold
+taken twice, columns rounded after they were cut, sinks of all heads on every rank.
 """
 
 from __future__ import annotations
@@ -17,9 +18,19 @@ from hypothesis import strategies as st
 from paceline.assembly.selfcheck import logits_in_chunks
 from paceline.engine.model_runner import ModelRunner
 from paceline.kvcache.table import PageTable
+from paceline.layers.build import load_kernels
+from paceline.layers.quantized import LinearWeight
+from paceline.models.config import ModelSpec
+from paceline.models.hub import resolve_model
+from paceline.models.quantization.round_to_nearest import SCHEMES
+from paceline.models.registry import DTYPES, open_checkpoint
+from paceline.ranks.follower import Follower
 from tests.support.exactness import run
+from tests.support.gguf_files import write_gguf
 from tests.support.needs import needs_kernels
-from tests.support.thread_ranks import ranks_runner, ranks_spec
+from tests.support.quantized_weights import KINDS
+from tests.support.thread_ranks import family_spec, ranks_runner, ranks_spec, ranks_tensors
+from tests.support.tiny_deepseek import write_mtp_folder
 from tests.support.tiny_model import tiny_request
 from tests.support.untrained_heads import write_tiny_head
 
@@ -29,15 +40,48 @@ VOCAB = 519
 ROWS = 41
 
 
-@pytest.fixture(scope="module", params=[(8, "fp32"), (2, "bf16")], ids=["heads-8-fp32", "heads-2-bf16"])
-def runners(request: pytest.FixtureRequest) -> Iterator[dict[int, ModelRunner]]:
-    """Runners of 1, 2, 4 and 8 ranks of a model with biases and norms on heads, whose KV heads two of them share."""
-    kv_heads, dtype = request.param
-    spec = ranks_spec(
+def wide_spec() -> ModelSpec:
+    """Whose slabs hold whole groups of 128."""
+    return ranks_spec(head_dim=128, intermediate_size=1024)
+
+
+def all_of_llama(kv_heads: int) -> ModelSpec:
+    """With biases, norms on heads and a window."""
+    return ranks_spec(
         kv_heads, attention_bias=True, attention_out_bias=True, mlp_bias=True, qk_norm=True, windows=(0, 16),
         tie_word_embeddings=False,
     )  # fmt: skip
-    made = {degree: ranks_runner(degree, spec, dtype, drafter="none") for degree in (1, 2, 4, 8)}
+
+
+MODELS: dict[str, tuple[ModelSpec, str, str, tuple[int, ...]]] = {  # number format, --quantize or a kind, degrees
+    "heads-8-fp32": (all_of_llama(8), "fp32", "none", (1, 2, 4, 8)),
+    "heads-2-bf16": (all_of_llama(2), "bf16", "none", (1, 2, 4, 8)),
+    "deepseek-fp32": (family_spec("deepseek_v3"), "fp32", "none", (1, 2, 4)),
+    "deepseek-bf16": (family_spec("deepseek_v3"), "bf16", "none", (1, 4)),
+    "deepseek-w8a16": (family_spec("deepseek_v3"), "bf16", "w8a16", (1, 2)),
+    "qwen3-moe-bf16": (family_spec("qwen3_moe"), "bf16", "none", (1, 2, 8)),
+    "glm4-moe-fp32": (family_spec("glm4_moe"), "fp32", "none", (1, 4)),
+    "glm4-moe-alone": (family_spec("glm4_moe, MLPs on rank 0"), "bf16", "none", (1, 4)),
+    "gpt-oss-bf16": (family_spec("gpt_oss"), "bf16", "none", (1, 2, 4)),
+    "gemma3-fp32": (family_spec("gemma3"), "fp32", "none", (1, 4)),
+    "llama-w8a8": (wide_spec(), "bf16", "w8a8", (1, 2, 8)),
+    "llama-w4a8": (wide_spec(), "bf16", "w4a8", (1, 2)),
+    "llama-w4a16": (wide_spec(), "fp32", "w4a16", (1, 2)),
+    "llama-groups": (wide_spec(), "bf16", "w8a8 groups of 128", (1, 2, 4)),
+    "llama-float8": (wide_spec(), "bf16", "float8", (1, 2)),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def runners(request: pytest.FixtureRequest) -> Iterator[dict[int, ModelRunner]]:
+    """Runners of one rank and of several."""
+    spec, dtype, kind, degrees = MODELS[request.param]
+    floats = ranks_tensors(spec, DTYPES[dtype])
+    weights: dict[str, LinearWeight] = dict(floats)
+    options = {"drafter": "none", "kv_cache_tokens": 1024, "quantize": kind if kind in SCHEMES else "none"}
+    if kind not in (*SCHEMES, "none"):
+        weights |= {name: KINDS[kind](tensor) for name, tensor in floats.items() if "_proj.w" in name}
+    made = {degree: ranks_runner(degree, spec, dtype, Follower, weights, **options) for degree in degrees}
     yield made
     for runner in made.values():
         runner.close()
@@ -60,6 +104,23 @@ def test_logits_and_rows(runners: dict[int, ModelRunner], cuts: set[int], seed: 
             assert torch.equal(one, other)
 
 
+def test_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of five types, whose rows are interleaved."""
+    load_kernels()
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "home"))
+    write_gguf(tmp_path / "tiny.gguf", "llama")
+    folder = resolve_model(str(tmp_path / "tiny.gguf"))
+    spec, weights, seen = ModelSpec.from_folder(folder), open_checkpoint(folder, torch.bfloat16), []
+    for degree in (1, 2, 4):
+        runner = ranks_runner(degree, spec, "bf16", Follower, weights, drafter="none", max_model_len=128)
+        seen.append(
+            logits_in_chunks(runner.model, runner.kv, runner.allocator, runner.attention, [*range(30)], (23, 7))
+        )
+        runner.close()
+    assert torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0], seen[2])
+
+
 def rows_of(runner: ModelRunner) -> list[torch.Tensor]:
     """What the pool gives, after rows were moved, stored and read again."""
     kv, layers = runner.kv, range(2)
@@ -80,13 +141,18 @@ def rows_of(runner: ModelRunner) -> list[torch.Tensor]:
         table.release()
 
 
-def test_drafts_are_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "drafter", "tree"),
+    [("llama", "eagle3", "dynamic"), ("deepseek_v3", "mtp", "chain"), ("deepseek_v3", "mtp", "dynamic")],
+)
+def test_drafts_are_the_same(family: str, drafter: str, tree: str, tmp_path: Path) -> None:
     """Rounds, and logits behind every token: trees are verified and compacted on all ranks, heads run on rank 0."""
-    spec = ranks_spec()
-    write_tiny_head(tmp_path / "heads", "eagle3", spec)
-    options = {
-        "drafter": "eagle3", "drafter_path": str(tmp_path / "heads"), "head_check": False, "tree": "dynamic",
-    }  # fmt: skip
+    spec = family_spec(family)
+    if drafter == "mtp":
+        write_mtp_folder(tmp_path / "heads", 1, torch.bfloat16, spec=spec)
+    else:
+        write_tiny_head(tmp_path / "heads", drafter, spec)
+    options = {"drafter": drafter, "drafter_path": str(tmp_path / "heads"), "head_check": False, "tree": tree}
     requests = [tiny_request(index=i, max_tokens=12, temperature=float(i % 2)) for i in range(4)]
     outcomes = []
     for degree in (1, 4):
@@ -94,4 +160,4 @@ def test_drafts_are_the_same(tmp_path: Path) -> None:
         outcomes.append(run(runner, requests, batch=3, chunk_tokens=7))
         runner.close()
     assert outcomes[1] == outcomes[0]
-    assert any(sum(outcome.accepted_per_round) for outcome in outcomes[0])
+    assert any(sum(outcome.accepted_per_round) for outcome in outcomes[0]) or drafter == "mtp"

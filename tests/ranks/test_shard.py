@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,11 @@ from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.models.config import ModelSpec
 from paceline.models.loader import LazyTensors
 from paceline.models.registry import DTYPES
-from paceline.ranks.shard import Shard, check_ranks, degrees
+from paceline.ranks.degrees import check_ranks, degrees
+from paceline.ranks.shard import Shard
 from paceline.ranks.weights import ShardTensors
-from tests.support.thread_ranks import ranks_spec, ranks_tensors
+from tests.support.quantized_weights import KINDS
+from tests.support.thread_ranks import family_spec, ranks_spec, ranks_tensors
 
 
 @pytest.mark.parametrize(
@@ -47,25 +48,32 @@ def test_degrees(changes: dict[str, int], fitting: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "family", "raw", "why"),
+    ("options", "family", "why"),
     [
-        (
-            {"tp": 3},
-            "llama",
-            {"a": 1},
-            "3 ranks .* 8 heads, 2 KV heads and 8 slabs: it can have 1, 2, 4, 8",
-        ),
-        ({"tp": 2}, "deepseek_v3", {"a": 1}, "family deepseek_v3 has 1 .*llama"),
-        ({"tp": 2, "quantize": "w8a8"}, "llama", {"a": 1}, "quantised weights have 1"),
-        ({"tp": 2}, "llama", {"quantization_config": {"quant_method": "gptq"}}, "quantised weights have 1"),
-        ({"tp": 2}, "llama", {}, "quantised weights have 1"),  # GGUF
-        ({"tp": 2, "device": "cuda"}, "llama", {"a": 1}, "device cuda has 1"),
+        ({"tp": 3}, "llama", "3 ranks .* 8 heads, 2 KV heads, 8 slabs and sums over 256 and 512 .* have 1, 2, 4, 8"),
+        ({"tp": 3}, "deepseek_v3", "8 heads, 8 experts, 8 slabs and sums over 256 and 512 and 256 .* 1, 2, 4, 8"),
+        ({"tp": 2, "quantize": "w8a8"}, "llama", "w8a8 .* can have 1: 256 columns are not 8 slabs of .* groups of 64"),
+        ({"tp": 2, "device": "cuda"}, "llama", "device cuda has 1"),
     ],
 )
-def test_refused(options: dict[str, object], family: str, raw: dict[str, object], why: str) -> None:
+def test_refused(options: dict[str, object], family: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why) as refused:
-        check_ranks(NodeConfig.model_validate(options), replace(ranks_spec(), family=family), raw)
+        check_ranks(NodeConfig.model_validate(options), family_spec(family))
     assert refused.value.key == "tp"
+
+
+def test_groups_of_a_checkpoint_that_ranks_would_part_are_refused() -> None:
+    name, spec = "model.layers.0.self_attn.o_proj.weight", ranks_spec()
+    tensors = {name: KINDS["w8a8 groups of 128"](torch.ones(96, 256))}
+    with pytest.raises(ConfigError, match=f"8 slabs of {name} have 32 columns .* groups of 128 .* have 1"):
+        ShardTensors(tensors, Shard(spec, 2, 1))[name]
+
+
+def test_a_rank_reads_only_its_experts() -> None:
+    spec = family_spec("glm4_moe")
+    own = list(ShardTensors(ranks_tensors(spec, torch.bfloat16), Shard(spec, 4, 1)))
+    assert {name.split(".")[5] for name in own if ".experts." in name} == {"2", "3"}
+    assert sum(".shared_experts." in name for name in own) == 3
 
 
 @pytest.mark.parametrize(
@@ -80,6 +88,20 @@ def test_parts_of_another_tensor_are_refused(name: str, what: str, tmp_path: Pat
     for whole in (tensors, LazyTensors([tmp_path / "model.safetensors"], torch.bfloat16)):
         with pytest.raises(ConfigError, match=f"{name} has shape .* expected {what}"):
             ShardTensors(whole, Shard(spec, 2, 0))[name]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v3"])
+def test_a_part_of_a_file_is_that_of_its_tensors(family: str, tmp_path: Path) -> None:
+    """A part of rows, of columns, and of tensors with all experts of a layer."""
+    spec = family_spec(family)
+    tensors = ranks_tensors(spec, torch.bfloat16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    read, shard = LazyTensors([tmp_path / "model.safetensors"], torch.bfloat16), Shard(spec, 4, 1)
+    for name, part in ShardTensors(tensors, shard).items():
+        of_file = ShardTensors(read, shard)[name]
+        assert isinstance(part, torch.Tensor)
+        assert isinstance(of_file, torch.Tensor)
+        assert torch.equal(of_file, part), name
 
 
 def _tensors(spec: ModelSpec) -> dict[str, torch.Tensor]:

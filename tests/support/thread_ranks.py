@@ -10,22 +10,26 @@ from typing import Any
 
 import torch
 
-from paceline.assembly.build import assemble
+from paceline.assembly.build import assemble, num_pages_of
 from paceline.attention.select import attention_for
+from paceline.config import NodeConfig
 from paceline.engine.model_runner import ModelRunner, RunnerIdentity
 from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.pool import KvPool
+from paceline.layers.quantized import LinearWeight
+from paceline.models import deepseek_shapes, gemma3, gpt_oss, moe_decoder
 from paceline.models.base import TargetModel
 from paceline.models.config import ModelSpec
-from paceline.models.llama import LlamaModel
-from paceline.models.llama_shapes import model_shapes
+from paceline.models.deepseek_config import MlaSpec
+from paceline.models.llama_shapes import Shapes, layer_shapes, model_shapes
 from paceline.models.loader import WeightBag
-from paceline.models.registry import DTYPES
+from paceline.models.moe_config import MoeSpec, softmax_moe
+from paceline.models.registry import DTYPES, model_class
 from paceline.ranks.channel import Channel
 from paceline.ranks.follower import Follower
 from paceline.ranks.group import Group
 from paceline.ranks.leader import Followers
-from paceline.ranks.model import LlamaShard
+from paceline.ranks.load import make_shard
 from paceline.ranks.pool import held_layout
 from paceline.ranks.shard import Shard
 from paceline.ranks.target import ParallelTarget
@@ -39,36 +43,37 @@ FollowerClass = Callable[..., Follower]
 
 def thread_target(
     spec: ModelSpec,
-    tensors: Mapping[str, torch.Tensor],
-    dtype: torch.dtype,
+    tensors: Mapping[str, LinearWeight],
+    config: NodeConfig,
     degree: int,
-    pages: tuple[int, int] = (256, 16),
     follower: FollowerClass = Follower,
-    attention: str = "auto",
 ) -> ParallelTarget:
-    """A model of ``degree`` ranks. pages: number and size in every rank's pool; attention: the followers'. ``close``
-    ends the threads."""
+    """A model of ``degree`` ranks. ``close`` ends the threads."""
+    dtype, pages = DTYPES[config.dtype], (num_pages_of(config), config.page_size)
     device = torch.device("cpu")
     pairs = [[tuple(map(Channel, socket.socketpair())) for _ in range(1, degree)] for _ in range(3)]
     (commands, rows, sums), (their_commands, their_rows, their_sums) = (
         [[pair[end] for pair in kind] for kind in pairs] for end in range(2)
     )
     shards = [Shard(spec, degree, rank) for rank in range(degree)]
-    models = []
+    models, groups = [], []
     for shard in shards:
         channels = [their_sums[shard.rank - 1]] if shard.rank else sums
         group = Group(shard.rank, degree, channels, TIMEOUT_S)
-        bag = ShardBag(ShardTensors(tensors, shard), shard, group)
-        models.append(LlamaShard(bag, dtype, device, shard, group))
+        bag = ShardBag(ShardTensors(tensors, shard, config.quantize), shard, group)
+        bag.rounded(config.quantize)
+        models.append(make_shard(bag, dtype, device, shard))
+        groups.append(group)
         bag.finish()
-    followers = Followers(commands, rows, models[0].group, timeout_s=TIMEOUT_S)
+    followers = Followers(commands, rows, groups[0], timeout_s=TIMEOUT_S)
     threads: list[threading.Thread] = []
     target = ParallelTarget(models[0], shards[0], followers, lambda: _end(threads, followers))
     layout = KvLayout(target.kv_layers, dtype)
-    for shard, model, *channels in zip(shards[1:], models[1:], their_commands, their_rows, strict=True):
-        pool = KvPool(held_layout(layout, shard), *pages)
-        sees = attention_for(device, len(shard.heads), len(shard.kv_heads), spec.head_dim, attention)
-        loop = follower(model, pool, sees, *channels)
+    for shard, model, *ends in zip(shards[1:], models[1:], their_commands, their_rows, groups[1:], strict=True):
+        pool, geometry = KvPool(held_layout(layout, shard), *pages), (len(shard.heads), len(shard.kv_heads))
+        special = spec.special_attention(spec.max_model_len)
+        sees = attention_for(device, *geometry, spec.head_dim, config.attention, special=special)
+        loop = follower(model, pool, sees, *ends)
         threads.append(threading.Thread(target=_quietly, args=(loop,), daemon=True))
         threads[-1].start()
     return target
@@ -80,6 +85,40 @@ def ranks_spec(kv_heads: int = 2, **changes: Any) -> ModelSpec:
     return replace(tiny_spec(519), **(sizes | changes))
 
 
+def family_spec(family: str) -> ModelSpec:
+    """One of each family, of 8 slabs."""
+    grouped = MoeSpec(1, 8, 2, 128, 3, 4, 2, True, 1.5)
+    changes: dict[str, dict[str, Any]] = {
+        "llama": {},
+        "qwen3_moe": {"moe": softmax_moe(8, 2, 40, normalise=True), "qk_norm": True},
+        "glm4_moe": {"moe": grouped, "rotary_dim": 16, "attention_bias": True},
+        "glm4_moe, MLPs on rank 0": {"moe": replace(grouped, intermediate_size=40), "intermediate_size": 112},
+        "gemma3": {
+            "windows": (16, 0), "local_rope_theta": 1e4, "qk_norm": True, "num_kv_heads": 1, "attention_scale": 0.2,
+        },
+        "gpt_oss": {
+            "moe": softmax_moe(8, 2, 40, normalise=True), "clamp": (1.702, 7.0), "windows": (16, 0),
+            "attention_bias": True, "attention_out_bias": True,
+        },
+        "deepseek_v3": {
+            "moe": grouped, "mla": MlaSpec(40, 48, 24, 16, 32, True), "head_dim": 16, "num_kv_heads": 8,
+            "num_mtp_modules": 1,
+        },
+    }  # fmt: skip
+    return replace(ranks_spec(), family=family.partition(",")[0], tie_word_embeddings=False, **changes[family])
+
+
+def _layer_shapes(spec: ModelSpec, layer: int) -> Shapes:
+    match spec.family:
+        case "gemma3":
+            return gemma3.layer_shapes(spec)
+        case "gpt_oss":
+            return gpt_oss.layer_shapes(spec, mxfp4=False)
+        case "deepseek_v3":
+            return deepseek_shapes.layer_shapes(spec, layer)
+    return layer_shapes(spec) if spec.moe is None else moe_decoder.layer_shapes(spec, layer)
+
+
 def ranks_tensors(spec: ModelSpec, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Random weights."""
     generator = torch.Generator().manual_seed(3)
@@ -88,23 +127,29 @@ def ranks_tensors(spec: ModelSpec, dtype: torch.dtype) -> dict[str, torch.Tensor
         noise = torch.randn(shape, generator=generator)
         return (1.0 + 0.1 * noise if len(shape) == 1 else 0.2 * noise).to(dtype)
 
-    return {name: tensor(shape) for name, shape in model_shapes(spec).items()}
+    return {name: tensor(shape) for name, shape in model_shapes(spec, lambda i: _layer_shapes(spec, i)).items()}
 
 
 def ranks_runner(
-    degree: int, spec: ModelSpec, dtype: str = "bf16", follower: FollowerClass = Follower, /, **options: object
+    degree: int,
+    spec: ModelSpec,
+    dtype: str = "bf16",
+    follower: FollowerClass = Follower,
+    weights: Mapping[str, LinearWeight] | None = None,
+    /,
+    **options: object,
 ) -> ModelRunner:
-    """A runner over such a model, of ``degree`` ranks; one has no group at all. ``options`` are NodeConfig's, with
-    ``decodes`` of assemble."""
+    """A runner over such a model, of ``degree`` ranks; one has no group at all. weights: others than
+    ``ranks_tensors``. ``options`` are NodeConfig's, with ``decodes`` of assemble."""
     decodes = bool(options.pop("decodes", True))
     config = tiny_config(dtype, options)
-    tensors = ranks_tensors(spec, DTYPES[dtype])
+    tensors = ranks_tensors(spec, DTYPES[dtype]) if weights is None else weights
     model: TargetModel
     if degree == 1:
-        model = LlamaModel(spec, WeightBag(tensors), DTYPES[dtype], torch.device("cpu"))
+        bag = WeightBag(tensors).rounded(config.quantize)
+        model = model_class(spec.family)(spec, bag, DTYPES[dtype], torch.device("cpu"))
     else:
-        pages = -(-config.kv_cache_tokens // config.page_size), config.page_size
-        model = thread_target(spec, tensors, DTYPES[dtype], degree, pages, follower, config.attention)
+        model = thread_target(spec, tensors, config, degree, follower)
     return assemble(config, model, RunnerIdentity("tiny", "ranks", "test"), decodes=decodes)
 
 

@@ -177,12 +177,14 @@ def write_folder(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def write_mtp_folder(folder: Path, num_modules: int, dtype: torch.dtype, seed: int = 7) -> Path:
-    """MTP modules of ``tiny_deepseek_spec`` alone, for ``--drafter-path``. Returns ``folder``."""
+def write_mtp_folder(
+    folder: Path, num_modules: int, dtype: torch.dtype, seed: int = 7, spec: ModelSpec | None = None
+) -> Path:
+    """MTP modules alone, for ``--drafter-path``. spec: the target's (tiny_deepseek_spec). Returns ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = random_tensors(module_shapes(tiny_deepseek_spec(), num_modules), dtype, seed)
+    spec = spec or tiny_deepseek_spec()
+    tensors = random_tensors(module_shapes(spec, num_modules), dtype, seed)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    spec = tiny_deepseek_spec()
     config = {
         "hidden_size": spec.hidden_size,
         "num_hidden_layers": spec.num_layers,

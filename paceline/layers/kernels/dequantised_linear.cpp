@@ -81,7 +81,7 @@ void linear_dequantised(const Matrix& w, const T* x, int64_t M, int64_t ldx, O* 
 #pragma omp for schedule(static)
     for (int64_t p = 0; p < num_panels(w); p++) {
       make_dense(w, (const uint8_t*)w.packed + p * panel_bytes(w), dense.data(), column);
-      panel_of(tiles, x, M, ldx, dense.data(), K, true, out, w.bias, p * PANEL, N);
+      panel_of(tiles, x, M, ldx, dense.data(), K, true, out, w.bias, p * PANEL, N, w.slabs);
     }
   }
 }

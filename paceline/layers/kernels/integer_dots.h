@@ -1,7 +1,7 @@
 // Products of unsigned weight codes and signed activation codes, summed in int32: exact, so that every instruction set
 // gives the same bits. No step saturates (vpmaddubsw would).
 #pragma once
-#include "matrix.h"
+#include "integer_slabs.h"
 
 // Codes: 64 bytes, 4 of k for each of 16 outputs. Ints: a sum for each of 16 outputs. Quad: 4 codes of a row of x.
 #if !defined(PACELINE_GENERIC) && defined(__AVX512BW__)
@@ -129,20 +129,24 @@ static inline __attribute__((always_inline)) void add_group(const Matrix& w, con
     for (int b = 0; b < 2; b++) total[m][b] = total[m][b] + minimum[b] * shifts[m * step];
 }
 
-// A panel's 32 outputs for M rows from `row` on, but for scales of whole rows of the weight. Groups are added in their
-// order.
+// A panel's 32 outputs for M rows from `row` on; with one slab, but for scales of whole rows of the weight. The groups of a
+// slab are added in their order.
 template <int M, int BITS>
 static inline __attribute__((always_inline)) void dot_panel(const Matrix& w, const uint8_t* panel, const Rounded& x,
                                                             int64_t row, v16 (&total)[M][2]) {
   const uint8_t* codes = panel + (w.row_scales ? tables_bytes(w) : 0);
-  for (int m = 0; m < M; m++) total[m][0] = total[m][1] = v16{};
-  for (int64_t g = 0; g < x.groups; codes += codes_bytes(w, g), g++) {
-    const uint8_t* tables = codes;
-    if (!w.row_scales) codes += tables_bytes(w);
-    const int64_t at = row * x.groups + g;
-    Ints sum[M][2];
-    for (int m = 0; m < M; m++) sum[m][0] = sum[m][1] = splat_int(x.offsets[at + m * x.groups]);
-    dot_group<M, BITS>(x.codes + row * x.stride + g * w.group, x.stride, codes, padded(group_length(w, g)), sum);
-    add_group<M>(w, tables, x, at, sum, total);
+  Slabs<M> slabs;
+  for (int64_t s = 0, g = 0; s < w.slabs; s++) {
+    for (int m = 0; m < M; m++) total[m][0] = total[m][1] = v16{};
+    for (int64_t end = g + groups_of_slab(w); g < end; codes += codes_bytes(w, g), g++) {
+      const uint8_t* tables = codes;
+      if (!w.row_scales) codes += tables_bytes(w);
+      const int64_t at = row * x.groups + g;
+      Ints sum[M][2];
+      for (int m = 0; m < M; m++) sum[m][0] = sum[m][1] = splat_int(x.offsets[at + m * x.groups]);
+      dot_group<M, BITS>(x.codes + row * x.stride + g * w.group, x.stride, codes, padded(group_length(w, g)), sum);
+      add_group<M>(w, tables, x, at, sum, total);
+    }
+    slabs.add(w, panel, s, M, total);
   }
 }

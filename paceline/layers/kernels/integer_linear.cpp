@@ -53,12 +53,12 @@ static Rounded round_rows(const Matrix& w, const T* x, int64_t M, int64_t ldx) {
   return out;
 }
 
-// panel: its first table is of scales of whole rows, where the weight has them.
+// panel: its first table is of scales of whole rows, where the weight has them; slabs have taken them already.
 template <class O>
 static inline void store_row(const Matrix& w, const uint8_t* panel, const v16 (&total)[2], int64_t n0, O* out) {
   const float* bias = w.bias;
   for (int b = 0; b < 2; b++, n0 += 16) {
-    v16 y = w.row_scales ? total[b] * load_table(panel, w.half_scales, 16 * b) : total[b];
+    v16 y = w.row_scales && w.slabs == 1 ? total[b] * load_table(panel, w.half_scales, 16 * b) : total[b];
     if (n0 + 16 <= w.out_features) {
       store16(out + n0, bias ? y + load16(bias + n0) : y);
       continue;

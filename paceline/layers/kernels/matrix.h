@@ -22,7 +22,7 @@ struct Matrix {  // of packed.py, field by field
   int64_t row_scales;    // whether a row has one scale for all of its groups, and no minimum
   int64_t half_scales;   // whether scales and minimums are float16 in memory; else float
   int64_t has_minimums;
-  int64_t slabs;         // runs of the inner dimension that a dense product adds in a tree (blocks.h); of codes: 1
+  int64_t slabs;         // runs of the inner dimension, of whole groups, that are added in a tree (blocks.h)
   const void* packed;
   const float* bias;  // or null
 };

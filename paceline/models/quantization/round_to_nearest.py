@@ -6,7 +6,7 @@ from typing import get_args
 
 import torch
 
-from paceline.layers.quantized import QuantizedWeight
+from paceline.layers.quantized import ROUNDED_TOGETHER, QuantizedWeight
 from paceline.option_values import QuantizeName
 
 # Bits of a weight's code, then bits of an activation.
@@ -18,6 +18,13 @@ ROWS_AT_ONCE = 4096  # bounds the float32 copy that rounding makes
 def head_scheme(scheme: str) -> str:
     """The scheme of the LM head where layers have ``scheme``: 8 bits, for 4 cost the head more than they save."""
     return scheme.replace("w4", "w8")
+
+
+def group_of_scheme(scheme: str) -> int:
+    """QuantizedWeight.kept_together of what ``scheme`` makes of a wide weight."""
+    if scheme.startswith("w4"):
+        return GROUP_SIZE
+    return ROUNDED_TOGETHER if scheme.endswith("a8") else 1
 
 
 def round_to_nearest(weight: torch.Tensor, scheme: str) -> QuantizedWeight:

@@ -142,7 +142,11 @@ def test_ranks_and_memory_that_a_model_cannot_have_are_told_before_anything_star
     """Mutants: the roles are not looked at; prefill nodes refuse what decode nodes take."""
     common = {"model": str(write_model(tmp_path)), "kv_cache_tokens": 8192}
     for options, key, told in (
-        ({"decode": RoleOptions(tp=3)}, "decode_tp", "3 ranks do not fit a model of 4 heads, 2 KV heads and 4 slabs"),
+        (
+            {"decode": RoleOptions(tp=3)},
+            "decode_tp",
+            "3 ranks do not fit a model of 4 heads, 2 KV heads, 4 slabs and sums",
+        ),
         ({"prefill": RoleOptions(kv_cache_tokens=1024)}, "prefill_kv_cache_tokens", "hold 1024 tokens and .* 8192"),
     ):
         with pytest.raises(ConfigError, match=told) as wrong:
