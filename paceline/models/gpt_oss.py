@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from paceline.kvcache.layout import KvLayer, LayerKind, LayerOwner
+from paceline.layers.bits import makes_exact
 from paceline.layers.linear import Linear
 from paceline.layers.ops import clamped_swiglu
 from paceline.layers.quantized import LinearWeight
@@ -18,7 +19,7 @@ from paceline.models.deepseek_shapes import moe_of
 from paceline.models.grouped_attention import GroupedAttention
 from paceline.models.llama_shapes import Shapes, attention_shapes
 from paceline.models.loader import WeightBag
-from paceline.models.moe import Take, grouped, routing_rule, run_separately, stacked, weighted_sum
+from paceline.models.moe import Experts, Take, grouped, routing_rule, run_separately, stacked, weighted_sum
 
 MXFP4_BLOCK = 32  # elements of a row that share a scale
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the three lower bits; the fourth is the sign
@@ -144,6 +145,24 @@ class GroupedClampedExperts:
         return outputs.view(rows, top_k, -1)
 
 
+def clamped_experts(weights: ExpertWeights, num_experts: int, clamp: tuple[float, float]) -> Experts:
+    """The experts of a layer, as their device runs them."""
+    device = weights.down_bias.device
+    if not makes_exact(device):
+        kind = SeparateClampedExperts if device.type == "cpu" else GroupedClampedExperts
+        return kind(weights, num_experts, clamp)
+    from paceline.layers.exact_products import Matrices
+    from paceline.models.exact_experts import ExactExperts
+
+    bias = stacked(weights.gate_up_bias, num_experts).float()
+    return ExactExperts(
+        Matrices.stack(lambda i: torch.cat(weights.gate_up(i)), num_experts),
+        Matrices.stack(weights.down, num_experts),
+        lambda rows: clamped_swiglu(rows, *clamp),
+        (bias, weights.down_bias.float().contiguous()),
+    )
+
+
 class GptOssMlp:
     """Router and experts of one layer."""
 
@@ -153,8 +172,7 @@ class GptOssMlp:
         self.rule = routing_rule(moe)
         self.router = Linear(take("mlp.router.weight").float(), take("mlp.router.bias"))
         weights = ExpertWeights(take, mxfp4, dtype)
-        kind = SeparateClampedExperts if weights.down_bias.device.type == "cpu" else GroupedClampedExperts
-        self.experts = kind(weights, moe.num_experts, spec.clamp)
+        self.experts = clamped_experts(weights, moe.num_experts, spec.clamp)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
