@@ -160,11 +160,10 @@ def _sums(
         return
     sums = torch.empty(parts, rows, columns, dtype=torch.float32, device=x.device)
     _launch(x, matrices, None, sums, tile, slabs=slabs, parts=parts)
-    block = min(MERGE_BLOCK, next_power_of_2(columns))
     with on_device_of(x):
-        products_triton._merge_kernel[(rows, triton.cdiv(columns, block))](
-            sums, sums.stride(0), bias, out, COLUMNS=columns, COUNT=slabs, LEAVES=leaves if leaf_each else 1,
-            BLOCK=block, **EXACT,
+        products_triton._merge_kernel[(triton.cdiv(out.numel(), MERGE_BLOCK),)](
+            sums, out.numel(), bias, out, COLUMNS=columns, COUNT=slabs, LEAVES=leaves if leaf_each else 1,
+            BLOCK=MERGE_BLOCK, **EXACT,
         )  # fmt: skip
 
 

@@ -166,13 +166,12 @@ def _tree(parts, step, mask, COUNT: tl.constexpr, LEAVES: tl.constexpr):
 def _merge_kernel(
     parts, step, bias, out, COLUMNS: tl.constexpr, COUNT: tl.constexpr, LEAVES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """BLOCK columns of one row of out [rows, COLUMNS], contiguous."""
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < COLUMNS
-    at = tl.program_id(0).to(tl.int64) * COLUMNS + column
+    """BLOCK of the ``step`` elements of out [rows, COLUMNS], contiguous, as each part is."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < step
     total = _tree(parts + at, step, mask, COUNT, LEAVES)
     if bias is not None:
-        total += tl.load(bias + column, mask=mask, other=0.0)
+        total += tl.load(bias + at % COLUMNS, mask=mask, other=0.0)
     tl.store(out + at, _rounded(total, out.dtype.element_ty), mask=mask)
 
 
