@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 import triton
 
+from paceline.errors import ConfigError
 from paceline.layers import integer_triton, products_triton
 from paceline.layers.quantized import LinearWeight, QuantizedWeight
 from paceline.layers.quantized_reference import LEAST_PEAK
@@ -21,8 +22,9 @@ from paceline.triton_support import EXACT, next_power_of_2, on_device_of
 LEAF = 1024  # elements of k that one chain of instructions adds up; part of the bits
 BLOCK_K = {2: 64, 4: 32}  # by bytes of an element of x: elements of k that a program loads at once; divides LEAF
 WANTED_PROGRAMS = 512  # of one launch: a few for each of a large GPU's 132 multiprocessors
-PARTIAL_BYTES = 256 << 20  # of float32 sums that wait for the tree
+PARTIAL_BYTES = 256 << 20  # of float32 sums of slabs that wait for the tree; more rows go by turns
 MERGE_BLOCK = 1024
+FEW_COLUMNS = 16  # of a program that multiplies integers for few rows: it has all of k to itself
 TILES_BLOCK = 32
 
 
@@ -92,19 +94,21 @@ class Matrices:
 
     @classmethod
     def stack(cls, weight_of: Callable[[int], LinearWeight], count: int) -> Matrices:
-        """``count`` matrices; each is asked for once, and no second copy of all is made."""
+        """``count`` matrices; each is asked for once, and no second copy of all is made. Raises ConfigError where they
+        are of unlike kinds."""
         first = weight_of(0)
-        parts = _tensors(first)
+        every = [None if part is None else part.contiguous().unsqueeze(0) for part in _tensors(first)]
         if count > 1:
-            every = [None if part is None else part.new_empty(count, *part.shape) for part in parts]
+            every = [None if part is None else part.new_empty(count, *part.shape[1:]) for part in every]
             for i in range(count):
-                for place, part in zip(every, parts if i == 0 else _tensors(weight_of(i)), strict=True):
+                weight = first if i == 0 else weight_of(i)
+                if _kind(weight) != _kind(first):
+                    message = "experts of one layer are quantised in unlike ways, which exact bits have no kernel for"
+                    raise ConfigError("bits", f"{message}: set bits to fast")
+                for place, part in zip(every, _tensors(weight), strict=True):
                     if place is not None and part is not None:
                         place[i].copy_(part)
-            parts = every
-        else:
-            parts = [None if part is None else part.contiguous().unsqueeze(0) for part in parts]
-        values, scales, minimums = parts
+        values, scales, minimums = every
         assert values is not None
         if not isinstance(first, QuantizedWeight):
             return cls(values)
@@ -125,8 +129,14 @@ class Matrices:
 def _tensors(weight: LinearWeight) -> list[torch.Tensor | None]:
     if not isinstance(weight, QuantizedWeight):
         return [weight, None, None]
-    codes = weight.codes.view(torch.int8) if weight.codes.dtype is torch.uint8 else weight.codes
-    return [codes, weight.scales, weight.minimums]
+    return [weight.codes, weight.scales, weight.minimums]
+
+
+def _kind(weight: LinearWeight) -> tuple[object, ...]:
+    """Equal for weights that one launch can multiply."""
+    tables = [None if part is None else (part.shape, part.dtype) for part in _tensors(weight)]
+    how = (weight.group_size, weight.int8_activations) if isinstance(weight, QuantizedWeight) else ()
+    return (*tables, *how)
 
 
 def product(
@@ -141,7 +151,9 @@ def product(
         _integers(x, matrices, bias, out)
         return out
     leaves = -(-(width // slabs) // LEAF)
-    step = max(PARTIAL_BYTES // (4 * columns * slabs * leaves), 1) if slabs * leaves > 1 else max(x.shape[0], 1)
+    step = max(x.shape[0], 1)
+    if slabs > 1:
+        step = max(PARTIAL_BYTES // (4 * columns * slabs), 1)
     for start in range(0, x.shape[0], step):
         _sums(x[start : start + step], matrices, bias, out[start : start + step], slabs, leaves)
     return out
@@ -248,16 +260,17 @@ def _integers(
     scales = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
     sums = None if matrices.minimums is None else torch.empty_like(scales)
     tile = grouping.tile if grouping else tile_of(rows, x.dtype)
+    wide = FEW_COLUMNS if tile.rows == FEW.rows else tile.columns
     tiles = grouping.tiles.shape[0] if grouping else triton.cdiv(rows, tile.rows)
     with on_device_of(x):
         integer_triton._round_rows_kernel[(rows, groups)](
             x, x.stride(0), codes, scales, sums, LEAST_PEAK, WIDTH=width, GROUP=group, GROUPS=groups,
             BLOCK=next_power_of_2(group), **EXACT,
         )  # fmt: skip
-        integer_triton._integer_kernel[(tiles, triton.cdiv(columns, tile.columns))](
+        integer_triton._integer_kernel[(tiles, triton.cdiv(columns, wide))](
             codes, scales, sums, matrices.values, matrices.scales, matrices.minimums, bias, out,
             grouping and grouping.tiles, grouping and grouping.ends, sources, targets, rows, out.stride(0),
             COLUMNS=columns, WIDTH=width, GROUP=group, GROUPS=groups, ROW_SCALES=matrices.has_row_scales,
-            BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=min(max(next_power_of_2(group), 32), 128),
-            num_warps=tile.warps, **EXACT,
+            BLOCK_M=tile.rows, BLOCK_N=wide, BLOCK_K=min(max(next_power_of_2(group), 32), 128),
+            num_warps=1 if wide == FEW_COLUMNS else tile.warps, num_stages=tile.stages, **EXACT,
         )  # fmt: skip

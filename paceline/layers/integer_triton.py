@@ -45,20 +45,29 @@ def _round_rows_kernel(
 
 
 @triton.jit
-def _dots(x_rows, row_mask, weight, n_mask, low, high, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
+def _step(total, x_rows, row_mask, weight, n_mask, start, high, EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Adds products of codes over k of [start, start + BLOCK_K), up to ``high``. total: int32 [rows, columns]."""
+    k = start + tl.arange(0, BLOCK_K)
+    if EVEN:
+        rows = tl.load(x_rows[:, None] + k[None, :], mask=row_mask[:, None], other=0)
+        part = tl.load(weight[None, :] + k[:, None], mask=n_mask[None, :], other=0)
+    else:
+        inside = k < high
+        rows = tl.load(x_rows[:, None] + k[None, :], mask=row_mask[:, None] & inside[None, :], other=0)
+        part = tl.load(weight[None, :] + k[:, None], mask=n_mask[None, :] & inside[:, None], other=0)
+    return tl.dot(rows, part, total, out_dtype=tl.int32)
+
+
+@triton.jit
+def _dots(x_rows, row_mask, weight, n_mask, low, high, EVEN: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
           BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Sums of products of codes over k of [low, high), float32 [BLOCK_M, BLOCK_N]."""
+    """Sums of products of codes over one group, k of [low, high), float32 [BLOCK_M, BLOCK_N]."""
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
-    for start in range(low, high, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        if EVEN:
-            rows = tl.load(x_rows[:, None] + k[None, :], mask=row_mask[:, None], other=0)
-            part = tl.load(weight[None, :] + k[:, None], mask=n_mask[None, :], other=0)
-        else:
-            inside = k < high
-            rows = tl.load(x_rows[:, None] + k[None, :], mask=row_mask[:, None] & inside[None, :], other=0)
-            part = tl.load(weight[None, :] + k[:, None], mask=n_mask[None, :] & inside[:, None], other=0)
-        total = tl.dot(rows, part, total, out_dtype=tl.int32)
+    if GROUP <= BLOCK_K:  # no inner loop, so that the loop over groups loads ahead
+        total = _step(total, x_rows, row_mask, weight, n_mask, low, high, EVEN, BLOCK_K)
+    else:
+        for start in range(low, high, BLOCK_K):
+            total = _step(total, x_rows, row_mask, weight, n_mask, start, high, EVEN, BLOCK_K)
     return total.to(tl.float32)
 
 
@@ -85,7 +94,7 @@ def _integer(
     for group in range(0, GROUPS):
         low = group * GROUP
         dots = _dots(codes + source * WIDTH, row_mask, weight + column * WIDTH, n_mask, low,
-                     tl.minimum(low + GROUP, WIDTH), even, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+                     tl.minimum(low + GROUP, WIDTH), even, GROUP, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
         own = tl.load(x_scales + source * GROUPS + group, mask=row_mask, other=0.0)
         if not ROW_SCALES:
             dots = dots * tl.load(scales + column * GROUPS + group, mask=n_mask, other=0.0)[None, :]

@@ -40,7 +40,8 @@ def _tile(tiles, ends, rows, BLOCK_M: tl.constexpr):
 @triton.jit
 def _floats(codes, scale, minimum, start, k_mask, n_mask, dtype: tl.constexpr,
             GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Codes [BLOCK_K, BLOCK_N] -> floats as ``QuantizedWeight.dequantised`` has them, rounded to ``dtype`` once."""
+    """Codes [BLOCK_K, BLOCK_N] -> floats as ``QuantizedWeight.dequantised`` has them, rounded to ``dtype`` once. Past
+    the end of k they are whatever they are: x is 0 there."""
     wide = codes.to(tl.float32)
     if GROUPS == 1 or GROUP % BLOCK_K == 0:
         group = start // GROUP
@@ -53,8 +54,6 @@ def _floats(codes, scale, minimum, start, k_mask, n_mask, dtype: tl.constexpr,
         wide = wide * tl.load(scale[None, :] + groups, mask=mask, other=0.0)
         if minimum is not None:
             wide = wide + tl.load(minimum[None, :] + groups, mask=mask, other=0.0)
-    if minimum is not None:
-        wide = tl.where(k_mask, wide, 0.0)  # past the end of k there is nothing, not a minimum
     return _rounded(wide, dtype)
 
 

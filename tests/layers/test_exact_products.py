@@ -7,6 +7,7 @@ import torch
 
 from paceline.assembly.selfcheck import logits_in_chunks
 from paceline.attention.select import attention_for
+from paceline.config import NodeConfig
 from paceline.errors import ConfigError
 from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.layout import KvLayout
@@ -51,7 +52,7 @@ def test_in_tritons_interpreter() -> None:
 def test_a_rows_bits_are_its_own(dtype: torch.dtype, width: int, slabs: int) -> None:
     """Mutants: leaves by the number of rows, partial sums in bf16, leaves or slabs added last to first, a bias in every
     part."""
-    with exact_products.short_leaves(LEAF):
+    with exact_products.short_leaves(LEAF, slabs):
         exact_products.check_linear(CPU, dtype, width, slabs)
 
 
@@ -67,6 +68,14 @@ def test_an_experts_other_rows_change_nothing() -> None:
     with exact_products.short_leaves(LEAF):
         exact_products.check_grouped(CPU, torch.bfloat16, 100)
         exact_products.check_grouped(CPU, torch.float32, 100, "w4a8 groups of 64")
+
+
+@interpreted
+def test_experts_of_unlike_kinds_are_refused() -> None:
+    """Else codes would be taken for weights."""
+    weights = [torch.randn(8, 64), KINDS["w8a16"](torch.randn(8, 64))]
+    with pytest.raises(ConfigError, match="unlike"):
+        exact_products.Matrices.stack(lambda i: weights[i], 2)
 
 
 @interpreted
@@ -130,3 +139,12 @@ def test_the_cpu_keeps_to_its_own_kernels() -> None:
     with layer_bits("exact", CPU):
         assert bits.makes_exact(CPU) is INTERPRETED
     assert not bits.makes_exact(CPU)
+
+
+def test_options() -> None:
+    exact = NodeConfig(bits="exact", device="cuda:0")
+    assert exact.attention_wanted == "triton"
+    assert NodeConfig(device="cuda:0").attention_wanted == "auto"
+    assert NodeConfig(bits="exact", attention="torch").attention_wanted == "torch"  # on a CPU
+    with pytest.raises(ValueError, match="depend on the batch"):
+        NodeConfig(bits="exact", device="cuda:0", attention="flashinfer")

@@ -120,9 +120,10 @@ CALLS = [
             "GROUPS": 63,
             "ROW_SCALES": False,
             "BLOCK_M": 16,
-            "BLOCK_N": 64,
+            "BLOCK_N": 16,
             "BLOCK_K": 64,
         },
+        num_warps=1,
     ),
     KernelCall(
         EXPERTS,

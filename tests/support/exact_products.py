@@ -21,16 +21,14 @@ from tests.support.quantized_weights import KINDS
 
 ROWS = 65  # past the largest tile
 COUNTS = (1, 3, 16, 17, 64)
-PROGRAMS = 8  # wanted of a launch: few rows get a program a leaf, many a loop over leaves
 
 
 @contextmanager
-def short_leaves(leaf: int) -> Iterator[None]:
-    """Leaves short enough that small matrices have several."""
+def short_leaves(leaf: int, slabs: int = 1) -> Iterator[None]:
+    """Leaves so short that small matrices have several. Up to 64 rows get a program a leaf, more a loop over leaves."""
     with (
         mock.patch.object(exact_products, "LEAF", leaf),
-        mock.patch.object(exact_products, "WANTED_PROGRAMS", PROGRAMS),
-        mock.patch.object(exact_products, "PARTIAL_BYTES", 1 << 16),
+        mock.patch.object(exact_products, "WANTED_PROGRAMS", 2 * slabs),
     ):
         yield
 
@@ -53,6 +51,8 @@ def check_linear(device: torch.device, dtype: torch.dtype, width: int, slabs: in
         assert torch.equal(linear(x[:count]), whole[:count]), count
     for place in (slice(7, 8), slice(ROWS - 5, None)):
         assert torch.equal(linear(x[place]), whole[place]), place
+    with mock.patch.object(exact_products, "PARTIAL_BYTES", 4 * columns * slabs * 12):
+        assert torch.equal(linear(x[:20]), whole[:20])
     for run in (slice(0, 24), slice(24, None)):
         part = exact_linear(weight[run], bias[run], slabs=slabs, out_float32=True)
         assert torch.equal(part(x[:5]), whole[:5, run])
