@@ -56,8 +56,8 @@ class EngineConfig(Frozen):
     runs everywhere and is slow."""
 
     bits: Literal["fast", "exact"] = "fast"
-    """On GPUs, `exact` takes products and attention whose bits do not depend on the batch, so that drafts, chunks and
-    other requests change no bit of a logit. No GPU has measured its speed. CPUs are always exact."""
+    """On GPUs, `exact` takes products and attention whose bits do not depend on the batch: no draft, chunk or other
+    request changes a bit of a logit. Its speed is not known. CPUs are always exact."""
 
     cuda_graphs: bool = True
     """On GPUs, capture decode rounds as CUDA graphs at start. Turn it off to start sooner or to save GPU memory."""

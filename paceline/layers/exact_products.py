@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import triton
@@ -86,6 +85,7 @@ class Matrices:
     minimums: torch.Tensor | None = None
     group_size: int = 1
     rounded_together: int = 0  # elements of a row of x that share a scale; 0: x is not rounded
+    has_row_scales: bool = False
 
     @classmethod
     def of(cls, weight: LinearWeight) -> Matrices:
@@ -113,17 +113,12 @@ class Matrices:
         if not isinstance(first, QuantizedWeight):
             return cls(values)
         rounded = first.rounded_together if first.int8_activations else 0
-        return cls(values, scales, minimums, first.group_size, rounded)
+        return cls(values, scales, minimums, first.group_size, rounded, first.has_row_scales)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of one matrix: (out_features, in_features)."""
+        """Size of one matrix: (out_features, in_features)."""
         return self.values.shape[1], self.values.shape[2]
-
-    @cached_property
-    def has_row_scales(self) -> bool:
-        """See QuantizedWeight."""
-        return self.scales is not None and self.scales.shape[2] == 1 and self.minimums is None
 
 
 def _tensors(weight: LinearWeight) -> list[torch.Tensor | None]:
@@ -135,27 +130,29 @@ def _tensors(weight: LinearWeight) -> list[torch.Tensor | None]:
 def _kind(weight: LinearWeight) -> tuple[object, ...]:
     """Equal for weights that one launch can multiply."""
     tables = [None if part is None else (part.shape, part.dtype) for part in _tensors(weight)]
-    how = (weight.group_size, weight.int8_activations) if isinstance(weight, QuantizedWeight) else ()
-    return (*tables, *how)
+    if not isinstance(weight, QuantizedWeight):
+        return (*tables,)
+    return (*tables, weight.group_size, weight.int8_activations, weight.has_row_scales)
 
 
 def product(
     x: torch.Tensor, matrices: Matrices, bias: torch.Tensor | None, out_dtype: torch.dtype, slabs: int = 1
 ) -> torch.Tensor:
-    """One matrix. x: [T, in_features] -> [T, out_features]. bias: float32 [out_features]; slabs: see Linear, 1 for
-    products of integers."""
+    """One matrix. x: [T, in_features] -> [T, out_features]. bias: float32 [out_features]; slabs: see Linear, of whole
+    groups where the weight has groups."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     columns, width = matrices.shape
     out = torch.empty(x.shape[0], columns, dtype=out_dtype, device=x.device)
-    if matrices.rounded_together:
-        _integers(x, matrices, bias, out)
-        return out
     leaves = -(-(width // slabs) // LEAF)
     step = max(x.shape[0], 1)
     if slabs > 1:
         step = max(PARTIAL_BYTES // (4 * columns * slabs), 1)
     for start in range(0, x.shape[0], step):
-        _sums(x[start : start + step], matrices, bias, out[start : start + step], slabs, leaves)
+        some, its_out = x[start : start + step], out[start : start + step]
+        if matrices.rounded_together:
+            _integers(some, matrices, bias, its_out, slabs)
+        else:
+            _sums(some, matrices, bias, its_out, slabs, leaves)
     return out
 
 
@@ -172,9 +169,14 @@ def _sums(
         return
     sums = torch.empty(parts, rows, columns, dtype=torch.float32, device=x.device)
     _launch(x, matrices, None, sums, tile, slabs=slabs, parts=parts)
-    with on_device_of(x):
+    _merge(sums, bias, out, slabs)
+
+
+def _merge(parts: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, slabs: int) -> None:
+    """Fills ``out``, contiguous. parts: float32, those of a slab together."""
+    with on_device_of(out):
         products_triton._merge_kernel[(triton.cdiv(out.numel(), MERGE_BLOCK),)](
-            sums, out.numel(), bias, out, COLUMNS=columns, COUNT=slabs, LEAVES=leaves if leaf_each else 1,
+            parts, out.numel(), bias, out, COLUMNS=out.shape[1], COUNT=slabs, LEAVES=parts.shape[0] // slabs,
             BLOCK=MERGE_BLOCK, **EXACT,
         )  # fmt: skip
 
@@ -204,7 +206,7 @@ def grouped_product(
         return
     x = x if x.stride(-1) == 1 else x.contiguous()
     if matrices.rounded_together:
-        _integers(x, matrices, bias, out, grouping, sources, targets)
+        _integers(x, matrices, bias, out, 1, grouping, sources, targets)
     else:
         _launch(x, matrices, bias, out, grouping.tile, grouping=grouping, sources=sources, targets=targets)
 
@@ -247,6 +249,7 @@ def _integers(
     matrices: Matrices,
     bias: torch.Tensor | None,
     out: torch.Tensor,
+    slabs: int,
     grouping: Grouping | None = None,
     sources: torch.Tensor | None = None,
     targets: torch.Tensor | None = None,
@@ -262,15 +265,23 @@ def _integers(
     tile = grouping.tile if grouping else tile_of(rows, x.dtype)
     wide = FEW_COLUMNS if tile.rows == FEW.rows else tile.columns
     tiles = grouping.tiles.shape[0] if grouping else triton.cdiv(rows, tile.rows)
+    sums_of_slabs = out
+    if slabs > 1:
+        sums_of_slabs = torch.empty(slabs, rows, columns, dtype=torch.float32, device=x.device)
     with on_device_of(x):
         integer_triton._round_rows_kernel[(rows, groups)](
             x, x.stride(0), codes, scales, sums, LEAST_PEAK, WIDTH=width, GROUP=group, GROUPS=groups,
             BLOCK=next_power_of_2(group), **EXACT,
         )  # fmt: skip
-        integer_triton._integer_kernel[(tiles, triton.cdiv(columns, wide))](
-            codes, scales, sums, matrices.values, matrices.scales, matrices.minimums, bias, out,
-            grouping and grouping.tiles, grouping and grouping.ends, sources, targets, rows, out.stride(0),
-            COLUMNS=columns, WIDTH=width, GROUP=group, GROUPS=groups, ROW_SCALES=matrices.has_row_scales,
+        integer_triton._integer_kernel[(tiles, triton.cdiv(columns, wide), slabs)](
+            codes, scales, sums, matrices.values, matrices.scales, matrices.minimums,
+            None if slabs > 1 else bias, sums_of_slabs,
+            grouping and grouping.tiles, grouping and grouping.ends, sources, targets, rows,
+            sums_of_slabs.stride(-2), sums_of_slabs.stride(0) if slabs > 1 else 0,
+            COLUMNS=columns, WIDTH=width, GROUP=group, GROUPS=groups,
+            SLAB_GROUPS=groups // slabs, ROW_SCALES=matrices.has_row_scales,
             BLOCK_M=tile.rows, BLOCK_N=wide, BLOCK_K=min(max(next_power_of_2(group), 32), 128),
             num_warps=1 if wide == FEW_COLUMNS else tile.warps, num_stages=tile.stages, **EXACT,
         )  # fmt: skip
+    if slabs > 1:
+        _merge(sums_of_slabs, bias, out, slabs)

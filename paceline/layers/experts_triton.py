@@ -18,7 +18,8 @@ EXPERTS_PER_WARP = 256
 
 @triton.jit
 def _largest(values, open, index, PAST: tl.constexpr):
-    """(largest of the open values, the lowest index that has it). values: [A, B], no NaN; open: int32, some above 0."""
+    """The largest of the open values, and the lowest index that has it. values: [A, B], no NaN; open: int32, above 0
+    somewhere."""
     keys = tl.where(open > 0, values, float("-inf"))
     most = tl.max(tl.max(keys, axis=1), axis=0)
     found = tl.where(open > 0, tl.where(keys == most, index, PAST), PAST)

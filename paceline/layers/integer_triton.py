@@ -73,12 +73,14 @@ def _dots(x_rows, row_mask, weight, n_mask, low, high, EVEN: tl.constexpr, GROUP
 
 def _integer(
     codes, x_scales, sums, weight, scales, minimums, bias, out, tiles, ends, sources, targets, rows, out_row,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROW_SCALES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    out_slab,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SLAB_GROUPS: tl.constexpr,
+    ROW_SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A tile of rounded rows times weight[matrix]; see ``_product`` of products_triton for what is named alike.
 
-    GROUP: elements of a row that were rounded together. ROW_SCALES: the weight has one scale a row.
+    GROUP: elements of a row that were rounded together. ROW_SCALES: the weight has one scale a row. The third axis of
+    the grid counts slabs of SLAB_GROUPS groups, whose sums lie ``out_slab`` apart.
     """
     matrix, first, last = _tile(tiles, ends, rows, BLOCK_M)
     if matrix < 0:
@@ -91,7 +93,8 @@ def _integer(
     column = matrix.to(tl.int64) * COLUMNS + n
     even: tl.constexpr = (GROUP % BLOCK_K == 0) and (WIDTH % GROUP == 0)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for group in range(0, GROUPS):
+    slab = tl.program_id(2)
+    for group in range(slab * SLAB_GROUPS, (slab + 1) * SLAB_GROUPS):
         low = group * GROUP
         dots = _dots(codes + source * WIDTH, row_mask, weight + column * WIDTH, n_mask, low,
                      tl.minimum(low + GROUP, WIDTH), even, GROUP, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
@@ -108,7 +111,7 @@ def _integer(
     if bias is not None:
         total = total + tl.load(bias + column, mask=n_mask, other=0.0)[None, :]
     target = row if targets is None else tl.load(targets + row, mask=row_mask, other=0)
-    kept = out + target.to(tl.int64)[:, None] * out_row + n[None, :]
+    kept = out + slab.to(tl.int64) * out_slab + target.to(tl.int64)[:, None] * out_row + n[None, :]
     tl.store(kept, _rounded(total, out.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
 
 

@@ -24,7 +24,7 @@ from paceline.layers.ops_triton import INTERPRETED, _rounded
 
 @triton.jit
 def _tile(tiles, ends, rows, BLOCK_M: tl.constexpr):
-    """(matrix, first row, end of its rows) of this program. matrix is below 0 where nothing is left to do."""
+    """Matrix, first row and end of rows of this program. The matrix is below 0 where nothing is left to do."""
     at = tl.program_id(0)
     if tiles is not None:
         matrix = tl.load(tiles + 2 * at)

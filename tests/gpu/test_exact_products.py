@@ -37,6 +37,7 @@ def test_a_rows_bits_are_its_own(dtype: torch.dtype, width: int, slabs: int, col
 def test_codes_are_read_as_they_lie(kind: str) -> None:
     for width in (256, 2048):
         exact_products.check_codes(CUDA, kind, width)
+    exact_products.check_slabs_of_integers(CUDA)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -14,6 +14,7 @@ from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.pool import KvPool
 from paceline.layers import bits
 from paceline.layers.bits import layer_bits
+from paceline.layers.quantized import LinearWeight
 from paceline.layers.routing import RoutingRule
 from paceline.models.base import TargetModel
 from paceline.models.deepseek_v3 import DeepseekV3Model
@@ -28,6 +29,7 @@ from tests.support.tiny_deepseek import target_tensors, tiny_deepseek_spec
 from tests.support.tiny_model import VOCAB, tiny_spec, tiny_weights
 
 if has_triton():
+    from paceline.layers.exact_products import Matrices
     from tests.support import exact_products
 
 torch.set_num_threads(1)
@@ -64,6 +66,11 @@ def test_codes_are_read_as_they_lie(kind: str) -> None:
 
 
 @interpreted
+def test_slabs_of_integers() -> None:
+    exact_products.check_slabs_of_integers(CPU)
+
+
+@interpreted
 def test_an_experts_other_rows_change_nothing() -> None:
     with exact_products.short_leaves(LEAF):
         exact_products.check_grouped(CPU, torch.bfloat16, 100)
@@ -73,9 +80,9 @@ def test_an_experts_other_rows_change_nothing() -> None:
 @interpreted
 def test_experts_of_unlike_kinds_are_refused() -> None:
     """Else codes would be taken for weights."""
-    weights = [torch.randn(8, 64), KINDS["w8a16"](torch.randn(8, 64))]
+    weights: list[LinearWeight] = [torch.randn(8, 64), KINDS["w8a16"](torch.randn(8, 64))]
     with pytest.raises(ConfigError, match="unlike"):
-        exact_products.Matrices.stack(lambda i: weights[i], 2)
+        Matrices.stack(lambda i: weights[i], 2)
 
 
 @interpreted

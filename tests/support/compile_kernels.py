@@ -74,7 +74,7 @@ EXPERTS = "paceline.layers.experts_triton"
 INTEGERS = "paceline.layers.integer_triton"
 MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"  # of every tile of bf16, or bits would differ
 PRODUCT = "*{x} *{w} {tables} *fp32 {out} {rows} i32 i32 i32 i32 i32 i32"
-INTEGER = "*i8 *fp32 *fp32 *i8 *fp32 {minimums} - *bf16 {rows} i32 i32"
+INTEGER = "*i8 *fp32 *fp32 *i8 *fp32 {minimums} - *bf16 {rows} i32 i32 i32"
 PLAIN, GROUPED = "- - - -", "*i32 *i64 *i64 *i64"
 O_PROJ = {"COLUMNS": 4096, "WIDTH": 4096, "SLAB": 512, "LEAF": 1024, "PARTS": 8, "LEAF_EACH": False}
 QKV = {"COLUMNS": 6144, "WIDTH": 4096, "SLAB": 4096, "LEAF": 1024, "PARTS": 4, "LEAF_EACH": True}
@@ -118,6 +118,7 @@ CALLS = [
             "WIDTH": 4000,
             "GROUP": 64,
             "GROUPS": 63,
+            "SLAB_GROUPS": 63,
             "ROW_SCALES": False,
             "BLOCK_M": 16,
             "BLOCK_N": 16,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from unittest import mock
 
 import torch
@@ -86,6 +86,21 @@ def check_codes(device: torch.device, kind: str, width: int) -> None:
         expected = product(x.to(device), Matrices.of(floats), bias.to(device), torch.float32).cpu()
     torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(linear(x[4:6].to(device)), found[4:6], rtol=0, atol=0, equal_nan=True)
+
+
+def check_slabs_of_integers(device: torch.device) -> None:
+    """A tree over the float32 sums of runs of whole groups, each as the reference has it."""
+    slabs, width = 4, 128
+    weight = KINDS["w8a8"](torch.randn(40, slabs * width))
+    x, bias = torch.randn(19, slabs * width).bfloat16(), torch.randn(40)
+    runs = zip(x.chunk(slabs, 1), weight.codes.chunk(slabs, 1), strict=True)
+    parts = [
+        integer_linear_reference(rows, replace(weight, codes=codes, group_size=width), None, torch.float32)
+        for rows, codes in runs
+    ]
+    there = replace(weight, codes=weight.codes.to(device), scales=weight.scales.to(device))
+    found = product(x.to(device), Matrices.of(there), bias.to(device), torch.float32, slabs)
+    assert torch.equal(found.cpu(), tree_sum(parts) + bias)
 
 
 def check_grouped(device: torch.device, dtype: torch.dtype, width: int, kind: str = "") -> None:
