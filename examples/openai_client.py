@@ -31,7 +31,10 @@ def main() -> None:
         messages=[{"role": "user", "content": options.question}],
         temperature=0,
         max_tokens=48,
-        prediction={"type": "content", "content": answer.choices[0].message.content},  # makes the same text sooner
+        prediction={
+            "type": "content",
+            "content": answer.choices[0].message.content or "",
+        },  # makes the same text sooner
         stream=True,
         stream_options={"include_usage": True},
     )

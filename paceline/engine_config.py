@@ -55,6 +55,10 @@ class EngineConfig(Frozen):
     """Attention kernels. `auto` takes FlashInfer on GPUs where it is installed, and Paceline's own on CPUs. `torch`
     runs everywhere and is slow."""
 
+    bits: Literal["fast", "exact"] = "fast"
+    """On GPUs, `exact` takes products and attention whose bits do not depend on the batch: no draft, chunk or other
+    request changes a bit of a logit. Its speed is not known. CPUs are always exact."""
+
     cuda_graphs: bool = True
     """On GPUs, capture decode rounds as CUDA graphs at start. Turn it off to start sooner or to save GPU memory."""
 
@@ -204,7 +208,22 @@ class EngineConfig(Frozen):
                 f"handoff_checksum sums bytes in host memory, where transport {self.transport!r} never has them: set "
                 "transport to gloo, or handoff_checksum to false"
             )
+        if self.exact_on_gpu and self.attention in ("flashinfer", "torch"):
+            raise ValueError(
+                f"attention {self.attention!r} has bits that depend on the batch on a GPU: set attention to auto or "
+                "triton, or bits to fast"
+            )
         return self
+
+    @property
+    def exact_on_gpu(self) -> bool:
+        """Whether kernels are chosen for their bits; on a CPU there is no choice."""
+        return self.bits == "exact" and self.device.startswith("cuda")
+
+    @property
+    def attention_wanted(self) -> str:
+        """``attention``, for ``attention_for``; with exact bits on a GPU the one backend that has them."""
+        return "triton" if self.exact_on_gpu else self.attention
 
     @property
     def nodes_budget(self) -> int:

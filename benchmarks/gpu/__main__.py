@@ -95,6 +95,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="flashinfer",
         help="on a GPU; without FlashInfer nothing is measured unless torch is asked for",
     )
+    parser.add_argument(
+        "--bits", choices=("fast", "exact"), default="fast", help="exact takes an attention of its own on a GPU"
+    )
     parser.add_argument("--no-transformers", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None, help=f"JSON to write; default {RESULTS}/gpu-DEVICE.json")
@@ -122,12 +125,12 @@ def run(arguments: Sequence[str] | None = None, console: Console | None = None) 
     device = torch.device(given.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", "cuda needs a CUDA build of torch and a GPU; --device cpu goes with --target tiny")
-    if device.type == "cuda" and given.attention == "flashinfer":
+    if device.type == "cuda" and given.attention == "flashinfer" and given.bits == "fast":
         load_flashinfer()  # figures of the reference would say nothing
     set_threads(torch.get_num_threads())
     options = Options(
         given.device, given.dtype, given.target, given.smollm2, given.seed, parse_rates(given.rates),
-        not given.no_transformers, given.attention if device.type == "cuda" else "auto",
+        not given.no_transformers, given.attention if device.type == "cuda" else "auto", given.bits,
     )  # fmt: skip
     host = Host.read(device)
     out = given.out or RESULTS / f"gpu-{host.device.lower().replace(' ', '-')}.json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from paceline.assembly.build import assemble
 from paceline.config import NodeConfig
 from paceline.engine.model_runner import ModelRunner, PrefillChunk, RunnerIdentity
 from paceline.kvcache.table import PageTable
+from paceline.layers.bits import layer_bits
 from paceline.layers.build import kernel_set
 from paceline.models.config import ModelSpec
 from paceline.models.llama import LlamaModel
@@ -48,6 +49,7 @@ class Options:
     rates: Rates
     transformers: bool = True
     attention: str = "auto"
+    bits: str = "fast"
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,14 @@ class Bench:
         """The random target of a shape; the one loaded before goes."""
         if self._loaded is None or self._loaded[0] != shape:
             self.unload()
-            self._loaded = shape, load_shape(shape, self.dtype, self.clock.device, self.options.seed)
+            with layer_bits(self.options.bits, self.clock.device):
+                self._loaded = shape, load_shape(shape, self.dtype, self.clock.device, self.options.seed)
         return self._loaded[1]
+
+    def with_bits(self, bits: str) -> Bench:
+        """The same with other ``bits`` and no target loaded; this one's goes."""
+        self.unload()
+        return Bench(replace(self.options, bits=bits), self.clock, self.ceilings, self.scratch)
 
     def unload(self) -> None:
         """Let the target go."""
@@ -143,7 +151,8 @@ class Bench:
                 "model": shape,
                 "dtype": self.options.dtype,
                 "device": self.options.device,
-                "attention": self.options.attention,
+                "attention": self.options.attention if self.options.bits == "fast" else "auto",
+                "bits": self.options.bits,
                 "drafter": drafter,
                 "drafter_path": str(self.head_folder(shape)) if drafter == "eagle3" else "",
                 "num_draft_tokens": num_draft_tokens,
@@ -213,5 +222,6 @@ def step_facts(runner: ModelRunner, batch: int, context: int, busy_s: float | No
         "context": context,
         "kernel_s": "not measured" if busy_s is None else busy_s,
         "attention": runner.attention.name,
+        "bit_exact": str(runner.bit_exact),
         "target_graphs": num_graphs(runner),
     }

@@ -8,7 +8,15 @@ from functools import partial
 
 from benchmarks.gpu.bench import Bench, Figure
 from benchmarks.gpu.speed import over_transformers, smollm2, synthetic_speedup
-from benchmarks.gpu.steps import decode_step, draft_step, page_copies, prefill, round_overhead, verify_ratio
+from benchmarks.gpu.steps import (
+    decode_step,
+    draft_step,
+    exact_over_fast,
+    page_copies,
+    prefill,
+    round_overhead,
+    verify_ratio,
+)
 from paceline.errors import ConfigError
 
 REACH_SHAPE = "llama-8b"  # what the reaches are of
@@ -88,7 +96,20 @@ def rows(target: str) -> list[Row]:
         Row("transformers_b32", "plain over transformers' generate, batch 32", ratio, reach(_at_least(4.0)), 25,
             lambda b: over_transformers(b, target, 32, 512, 64)),
     ]  # fmt: skip
-    return [*table, *_real_rows(), *_other_rows(target), *_sweep_rows(target)]
+    return [*table, *_exact_rows(target), *_real_rows(), *_other_rows(target), *_sweep_rows(target)]
+
+
+def _exact_rows(target: str) -> list[Row]:
+    """What exact bits cost."""
+    points: list[tuple[str, str, Callable[[Bench], Figure]]] = [
+        ("decode_b1", "decode step, batch 1, 2K context", partial(decode_step, shape=target, batch=1, context=2048)),
+        ("decode_b64", "decode step, batch 64, 4K context", partial(decode_step, shape=target, batch=64, context=4096)),
+        ("prefill_4k", "prefill, 4K tokens", partial(prefill, shape=target, tokens=4096)),
+    ]
+    return [
+        Row(f"exact_{key}", f"exact over fast bits: {title}", "x", None, 60, partial(exact_over_fast, measure=measure))
+        for key, title, measure in points
+    ]
 
 
 def _real_rows() -> list[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
@@ -85,6 +86,20 @@ def prefill(bench: Bench, shape: str, tokens: int) -> Figure:
     return Figure(
         share(floor, sample.median), measured, {"prefill": sample}, facts, why(runner, sample.median, busy, floor)
     )
+
+
+def exact_over_fast(bench: Bench, measure: Callable[[Bench], Figure]) -> Figure:
+    """What a row of a share of a floor takes with exact bits, over what it takes with fast ones."""
+    found: dict[str, Figure] = {}
+    for bits in ("fast", "exact"):
+        one = bench.with_bits(bits)
+        found[bits] = measure(one)
+        one.unload()
+    fast, exact = found["fast"], found["exact"]
+    facts = {f"{bits} {name}": value for bits, figure in found.items() for name, value in figure.facts.items()}
+    samples = {f"{bits} {name}": sample for bits, figure in found.items() for name, sample in figure.samples.items()}
+    measured = f"exact: {exact.measured}; fast: {fast.measured}"
+    return Figure(fast.value / exact.value, measured, samples, facts, exact.hints)
 
 
 def verify_ratio(bench: Bench, shape: str, batch: int, context: int, num_rows: int) -> Figure:

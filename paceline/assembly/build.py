@@ -26,6 +26,7 @@ from paceline.grammar.compile import GrammarCompiler
 from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.prefix import PrefixCache
+from paceline.layers.bits import layer_bits, products_name
 from paceline.layers.build import kernel_set, set_threads
 from paceline.layers.shared_weights import shared_weights
 from paceline.models.base import TargetModel
@@ -85,7 +86,8 @@ def _ready(config: NodeConfig, folder: Path, model: TargetModel, *, decodes: boo
 def _load(config: NodeConfig, folder: Path, device: torch.device) -> TargetModel:
     if config.tp > 1:
         return load_parallel(config, folder, num_pages_of(config))
-    return load_target(folder, DTYPES[config.dtype], device, config.quantize)
+    with layer_bits(config.bits, device):
+        return load_target(folder, DTYPES[config.dtype], device, config.quantize)
 
 
 def num_pages_of(config: NodeConfig) -> int:
@@ -124,28 +126,26 @@ def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity, *
     where draft KV is to cross."""
     costs = CostTable.assumed(ASSUMED_STEP_S)
     drafts = decodes or config.handoff == "draft_kv"
-    with phase("loading the drafter"):
+    with phase("loading the drafter"), layer_bits(config.bits, model.device):
         plan = plan_drafter(config, model, costs) if drafts else plan_export(config, model)
     layout = KvLayout((*model.kv_layers, *plan.kv_layers), model.dtype)
     num_pages = num_pages_of(config)
     graphs = decodes and wants_graphs(config)
     kv = model.make_pool(layout, num_pages + (SCRATCH_PAGES if graphs else 0), config.page_size)
     allocator = PageAllocator(num_pages)
-    spec = model.spec
-    geometry = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-    longest = config.max_model_len or spec.max_model_len
-    special = spec.special_attention(longest)
-    attention = attention_for(model.device, *geometry, config.attention, special=special, longest=longest)
+    spec, attention = model.spec, _attention(config, model)
     drafter = plan.make(kv, attention)
     budget = budget_of(config)
     spec_slots = max(budget.max_nodes, drafter.draft_slots(budget))
     max_model_len = _max_model_len(config, spec, spec_slots)
     contents = HandoffContents.of(config, drafter, spec.hidden_size)
-    kernels = identity.kernels if model.device.type == "cpu" else device_kernels(model.device, attention)
+    kernels = identity.kernels if model.device.type == "cpu" else device_kernels(model.device, attention, config.bits)
     identity = replace(identity, kernels=kernels)
     with phase("checking bits"):
         exact = is_bit_exact(model, kv, allocator, attention)
     log.info("kernels %s: this host is %s", identity.kernels, "bit-exact" if exact else "NOT bit-exact")
+    if config.exact_on_gpu and not exact:
+        log.warning("bits: exact was asked for, and rows had other bits in other batches on this GPU: please report it")
     identity = replace(identity, drafter_weights=plan.digest, sums=f"slab{spec.sum_slabs}", bit_exact=exact)
     prefix = None
     if config.prefix_cache:
@@ -162,11 +162,22 @@ def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity, *
     )
 
 
-def device_kernels(device: torch.device, attention: AttentionBackend) -> str:
-    """What makes the bits of a GPU node: the kind of GPU, whose matrix products torch brings, and attention. The host's
-    processor has no part in them."""
+def _attention(config: NodeConfig, model: TargetModel) -> AttentionBackend:
+    spec = model.spec
+    geometry = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    longest = config.max_model_len or spec.max_model_len
+    special = spec.special_attention(longest)
+    found = attention_for(model.device, *geometry, config.attention_wanted, special=special, longest=longest)
+    if config.exact_on_gpu and not found.row_invariant:
+        raise ConfigError("bits", f"attention {found.name!r} has bits that depend on the batch: set bits to fast")
+    return found
+
+
+def device_kernels(device: torch.device, attention: AttentionBackend, bits: str) -> str:
+    """What makes the bits of a GPU node: the kind of GPU, the products, of torch or the exact ones, and attention. The
+    host's processor has no part in them."""
     properties = torch.cuda.get_device_properties(device)
-    return f"sm_{properties.major}{properties.minor}/torch {torch.__version__}/{attention.kernels}"
+    return f"sm_{properties.major}{properties.minor}/{products_name(bits)}/{attention.kernels}"
 
 
 def _max_model_len(config: NodeConfig, spec: ModelSpec, spec_slots: int) -> int:

@@ -14,7 +14,7 @@ from paceline.kvcache.table import PageTable
 from paceline.models.base import ForwardContext, TargetModel
 
 PROBE_TOKENS = 67  # ragged against every tile and row block in use
-CHUNKINGS = ((PROBE_TOKENS,), (1,) * 5 + (PROBE_TOKENS - 5,), (48, 2, 16, 1), (33, 34))
+CHUNKINGS = ((PROBE_TOKENS,), (1,) * 5 + (PROBE_TOKENS - 5,), (30, 18, 2, 16, 1), (33, 34))
 
 
 def logits_in_chunks(

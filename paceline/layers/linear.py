@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 
+from paceline.layers.bits import makes_exact
 from paceline.layers.build import load_kernels
 from paceline.layers.packed import PackedMatrix
 from paceline.layers.quantized import LinearWeight, QuantizedWeight, fuse
@@ -15,6 +17,7 @@ from paceline.parallel.slabs import MOST_SLABS, slabs_of, tree_sum
 from paceline.triton_support import runs_triton
 
 __all__ = ["Linear", "fuse", "linear_reference"]
+_Product = Callable[[torch.Tensor, torch.dtype], torch.Tensor]  # of rows, in a dtype
 
 
 class Linear:
@@ -24,7 +27,7 @@ class Linear:
     ``out_float32`` keeps the sums in float32 (LM heads: logits without bf16 ties). ``slabs``: runs of the inner
     dimension, each a float32 sum of its own; ``slabs.tree_sum`` adds them, and the bias comes after the tree. A dense
     weight on a CPU without kernels has sums of its own whatever it says. ``library``: the CPU kernels that it runs on;
-    None elsewhere.
+    None elsewhere. On a GPU a row's bits depend on the others unless it is made within ``bits.layer_bits``.
     """
 
     whole = True  # whether its sums are the product's, not a rank's part of them
@@ -44,12 +47,26 @@ class Linear:
         self.out_float32 = out_float32
         self.bias = None if bias is None else bias.float().contiguous()
         self.library = load_kernels() if device_of(weight).type == "cpu" else None
-        self._quantised = weight if isinstance(weight, QuantizedWeight) and self.library is None else None
+        self._quantised: QuantizedWeight | None = None
+        self._exact = self._exact_product(weight) if self.library is None else None
+        if self._exact is not None:
+            return
         if self.library is not None:
             self._matrix = PackedMatrix(self.library, weight, self.bias, self.slabs)
             self._packed = self._matrix.packed
+        elif isinstance(weight, QuantizedWeight):
+            self._packed, self._quantised = weight.codes, weight
         else:
-            self._packed = weight.codes if isinstance(weight, QuantizedWeight) else weight
+            self._packed = weight
+
+    def _exact_product(self, weight: LinearWeight) -> _Product | None:
+        """The product by the exact kernels, where layers are made for them."""
+        if not makes_exact(device_of(weight)):
+            return None
+        from paceline.layers.exact_products import Matrices, product
+
+        matrices = Matrices.of(weight)
+        return lambda x, out_dtype: product(x, matrices, self.bias, out_dtype, self.slabs)
 
     @property
     def address(self) -> int:
@@ -59,6 +76,8 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, in_features], in the dtype of a dense weight -> [T, out_features] in x's dtype, or float32."""
         out_dtype = torch.float32 if self.out_float32 else x.dtype
+        if self._exact is not None:
+            return self._exact(x, out_dtype)
         if self.library is None:
             return self._without_kernels(x, out_dtype)
         if x.stride(-1) != 1:

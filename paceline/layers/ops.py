@@ -37,7 +37,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     weight: [n], of x's dtype, or float32: then a result is rounded once, after the weight (Gemma 3, gpt-oss).
     """
     if not _usable(x):
-        if _fused(x) and weight.dtype is x.dtype:
+        if _fused(x):
             from paceline.layers import ops_triton
 
             return ops_triton.rms_norm(x, weight, eps)
@@ -58,7 +58,7 @@ def add_rms_norm_reference(x: torch.Tensor, residual: torch.Tensor, weight: torc
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """``residual += x`` in place, then ``rms_norm`` of residual. x, residual: [T, n], contiguous."""
     if not _usable(x):
-        if _fused(x) and weight.dtype is x.dtype:
+        if _fused(x):
             from paceline.layers import ops_triton
 
             return ops_triton.add_rms_norm(x, residual, weight, eps)

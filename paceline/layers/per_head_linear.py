@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from paceline.layers.bits import makes_exact
 from paceline.layers.build import load_kernels
 from paceline.layers.shared_weights import kept
 
 
 class HeadsLinear:
-    """out[t, h] = weight[h] x[t, h]. A row's bits never depend on how many rows there are.
+    """out[t, h] = weight[h] x[t, h]. A row's bits do not depend on how many rows there are; on a GPU this holds for
+    layers that are made within ``bits.layer_bits``.
 
     weight: [heads, out_features, in_features], bf16 or fp32; it is repacked and need not be kept by the caller.
     """
@@ -18,7 +20,11 @@ class HeadsLinear:
         self.heads, self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self._library = load_kernels() if weight.device.type == "cpu" else None
-        self._packed = self._pack(weight) if self._library is not None else weight
+        self._exact = self._library is None and makes_exact(weight.device)
+        if self._library is not None:
+            self._packed = self._pack(weight)
+        else:
+            self._packed = weight.contiguous() if self._exact else weight
 
     def _pack(self, weight: torch.Tensor) -> torch.Tensor:
         assert self._library is not None
@@ -36,6 +42,11 @@ class HeadsLinear:
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """x: [T, heads, in_features]; fills out: [T, heads, out_features]. Elements lie together, rows and heads need
         not: both may be slices of wider rows."""
+        if self._exact:
+            from paceline.layers.exact_products import Matrices, heads_product
+
+            heads_product(x, Matrices(self._packed), out)
+            return
         if self._library is None:
             out.copy_(heads_linear_reference(x, self._packed))
             return

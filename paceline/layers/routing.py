@@ -3,11 +3,12 @@ scores Qwen3-MoE and gpt-oss)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
 from paceline.layers.build import load_kernels
+from paceline.triton_support import runs_triton
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,15 @@ def route(logits: torch.Tensor, bias: torch.Tensor | None, rule: RoutingRule) ->
     """Experts of each row, best first, and their weights.
 
     logits: float32 [T, num_experts], contiguous; bias: float32 [num_experts], added to sigmoid scores for the choice
-    alone; None for softmax scores. Returns int64 [T, top_k] and float32 [T, top_k]. The lower index wins a tie. On CPU
-    a row's result does not depend on other rows; torch's sigmoid does (its last elements are computed another way).
+    alone; None for softmax scores. Returns int64 [T, top_k] and float32 [T, top_k]. The lower index wins a tie. A row's
+    result does not depend on other rows; torch's sigmoid on a CPU does (its last elements are computed another way).
     """
     library = load_kernels() if logits.device.type == "cpu" else None
     if library is None:
+        if runs_triton(logits.device):
+            from paceline.layers import experts_triton
+
+            return experts_triton.route(logits, bias, **asdict(rule))
         return route_reference(logits, bias, rule)
     rows, num_experts = logits.shape
     expert_ids = torch.empty(rows, rule.top_k, dtype=torch.int64)

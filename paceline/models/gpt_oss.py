@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from paceline.kvcache.layout import KvLayer, LayerKind, LayerOwner
+from paceline.layers.bits import makes_exact
 from paceline.layers.linear import Linear
 from paceline.layers.ops import clamped_swiglu
 from paceline.layers.quantized import LinearWeight
@@ -18,7 +19,7 @@ from paceline.models.deepseek_shapes import moe_of
 from paceline.models.grouped_attention import GroupedAttention
 from paceline.models.llama_shapes import Shapes, attention_shapes
 from paceline.models.loader import WeightBag
-from paceline.models.moe import DealtExperts, Take, grouped, routing_rule, stacked, weighted_sum
+from paceline.models.moe import DealtExperts, Experts, Take, grouped, routing_rule, stacked, weighted_sum
 from paceline.models.one_rank import ONE_RANK, OneRank
 
 MXFP4_BLOCK = 32  # elements of a row that share a scale
@@ -150,6 +151,27 @@ class GroupedClampedExperts:
         return outputs.view(rows, top_k, -1)
 
 
+def clamped_experts(
+    weights: ExpertWeights, num_experts: int, clamp: tuple[float, float], ranks: OneRank = ONE_RANK
+) -> Experts:
+    """The experts of a layer, as their device runs them. ranks: on a CPU, who has which of them."""
+    device = weights.down_bias.device
+    if not makes_exact(device):
+        if device.type == "cpu":
+            return SeparateClampedExperts(weights, num_experts, clamp, ranks)
+        return GroupedClampedExperts(weights, num_experts, clamp)
+    from paceline.layers.exact_products import Matrices
+    from paceline.models.exact_experts import ExactExperts
+
+    bias = stacked(weights.gate_up_bias, num_experts).float()
+    return ExactExperts(
+        Matrices.stack(lambda i: torch.cat(weights.gate_up(i)), num_experts),
+        Matrices.stack(weights.down, num_experts),
+        lambda rows: clamped_swiglu(rows, *clamp),
+        (bias, weights.down_bias.float().contiguous()),
+    )
+
+
 class GptOssMlp:
     """Router and experts of one layer."""
 
@@ -159,12 +181,7 @@ class GptOssMlp:
         self.rule = routing_rule(moe)
         self.router = Linear(take("mlp.router.weight").float(), take("mlp.router.bias"))
         weights = ExpertWeights(take, mxfp4, dtype)
-        count, on_cpu = moe.num_experts, weights.down_bias.device.type == "cpu"
-        self.experts = (
-            SeparateClampedExperts(weights, count, spec.clamp, ranks)
-            if on_cpu
-            else GroupedClampedExperts(weights, count, spec.clamp)
-        )
+        self.experts = clamped_experts(weights, moe.num_experts, spec.clamp, ranks)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""

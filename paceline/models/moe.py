@@ -4,7 +4,7 @@ Rows are the same however they are batched: every product goes through ``Linear`
 first, in float32.
 
 On a GPU the experts' weights lie together and the host is never told how many rows an expert got: there the products
-are grouped, and their bits depend on the batch as all do on a GPU.
+are grouped. Their bits depend on the batch, unless exact bits are asked for (models/exact_experts.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from paceline.layers.bits import makes_exact
 from paceline.layers.linear import Linear
 from paceline.layers.ops import silu_mul
 from paceline.layers.quantized import LinearWeight
@@ -21,9 +22,11 @@ from paceline.layers.routing import RoutingRule, route
 from paceline.models.moe_config import MoeSpec
 from paceline.models.one_rank import ONE_RANK, OneRank
 from paceline.models.quantization.fusing import fuse_layers
+from paceline.triton_support import runs_triton
 
 Take = Callable[[str], torch.Tensor]  # a layer's weight by its name within the layer
 TakeLinear = Callable[[str], LinearWeight]  # the same of a linear layer, as the checkpoint has it
+Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]  # see SeparateExperts
 GATE_UP = ("gate_proj", "up_proj")
 
 
@@ -165,11 +168,28 @@ def routing_rule(spec: MoeSpec) -> RoutingRule:
 
 def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """outputs: float32 [T, top_k, hidden]; weights: float32 [T, top_k] -> float32 [T, hidden], best first."""
+    if runs_triton(outputs.device):
+        from paceline.layers import experts_triton
+
+        return experts_triton.weighted_sum(outputs, weights)
     outputs = outputs * weights.unsqueeze(-1)
     total = outputs[:, 0]
     for i in range(1, outputs.shape[1]):  # not sum(): the order of additions is part of the result
         total = total + outputs[:, i]
     return total
+
+
+def experts_of(
+    device: torch.device, take: Take, linear: TakeLinear, prefix: str, num_experts: int, ranks: OneRank = ONE_RANK
+) -> Experts:
+    """The routed experts of a layer, as ``device`` runs them. ranks: on a CPU, who has which of them."""
+    if makes_exact(device):
+        from paceline.models.exact_experts import ExactExperts
+
+        return ExactExperts.load(linear, prefix, num_experts)
+    if device.type == "cpu":
+        return SeparateExperts(linear, prefix, num_experts, ranks)
+    return GroupedExperts(take, prefix, num_experts)
 
 
 class MoeMlp:
@@ -192,8 +212,7 @@ class MoeMlp:
         self.bias: torch.Tensor | None = None
         if spec.correction_bias:
             self.bias = take(f"{prefix}.gate.e_score_correction_bias").float().contiguous()
-        on_cpu, count = gate.device.type == "cpu", spec.num_experts
-        self.experts = SeparateExperts(linear, prefix, count, ranks) if on_cpu else GroupedExperts(take, prefix, count)
+        self.experts = experts_of(gate.device, take, linear, prefix, spec.num_experts, ranks)
         self.shared: SwiGlu | FirstMlp | None = None
         if spec.num_shared_experts:
             self.shared = shared_mlp(linear, f"{prefix}.shared_experts", slabs, ranks, out_float32=True)

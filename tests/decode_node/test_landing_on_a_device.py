@@ -20,6 +20,7 @@ from kv_transfer.handoff.block import TARGET_KV, RowBlock
 from kv_transfer.transports.side_stream import held_work, own_stream
 from paceline.assembly.build import device_kernels
 from paceline.attention.flashinfer import FlashInferAttention
+from paceline.triton_support import has_triton
 from paceline.v1 import handoff_pb2
 from tests.support.tiny_model import tiny_runner
 
@@ -120,8 +121,10 @@ def test_a_ready_hand_off_is_complete(
 
 
 def test_kernels_of_a_device_do_not_name_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs of one kind pair whatever their hosts are; FlashInfer and the reference do not pair."""
+    """GPUs of one kind pair whatever their hosts are; FlashInfer and the reference do not pair, nor unlike bits."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=9, minor=0))
     attention = FlashInferAttention(torch.device("cpu"), 64, cast("Any", SimpleNamespace(__version__="0.7.2")))
-    found = device_kernels(CUDA, attention)
+    found = device_kernels(CUDA, attention, "fast")
     assert found == f"sm_90/torch {torch.__version__}/flashinfer 0.7.2"
+    if has_triton():
+        assert device_kernels(CUDA, attention, "exact") != found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ class KernelCall:
     arguments: str  # separated by blanks; - is an argument that is None
     constants: dict[str, Any] = field(default_factory=dict)
     num_warps: int = 4
+    instruction: str = ""  # the only matrix instruction that may be in its PTX; empty: anything may
 
 
 def compile_call(call: KernelCall) -> str:
@@ -46,7 +48,10 @@ def compile_call(call: KernelCall) -> str:
         target=GPUTarget("cuda", CAPABILITY, 32),
         options={"num_warps": call.num_warps, **EXACT},
     )
-    return str(compiled.asm["ptx"])
+    ptx = str(compiled.asm["ptx"])
+    found = set(re.findall(r"\b(?:mma\.sync|wgmma)[a-z0-9_.]*", ptx))
+    assert not call.instruction or found == {call.instruction}, (call.kernel, call.constants, found)
+    return ptx
 
 
 SAMPLING = "paceline.sampling.kernels_triton"
@@ -64,7 +69,98 @@ LATENT = "{0} {0} {0} *fp32 *i64 *i64 {0} {0} i32 i32 i32 i32 i64 i32 i32 i64 fp
 MLA_SHAPE = {"HEADS": 128, "RANK": 512, "ROPE": 64, "EVEN": 8, "BLOCK": 512, "PAIRS": 32, "GROUP": 16}
 HIDDEN = {"HEADS": 1, "WIDTH": 4096, "EVEN": 8, "BLOCK": 4096}
 
+PRODUCTS = "paceline.layers.products_triton"
+EXPERTS = "paceline.layers.experts_triton"
+INTEGERS = "paceline.layers.integer_triton"
+MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"  # of every tile of bf16, or bits would differ
+PRODUCT = "*{x} *{w} {tables} *fp32 {out} {rows} i32 i32 i32 i32 i32 i32"
+INTEGER = "*i8 *fp32 *fp32 *i8 *fp32 {minimums} - *bf16 {rows} i32 i32 i32"
+PLAIN, GROUPED = "- - - -", "*i32 *i64 *i64 *i64"
+O_PROJ = {"COLUMNS": 4096, "WIDTH": 4096, "SLAB": 512, "LEAF": 1024, "PARTS": 8, "LEAF_EACH": False}
+QKV = {"COLUMNS": 6144, "WIDTH": 4096, "SLAB": 4096, "LEAF": 1024, "PARTS": 4, "LEAF_EACH": True}
+WHOLE = {"COLUMNS": 2000, "WIDTH": 2080, "SLAB": 2080, "LEAF": 1024, "PARTS": 1, "LEAF_EACH": False}
+DENSE, FLOAT8, GROUPS_OF_32 = ({"GROUP": g, "GROUPS": n} for g, n in ((1, 0), (128, 32), (32, 65)))
+
+
+def product(
+    x: str, weight: str, tables: str, rows: str, columns: str, tile: tuple[int, int], *sizes: dict[str, Any]
+) -> KernelCall:
+    """A call of the exact products. tile: rows and warps, as layers/exact_products.py pairs them."""
+    block = {"BLOCK_M": tile[0], "BLOCK_N": 64, "BLOCK_K": 64 if x == "bf16" else 32}
+    arguments = PRODUCT.format(x=x, w=weight, tables=tables, rows=rows, out=columns)
+    constants = {name: value for size in sizes for name, value in size.items()} | block
+    return KernelCall(PRODUCTS, "_product_kernel", arguments, constants, tile[1], MMA if x == "bf16" else "")
+
+
 CALLS = [
+    product("bf16", "bf16", "- -", PLAIN, "*fp32", (16, 4), QKV, DENSE),
+    product("bf16", "bf16", "- -", PLAIN, "*fp32", (32, 4), O_PROJ, DENSE),
+    product("bf16", "bf16", "- -", GROUPED, "*bf16", (64, 2), WHOLE, DENSE),
+    product("bf16", "fp8e4nv", "*fp32 -", GROUPED, "*bf16", (16, 4), QKV | {"PARTS": 1, "LEAF_EACH": False}, FLOAT8),
+    product("bf16", "i8", "*fp32 *fp32", PLAIN, "*bf16", (16, 4), WHOLE, GROUPS_OF_32),
+    product("fp32", "fp32", "- -", PLAIN, "*fp32", (16, 4), WHOLE, DENSE),
+    KernelCall(
+        PRODUCTS, "_merge_kernel", "*fp32 i32 *fp32 *bf16", {"COLUMNS": 4096, "COUNT": 8, "LEAVES": 2, "BLOCK": 1024}
+    ),
+    KernelCall(PRODUCTS, "_tiles_kernel", "*i64 *i32", {"MATRICES": 160, "BLOCK_M": 16, "COUNT": 256, "BLOCK": 32}),
+    KernelCall(
+        INTEGERS,
+        "_round_rows_kernel",
+        "*bf16 i32 *i8 *fp32 *fp32 fp32",
+        {"WIDTH": 4000, "GROUP": 64, "GROUPS": 63, "BLOCK": 64},
+    ),
+    KernelCall(
+        INTEGERS,
+        "_integer_kernel",
+        INTEGER.format(minimums="*fp32", rows=GROUPED),
+        {
+            "COLUMNS": 768,
+            "WIDTH": 4000,
+            "GROUP": 64,
+            "GROUPS": 63,
+            "SLAB_GROUPS": 63,
+            "ROW_SCALES": False,
+            "BLOCK_M": 16,
+            "BLOCK_N": 16,
+            "BLOCK_K": 64,
+        },
+        num_warps=1,
+    ),
+    KernelCall(
+        EXPERTS,
+        "_route_kernel",
+        "*fp32 *fp32 *i64 *fp32 fp32",
+        {
+            "EXPERTS": 256,
+            "GROUPS": 8,
+            "TOP_GROUPS": 4,
+            "TOP_K": 8,
+            "NORMALISE": True,
+            "SOFTMAX": False,
+            "BLOCK_G": 8,
+            "BLOCK_S": 32,
+            "BLOCK_K": 8,
+        },
+        num_warps=1,
+    ),
+    KernelCall(
+        EXPERTS,
+        "_route_kernel",
+        "*fp32 - *i64 *fp32 fp32",
+        {
+            "EXPERTS": 60,
+            "GROUPS": 1,
+            "TOP_GROUPS": 1,
+            "TOP_K": 4,
+            "NORMALISE": False,
+            "SOFTMAX": True,
+            "BLOCK_G": 1,
+            "BLOCK_S": 64,
+            "BLOCK_K": 4,
+        },
+        num_warps=1,
+    ),
+    KernelCall(EXPERTS, "_weighted_sum_kernel", "*fp32 *fp32 *fp32", {"TOP_K": 8, "WIDTH": 7168, "BLOCK": 1024}),
     KernelCall(LAYERS, "_rms_norm_kernel", "*bf16 *bf16 *bf16 *bf16 i32 i32 fp32", {"ADD": True, **HIDDEN}, 8),
     KernelCall(
         LAYERS,

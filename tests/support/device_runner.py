@@ -15,6 +15,7 @@ from paceline.assembly.build import assemble
 from paceline.config import NodeConfig
 from paceline.engine.colocated import ColocatedEngine, Completed
 from paceline.engine.model_runner import ModelRunner, RunnerIdentity
+from paceline.layers.bits import layer_bits
 from paceline.layers.build import cache_folder
 from paceline.models.config import ModelSpec
 from paceline.models.llama import LlamaModel
@@ -47,9 +48,10 @@ def device_runner(device: str, geometry: str = NARROW, dtype: str = "fp32", /, *
     spec, torch_dtype = spec_of(geometry), DTYPES[dtype]
     bag = tiny_weights(spec, torch_dtype)
     bag = WeightBag({name: tensor.to(device) for name, tensor in bag._tensors.items()})
-    model = LlamaModel(spec, bag, torch_dtype, torch.device(device))
     defaults: dict[str, object] = {"model": "tiny", "kv_cache_tokens": 4096, "max_model_len": 512}
     config = NodeConfig.model_validate(defaults | {"dtype": dtype, "device": device} | options)
+    with layer_bits(config.bits, torch.device(device)):
+        model = LlamaModel(spec, bag, torch_dtype, torch.device(device))
     return assemble(config, model, RunnerIdentity("tiny", geometry, "test"))
 
 

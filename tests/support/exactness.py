@@ -31,7 +31,7 @@ class LogitBits:
         runner.observe_logits = self
 
     def __call__(self, seq: Sequence, position: int, logits: torch.Tensor) -> None:
-        digest = hashlib.blake2b(logits.numpy().tobytes(), digest_size=8).hexdigest()
+        digest = hashlib.blake2b(logits.cpu().numpy().tobytes(), digest_size=8).hexdigest()
         self.seen[seq.request.request_id, position] = digest
 
     def of(self, request: SequenceRequest, num_tokens: int) -> tuple[str, ...]:

@@ -257,7 +257,7 @@ def plan(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:
         geometry = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         longest = config.max_model_len or model.spec.max_model_len
         special = spec.special_attention(longest)
-        own = attention_for(model.device, *geometry, config.attention, special=special, longest=longest)
+        own = attention_for(model.device, *geometry, config.attention_wanted, special=special, longest=longest)
         return DraftModelDrafter(model, draft, kv, own, first, width, DraftSampling(config.draft_sampling))
 
     return DrafterPlan(draft.kv_layers, digest, make)

@@ -28,7 +28,7 @@ def plan(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:
     num_heads, layer = head.layer.shape.num_heads, head.kv_layers[0]
 
     def make(kv: KvPool, attention: AttentionBackend) -> Drafter:
-        own = attention_for(model.device, num_heads, layer.num_kv_heads, layer.head_dim, config.attention)
+        own = attention_for(model.device, num_heads, layer.num_kv_heads, layer.head_dim, config.attention_wanted)
         width, sampling = budget_of(config).tree_width, DraftSampling(config.draft_sampling)
         above = config.expand_above or None
         return FeatureDrafter(name, model, head, kv, own, width, sampling, _static_tree(config), above)

@@ -1,0 +1,157 @@
+"""Products whose bits do not depend on the batch, and what else experts run on a GPU, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.assembly.selfcheck import logits_in_chunks
+from paceline.attention.select import attention_for
+from paceline.config import NodeConfig
+from paceline.errors import ConfigError
+from paceline.kvcache.allocator import PageAllocator
+from paceline.kvcache.layout import KvLayout
+from paceline.kvcache.pool import KvPool
+from paceline.layers import bits
+from paceline.layers.bits import layer_bits
+from paceline.layers.quantized import LinearWeight
+from paceline.layers.routing import RoutingRule
+from paceline.models.base import TargetModel
+from paceline.models.deepseek_v3 import DeepseekV3Model
+from paceline.models.llama import LlamaModel
+from paceline.models.loader import WeightBag
+from paceline.triton_support import has_triton
+from tests.support.interpreter import INTERPRETED, run_again_interpreted
+from tests.support.needs import needs_kernels
+from tests.support.quantized_weights import KINDS
+from tests.support.recording import plain_torch
+from tests.support.tiny_deepseek import target_tensors, tiny_deepseek_spec
+from tests.support.tiny_model import VOCAB, tiny_spec, tiny_weights
+
+if has_triton():
+    from paceline.layers.exact_products import Matrices
+    from tests.support import exact_products
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+LEAF = 64  # elements of k, for small matrices
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with the interpreter")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(5)
+
+
+def test_in_tritons_interpreter() -> None:
+    run_again_interpreted(__file__)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("dtype", "width", "slabs"), [(torch.bfloat16, 160, 1), (torch.float32, 160, 1), (torch.bfloat16, 384, 4)]
+)
+def test_a_rows_bits_are_its_own(dtype: torch.dtype, width: int, slabs: int) -> None:
+    """Mutants: leaves by the number of rows, partial sums in bf16, leaves or slabs added last to first, a bias in every
+    part."""
+    with exact_products.short_leaves(LEAF, slabs):
+        exact_products.check_linear(CPU, dtype, width, slabs)
+
+
+@interpreted
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_are_read_as_they_lie(kind: str) -> None:
+    with exact_products.short_leaves(LEAF):
+        exact_products.check_codes(CPU, kind, 200 if kind == "w8a8" else 256)
+
+
+@interpreted
+def test_slabs_of_integers() -> None:
+    exact_products.check_slabs_of_integers(CPU)
+
+
+@interpreted
+def test_an_experts_other_rows_change_nothing() -> None:
+    with exact_products.short_leaves(LEAF):
+        exact_products.check_grouped(CPU, torch.bfloat16, 100)
+        exact_products.check_grouped(CPU, torch.float32, 100, "w4a8 groups of 64")
+
+
+@interpreted
+def test_experts_of_unlike_kinds_are_refused() -> None:
+    """Else codes would be taken for weights."""
+    weights: list[LinearWeight] = [torch.randn(8, 64), KINDS["w8a16"](torch.randn(8, 64))]
+    with pytest.raises(ConfigError, match="unlike"):
+        Matrices.stack(lambda i: weights[i], 2)
+
+
+@interpreted
+def test_heads() -> None:
+    exact_products.check_heads(CPU, torch.bfloat16)
+
+
+@interpreted
+@pytest.mark.parametrize("tied", [False, True])
+def test_routing(tied: bool) -> None:
+    """Mutant: the higher index wins a tie."""
+    exact_products.check_routing(CPU, RoutingRule(4, 2, 3, True, 2.5), 12, tied)
+    exact_products.check_routing(CPU, RoutingRule(1, 1, 4, False, 1.0, softmax=True), 20, tied)
+
+
+@interpreted
+def test_the_sum_of_experts() -> None:
+    """Mutants: worst first, fused multiply and add."""
+    exact_products.check_weighted_sum(CPU)
+
+
+def one_layer() -> LlamaModel:
+    """In bf16."""
+    spec = tiny_spec(num_layers=1)
+    return LlamaModel(spec, tiny_weights(spec, torch.bfloat16), torch.bfloat16, CPU)
+
+
+def two_layers() -> DeepseekV3Model:
+    """A dense layer and one of experts, with latent attention, in fp32."""
+    spec = tiny_deepseek_spec(num_layers=2)
+    return DeepseekV3Model(spec, WeightBag(target_tensors(spec, torch.float32, 0)), torch.float32, CPU)
+
+
+@interpreted
+@needs_kernels
+@pytest.mark.parametrize("family", ["llama", "deepseek"])
+def test_a_models_rows(family: str) -> None:
+    """In chunks and together: the same logits bit for bit. Attention is the CPU's, whose rows are invariant."""
+    with plain_torch(), layer_bits("exact", CPU):
+        model: TargetModel
+        model = one_layer() if family == "llama" else two_layers()
+    spec = model.spec
+    attention = attention_for(CPU, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    assert attention.row_invariant
+    pool, allocator = KvPool(KvLayout(model.kv_layers, model.dtype), 2, 16), PageAllocator(2)
+    tokens = [(7919 * i + 13) % VOCAB for i in range(6)]
+    with plain_torch(), exact_products.short_leaves(LEAF):
+        whole, chunked = (
+            logits_in_chunks(model, pool, allocator, attention, tokens, chunks) for chunks in ((6,), (1, 5))
+        )
+    assert torch.equal(whole, chunked)
+
+
+def test_a_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bits, "has_triton", lambda: False)
+    with pytest.raises(ConfigError, match="triton"), layer_bits("exact", torch.device("cuda")):
+        pass
+
+
+def test_the_cpu_keeps_to_its_own_kernels() -> None:
+    with layer_bits("exact", CPU):
+        assert bits.makes_exact(CPU) is INTERPRETED
+    assert not bits.makes_exact(CPU)
+
+
+def test_options() -> None:
+    exact = NodeConfig(bits="exact", device="cuda:0")
+    assert exact.attention_wanted == "triton"
+    assert NodeConfig(device="cuda:0").attention_wanted == "auto"
+    assert NodeConfig(bits="exact", attention="torch").attention_wanted == "torch"  # on a CPU
+    with pytest.raises(ValueError, match="depend on the batch"):
+        NodeConfig(bits="exact", device="cuda:0", attention="flashinfer")
