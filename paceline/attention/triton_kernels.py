@@ -1,0 +1,246 @@
+"""Triton kernels of paged attention whose bits belong to the row alone (docs/internals/exactness.md).
+
+A *packed row* is one query head of one batch row. A program takes a tile of 16 packed rows that read one KV head, and
+goes over positions in blocks, both counted from position 0. Every run of SPLIT positions is a softmax sum of its own
+(maximum, total, accumulator, all float32) which begins at nothing; sums of splits are merged in order of position. So
+a packed row meets the same products of the same shapes in the same order, whoever shares its tile and whichever
+program holds which splits:
+
+- A product of matrices works row by row, and a position that a row does not see has weight 0 there.
+- A block that adds nothing to a row leaves its sum as it was, bit for bit. So does an empty sum in a merge.
+- Rows share the columns before their tails. From the first block with a tail on, each batch row of the tile reads the
+  block with its own slots. A position has the same place in the same block either way.
+- A program that takes all splits merges them in registers with ``_merged``; ``_finish_kernel`` merges with it too.
+
+Numbers of heads, pages and rows are arguments that no kernel is specialised on.
+"""
+
+# Kernels are written in Triton's language, not Python's.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,no-any-return"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from paceline.layers.ops_triton import INTERPRETED, _rounded
+
+TILE = 16  # packed rows of a program: one MMA shape for every kind of batch
+PREFIX, LENGTH, COLUMNS, TAIL = (tl.constexpr(i) for i in range(4))  # rows of a plan's table of rows
+_TILE = tl.constexpr(TILE)
+_ALL = tl.constexpr(2**30)  # more positions than any sequence has
+_AHEAD = tl.constexpr(4)  # parts that are loaded before the first of them is needed
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _dot(a, b, total):
+    """total + a b, float32. The interpreter multiplies bfloat16 as it lies in memory, which are no numbers."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def _merged(top, total, acc, later_top, later_total, later_acc):
+    """Softmax sums over two sets of positions as one: [M], [M] and [M, D] each. An empty one changes no bit."""
+    higher = tl.maximum(top, later_top)
+    base = tl.where(higher == -float("inf"), 0.0, higher)
+    scale, later_scale = tl.exp2(top - base), tl.exp2(later_top - base)
+    first, second = total != 0.0, later_total != 0.0  # a sum that holds anything holds exp2(0); NaN is not 0
+    both = first & second
+    sum_total = total * scale + later_total * later_scale
+    sum_acc = acc * scale[:, None] + later_acc * later_scale[:, None]
+    top = tl.where(both, higher, tl.where(second, later_top, top))
+    total = tl.where(both, sum_total, tl.where(second, later_total, total))
+    acc = tl.where(both[:, None], sum_acc, tl.where(second[:, None], later_acc, acc))
+    return top, total, acc
+
+
+@triton.jit
+def _with_block(top, total, acc, scores, value):
+    """The sum with one block more. scores: [16, BLOCK] in units of log2, -inf where a row sees nothing."""
+    higher = tl.maximum(top, tl.max(scores, axis=1))
+    base = tl.where(higher == -float("inf"), 0.0, higher)
+    weights = tl.exp2(scores - base[:, None])
+    scale = tl.exp2(top - base)
+    added = tl.sum(weights, axis=1)
+    some = added != 0.0
+    sum_acc = _dot(_rounded(weights, value.dtype), value, acc * scale[:, None])
+    top = tl.where(some, higher, top)
+    total = tl.where(some, total * scale + added, total)
+    acc = tl.where(some[:, None], sum_acc, acc)
+    return top, total, acc
+
+
+@triton.jit
+def _slot_rows(table, columns, tail, prefix, at, wanted, page_size, page_stride, slot_stride, EVEN: tl.constexpr):
+    """Where the pool holds positions ``at`` [BLOCK], in elements: pages up to ``prefix``, slots of a tail from there on."""
+    in_pages = at < prefix
+    entry = tl.load(table + tl.where(in_pages, columns + at // page_size, tail + at), mask=wanted, other=0)
+    page = tl.where(in_pages, entry, entry // page_size).to(tl.int64)
+    offset = tl.where(in_pages, at, entry) % page_size
+    return (page * page_stride + offset * slot_stride) * EVEN
+
+
+@triton.jit
+def _load_rows(source, rows, wanted, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """[n, BLOCK_WIDTH] from element ``rows`` [n] on, zeros past WIDTH and where nothing is wanted."""
+    column = tl.arange(0, BLOCK_WIDTH)
+    mask = wanted[:, None] & (column[None, :] < WIDTH)
+    return tl.load(source + rows[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _split_sum(
+    query, query_rope, pages, value_part, table, rows, num_rows, first, count, token, live, length, low, longest,
+    lowest, from_tail, begin, end, scale, page_size, page_stride, slot_stride,
+    KEY: tl.constexpr, BLOCK_KEY: tl.constexpr, ROPE: tl.constexpr, BLOCK_ROPE: tl.constexpr, VALUE: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, LATENT: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The softmax sum of positions of blocks begin..end-1. from_tail: the first block in which a row of the tile reads
+    its tail: from there on there is a step for each batch row of the tile. See _attend_kernel for the others."""
+    top = tl.full([_TILE], -float("inf"), tl.float32)
+    total = tl.zeros([_TILE], tl.float32)
+    acc = tl.zeros([_TILE, BLOCK_VALUE], tl.float32)
+    shared = tl.minimum(tl.maximum(from_tail, begin), end) - begin
+    columns = tl.load(rows + COLUMNS * num_rows + first)
+    for step in range(shared + (end - begin - shared) * count):
+        behind = step - shared
+        own = behind >= 0
+        block = begin + tl.where(own, shared + behind // count, step)
+        one = tl.where(own, behind % count, 0)
+        reader = rows + first + one
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        prefix = tl.where(own, tl.load(reader + PREFIX * num_rows), _ALL)
+        last = tl.where(own, tl.load(reader + LENGTH * num_rows), longest)
+        wanted = (at >= lowest) & (at < last)
+        places = _slot_rows(
+            table, columns, tl.load(reader + TAIL * num_rows), prefix, at, wanted, page_size, page_stride, slot_stride,
+            EVEN,
+        )  # fmt: skip
+        key = _load_rows(pages, places, wanted, KEY, BLOCK_KEY)
+        scores = _dot(query, tl.trans(key), tl.zeros([_TILE, BLOCK], tl.float32))
+        if ROPE > 0:
+            scores = _dot(query_rope, tl.trans(_load_rows(pages + KEY, places, wanted, ROPE, BLOCK_ROPE)), scores)
+        sees = (at[None, :] >= low[:, None]) & (at[None, :] < length[:, None])
+        sees = sees & (live & ((token == one) | (behind < 0)))[:, None]
+        scores = tl.where(sees, scores * scale, -float("inf"))
+        if LATENT:
+            value = key
+        else:
+            value = _load_rows(pages + value_part, places, wanted, VALUE, BLOCK_VALUE)
+        top, total, acc = _with_block(top, total, acc, scores, value)
+    return top, total, acc
+
+
+RUNTIME = [
+    "num_rows", "first_tile", "base_row", "launched_rows", "heads", "query_row", "query_head", "page_size",
+    "page_stride", "value_part", "slot_stride", "head_stride", "span", "window",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def _attend_kernel(
+    query, pages, table, rows, tiles, accs, sums, num_rows, first_tile, base_row, launched_rows, heads, query_row,
+    query_head, page_size, page_stride, value_part, slot_stride, head_stride, span, window, scale,
+    GROUP: tl.constexpr, KEY: tl.constexpr, BLOCK_KEY: tl.constexpr, ROPE: tl.constexpr, BLOCK_ROPE: tl.constexpr,
+    VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr, LATENT: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """Splits part * span .. part * span + span - 1 of one tile over one KV head.
+
+    Grid: tiles, KV heads * tiles of a group's heads, parts. rows: int32 [4, num_rows], what each row reads:
+    PREFIX positions from pages (``table[COLUMNS + page]``), then slots up to LENGTH (``table[TAIL + position]``).
+    tiles: int32 [n, 2], first row and number of rows. accs: float32 [parts, launched_rows, heads, VALUE]; sums:
+    float32 [2, parts, launched_rows, heads], maxima and totals. Strides are in units of EVEN elements.
+    """
+    PACK: tl.constexpr = GROUP if GROUP < _TILE else _TILE  # heads of a group in a tile
+    HEAD_TILES: tl.constexpr = (GROUP + _TILE - 1) // _TILE
+    part = tl.program_id(2)
+    kv_head = tl.program_id(1) // HEAD_TILES
+    tile = tiles + (first_tile + tl.program_id(0)) * 2
+    first, count = tl.load(tile), tl.load(tile + 1)
+    packed = tl.arange(0, _TILE)
+    token = packed // PACK
+    in_group = tl.program_id(1) % HEAD_TILES * _TILE + packed % PACK
+    live = (token < count) & (in_group < GROUP)
+    row = first + tl.where(live, token, 0)
+    length = tl.load(rows + LENGTH * num_rows + row, mask=live, other=0)
+    prefix = tl.load(rows + PREFIX * num_rows + row, mask=live, other=0)
+    low = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+    longest = tl.max(length, axis=0)
+    lowest = tl.min(tl.where(live, low, _ALL), axis=0)
+    from_tail = tl.min(tl.where(length > prefix, prefix, _ALL), axis=0) // BLOCK
+    first_split = tl.maximum(lowest // SPLIT, part * span)
+    last_split = tl.minimum((longest + SPLIT - 1) // SPLIT, part * span + span)
+    if first_split < last_split:
+        head = kv_head * GROUP + in_group
+        of_query = (row.to(tl.int64) * query_row + head * query_head) * EVEN
+        key_query = _load_rows(query, of_query, live, KEY, BLOCK_KEY)
+        rope_query = key_query
+        if ROPE > 0:
+            rope_query = _load_rows(query + KEY, of_query, live, ROPE, BLOCK_ROPE)
+        of_head = pages + kv_head.to(tl.int64) * head_stride * EVEN
+        top = tl.full([_TILE], -float("inf"), tl.float32)
+        total = tl.zeros([_TILE], tl.float32)
+        acc = tl.zeros([_TILE, BLOCK_VALUE], tl.float32)
+        for split in range(first_split, last_split):
+            begin = tl.maximum(split * (SPLIT // BLOCK), lowest // BLOCK)
+            end = tl.minimum((split + 1) * (SPLIT // BLOCK), (longest + BLOCK - 1) // BLOCK)
+            split_top, split_total, split_acc = _split_sum(
+                key_query, rope_query, of_head, value_part * EVEN, table, rows, num_rows, first, count, token, live,
+                length, low, longest, lowest, from_tail, begin, end, scale, page_size, page_stride, slot_stride,
+                KEY, BLOCK_KEY, ROPE, BLOCK_ROPE, VALUE, BLOCK_VALUE, LATENT, BLOCK, EVEN,
+            )  # fmt: skip
+            top, total, acc = _merged(top, total, acc, split_top, split_total, split_acc)
+        at = (part * launched_rows + row - base_row).to(tl.int64) * heads + head
+        totals = tl.num_programs(2).to(tl.int64) * launched_rows * heads
+        tl.store(sums + at, top, mask=live)
+        tl.store(sums + totals + at, total, mask=live)
+        column = tl.arange(0, BLOCK_VALUE)
+        mask = live[:, None] & (column[None, :] < VALUE)
+        tl.store(accs + at[:, None] * VALUE + column[None, :], acc, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "base_row", "heads", "parts", "span", "window"])
+def _finish_kernel(
+    accs, sums, rows, sinks, out, num_rows, base_row, heads, parts, span, window,
+    VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Merges the parts of HEADS heads of one row in order of position, takes in the sink, divides.
+
+    Grid: rows of the launch, blocks of heads. out: [T, heads, VALUE]; sinks: float32 [heads], or None.
+    """
+    row = tl.program_id(0)
+    launched_rows = tl.num_programs(0)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    live = head < heads
+    column = tl.arange(0, BLOCK_VALUE)
+    mask = live[:, None] & (column[None, :] < VALUE)
+    length = tl.load(rows + LENGTH * num_rows + base_row + row)
+    low = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+    top = tl.full([HEADS], -float("inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, BLOCK_VALUE], tl.float32)
+    totals = parts.to(tl.int64) * launched_rows * heads
+    last = ((length + SPLIT - 1) // SPLIT + span - 1) // span
+    for next_part in range(low // SPLIT // span, last, _AHEAD):
+        for i in tl.static_range(_AHEAD):
+            part = next_part + i
+            at = (part * launched_rows + row).to(tl.int64) * heads + head
+            there = part < last  # an empty sum stands for a part that is not
+            part_top = tl.load(sums + at, mask=live & there, other=0.0)
+            part_total = tl.load(sums + totals + at, mask=live & there, other=0.0)
+            part_acc = tl.load(accs + at[:, None] * VALUE + column[None, :], mask=mask & there, other=0.0)
+            top, total, acc = _merged(top, total, acc, part_top, part_total, part_acc)
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * _LOG2E
+        higher = tl.maximum(top, sink)
+        scale = tl.exp2(top - higher)
+        total = total * scale + tl.exp2(sink - higher)
+        acc = acc * scale[:, None]
+    weight = tl.where(total == 0.0, 1.0, total)  # a row that sees nothing is zeros
+    result = tl.div_rn(acc, tl.broadcast_to(weight[:, None], [HEADS, BLOCK_VALUE]))
+    at = ((base_row + row).to(tl.int64) * heads + head)[:, None] * VALUE + column[None, :]
+    tl.store(out + at, _rounded(result, out.dtype.element_ty), mask=mask)
