@@ -51,9 +51,9 @@ class EngineConfig(Frozen):
     """Ranks of one node: processes of one host that each hold a part of every layer. The text is the same for every
     number. Raise it where a model does not fit one device."""
 
-    attention: Literal["auto", "flashinfer", "torch"] = "auto"
-    """Attention kernels. `auto` takes FlashInfer on GPUs where it is installed, and Paceline's own on CPUs. `torch`
-    runs everywhere and is slow."""
+    attention: Literal["auto", "flashinfer", "triton", "torch"] = "auto"
+    """Attention kernels. On GPUs `auto` takes FlashInfer where it is installed, else `triton`, which is Paceline's own
+    and serves sliding windows and sinks too. On CPUs it takes Paceline's own. `torch` runs everywhere and is slow."""
 
     cuda_graphs: bool = True
     """On GPUs, capture decode rounds as CUDA graphs at start. Turn it off to start sooner or to save GPU memory."""

@@ -29,7 +29,6 @@ TILE = 16  # packed rows of a program: one MMA shape for every kind of batch
 PREFIX, LENGTH, COLUMNS, TAIL = (tl.constexpr(i) for i in range(4))  # rows of a plan's table of rows
 _TILE = tl.constexpr(TILE)
 _ALL = tl.constexpr(2**30)  # more positions than any sequence has
-_AHEAD = tl.constexpr(4)  # parts that are loaded before the first of them is needed
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -74,12 +73,12 @@ def _with_block(top, total, acc, scores, value):
 
 
 @triton.jit
-def _slot_rows(table, columns, tail, prefix, at, wanted, page_size, page_stride, slot_stride, EVEN: tl.constexpr):
-    """Where the pool holds positions ``at`` [BLOCK], in elements: pages up to ``prefix``, slots of a tail from there on."""
-    in_pages = at < prefix
-    entry = tl.load(table + tl.where(in_pages, columns + at // page_size, tail + at), mask=wanted, other=0)
-    page = tl.where(in_pages, entry, entry // page_size).to(tl.int64)
-    offset = tl.where(in_pages, at, entry) % page_size
+def _places(table, columns, tail, prefix, at, wanted, page_size, page_stride, slot_stride, EVEN: tl.constexpr):
+    """Where the pool holds positions ``at`` [BLOCK], in elements: in pages before ``prefix``, then in a tail's slots."""
+    paged = at < prefix
+    entry = tl.load(table + tl.where(paged, columns + at // page_size, tail + at), mask=wanted, other=0)
+    page = tl.where(paged, entry, entry // page_size).to(tl.int64)
+    offset = tl.where(paged, at, entry) % page_size
     return (page * page_stride + offset * slot_stride) * EVEN
 
 
@@ -93,8 +92,8 @@ def _load_rows(source, rows, wanted, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.conste
 
 @triton.jit
 def _split_sum(
-    query, query_rope, pages, value_part, table, rows, num_rows, first, count, token, live, length, low, longest,
-    lowest, from_tail, begin, end, scale, page_size, page_stride, slot_stride,
+    query, query_rope, pages, value_part, table, token, live, low, length, prefix, columns, tail, count, from_tail,
+    begin, end, scale, page_size, page_stride, slot_stride,
     KEY: tl.constexpr, BLOCK_KEY: tl.constexpr, ROPE: tl.constexpr, BLOCK_ROPE: tl.constexpr, VALUE: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, LATENT: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -104,27 +103,22 @@ def _split_sum(
     total = tl.zeros([_TILE], tl.float32)
     acc = tl.zeros([_TILE, BLOCK_VALUE], tl.float32)
     shared = tl.minimum(tl.maximum(from_tail, begin), end) - begin
-    columns = tl.load(rows + COLUMNS * num_rows + first)
     for step in range(shared + (end - begin - shared) * count):
         behind = step - shared
-        own = behind >= 0
-        block = begin + tl.where(own, shared + behind // count, step)
-        one = tl.where(own, behind % count, 0)
-        reader = rows + first + one
-        at = block * BLOCK + tl.arange(0, BLOCK)
-        prefix = tl.where(own, tl.load(reader + PREFIX * num_rows), _ALL)
-        last = tl.where(own, tl.load(reader + LENGTH * num_rows), longest)
+        alone = behind >= 0
+        at = (begin + tl.where(alone, shared + behind // count, step)) * BLOCK + tl.arange(0, BLOCK)
+        reads = live & ((behind < 0) | (token == behind % count))  # rows that this step is for
+        last = tl.max(tl.where(reads, length, 0), axis=0)
+        lowest = tl.min(tl.where(reads, low, _ALL), axis=0)
+        in_pages = tl.where(alone, tl.max(tl.where(reads, prefix, 0), axis=0), _ALL)
+        own_tail = tl.max(tl.where(reads, tail, -_ALL), axis=0)
         wanted = (at >= lowest) & (at < last)
-        places = _slot_rows(
-            table, columns, tl.load(reader + TAIL * num_rows), prefix, at, wanted, page_size, page_stride, slot_stride,
-            EVEN,
-        )  # fmt: skip
+        places = _places(table, columns, own_tail, in_pages, at, wanted, page_size, page_stride, slot_stride, EVEN)
         key = _load_rows(pages, places, wanted, KEY, BLOCK_KEY)
         scores = _dot(query, tl.trans(key), tl.zeros([_TILE, BLOCK], tl.float32))
         if ROPE > 0:
             scores = _dot(query_rope, tl.trans(_load_rows(pages + KEY, places, wanted, ROPE, BLOCK_ROPE)), scores)
-        sees = (at[None, :] >= low[:, None]) & (at[None, :] < length[:, None])
-        sees = sees & (live & ((token == one) | (behind < 0)))[:, None]
+        sees = reads[:, None] & (at[None, :] >= low[:, None]) & (at[None, :] < length[:, None])
         scores = tl.where(sees, scores * scale, -float("inf"))
         if LATENT:
             value = key
@@ -168,6 +162,8 @@ def _attend_kernel(
     row = first + tl.where(live, token, 0)
     length = tl.load(rows + LENGTH * num_rows + row, mask=live, other=0)
     prefix = tl.load(rows + PREFIX * num_rows + row, mask=live, other=0)
+    tail = tl.load(rows + TAIL * num_rows + row, mask=live, other=0)
+    columns = tl.load(rows + COLUMNS * num_rows + first)
     low = tl.where(window > 0, tl.maximum(length - window, 0), 0)
     longest = tl.max(length, axis=0)
     lowest = tl.min(tl.where(live, low, _ALL), axis=0)
@@ -189,8 +185,8 @@ def _attend_kernel(
             begin = tl.maximum(split * (SPLIT // BLOCK), lowest // BLOCK)
             end = tl.minimum((split + 1) * (SPLIT // BLOCK), (longest + BLOCK - 1) // BLOCK)
             split_top, split_total, split_acc = _split_sum(
-                key_query, rope_query, of_head, value_part * EVEN, table, rows, num_rows, first, count, token, live,
-                length, low, longest, lowest, from_tail, begin, end, scale, page_size, page_stride, slot_stride,
+                key_query, rope_query, of_head, value_part * EVEN, table, token, live, low, length, prefix, columns,
+                tail, count, from_tail, begin, end, scale, page_size, page_stride, slot_stride,
                 KEY, BLOCK_KEY, ROPE, BLOCK_ROPE, VALUE, BLOCK_VALUE, LATENT, BLOCK, EVEN,
             )  # fmt: skip
             top, total, acc = _merged(top, total, acc, split_top, split_total, split_acc)
@@ -203,44 +199,42 @@ def _attend_kernel(
         tl.store(accs + at[:, None] * VALUE + column[None, :], acc, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "base_row", "heads", "parts", "span", "window"])
+@triton.jit(do_not_specialize=["num_rows", "base_row", "launched_rows", "heads", "parts", "span", "window"])
 def _finish_kernel(
-    accs, sums, rows, sinks, out, num_rows, base_row, heads, parts, span, window,
-    VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr, SPLIT: tl.constexpr, HEADS: tl.constexpr,
+    accs, sums, rows, sinks, out, num_rows, base_row, launched_rows, heads, parts, span, window,
+    VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr, SPLIT: tl.constexpr, ITEMS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Merges the parts of HEADS heads of one row in order of position, takes in the sink, divides.
+    """Merges the parts of ITEMS heads of rows in order of position, takes in sinks, divides.
 
-    Grid: rows of the launch, blocks of heads. out: [T, heads, VALUE]; sinks: float32 [heads], or None.
+    out: [T, heads, VALUE]; sinks: float32 [heads], or None. AHEAD parts are loaded before the first is needed.
     """
-    row = tl.program_id(0)
-    launched_rows = tl.num_programs(0)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    live = head < heads
+    item = tl.program_id(0).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
+    items = launched_rows.to(tl.int64) * heads
+    live = item < items
     column = tl.arange(0, BLOCK_VALUE)
     mask = live[:, None] & (column[None, :] < VALUE)
-    length = tl.load(rows + LENGTH * num_rows + base_row + row)
+    length = tl.load(rows + LENGTH * num_rows + base_row + item // heads, mask=live, other=0)
     low = tl.where(window > 0, tl.maximum(length - window, 0), 0)
-    top = tl.full([HEADS], -float("inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
-    acc = tl.zeros([HEADS, BLOCK_VALUE], tl.float32)
-    totals = parts.to(tl.int64) * launched_rows * heads
-    last = ((length + SPLIT - 1) // SPLIT + span - 1) // span
-    for next_part in range(low // SPLIT // span, last, _AHEAD):
-        for i in tl.static_range(_AHEAD):
-            part = next_part + i
-            at = (part * launched_rows + row).to(tl.int64) * heads + head
-            there = part < last  # an empty sum stands for a part that is not
-            part_top = tl.load(sums + at, mask=live & there, other=0.0)
-            part_total = tl.load(sums + totals + at, mask=live & there, other=0.0)
-            part_acc = tl.load(accs + at[:, None] * VALUE + column[None, :], mask=mask & there, other=0.0)
+    first, last = low // SPLIT // span, ((length + SPLIT - 1) // SPLIT + span - 1) // span
+    top = tl.full([ITEMS], -float("inf"), tl.float32)
+    total = tl.zeros([ITEMS], tl.float32)
+    acc = tl.zeros([ITEMS, BLOCK_VALUE], tl.float32)
+    for begin in range(tl.min(tl.where(last > 0, first, parts), axis=0), tl.max(last, axis=0), AHEAD):
+        for i in tl.static_range(AHEAD):
+            part = begin + i
+            there = (part >= first) & (part < last)  # an empty sum stands for a part that is not
+            at = part.to(tl.int64) * items + item
+            part_top = tl.load(sums + at, mask=there, other=0.0)
+            part_total = tl.load(sums + parts * items + at, mask=there, other=0.0)
+            part_acc = tl.load(accs + at[:, None] * VALUE + column[None, :], mask=mask & there[:, None], other=0.0)
             top, total, acc = _merged(top, total, acc, part_top, part_total, part_acc)
     if sinks is not None:
-        sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * _LOG2E
+        sink = tl.load(sinks + item % heads, mask=live, other=0.0).to(tl.float32) * _LOG2E
         higher = tl.maximum(top, sink)
         scale = tl.exp2(top - higher)
         total = total * scale + tl.exp2(sink - higher)
         acc = acc * scale[:, None]
     weight = tl.where(total == 0.0, 1.0, total)  # a row that sees nothing is zeros
-    result = tl.div_rn(acc, tl.broadcast_to(weight[:, None], [HEADS, BLOCK_VALUE]))
-    at = ((base_row + row).to(tl.int64) * heads + head)[:, None] * VALUE + column[None, :]
+    result = tl.div_rn(acc, tl.broadcast_to(weight[:, None], [ITEMS, BLOCK_VALUE]))
+    at = (base_row.to(tl.int64) * heads + item)[:, None] * VALUE + column[None, :]
     tl.store(out + at, _rounded(result, out.dtype.element_ty), mask=mask)

@@ -29,9 +29,9 @@ from paceline.triton_support import EXACT, next_power_of_2, on_device_of
 SPLIT = 256  # positions, from position 0 on
 MAX_BLOCK = 64  # positions
 TILE_BYTES = 64 << 10  # of the keys and values of a block
-STAGED_BYTES = 128 << 10  # of blocks that are on their way
 WORKSPACE_BYTES = 128 << 20
-FINISHED_ELEMENTS = 512  # of one program
+FINISHED_ELEMENTS = 512  # that one program merges parts of
+AHEAD = 4  # parts that it loads at once
 LOG2E = 1.4426950408889634
 ALL = 2**30  # splits
 VECTOR_BYTES = 16
@@ -78,7 +78,7 @@ class Geometry:
     @cached_property
     def options(self) -> dict[str, Any]:
         """Constants and launch options of ``_attend_kernel``."""
-        staged = self.block * self._position_bytes
+        narrow = 2 * self.block * self._position_bytes <= TILE_BYTES
         return {
             "GROUP": self.group,
             "KEY": self.key_dim,
@@ -91,8 +91,8 @@ class Geometry:
             "BLOCK": self.block,
             "SPLIT": SPLIT,
             "EVEN": self.even,
-            "num_warps": 8 if self.value_dim > 256 else 4,
-            "num_stages": min(max(STAGED_BYTES // staged, 1), 3),
+            "num_warps": 8 if self.value_dim * self.itemsize > 512 else 4,
+            "num_stages": 5 if narrow else 3,  # two blocks on their way, or one, and their entries of page tables
             **EXACT,
         }
 
@@ -211,9 +211,9 @@ class _Launch:
             page_stride, part_stride, slot_stride, head_stride, self.span, self.window, self.scale,
             **geometry.options,
         )  # fmt: skip
-        heads = max(FINISHED_ELEMENTS // _padded(geometry.value_dim), 1)
-        _finish_kernel[(len(rows), triton.cdiv(self.heads, heads))](
-            accs, sums, self.rows, self.sinks, out, self.rows.shape[1], rows.start, self.heads, self.parts, self.span,
-            self.window, VALUE=geometry.value_dim, BLOCK_VALUE=_padded(geometry.value_dim), SPLIT=SPLIT, HEADS=heads,
-            **EXACT,
+        items = max(FINISHED_ELEMENTS // _padded(geometry.value_dim), 1)
+        _finish_kernel[(triton.cdiv(len(rows) * self.heads, items),)](
+            accs, sums, self.rows, self.sinks, out, self.rows.shape[1], rows.start, len(rows), self.heads, self.parts,
+            self.span, self.window, VALUE=geometry.value_dim, BLOCK_VALUE=_padded(geometry.value_dim), SPLIT=SPLIT,
+            ITEMS=items, AHEAD=AHEAD, **EXACT,
         )  # fmt: skip

@@ -118,10 +118,10 @@ class StaticTritonPlan(TritonPlan, StaticPlan):
         """See StaticPlan; one copy. Raises ValueError for a batch that the shape has no room for."""
         found = reads_of(segments, self._page_size)
         packed = np.concatenate((found.rows.ravel(), found.table))
-        if found.rows.shape[1] != self._shape.num_rows or packed.size > len(self._memory):
-            raise ValueError(f"a batch of {found.rows.shape[1]} rows and {packed.size} indices is not of {self._shape}")
         if found.longest > self._longest:
             raise ValueError(f"a row sees {found.longest} positions, and the graph is for {self._longest}")
+        if found.rows.shape[1] != self._shape.num_rows or packed.size > len(self._memory):
+            raise ValueError(f"a batch of {found.rows.shape[1]} rows and {packed.size} indices is not of {self._shape}")
         self._memory[: packed.size].copy_(pinned(packed, self.device), non_blocking=True)
 
     def reads(self, page_size: int) -> tuple[torch.Tensor, torch.Tensor, int]:

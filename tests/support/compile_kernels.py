@@ -22,6 +22,7 @@ class KernelCall:
     arguments: str  # separated by blanks; - is an argument that is None
     constants: dict[str, Any] = field(default_factory=dict)
     num_warps: int = 4
+    num_stages: int = 3
 
 
 def compile_call(call: KernelCall) -> str:
@@ -44,7 +45,7 @@ def compile_call(call: KernelCall) -> str:
     compiled = triton.compile(
         ASTSource(fn=kernel, signature=ordered, constexprs=constants),
         target=GPUTarget("cuda", CAPABILITY, 32),
-        options={"num_warps": call.num_warps, **EXACT},
+        options={"num_warps": call.num_warps, "num_stages": call.num_stages, **EXACT},
     )
     return str(compiled.asm["ptx"])
 
@@ -64,7 +65,30 @@ LATENT = "{0} {0} {0} *fp32 *i64 *i64 {0} {0} i32 i32 i32 i32 i64 i32 i32 i64 fp
 MLA_SHAPE = {"HEADS": 128, "RANK": 512, "ROPE": 64, "EVEN": 8, "BLOCK": 512, "PAIRS": 32, "GROUP": 16}
 HIDDEN = {"HEADS": 1, "WIDTH": 4096, "EVEN": 8, "BLOCK": 4096}
 
+ATTENTION = "paceline.attention.triton_kernels"
+ATTEND = "{0} {0} *i32 *i32 *i32 *fp32 *fp32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 fp32"
+FINISH = "*fp32 *fp32 *i32 {0} *bf16 i32 i32 i32 i32 i32 i32 i32"
+
+
+def attend_call(pointer: str, *geometry: int) -> KernelCall:
+    """Attention of a geometry (group, key, rope, value, bytes of an element), launched as the backend does."""
+    from paceline.attention.triton_paged import Geometry
+
+    options = {name: value for name, value in Geometry(*geometry).options.items() if name not in EXACT}
+    warps, stages = options.pop("num_warps"), options.pop("num_stages")
+    return KernelCall(ATTENTION, "_attend_kernel", ATTEND.format(pointer), options, warps, stages)
+
+
 CALLS = [
+    attend_call("*bf16", 4, 128, 0, 128, 2),
+    attend_call("*fp32", 3, 64, 0, 64, 4),
+    attend_call("*bf16", 128, 512, 64, 512, 2),
+    KernelCall(
+        ATTENTION,
+        "_finish_kernel",
+        FINISH.format("*fp32"),
+        {"VALUE": 64, "BLOCK_VALUE": 64, "SPLIT": 256, "ITEMS": 8, "AHEAD": 4},
+    ),
     KernelCall(LAYERS, "_rms_norm_kernel", "*bf16 *bf16 *bf16 *bf16 i32 i32 fp32", {"ADD": True, **HIDDEN}, 8),
     KernelCall(
         LAYERS,
