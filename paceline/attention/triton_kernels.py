@@ -6,7 +6,8 @@ goes over positions in blocks, both counted from position 0. Every run of SPLIT 
 a packed row meets the same products of the same shapes in the same order, whoever shares its tile and whichever
 program holds which splits:
 
-- A product of matrices works row by row, and a position that a row does not see has weight 0 there.
+- A product of matrices works row by row. A position of the block that a row does not see has weight 0 there, so all
+  values of a prompt or a chain must be finite. Those of another branch of a tree need not be.
 - A block that adds nothing to a row leaves its sum as it was, bit for bit. So does an empty sum in a merge.
 - Rows share the columns before their tails. From the first block with a tail on, each batch row of the tile reads the
   block with its own slots. A position has the same place in the same block either way.
@@ -74,7 +75,7 @@ def _with_block(top, total, acc, scores, value):
 
 @triton.jit
 def _places(table, columns, tail, prefix, at, wanted, page_size, page_stride, slot_stride, EVEN: tl.constexpr):
-    """Where the pool holds positions ``at`` [BLOCK], in elements: in pages before ``prefix``, then in a tail's slots."""
+    """Elements at which the pool holds positions ``at`` [BLOCK]: in pages before ``prefix``, then in a tail's slots."""
     paged = at < prefix
     entry = tl.load(table + tl.where(paged, columns + at // page_size, tail + at), mask=wanted, other=0)
     page = tl.where(paged, entry, entry // page_size).to(tl.int64)
@@ -120,10 +121,7 @@ def _split_sum(
             scores = _dot(query_rope, tl.trans(_load_rows(pages + KEY, places, wanted, ROPE, BLOCK_ROPE)), scores)
         sees = reads[:, None] & (at[None, :] >= low[:, None]) & (at[None, :] < length[:, None])
         scores = tl.where(sees, scores * scale, -float("inf"))
-        if LATENT:
-            value = key
-        else:
-            value = _load_rows(pages + value_part, places, wanted, VALUE, BLOCK_VALUE)
+        value = key if LATENT else _load_rows(pages + value_part, places, wanted, VALUE, BLOCK_VALUE)
         top, total, acc = _with_block(top, total, acc, scores, value)
     return top, total, acc
 
