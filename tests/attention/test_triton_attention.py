@@ -76,7 +76,7 @@ def test_follows_the_reference(
 def test_bits_of_a_row() -> None:
     """Mutants: parts chosen by the batch, sums merged from the last on, blocks counted from a tail's first slot, tiles
     of as many packed rows as a batch has, an empty block that scales a sum."""
-    bits = Bits(Content.random(CPU, Geometry(3, 1, 16), BF16, LENGTH), SPLIT)
+    bits = Bits(Content.random(CPU, Geometry(3, 1, 16), FP32, LENGTH), SPLIT)
     bits.check_batches()
     bits.check_trees()
     bits.check_parts()
@@ -86,7 +86,7 @@ def test_bits_of_a_row() -> None:
 @interpreted
 def test_bits_of_a_row_with_window_and_sink() -> None:
     """The window begins within a block."""
-    bits = Bits(Content.random(CPU, Geometry(4, 1, 16), FP32, LENGTH, sinks=True), SPLIT, window=11)
+    bits = Bits(Content.random(CPU, Geometry(4, 1, 16), BF16, LENGTH, sinks=True), SPLIT, window=11)
     bits.check_trees(SPLIT - 3)
     bits.check_static()
 
@@ -129,7 +129,7 @@ def test_a_batch_that_a_graph_has_no_room_for() -> None:
 
 
 def test_backends_by_device() -> None:
-    """`auto` on a GPU takes Triton without FlashInfer, and for windows and sinks; the reference where that lacks too."""
+    """`auto` on a GPU takes Triton without FlashInfer, and for windows and sinks; else torch's reference."""
     with mock.patch.dict("sys.modules", {"flashinfer": None}):
         expected = "triton" if has_triton() else "torch"
         assert attention_for(CUDA, 4, 2, 16).name == expected

@@ -157,10 +157,11 @@ class Placed:
         return Segment.linear([1] * (end - start), start, self.slots)
 
     def tree(self, start: int) -> tuple[Segment, torch.Tensor]:
-        """A tree whose PATH has the sequence's rows from ``start`` on, and its queries; the pool is written."""
+        """A tree whose PATH has the sequence's rows from ``start`` on, and its queries. The strangers' keys and values
+        are not finite."""
         content, segment = self.content, Segment.tree([1] * len(PARENTS), PARENTS, start, self.slots)
         query = torch.full_like(content.query[: len(PARENTS)], 3.0)
-        kept = [torch.full_like(part[: len(PARENTS)], 50.0) for part in content.kept]
+        kept = [torch.full_like(part[: len(PARENTS)], torch.nan) for part in content.kept]
         for depth, node in enumerate(PATH):
             query[node] = content.query[start + depth]
             for mine, part in zip(kept, content.kept, strict=True):
