@@ -126,30 +126,40 @@ def _split_sum(
     return top, total, acc
 
 
+@triton.jit
+def _store_part(accs, sums, at, size, live, top, total, acc, VALUE: tl.constexpr):
+    """at: [16], the places of packed rows; size: of the maxima, behind which the totals lie."""
+    tl.store(sums + at, top, mask=live)
+    tl.store(sums + size + at, total, mask=live)
+    column = tl.arange(0, acc.shape[1])
+    tl.store(accs + at[:, None] * VALUE + column[None, :], acc, mask=live[:, None] & (column[None, :] < VALUE))
+
+
 RUNTIME = [
     "num_rows", "first_tile", "base_row", "launched_rows", "heads", "query_row", "query_head", "page_size",
-    "page_stride", "value_part", "slot_stride", "head_stride", "span", "window",
+    "page_stride", "value_part", "slot_stride", "head_stride", "parts", "span", "window",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def _attend_kernel(
     query, pages, table, rows, tiles, accs, sums, num_rows, first_tile, base_row, launched_rows, heads, query_row,
-    query_head, page_size, page_stride, value_part, slot_stride, head_stride, span, window, scale,
+    query_head, page_size, page_stride, value_part, slot_stride, head_stride, parts, span, window, scale,
     GROUP: tl.constexpr, KEY: tl.constexpr, BLOCK_KEY: tl.constexpr, ROPE: tl.constexpr, BLOCK_ROPE: tl.constexpr,
     VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr, LATENT: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Splits part * span .. part * span + span - 1 of one tile over one KV head.
+    """Parts of one tile over one KV head. A part is the splits part * span .. part * span + span - 1.
 
-    Grid: tiles, KV heads * tiles of a group's heads, parts. rows: int32 [4, num_rows], what each row reads:
-    PREFIX positions from pages (``table[COLUMNS + page]``), then slots up to LENGTH (``table[TAIL + position]``).
-    tiles: int32 [n, 2], first row and number of rows. accs: float32 [parts, launched_rows, heads, VALUE]; sums:
-    float32 [2, parts, launched_rows, heads], maxima and totals. Strides are in units of EVEN elements.
+    Grid: tiles, KV heads * tiles of a group's heads, programs that take the tile's parts in turn.
+
+    rows: int32 [4, num_rows], what each row reads: PREFIX positions from pages (``table[COLUMNS + page]``), then slots
+    up to LENGTH (``table[TAIL + position]``). tiles: int32 [n, 2], first row and number of rows. accs: float32 [parts,
+    launched_rows, heads, VALUE]; sums: float32 [2, parts, launched_rows, heads], maxima and totals. Strides are in
+    units of EVEN elements.
     """
     PACK: tl.constexpr = GROUP if GROUP < _TILE else _TILE  # heads of a group in a tile
     HEAD_TILES: tl.constexpr = (GROUP + _TILE - 1) // _TILE
-    part = tl.program_id(2)
     kv_head = tl.program_id(1) // HEAD_TILES
     tile = tiles + (first_tile + tl.program_id(0)) * 2
     first, count = tl.load(tile), tl.load(tile + 1)
@@ -166,20 +176,20 @@ def _attend_kernel(
     longest = tl.max(length, axis=0)
     lowest = tl.min(tl.where(live, low, _ALL), axis=0)
     from_tail = tl.min(tl.where(length > prefix, prefix, _ALL), axis=0) // BLOCK
-    first_split = tl.maximum(lowest // SPLIT, part * span)
-    last_split = tl.minimum((longest + SPLIT - 1) // SPLIT, part * span + span)
-    if first_split < last_split:
-        head = kv_head * GROUP + in_group
-        of_query = (row.to(tl.int64) * query_row + head * query_head) * EVEN
-        key_query = _load_rows(query, of_query, live, KEY, BLOCK_KEY)
-        rope_query = key_query
-        if ROPE > 0:
-            rope_query = _load_rows(query + KEY, of_query, live, ROPE, BLOCK_ROPE)
-        of_head = pages + kv_head.to(tl.int64) * head_stride * EVEN
+    first_split, last_split = lowest // SPLIT, (longest + SPLIT - 1) // SPLIT
+    head = kv_head * GROUP + in_group
+    of_query = (row.to(tl.int64) * query_row + head * query_head) * EVEN
+    key_query = _load_rows(query, of_query, live, KEY, BLOCK_KEY)
+    rope_query = key_query
+    if ROPE > 0:
+        rope_query = _load_rows(query + KEY, of_query, live, ROPE, BLOCK_ROPE)
+    of_head = pages + kv_head.to(tl.int64) * head_stride * EVEN
+    mine = first_split // span + tl.program_id(2)
+    for part in range(mine, (last_split + span - 1) // span, tl.num_programs(2)):
         top = tl.full([_TILE], -float("inf"), tl.float32)
         total = tl.zeros([_TILE], tl.float32)
         acc = tl.zeros([_TILE, BLOCK_VALUE], tl.float32)
-        for split in range(first_split, last_split):
+        for split in range(tl.maximum(first_split, part * span), tl.minimum(last_split, part * span + span)):
             begin = tl.maximum(split * (SPLIT // BLOCK), lowest // BLOCK)
             end = tl.minimum((split + 1) * (SPLIT // BLOCK), (longest + BLOCK - 1) // BLOCK)
             split_top, split_total, split_acc = _split_sum(
@@ -189,12 +199,7 @@ def _attend_kernel(
             )  # fmt: skip
             top, total, acc = _merged(top, total, acc, split_top, split_total, split_acc)
         at = (part * launched_rows + row - base_row).to(tl.int64) * heads + head
-        totals = tl.num_programs(2).to(tl.int64) * launched_rows * heads
-        tl.store(sums + at, top, mask=live)
-        tl.store(sums + totals + at, total, mask=live)
-        column = tl.arange(0, BLOCK_VALUE)
-        mask = live[:, None] & (column[None, :] < VALUE)
-        tl.store(accs + at[:, None] * VALUE + column[None, :], acc, mask=mask)
+        _store_part(accs, sums, at, parts.to(tl.int64) * launched_rows * heads, live, top, total, acc, VALUE)
 
 
 @triton.jit(do_not_specialize=["num_rows", "base_row", "launched_rows", "heads", "parts", "span", "window"])

@@ -32,6 +32,7 @@ TILE_BYTES = 64 << 10  # of the keys and values of a block
 WORKSPACE_BYTES = 128 << 20
 FINISHED_ELEMENTS = 512  # that one program merges parts of
 AHEAD = 4  # parts that it loads at once
+PROGRAMS = 2048  # enough for every GPU; more of them would only find that rows are short
 LOG2E = 1.4426950408889634
 ALL = 2**30  # splits
 VECTOR_BYTES = 16
@@ -105,7 +106,7 @@ class Geometry:
         return even
 
     def partial_bytes(self, rows: int, heads: int) -> int:
-        """Of the sums of one part."""
+        """Bytes of the sums of one part."""
         return 4 * rows * heads * (self.value_dim + 2)
 
 
@@ -205,10 +206,12 @@ class _Launch:
         accs = query.new_empty(self.parts, len(rows), self.heads, geometry.value_dim, dtype=torch.float32)
         sums = query.new_empty(2, self.parts, len(rows), self.heads, dtype=torch.float32)
         page_stride, part_stride, slot_stride, head_stride, _ = (s // geometry.even for s in pages.stride())
-        _attend_kernel[(len(which), pages.shape[3] * geometry.head_tiles, self.parts)](
+        tiled = len(which), pages.shape[3] * geometry.head_tiles
+        _attend_kernel[(*tiled, min(max(PROGRAMS // (tiled[0] * tiled[1]), 1), self.parts))](
             query, pages, self.table, self.rows, tiles, accs, sums, self.rows.shape[1], which.start, rows.start,
             len(rows), self.heads, query.stride(0) // geometry.even, query.stride(1) // geometry.even, pages.shape[2],
-            page_stride, part_stride, slot_stride, head_stride, self.span, self.window, self.scale,
+            page_stride, part_stride, slot_stride, head_stride, self.parts, self.span, self.window,
+            self.scale,
             **geometry.options,
         )  # fmt: skip
         items = max(FINISHED_ELEMENTS // _padded(geometry.value_dim), 1)

@@ -44,7 +44,7 @@ def small_blocks() -> Iterator[None]:
         return
     with (
         np.errstate(invalid="ignore"),
-        mock.patch.multiple(triton_paged, SPLIT=SPLIT, MAX_BLOCK=BLOCK, FINISHED_ELEMENTS=1024, AHEAD=1),
+        mock.patch.multiple(triton_paged, SPLIT=SPLIT, MAX_BLOCK=BLOCK, FINISHED_ELEMENTS=1024, AHEAD=1, PROGRAMS=12),
     ):
         yield
 

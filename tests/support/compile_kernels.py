@@ -66,7 +66,7 @@ MLA_SHAPE = {"HEADS": 128, "RANK": 512, "ROPE": 64, "EVEN": 8, "BLOCK": 512, "PA
 HIDDEN = {"HEADS": 1, "WIDTH": 4096, "EVEN": 8, "BLOCK": 4096}
 
 ATTENTION = "paceline.attention.triton_kernels"
-ATTEND = "{0} {0} *i32 *i32 *i32 *fp32 *fp32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 fp32"
+ATTEND = "{0} {0} *i32 *i32 *i32 *fp32 *fp32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 fp32"
 FINISH = "*fp32 *fp32 *i32 {0} *bf16 i32 i32 i32 i32 i32 i32 i32"
 
 
