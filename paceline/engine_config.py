@@ -52,8 +52,8 @@ class EngineConfig(Frozen):
     number. Raise it where a model does not fit one device."""
 
     attention: Literal["auto", "flashinfer", "triton", "torch"] = "auto"
-    """Attention kernels. On GPUs `auto` takes FlashInfer where it is installed, else `triton`, which is Paceline's own
-    and serves sliding windows and sinks too. On CPUs it takes Paceline's own. `torch` runs everywhere and is slow."""
+    """Attention kernels. `auto` takes FlashInfer on GPUs where it is installed, else Paceline's own: `triton` on GPUs,
+    also for sliding windows and sinks. `torch` runs everywhere and is slow."""
 
     cuda_graphs: bool = True
     """On GPUs, capture decode rounds as CUDA graphs at start. Turn it off to start sooner or to save GPU memory."""

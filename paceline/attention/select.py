@@ -15,7 +15,6 @@ from paceline.triton_support import runs_triton
 log = logging.getLogger(__name__)
 
 FLASHINFER, TRITON, TORCH = "flashinfer", "triton", "torch"
-SLOW = "torch's attention runs, which is slow"
 
 
 def attention_for(
@@ -71,5 +70,5 @@ def _without_flashinfer(device: torch.device, reason: str) -> AttentionBackend:
     if runs_triton(device):
         log.info("%s: attention runs on Triton kernels", reason)
         return _triton(device)
-    log.warning("%s, and triton is not installed: %s", reason, SLOW)
+    log.warning("%s, and triton is not installed: torch's attention runs, which is slow", reason)
     return TorchAttention()

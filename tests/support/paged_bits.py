@@ -45,7 +45,7 @@ class Geometry:
 
     @property
     def kind(self) -> LayerKind:
-        """Of the layer."""
+        """What the pool keeps of a position."""
         return LayerKind.MLA if self.value_dim else LayerKind.GQA
 
     def attend(
