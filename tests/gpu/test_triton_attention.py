@@ -98,14 +98,14 @@ def test_long_contexts() -> None:
     Bits(Content.random(CUDA, Geometry(8, 2, 128), BF16, 5000), SPLIT).check_batches()
 
 
-def engine(dtype: str = "fp32", **options: Any) -> list[list[int]]:
-    runner = device_runner("cuda", WIDE, dtype, **{"attention": "triton"} | options)
-    assert runner.attention.name == options.get("attention", "triton")
+def engine(**options: Any) -> list[list[int]]:
+    runner = device_runner("cuda", WIDE, "fp32", **options)
+    assert runner.attention.name == options["attention"]
     return texts(answers(runner, mixed_requests()))
 
 
 @pytest.mark.parametrize("case", DRAFTERS)
 def test_engines_write_the_same_text(case: str, tmp_path: Path) -> None:
     """As plain decoding over the reference does, in fp32."""
-    options = with_heads(DRAFTERS[case], write_heads(tmp_path, WIDE))
+    options = with_heads(DRAFTERS[case] | {"attention": "triton"}, write_heads(tmp_path, WIDE))
     assert engine(**options) == engine(attention="torch", drafter="none", cuda_graphs=False)
