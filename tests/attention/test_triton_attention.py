@@ -74,8 +74,8 @@ def test_follows_the_reference(
 
 @interpreted
 def test_bits_of_a_row() -> None:
-    """Mutants: parts chosen by the batch, sums merged from the last on, blocks counted from a tail's first slot, tiles
-    of as many packed rows as a batch has, an empty block that scales a sum."""
+    """Mutants: splits or blocks whose size follows from the number of rows, parts merged from the last on, blocks
+    counted from a tail's first slot, a block that adds nothing and is multiplied all the same."""
     bits = Bits(Content.random(CPU, Geometry(3, 1, 16), FP32, LENGTH), SPLIT)
     bits.check_batches()
     bits.check_trees()
