@@ -42,6 +42,12 @@ def _dot(a, b, total):
 
 
 @triton.jit
+def _nothing(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The softmax sum of no positions: maximum, total, accumulator."""
+    return tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
+
+
+@triton.jit
 def _merged(top, total, acc, later_top, later_total, later_acc):
     """Softmax sums over two sets of positions as one: [M], [M] and [M, D] each. An empty one changes no bit."""
     higher = tl.maximum(top, later_top)
@@ -98,11 +104,14 @@ def _split_sum(
     KEY: tl.constexpr, BLOCK_KEY: tl.constexpr, ROPE: tl.constexpr, BLOCK_ROPE: tl.constexpr, VALUE: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, LATENT: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The softmax sum of positions of blocks begin..end-1. from_tail: the first block in which a row of the tile reads
-    its tail: from there on there is a step for each batch row of the tile. See _attend_kernel for the others."""
-    top = tl.full([_TILE], -float("inf"), tl.float32)
-    total = tl.zeros([_TILE], tl.float32)
-    acc = tl.zeros([_TILE, BLOCK_VALUE], tl.float32)
+    """The softmax sum of the positions of blocks begin..end-1 that a row of the tile sees.
+
+    from_tail: the first block in which a row of the tile reads its tail. From there on there is a step for each batch
+    row of the tile. See _attend_kernel for the others.
+    """
+    top, total, acc = _nothing(_TILE, BLOCK_VALUE)
+    begin = tl.maximum(begin, tl.min(tl.where(live, low, _ALL), axis=0) // BLOCK)
+    end = tl.minimum(end, (tl.max(length, axis=0) + BLOCK - 1) // BLOCK)
     shared = tl.minimum(tl.maximum(from_tail, begin), end) - begin
     for step in range(shared + (end - begin - shared) * count):
         behind = step - shared
@@ -124,6 +133,14 @@ def _split_sum(
         value = key if LATENT else _load_rows(pages + value_part, places, wanted, VALUE, BLOCK_VALUE)
         top, total, acc = _with_block(top, total, acc, scores, value)
     return top, total, acc
+
+
+@triton.jit
+def _row_reads(rows, num_rows, row, live):
+    """LENGTH, PREFIX and TAIL of packed rows, [16] each; 0 of those that are not live."""
+    length = tl.load(rows + LENGTH * num_rows + row, mask=live, other=0)
+    prefix = tl.load(rows + PREFIX * num_rows + row, mask=live, other=0)
+    return length, prefix, tl.load(rows + TAIL * num_rows + row, mask=live, other=0)
 
 
 @triton.jit
@@ -168,33 +185,25 @@ def _attend_kernel(
     in_group = tl.program_id(1) % HEAD_TILES * _TILE + packed % PACK
     live = (token < count) & (in_group < GROUP)
     row = first + tl.where(live, token, 0)
-    length = tl.load(rows + LENGTH * num_rows + row, mask=live, other=0)
-    prefix = tl.load(rows + PREFIX * num_rows + row, mask=live, other=0)
-    tail = tl.load(rows + TAIL * num_rows + row, mask=live, other=0)
+    length, prefix, tail = _row_reads(rows, num_rows, row, live)
     columns = tl.load(rows + COLUMNS * num_rows + first)
     low = tl.where(window > 0, tl.maximum(length - window, 0), 0)
-    longest = tl.max(length, axis=0)
-    lowest = tl.min(tl.where(live, low, _ALL), axis=0)
     from_tail = tl.min(tl.where(length > prefix, prefix, _ALL), axis=0) // BLOCK
-    first_split, last_split = lowest // SPLIT, (longest + SPLIT - 1) // SPLIT
+    first_split = tl.min(tl.where(live, low, _ALL), axis=0) // SPLIT
+    last_split = (tl.max(length, axis=0) + SPLIT - 1) // SPLIT
     head = kv_head * GROUP + in_group
     of_query = (row.to(tl.int64) * query_row + head * query_head) * EVEN
     key_query = _load_rows(query, of_query, live, KEY, BLOCK_KEY)
-    rope_query = key_query
-    if ROPE > 0:
-        rope_query = _load_rows(query + KEY, of_query, live, ROPE, BLOCK_ROPE)
+    rope_query = _load_rows(query + KEY, of_query, live, ROPE, BLOCK_ROPE) if ROPE > 0 else key_query
     of_head = pages + kv_head.to(tl.int64) * head_stride * EVEN
     mine = first_split // span + tl.program_id(2)
     for part in range(mine, (last_split + span - 1) // span, tl.num_programs(2)):
-        top = tl.full([_TILE], -float("inf"), tl.float32)
-        total = tl.zeros([_TILE], tl.float32)
-        acc = tl.zeros([_TILE, BLOCK_VALUE], tl.float32)
+        top, total, acc = _nothing(_TILE, BLOCK_VALUE)
         for split in range(tl.maximum(first_split, part * span), tl.minimum(last_split, part * span + span)):
-            begin = tl.maximum(split * (SPLIT // BLOCK), lowest // BLOCK)
-            end = tl.minimum((split + 1) * (SPLIT // BLOCK), (longest + BLOCK - 1) // BLOCK)
+            first_block, end_block = split * (SPLIT // BLOCK), (split + 1) * (SPLIT // BLOCK)
             split_top, split_total, split_acc = _split_sum(
                 key_query, rope_query, of_head, value_part * EVEN, table, token, live, low, length, prefix, columns,
-                tail, count, from_tail, begin, end, scale, page_size, page_stride, slot_stride,
+                tail, count, from_tail, first_block, end_block, scale, page_size, page_stride, slot_stride,
                 KEY, BLOCK_KEY, ROPE, BLOCK_ROPE, VALUE, BLOCK_VALUE, LATENT, BLOCK, EVEN,
             )  # fmt: skip
             top, total, acc = _merged(top, total, acc, split_top, split_total, split_acc)
@@ -219,9 +228,7 @@ def _finish_kernel(
     length = tl.load(rows + LENGTH * num_rows + base_row + item // heads, mask=live, other=0)
     low = tl.where(window > 0, tl.maximum(length - window, 0), 0)
     first, last = low // SPLIT // span, ((length + SPLIT - 1) // SPLIT + span - 1) // span
-    top = tl.full([ITEMS], -float("inf"), tl.float32)
-    total = tl.zeros([ITEMS], tl.float32)
-    acc = tl.zeros([ITEMS, BLOCK_VALUE], tl.float32)
+    top, total, acc = _nothing(ITEMS, BLOCK_VALUE)
     for begin in range(tl.min(tl.where(last > 0, first, parts), axis=0), tl.max(last, axis=0), AHEAD):
         for i in tl.static_range(AHEAD):
             part = begin + i
