@@ -81,7 +81,6 @@ def attend_call(pointer: str, *geometry: int) -> KernelCall:
 
 CALLS = [
     attend_call("*bf16", 4, 128, 0, 128, 2),
-    attend_call("*fp32", 3, 16, 0, 16, 4),
     attend_call("*bf16", 128, 512, 64, 512, 2),
     KernelCall(
         ATTENTION,
