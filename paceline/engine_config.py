@@ -51,9 +51,9 @@ class EngineConfig(Frozen):
     """Ranks of one node: processes of one host that each hold a part of every layer. The text is the same for every
     number. Raise it where a model does not fit one device."""
 
-    attention: Literal["auto", "flashinfer", "torch"] = "auto"
-    """Attention kernels. `auto` takes FlashInfer on GPUs where it is installed, and Paceline's own on CPUs. `torch`
-    runs everywhere and is slow."""
+    attention: Literal["auto", "flashinfer", "triton", "torch"] = "auto"
+    """Attention kernels. `auto` takes FlashInfer on GPUs where it is installed, else Paceline's own: `triton` on GPUs,
+    also for sliding windows and sinks. `torch` runs everywhere and is slow."""
 
     bits: Literal["fast", "exact"] = "fast"
     """On GPUs, `exact` takes products and attention whose bits do not depend on the batch: no draft, chunk or other

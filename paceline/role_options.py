@@ -23,7 +23,7 @@ class RoleOptions(BaseModel):
     tp: int | None = None
     threads_per_node: int | None = None
     dtype: DtypeName | None = None
-    attention: Literal["auto", "flashinfer", "torch"] | None = None
+    attention: Literal["auto", "flashinfer", "triton", "torch"] | None = None
     cuda_graphs: bool | None = None
     graph_memory_mib: int | None = None
     page_size: int | None = None

@@ -28,6 +28,7 @@ from paceline.attention.flashinfer_kernels import load_flashinfer
 from paceline.errors import ConfigError
 from paceline.layers.build import set_threads
 from paceline.models.registry import DTYPES
+from paceline.triton_support import runs_triton
 
 log = logging.getLogger(__name__)
 
@@ -91,9 +92,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rates", default="tau3", help=f"{', '.join(RATES)}, or rates separated by commas")
     parser.add_argument(
         "--attention",
-        choices=("flashinfer", "torch"),
+        choices=("flashinfer", "triton", "torch"),
         default="flashinfer",
-        help="on a GPU; without FlashInfer nothing is measured unless torch is asked for",
+        help="on a GPU; where the one that is asked for cannot run, nothing is measured",
     )
     parser.add_argument(
         "--bits", choices=("fast", "exact"), default="fast", help="exact takes an attention of its own on a GPU"
@@ -114,6 +115,14 @@ def parse_rates(text: str) -> Rates:
         raise ConfigError("rates", f"{text!r}: {error}; or one of {', '.join(RATES)}") from None
 
 
+def check_attention(device: torch.device, wanted: str) -> None:
+    """Figures of another backend would say nothing. Raises ConfigError where ``wanted`` cannot run."""
+    if wanted == "flashinfer":
+        load_flashinfer()
+    if wanted == "triton" and not runs_triton(device):
+        raise ConfigError("attention", "triton is not installed")
+
+
 def run(arguments: Sequence[str] | None = None, console: Console | None = None) -> int:
     """The command; returns its exit code: 1 when a reach is missed or a text was wrong. Raises ConfigError."""
     given, console = parse(arguments), console or Console(width=TABLE_WIDTH, no_color=True)
@@ -125,8 +134,8 @@ def run(arguments: Sequence[str] | None = None, console: Console | None = None) 
     device = torch.device(given.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", "cuda needs a CUDA build of torch and a GPU; --device cpu goes with --target tiny")
-    if device.type == "cuda" and given.attention == "flashinfer" and given.bits == "fast":
-        load_flashinfer()  # figures of the reference would say nothing
+    if device.type == "cuda":
+        check_attention(device, "triton" if given.bits == "exact" else given.attention)
     set_threads(torch.get_num_threads())
     options = Options(
         given.device, given.dtype, given.target, given.smollm2, given.seed, parse_rates(given.rates),

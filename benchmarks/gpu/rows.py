@@ -9,6 +9,7 @@ from functools import partial
 from benchmarks.gpu.bench import Bench, Figure
 from benchmarks.gpu.speed import over_transformers, smollm2, synthetic_speedup
 from benchmarks.gpu.steps import (
+    attention_alone,
     decode_step,
     draft_step,
     exact_over_fast,
@@ -89,6 +90,10 @@ def rows(target: str) -> list[Row]:
             lambda b: synthetic_speedup(b, target, 1, 1024, 384)),
         Row("speedup_b32", "tokens/s, 3 tokens a round, over plain, batch 32", ratio, reach(_at_least(1.5)), 20,
             lambda b: synthetic_speedup(b, target, 32, 1024, 128)),
+        Row("attention_b1", "attention of a step alone, batch 1, 4K context", of_floor, None, 10,
+            lambda b: attention_alone(b, target, 1, 4096)),
+        Row("attention_b64", "attention of a step alone, batch 64, 4K context", of_floor, None, 10,
+            lambda b: attention_alone(b, target, 64, 4096)),
         Row("pages", "page gather + scatter, 4K tokens", "of copy bandwidth", reach(_at_least(0.60)), 5,
             lambda b: page_copies(b, target, 4096)),
         Row("transformers_b1", "plain over transformers' generate, batch 1", ratio, reach(_at_least(3.0)), 25,

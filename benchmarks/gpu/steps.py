@@ -19,7 +19,16 @@ from benchmarks.gpu.bench import (
     why,
 )
 from benchmarks.gpu.clock import Sample
-from benchmarks.gpu.floors import decode_work, eagle3_step_work, page_copy_work, prefill_work, share
+from benchmarks.gpu.floors import (
+    Work,
+    decode_work,
+    eagle3_step_work,
+    kv_token_bytes,
+    page_copy_work,
+    prefill_work,
+    share,
+)
+from paceline.attention.base import ForwardBatch, Segment
 from paceline.engine.model_runner import PrefillChunk
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
@@ -178,6 +187,28 @@ def round_overhead(bench: Bench, shape: str, context: int) -> Figure:
     return Figure(
         sample.median / busy - 1.0, measured, {"round": sample}, facts, why(runner, sample.median, busy, None)
     )
+
+
+def attention_alone(bench: Bench, shape: str, batch: int, context: int) -> Figure:
+    """Attention of a plain step over all layers, without the rest of the model, over the floor of the KV."""
+    batch, context = bench.batch(shape, batch), bench.tokens(shape, context)
+    spec, runner = bench.spec(shape), bench.runner(shape, batch, context + HEADROOM, 0)
+    seqs = plant(runner, batch, context)
+    rows = ForwardBatch.build([Segment.linear([0], context - 1, seq.table.slots) for seq in seqs], bench.clock.device)
+    query = torch.randn(batch, spec.num_heads, spec.head_dim, dtype=bench.dtype, device=bench.clock.device)
+    attention, plan = runner.attention, runner.attention.plan(rows)
+
+    def layers() -> None:
+        for layer in range(spec.num_layers):
+            attention.attend(query, runner.kv, layer, plan, spec.head_dim**-0.5)
+
+    sample = bench.clock.wall(layers)
+    busy = bench.clock.busy(layers)
+    moved = batch * context * kv_token_bytes(spec, bench.dtype.itemsize)
+    floor, measured_s = Work(moved, 0.0).floor_s(bench.ceilings), busy or sample.median
+    facts = step_facts(runner, batch, context, busy) | {"floor_s": floor, "bytes_per_s": moved / measured_s}
+    measured = f"{1e3 * measured_s:.3f} ms by {attention.name}, floor {1e3 * floor:.3f} ms"
+    return Figure(share(floor, measured_s), measured, {"layers": sample}, facts)
 
 
 def page_copies(bench: Bench, shape: str, tokens: int) -> Figure:

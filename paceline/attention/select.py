@@ -10,10 +10,11 @@ from paceline.attention.base import AttentionBackend
 from paceline.attention.cpu import CpuAttention
 from paceline.attention.torch_paged import TorchAttention
 from paceline.errors import ConfigError
+from paceline.triton_support import runs_triton
 
 log = logging.getLogger(__name__)
 
-FLASHINFER, TORCH = "flashinfer", "torch"
+FLASHINFER, TRITON, TORCH = "flashinfer", "triton", "torch"
 
 
 def attention_for(
@@ -28,23 +29,25 @@ def attention_for(
 ) -> AttentionBackend:
     """The backend of a device and geometry.
 
-    wanted: ``auto`` (on CUDA FlashInfer, where it is installed), ``flashinfer`` or ``torch``. special: layers have
-    sinks, or windows shorter than the ``longest`` context, which run on torch's reference on a GPU. Raises ConfigError
-    for FlashInfer without a GPU, where it is not installed, and for a special model.
+    wanted: ``flashinfer``, ``triton``, ``torch`` or ``auto``, which takes on CUDA the first of them that is installed.
+    special: layers have sinks, or windows shorter than the ``longest`` context, which FlashInfer does not serve here.
+    Raises ConfigError for FlashInfer and Triton where they cannot run, and for FlashInfer and a special model.
     """
+    if wanted == TRITON:
+        return _triton(device)
     if device.type != "cuda":
         if wanted == FLASHINFER:
             raise ConfigError("attention", "flashinfer runs on a GPU: set device to cuda, or attention to auto")
         if wanted == "auto" and device.type == "cpu" and CpuAttention.supports(num_heads, num_kv_heads, head_dim):
             return CpuAttention()
         return TorchAttention()
+    if wanted == TORCH:
+        return TorchAttention()
     if special and wanted == FLASHINFER:
-        message = "flashinfer has no sliding windows and no sinks here, which this model needs: set attention to torch"
+        message = "flashinfer has no sliding windows and no sinks here, which this model needs: set attention to auto"
         raise ConfigError("attention", message)
     if special:
-        log.warning("this model has sliding windows or sinks: on a GPU torch's attention runs, which is slow")
-    if special or wanted == TORCH:
-        return TorchAttention()
+        return _without_flashinfer(device, "this model has sliding windows or sinks")
     from paceline.attention.flashinfer import FlashInferAttention  # it is nowhere but on GPUs
 
     try:
@@ -52,5 +55,20 @@ def attention_for(
     except ConfigError as missing:
         if wanted == FLASHINFER:
             raise
-        log.warning("%s; the torch backend runs instead, which is slow", missing)
-        return TorchAttention()
+        return _without_flashinfer(device, str(missing))
+
+
+def _triton(device: torch.device) -> AttentionBackend:
+    if not runs_triton(device):
+        raise ConfigError("attention", "triton runs on a GPU where it is installed: set attention to auto")
+    from paceline.attention.triton_paged import TritonAttention
+
+    return TritonAttention()
+
+
+def _without_flashinfer(device: torch.device, reason: str) -> AttentionBackend:
+    if runs_triton(device):
+        log.info("%s: attention runs on Triton kernels", reason)
+        return _triton(device)
+    log.warning("%s, and triton is not installed: torch's attention runs, which is slow", reason)
+    return TorchAttention()

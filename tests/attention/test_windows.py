@@ -166,7 +166,7 @@ def test_on_gpus_the_reference_serves_windows() -> None:
     batch = ForwardBatch.build([tree])
     write_rows(case.kv, 0, batch.write_slots, case.k[:num], case.v[:num])
     cuda = torch.device("cuda")
-    backend = attention_for(cuda, 9, 3, 64, special=True)
+    backend = attention_for(cuda, 9, 3, 64, "torch", special=True)
     assert isinstance(backend, TorchAttention)
     plan = backend.static_plan(StaticShape(requests=1, rows=num, tree=True, max_len=200), case.kv)
     assert plan is not None

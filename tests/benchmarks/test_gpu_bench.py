@@ -413,6 +413,9 @@ def test_nothing_is_measured_over_the_reference_by_accident(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(ConfigError, match="FlashInfer cannot be imported"):
         gpu.run(["--rows", "decode_b1"])
+    monkeypatch.setattr(gpu, "runs_triton", lambda device: False)
+    with pytest.raises(ConfigError, match="triton is not installed"):
+        gpu.run(["--rows", "decode_b1", "--attention", "triton"])
 
 
 def test_the_exit_code_and_the_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

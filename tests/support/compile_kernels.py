@@ -23,6 +23,7 @@ class KernelCall:
     arguments: str  # separated by blanks; - is an argument that is None
     constants: dict[str, Any] = field(default_factory=dict)
     num_warps: int = 4
+    num_stages: int = 3
     instruction: str = ""  # the only matrix instruction that may be in its PTX; empty: anything may
 
 
@@ -46,7 +47,7 @@ def compile_call(call: KernelCall) -> str:
     compiled = triton.compile(
         ASTSource(fn=kernel, signature=ordered, constexprs=constants),
         target=GPUTarget("cuda", CAPABILITY, 32),
-        options={"num_warps": call.num_warps, **EXACT},
+        options={"num_warps": call.num_warps, "num_stages": call.num_stages, **EXACT},
     )
     ptx = str(compiled.asm["ptx"])
     found = set(re.findall(r"\b(?:mma\.sync|wgmma)[a-z0-9_.]*", ptx))
@@ -69,6 +70,20 @@ LATENT = "{0} {0} {0} *fp32 *i64 *i64 {0} {0} i32 i32 i32 i32 i64 i32 i32 i64 fp
 MLA_SHAPE = {"HEADS": 128, "RANK": 512, "ROPE": 64, "EVEN": 8, "BLOCK": 512, "PAIRS": 32, "GROUP": 16}
 HIDDEN = {"HEADS": 1, "WIDTH": 4096, "EVEN": 8, "BLOCK": 4096}
 
+ATTENTION = "paceline.attention.triton_kernels"
+ATTEND = "{0} {0} *i32 *i32 *i32 *fp32 *fp32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 fp32"
+FINISH = "*fp32 *fp32 *i32 {0} *bf16 i32 i32 i32 i32 i32 i32 i32"
+
+
+def attend_call(pointer: str, *geometry: int) -> KernelCall:
+    """Attention of a geometry (group, key, rope, value, bytes of an element), launched as the backend does."""
+    from paceline.attention.triton_paged import Geometry
+
+    options = {name: value for name, value in Geometry(*geometry).options.items() if name not in EXACT}
+    warps, stages = options.pop("num_warps"), options.pop("num_stages")
+    return KernelCall(ATTENTION, "_attend_kernel", ATTEND.format(pointer), options, warps, stages)
+
+
 PRODUCTS = "paceline.layers.products_triton"
 EXPERTS = "paceline.layers.experts_triton"
 INTEGERS = "paceline.layers.integer_triton"
@@ -89,10 +104,20 @@ def product(
     block = {"BLOCK_M": tile[0], "BLOCK_N": 64, "BLOCK_K": 64 if x == "bf16" else 32}
     arguments = PRODUCT.format(x=x, w=weight, tables=tables, rows=rows, out=columns)
     constants = {name: value for size in sizes for name, value in size.items()} | block
-    return KernelCall(PRODUCTS, "_product_kernel", arguments, constants, tile[1], MMA if x == "bf16" else "")
+    return KernelCall(
+        PRODUCTS, "_product_kernel", arguments, constants, tile[1], instruction=MMA if x == "bf16" else ""
+    )
 
 
 CALLS = [
+    attend_call("*bf16", 4, 128, 0, 128, 2),
+    attend_call("*bf16", 128, 512, 64, 512, 2),
+    KernelCall(
+        ATTENTION,
+        "_finish_kernel",
+        FINISH.format("*fp32"),
+        {"VALUE": 64, "BLOCK_VALUE": 64, "SPLIT": 256, "ITEMS": 8, "AHEAD": 4},
+    ),
     product("bf16", "bf16", "- -", PLAIN, "*fp32", (16, 4), QKV, DENSE),
     product("bf16", "bf16", "- -", PLAIN, "*fp32", (32, 4), O_PROJ, DENSE),
     product("bf16", "bf16", "- -", GROUPED, "*bf16", (64, 2), WHOLE, DENSE),
