@@ -1,5 +1,5 @@
-// Linear layers over codes that are multiplied as floating numbers (float_dots.h). AMX has products of bf16 of its own: there
-// a panel at a time is made dense, scales and minimums included, and multiplied like any other.
+// Linear layers over codes that are multiplied as floating numbers (float_dots.h). AMX has products of bf16 of its own:
+// there a panel at a time is made dense, scales and minimums included, and multiplied like any other.
 #include "float_dots.h"
 #include "steps.h"
 
@@ -46,10 +46,10 @@ static inline v16 fused(v16 a, v16 b, v16 sum) {
 #endif
 }
 
-// A panel's 32 outputs for M rows from `row` on. codes: those of the panel, or its numbers where they are MADE.
+// A panel's 32 outputs for M rows from `row` on. made: the panel's numbers, where they are MADE.
 template <int M, class A, int KIND, class O>
-static void some_rows(const Matrix& w, const uint8_t* panel, const uint8_t* made, const Prepared<A>& x, int64_t row, int64_t n0,
-                      O* out) {
+static void some_rows(const Matrix& w, const uint8_t* panel, const uint8_t* made, const Prepared<A>& x, int64_t row,
+                      int64_t n0, O* out) {
   v16 total[M][2] = {};
   const bool by_groups = !w.row_scales;
   const uint8_t *tables = panel, *codes = panel + (by_groups ? 0 : tables_bytes(w));
@@ -76,7 +76,8 @@ static void some_rows(const Matrix& w, const uint8_t* panel, const uint8_t* made
 
 // A panel's 32 outputs of all rows, in turns as even as they go.
 template <class A, int KIND, class O>
-static void panel_rows(const Matrix& w, const uint8_t* panel, const uint8_t* made, const Prepared<A>& x, int64_t M, int64_t n0, O* out) {
+static void panel_rows(const Matrix& w, const uint8_t* panel, const uint8_t* made, const Prepared<A>& x, int64_t M,
+                       int64_t n0, O* out) {
   int64_t turns = (M + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
   for (int64_t turn = 0; turn < turns; turn++) {
     int64_t row = M * turn / turns, rows = M * (turn + 1) / turns - row;

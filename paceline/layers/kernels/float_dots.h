@@ -1,6 +1,6 @@
 // Products of codes with numbers, for codes that are multiplied as floats. A code is multiplied as the whole number or
-// float8 that it is, exactly. A group of k is summed from zero in the order of k, but that pairs are (0, 2), (1, 3) of each
-// four where bf16 is multiplied in pairs. Then groups are added in their order: total += sum * scale, total += sum of x *
+// float8 that it is, exactly. A group of k is summed from zero in the order of k; where bf16 is multiplied in pairs, they
+// are (0, 2), (1, 3) of each four. Then groups are added in their order: total += sum * scale, total += sum of x *
 // minimum, each fused. Neither the number of rows nor how codes are read changes a bit.
 #pragma once
 #include "blocks.h"
@@ -66,8 +66,9 @@ struct UpperHalves {  // of the lanes of two vectors: a lane of the first, then 
 static constexpr UpperHalves upper_halves;
 // -8 to 7, twice: the bit above an index of 4 bits does not count.
 alignas(64) static constexpr uint16_t four_bits_table[32] = {
-    0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-    0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+    0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
+    0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
+    0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
 
 // Pairs of bf16. A lane's bytes are 4 of k: its two even bytes make a pair, and its two odd bytes.
 struct Pairs {
@@ -114,7 +115,7 @@ struct Pairs {
       y[1] = _mm512_permutex2var_epi16(whole_number(with_sign, 1), upper, whole_number(with_sign, 3));
     }
   }
-  // x as it is multiplied with codes of KIND: those of 8 bits are made 2^24 times too large, without an operation for it.
+  // x as codes of KIND are multiplied with it: those of 8 bits are 2^24 times too large, which saves shifts.
   template <int KIND>
   static void prepare(const bf16* x, int64_t n, bf16* out) {
     const __m512 factor = _mm512_set1_ps(KIND == EIGHT_BITS ? 0x1p-24f : 1.0f);
@@ -136,10 +137,11 @@ struct Prepared {  // rows as ``A`` multiplies them
   int64_t stride, groups;
 };
 
-// Sums of one group's products, for M rows and the 32 outputs of a panel. x: the group's first element in the first row.
+// Sums of one group's products, for M rows and the 32 outputs of a panel. x: the group's first element of the first
+// row.
 template <class A, int M, int KIND>
-static inline __attribute__((always_inline)) void dot_numbers(const typename A::Element* x, int64_t stride, const uint8_t* codes,
-                                                              int64_t length, v16 (&sum)[M][2]) {
+static inline __attribute__((always_inline)) void dot_numbers(const typename A::Element* x, int64_t stride,
+                                                              const uint8_t* codes, int64_t length, v16 (&sum)[M][2]) {
   constexpr int COUNT = 4 / A::TAKEN, HALVES = KIND == FOUR_BITS ? 2 : 1, BYTES = KIND == MADE ? 64 * COUNT : 64;
   for (int64_t k = 0; k < length; k += 4 * HALVES, codes += 2 * BYTES)
     for (int h = 0; h < HALVES; h++) {
