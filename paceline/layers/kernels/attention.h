@@ -58,22 +58,34 @@ static void attend_row(const T* q, const T* pool, int64_t page_size, int64_t Hk,
   constexpr int DV = D / 16;
   alignas(64) float s[G][TILE];
   alignas(64) static const T zeros[D] = {};
-  const T *keys[TILE], *values[TILE];
+  const T *seen[2][TILE];  // keys of this tile and of the next
   v16 acc[G][DV] = {};
   float top[G], total[G];
   for (int g = 0; g < G; g++) { top[g] = sight.top(query_head + g); total[g] = sight.total(); }
-  int64_t row = Hk * D, first = sight.first(length);
-  for (int64_t base = first / TILE * TILE; base < length; base += TILE) {
+  const int64_t row = Hk * D, first = sight.first(length), to_value = page_size * row;
+  // The keys of the tile at `base`, and their lines asked for: a head's rows lie too far apart for the processor to guess.
+  auto find = [&](int64_t base, const T** keys) {
+    const uint32_t page = (uint32_t)page_size;
+    for (int64_t at = std::max(base, first), end = std::min<int64_t>(base + TILE, length); at < end; at++) {
+      uint32_t slot = (uint32_t)(at < prefix_len ? prefix[at] : tail[at - prefix_len]);
+      const T* key = pool + slot / page * 2 * to_value + slot % page * row + head * D;
+      keys[at - base] = key;
+      for (int64_t line = 0; line < D * (int64_t)sizeof(T); line += 64) {
+        __builtin_prefetch((const char*)key + line, 0, 2);
+        __builtin_prefetch((const char*)(key + to_value) + line, 0, 2);
+      }
+    }
+  };
+  int64_t start = first / TILE * TILE;
+  find(start, seen[start / TILE % 2]);
+  for (int64_t base = start; base < length; base += TILE) {
+    const T** keys = seen[base / TILE % 2];
+    if (base + TILE < length) find(base + TILE, seen[(base / TILE + 1) % 2]);
     int n = std::min<int64_t>(TILE, length - base), groups = (n + 15) / 16;
     int from = std::max<int64_t>(first - base, 0), group0 = from / 16;  // what lies before is not seen
     bool partial = from > 0 || n < groups * 16;
-    for (int j = from; j < n; j++) {
-      int64_t at = base + j, slot = at < prefix_len ? prefix[at] : tail[at - prefix_len];
-      keys[j] = pool + (slot / page_size) * 2 * page_size * row + (slot % page_size) * row + head * D;
-      values[j] = keys[j] + page_size * row;
-    }
-    for (int j = group0 * 16; j < from; j++) keys[j] = values[j] = zeros;
-    for (int j = n; j < groups * 16; j++) keys[j] = values[j] = zeros;
+    for (int j = group0 * 16; j < from; j++) keys[j] = zeros;
+    for (int j = n; j < groups * 16; j++) keys[j] = zeros;
     for (int g = 0; g < G; g++) {
       v16 m = splat(-INFINITY);
       for (int b = group0; b < groups; b++) {
@@ -100,7 +112,7 @@ static void attend_row(const T* q, const T* pool, int64_t page_size, int64_t Hk,
     }
     for (int j = from; j < n; j++) {
       v16 v[DV];
-      for (int d = 0; d < DV; d++) v[d] = load16(values[j] + d * 16);
+      for (int d = 0; d < DV; d++) v[d] = load16(keys[j] + to_value + d * 16);
       for (int g = 0; g < G; g++)
         for (int d = 0; d < DV; d++) acc[g][d] += v[d] * s[g][j];
     }
@@ -421,7 +433,8 @@ int attend(const T* q, const T* pool, int64_t page_size, int64_t rows, int64_t H
     }
   }
 #endif
-#pragma omp parallel for schedule(dynamic, 4) collapse(2) num_threads(pl_threads()) if (pl_threads() > 1 && rows * Hk > 1)
+  const int64_t at_once = std::min<int64_t>(4, std::max<int64_t>(1, rows * Hk * parts / 16));  // few rows go one by one
+#pragma omp parallel for schedule(dynamic, at_once) collapse(2) num_threads(pl_threads()) if (pl_threads() > 1 && rows * Hk > 1)
   for (int64_t r = 0; r < rows; r++)
     for (int64_t h = 0; h < Hk * parts; h++) {
       int64_t tail = tail_offsets[r + 1] - tail_offsets[r];
