@@ -64,7 +64,11 @@ LATENT = "{0} {0} {0} *fp32 *i64 *i64 {0} {0} i32 i32 i32 i32 i64 i32 i32 i64 fp
 MLA_SHAPE = {"HEADS": 128, "RANK": 512, "ROPE": 64, "EVEN": 8, "BLOCK": 512, "PAIRS": 32, "GROUP": 16}
 HIDDEN = {"HEADS": 1, "WIDTH": 4096, "EVEN": 8, "BLOCK": 4096}
 
+PLACED = "paceline.attention.placed_triton"
+
 CALLS = [
+    KernelCall(PLACED, "_rows_kernel", "*i32 i32 *i64 *i64 *i64 *i64 *i64 i32 i32 i32", {"ROWS": 8}),
+    KernelCall(PLACED, "_pages_kernel", "*i32 i32 *i64 *i64 *i32 *i32 *i32 i32 i32", {"SEGMENTS": 256, "PAGES": 256}),
     KernelCall(LAYERS, "_rms_norm_kernel", "*bf16 *bf16 *bf16 *bf16 i32 i32 fp32", {"ADD": True, **HIDDEN}, 8),
     KernelCall(
         LAYERS,
