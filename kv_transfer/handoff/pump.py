@@ -166,15 +166,15 @@ class WirePump:
 
     def _start_from_gpu(self, data: torch.Tensor, produced: torch.cuda.Event) -> Pending:
         """Bytes that are being computed leave as soon as they are there; the time of a message counts from then on."""
-        if self._idle is None:
-            self._idle = torch.cuda.Stream(data.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._idle):
-            self._idle.wait_event(produced)
+        idle = self._idle = self._idle or torch.cuda.Stream(data.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(idle):
+            idle.wait_event(produced)
             sent = self._transport.start_send(data)
 
         def wait() -> None:
             produced.synchronize()
-            sent()
+            with torch.cuda.stream(idle):
+                sent()
 
         return wait
 
