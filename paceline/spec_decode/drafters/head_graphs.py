@@ -42,11 +42,11 @@ class HeadAt:
 
     @property
     def device(self) -> torch.device:
-        """Of all memory."""
+        """Where all memory lies."""
         return self.room.kv.device
 
     def shape(self, requests: int, rows: int) -> StaticShape:
-        """Of the head's forwards."""
+        """The shape of the head's forwards."""
         return StaticShape(requests, rows, False, self.max_len)
 
     def inputs(self, requests: int, rows: int, memory: torch.Tensor | None = None) -> StaticForward | None:
