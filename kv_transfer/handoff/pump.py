@@ -66,7 +66,7 @@ class WirePump:
         self._on_broken = on_broken
         self._on_sent = on_sent
         self._credit_timeout_s = credit_timeout_s
-        self._idle: torch.cuda.Stream | None = None  # a CUDA transport waits for the caller's stream: for nothing
+        self._idle: torch.cuda.Stream | None = None  # a CUDA transport waits for the caller's stream
         self._starting = threading.Lock()  # held by the one thread that starts messages; taken without waiting
         self._due: deque[tuple[Outgoing, Payload | None]] = deque()
         self._started: deque[Started] = deque()
@@ -161,16 +161,22 @@ class WirePump:
         if payload is None:
             return lambda: None
         if payload.produced is not None:
-            return lambda: self._send_from_gpu(payload)
+            return self._start_from_gpu(payload.data, payload.produced)
         return self._transport.start_send(payload.data)
 
-    def _send_from_gpu(self, payload: Payload) -> None:
-        assert payload.produced is not None
-        if self._idle is None:
-            self._idle = torch.cuda.Stream(payload.data.device)  # type: ignore[no-untyped-call]
-        payload.produced.synchronize()
-        with torch.cuda.stream(self._idle):
-            self._transport.send(payload.data)
+    def _start_from_gpu(self, data: torch.Tensor, produced: torch.cuda.Event) -> Pending:
+        """Bytes that are being computed leave as soon as they are there; the time of a message counts from then on."""
+        idle = self._idle = self._idle or torch.cuda.Stream(data.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(idle):
+            idle.wait_event(produced)
+            sent = self._transport.start_send(data)
+
+        def wait() -> None:
+            produced.synchronize()
+            with torch.cuda.stream(idle):
+                sent()
+
+        return wait
 
     def _hand_to_thread(self, started: Started) -> None:
         with self._outbox.changed:

@@ -61,14 +61,15 @@ class HandoffReceiver:
         self._on_link_lost = on_link_lost
         self._control = ControlQueue()
         self._in_flight = InFlight(sink, ack, link_id)
+        self._pool_device = torch.device(pool_device)
+        pinned = self._pool_device.type == "cuda" and torch.device(device).type == "cpu"
         self._intake = Intake(
-            Staging(transport, device),
+            Staging(transport, device, pinned=pinned),
             sink,
             self._control,
             self._in_flight,
             checksums=checksums,
         )
-        self._pool_device = torch.device(pool_device)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="handoff-receiver", daemon=True)
         self._thread.start()

@@ -81,12 +81,15 @@ class StagingRing:
 
 
 class Staging:
-    """Receive buffers, so that messages arrive while one before them is scattered. One thread uses them."""
+    """Receive buffers, so that messages arrive while one before them is scattered. One thread uses them.
 
-    def __init__(self, transport: Transport, device: torch.device | str) -> None:
+    ``device``: where the transport writes to. ``pinned``: page-locked host memory, for rows that go onto a GPU.
+    """
+
+    def __init__(self, transport: Transport, device: torch.device | str, *, pinned: bool = False) -> None:
         self._transport = transport
-        self._device = device
-        self._free = _buffers(NUM_BUFFERS, MESSAGE_BYTES, device)
+        self._device, self._pinned = device, pinned
+        self._free = _buffers(NUM_BUFFERS, MESSAGE_BYTES, device, pinned)
         self._expected: deque[tuple[int, Tensor, Pending]] = deque()  # bytes on their way, and into which buffer
         self._last: Tensor | None = None  # what the latest `receive` gave lies in
         self._taken = 0  # bytes received whose credit was not told yet
@@ -103,7 +106,7 @@ class Staging:
             self._last = self._free.pop()
             if num_bytes > self._last.numel():
                 size = 1 << (num_bytes - 1).bit_length()
-                self._last = torch.empty(size, dtype=torch.uint8, device=self._device)
+                self._last = torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=self._pinned)
             self._receive(self._last[:num_bytes])
         return self._last[:num_bytes]
 

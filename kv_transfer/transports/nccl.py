@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kv_transfer.transports.base import Rank, TransportError
+from kv_transfer.transports.base import Pending, Rank, TransportError, byte_view, message_slices
 from kv_transfer.transports.gloo import TAG
 from kv_transfer.transports.rendezvous import torch_dist
 from kv_transfer.transports.torch_dist import TorchDistTransport
@@ -38,21 +38,52 @@ class NcclTransport(TorchDistTransport):
         verb = "send" if self._rank == 0 else "recv"
         self._guard(verb, hello.numel(), lambda group: self._exchange_within(JOIN_TIMEOUT_S, group, verb, hello))
 
+    def start_send(self, tensor: Tensor) -> Pending:
+        """See Transport. The bytes leave behind what the caller's current stream holds; several messages are in flight,
+        one behind the other, and the device goes on from one to the next without the host."""
+        return self._start("send", tensor)
+
+    def start_recv(self, tensor: Tensor) -> Pending:
+        """See Transport. Nothing is written before what the caller's current stream holds is done: it may still read
+        what was in ``tensor``."""
+        return self._start("recv", tensor)
+
+    def _start(self, verb: str, tensor: Tensor) -> Pending:
+        data = byte_view(tensor)
+        done: list[torch.cuda.Event] = []
+
+        def post(group: Any) -> None:
+            done.extend(self._post(group, verb, data[piece]) for piece in message_slices(data.numel()))
+
+        def wait(_: Any) -> None:
+            for event in done:
+                self._await(event, self._timeout_s)
+
+        self._guard(verb, data.numel(), post)
+        return lambda: self._guard(verb, data.numel(), wait)
+
     def _exchange(self, group: Any, verb: str, data: Tensor) -> None:
         """Send or receive in order with the caller's current stream."""
         self._exchange_within(self._timeout_s, group, verb, data)
 
     def _exchange_within(self, timeout_s: float, group: Any, verb: str, data: Tensor) -> None:
-        """The wait is a poll: a kernel that waits for a dead peer ends only by an abort."""
+        self._await(self._post(group, verb, data), timeout_s)
+
+    def _post(self, group: Any, verb: str, data: Tensor) -> torch.cuda.Event:
+        """Queue one message behind the caller's stream and the messages before it; the event is its end."""
         if not data.is_cuda:
             raise ValueError("the nccl transport moves CUDA tensors only")
-        deadline = time.monotonic() + timeout_s
         caller = torch.cuda.current_stream(self._device)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_stream(caller)
             getattr(group, verb)([data], 1 - self._rank, TAG).wait()  # orders streams; does not block this thread
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
+        return done
+
+    def _await(self, done: torch.cuda.Event, timeout_s: float) -> None:
+        """The wait is a poll: a kernel that waits for a dead peer ends only by an abort."""
+        deadline = time.monotonic() + timeout_s
         while not done.query():  # type: ignore[no-untyped-call]
             if time.monotonic() > deadline:
                 raise RuntimeError(f"message timeout of {timeout_s:g} s")

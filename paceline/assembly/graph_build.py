@@ -8,12 +8,14 @@ from typing import TypeVar
 
 from paceline.attention.base import AttentionBackend
 from paceline.attention.padding import Scratch
+from paceline.attention.placed import ResidentTables
 from paceline.config import NodeConfig
 from paceline.engine.buckets import MemoryBound, batch_sizes, row_counts
 from paceline.engine.graphs import GraphLimits, TargetGraphs
 from paceline.kvcache.pool import KvPool
 from paceline.layers.graph_capture import Capture, CudaCapture
 from paceline.models.base import TargetModel
+from paceline.models.static_forward import Room
 from paceline.spec_decode.base import Drafter, DraftSampling, TreeKind
 from paceline.spec_decode.drafters.feature import FeatureDrafter
 from paceline.spec_decode.drafters.head_graphs import HeadAt, HeadGraphs
@@ -50,10 +52,11 @@ def capture_graphs(
         max_len=max_len,
     )
     bound = MemoryBound(config.graph_memory_mib << 20)
-    graphs = TargetGraphs(model, kv, attention, drafter.aux_layers, scratch, capture)
+    room = Room(kv, scratch, ResidentTables(limits.max_batch, limits.max_len, scratch, kv.device))
+    graphs = TargetGraphs(model, room, attention, drafter.aux_layers, capture)
     graphs.capture_all(limits, bound, lambda buckets: showing("capturing CUDA graphs", buckets))
     if (stepping := _feature_drafter(drafter)) is not None and budget.num_draft_tokens:
-        stepping.graphs = _head_graphs(stepping, limits, budget.num_draft_tokens, scratch, capture, bound)
+        stepping.graphs = _head_graphs(stepping, limits, budget.num_draft_tokens, room, capture, bound)
     return graphs
 
 
@@ -63,13 +66,12 @@ def _feature_drafter(drafter: Drafter) -> FeatureDrafter | None:
 
 
 def _head_graphs(
-    drafter: FeatureDrafter, limits: GraphLimits, depth: int, scratch: Scratch, capture: Capture, bound: MemoryBound
+    drafter: FeatureDrafter, limits: GraphLimits, depth: int, room: Room, capture: Capture, bound: MemoryBound
 ) -> HeadGraphs:
     """Rows of an extend: a path of the tree, root included. Trees with branches are drafted eagerly, level by level."""
     model = drafter.model
-    at = HeadAt(
-        drafter.head, model.spec.vocab_size, model.dtype, drafter.kv, drafter.attention, scratch, limits.max_len
-    )
+    assert drafter.kv is room.kv
+    at = HeadAt(drafter.head, model.spec.vocab_size, model.dtype, drafter.attention, room, limits.max_len)
     graphs = HeadGraphs(at, capture, drafter.sampling is DraftSampling.COUPLED)
     rows = row_counts(depth + 1, limits.varies)
     chains = drafter.sampling is not DraftSampling.SAMPLED and not limits.tree

@@ -9,15 +9,38 @@ slots, so that it computes the same as the same row decoded plainly (docs/intern
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
 
 from paceline.kvcache.pool import KvPool
 from paceline.layers.upload import staged
+
+
+class SlotsInPlace(Sequence[int]):
+    """``write_slots`` of rows that write where they stand, start..end-1; read when somebody asks."""
+
+    def __init__(self, slots: torch.Tensor, start: int, end: int) -> None:
+        """slots: int32 [at least end], position -> slot."""
+        self.start, self.end, self._slots = start, end, slots
+
+    @cached_property
+    def _all(self) -> list[int]:
+        return self._slots[self.start : self.end].tolist()
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._all)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._all[index]
 
 
 @dataclass(frozen=True)
@@ -32,7 +55,7 @@ class Segment:
     token_ids: Sequence[int]
     positions: Sequence[int]
     write_slots: Sequence[int]
-    slots: torch.Tensor  # int32 [>= max(prefix_lens)], position -> slot
+    slots: torch.Tensor  # int32 [>= max(prefix_lens)], position -> slot; what it says of a position stays as it is
     prefix_lens: Sequence[int]
     tails: Sequence[Sequence[int]] = ()
 
@@ -40,8 +63,18 @@ class Segment:
     def linear(cls, token_ids: Sequence[int], start: int, slots: torch.Tensor) -> Segment:
         """Rows at positions start, start+1, ... in order: prefill, plain decode, chain verify, draft extend."""
         end = start + len(token_ids)
-        positions = range(start, end)
-        return cls(token_ids, positions, slots[start:end].tolist(), slots, range(start + 1, end + 1))
+        return cls(token_ids, range(start, end), SlotsInPlace(slots, start, end), slots, range(start + 1, end + 1))
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it is ``linear``: where its rows stand and write follows from its last position."""
+        return isinstance(self.write_slots, SlotsInPlace)
+
+    @property
+    def num_seen(self) -> int:
+        """Positions that the row with the longest prefix sees of it."""
+        own = self.write_slots
+        return own.end if isinstance(own, SlotsInPlace) else max(self.prefix_lens)
 
     @classmethod
     def tree(cls, token_ids: Sequence[int], parents: Sequence[int], start: int, slots: torch.Tensor) -> Segment:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
+import numpy as np
 import torch
 
 from paceline.attention.base import (
@@ -29,9 +30,11 @@ from paceline.attention.flashinfer_kernels import (
     load_flashinfer,
 )
 from paceline.attention.paged import PagedBatch, PagedKind, paged_batch
+from paceline.attention.placed import PlacedBatch, PlacedPlan, paged_ends
 from paceline.attention.torch_paged import DensePlan, TorchAttention, dense_plan
 from paceline.kvcache.layout import LayerKind
 from paceline.kvcache.pool import KvPool
+from paceline.layers.upload import Int64
 
 # FlashInfer's own advice is half of it. A captured wrapper plans for the most that its shape may need: 149 MiB for 256
 # requests of 5 rows over 8 KV heads.
@@ -97,8 +100,12 @@ class FlashInferPlan(AttentionPlan):
             self._kernel.plan(batch, geometry)
 
 
-class StaticFlashInferPlan(FlashInferPlan, StaticPlan):
-    """The same for a captured forward: its own wrapper over its own memory, planned again at every ``fill``."""
+class StaticFlashInferPlan(FlashInferPlan, PlacedPlan):
+    """The same for a captured forward: its own wrapper over its own memory.
+
+    FlashInfer splits the work on the host, by pages of each request: a batch that is ``expect``-ed to have as many as
+    the last one is not planned again.
+    """
 
     def __init__(self, backend: FlashInferAttention, shape: StaticShape, kv: KvPool) -> None:
         super().__init__(backend, ())
@@ -106,12 +113,29 @@ class StaticFlashInferPlan(FlashInferPlan, StaticPlan):
         self._buffers = StaticBuffers(shape, kv.page_size, kv.device)
         self._wanted = PagedKind.MASKED if shape.tree else PagedKind.CAUSAL if shape.rows > 1 else PagedKind.DECODE
         self._batch: PagedBatch | None = None
+        self._qo_indptr = (np.arange(shape.requests + 1) * shape.rows).astype(np.int32)
 
     def fill(self, segments: Sequence[Segment]) -> None:
         """See StaticPlan."""
         batch = paged_batch(segments, self._page_size, self._masked)
         if batch.kind is not self._wanted:
             raise ValueError(f"this graph is for {self._wanted} batches, not {batch.kind}")
+        self._put(batch)
+
+    def expect(self, ends: Int64) -> None:
+        """See PlacedPlan."""
+        kv_indptr, last_page_len = paged_ends(ends, self._page_size)
+        made = PagedBatch(self._wanted, self._qo_indptr, kv_indptr, None, last_page_len, ends.astype(np.int32), None)
+        if self._kernel is None or self._batch is None or not self._kernel.plans_alike(made, self._batch):
+            self._put(made)
+
+    def derive(self, batch: PlacedBatch) -> None:
+        """See PlacedPlan."""
+        buffers = self._buffers
+        batch.page_lists(buffers.kv_indptr, buffers.indices, buffers.last_page_len)
+        buffers.kv_lens.copy_(batch.ends)
+
+    def _put(self, batch: PagedBatch) -> None:
         self._batch = batch
         if self._kernel is not None:
             assert self._geometry is not None

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from paceline.attention.base import StaticShape
@@ -80,8 +81,10 @@ class StaticBuffers:
 class Kernel(ABC):
     """One FlashInfer wrapper. ``plan`` once per forward, ``run`` once per layer."""
 
-    def __init__(self, workspace: torch.Tensor) -> None:
-        self._workspace = workspace
+    plans_by_length = False  # whether a plan depends on lengths, not on numbers of pages alone
+
+    def __init__(self, workspace: torch.Tensor, static: StaticBuffers | None) -> None:
+        self._workspace, self._static = workspace, static
         self._staged: torch.cuda.Event | None = None  # after which the last plan's page-locked memory is free
 
     def plan(self, batch: PagedBatch, geometry: Geometry) -> None:
@@ -93,8 +96,18 @@ class Kernel(ABC):
             self._staged = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._staged.record()
 
+    def plans_alike(self, batch: PagedBatch, other: PagedBatch) -> bool:
+        """Whether two batches of one captured wrapper have the same plan."""
+        same = np.array_equal(batch.kv_indptr, other.kv_indptr)
+        return same and (not self.plans_by_length or np.array_equal(batch.kv_lens, other.kv_lens))
+
     @abstractmethod
     def _plan(self, batch: PagedBatch, geometry: Geometry) -> None: ...
+
+    def _in_place(self, batch: PagedBatch) -> torch.Tensor:
+        """Page indices that captured work fills in: as many of them as the batch has."""
+        assert self._static is not None
+        return self._static.indices[: int(batch.kv_indptr[-1])]
 
     @abstractmethod
     def run(self, query: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
@@ -111,7 +124,7 @@ class DecodeKernel(Kernel):
     """One row a request."""
 
     def __init__(self, library: ModuleType, workspace: torch.Tensor, static: StaticBuffers | None) -> None:
-        super().__init__(workspace)
+        super().__init__(workspace, static)
         options: dict[str, Any] = {"use_tensor_cores": True, "backend": BACKEND}
         if static is not None:
             options |= {
@@ -126,7 +139,7 @@ class DecodeKernel(Kernel):
 
     def _plan(self, batch: PagedBatch, geometry: Geometry) -> None:
         device = self._workspace.device
-        (indices,) = staged_together([batch.indices], device)
+        indices = self._in_place(batch) if batch.indices is None else staged_together([batch.indices], device)[0]
         self._wrapper.plan(
             pinned(batch.kv_indptr, device),
             indices,
@@ -150,8 +163,7 @@ class PrefillKernel(Kernel):
     """Several rows a request: causal and aligned to the end, or as a mask says."""
 
     def __init__(self, library: ModuleType, workspace: torch.Tensor, static: StaticBuffers | None) -> None:
-        super().__init__(workspace)
-        self._static = static
+        super().__init__(workspace, static)
         options: dict[str, Any] = {"backend": BACKEND}
         if static is not None:
             options |= {
@@ -200,6 +212,8 @@ class PrefillKernel(Kernel):
     def _stage(self, batch: PagedBatch) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Page indices, packed mask and the bytes at which requests begin in it, on the device, by one copy."""
         device, masks = self._workspace.device, batch.masks
+        if batch.indices is None:
+            return self._in_place(batch), None, None
         if masks is None:
             return staged_together([batch.indices], device)[0], None, None
         arrays = [batch.indices, masks.prefix_lens, masks.bases, masks.tails.ravel(), batch.qo_indptr]
@@ -217,8 +231,10 @@ class PrefillKernel(Kernel):
 class LatentKernel(Kernel):
     """MLA in the absorbed form; causal, aligned to the end."""
 
+    plans_by_length = True
+
     def __init__(self, library: ModuleType, workspace: torch.Tensor, static: StaticBuffers | None) -> None:
-        super().__init__(workspace)
+        super().__init__(workspace, static)
         self._metadata = getattr(library.mla, "MLAPlanMetadata", None)  # FlashInfer before 0.7 takes flat arguments
         options: dict[str, Any] = {"backend": BACKEND}
         if static is not None:
@@ -234,9 +250,12 @@ class LatentKernel(Kernel):
 
     def _plan(self, batch: PagedBatch, geometry: Geometry) -> None:
         device = self._workspace.device
-        arrays = [pinned(a, device) for a in (batch.qo_indptr, batch.kv_indptr, batch.indices, batch.kv_lens)]
-        names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
-        where: dict[str, Any] = dict(zip(names, arrays, strict=True))
+        where: dict[str, Any] = {
+            "qo_indptr": pinned(batch.qo_indptr, device),
+            "kv_indptr": pinned(batch.kv_indptr, device),
+            "kv_indices": self._in_place(batch) if batch.indices is None else pinned(batch.indices, device),
+            "kv_len_arr": pinned(batch.kv_lens, device),
+        }
         if self._metadata is not None:
             where = {"metadata": self._metadata.csr(**where)}
         self._value_dim = geometry.value_dim

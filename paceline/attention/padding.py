@@ -74,6 +74,12 @@ def pad_segments(segments: Sequence[Segment], shape: StaticShape, scratch: Scrat
 
 def real_rows(segments: Sequence[Segment], rows: int) -> Int64:
     """Where the rows of ``segments`` lie in their padded batch, int64 [T]."""
-    ends = np.arange(1, len(segments) + 1) * rows
-    parts = [np.arange(end - len(segment.token_ids), end) for end, segment in zip(ends, segments, strict=True)]
-    return np.concatenate(parts).astype(np.int64)
+    counts = np.array([len(segment.token_ids) for segment in segments], dtype=np.int64)
+    return padded_rows(counts, rows)
+
+
+def padded_rows(counts: Int64, rows: int) -> Int64:
+    """Where the rows of segments with ``counts`` rows lie in a batch of ``rows`` rows each, the last of them: int64
+    [sum of counts]."""
+    behind = np.arange(1, len(counts) + 1) * rows - np.cumsum(counts)
+    return np.arange(int(counts.sum())) + np.repeat(behind, counts)

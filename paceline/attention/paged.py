@@ -35,7 +35,7 @@ class PagedBatch:
     kind: PagedKind
     qo_indptr: Int32  # [S + 1], rows of request s are qo_indptr[s]..qo_indptr[s + 1]-1
     kv_indptr: Int32  # [S + 1], its pages are indices[kv_indptr[s]:kv_indptr[s + 1]]
-    indices: Int32  # [total pages], page numbers in order of position
+    indices: Int32 | None  # [total pages], page numbers in order of position; None: the device knows them
     last_page_len: Int32  # [S], columns in its last page, 1..page_size
     kv_lens: Int32  # [S], at least 1
     masks: Masks | None  # MASKED alone

@@ -18,9 +18,9 @@ from paceline.attention.base import (
     AttentionPlan,
     ForwardBatch,
     Segment,
-    StaticPlan,
     StaticShape,
 )
+from paceline.attention.placed import PlacedBatch, PlacedPlan
 from paceline.kvcache.pool import KvPool
 from paceline.layers.upload import Int64, staged
 
@@ -97,7 +97,7 @@ class DensePlan(AttentionPlan):
         return rows if self.places is None else rows[self.places]
 
 
-class StaticDensePlan(DensePlan, StaticPlan):
+class StaticDensePlan(DensePlan, PlacedPlan):
     """Fixed memory for the longest context; every column is gathered, whatever the batch needs."""
 
     def __init__(self, shape: StaticShape, device: torch.device) -> None:
@@ -112,6 +112,17 @@ class StaticDensePlan(DensePlan, StaticPlan):
         self.columns.copy_(staged(columns, device))
         self.positions.copy_(staged(positions, device))
         self.visible.copy_(staged(visible, device))
+
+    def derive(self, batch: PlacedBatch) -> None:
+        """See PlacedPlan."""
+        rows, length = self.visible.shape[1:]
+        at, size = torch.arange(length, device=self.columns.device), batch.scratch.page_size
+        inside = at < batch.ends.unsqueeze(1)
+        slots = batch.tables[batch.which][:, at // size] * size + at % size
+        self.columns.copy_(torch.where(inside, slots, 0))
+        self.positions.copy_(torch.where(inside, at, 0))
+        seen = batch.ends.unsqueeze(1) - rows + 1 + torch.arange(rows, device=at.device)
+        self.visible.copy_(at < seen.unsqueeze(2))
 
 
 class TorchAttention(AttentionBackend):

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 import torch
 
 from paceline.attention.base import AttentionBackend, Segment, StaticShape
-from paceline.attention.padding import Scratch, real_rows
+from paceline.attention.padding import real_rows
 from paceline.engine.buckets import Bucket, MemoryBound, all_buckets, choose
-from paceline.kvcache.pool import KvPool
 from paceline.layers.graph_capture import Capture, Captured
 from paceline.layers.upload import staged
 from paceline.models.base import AuxCapture, TargetModel
 from paceline.models.late_tokens import LateTokens
-from paceline.models.static_forward import StaticForward
+from paceline.models.static_forward import Room, StaticForward
 
 log = logging.getLogger(__name__)
 
@@ -51,15 +50,14 @@ class TargetGraphs:
     def __init__(
         self,
         model: TargetModel,
-        kv: KvPool,
+        room: Room,
         attention: AttentionBackend,
         aux_layers: tuple[int, ...],
-        scratch: Scratch,
         capture: Capture,
     ) -> None:
         """aux_layers: see Drafter. Nothing is captured yet: ``capture_all``."""
-        self._model, self._kv, self._attention = model, kv, attention
-        self._aux_layers, self._scratch, self._capture = aux_layers, scratch, capture
+        self._model, self._room, self._attention = model, room, attention
+        self._aux_layers, self._capture = aux_layers, capture
         self._graphs: dict[Bucket, _Graph] = {}
 
     @property
@@ -83,11 +81,12 @@ class TargetGraphs:
 
     def _capture_one(self, bucket: Bucket, limits: GraphLimits) -> None:
         shape = StaticShape(bucket.requests, bucket.rows, limits.tree and bucket.rows > 1, limits.max_len)
-        inputs = StaticForward.make(shape, self._kv, self._attention, self._scratch)
+        inputs = StaticForward.make(shape, self._attention, self._room)
         if inputs is None:
             return
 
         def work() -> tuple[torch.Tensor, ...]:
+            inputs.derive()
             aux = AuxCapture(self._aux_layers) if self._aux_layers else None
             hidden = self._model.forward(inputs.context, aux)
             return (hidden,) if aux is None else (hidden, aux.rows())

@@ -35,7 +35,8 @@ class PageTable:
 
     @property
     def slots(self) -> torch.Tensor:
-        """Position -> slot: int32 [capacity], CPU. A view; valid until the table is released."""
+        """Position -> slot: int32 [capacity], CPU. A view; valid until the table is released. A slot that it has named
+        stays as it is, and lists that begin at the same address are of the same table."""
         return self._buffer[: self.capacity]
 
     def ensure(self, num_tokens: int) -> None:
@@ -54,8 +55,12 @@ class PageTable:
         self._append(pages)
 
     def release(self) -> None:
-        """Release every page; the table is empty then and may be filled again. Nothing happens on a second call."""
+        """Release every page; the table is empty then and may be filled again. Nothing happens on a second call.
+
+        A new list of slots begins: whoever keeps the old one never sees other pages in it.
+        """
         pages, self.pages = self.pages, []
+        self._buffer = torch.empty(0, dtype=torch.int32)
         self._allocator.release(pages)
 
     def _pages_for(self, num_tokens: int) -> int:

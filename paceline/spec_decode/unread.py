@@ -35,9 +35,9 @@ class UnreadChains:
     @cached_property
     def rows(self) -> Int64:
         """Where the drafted tokens stand among all nodes, roots included: int64 [sum of depths]."""
-        starts = np.cumsum([0, *(depth + 1 for depth in self.depths)])
-        parts = [np.arange(start + 1, start + 1 + d) for start, d in zip(starts, self.depths, strict=False)]
-        return np.concatenate(parts).astype(np.int64)
+        depths = np.array(self.depths, dtype=np.int64)
+        roots = np.repeat(np.arange(1, len(depths) + 1), depths)  # as many stand before each drafted token
+        return np.arange(int(depths.sum())) + roots
 
     def blank_trees(self, seqs: Seq[Sequence]) -> list[DraftTree]:
         """Chains of the right shape."""

@@ -46,6 +46,7 @@ def backend_of() -> FlashInferAttention:
 
 def seen_by(batch: PagedBatch, page_size: int) -> list[set[int]]:
     """The slots that each row sees, from the arrays alone: the definition of FlashInfer's page tables and masks."""
+    assert batch.indices is not None
     rows: list[set[int]] = []
     bits = None if batch.masks is None else pack_reference(batch)
     for s in range(batch.num_requests):

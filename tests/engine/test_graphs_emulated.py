@@ -16,8 +16,9 @@ from paceline.assembly import graph_build
 from paceline.attention.base import Segment
 from paceline.engine.colocated import ColocatedEngine
 from paceline.engine.model_runner import ModelRunner, PrefillChunk
+from paceline.layers import upload
 from paceline.layers.graph_capture import Captured, Work
-from paceline.models import moe
+from paceline.models import moe, static_forward
 from paceline.request import SequenceRequest
 from paceline.sampling.device import draft_topk
 from paceline.spec_decode.drafters import candidates, feature
@@ -306,6 +307,36 @@ def test_a_chain_round_reads_the_device_once(depth: int, tmp_path: Path) -> None
         with mock.patch.object(drafter, "propose_unread", return_value=None):
             answers(runner, requests(3))
         assert max(counts) == 2
+
+
+@pytest.mark.parametrize("drafter", ["none", "eagle3"])
+def test_what_a_round_sends_does_not_grow_with_its_context(drafter: str, tmp_path: Path) -> None:
+    """Page tables lie on the device: a sequence's pages cross in its first round there, then its numbers alone. Mutant:
+    the host works batches out (columns and masks of every position are sent)."""
+    options = eagle(tmp_path) if drafter == "eagle3" else {"drafter": "none"}
+    runner = with_graphs(RecordedCapture(), **options)
+    runner.samples_on_device = True
+    seqs = [runner.new_sequence(tiny_request(index=i, max_tokens=60)) for i in range(2)]
+    for seq in seqs:
+        seq.table.ensure(90)
+    runner.prefill([PrefillChunk(seq, 0, seq.num_prefill) for seq in seqs])
+    plain, sent = upload.pinned, list[int]()
+
+    def counting(array, device):  # type: ignore[no-untyped-def]
+        sent[-1] += array.nbytes
+        return plain(array, device)
+
+    with (
+        mock.patch.object(upload, "pinned", counting),
+        mock.patch.object(static_forward, "pinned", counting),
+        mock.patch("paceline.attention.placed.staged", wraps=upload.staged) as tables,
+    ):
+        for _ in range(10):
+            sent.append(0)
+            runner.decode(seqs)
+    assert tables.call_count == 1
+    assert len(set(sent[1:])) == 1, sent
+    assert sent[1] < (700 if drafter == "none" else 2600)
 
 
 def test_a_draft_outside_the_vocabulary_is_dropped(tmp_path: Path) -> None:

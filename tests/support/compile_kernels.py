@@ -70,6 +70,8 @@ LATENT = "{0} {0} {0} *fp32 *i64 *i64 {0} {0} i32 i32 i32 i32 i64 i32 i32 i64 fp
 MLA_SHAPE = {"HEADS": 128, "RANK": 512, "ROPE": 64, "EVEN": 8, "BLOCK": 512, "PAIRS": 32, "GROUP": 16}
 HIDDEN = {"HEADS": 1, "WIDTH": 4096, "EVEN": 8, "BLOCK": 4096}
 
+PLACED = "paceline.attention.placed_triton"
+
 ATTENTION = "paceline.attention.triton_kernels"
 ATTEND = "{0} {0} *i32 *i32 *i32 *fp32 *fp32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 i32 fp32"
 FINISH = "*fp32 *fp32 *i32 {0} *bf16 i32 i32 i32 i32 i32 i32 i32"
@@ -110,6 +112,8 @@ def product(
 
 
 CALLS = [
+    KernelCall(PLACED, "_rows_kernel", "*i32 i32 *i64 *i64 *i64 *i64 *i64 i32 i32 i32", {"ROWS": 8}),
+    KernelCall(PLACED, "_pages_kernel", "*i32 i32 *i64 *i64 *i32 *i32 *i32 i32 i32", {"SEGMENTS": 256, "PAGES": 256}),
     attend_call("*bf16", 4, 128, 0, 128, 2),
     attend_call("*bf16", 128, 512, 64, 512, 2),
     KernelCall(

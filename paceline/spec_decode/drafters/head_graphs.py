@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from paceline.attention.base import AttentionBackend, Segment, StaticShape
-from paceline.attention.padding import Scratch, filler, real_rows
-from paceline.kvcache.pool import KvPool
+from paceline.attention.padding import filler, real_rows
+from paceline.attention.placed import words_of
 from paceline.layers.graph_capture import Capture, Captured
-from paceline.layers.upload import staged
-from paceline.models.static_forward import StaticForward
+from paceline.layers.upload import Int64, staged
+from paceline.models.static_forward import Room, StaticForward, memory_of
 from paceline.sampling.device import race_topk
 from paceline.sampling.noise import row_keys
 from paceline.spec_decode.heads.base import DraftHead
@@ -36,20 +36,26 @@ class HeadAt:
     head: DraftHead
     vocab_size: int  # of the target
     dtype: torch.dtype
-    kv: KvPool
     attention: AttentionBackend
-    scratch: Scratch
+    room: Room
     max_len: int  # positions of a sequence, draft slots included
 
-    def inputs(self, requests: int, rows: int) -> StaticForward | None:
+    @property
+    def device(self) -> torch.device:
+        """Where all memory lies."""
+        return self.room.kv.device
+
+    def shape(self, requests: int, rows: int) -> StaticShape:
+        """The shape of the head's forwards."""
+        return StaticShape(requests, rows, False, self.max_len)
+
+    def inputs(self, requests: int, rows: int, memory: torch.Tensor | None = None) -> StaticForward | None:
         """Static inputs of the head's forwards; None where attention cannot be captured."""
-        return StaticForward.make(
-            StaticShape(requests, rows, False, self.max_len), self.kv, self.attention, self.scratch
-        )
+        return StaticForward.make(self.shape(requests, rows), self.attention, self.room, memory)
 
     def hidden(self, num_rows: int) -> torch.Tensor:
         """Zeros for the head's input rows, [num_rows, hidden_size]."""
-        return torch.zeros(num_rows, self.head.hidden_size, dtype=self.dtype, device=self.kv.device)
+        return torch.zeros(num_rows, self.head.hidden_size, dtype=self.dtype, device=self.device)
 
 
 class ExtendGraph:
@@ -60,6 +66,7 @@ class ExtendGraph:
         self._captured: Captured = capture(lambda: self._work(at.head))
 
     def _work(self, head: DraftHead) -> tuple[torch.Tensor, ...]:
+        self._inputs.derive()
         context, shape = self._inputs.context, self._inputs.shape
         outputs = head.forward(context.batch.token_ids, self._hidden, context)
         return (outputs.view(shape.requests, shape.rows, -1)[:, -1].contiguous(),)  # padding comes first
@@ -91,10 +98,12 @@ class ChainRequest:
 class ChainSteps:
     """The draft loop of up to ``requests`` sequences, ``depth`` candidates each, over fixed memory."""
 
-    def __init__(self, at: HeadAt, steps: Sequence[StaticForward], requests: int, coupled: bool) -> None:
-        """steps: one for each draft forward, depth - 1 of them, each of one row for each of ``requests``."""
-        device = at.kv.device
+    def __init__(self, at: HeadAt, steps: Sequence[StaticForward], memory: torch.Tensor, coupled: bool) -> None:
+        """steps: one for each draft forward, depth - 1 of them, each of one row for each request. memory: theirs, int64
+        [depth - 1, memory of a step]."""
+        device, requests = at.device, steps[0].shape.requests
         self._at, self._steps, self._coupled = at, list(steps), coupled
+        self._words = memory[:, : words_of(steps[0].shape)]
         self.requests, self.depth = requests, len(self._steps) + 1
         self._first = torch.zeros(requests, dtype=torch.int64, device=device)
         self._hidden = at.hidden(requests)
@@ -104,26 +113,41 @@ class ChainSteps:
     @classmethod
     def make(cls, at: HeadAt, requests: int, depth: int, coupled: bool) -> ChainSteps | None:
         """None where attention cannot be captured."""
-        steps = [at.inputs(requests, 1) for _ in range(depth - 1)]
+        memory = torch.zeros(depth - 1, memory_of(at.shape(requests, 1)), dtype=torch.int64, device=at.device)
+        steps = [at.inputs(requests, 1, of_step) for of_step in memory]
         ready = [step for step in steps if step is not None]
-        return cls(at, ready, requests, coupled) if len(ready) == len(steps) else None
+        return cls(at, ready, memory, coupled) if len(ready) == len(steps) else None
 
     def fill(self, requests: Sequence[ChainRequest], first: torch.Tensor, hidden: torch.Tensor) -> None:
         """first: int64 [n], the candidates of the last extend; hidden: [n, hidden_size], its outputs.
 
         A sequence that wants fewer candidates than this loop makes has its further rows written to the scratch page.
         """
-        n = len(requests)
-        blank = filler(1, self._at.scratch)
-        for s, step in enumerate(self._steps):
-            step.fill([Segment.linear([0], r.committed + s, r.slots) if s < r.depth - 1 else blank for r in requests])
-        device = self._first.device
-        if self._steps:
-            keys = [row_keys([r.seed for r in requests], [r.committed + s + 2 for r in requests]) for s in self._range]
-            self._keys[:, :n].copy_(staged(np.stack(keys).view(np.int32), device))
+        n, device = len(requests), self._first.device
+        if self._steps[0].follows:
+            self._words.copy_(staged(self._numbers(requests), device))
+        else:
+            blank = filler(1, self._at.room.scratch)
+            for s, step in enumerate(self._steps):
+                rows = [Segment.linear([0], r.committed + s, r.slots) for r in requests]
+                step.fill([row if s < r.depth - 1 else blank for row, r in zip(rows, requests, strict=True)])
+        positions = [r.committed + s + 2 for s in self._range for r in requests]
+        keys = row_keys([r.seed for r in requests] * len(self._steps), positions).reshape(len(self._steps), n, -1)
+        self._keys[:, :n].copy_(staged(keys.view(np.int32), device))
         self._temperatures[:n].copy_(staged(np.array([r.temperature for r in requests]), device))
         self._first[:n].copy_(first)
         self._hidden[:n].copy_(hidden)
+
+    def _numbers(self, requests: Sequence[ChainRequest]) -> Int64:
+        """Every step's words: the s-th writes one position further than the one before."""
+        depths = np.array([r.depth for r in requests], dtype=np.int64)
+        seen = np.array([r.committed + 1 for r in requests], dtype=np.int64)
+        which = self._at.room.tables.rows_of([r.slots for r in requests], (seen + depths - 2).tolist())
+        made = []
+        for s, step in enumerate(self._steps):
+            counts = (s < depths - 1).astype(np.int64)
+            made.append(step.numbers(which, seen + s, counts, np.zeros(int(counts.sum()), dtype=np.int64)))
+        return np.stack(made)
 
     @property
     def _range(self) -> range:
@@ -134,6 +158,7 @@ class ChainSteps:
         head, token, hidden = self._at.head, self._first, self._hidden
         tokens = [token]
         for s, step in enumerate(self._steps):
+            step.derive()
             context = replace(step.context, batch=replace(step.context.batch, token_ids=token))
             hidden = head.forward(token, hidden, context)
             logits = head.logits(hidden)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,15 +144,17 @@ def device(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "a stream of its own")
+    own = SimpleNamespace(wait_event=lambda event: asked.append("the wire waits"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: own)
     monkeypatch.setattr(torch.cuda, "stream", stream)
     return asked
 
 
 def test_rows_of_a_gpu_leave_once_they_are_computed(device: list[str]) -> None:
-    """The event is recorded behind the work that the giver's stream holds, and awaited before a byte is sent."""
+    """The event is recorded behind the work that the giver's stream holds; the wire waits for it on the device, and the
+    thread before it counts a message's time."""
     with sending() as made:
         made.transport.said = device
         made.sender.chunk("t", ROWS, torch.zeros(64, dtype=torch.uint8).as_subclass(OnDevice))
-        wait_for(lambda: len(device) == 3, "the message")
-        assert device == ["recorded", "computed", "sent"]
+        wait_for(lambda: len(device) == 5, "the message")
+        assert device == ["recorded", "the wire waits", "started", "computed", "sent"]

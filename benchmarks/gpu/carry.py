@@ -1,0 +1,129 @@
+"""What a GPU machine without a network needs, in two archives: ``python -m benchmarks.gpu.carry --into FOLDER``.
+
+``tree.tar.xz`` is this repository as git has it, without ``heads/`` (``--heads`` keeps them). ``site.tar.xz`` holds the
+packages that such machines lack, unpacked, by the versions of ``requirements.lock``. FlashInfer's wheel is mostly
+sources of kernels that Paceline never compiles: of those, ``data/`` keeps what prefill, decode and MLA are made of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import lzma
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCK = ROOT / "requirements.lock"
+PACKAGES = (
+    "flashinfer-python",
+    "apache-tvm-ffi",
+    "pydantic",
+    "pydantic-core",
+    "annotated-types",
+    "typing-inspection",
+    "protobuf",
+    "llguidance",
+)
+PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 24, 17)] + ["manylinux2014_x86_64"]
+LIMIT_MIB = 60
+DATA = "flashinfer/data/"
+KEPT_FOLDERS = (  # of FlashInfer's data: what its compiler is told to look in
+    "include/",
+    "spdlog/include/",
+    "cutlass/include/",
+    "cutlass/tools/util/include/",
+    "cccl/cub/",
+    "cccl/libcudacxx/include/",
+    "cccl/thrust/",
+)
+KEPT_SOURCES = re.compile(r"csrc/(batch_(prefill|mla|decode|attention)\w*\.\w+|[\w.]+\.(h|cuh|inc))")
+UNUSED_CODE = ("flashinfer/experimental/", "flashinfer/moe_ep/")  # imported with the rest, their sources are not
+
+
+def is_carried(name: str) -> bool:
+    """Whether a file of FlashInfer's wheel is needed for Paceline's kernels."""
+    if name.startswith(DATA):
+        inside = name.removeprefix(DATA)
+        return inside.startswith(KEPT_FOLDERS) or "/" not in inside or KEPT_SOURCES.fullmatch(inside) is not None
+    return name.endswith(".py") or not name.startswith(UNUSED_CODE)
+
+
+def locked(lock: str, packages: Sequence[str] = PACKAGES) -> list[str]:
+    """``name==version`` of each package. Raises ValueError for one that the lock does not name."""
+    found = dict(re.findall(r"^([\w-]+)==([^\s;]+)", lock, re.MULTILINE))
+    missing = [name for name in packages if name not in found]
+    if missing:
+        raise ValueError(f"{LOCK.name} names no {', '.join(missing)}")
+    return [f"{name}=={found[name]}" for name in packages]
+
+
+def download(into: Path, python: str) -> list[Path]:
+    """The wheels of ``locked`` for a version of Python. Raises CalledProcessError."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command += ["--python-version", python, "--implementation", "cp", "--dest", str(into)]
+    command += [word for platform in PLATFORMS for word in ("--platform", platform)]
+    subprocess.run([*command, *locked(LOCK.read_text(encoding="utf-8"))], check=True)
+    return sorted(into.glob("*.whl"))
+
+
+def unpack(wheels: Sequence[Path], into: Path) -> None:
+    """All of each wheel, but of FlashInfer's what ``is_carried``."""
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as packed:
+            slim = wheel.name.startswith("flashinfer")
+            packed.extractall(into, [name for name in packed.namelist() if not slim or is_carried(name)])
+
+
+def pack(files: Sequence[Path], root: Path, archive: Path) -> float:
+    """``files`` as they lie under ``root``; returns MiB of the archive."""
+    with tarfile.open(archive, "w:xz", preset=lzma.PRESET_DEFAULT) as packed:
+        for file in files:
+            packed.add(file, file.relative_to(root), recursive=False)
+    return archive.stat().st_size / 2**20
+
+
+def tracked(heads: bool) -> list[Path]:
+    """The repository's files as git has them."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    names = [name for name in listed.split("\0") if name and (heads or not name.startswith("heads/"))]
+    return [ROOT / name for name in names if (ROOT / name).is_file()]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code: 1 where the archives are larger than the limit."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.carry", description=__doc__)
+    parser.add_argument("--into", type=Path, required=True)
+    parser.add_argument("--python", default="3.12", help="of the GPU machine")
+    parser.add_argument("--wheels", type=Path, default=None, help="a folder that has them already: nothing is fetched")
+    parser.add_argument("--heads", action="store_true", help="carry the trained heads as well")
+    parser.add_argument("--limit-mib", type=float, default=LIMIT_MIB)
+    given = parser.parse_args(arguments)
+    given.into.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="paceline-carry-") as scratch:
+        folder = Path(scratch)
+        wheels = sorted(given.wheels.glob("*.whl")) if given.wheels else download(folder, given.python)
+        site = folder / "site"
+        unpack(wheels, site)
+        sizes = {
+            "tree.tar.xz": pack(tracked(given.heads), ROOT, given.into / "tree.tar.xz"),
+            "site.tar.xz": pack(sorted(f for f in site.rglob("*") if f.is_file()), site, given.into / "site.tar.xz"),
+        }
+    for name, mib in sizes.items():
+        print(f"{mib:6.1f} MiB  {given.into / name}")
+    total = sum(sizes.values())
+    print(f"{total:6.1f} MiB  of {given.limit_mib:g}")
+    if total > given.limit_mib:
+        print("error: this is more than can be carried", file=sys.stderr)
+        return 1
+    print("there: mkdir site && tar xf tree.tar.xz && tar xf site.tar.xz -C site && export PYTHONPATH=$PWD:$PWD/site")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
