@@ -104,7 +104,7 @@ def test_every_instruction_set_gives_the_same_bits(name: str, tmp_path: Path, mo
 
 @needs_kernels
 def test_products_of_floats_do_not_depend_on_rows_and_threads() -> None:
-    """Of this host's own set. Mutant: minimums are added before sums where a panel's numbers are made first."""
+    """This host's own set. Mutant: minimums are added before sums where a panel's numbers are made first."""
     library = load_kernels()
     assert library is not None
     _check_products_of_floats(library)
