@@ -55,7 +55,7 @@ class QuantizedWeight:
         """Elements of a row that no slab and no rank may part: those of a group, of the weight or of the input."""
         if self.int8_activations:
             return self.rounded_together
-        return self.group_size if self.group_size < self.shape[1] else 1
+        return 1 if self.has_row_scales else min(self.shape[1], self.group_size)
 
     def dequantised(self) -> torch.Tensor:
         """The weight as float32 [out_features, in_features]."""

@@ -12,7 +12,9 @@ import torch
 
 from paceline.layers import build
 from paceline.layers.linear import Linear, linear_reference
+from paceline.layers.quantized import QuantizedWeight
 from paceline.layers.quantized_reference import integer_linear_reference
+from paceline.models.row_parallel import row_parallel
 from paceline.parallel.slabs import tree_sum
 from tests.support.needs import needs_kernels
 from tests.support.quantized_weights import KINDS
@@ -128,6 +130,21 @@ def test_codes(kind: str) -> None:
             assert torch.equal(integer_linear_reference(x, weight, None, torch.float32, slabs), whole)
     with pytest.raises(ValueError, match="of whole groups of"):
         Linear(KINDS["w8a8 groups of 128"](torch.randn(40, 384)), slabs=6)
+
+
+@needs_kernels
+@pytest.mark.parametrize("bits", [4, 8])
+def test_minimums_of_whole_rows(bits: int) -> None:
+    """A row of one group with a minimum has one slab, however many the model has. Mutant: ``kept_together`` is 1 for
+    every group as long as its row, and the product is its bias alone."""
+    codes = torch.randint(-8, 8, (77, 256), dtype=torch.int8)
+    weight = QuantizedWeight(codes, torch.rand(77, 1), torch.randn(77, 1), bits, 256, False)
+    x, bias = torch.randn(ROWS, 256), torch.randn(77)
+    linear = row_parallel(weight, 4, bias)
+    assert linear.slabs == 1
+    torch.testing.assert_close(linear(x), x @ weight.dequantised().t() + bias, rtol=1e-4, atol=1e-3)
+    with pytest.raises(ValueError, match="of whole groups of 256"):
+        Linear(weight, bias, slabs=4)
 
 
 @pytest.mark.parametrize(("slabs", "width"), [(0, 256), (9, 288), (2, 96), (8, 100)])
