@@ -107,7 +107,8 @@ class ResidentTables:
 
     def rows_of(self, slots: Sequence[torch.Tensor], ends: Sequence[int]) -> Int64:
         """Rows of the tables for position-to-slot lists that are at least ``ends`` long: int64 [S], as many as there is
-        room for. Pages that the device has not are queued to be sent; the host does not wait."""
+        room for. Pages that the device has not are queued to be sent; the host does not wait. Raises ValueError for a
+        list that is shorter: its row would go on with another sequence's pages."""
         self._now += 1
         rows, late = np.zeros(len(slots), dtype=np.int64), []
         for i, (own, end) in enumerate(zip(slots, ends, strict=True)):
@@ -116,6 +117,8 @@ class ResidentTables:
                 rows[i] = held.row
                 self._used[held.row] = self._now
             if held is None or held.num_tokens < end:
+                if own.shape[0] < min(end, self.max_len):
+                    raise ValueError(f"{end} positions are to be read of {own.shape[0]} slots")
                 late.append(i)
         if late:
             self._send([(self._hold(slots[i], rows, i), slots[i]) for i in late])

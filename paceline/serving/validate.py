@@ -20,10 +20,18 @@ def check_request(runner: ModelRunner, request: SequenceRequest, num_slots: int)
         raise InvalidRequest("sampling.seed", "must be set when a request reaches a node")
     if not request.prompt_token_ids:
         raise InvalidRequest("prompt_token_ids", "must not be empty")
-    for field in ("prompt_token_ids", "output_token_ids"):
-        for token_id in getattr(request, field):
+    predicted = request.speculation.prediction_token_ids
+    given = {
+        "prompt_token_ids": request.prompt_token_ids,
+        "output_token_ids": request.output_token_ids,
+        "prediction_token_ids": predicted,
+    }
+    for field, ids in given.items():
+        for token_id in ids:
             if not 0 <= token_id < runner.vocab_size:
                 raise InvalidRequest(field, f"token id {token_id} is outside the vocabulary of {runner.vocab_size}")
+    if len(predicted) > runner.max_model_len:
+        raise InvalidRequest("prediction_token_ids", f"at most {runner.max_model_len}, got {len(predicted)}")
     if params.max_tokens < 1:
         raise InvalidRequest("max_tokens", "must be at least 1 when a request reaches a node")
     if len(request.output_token_ids) >= params.max_tokens:

@@ -120,7 +120,9 @@ def test_deepseek_with_its_own_module(tmp_path: Path) -> None:
     capture = RecordedCapture()
     folder = write_mtp_folder(tmp_path / "heads", 1, torch.float32)
     options: dict[str, object] = {"drafter": "mtp", "drafter_path": str(folder)}
-    with mock.patch.object(moe, "SeparateExperts", moe.GroupedExperts):
+    with mock.patch.object(
+        moe, "SeparateExperts", lambda take, prefix, count, _: moe.GroupedExperts(take, prefix, count)
+    ):
         graphed = with_graphs(capture, tiny_deepseek_runner, **options)
         plain = without(tiny_deepseek_runner, **options)
     found, expected = run(graphed, requests(3), batch=3), run(plain, requests(3), batch=3)

@@ -6,15 +6,17 @@ from dataclasses import replace
 
 import pytest
 
+from paceline.errors import InvalidRequest
 from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.table import PageTable
 from paceline.request import SamplingParams, SequenceRequest, SpeculationParams
+from paceline.serving.validate import check_request
 from paceline.spec_decode.base import DraftBudget
 from paceline.spec_decode.drafters.prediction import predicted_tree
 from paceline.spec_decode.sequence import Sequence
 from tests.support.exactness import run
 from tests.support.needs import needs_kernels
-from tests.support.tiny_model import tiny_request, tiny_runner
+from tests.support.tiny_model import VOCAB, tiny_request, tiny_runner
 
 PREDICTED = (10, 11, 12, 13, 14, 15, 16, 17, 18, 19)
 BUDGET = DraftBudget(4)
@@ -61,6 +63,15 @@ def test_of_two_places_the_next_one_is_taken() -> None:
     twice = (5, 6, 7, 20, 8, 9, 5, 6, 7, 21)
     assert drafts([5, 6, 7, 20, 99, 5, 6, 7], twice)[0] == 21
     assert drafts([5, 6, 7, 20, 8, 9, 5, 6, 7, 21, 99, 8, 9], twice)[0] == 5  # none further on: the last one before
+
+
+@pytest.mark.parametrize("ids", [(-1,), (VOCAB,), (1,) * 513])
+def test_a_node_refuses_what_no_prediction_is(ids: tuple[int, ...]) -> None:
+    """Routers check it too, and a node does not rely on that. Mutant: ids of predictions are not looked at."""
+    runner = tiny_runner("bf16", drafter="none", max_model_len=512)
+    request = replace(tiny_request(index=0), speculation=SpeculationParams(prediction_token_ids=ids))
+    with pytest.raises(InvalidRequest, match="prediction_token_ids"):
+        check_request(runner, request, 64)
 
 
 def test_a_budget_of_nothing_drafts_nothing() -> None:
