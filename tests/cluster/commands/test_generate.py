@@ -47,6 +47,7 @@ GIVEN: dict[str, Any] = {
     "tree_width": 3,
     "drafter": "suffix",
     "tree": "static",
+    "prediction": "the answer",
     "model": "tiny",
     "request_id": "mine",
     "truncate_prompt_tokens": 100,
@@ -104,8 +105,17 @@ async def test_every_option_arrives() -> None:
     speculation = sequence.speculation
     for name in ("num_draft_tokens", "tree_width", "drafter", "tree"):
         assert getattr(speculation, name) == GIVEN[name]
+    assert speculation.prediction_token_ids == tuple(b"the answer")
     assert (sequence.request_id, sequence.cache_salt) == ("mine", "team")
-    for name in GIVEN.keys() - {"num_draft_tokens", "tree_width", "drafter", "tree", "model", "request_id"}:
+    for name in GIVEN.keys() - {
+        "num_draft_tokens",
+        "tree_width",
+        "drafter",
+        "tree",
+        "prediction",
+        "model",
+        "request_id",
+    }:
         if name in ("tenant", "priority", "stop", "bad_words", "truncate_prompt_tokens", "truncation_side"):
             continue  # the router's own
         value = GIVEN[name]
