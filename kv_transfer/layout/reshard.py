@@ -15,8 +15,9 @@ heads it covers (the number of pieces, not of bytes, is what a copy costs). On t
 token, then K heads, then V heads) over the heads of the slice. Both ends call `reshard` with the same two sides and get
 the same plan; its ``name`` crosses in Begin and a different one is refused.
 
-The nodes have one rank each, so far: they call `reshard` alone, and every head crosses. `plans_into`, `plans_from` and
-`ReshardPlan.lead` wait for nodes of several ranks; the tests run them over real links.
+Rank 0 of a node gathers the heads of all of its ranks, so nodes call `reshard` alone, and every head crosses.
+`plans_into`, `plans_from` and `ReshardPlan.lead` wait for links between pairs of ranks; the tests run them over real
+links.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class QuantizedWeight:
     @property
     def rounded_together(self) -> int:
         """Elements of a row of the input that share a scale in products of integers: those of a group. With one scale a
-        row, its few large elements would leave too few codes to the others (docs/guides/quantised_weights.md)."""
+        row, its few large elements would leave too few codes to the others (docs/guides/quantised.md)."""
         return min(self.shape[1], ROUNDED_TOGETHER if self.has_row_scales else self.group_size)
 
     @property

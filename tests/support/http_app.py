@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+
+from cluster.frontdoor.http import create_app
+from cluster.frontdoor.service import serve_grpc
+from paceline.client import AsyncClient
+from tests.support.scripted_nodes import Fleet
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"prompt": "hi"}
@@ -17,6 +24,21 @@ FORMATS = (
     *("json_schema", "regex", "ebnf"),
 )
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+
+
+@asynccontextmanager
+async def surfaces(nodes: Fleet) -> AsyncIterator[tuple[httpx.AsyncClient, AsyncClient]]:
+    """The router over HTTP, in this process, and over gRPC by the SDK."""
+    transport = httpx.ASGITransport(create_app(nodes.router, nodes.router.metrics))
+    server = await serve_grpc(nodes.router, "127.0.0.1:0")
+    try:
+        async with (
+            httpx.AsyncClient(transport=transport, base_url="http://paceline") as client,
+            AsyncClient(f"127.0.0.1:{server.port}") as sdk,
+        ):
+            yield client, sdk
+    finally:
+        await server.stop(0)
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:

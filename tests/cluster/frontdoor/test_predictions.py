@@ -9,11 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.frontdoor.http import create_app
-from cluster.frontdoor.service import serve_grpc
 from paceline.client import AsyncClient
 from paceline.errors import InvalidRequest
-from tests.support.http_app import CHAT, CHATS, COMPLETION, COMPLETIONS, events, refused
+from tests.support.http_app import CHAT, CHATS, COMPLETION, COMPLETIONS, events, refused, surfaces
 from tests.support.scripted_nodes import MAX_MODEL_LEN, Fleet, fleet
 
 PREDICTED = "def one(): é"
@@ -22,15 +20,8 @@ PARTS = [{"type": "text", "text": PREDICTED[:5]}, {"type": "text", "text": PREDI
 
 @asynccontextmanager
 async def served() -> AsyncIterator[tuple[Fleet, httpx.AsyncClient, AsyncClient]]:
-    async with fleet() as made:
-        transport = httpx.ASGITransport(create_app(made.router, made.router.metrics))
-        server = await serve_grpc(made.router, "127.0.0.1:0")
-        async with (
-            httpx.AsyncClient(transport=transport, base_url="http://paceline") as client,
-            AsyncClient(f"127.0.0.1:{server.port}") as sdk,
-        ):
-            yield made, client, sdk
-        await server.stop(0)
+    async with fleet() as made, surfaces(made) as (client, sdk):
+        yield made, client, sdk
 
 
 def asked_of(made: Fleet) -> set[tuple[int, ...]]:

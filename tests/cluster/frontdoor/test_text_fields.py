@@ -10,12 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.frontdoor.http import create_app
-from cluster.frontdoor.service import serve_grpc
 from paceline.client import AsyncClient
 from paceline.text.tokenizer import Tokenizer
 from tests.cluster.routing.test_answer_parts import says
-from tests.support.http_app import CHATS, COMPLETIONS, events, refused
+from tests.support.http_app import CHATS, COMPLETIONS, events, refused, surfaces
 from tests.support.scripted_nodes import Fleet, fleet
 from tests.support.tiny_chat import BOS, EOS, TEMPLATE, write_chat_tokenizer
 
@@ -26,16 +24,9 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 @asynccontextmanager
 async def served(folder: Path, template: str = TEMPLATE) -> AsyncIterator[tuple[Fleet, httpx.AsyncClient, AsyncClient]]:
     tokenizer = Tokenizer.from_folder(write_chat_tokenizer(folder, template))
-    async with fleet(tokenizer=tokenizer, max_model_len=200) as made:
-        transport = httpx.ASGITransport(create_app(made.router, made.router.metrics))
-        server = await serve_grpc(made.router, "127.0.0.1:0")
-        async with (
-            httpx.AsyncClient(transport=transport, base_url="http://paceline") as client,
-            AsyncClient(f"127.0.0.1:{server.port}") as sdk,
-        ):
-            yield made, client, sdk
+    async with fleet(tokenizer=tokenizer, max_model_len=200) as made, surfaces(made) as (client, sdk):
+        yield made, client, sdk
         await made.idle()
-        await server.stop(0)
 
 
 async def text_of(client: httpx.AsyncClient, **body: Any) -> str:
