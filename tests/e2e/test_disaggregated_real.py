@@ -1,4 +1,4 @@
-"""Prefill and decode apart on the real model: 20 prompts x 32 tokens, temperature 0 or 1.
+"""Prefill and decode apart on the real model: 20 prompts x 20 tokens, temperature 0 or 1.
 
 Tokens, logit bits and rounds equal the one-process run. Every drafter and fp32: test_disaggregated_matrix.py."""
 
@@ -31,7 +31,7 @@ async def test_apart_equals_together(smollm2_folder: Path) -> None:
         }
     )
     first = build_runner(config)
-    requests = one_temperature_each(prompt_requests(smollm2_folder, 32))
+    requests = one_temperature_each(prompt_requests(smollm2_folder, 20))
     together = run(first, requests, batch=20)
     decode_config = config.model_copy(update={"page_size": 64})
     prefill, decode = (assemble(c, first.model, first.identity) for c in (config, decode_config))

@@ -1,4 +1,4 @@
-"""The signature on the real model: 20 prompts x 32 tokens at temperature 0 or 1, one process. bf16: bits and tokens.
+"""The signature on the real model: 20 prompts x 20 tokens at temperature 0 or 1, one process. bf16: bits and tokens.
 
 Batches, chunks, pages and caches; which drafter drafts, and trees, are varied in test_exactness_matrix.py. fp32:
 test_exactness_real_fp32.py. Apart: tests/e2e/test_disaggregated_real.py.

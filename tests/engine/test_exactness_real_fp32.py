@@ -1,4 +1,4 @@
-"""The real model in fp32: 20 prompts x 32 tokens at temperature 0 or 1, one process, and transformers as the oracle.
+"""The real model in fp32: 20 prompts x 20 tokens at temperature 0 or 1, one process, and transformers as the oracle.
 
 Tokens (and, with our kernels, bits as well)."""
 

@@ -69,7 +69,7 @@ def cases(draw: st.DrawFn) -> tuple[list[float], SamplingParams, list[int], list
     return logits, params, draw(st.lists(tokens, max_size=6)), draw(st.lists(tokens, max_size=6))
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(cases())
 def test_process_equals_the_reference(case: tuple[list[float], SamplingParams, list[int], list[int]]) -> None:
     logits, params, prompt, output = case

@@ -12,7 +12,7 @@ from paceline.engine.model_runner import ModelRunner
 from tests.support.exactness import Outcome, run
 from tests.support.prompts import one_temperature_each, prompt_requests
 
-NUM_TOKENS = 32
+NUM_TOKENS = 20
 Options = dict[str, object]
 How = dict[str, int]
 TREES = "ngram K=8, tree, pages of 64"

@@ -19,7 +19,7 @@ from kv_transfer.handoff.state import HandoffState
 from tests.support.handoff_rules import problems, problems_at_the_end
 from tests.support.handoff_world import ANSWER_S, HANDOFF_S, World
 
-SEQUENCES = int(os.environ.get("PACELINE_FUZZ", "200"))
+SEQUENCES = int(os.environ.get("PACELINE_FUZZ", "100"))
 SEED = int(os.environ.get("PACELINE_FUZZ_SEED", "0"))
 STEPS = 40
 LITTLE = st.integers(0, 5)

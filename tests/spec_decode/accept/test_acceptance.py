@@ -59,7 +59,7 @@ def worst(round_: Round, params: SamplingParams, stop: int | None, sizes: Sequen
 @pytest.mark.parametrize(("params", "stop"), [("plain", None), ("penalised", 1), ("cut", 1)])
 @pytest.mark.parametrize(("rule", "shape"), [pair for pair in FITTING if pair[0] in LOSSLESS])
 def test_deterministic_drafts(rule: str, shape: str, params: str, stop: int | None) -> None:
-    sizes = [(3, 3), (4, 3), (5, 2), (4, 2)]
+    sizes = [(3, 3), (4, 2), (5, 2)]
     assert worst(rounds(rule, ONE_HOT, shape, stop), PARAMS[params], stop, sizes) < EXACT
 
 
@@ -103,7 +103,8 @@ def drawn_again(law_: Probs, taken: Sequence[int], choose: Choose) -> int:
     ids=["truncated q", "unclaimed", "nan", "duplicates"],
 )
 def test_other_drafts_that_keep_the_law(drafting: Drafting, shape: str) -> None:
-    assert worst(rounds("recursive", drafting, shape), SamplingParams(), None, [(3, 2), (4, 2)]) < EXACT
+    sizes = [(3, 2)] if shape == "wide3" else [(3, 2), (4, 2)]
+    assert worst(rounds("recursive", drafting, shape), SamplingParams(), None, sizes) < EXACT
 
 
 @pytest.mark.parametrize("shape", ["chain2", "wide2", "comb"])
@@ -117,7 +118,8 @@ def test_equal_distributions_leave_no_residual(shape: str) -> None:
 @pytest.mark.parametrize("drafting", [ONE_HOT, DRAWN], ids=["one_hot", "drawn"])
 @pytest.mark.parametrize(("rule", "shape"), FITTING)
 def test_temperature_zero_gives_the_greedy_tokens(rule: str, shape: str, drafting: Drafting) -> None:
-    assert worst(rounds(rule, drafting, shape, stop=1), GREEDY, 1, [(3, 3), (4, 2)]) < EXACT
+    sizes = [(3, 2), (4, 2)] if shape in BIG and drafting is DRAWN else [(3, 3), (4, 2)]
+    assert worst(rounds(rule, drafting, shape, stop=1), GREEDY, 1, sizes) < EXACT
 
 
 @pytest.mark.parametrize("drafting", [ONE_HOT, DRAWN], ids=["one_hot", "drawn"])

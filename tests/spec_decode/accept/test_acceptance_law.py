@@ -2,7 +2,7 @@
 
 Drafts are drawn by ``candidates.choose``, the target's law comes from ``target_probs``, the coins are real. Two rounds
 make two tokens, so the draft noise of the second position is used twice where the first round rejects. The rules are
-plain Python: 5,000 generations in each of six cells of the table below, over 64 or 256 joint outcomes. A right rule
+plain Python: 3,000 generations in each of six cells of the table below, over 64 or 256 joint outcomes. A right rule
 fails one with probability P_FAIL. Seeds are fixed: a pass stays a pass.
 """
 
@@ -27,7 +27,7 @@ from paceline.spec_decode.drafters.candidates import DRAFT_STREAM, choose
 from paceline.spec_decode.trees.tree import DraftTree, build_tree, comb
 from tests.support.goodness_of_fit import chi_square
 
-GENERATIONS = 5_000
+GENERATIONS = 3_000
 MUTANT_GENERATIONS = 4_000
 OWN_STREAM_GENERATIONS = 10_000
 ROOT_POSITION = 20
