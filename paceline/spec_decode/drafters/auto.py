@@ -24,9 +24,9 @@ acceptance rule no text. What a round came to is read from the sequence's own co
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from paceline.spec_decode.base import DraftBudget, TreeKind
 from paceline.spec_decode.length.cost import COPY_SHARE, CostTable
@@ -84,8 +84,7 @@ class Outcome:
         )
 
 
-@dataclass(frozen=True)
-class Expected:
+class Expected(NamedTuple):
     """What a round of an arm comes to."""
 
     tokens: float
@@ -114,6 +113,24 @@ class CopyIndex:
         while length < min(LONGEST_MATCH, found) and token_ids[found - length - 1] == token_ids[-length - 1]:
             length += 1
         return length
+
+
+class ChainBudgets:
+    """Budgets of chains. Most sequences of a batch have the same budget, so those made of the last one are kept."""
+
+    def __init__(self) -> None:
+        self._whole: DraftBudget | None = None
+        self._made: dict[int, DraftBudget] = {}
+
+    def of(self, budget: DraftBudget, depth: int) -> DraftBudget:
+        """``budget`` for a chain of ``depth`` draft tokens."""
+        if budget is not self._whole and budget != self._whole:
+            self._whole, self._made = budget, {}
+        found = self._made.get(depth)
+        if found is None:
+            found = replace(budget, num_draft_tokens=depth, tree_width=1, tree=TreeKind.CHAIN, tree_nodes=0)
+            self._made[depth] = found
+        return found
 
 
 @dataclass(frozen=True)
@@ -160,11 +177,19 @@ class AutoChooser:
         self.drafters = (primary, *self.copies)
         for name in self.copies:
             costs.assume_draft(name, COPY_SHARE)
+        self._chain = Arm(primary, CHAIN)
+        kinds = [
+            next((kind for least, kind in MATCH_CLASSES if match >= least), "") for match in range(LONGEST_MATCH + 1)
+        ]
+        self._copying = [tuple(Arm(name, kind) for name in self.copies) for kind in kinds]  # by match length
         self._batch, self._plain_s = 1, costs.estimate(1, 1)
         self._pool: dict[Arm, Outcome] = {}
         self._depths = WidthCounts(POOL_DECAY)
         self._allowance, self._trial_given = 0.0, False
         self._seconds: dict[tuple[str, int, int], float] = {}  # of rounds as they might be now, by arm's cost
+        self._chain_s: list[float] = []  # the same of the primary's chains, by depth
+        self._rates: list[float] = []  # of the primary's chains in all requests, as they were when the round began
+        self._chains = ChainBudgets()
         self._sharers: list[tuple[float, int, int]] = []  # of who may ask the primary: tokens gained, rows, depth
 
     def start_round(self, batch: int) -> None:
@@ -172,6 +197,8 @@ class AutoChooser:
         self._batch, self._plain_s = batch, self.costs.estimate(batch, batch)
         self._trial_given = False
         self._seconds.clear()
+        self._chain_s.clear()
+        self._rates.clear()
         self._sharers.clear()
 
     def choose(self, seq: Sequence, budget: DraftBudget, *, primary_ready: bool) -> AskingOrder:
@@ -182,10 +209,11 @@ class AutoChooser:
             return ((NONE, budget),)
         self._allowance = min(self._allowance + self.probe_share, MOST_ALLOWANCE)
         arms = self._arms(seq, state, budget, primary_ready)
-        chain = Arm(self.primary, CHAIN)
-        if chain in arms:
-            arms[chain] = self._fitted(state, arms[chain])
-        worth = {arm: self._speedup(state, arm, b) for arm, b in arms.items()}
+        worth: dict[Arm, float] = {}
+        if self._chain in arms:
+            depth, worth[self._chain] = self._fitted(state, budget.num_draft_tokens)
+            arms[self._chain] = self._chains.of(budget, depth)
+        worth |= {arm: self._speedup(state, arm, b) for arm, b in arms.items() if arm.kind != CHAIN}
         ranked = sorted((arm for arm in arms if worth[arm] > 1.0), key=lambda arm: -worth[arm])
         trial = self._trial(seq, state, [arm for arm in arms if arm not in ranked[:1]])
         if trial is not None:
@@ -236,28 +264,34 @@ class AutoChooser:
         self, seq: Sequence, state: AutoState, budget: DraftBudget, primary_ready: bool
     ) -> dict[Arm, DraftBudget]:
         """What there is to choose from, in the order of L1."""
-        chain = replace(budget, tree_width=1, tree=TreeKind.CHAIN, tree_nodes=0)
+        chain = self._chains.of(budget, budget.num_draft_tokens)
         wide = budget.tree_width > 1 and budget.tree is not TreeKind.CHAIN and self._batch <= self.tree_batch
         arms: dict[Arm, DraftBudget] = {}
         if primary_ready and self.primary != NONE:
-            arms[Arm(self.primary, CHAIN)] = chain
+            arms[self._chain] = chain
             if wide:
                 arms[Arm(self.primary, TREE)] = budget
         match = state.index.match_length(seq.token_ids) if self.copies else 0
-        kind = next((kind for least, kind in MATCH_CLASSES if match >= least), None)
-        if kind is not None:
-            arms |= {Arm(name, kind): budget if wide else chain for name in self.copies}
+        if match:
+            arms |= dict.fromkeys(self._copying[match], budget if wide else chain)
         return arms
 
-    def _fitted(self, state: AutoState, budget: DraftBudget) -> DraftBudget:
-        """The primary's chain at the depth that is worth most."""
-        deepest = budget.num_draft_tokens
-        tokens = itertools.accumulate(self._reach(state, deepest), initial=1.0)
-        _, depth = max((self._worth(self.primary, n, 1 + d, d), d) for d, n in enumerate(tokens) if d)
-        return budget if depth == deepest else replace(budget, num_draft_tokens=depth)
+    def _fitted(self, state: AutoState, deepest: int) -> tuple[int, float]:
+        """Depth of the primary's chain that is worth most, 1 to ``deepest``, and its speed-up."""
+        for depth in range(len(self._chain_s), deepest + 1):
+            self._chain_s.append(self._round_s(self.primary, 1 + depth, depth))
+        tokens, found, most = 1.0, 1, 0.0
+        for depth, gain in enumerate(self._reach(state, deepest), start=1):
+            tokens += gain
+            rate = tokens / self._chain_s[depth]
+            if rate >= most:
+                found, most = depth, rate
+        return found, most * self._plain_s
 
     def _reach(self, state: AutoState, depth: int) -> tuple[float, ...]:
-        return reach(request_rates(state.depths, pool_rates(self._depths, 1, depth), 1))
+        if len(self._rates) < depth:
+            self._rates = pool_rates(self._depths, 1, depth)
+        return reach(request_rates(state.depths, self._rates[:depth], 1))
 
     def _worth(self, drafter: str, tokens: float, rows: float, depth: float) -> float:
         """Speed-up of a round that yields ``tokens``. Rows and depth count in quarters: the sequences of a large batch
@@ -265,15 +299,16 @@ class AutoChooser:
         key = (drafter, round(QUARTERS * rows), round(QUARTERS * depth))
         seconds = self._seconds.get(key)
         if seconds is None:
-            step = self.costs.estimate(self._batch, self._batch * key[1] / QUARTERS)
-            seconds = step + self.costs.draft_seconds(drafter, self._batch, key[2] / QUARTERS)
-            self._seconds[key] = seconds
+            seconds = self._seconds[key] = self._round_s(drafter, key[1] / QUARTERS, key[2] / QUARTERS)
         return tokens * self._plain_s / seconds
 
+    def _round_s(self, drafter: str, rows: float, depth: float) -> float:
+        """Seconds of a round in which each sequence of the batch has so many rows, drafted so deep."""
+        step = self.costs.estimate(self._batch, self._batch * rows)
+        return step + self.costs.draft_seconds(drafter, self._batch, depth)
+
     def _speedup(self, state: AutoState, arm: Arm, budget: DraftBudget) -> float:
-        depth = budget.num_draft_tokens
-        if arm.kind == CHAIN:
-            return self._worth(arm.drafter, 1 + sum(self._reach(state, depth)), 1 + depth, depth)
+        """Of an arm that is no chain of the primary."""
         expected = self._expected(state, arm, budget)
         return self._worth(arm.drafter, expected.tokens, expected.rows, expected.depth)
 

@@ -72,12 +72,17 @@ def pool_rates(pool: WidthCounts, width: int, depth: int) -> list[float]:
 
 def request_rates(own: WidthCounts, pool: Seq[float], width: int) -> list[float]:
     """One request's rates for depths 1..len(pool), shrunk to the deployment's ``pool``."""
-    counts = own.by_width.get(width) or DepthCounts(REQUEST_DECAY)
+    counts = own.by_width.get(width)
+    hits, trials = (counts.hits, counts.trials) if counts is not None else ([], [])
     rates: list[float] = []
-    deviation = 0.0
-    for d, rate in enumerate(pool):
-        rates.append(counts.shrunk(d, clamp(rate + deviation), REQUEST_PRIOR))
-        deviation = rates[-1] - rate
+    deviation, known = 0.0, len(hits)
+    for d, rate in enumerate(pool):  # every sequence of a batch, every round: `clamp` and `shrunk`, written out
+        expected = rate + deviation
+        expected = LOWEST if expected < LOWEST else HIGHEST if expected > HIGHEST else expected
+        if d < known:
+            expected = (hits[d] + REQUEST_PRIOR * expected) / (trials[d] + REQUEST_PRIOR)
+        rates.append(expected)
+        deviation = expected - rate
     return rates
 
 

@@ -163,7 +163,7 @@ def test_a_chain_is_as_deep_as_it_pays(fade: float, cost: float) -> None:
 
 def test_a_chain_of_fixed_depth_would_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant of the test above."""
-    monkeypatch.setattr(AutoChooser, "_fitted", lambda self, state, budget: budget)
+    monkeypatch.setattr(AutoChooser, "_fitted", lambda self, state, deepest: (deepest, 2.0))
     world = World(novel(6000), lambda at: 0.9, Costs(sloped, {"head": 0.2, "ngram": 0.001}), fade=0.3)
     assert world.run("auto", depth=12) < 0.9 * world.run("head", depth=1)
 
