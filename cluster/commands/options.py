@@ -20,7 +20,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from typer.core import TyperCommand
 
-from cluster.commands.other_flags import told_of_theirs
+from cluster.commands.other_flags import called_here, told_of_theirs
 from cluster.yaml_text import parse_yaml
 from paceline.config import ServeConfig
 from paceline.engine_config import Group, choices_of
@@ -50,6 +50,8 @@ def load_config(
     for name, layer in layers:
         for key, value in _flat(layer, name).items():
             if key not in ServeConfig.model_fields and role_option(key) is None:
+                if told := called_here(f"--{key.replace('_', '-')}"):
+                    raise ConfigError(key, f"unknown option in {name}. {told}")
                 raise ConfigError(
                     key, f"unknown option in {name}; known: {', '.join(sorted(ServeConfig.model_fields))}"
                 )

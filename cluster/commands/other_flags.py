@@ -111,10 +111,15 @@ def told_of_theirs(words: Sequence[str], taken: Collection[str]) -> str:
     flags, which are never theirs."""
     for word in words:
         flag = word.partition("=")[0]
-        if flag in taken:
-            continue
-        if flag in OURS:
-            return f"No such option: {flag}. It is {OURS[flag]} here, see docs/coming_from_vllm.md."
-        if flag in ABSENT:
-            return f"No such option: {flag}. There is none here: {ABSENT[flag]}. See docs/coming_from_vllm.md."
+        if flag not in taken and (told := called_here(flag)):
+            return f"No such option: {flag}. {told}"
+    return ""
+
+
+def called_here(flag: str) -> str:
+    """A sentence on a flag of theirs; empty for any other."""
+    if flag in OURS:
+        return f"It is {OURS[flag]} here, see docs/coming_from_vllm.md."
+    if flag in ABSENT:
+        return f"There is none here: {ABSENT[flag]}. See docs/coming_from_vllm.md."
     return ""

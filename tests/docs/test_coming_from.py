@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from cluster.commands.cli import app
-from cluster.commands.options import serve_options
+from cluster.commands.options import load_config, serve_options
 from cluster.commands.other_flags import ABSENT, OURS
 from cluster.frontdoor.openai_parse import parse_chat, parse_completion
 from cluster.frontdoor.openai_requests import ChatRequest, CompletionRequest, Speculation
-from paceline.errors import InvalidRequest
+from paceline.errors import ConfigError, InvalidRequest
 from paceline.models.families import FAMILIES
 from paceline.speculation import drafter_choices
 from tests.support.reference.metrics import metrics_page
@@ -86,6 +87,13 @@ def test_a_command_of_theirs_is_refused_with_what_it_is_here(words: list[str], t
     done = CliRunner().invoke(app, ["serve", *words], env={"COLUMNS": "200"})
     assert done.exit_code == 2
     assert told in done.output
+
+
+def test_an_option_of_theirs_in_a_file_is_refused_with_what_it_is_here(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("tensor_parallel_size: 2\n")
+    with pytest.raises(ConfigError, match="It is --tp here"):
+        load_config({}, file, environment={})
 
 
 def test_fields() -> None:
