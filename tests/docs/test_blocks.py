@@ -122,3 +122,13 @@ def test_json_is_json() -> None:
     for body in found:
         lines = [body] if body.startswith("{\n") else body.splitlines()
         assert [json.loads(line) for line in lines]
+
+
+def test_the_table_of_checks_names_what_is_there() -> None:
+    """That of CONTRIBUTING.md: pages, folders and tests; every test of pages stands in it."""
+    table = texts()["CONTRIBUTING.md"].partition("## What checks each page")[2].partition("\n## ")[0]
+    named = {code for code in re.findall(r"`([^`\s]+)`", table) if "/" in code}
+    assert len(named) > 15
+    assert sorted(path for path in named if not (ROOT / path).exists()) == []
+    tests = {f"tests/docs/{file.name}" for file in (ROOT / "tests/docs").glob("test_*.py")}
+    assert tests - named == {"tests/docs/test_docstrings.py"}  # of modules
