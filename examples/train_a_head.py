@@ -33,13 +33,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="optimiser steps")
     parser.add_argument("--tokens-per-step", type=int, default=256, help="tokens that one step trains on")
     parser.add_argument("--held-out", type=int, default=4, help="answers to measure on")
+    parser.add_argument("--threads", type=int, default=0, help="cores to compute on; 0: all, 1 where others use them")
     options = parser.parse_args()
     corpus, run = options.out / "answers.jsonl", options.out / options.head
     made = ("--prompts", options.prompts) if options.prompts else ("--self-made", options.answers)
     length = ("--max-answer-tokens", options.answer_tokens)
-    paceline("make-corpus", "--model", options.model, *made, *length, "--out", corpus)
+    target = ("--model", options.model, "--threads", options.threads)
+    paceline("make-corpus", *target, *made, *length, "--out", corpus)
     limits = ("--steps", options.steps, "--tokens-per-step", options.tokens_per_step, "--held-out", options.held_out)
-    paceline("train-drafter", options.head, "--model", options.model, "--corpus", corpus, "--out", run, *limits)
+    paceline("train-drafter", options.head, *target, "--corpus", corpus, "--out", run, *limits)
     print(f"serve it: paceline serve --model {options.model} --drafter {options.head} --drafter-path {run / 'head'}")
 
 

@@ -26,11 +26,13 @@ from cluster.commands.nodes import app as nodes
 from cluster.commands.options import ServeHelp, load_config, serve_parameters
 from cluster.commands.plan import plan
 from cluster.commands.quantize import quantize
+from cluster.commands.reach import next_step
 from cluster.commands.role import role
 from cluster.commands.trace import trace
 from cluster.commands.train import make_corpus, train_drafter
 from cluster.commands.verify import verify
 from cluster.option_sets import ROUTER_OPTIONS
+from paceline import __version__
 from paceline.config import ServeConfig
 from paceline.errors import ConfigError, NodeUnavailable, PacelineError
 from paceline.logs import configure_logging
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
     from cluster.serving_router import ServingRouter
 
 app = typer.Typer(
-    help="Paceline: disaggregated prefill and decode with speculative decoding in every step.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -100,6 +101,22 @@ def add_registered_commands() -> None:
 add_registered_commands()
 
 
+def print_version(asked: bool) -> None:
+    """Print it and end the command."""
+    if asked:
+        typer.echo(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Paceline: disaggregated prefill and decode with speculative decoding in every step."""
+
+
 def main() -> None:
     """Entry point: what Paceline raises on purpose is one line, not a traceback."""
     try:
@@ -108,7 +125,7 @@ def main() -> None:
         errors.print(f"[red]error[/red] --{error.key.replace('_', '-')}: {escape(error.message)}", soft_wrap=True)
         sys.exit(2)
     except (PacelineError, RuntimeError) as error:
-        errors.print(f"[red]error[/red] {escape(str(error))}", soft_wrap=True)
+        errors.print(f"[red]error[/red] {escape(str(error) + next_step(error))}", soft_wrap=True)
         sys.exit(1)
 
 

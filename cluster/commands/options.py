@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from typer.core import TyperCommand
 
+from cluster.commands.other_flags import called_here, told_of_theirs
 from cluster.yaml_text import parse_yaml
 from paceline.config import ServeConfig
 from paceline.engine_config import Group, choices_of
@@ -49,6 +50,8 @@ def load_config(
     for name, layer in layers:
         for key, value in _flat(layer, name).items():
             if key not in ServeConfig.model_fields and role_option(key) is None:
+                if told := called_here(f"--{key.replace('_', '-')}"):
+                    raise ConfigError(key, f"unknown option in {name}. {told}")
                 raise ConfigError(
                     key, f"unknown option in {name}; known: {', '.join(sorted(ServeConfig.model_fields))}"
                 )
@@ -58,9 +61,16 @@ def load_config(
     except ValidationError as error:
         first = error.errors()[0]
         if not first["loc"]:  # options that do not go together
-            raise ConfigError("config", first["msg"].removeprefix("Value error, ")) from None
+            raise ConfigError("config", _said(first["msg"])) from None
         key = "_".join(map(str, first["loc"]))
-        raise ConfigError(key, f"{first['msg']} (from {origin.get(key, 'defaults')}: {first['input']!r})") from None
+        raise ConfigError(
+            key, f"{_said(first['msg'])} (from {origin.get(key, 'defaults')}: {first['input']!r})"
+        ) from None
+
+
+def _said(message: str) -> str:
+    """What a check of ours said, without pydantic's own words before it."""
+    return message.removeprefix("Value error, ")
 
 
 def _flat(layer: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -222,6 +232,19 @@ def _parameter(option: Option) -> inspect.Parameter:
 class ServeHelp(TyperCommand):
     """A command with options of a deployment. Its help lists them by group, each description below its flag:
     beside the flags, as in typer's tables, 80 columns would leave it 30."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As every command; flags of vLLM and SGLang, and a model without its flag, are told what they are here."""
+        if ctx.resilient_parsing:
+            return super().parse_args(ctx, args)
+        taken = {flag for parameter in self.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+        if told := told_of_theirs(args, taken):
+            ctx.fail(told)
+        ctx.allow_extra_args = True  # refused below
+        if extra := super().parse_args(ctx, args):
+            hint = f". The model is given as --model {extra[0]}" if "--model" in taken else ""
+            ctx.fail(f"Got unexpected arguments ({' '.join(extra)}){hint}")
+        return extra
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help."""

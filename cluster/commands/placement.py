@@ -74,7 +74,7 @@ def _planned(config: ServeConfig) -> dict[Role, RankBytes]:
     """By role; prints what a node would refuse. Empty where the model is not on this host, or cannot be planned."""
     path = Path(config.model).expanduser()
     if not path.exists():
-        typer.echo(f"{config.model} is no folder on this host, so memory is not planned")
+        typer.echo(f"{config.model} is no folder here, so memory is not planned; `paceline pull` prints its folder")
         return {}
     from paceline.assembly.model_plan import plan_model
     from paceline.models.registry import DTYPES

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, Unauthenticated
 
 if TYPE_CHECKING:
     import grpc
@@ -45,3 +45,15 @@ def key_in(file: Path | None) -> str | None:
         return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("api_key_file", str(error)) from None
+
+
+def next_step(error: Exception) -> str:
+    """What to try after ``error`` of a command that asks a deployment; empty where its message says all."""
+    if isinstance(error, Unauthenticated):
+        return "; --api-key-file FILE or the variable PACELINE_API_KEY gives the key"
+    if "failed to connect to all addresses" in str(error):  # gRPC's words
+        return (
+            "; is this the --grpc address of a running `paceline serve` (--admin for nodes and role)? With TLS it "
+            "wants --tls-ca or --tls-dir too"
+        )
+    return ""

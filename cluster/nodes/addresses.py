@@ -14,6 +14,7 @@ from paceline.rpc.identity import Identity
 from paceline.v1 import node_pb2, node_pb2_grpc
 
 ANSWER_TIMEOUT_S = 1.0
+LISTEN_TIMEOUT_S = 10.0
 
 
 def own_address(host: str, interface: str = "") -> str:
@@ -43,6 +44,14 @@ def _address_of(interface: str) -> str:
             if found.family == family and "%" not in found.address:
                 return str(found.address)
     raise ConfigError("node_interface", f"{interface!r} of {socket.gethostname()} has no address")
+
+
+def check_listens(address: str) -> None:
+    """Raises OSError when nobody listens at ``HOST:PORT``, where Ray itself tries for minutes. Other forms of a Ray
+    cluster's address, such as ``auto``, are Ray's to look at."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=LISTEN_TIMEOUT_S).close()
 
 
 async def host_answers(address: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import psutil
 
-from cluster.nodes.addresses import node_answers
+from cluster.nodes.addresses import check_listens, node_answers
 from cluster.nodes.host import START_TIMEOUT_S, STOP_MARGIN_S, NodeHost
 from cluster.nodes.slots import NotPlaced
 from cluster.state.registry_types import Registry
@@ -65,6 +65,7 @@ def start_ray(address: str, num_cpus: int | None = None) -> None:
         _private.extend(child for child in psutil.Process().children() if child not in before)
         return
     try:
+        check_listens(address)
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:  # ConnectionError is an OSError
         mode = os.environ.get("RAY_AUTH_MODE", "unset")
@@ -216,9 +217,21 @@ class RayNode:
             log.error("%s: %s", self.node_id, error)
             raise NodeUnavailable(f"{self.node_id} did not start: {type(cause).__name__}: {cause}") from None
         except ray.exceptions.RayError as error:
-            raise NodeUnavailable(f"{self.node_id} did not start: {error}") from error
+            raise NodeUnavailable(f"{self.node_id} did not start: {self._reason(error)}") from error
         self.on_started()
         return address
+
+    def _reason(self, error: ray.exceptions.RayError) -> str:
+        """Why the process ended. What it raised while it was made comes as a remote traceback, which is for the log
+        unless its last line is an error of Paceline."""
+        told = str(error).strip()
+        if not (isinstance(error, ray.exceptions.ActorDiedError) and error.actor_init_failed):
+            return told
+        last = told.splitlines()[-1]
+        own = last.removeprefix("paceline.errors.")
+        if own == last:
+            log.error("%s: %s", self.node_id, told)
+        return own
 
     def status(self) -> dict[str, Any]:
         """What the node says of itself. Raises NodeUnavailable."""

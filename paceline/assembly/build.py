@@ -187,5 +187,8 @@ def _max_model_len(config: NodeConfig, spec: ModelSpec, spec_slots: int) -> int:
     longest = config.max_model_len or own
     fits = config.kv_cache_tokens - spec_slots
     if config.max_model_len > fits:
-        raise ConfigError("kv_cache_tokens", f"must hold max_model_len and {spec_slots} draft slots")
+        raise ConfigError(
+            "kv_cache_tokens",
+            f"must hold max_model_len and {spec_slots} draft slots, so {config.max_model_len + spec_slots}",
+        )
     return min(longest, fits)

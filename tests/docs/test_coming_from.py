@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from cluster.commands.options import serve_options
+from cluster.commands.cli import app
+from cluster.commands.options import load_config, serve_options
+from cluster.commands.other_flags import ABSENT, OURS
 from cluster.frontdoor.openai_parse import parse_chat, parse_completion
 from cluster.frontdoor.openai_requests import ChatRequest, CompletionRequest, Speculation
-from paceline.errors import InvalidRequest
+from paceline.errors import ConfigError, InvalidRequest
 from paceline.models.families import FAMILIES
 from paceline.speculation import drafter_choices
 from tests.support.reference.metrics import metrics_page
@@ -57,6 +61,41 @@ def test_flags() -> None:
     assert ours(text) - FLAGS - THEIRS == set()
 
 
+def test_serve_says_what_their_flags_are_here() -> None:
+    """The command line and the table agree, both ways."""
+    listed: dict[str, set[str]] = {}
+    for row in rows("flags"):
+        for flag in ours(row["vLLM"]) | ours(row["SGLang"]):
+            listed.setdefault(flag, set()).update(ours(row["Paceline"]))
+    theirs = {flag: flags for flag, flags in listed.items() if flag not in FLAGS}
+    long = {flag for flag in (*OURS, *ABSENT) if flag.startswith("--")}
+    assert long == theirs.keys()
+    assert [flag for flag in long & OURS.keys() if not set(FLAG.findall(OURS[flag])) & theirs[flag]] == []
+    assert [flag for flag in long & ABSENT.keys() if theirs[flag]] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--port=8000"], "No such option: --port. It is --http HOST:PORT here"),
+        (["-tp", "2"], "No such option: -tp. It is --tp here"),
+        (["--enable-lora"], "there is no LoRA"),
+        (["Qwen/Qwen3-0.6B", "--tp", "2"], "The model is given as --model Qwen/Qwen3-0.6B"),
+    ],
+)
+def test_a_command_of_theirs_is_refused_with_what_it_is_here(words: list[str], told: str) -> None:
+    done = CliRunner().invoke(app, ["serve", *words], env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert told in done.output
+
+
+def test_an_option_of_theirs_in_a_file_is_refused_with_what_it_is_here(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("tensor_parallel_size: 2\n")
+    with pytest.raises(ConfigError, match="It is --tp here"):
+        load_config({}, file, environment={})
+
+
 def test_fields() -> None:
     named = {name for row in rows("fields") for name in CODE.findall(row["Paceline"])}
     assert len(named) > 20
@@ -77,6 +116,14 @@ REFUSED: dict[str, Any] = {
     "allowed_token_ids": [1],
     "structural_tag": "{}",
     "guided_whitespace_pattern": " ",
+    "logprob_token_ids": [1],
+    "include_reasoning": False,
+    "thinking_token_budget": 5,
+    "repetition_detection": {"max_pattern_size": 2},
+    "stop_regex": "x",
+    "documents": [{}],
+    "return_hidden_states": True,
+    "return_token_offsets": True,
     "lora_path": "x",
     "prompt_embeds": "x",
     "chat_template": "x",

@@ -149,7 +149,16 @@ def test_the_quickstart_asks_as_it_says(server: Server, tmp_path: Path) -> None:
     assert '"object":"chat.completion"' in ran
     assert "paceline_completion_tokens_total" in ran
     assert "events of 3 processes" in ran
-    for block in PYTHON_BLOCK.findall(QUICKSTART.read_text(encoding="utf-8")):
+
+
+PAGES = ("quickstart.md", "guides/structured_output.md", "guides/tools.md", "guides/other_apis.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_of_a_page_runs(page: str, server: Server) -> None:
+    blocks = PYTHON_BLOCK.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))
+    assert blocks
+    for block in blocks:
         done = subprocess.run([sys.executable, "-c", here(block, server)], capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, block + done.stderr
         assert done.stdout.strip()

@@ -9,9 +9,11 @@ import sys
 import pytest
 
 from cluster.commands import cli
+from cluster.commands.reach import next_step
 from cluster.nodes.listening import check_addresses, check_free, warn_of_clear_keys
+from paceline.client import Client
 from paceline.config import ServeConfig
-from paceline.errors import ConfigError, NodeUnavailable, PacelineError
+from paceline.errors import ConfigError, NodeUnavailable, PacelineError, Unauthenticated
 
 
 @pytest.mark.parametrize(
@@ -24,6 +26,11 @@ from paceline.errors import ConfigError, NodeUnavailable, PacelineError
         ),
         (ConfigError("grpc", "127.0.0.1:x: no"), "error --grpc: 127.0.0.1:x: no\n", 2),
         (NodeUnavailable("[red]decode-0[/red] is gone"), "error [red]decode-0[/red] is gone\n", 1),
+        (
+            Unauthenticated("an API key is needed"),
+            "error an API key is needed; --api-key-file FILE or the variable PACELINE_API_KEY gives the key\n",
+            1,
+        ),
     ],
 )
 def test_a_message_is_printed_as_it_is(
@@ -87,3 +94,12 @@ def test_keys_that_cross_the_network_in_the_clear_are_told(caplog: pytest.LogCap
     warn_of_clear_keys(config, clients_tls=True, parts_tls=True)
     told = [record.getMessage().partition("clear: ")[2].partition(" have")[0] for record in caplog.records]
     assert told == ["grpc 0.0.0.0:1, admin 10.0.0.1:3", "admin 10.0.0.1:3"]
+
+
+def test_a_command_that_reaches_nobody_says_what_to_try() -> None:
+    """Real gRPC's words, which may change with its version."""
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        nobody = f"127.0.0.1:{one.getsockname()[1]}"
+    with Client(nobody, retries=0) as client, pytest.raises(NodeUnavailable) as caught:
+        client.generate("x", max_tokens=1)
+    assert "--grpc address of a running `paceline serve`" in next_step(caught.value)

@@ -9,9 +9,11 @@ from typing import Any
 
 import grpc.aio
 import pytest
+import ray
 
 from cluster.nodes import addresses, launch
 from cluster.nodes.launch import RayNode
+from paceline.errors import NodeUnavailable
 from paceline.v1 import node_pb2, node_pb2_grpc
 
 
@@ -103,3 +105,25 @@ async def test_a_silent_process_has_one_question_waiting_and_its_late_answer_is_
     actor.asked[-1].set_result({"alive": True, "fenced": False, "address": address})
     assert not await node.answers()
     assert len(actor.asked) == before + 2
+
+
+def test_a_ray_cluster_where_nobody_listens_is_refused_at_once() -> None:
+    """Ray itself tries for minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        nobody = f"127.0.0.1:{one.getsockname()[1]}"
+    with pytest.raises(NodeUnavailable, match=rf"cannot join the Ray cluster at {nobody} .*Connection refused"):
+        launch.start_ray(nobody)
+
+
+@pytest.mark.parametrize(
+    ("last", "told", "logged"),
+    [("paceline.errors.ConfigError: node_interface: no eth9", "ConfigError: node_interface: no eth9", False),
+     ("KeyError: 'x'", "KeyError: 'x'", True)],
+)  # fmt: skip
+def test_what_a_node_raised_while_it_was_made_is_one_line(
+    last: str, told: str, logged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    died = ray.exceptions.ActorDiedError()
+    died.error_msg, died._actor_init_failed = f"The actor died because of\n  File ...\n{last}\n", True
+    assert RayNode("prefill-0", "prefill", Actor())._reason(died) == told
+    assert bool(caplog.records) == logged
