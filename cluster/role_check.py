@@ -37,7 +37,7 @@ def check_spec(config: ServeConfig, spec: ModelSpec) -> None:
         try:
             check_ranks(config.of_role(role), spec)
         except ConfigError as error:
-            raise ConfigError(f"{role}_tp", error.message) from None
+            raise ConfigError(f"{role}_tp" if getattr(config, role).tp else "tp", error.message) from None
     if config.prefill_nodes:
         _check_memory(config, spec)
 

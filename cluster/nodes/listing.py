@@ -51,4 +51,6 @@ def _state(slot: Slot, record: NodeRecord | None, view: NodeView) -> str:
         return record.state
     if view.is_foreign(slot.node_id, slot.generation):
         return "foreign"
-    return "cut off" if slot.cut_off else "kept" if slot.kept else "silent"
+    if slot.cut_off or slot.kept:
+        return "cut off" if slot.cut_off else "kept"
+    return "silent" if slot.leased_at > slot.started_at else "starting"  # its first lease was not read yet

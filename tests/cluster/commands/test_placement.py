@@ -147,6 +147,7 @@ def test_ranks_and_memory_that_a_model_cannot_have_are_told_before_anything_star
             "decode_tp",
             "3 ranks do not fit a model of 4 heads, 2 KV heads, 4 slabs and sums",
         ),
+        ({"tp": 3}, "tp", "3 ranks do not fit"),
         ({"prefill": RoleOptions(kv_cache_tokens=1024)}, "prefill_kv_cache_tokens", "hold 1024 tokens and .* 8192"),
     ):
         with pytest.raises(ConfigError, match=told) as wrong:

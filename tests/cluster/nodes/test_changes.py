@@ -273,3 +273,14 @@ async def test_a_switch_whose_start_fails_is_tried_again_in_the_new_role() -> No
     await until(lambda: len(launched) == 4 and supervisor.slots[1].address == "decode-1:9")
     assert launched == ["decode", "decode", "prefill", "prefill"]
     await supervisor.stop(0.0)
+
+
+def test_a_node_is_silent_once_it_had_a_lease() -> None:
+    """Before its first lease is read it starts; "silent" would read like a fault."""
+    view = Case()
+    view.nodes = list  # type: ignore[method-assign]
+    slot = Slot("decode", "decode-0", 1)
+    slot.adopt(Handle("decode-0", 1), 1, "host:1", 5.0)
+    assert node_of(slot, view).state == "starting"
+    slot.leased_at = 6.0
+    assert node_of(slot, view).state == "silent"
