@@ -40,8 +40,7 @@ static Rounded round_rows(const Matrix& w, const T* x, int64_t M, int64_t ldx) {
   int8_t* codes = (int8_t*)memory.data();
   float *scales = (float*)(codes + M * stride), *shifts = scales + M * groups;
   Rounded out = {codes, (int32_t*)(shifts + M * groups), scales, shifts, stride, groups};
-#pragma omp parallel for schedule(static) num_threads(pl_threads()) if (M > 16)
-  for (int64_t m = 0; m < M; m++) {
+  each_row(M, [&](int64_t m) {
     int8_t* row = out.codes + m * stride;
     memset(row + w.in_features, 0, stride - w.in_features);
     for (int64_t g = 0, k = 0, at = m * groups; g < groups; g++, k += w.group, at++) {
@@ -49,7 +48,7 @@ static Rounded round_rows(const Matrix& w, const T* x, int64_t M, int64_t ldx) {
       out.offsets[at] = -(w.bits == 8 ? 128 : 8) * sum;
       out.shifts[at] = (float)sum * out.scales[at];
     }
-  }
+  });
   return out;
 }
 
@@ -112,13 +111,12 @@ static void all_rows(Tiles& tiles, const Matrix& w, const uint8_t* panel, const 
 template <class T, class O>
 void linear_integer(const Matrix& w, const T* x, int64_t M, int64_t ldx, O* out) {
   Rounded rows = round_rows(w, x, M, ldx);
-#pragma omp parallel num_threads(pl_threads())
-  {
+  on_threads(pl_threads(), [&] {
     Tiles tiles;
 #pragma omp for schedule(static)
     for (int64_t p = 0; p < num_panels(w); p++)
       all_rows(tiles, w, (const uint8_t*)w.packed + p * panel_bytes(w), rows, M, p * PANEL, out);
-  }
+  });
 }
 
 template void linear_integer(const Matrix&, const bf16*, int64_t, int64_t, bf16*);
