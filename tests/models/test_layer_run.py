@@ -1,4 +1,4 @@
-"""Layers that run together give the logits and the KV of their steps one by one, whatever threads and rows there are."""
+"""Layers that run together give the logits and the KV of their steps one by one, on any threads and for any rows."""
 
 from __future__ import annotations
 
@@ -56,13 +56,21 @@ def made(spec: ModelSpec, dtype: torch.dtype, scheme: str) -> LlamaModel:
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype_scheme", ["bf16 none", "fp32 none", "bf16 w8a8", "bf16 w4a8", "bf16 w4a16"])
-@pytest.mark.parametrize("name", SPECS)
-def test_together_gives_the_bits_of_the_steps(name: str, dtype_scheme: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "scheme"),
+    [
+        ("Llama", torch.bfloat16, "none"),
+        ("Llama", torch.bfloat16, "w4a8"),
+        ("Qwen2", torch.float32, "none"),
+        ("Qwen2", torch.bfloat16, "w8a8"),
+        ("Qwen3", torch.bfloat16, "none"),
+        ("Qwen3", torch.bfloat16, "w4a16"),
+    ],
+)
+def test_together_gives_the_bits_of_the_steps(name: str, dtype: torch.dtype, scheme: str) -> None:
     """Mutants: threads do not wait after a product or rope; the stream is given back before all have copied it; a norm
     that adds twice."""
-    dtype, scheme = dtype_scheme.split()
-    model = made(SPECS[name], torch.bfloat16 if dtype == "bf16" else torch.float32, scheme)
+    model = made(SPECS[name], dtype, scheme)
     calls = [layer.calls for layer in model.layers]
     for batch in BATCHES.values():
         for layer in model.layers:
@@ -72,7 +80,7 @@ def test_together_gives_the_bits_of_the_steps(name: str, dtype_scheme: str) -> N
             layer.calls = its_calls
         for threads in (1, 2, 3):
             set_threads(threads)
-            for _ in range(4 if threads > 1 else 1):
+            for _ in range(2):
                 together = outcome(model, batch, (0, 2, LAYERS))
                 assert [torch.equal(a, b) for a, b in zip(together, steps, strict=True)] == [True] * len(steps)
         set_threads(1)
