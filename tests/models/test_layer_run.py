@@ -24,7 +24,7 @@ SLOTS = torch.randperm(PAGE * PAGES, generator=torch.Generator().manual_seed(5))
 SPECS = {
     "Llama": tiny_spec(num_layers=LAYERS),
     "Qwen2": replace(tiny_spec(num_layers=LAYERS), attention_bias=True, tie_word_embeddings=False),
-    "Qwen3": replace(tiny_spec(num_layers=LAYERS), qk_norm=True, hidden_size=96, intermediate_size=544, head_dim=32),
+    "Qwen3": replace(tiny_spec(num_layers=LAYERS), qk_norm=True, num_heads=18, intermediate_size=544, head_dim=32),
 }
 BATCHES = {
     "a row": [Segment.linear([5], 40, SLOTS)],

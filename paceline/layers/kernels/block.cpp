@@ -24,7 +24,7 @@ struct Seen {  // what each row sees, as `attend` takes it
   const int64_t* tail_offsets;
 };
 
-static constexpr int64_t ROWS_TOGETHER = 8;  // so many go through a layer in one region; see layer_of_thread
+static constexpr int64_t ROWS_TOGETHER = 8;  // so many go through a layer in one region; see Layer
 static constexpr int64_t SILU_RUN = 256;     // elements of a row that one thread takes
 
 // Runs `work(first, count)` over the rows: shared out in a region, at once elsewhere.
@@ -126,7 +126,7 @@ static int block_layer(const Layer<T>& layer) {
   return layer.rows <= ROWS_TOGETHER ? layer.run_together() : layer.run(layer.residual, layer.scratch);
 }
 
-struct LayerAt {  // of stack.py, field by field
+struct LayerAt {  // of layer_run.py, field by field
   const Block* block;
   const void* input_norm;
   void* pool;

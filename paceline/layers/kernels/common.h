@@ -40,10 +40,10 @@ static inline void on_threads(int threads, Work work) {
   work();
 }
 
-// Runs `work(row)` for each row. Few rows are not worth a region.
+// Runs `work(row)` for each row: on the calling thread in a region, or where there are too few rows for one.
 template <class Work>
 static inline void each_row(int64_t rows, Work work) {
-  if (rows <= 16) {
+  if (rows <= 16 || omp_get_level() > 0) {
     for (int64_t r = 0; r < rows; r++) work(r);
     return;
   }
