@@ -172,7 +172,7 @@ def _declare(library: ctypes.CDLL) -> None:
         signatures[f"pl_latent_write_{t}"] = (latent, None)
         signatures[f"pl_block_write_{t}"] = ([ptr, i64, ptr, ptr, ptr, ptr, i64, ptr, ptr, ptr], None)
         signatures[f"pl_block_finish_{t}"] = ([ptr, i64, ptr] + [ptr] * 6 + [i64, ptr, ptr, ptr], i32)
-        signatures[f"pl_block_layer_{t}"] = ([ptr, i64] + [ptr] * 5 + [i64] + [ptr] * 9, i32)
+        signatures[f"pl_block_layers_{t}"] = ([ptr, i64, i64] + [ptr] * 4 + [i64] + [ptr] * 8, i32)
         signatures[f"pl_linear_heads_{t}"] = ([ptr] + [i64] * 4 + [ptr, i64, i64, ptr, i64, i64], None)
     signatures["pl_route"] = ([ptr, i64, i64, ptr, i64, i64, i64, i32, f32, i32, ptr, ptr], None)
     for name, (arguments, result) in signatures.items():

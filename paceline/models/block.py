@@ -62,14 +62,14 @@ class _CBlock(ctypes.Structure):
     ]
 
 
-class _Calls:
+class BlockCalls:
     """The kernels' calls for one block."""
 
     def __init__(self, block: Block, library: ctypes.CDLL) -> None:
         suffix = _SUFFIX[block.post_norm.dtype]
         self.write: Any = getattr(library, f"pl_block_write_{suffix}")
         self.finish: Any = getattr(library, f"pl_block_finish_{suffix}")
-        self.layer: Any = getattr(library, f"pl_block_layer_{suffix}")
+        self.layers: Any = getattr(library, f"pl_block_layers_{suffix}")
         shape, hidden, inter = block.shape, block.o_proj.out_features, block.down_proj.in_features
         linears = (block.qkv_proj, block.o_proj, block.gate_up_proj, block.down_proj)
         norms = (block.q_norm, block.k_norm, block.post_norm)
@@ -98,14 +98,14 @@ class Block:
         self.q_norm, self.k_norm, self.post_norm = weights.q_norm, weights.k_norm, weights.post_norm
         self.gate_up_proj, self.down_proj = weights.gate_up, weights.down
         library = self.qkv_proj.library  # which has packed the weights
-        self._calls = None if library is None else _Calls(self, library)
+        self.calls = None if library is None else BlockCalls(self, library)
 
     def write(self, x: torch.Tensor, table: torch.Tensor, batch: ForwardBatch, kv: KvPool) -> torch.Tensor:
         """x: [T, width], normed; table: float32 [max_positions, head_dim], see layers.rotary.
 
         The rows' KV goes to the pool; returns the rotated queries, [T, num_heads, head_dim].
         """
-        calls, pages = self._calls, kv.data[self.kv_layer]
+        calls, pages = self.calls, kv.data[self.kv_layer]
         if calls is None:
             return self._write(x, table, batch, pages)
         x, rows = x.contiguous(), x.shape[0]
@@ -120,7 +120,7 @@ class Block:
     def finish(self, query: torch.Tensor, residual: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """query: [T, num_heads, head_dim] of rows whose KV is in the pool; residual: [T, hidden_size], updated in place
         by what attention adds -> what the MLP adds, [T, hidden_size]."""
-        calls, plan = self._calls, self._kernel_plan(context)
+        calls, plan = self.calls, self.kernel_plan(context)
         if calls is None or plan is None:
             return self._finish(query, residual, context)
         rows, pages = query.shape[0], context.kv.data[self.kv_layer]
@@ -130,35 +130,9 @@ class Block:
             calls.address, rows, query.data_ptr(), *plan.addresses, pages.data_ptr(), pages.shape[2],
             scratch.data_ptr(), residual.data_ptr(), out.data_ptr(),
         )  # fmt: skip
-        return self._checked(out, failed)
+        return self.checked(out, failed)
 
-    def run(
-        self,
-        added: torch.Tensor,
-        residual: torch.Tensor,
-        input_norm: torch.Tensor,
-        table: torch.Tensor,
-        context: ForwardContext,
-    ) -> torch.Tensor:
-        """A whole pre-norm layer: ``residual += added``, then ``write`` of its normed rows and ``finish``.
-
-        added, residual: [T, hidden_size], contiguous; residual is updated in place -> what the layer adds last.
-        """
-        calls, plan, batch = self._calls, self._kernel_plan(context), context.batch
-        if calls is None or plan is None:
-            x = add_rms_norm(added, residual, input_norm, self.shape.rms_norm_eps)
-            return self.finish(self.write(x, table, batch, context.kv), residual, context)
-        rows, pages = added.shape[0], context.kv.data[self.kv_layer]
-        out = torch.empty_like(residual)
-        scratch = added.new_empty(rows, calls.layer_scratch)
-        failed = calls.layer(
-            calls.address, rows, added.data_ptr(), input_norm.data_ptr(), table.data_ptr(), batch.positions.data_ptr(),
-            batch.write_slots.data_ptr(), pages.shape[2], *plan.addresses, pages.data_ptr(),
-            scratch.data_ptr(), residual.data_ptr(), out.data_ptr(),
-        )  # fmt: skip
-        return self._checked(out, failed)
-
-    def _kernel_plan(self, context: ForwardContext) -> RowPlan | None:
+    def kernel_plan(self, context: ForwardContext) -> RowPlan | None:
         """The batch's plan, where the kernels can go on past attention: they need this rank's sums to be whole."""
         whole, plan = self.o_proj.whole and self.down_proj.whole, context.plan
         return plan if whole and isinstance(context.attention, CpuAttention) and isinstance(plan, RowPlan) else None
@@ -180,7 +154,8 @@ class Block:
         x = add_rms_norm(x, residual, self.post_norm, self.shape.rms_norm_eps)
         return self.down_proj(silu_mul(self.gate_up_proj(x)))
 
-    def _checked(self, out: torch.Tensor, failed: int) -> torch.Tensor:
+    def checked(self, out: torch.Tensor, failed: int) -> torch.Tensor:
+        """``out``, unless the kernels ``failed``: ValueError."""
         if failed:
             shape = self.shape
             raise ValueError(

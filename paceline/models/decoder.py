@@ -74,6 +74,14 @@ class DecoderModel(TargetModel, Generic[Layer]):
         """See TargetModel."""
         x = self.embed(context.batch.token_ids)
         residual = torch.zeros_like(x)
+        x = self.run_layers(x, residual, context, aux)
+        return add_rms_norm(x, residual, self.norm, self.spec.rms_norm_eps)
+
+    def run_layers(
+        self, x: torch.Tensor, residual: torch.Tensor, context: ForwardContext, aux: AuxCapture | None
+    ) -> torch.Tensor:
+        """x: embedded rows, [T, hidden_size]; residual: of their shape, zeros, updated in place; aux, context: see
+        ``forward`` -> what the last layer adds last."""
         for i, layer in enumerate(self.layers):
             if aux is not None:
                 aux.see(i, x, residual)
@@ -81,7 +89,7 @@ class DecoderModel(TargetModel, Generic[Layer]):
             context.layer_done(i)
         if aux is not None:
             aux.see(len(self.layers), x, residual)
-        return add_rms_norm(x, residual, self.norm, self.spec.rms_norm_eps)
+        return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See TargetModel."""

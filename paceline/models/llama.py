@@ -10,10 +10,11 @@ import torch
 from paceline.kvcache.layout import KvLayer, LayerKind, LayerOwner
 from paceline.layers.linear import Linear
 from paceline.layers.quantized import LinearWeight
-from paceline.models.base import ForwardContext
+from paceline.models.base import AuxCapture, ForwardContext
 from paceline.models.block import Block, BlockWeights
 from paceline.models.config import ModelSpec
 from paceline.models.decoder import DecoderModel
+from paceline.models.layer_run import LayerRun
 from paceline.models.llama_shapes import layer_shapes
 from paceline.models.loader import WeightBag
 from paceline.models.quantization.fusing import fuse_layers
@@ -61,7 +62,7 @@ class DecoderLayer(Block):
 
         Returns what this block adds last; the caller's next ``add_rms_norm`` folds it in.
         """
-        return self.run(x, residual, self.input_norm, table, context)
+        return LayerRun([(self, self.input_norm)])(x, residual, table, context)
 
 
 class LlamaModel(DecoderModel[DecoderLayer]):
@@ -86,10 +87,37 @@ class LlamaModel(DecoderModel[DecoderLayer]):
 
         kv_layer = KvLayer(LayerKind.GQA, kv_owner, spec.num_kv_heads, spec.head_dim)
         super().__init__(spec, weights, dtype, device, make_layer, kv_layer)
+        self._runs: dict[range, LayerRun] = {}
+
+    def run_layers(
+        self, x: torch.Tensor, residual: torch.Tensor, context: ForwardContext, aux: AuxCapture | None
+    ) -> torch.Tensor:
+        """See DecoderModel. Layers between which nobody looks run together."""
+        if context.after_layer is not None:
+            return super().run_layers(x, residual, context, aux)
+        for layers in runs_of(len(self.layers), () if aux is None else aux.layers):
+            if aux is not None:
+                aux.see(layers.start, x, residual)
+            x = self._run_of(layers)(x, residual, self.table, context)
+        if aux is not None:
+            aux.see(len(self.layers), x, residual)
+        return x
+
+    def _run_of(self, layers: range) -> LayerRun:
+        if layers not in self._runs:
+            parts = self.layers[layers.start : layers.stop]
+            self._runs[layers] = LayerRun([(layer, layer.input_norm) for layer in parts])
+        return self._runs[layers]
 
     def decoder_block(self, weights: WeightBag, prefix: str, kv_layer: int) -> DecoderLayer:
         """See TargetModel. Its MLP may have another width than the target's."""
         return llama_block(self.spec, weights, prefix, kv_layer)
+
+
+def runs_of(num_layers: int, seen: Sequence[int]) -> list[range]:
+    """Layers 0..num_layers-1 in runs, of which one begins at each of ``seen``."""
+    starts = sorted({0, *(layer for layer in seen if layer < num_layers)})
+    return [range(start, end) for start, end in zip(starts, [*starts[1:], num_layers], strict=True)]
 
 
 def llama_block(spec: ModelSpec, weights: WeightBag, prefix: str, kv_layer: int) -> DecoderLayer:

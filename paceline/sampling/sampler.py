@@ -6,6 +6,7 @@ call changes nothing, and neither does whether the row is a plain step or a node
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,7 +47,7 @@ def sample_rows(logits: torch.Tensor, rows: Sequence[RowContext]) -> list[int]:
         return []
     logits = _adjusted(logits, rows)
     best = argmax_lowest(logits)
-    _check_finite(logits.gather(1, best.unsqueeze(1)).squeeze(1), rows)
+    _check_finite(logits.gather(1, best.unsqueeze(1)), rows)
     tokens: list[int] = best.tolist()
     groups: dict[tuple[int, float, float], list[int]] = {}
     for i, row in enumerate(rows):
@@ -79,10 +80,9 @@ def _adjusted_row(logits: torch.Tensor, row: RowContext) -> torch.Tensor:
 
 
 def _check_finite(best: torch.Tensor, rows: Sequence[RowContext]) -> None:
-    finite = best.isfinite()
-    if not bool(finite.all()):
-        bad = int((~finite).nonzero()[0, 0])
-        raise FloatingPointError(f"logits of row {bad} (position {rows[bad].position}) are not finite")
+    for i, (logit,) in enumerate(best.tolist()):
+        if not math.isfinite(logit):
+            raise FloatingPointError(f"logits of row {i} (position {rows[i].position}) are not finite")
 
 
 def _limits(params: SamplingParams) -> tuple[int, float, float]:

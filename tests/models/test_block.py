@@ -18,6 +18,7 @@ from paceline.layers.linear import Linear
 from paceline.layers.rotary import rope_table
 from paceline.models.base import ForwardContext
 from paceline.models.block import Block, BlockWeights
+from paceline.models.layer_run import LayerRun
 from tests.support.needs import needs_kernels
 from tests.support.quantized_weights import KINDS
 
@@ -101,6 +102,7 @@ class Case:
         self.kv.data[0].copy_(random(*self.kv.data[0].shape))
         self.table = rope_table(shape.head_dim, 10000.0, 512, None)
         self.input_norm = (1 + 0.1 * random(shape.hidden)).to(dtype)
+        self.layer = LayerRun([(self.block, self.input_norm)])
         self.batch = ForwardBatch.build(segments)
         rows = self.batch.num_rows
         self.normed = random(rows, shape.width).to(dtype)
@@ -108,19 +110,19 @@ class Case:
 
     def run(self, *, at_once: bool, whole: bool, attention: AttentionBackend) -> list[torch.Tensor]:
         """(what the layer adds, residual stream, pool), from the same start every time."""
-        start, calls = self.kv.data[0].clone(), self.block._calls
+        start, calls = self.kv.data[0].clone(), self.block.calls
         context = ForwardContext.build(self.batch, self.kv, attention)
         residual = self.residual.clone()
-        self.block._calls = calls if at_once else None
+        self.block.calls = calls if at_once else None
         try:
             if whole:
-                out = self.block.run(self.added, residual, self.input_norm, self.table, context)
+                out = self.layer(self.added, residual, self.table, context)
             else:
                 query = self.block.write(self.normed, self.table, self.batch, self.kv)
                 out = self.block.finish(query, residual, context)
             return [out, residual, self.kv.data[0].clone()]
         finally:
-            self.block._calls = calls
+            self.block.calls = calls
             self.kv.data[0].copy_(start)
 
 
@@ -134,7 +136,7 @@ def same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> list[bool]:
 @pytest.mark.parametrize("name", SHAPES)
 def test_one_call_gives_the_bits_of_the_steps(name: str, dtype: torch.dtype, batch: str) -> None:
     case = Case(SHAPES[name], dtype, BATCHES[batch]())
-    assert case.block._calls is not None
+    assert case.block.calls is not None
     for whole in (True, False):
         if whole and case.shape.width != case.shape.hidden:
             continue  # what is normed before such a layer's attention is its head's affair
@@ -148,7 +150,7 @@ def test_rows_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy of them outlives the call that reads it: memory that is free by then is filled with something else."""
     case = Case(SHAPES["SmolLM2"], torch.bfloat16, BATCHES["a chunk from the start"]())
     expected = case.run(at_once=True, whole=False, attention=CpuAttention())
-    calls = case.block._calls
+    calls = case.block.calls
     assert calls is not None
     write, others = calls.write, list[torch.Tensor]()
 
@@ -176,13 +178,13 @@ def test_a_row_does_not_depend_on_those_beside_it() -> None:
     """Two rows of one chunk alone, each after the other, as the chunk has them (docs/internals/exactness.md)."""
     case = Case(SHAPES["SmolLM2"], torch.bfloat16, [Segment.linear([0, 0], 50, SLOTS)])
     context = ForwardContext.build(case.batch, case.kv, CpuAttention())
-    both = case.block.run(case.added, case.residual.clone(), case.input_norm, case.table, context)
+    both = case.layer(case.added, case.residual.clone(), case.table, context)
     for row in range(2):
         context = ForwardContext.build(
             ForwardBatch.build([Segment.linear([0], 50 + row, SLOTS)]), case.kv, CpuAttention()
         )
         at = slice(row, row + 1)
-        alone = case.block.run(case.added[at], case.residual[at].clone(), case.input_norm, case.table, context)
+        alone = case.layer(case.added[at], case.residual[at].clone(), case.table, context)
         assert torch.equal(alone, both[at])
 
 

@@ -399,8 +399,7 @@ static void amx_attend(const bf16* q, const bf16* pool, int64_t page_size, int64
   }
   int64_t runs = starts.size();
   starts.push_back(rows);
-#pragma omp parallel num_threads(pl_threads()) if (pl_threads() > 1 && runs * Hk > 1)
-  {
+  on_threads(runs * Hk > 1 ? pl_threads() : 1, [&] {
 #pragma omp for schedule(dynamic, 1) collapse(2)
     for (int64_t i = 0; i < runs; i++)
       for (int64_t h = 0; h < Hk; h++) {
@@ -409,7 +408,7 @@ static void amx_attend(const bf16* q, const bf16* pool, int64_t page_size, int64
                           starts[i + 1] - r, tails, tail_offsets + r, sight, scale, out + r * Hq * D);
       }
     _tile_release();
-  }
+  });
 }
 #endif
 
@@ -434,13 +433,15 @@ int attend(const T* q, const T* pool, int64_t page_size, int64_t rows, int64_t H
   }
 #endif
   const int64_t at_once = std::min<int64_t>(4, std::max<int64_t>(1, rows * Hk * parts / 16));  // few rows go one by one
-#pragma omp parallel for schedule(dynamic, at_once) collapse(2) num_threads(pl_threads()) if (pl_threads() > 1 && rows * Hk > 1)
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t h = 0; h < Hk * parts; h++) {
-      int64_t tail = tail_offsets[r + 1] - tail_offsets[r];
-      fn(q + (r * Hq + h * G) * D, pool, page_size, Hk, h / parts, h * G, slots + slot_offsets[r], prefix_lens[r],
-         tails + tail_offsets[r], prefix_lens[r] + tail, sight, scale, out + (r * Hq + h * G) * D);
-    }
+  on_threads(rows * Hk > 1 ? pl_threads() : 1, [&] {
+#pragma omp for schedule(dynamic, at_once) collapse(2)
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t h = 0; h < Hk * parts; h++) {
+        int64_t tail = tail_offsets[r + 1] - tail_offsets[r];
+        fn(q + (r * Hq + h * G) * D, pool, page_size, Hk, h / parts, h * G, slots + slot_offsets[r], prefix_lens[r],
+           tails + tail_offsets[r], prefix_lens[r] + tail, sight, scale, out + (r * Hq + h * G) * D);
+      }
+  });
   return 0;
 }
 

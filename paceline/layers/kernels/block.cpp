@@ -24,50 +24,123 @@ struct Seen {  // what each row sees, as `attend` takes it
   const int64_t* tail_offsets;
 };
 
+static constexpr int64_t ROWS_TOGETHER = 8;  // so many go through a layer in one region; see Layer
+static constexpr int64_t SILU_RUN = 256;     // elements of a row that one thread takes
+
+// Runs `work(first, count)` over the rows: shared out in a region, at once elsewhere.
+template <class Work>
+static inline void share_rows(int64_t rows, Work work) {
+  if (omp_get_level() == 0) { work(0, rows); return; }
+#pragma omp for schedule(static)
+  for (int64_t r = 0; r < rows; r++) work(r, 1);
+}
+
+// silu(gate) * up, [rows, inter]. Shared out in runs, for one row too.
+template <class T>
+static inline void activate(const T* gate_up, int64_t rows, int64_t inter, T* out) {
+  on_threads(rows > 16 ? pl_threads() : 1, [&] {
+#pragma omp for schedule(static) collapse(2)
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t i = 0; i < inter; i += SILU_RUN) {
+        const T* gate = gate_up + r * 2 * inter + i;
+        silu_run<T>(gate, gate + inter, std::min(SILU_RUN, inter - i), out + r * inter + i);
+      }
+  });
+}
+
 // x: [rows, width], normed; the rows' keys and values go to the pool. scratch: [rows, (heads + 2 kv_heads) * dim].
 template <class T>
 static void block_write(const Block& b, int64_t rows, const T* x, const Written& to, T* pool, T* scratch, T* q_out) {
   int64_t q_dim = b.heads * b.dim, kv_dim = b.kv_heads * b.dim, all = q_dim + 2 * kv_dim;
   linear(*b.qkv, x, rows, b.width, scratch);
-  if (b.q_norm)
-    for (int64_t i = 0; i < rows; i++) {
-      T *q = scratch + i * all, *k = q + q_dim;
-      rms_norm<T>(q, nullptr, (const T*)b.q_norm, b.heads, b.dim, b.eps, q);
-      rms_norm<T>(k, nullptr, (const T*)b.k_norm, b.kv_heads, b.dim, b.eps, k);
+  share_rows(rows, [&](int64_t first, int64_t count) {
+    T *q = scratch + first * all, *k = q + q_dim;
+    for (int64_t i = 0; b.q_norm && i < count; i++) {
+      rms_norm<T>(q + i * all, nullptr, (const T*)b.q_norm, b.heads, b.dim, b.eps, q + i * all);
+      rms_norm<T>(k + i * all, nullptr, (const T*)b.k_norm, b.kv_heads, b.dim, b.eps, k + i * all);
     }
-  rope_write<T>(scratch, scratch + q_dim, scratch + q_dim + kv_dim, all, all, all, rows, b.heads, b.kv_heads, b.dim,
-                to.table, to.positions, to.slots, to.page_size, q_out, pool);
+    rope_write<T>(q, k, k + kv_dim, all, all, all, count, b.heads, b.kv_heads, b.dim, to.table, to.positions + first,
+                  to.slots + first, to.page_size, q_out + first * q_dim, pool);
+  });
 }
 
 // q: [rows, heads, dim], of rows whose keys and values are in the pool. residual: [rows, hidden], to which what attention
-// adds is added; out: what the MLP adds. scratch: [rows, heads * dim + 2 hidden + 3 inter]. Returns 1, with nothing done,
-// for a geometry that has no kernel.
+// adds is added; normed: [rows, hidden], of the calling thread's own, as residual is; out: what the MLP adds. scratch:
+// [rows, heads * dim + hidden + 3 inter]. Returns 1, with nothing done, for a geometry that has no kernel.
 template <class T>
 static int block_finish(const Block& b, int64_t rows, const T* q, const Seen& seen, const T* pool, int64_t page_size,
-                        T* scratch, T* residual, T* out) {
+                        T* scratch, T* residual, T* normed, T* out) {
   int64_t q_dim = b.heads * b.dim;
-  T *attended = scratch, *added = attended + rows * q_dim, *normed = added + rows * b.hidden;
-  T *gate_up = normed + rows * b.hidden, *acted = gate_up + rows * 2 * b.inter;
+  T *attended = scratch, *added = attended + rows * q_dim, *gate_up = added + rows * b.hidden;
+  T* acted = gate_up + rows * 2 * b.inter;
   if (attend(q, pool, page_size, rows, b.heads, b.kv_heads, b.dim, seen.slots, seen.slot_offsets, seen.prefix_lens,
              seen.tails, seen.tail_offsets, b.window, nullptr, b.scale, attended))
     return 1;
   linear(*b.o, attended, rows, q_dim, added);
   rms_norm<T>(added, residual, (const T*)b.post_norm, rows, b.hidden, b.eps, normed);
   linear(*b.gate_up, normed, rows, b.hidden, gate_up);
-  silu_mul<T>(gate_up, rows, b.inter, acted);
+  activate(gate_up, rows, b.inter, acted);
   linear(*b.down, acted, rows, b.inter, out);
   return 0;
 }
 
-// A whole layer whose input norm is its own. added: [rows, hidden], what the layer before adds last. scratch:
-// [rows, hidden + heads * dim] and the larger of the two above.
+// A layer whose input norm is its own. added: [rows, hidden], what the layer before adds last; out: what this one does, which
+// may be the same memory.
 template <class T>
-static int block_layer(const Block& b, int64_t rows, const T* added, const T* input_norm, const Written& to,
-                       const Seen& seen, T* pool, T* scratch, T* residual, T* out) {
-  T *normed = scratch, *q = normed + rows * b.hidden, *rest = q + rows * b.heads * b.dim;
-  rms_norm<T>(added, residual, input_norm, rows, b.hidden, b.eps, normed);
-  block_write<T>(b, rows, normed, to, pool, rest, q);
-  return block_finish<T>(b, rows, q, seen, pool, to.page_size, rest, residual, out);
+struct Layer {
+  const Block& b;
+  int64_t rows;
+  const T *added, *input_norm;
+  const Written& to;
+  const Seen& seen;
+  T *pool, *scratch, *residual, *out;  // scratch: [rows, hidden + heads * dim] and the larger of the two above
+
+  // residual: the stream, or the calling thread's copy of it; normed: [rows, hidden], its own.
+  int run(T* residual, T* normed) const {
+    T *q = scratch + rows * b.hidden, *rest = q + rows * b.heads * b.dim;
+    rms_norm<T>(added, residual, input_norm, rows, b.hidden, b.eps, normed);
+    block_write<T>(b, rows, normed, to, pool, rest, q);
+    return block_finish<T>(b, rows, q, seen, pool, to.page_size, rest, residual, normed, out);
+  }
+
+  // In one region: threads wait for each other where a product's result is needed whole, and nowhere else. Each norms all
+  // rows for itself, over its own copy of the stream.
+  int run_together() const {
+    int failed = 0;
+#pragma omp parallel num_threads(pl_threads()) reduction(| : failed)
+    {
+      static thread_local std::vector<T> memory;
+      size_t size = rows * b.hidden;
+      if (memory.size() < 2 * size) memory.resize(2 * size);
+      memcpy(memory.data(), residual, size * sizeof(T));
+      failed = run(memory.data(), memory.data() + size);
+#pragma omp master
+      if (!failed) memcpy(residual, memory.data(), size * sizeof(T));  // others copied it before the first product ended
+    }
+    return failed;
+  }
+};
+
+template <class T>
+static int block_layer(const Layer<T>& layer) {
+  return layer.rows <= ROWS_TOGETHER ? layer.run_together() : layer.run(layer.residual, layer.scratch);
+}
+
+struct LayerAt {  // of layer_run.py, field by field
+  const Block* block;
+  const void* input_norm;
+  void* pool;
+};
+
+// Layers one after another; see Layer.
+template <class T>
+static int block_layers(const LayerAt* at, int64_t count, int64_t rows, const T* added, const Written& to,
+                        const Seen& seen, T* scratch, T* residual, T* out) {
+  int failed = 0;
+  for (int64_t i = 0; i < count && !failed; i++)
+    failed = block_layer<T>({*at[i].block, rows, i ? out : added, (const T*)at[i].input_norm, to, seen, (T*)at[i].pool,
+                             scratch, residual, out});
+  return failed;
 }
 
 #define SEEN const int32_t *slots, const int64_t *offsets, const int32_t *lens, const int32_t *tails, const int64_t *ends
@@ -78,13 +151,14 @@ static int block_layer(const Block& b, int64_t rows, const T* added, const T* in
   }                                                                                                                   \
   int pl_block_finish_##NAME(const Block* b, int64_t rows, const T* q, SEEN, const T* pool, int64_t page_size,        \
                              T* scratch, T* residual, T* out) {                                                       \
-    return block_finish<T>(*b, rows, q, {slots, offsets, lens, tails, ends}, pool, page_size, scratch, residual, out);\
+    return block_finish<T>(*b, rows, q, {slots, offsets, lens, tails, ends}, pool, page_size,                         \
+                           scratch + rows * b->hidden, residual, scratch, out);                                       \
   }                                                                                                                   \
-  int pl_block_layer_##NAME(const Block* b, int64_t rows, const T* added, const T* input_norm, const float* table,    \
-                            const int64_t* positions, const int64_t* to, int64_t page_size, SEEN, T* pool,            \
-                            T* scratch, T* residual, T* out) {                                                        \
-    return block_layer<T>(*b, rows, added, input_norm, {table, positions, to, page_size},                             \
-                          {slots, offsets, lens, tails, ends}, pool, scratch, residual, out);                         \
+  int pl_block_layers_##NAME(const LayerAt* at, int64_t count, int64_t rows, const T* added, const float* table,      \
+                             const int64_t* positions, const int64_t* to, int64_t page_size, SEEN, T* scratch,        \
+                             T* residual, T* out) {                                                                   \
+    return block_layers<T>(at, count, rows, added, {table, positions, to, page_size},                                 \
+                           {slots, offsets, lens, tails, ends}, scratch, residual, out);                              \
   }
 
 extern "C" {

@@ -5,6 +5,8 @@
 // Plain C ABI, called through ctypes. T is bf16 (stored as uint16_t) or float. Compiled for the host's instruction set:
 //   AMX-BF16 > AVX512-BF16 > any (GCC vector extensions) for bf16 products; vector extensions for fp32.
 #pragma once
+#include <omp.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -28,6 +30,26 @@ typedef uint16_t h16 __attribute__((vector_size(32), aligned(2), may_alias));
 // How many threads a parallel region begins with now (host.cpp). The calling thread's own OpenMP setting is not what
 // counts, and no bit depends on the number.
 extern "C" int pl_threads();
+
+// Runs `work`, which shares its loops out with `omp for`: on all threads of the region that the caller is in, each of which
+// has come here, or else on `threads` of its own.
+template <class Work>
+static inline void on_threads(int threads, Work work) {
+  if (omp_get_level() > 0) { work(); return; }
+#pragma omp parallel num_threads(threads)
+  work();
+}
+
+// Runs `work(row)` for each row: on the calling thread in a region, or where there are too few rows for one.
+template <class Work>
+static inline void each_row(int64_t rows, Work work) {
+  if (rows <= 16 || omp_get_level() > 0) {
+    for (int64_t r = 0; r < rows; r++) work(r);
+    return;
+  }
+#pragma omp parallel for schedule(static) num_threads(pl_threads())
+  for (int64_t r = 0; r < rows; r++) work(r);
+}
 
 static inline float to_float(bf16 x) { uint32_t u = (uint32_t)x << 16; float f; memcpy(&f, &u, 4); return f; }
 static inline float to_float(float x) { return x; }

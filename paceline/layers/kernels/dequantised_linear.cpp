@@ -29,12 +29,11 @@ static Prepared<A> prepare_rows(const Matrix& w, const T* x, int64_t M, int64_t 
   if (memory.size() < needed) memory.resize(needed);
   auto rows = (typename A::Element*)memory.data();
   auto sums = (float*)(rows + M * stride);
-#pragma omp parallel for schedule(static) num_threads(pl_threads()) if (M > 16)
-  for (int64_t m = 0; m < M; m++) {
+  each_row(M, [&](int64_t m) {
     memset(rows + m * stride + K, 0, (stride - K) * sizeof *rows);
     A::template prepare<KIND>(x + m * ldx, K, rows + m * stride);
     for (int64_t g = 0; g < groups; g++) sums[m * groups + g] = sum_of(x + m * ldx + g * w.group, group_length(w, g));
-  }
+  });
   return {rows, sums, stride, groups};
 }
 
@@ -100,8 +99,7 @@ static void panel_rows(const Matrix& w, const uint8_t* panel, const uint8_t* mad
 template <class A, int KIND, class T, class O>
 static void linear_codes(const Matrix& w, const T* x, int64_t M, int64_t ldx, O* out) {
   Prepared<A> rows = prepare_rows<A, KIND>(w, x, M, ldx);
-#pragma omp parallel num_threads(pl_threads())
-  {
+  on_threads(pl_threads(), [&] {
     static thread_local std::vector<uint8_t> made;
     size_t needed = PANEL * padded(w.in_features) * sizeof(typename A::Element);
     if (M > FEW_ROWS && made.size() < needed) made.resize(needed);
@@ -115,7 +113,7 @@ static void linear_codes(const Matrix& w, const T* x, int64_t M, int64_t ldx, O*
       make_numbers<A, KIND>(w, panel, made.data());
       panel_rows<A, MADE>(w, panel, made.data(), rows, M, p * PANEL, out);
     }
-  }
+  });
 }
 
 #ifdef USE_AMX
@@ -157,8 +155,7 @@ static void linear_made(const Matrix& w, const bf16* x, int64_t M, int64_t ldx, 
   int64_t N = w.out_features, K = w.in_features, column = (K + 31) / 32 * 32;
   std::vector<bf16> memory;
   x = padded_rows(x, M, K, ldx, memory);
-#pragma omp parallel num_threads(pl_threads())
-  {
+  on_threads(pl_threads(), [&] {
     Tiles tiles;
     static thread_local std::vector<bf16> dense;
     if ((int64_t)dense.size() < 2 * 16 * column) dense.resize(2 * 16 * column);
@@ -167,7 +164,7 @@ static void linear_made(const Matrix& w, const bf16* x, int64_t M, int64_t ldx, 
       make_dense<KIND>(w, (const uint8_t*)w.packed + p * panel_bytes(w), dense.data(), column);
       panel_of(tiles, x, M, ldx, dense.data(), K, true, out, w.bias, p * PANEL, N, w.slabs);
     }
-  }
+  });
 }
 #endif
 

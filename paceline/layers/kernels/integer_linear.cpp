@@ -7,12 +7,37 @@ static constexpr float LEAST_PEAK = 1e-30f;  // rows below it are zeros: 127 / p
 
 static inline uint32_t bits_of(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
 
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef int8_t i8x16 __attribute__((vector_size(16), aligned(1), may_alias));
+
+#if !defined(PACELINE_GENERIC) && defined(__AVX512F__)
+static inline int32_t largest(i32x16 x) { return _mm512_reduce_max_epi32((__m512i)x); }
+static inline int32_t added(i32x16 x) { return _mm512_reduce_add_epi32((__m512i)x); }
+#else
+static inline int32_t largest(i32x16 x) {
+  int32_t top = x[0];
+  for (int i = 1; i < 16; i++) top = std::max(top, x[i]);
+  return top;
+}
+static inline int32_t added(i32x16 x) {
+  int32_t sum = 0;
+  for (int i = 0; i < 16; i++) sum += x[i];
+  return sum;
+}
+#endif
+
 // A group of a row to codes: x * (127 / peak), rounded half to even. One with a NaN or an infinity gets the scale NaN.
 // Returns the sum of the codes.
 template <class T>
 static int32_t round_group(const T* x, int64_t length, float* scale, int8_t* codes) {
-  uint32_t top = 0;  // an integer maximum: of the bits of |x|, which are ordered as the numbers are, NaN on top
-  for (int64_t k = 0; k < length; k++) top = std::max(top, bits_of(to_float(x[k])) & 0x7fffffffu);
+  const int64_t whole = length / 16 * 16;
+  i32x16 tops = {};
+  for (int64_t k = 0; k < whole; k += 16) {
+    i32x16 size = (i32x16)((u16x32)load16(x + k) & 0x7fffffffu);
+    tops = size > tops ? size : tops;
+  }
+  uint32_t top = largest(tops);  // of the bits of |x|, which are ordered as the numbers are, NaN on top
+  for (int64_t k = whole; k < length; k++) top = std::max(top, bits_of(to_float(x[k])) & 0x7fffffffu);
   float peak; memcpy(&peak, &top, 4);
   if (top >= 0x7f800000u || peak < LEAST_PEAK) {
     *scale = top >= 0x7f800000u ? NAN : 0.0f;
@@ -21,8 +46,14 @@ static int32_t round_group(const T* x, int64_t length, float* scale, int8_t* cod
   }
   *scale = peak / 127.0f;
   float factor = 127.0f / peak;
-  int32_t sum = 0;
-  for (int64_t k = 0; k < length; k++) {  // the sum's last bits are the rounded number, in two's complement
+  i32x16 sums = {};
+  for (int64_t k = 0; k < whole; k += 16) {  // the sum's last bits are the rounded number, in two's complement
+    i32x16 rounded = (i32x16)((u16x32)(load16(x + k) * factor + 12582912.0f) << 24) >> 24;
+    *(i8x16*)(codes + k) = __builtin_convertvector(rounded, i8x16);
+    sums += rounded;
+  }
+  int32_t sum = added(sums);
+  for (int64_t k = whole; k < length; k++) {
     int8_t code = (int8_t)(uint8_t)bits_of(to_float(x[k]) * factor + 12582912.0f);
     codes[k] = code;
     sum += code;
@@ -40,8 +71,7 @@ static Rounded round_rows(const Matrix& w, const T* x, int64_t M, int64_t ldx) {
   int8_t* codes = (int8_t*)memory.data();
   float *scales = (float*)(codes + M * stride), *shifts = scales + M * groups;
   Rounded out = {codes, (int32_t*)(shifts + M * groups), scales, shifts, stride, groups};
-#pragma omp parallel for schedule(static) num_threads(pl_threads()) if (M > 16)
-  for (int64_t m = 0; m < M; m++) {
+  each_row(M, [&](int64_t m) {
     int8_t* row = out.codes + m * stride;
     memset(row + w.in_features, 0, stride - w.in_features);
     for (int64_t g = 0, k = 0, at = m * groups; g < groups; g++, k += w.group, at++) {
@@ -49,7 +79,7 @@ static Rounded round_rows(const Matrix& w, const T* x, int64_t M, int64_t ldx) {
       out.offsets[at] = -(w.bits == 8 ? 128 : 8) * sum;
       out.shifts[at] = (float)sum * out.scales[at];
     }
-  }
+  });
   return out;
 }
 
@@ -112,13 +142,12 @@ static void all_rows(Tiles& tiles, const Matrix& w, const uint8_t* panel, const 
 template <class T, class O>
 void linear_integer(const Matrix& w, const T* x, int64_t M, int64_t ldx, O* out) {
   Rounded rows = round_rows(w, x, M, ldx);
-#pragma omp parallel num_threads(pl_threads())
-  {
+  on_threads(pl_threads(), [&] {
     Tiles tiles;
 #pragma omp for schedule(static)
     for (int64_t p = 0; p < num_panels(w); p++)
       all_rows(tiles, w, (const uint8_t*)w.packed + p * panel_bytes(w), rows, M, p * PANEL, out);
-  }
+  });
 }
 
 template void linear_integer(const Matrix&, const bf16*, int64_t, int64_t, bf16*);

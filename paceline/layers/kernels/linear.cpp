@@ -36,13 +36,12 @@ static void linear_dense(const Matrix& w, const T* x, int64_t M, int64_t ldx, O*
   int64_t N = w.out_features, K = w.in_features, column = is_bf16 ? (K + 31) / 32 * 32 : K;
   std::vector<bf16> memory;
   if constexpr (is_bf16) x = padded_rows(x, M, K, ldx, memory);
-#pragma omp parallel num_threads(pl_threads())
-  {
+  on_threads(pl_threads(), [&] {
     Tiles tiles;
 #pragma omp for schedule(static)
     for (int64_t n0 = 0; n0 < N; n0 += PANEL)
       panel_of(tiles, x, M, ldx, (const T*)w.packed + n0 * column, K, n0 + 16 < N, out, w.bias, n0, N, w.slabs);
-  }
+  });
 }
 
 template <class T, class O>

@@ -3,8 +3,7 @@
 
 template <class T, class W>
 void rms_norm(const T* x, T* residual, const W* weight, int64_t rows, int64_t n, float eps, T* y) {
-#pragma omp parallel for schedule(static) num_threads(pl_threads()) if (pl_threads() > 1 && rows > 16)
-  for (int64_t r = 0; r < rows; r++) {
+  each_row(rows, [&](int64_t r) {
     const T* src = x + r * n;
     if (residual) {
       T* res = residual + r * n;
@@ -30,24 +29,24 @@ void rms_norm(const T* x, T* residual, const W* weight, int64_t rows, int64_t n,
       put(&t, to_float(src[i]) * scale);
       put(dst + i, to_float(t) * to_float(weight[i]));
     }
-  }
+  });
 }
 
 template <class T>
-void silu_mul(const T* gate_up, int64_t rows, int64_t n, T* out) {
-#pragma omp parallel for schedule(static) num_threads(pl_threads()) if (pl_threads() > 1 && rows > 16)
-  for (int64_t r = 0; r < rows; r++) {
-    const T *g = gate_up + r * 2 * n, *u = g + n;
-    T* o = out + r * n;
-    int64_t i = 0;
-    for (; i + 16 <= n; i += 16) {
-      v16 x = load16(g + i);
-      v16 e = vexp(x > 0.0f ? -x : x);
-      v16 s = x > 0.0f ? 1.0f / (1.0f + e) : e / (1.0f + e);
-      store16(o + i, x * s * load16(u + i));
-    }
-    for (; i < n; i++) { float x = to_float(g[i]); put(o + i, x / (1.0f + std::exp(-x)) * to_float(u[i])); }
+void silu_run(const T* gate, const T* up, int64_t n, T* out) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    v16 x = load16(gate + i);
+    v16 e = vexp(x > 0.0f ? -x : x);
+    v16 s = (x > 0.0f ? splat(1.0f) : e) / (1.0f + e);
+    store16(out + i, x * s * load16(up + i));
   }
+  for (; i < n; i++) { float x = to_float(gate[i]); put(out + i, x / (1.0f + std::exp(-x)) * to_float(up[i])); }
+}
+
+template <class T>
+static void silu_mul(const T* gate_up, int64_t rows, int64_t n, T* out) {
+  each_row(rows, [&](int64_t r) { silu_run(gate_up + r * 2 * n, gate_up + (r * 2 + 1) * n, n, out + r * n); });
 }
 
 template <class T>
@@ -55,14 +54,13 @@ void rope_write(const T* q, const T* k, const T* v, int64_t ldq, int64_t ldk, in
                        int64_t Hq, int64_t Hk, int64_t D, const float* table, const int64_t* positions, const int64_t* slots, int64_t page_size, T* q_out,
                        T* pool) {
   int64_t row = Hk * D;
-#pragma omp parallel for schedule(static) num_threads(pl_threads()) if (pl_threads() > 1 && rows > 16)
-  for (int64_t r = 0; r < rows; r++) {
+  each_row(rows, [&](int64_t r) {
     const float* t = table + positions[r] * D;
     rope_row(q + r * ldq, Hq, D, t, q_out + r * Hq * D);
     T* page = pool + (slots[r] / page_size) * 2 * page_size * row + (slots[r] % page_size) * row;
     rope_row(k + r * ldk, Hk, D, t, page);
     memcpy(page + page_size * row, v + r * ldv, row * sizeof(T));
-  }
+  });
 }
 
 #define DEFINE(NAME, T)                                                                                               \
@@ -87,7 +85,7 @@ DEFINE(f32, float)
 
 #define INSTANTIATE(T)                                                                                                \
   template void rms_norm(const T*, T*, const T*, int64_t, int64_t, float, T*);                                        \
-  template void silu_mul(const T*, int64_t, int64_t, T*);                                                             \
+  template void silu_run(const T*, const T*, int64_t, T*);                                                            \
   template void rope_write(const T*, const T*, const T*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,        \
                            int64_t, const float*, const int64_t*, const int64_t*, int64_t, T*, T*);
 INSTANTIATE(bf16)

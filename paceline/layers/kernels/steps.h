@@ -2,6 +2,10 @@
 #pragma once
 #include "matrix.h"
 
+// In a parallel region, all of whose threads call it alike, a product or attention is shared out among them and ends when all
+// are done. Elsewhere each has a region of its own. What else is here runs on the thread that calls it, or for many rows in
+// a region of its own.
+
 // out = x W^T + b. x: M rows at stride ldx. T: bf16 or float; O: T, or float for the sums themselves.
 template <class T, class O>
 void linear(const Matrix& w, const T* x, int64_t M, int64_t ldx, O* out);
@@ -17,9 +21,9 @@ void linear_dequantised(const Matrix& w, const T* x, int64_t M, int64_t ldx, O* 
 template <class T, class W>
 void rms_norm(const T* x, T* residual, const W* weight, int64_t rows, int64_t n, float eps, T* y);
 
-// out = silu(gate) * up; gate_up: [rows, 2 n], gate first.
+// out = silu(gate) * up, of n elements of a row; a row may be cut at multiples of 16.
 template <class T>
-void silu_mul(const T* gate_up, int64_t rows, int64_t n, T* out);
+void silu_run(const T* gate, const T* up, int64_t n, T* out);
 
 // Rotates q into q_out and k into the pool, where v goes too.
 template <class T>
