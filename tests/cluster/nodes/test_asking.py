@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from ray.exceptions import RayActorError
 
 from cluster.nodes import addresses, launch
 from cluster.nodes.launch import RayNode
@@ -24,14 +25,14 @@ class Server(node_pb2_grpc.DecodeNodeServicer):
         return node_pb2.StatusResponse()
 
 
-class Reference(Future[dict[str, Any]]):
+class Reference(Future[Any]):
     """An answer that may come; like Ray's, it outlives whoever waited for it."""
 
-    def future(self) -> Future[dict[str, Any]]:
+    def future(self) -> Future[Any]:
         """What one waits for."""
-        waited: Future[dict[str, Any]] = Future()
+        waited: Future[Any] = Future()
 
-        def pass_on(done: Future[dict[str, Any]]) -> None:
+        def pass_on(done: Future[Any]) -> None:
             if not waited.cancelled():
                 waited.set_result(done.result())
 
@@ -103,3 +104,19 @@ async def test_a_silent_process_has_one_question_waiting_and_its_late_answer_is_
     actor.asked[-1].set_result({"alive": True, "fenced": False, "address": address})
     assert not await node.answers()
     assert len(actor.asked) == before + 2
+
+
+def test_a_node_that_another_supervisor_watched_has_not_died(node: RayNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who was stopped, and is let go on, watches again. Mutants: the end of its call is the node's; it watches no
+    more."""
+    monkeypatch.setattr("cluster.nodes.launch.ray.get", lambda reference: reference.result())
+    actor = node._actor
+    actor.asked[-1].set_result(False)
+    assert not node.died()
+    assert len(actor.asked) == 2
+    assert not node.died()
+    actor.asked[-1].set_exception(RayActorError())
+    assert node.died()
+    stopped = RayNode("decode-0", "decode", actor)
+    actor.asked[-1].set_result(True)
+    assert stopped.died()
