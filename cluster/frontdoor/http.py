@@ -82,7 +82,7 @@ def create_app(
         app.router.route_class = _Undescribed
     app.state.bodies = HeldBodies()
     _add_generation(app, router, metrics, options)
-    add_responses(app, router, metrics)
+    add_responses(app, router, metrics, options.resumable)
     add_messages(app, router, metrics, options.resumable)
     _add_models(app, router)
     add_tokens(app, router, _read_object)

@@ -85,14 +85,19 @@ def can_resume(request: ApiRequest) -> bool:
     return request.stream and few and not told_of_prompt
 
 
+def last_event_id(request: Request, resumable: bool) -> str | None:
+    """The id of the event up to which the client has a stream; None when it begins one. Raises InvalidRequest where no
+    stream can be resumed."""
+    event_id = request.headers.get(HEADER)
+    if event_id is not None and not resumable:
+        raise InvalidRequest(HEADER, "this request makes no stream that can be resumed")
+    return event_id
+
+
 def position_of(request: Request, resumable: bool) -> Position | None:
     """What the client has of a stream; None when it begins one. Raises InvalidRequest."""
-    event_id = request.headers.get(HEADER)
-    if event_id is None:
-        return None
-    if not resumable:
-        raise InvalidRequest(HEADER, "this request makes no stream that can be resumed")
-    return Position.read(event_id)
+    event_id = last_event_id(request, resumable)
+    return None if event_id is None else Position.read(event_id)
 
 
 def not_the_same(error: Exception) -> HttpProblem:

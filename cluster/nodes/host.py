@@ -227,12 +227,13 @@ class NodeHost:
             **(self._load() if started else {}),
         }
 
-    def wait_stopped(self) -> None:
-        """Block until ``stop``; a caller elsewhere learns of this process's death by the call's failing. The call of a
-        supervisor that took over ends that of the one before it."""
+    def wait_stopped(self) -> bool:
+        """Block until ``stop``; a caller elsewhere learns of this process's death by the call's failing. False: another
+        supervisor watches now, whose call ends that of the one before it."""
         self._watcher = mine = self._watcher + 1
         while self._watcher == mine and not self._stopped.wait(WATCHER_POLL_S):
             pass
+        return self._stopped.is_set()
 
     def _record(self) -> NodeRecord:
         return NodeRecord(

@@ -270,7 +270,13 @@ class RayNode:
     def died(self, timeout_s: float = 0.0) -> bool:
         """Whether the process is gone or was stopped; waits for it at most ``timeout_s``."""
         done, _ = ray.wait([self._watch], timeout=timeout_s)
-        return bool(done)
+        if not done:
+            return False
+        with suppress(ray.exceptions.RayError):  # it is gone
+            if not ray.get(self._watch):  # it lives: another supervisor watched it meanwhile
+                self._watch = self._actor.wait_stopped.remote()
+                return False
+        return True
 
     def stop(self, grace_s: float) -> None:
         """Drain and end; kills what does not end in time. Never raises."""

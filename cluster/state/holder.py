@@ -41,6 +41,13 @@ RETRY_S = 0.1  # between two tries to take it, or to reach Redis
 REDIS_WAIT_S = 10.0  # for a Redis that is away for a moment
 FORGET_MS = 60_000  # records of nodes whose lease ended so long ago are removed
 
+# Whether another process came after the caller. A Redis that lost its data may be told of an earlier holder first.
+_COME_AFTER = """
+local function come_after(mark, token, own_mark, own_token)
+  token, own_token = tonumber(token) or 0, tonumber(own_token)
+  return token > own_token or token == own_token and mark and mark ~= own_mark
+end
+"""
 # KEYS: holder. ARGV: mark, who, lease in ms, an end that counts as over, whether only what was left is taken. Returns
 # the token, nothing, and the nodes that were wanted by a holder who did not let go; or 0, who holds it and when that
 # ends.
@@ -57,11 +64,10 @@ return {{redis.call('HINCRBY', KEYS[1], 'token', 1), '', redis.call('HGET', KEYS
 # what nodes are wanted. Returns 1; or 0 and who took over. An empty Redis gets its holder back, with a token no lower.
 _RENEW = f"""
 {NOW_MS}
+{_COME_AFTER}
 local mark, who, token = unpack(redis.call('HMGET', KEYS[1], 'mark', 'who', 'token'))
-token = tonumber(token) or 0
-if mark and mark ~= ARGV[1] or not mark and token > tonumber(ARGV[4]) then return {{0, who or ''}} end
-redis.call('HSET', KEYS[1], 'mark', ARGV[1], 'who', ARGV[2], 'ends', now + ARGV[3])
-redis.call('HSET', KEYS[1], 'token', math.max(token, tonumber(ARGV[4])))
+if come_after(mark, token, ARGV[1], ARGV[4]) then return {{0, who or ''}} end
+redis.call('HSET', KEYS[1], 'mark', ARGV[1], 'who', ARGV[2], 'ends', now + ARGV[3], 'token', ARGV[4])
 if ARGV[6] ~= '' then redis.call('HSET', KEYS[1], 'serving', ARGV[6]) end
 if ARGV[7] ~= '' then redis.call('HSET', KEYS[1], 'wanted', ARGV[7]) end
 local leases = redis.call('HGETALL', KEYS[3])
@@ -81,17 +87,19 @@ if redis.call('HGET', KEYS[1], 'mark') == ARGV[1] then
 end
 """
 # KEYS: holder. ARGV: mark, token, which nodes are wanted. Returns whether the caller is the holder.
-_KEEP = """
+_KEEP = f"""
+{_COME_AFTER}
 local mark, token = unpack(redis.call('HMGET', KEYS[1], 'mark', 'token'))
-if mark and mark ~= ARGV[1] or not mark and (tonumber(token) or 0) > tonumber(ARGV[2]) then return 0 end
+if come_after(mark, token, ARGV[1], ARGV[2]) then return 0 end
 redis.call('HSET', KEYS[1], 'wanted', ARGV[3])
 return 1
 """
 # KEYS: holder, generations. ARGV: mark, node id, generation to be above, token. Returns the generation; 0 to who is no
 # holder.
-_ISSUE = """
+_ISSUE = f"""
+{_COME_AFTER}
 local mark, token = unpack(redis.call('HMGET', KEYS[1], 'mark', 'token'))
-if mark and mark ~= ARGV[1] or not mark and (tonumber(token) or 0) > tonumber(ARGV[4]) then return 0 end
+if come_after(mark, token, ARGV[1], ARGV[4]) then return 0 end
 local seen = tonumber(redis.call('HGET', KEYS[2], ARGV[2]) or '0') or 0
 local generation = math.max(seen, tonumber(ARGV[3])) + 1
 redis.call('HSET', KEYS[2], ARGV[2], generation)

@@ -93,9 +93,10 @@ class Identity:
         return grpc.aio.secure_channel(address, self.tls.channel_credentials(self.role), options=named)
 
     def check(self) -> None:
-        """ConfigError naming ``tls_dir`` when a file that this part needs is missing or is none."""
+        """ConfigError naming ``tls_dir`` when a file that this part needs is missing or is none, and when its
+        certificate is not valid now."""
         if self.tls is not None:
-            self.tls.node_credentials(self.role)
+            self.tls.check(self.role)
 
     def stamp(self) -> Stamp:
         """Changes when channels made from now on have another certificate."""

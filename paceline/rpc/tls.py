@@ -18,6 +18,7 @@ import logging
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -72,6 +73,22 @@ class TlsFolder:
     def node_credentials(self, role: Role) -> grpc.ServerCredentials:
         """To be called as ``role``, by parts that have a certificate of this deployment's."""
         return self._server_credentials(role, CA)
+
+    def check(self, role: Role) -> None:
+        """ConfigError also when the certificate of a part that starts now is over, or not valid yet: other parts would
+        end its handshakes without a word."""
+        from cryptography import x509  # a client has none
+
+        self.node_credentials(role)
+        try:
+            own = x509.load_pem_x509_certificate(self._read(f"{role}.pem"))
+        except ValueError as error:
+            raise ConfigError("tls_dir", f"{role}.pem of {self.path} is no certificate: {error}") from None
+        since, until = own.not_valid_before_utc, own.not_valid_after_utc
+        if not since <= datetime.now(UTC) <= until:
+            valid = f"{since:%Y-%m-%d %H:%M} to {until:%Y-%m-%d %H:%M} UTC"
+            renew = f"sign it anew with: paceline certs renew {self.path}"
+            raise ConfigError("tls_dir", f"{role}.pem of {self.path} is valid from {valid}; {renew}")
 
     @property
     def is_public(self) -> bool:

@@ -130,9 +130,12 @@ class FrontInjector:
         return f"{proof}; {moved} of {len(met)} streams left it"
 
     async def _hurt_supervisor(self, planned: Planned, fault: Fault) -> str:
-        name = await self._supervisor()
-        if not name:
-            raise NothingThere("nobody supervises")
+        name, end = "", time.monotonic() + TAKEN_OVER_S
+        while not (name := await self._supervisor()):  # the fault before this one may still be felt
+            if time.monotonic() > end:
+                raise NothingThere("nobody supervises")
+            await asyncio.sleep(0.1)
+        fault.at = time.time()
         pid = self.front.routers[name].process.pid
         fault.victims, fault.at = (name,), time.time()
         self.on[id(fault)] = [served for served in self.streams() if served.at() == name]

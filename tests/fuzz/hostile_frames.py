@@ -6,9 +6,12 @@ that a server that sees them answers them.
 
 from __future__ import annotations
 
+import asyncio
 import random
+import ssl
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 Maker = Callable[[random.Random], list[bytes]]
 
@@ -23,6 +26,7 @@ HIDDEN = (
         HIDDEN_BODY,
     )
 )
+READ_S = 0.2  # for what a server says to it
 METHODS = ("Decode", "Pair", "Handoff", "Status", "Trace")
 
 
@@ -188,3 +192,26 @@ def some(makers: Sequence[Maker], number: int, seed: int) -> list[bytes]:
     """The frames of connection ``number``."""
     rng = random.Random(f"{seed}/{number}")
     return makers[number % len(makers)](rng)
+
+
+async def throw(address: str, frames: Sequence[bytes], context: ssl.SSLContext | None = None, name: str = "") -> int:
+    """Write frames until the server hangs up; how many were written."""
+    host, _, port = address.rpartition(":")
+    written = 0
+    with suppress(ConnectionError, ssl.SSLError, TimeoutError, OSError):
+        async with asyncio.timeout(10):
+            reader, writer = await asyncio.open_connection(host, int(port), ssl=context, server_hostname=name or None)
+            try:
+                for one in frames:
+                    if writer.transport.is_closing():
+                        break
+                    writer.write(one)
+                    await writer.drain()
+                    written += 1
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(READ_S):
+                        while await reader.read(1 << 16):
+                            pass
+            finally:
+                writer.close()
+    return written

@@ -19,39 +19,16 @@ from tests.fakes.nodes import sequence_request
 from tests.fakes.runner import expected_output
 from tests.fuzz.campaign import FULL, SEED
 from tests.fuzz.deployment import Deployment
-from tests.fuzz.hostile_frames import HTTP1, HTTP2, Maker, begin, some, tls_records
+from tests.fuzz.hostile_frames import HIDDEN, HTTP1, HTTP2, Maker, begin, some, throw, tls_records
+from tests.support.all_ports import IN, PORTS, Credential, context_of, deployed
 from tests.support.certificates import make_folder, secured
 
 FRAMES = 10 * FULL or 800
 SLOW_BYTES = 200 if FULL else 10  # that a slow connection sends, ten a second
 AT_ONCE, SLOW_AT_ONCE = 24, 12
-READ_S = 0.2  # for what a server says to it
 GAP_S = 0.5 if FULL else 5.0  # longest wait of an honest stream; the suite shares its cores
 MEMORY = 300 * 2**20  # bytes that a process may grow by
 HONEST_TOKENS = 60
-
-
-async def throw(address: str, frames: Sequence[bytes], context: ssl.SSLContext | None = None, name: str = "") -> int:
-    """Write frames until the server hangs up; how many were written."""
-    host, _, port = address.rpartition(":")
-    written = 0
-    with suppress(ConnectionError, ssl.SSLError, TimeoutError, OSError):
-        async with asyncio.timeout(10):
-            reader, writer = await asyncio.open_connection(host, int(port), ssl=context, server_hostname=name or None)
-            try:
-                for one in frames:
-                    if writer.transport.is_closing():
-                        break
-                    writer.write(one)
-                    await writer.drain()
-                    written += 1
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(READ_S):
-                        while await reader.read(1 << 16):
-                            pass
-            finally:
-                writer.close()
-    return written
 
 
 async def drip(address: str, data: bytes) -> None:
@@ -174,3 +151,27 @@ async def test_a_control_stream_with_tls_handles_none(tmp_path: Path) -> None:
         request = sequence_request()
         assert (await nodes.generate(request)).output == expected_output(request)  # a client that means well is served
         await nodes.wait_for_release()
+
+
+async def test_ports_with_tls_and_keys_handle_none(tmp_path: Path) -> None:
+    """From strangers, and from who has a certificate that the port takes and no key. Mutant: HTTPS asks for no
+    key."""
+    async with deployed(tmp_path) as deployment:
+        written = Counter[str]()
+        for at in ("router gRPC", "HTTPS", "admin", "prefill node"):
+            port, makers = PORTS[at], HTTP1 if at == "HTTPS" else HTTP2
+            context = context_of(Credential(deployment.folder, port.role, ""))
+            context.set_alpn_protocols(["http/1.1" if at == "HTTPS" else "h2"])
+            name = "" if port.server == "server" else f"{port.server}.paceline"
+            address, number = deployment.addresses[at], 0
+            while written[at] < FRAMES // 20:
+                strangers = [throw(address, some((tls_records, *makers), number + i, SEED)) for i in range(8)]
+                inside = [throw(address, some(makers, number + i, SEED), context, name) for i in range(8)]
+                written[at] += sum(await asyncio.gather(*strangers, *inside))
+                number += 8
+            await throw(address, [HIDDEN], context, name)  # well-formed, and without a key
+        print(f"with TLS and keys: {dict(written)} frames")
+        told = deployment.router.metrics.render().decode() + deployment.metrics.render().decode()
+        assert "paceline_requests_total{" not in told, "something hostile was looked at"
+        for at, port in PORTS.items():  # callers that mean well are served
+            assert await deployment.ask(port, at, Credential(deployment.folder, port.role, port.key)) == IN

@@ -15,6 +15,7 @@ import pytest
 from cluster.commands import certificates
 from cluster.routing.node_calls import NodeCalls
 from cluster.state.registry_types import NodeRecord
+from paceline.errors import ConfigError
 from paceline.rpc.audit import LINES_PER_MINUTE
 from paceline.rpc.grants import Grants
 from paceline.rpc.identity import Identity
@@ -242,3 +243,11 @@ async def test_a_router_goes_over_to_its_new_certificate_while_its_streams_go_on
         await calls.prune({node.address})
         assert old.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
         await calls.close()
+
+
+def test_a_router_whose_certificate_is_over_says_so_before_it_joins(tmp_path: Path) -> None:
+    """Mutant: it opens, and every node ends its handshakes."""
+    folder = make_folder(tmp_path / "a")
+    identity("router", folder).check()
+    with pytest.raises(ConfigError, match=r"^tls_dir: router\.pem of .*valid from .*paceline certs renew"):
+        identity("router", expired(folder, tmp_path / "b")).check()

@@ -20,14 +20,16 @@ from cluster.frontdoor.stream_events import Event
 from paceline.request import FinishReason
 from paceline.results import Chunk, Completion, ToolCall, ToolCallPart
 
+_ORDER: tuple[Kind, ...] = ("reasoning", "message", "function_call")
+
 
 class Answer:
     """What is known of the answer."""
 
-    def __init__(self, asked: Asked, model: str) -> None:
-        """model: the one that is served."""
+    def __init__(self, asked: Asked, model: str, created_at: int) -> None:
+        """model: the one that is served. created_at: Unix time in seconds."""
         self._asked, self._model = asked, model
-        self._created_at = int(time.time())
+        self._created_at = created_at
         self._completed_at: int | None = None
         self._output: list[OutputItem] = []
         self._calls: dict[int, OutputItem] = {}  # by the index that the router gives a call
@@ -41,6 +43,13 @@ class Answer:
         """What the model thought."""
         return "".join(item.text for item in self._output if item.kind == "reasoning")
 
+    @property
+    def in_order(self) -> bool:
+        """Whether the output is a thought, then a message, then calls, as far as it is made. Of any other, the items
+        depend on how the tokens were cut into chunks."""
+        places = [_ORDER.index(item.kind) for item in self._output]
+        return places == sorted(places)
+
     def turn(self) -> ChatMessage:
         """The answer as a turn of the conversation."""
         said = "".join(item.text for item in self._output if item.kind == "message")
@@ -53,6 +62,10 @@ class Answer:
         """It is being made."""
         self.status = "in_progress"
         return self._numbered([self._whole("created"), self._whole("in_progress")])
+
+    def number_from(self, number: int) -> None:
+        """The next event has this number: the client has those before."""
+        self._sequence_number = number
 
     def take(self, chunk: Chunk) -> list[Event]:
         """More of it. The thought of a chunk comes first, then its text, then its calls."""
@@ -94,15 +107,18 @@ class Answer:
         """Go on with an item of this kind: with the last one, or one that is begun now."""
         if self._output and self._output[-1].kind == kind:
             return []
-        return self._open(OutputItem(kind, len(self._output)))
+        return self._open(self._item(kind))
 
     def _call(self, part: ToolCallPart) -> list[Event]:
         events: list[Event] = []
         if part.index not in self._calls:
-            item = OutputItem("function_call", len(self._output), part.id, part.name)
+            item = self._item("function_call", part.id, part.name)
             events += self._open(item)
             self._calls[part.index] = item
         return events + (self._calls[part.index].delta(part.arguments) if part.arguments else [])
+
+    def _item(self, kind: Kind, call_id: str = "", name: str = "") -> OutputItem:
+        return OutputItem(kind, len(self._output), self._asked.generation.request_id, call_id, name)
 
     def _open(self, item: OutputItem) -> list[Event]:
         closed = self._close("completed")

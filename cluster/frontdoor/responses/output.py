@@ -6,10 +6,10 @@ Life: ``added`` -> ``delta``, as often as there is text -> ``done``. Clients tha
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cluster.frontdoor.own_fields import new_id
 from cluster.frontdoor.stream_events import Event
 
 Kind = Literal["reasoning", "message", "function_call"]
@@ -27,13 +27,15 @@ class OutputItem:
 
     kind: Kind
     index: int  # its place in the output
+    answer_id: str  # of the answer: every router gives its items the same ids
     call_id: str = ""  # of a call
     name: str = ""  # of a call: the tool
     status: Literal["in_progress", "completed", "incomplete"] = "in_progress"
     pieces: list[str] = field(default_factory=list)  # of its text, or of its arguments
 
     def __post_init__(self) -> None:
-        self._id = new_id(_WORDS[self.kind][0])
+        drawn = hashlib.sha256(f"{self.answer_id}/{self.index}".encode()).hexdigest()[:32]
+        self._id = f"{_WORDS[self.kind][0]}_{drawn}"
 
     @property
     def text(self) -> str:

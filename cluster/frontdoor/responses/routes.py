@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -22,10 +23,12 @@ from cluster.frontdoor.responses.answers import Response as ResponseShape
 from cluster.frontdoor.responses.requests import ResponseRequest
 from cluster.frontdoor.responses.run import Run
 from cluster.frontdoor.responses.service import Responses
+from cluster.frontdoor.resuming import last_event_id, not_the_same
 from cluster.frontdoor.route_docs import OTHER_ERRORS, Route, generation_route
 from cluster.frontdoor.serving import Serving
 from cluster.frontdoor.stream_events import event_text
 from cluster.routing.metrics import Metrics
+from cluster.routing.resume import UnknownGeneration
 from paceline.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -47,9 +50,9 @@ _DELETED_RESPONSE = _of_response(DeletedResponse, "It is kept no more.")
 _INPUT_ITEMS = _of_response(InputItems, "The items.")
 
 
-def add_responses(app: FastAPI, router: Serving, metrics: Metrics) -> None:
-    """Add the routes."""
-    responses = Responses(router)
+def add_responses(app: FastAPI, router: Serving, metrics: Metrics, resumable: bool = False) -> None:
+    """Add the routes. resumable: streams may go on at any router."""
+    responses = Responses(router, resumable=resumable)
 
     @app.post(PATH, **_RESPONSES)
     async def create_response(request: Request) -> Response:
@@ -57,7 +60,7 @@ def add_responses(app: FastAPI, router: Serving, metrics: Metrics) -> None:
         made while nobody waits."""
 
         async def made() -> Response:
-            run = responses.prepare(parse_object(await read_body(request)))
+            run = responses.prepare(parse_object(await read_body(request)), partial(last_event_id, request))
             if run.asked.body.background:
                 return _json(await responses.in_background(run), _headers(run))
             return _Reply(responses, run)
@@ -146,15 +149,15 @@ class _Reply(Response):
         stream = bool(self._run.asked.body.stream)
         try:
             async with aclosing(self._responses.make(self._run)) as batches:
-                async for events in batches:
+                async for events, event_id in batches:
                     if stream and not sender.started:
                         await sender.start_events()
                     if stream and events:
-                        await sender.write(event_text(events))
+                        await sender.write(event_text(events, event_id))
         except ClientGone:
             raise
         except Exception as error:  # of a stream before its first event: later ones are events themselves
-            problem = problem_for(error)
+            problem = problem_for(not_the_same(error) if isinstance(error, UnknownGeneration) else error)
             await sender.whole(problem.status, problem.body(), problem.headers)
         else:
             await (sender.write("", last=True) if stream else sender.whole(200, self._run.answer.body(), {}))

@@ -15,10 +15,15 @@ from cluster.frontdoor.http_errors import problem_for
 from cluster.frontdoor.responses.answer import Answer
 from cluster.frontdoor.responses.items import listed
 from cluster.frontdoor.responses.parse import NAMES, Asked
+from cluster.frontdoor.responses.resuming import Origin, Place
+from cluster.frontdoor.resuming import Position, Told
 from cluster.frontdoor.serving import Serving
 from cluster.frontdoor.stream_events import Event
+from cluster.routing.resume import UnknownGeneration
 from paceline.request import FinishReason
 from paceline.results import Chunk, Completion
+
+Batch = tuple[list[Event], str]  # and the id of the last one, or nothing
 
 
 class _Cancelled(Exception):
@@ -28,12 +33,14 @@ class _Cancelled(Exception):
 class Run:
     """Life: made -> ``events`` read to their end, or left. ``planned`` is set when the request may run."""
 
-    def __init__(self, router: Serving, asked: Asked) -> None:
+    def __init__(self, router: Serving, asked: Asked, origin: Origin, since: Place | None = None) -> None:
+        """since: what the client has of a stream that another router began, which ``asked`` goes on with."""
         self.asked = asked
         self.items = listed(asked.body.input)  # the input, as it is told
-        self.answer = Answer(asked, router.model_info().model)
+        self.answer = Answer(asked, router.model_info().model, origin.created_at)
         self.planned = asyncio.Event()
-        self._router = router
+        self._router, self._origin, self._since = router, origin, since
+        self._position: Position | None = None  # where the stream can be gone on from
         self._cancelled = False
         self._waiting: asyncio.Timeout | None = None
 
@@ -50,26 +57,52 @@ class Run:
         if self._waiting is not None:
             self._waiting.reschedule(asyncio.get_running_loop().time())
 
-    async def events(self) -> AsyncGenerator[list[Event], None]:
-        """Events as they come. An error is raised, with the body's own names of fields; of a stream that has begun it
-        is the last event."""
-        begun = False
+    async def events(self) -> AsyncGenerator[Batch, None]:
+        """Events as they come, and the id of the last one of each batch. An error is raised, with the body's own names
+        of fields; of a stream that has begun it is the last event. What a client that goes on has is not told again."""
+        first, told = self._begin, False
         try:
             async with aclosing(self._router.generate(self.asked.generation, self._on_plan)) as chunks:
                 last: Completion | None = None
                 while last is None:
                     chunk = await self._next(chunks)
-                    yield (self.answer.take(chunk) if begun else self.answer.begin() + self.answer.take(chunk))
-                    begun, last = True, chunk.completion
+                    events = first() + self.answer.take(chunk)
+                    first, last = list[Event], chunk.completion
+                    if chunk.retold:
+                        self._go_on()
+                    else:
+                        told = True
+                        yield events, self._id_after(chunk, events)
             if self._cancelled or last.finish_reason is FinishReason.ABORT:
                 raise _Cancelled
-            yield self.answer.complete(last)
+            yield self.answer.complete(last), ""
         except _Cancelled:
-            yield ([] if begun else self.answer.begin()) + self.answer.cancel()
+            yield first() + self.answer.cancel(), ""
         except Exception as error:
-            if not (begun and self.asked.body.stream):
+            if not (told and self.asked.body.stream):
                 raise NAMES.renamed(error) from error
-            yield self.answer.fail(problem_for(error))
+            yield self.answer.fail(problem_for(error)), ""
+
+    def _begin(self) -> list[Event]:
+        events = self.answer.begin()
+        if self._since is None:
+            return events
+        self._go_on()
+        return []
+
+    def _go_on(self) -> None:
+        """The client has all events up to here. Raises UnknownGeneration where it may have others."""
+        assert self._since is not None  # nothing is told again else
+        self.answer.number_from(self._since.number + 1)
+        if not self.answer.in_order:
+            raise UnknownGeneration("text came after a call there, and clients may have it as one item or as two")
+
+    def _id_after(self, chunk: Chunk, events: list[Event]) -> str:
+        """The id of a chunk's last event; empty where the stream cannot be gone on from there."""
+        if self._position is None or not events or not self.answer.in_order:
+            return ""
+        told = Told(chunk.first_index + len(chunk.token_ids), chunk.completion is not None)
+        return str(Place(self._position.at([told], over=False), self._origin, events[-1]["sequence_number"]))
 
     async def _next(self, chunks: AsyncGenerator[Chunk, None]) -> Chunk:
         """The next chunk, unless it is cancelled first."""
@@ -86,4 +119,5 @@ class Run:
             self._waiting = None
 
     def _on_plan(self, plan: Plan) -> None:
+        self._position = Position.of(plan) if self.asked.generation.keeps_told else None
         self.planned.set()

@@ -7,8 +7,9 @@ has seen the end can ask for it. One whose client goes away is not kept.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from cluster.access.caller import owner
@@ -18,10 +19,10 @@ from cluster.frontdoor.intake import check_model
 from cluster.frontdoor.own_fields import new_id
 from cluster.frontdoor.responses.parse import parse, read_body
 from cluster.frontdoor.responses.requests import ResponseRequest
-from cluster.frontdoor.responses.run import Run
+from cluster.frontdoor.responses.resuming import Origin, Place
+from cluster.frontdoor.responses.run import Batch, Run
 from cluster.frontdoor.responses.store import Kept, Store
 from cluster.frontdoor.serving import Serving
-from cluster.frontdoor.stream_events import Event
 from paceline.errors import InvalidRequest
 
 BACKGROUND_WAIT_S = 1.0  # for a request in the background to be refused where its client sees it
@@ -34,31 +35,42 @@ class Responses:
     """Owns the store, and the tasks of answers that are made in the background. Those end at the latest with the
     router, which then refuses to go on."""
 
-    def __init__(self, router: Serving, store: Store | None = None) -> None:
-        self._router = router
+    def __init__(self, router: Serving, store: Store | None = None, resumable: bool = False) -> None:
+        """resumable: streams may go on at any router."""
+        self._router, self._resumable = router, resumable
         self._store = Store() if store is None else store
         self._runs: dict[Key, Run] = {}
         self._tasks: set[asyncio.Task[Exception | None]] = set()
 
     # -- making --------------------------------------------------------------------------------------------------
 
-    def prepare(self, body: dict[str, Any]) -> Run:
-        """An answer to be made. Raises InvalidRequest, or HttpProblem for a model or an answer that is not there."""
-        asked = read_body(body)
-        check_model(self._router, asked.model)
-        return Run(self._router, parse(asked, self._before(asked), new_id("resp")))
+    def prepare(self, body: dict[str, Any], since_in: Callable[[bool], str | None] = lambda resumable: None) -> Run:
+        """An answer to be made. since_in: gives the id of the event after which a stream is gone on with, told whether
+        it may be. Raises InvalidRequest, or HttpProblem for a model or an answer that is not there."""
+        read = read_body(body)
+        check_model(self._router, read.model)
+        resumable = self._resumable and bool(read.stream)
+        event_id = since_in(resumable)
+        since = None if event_id is None else Place.read(event_id)
+        origin = Origin.new() if since is None else since.origin
+        tenant = owner(read.cache_salt or "")
+        asked = parse(read, self._before(read), origin.answer_id(tenant, body) if resumable else new_id("resp"))
+        generation = asked.generation if since is None else since.position.rest_of(asked.generation)
+        asked = replace(asked, generation=replace(generation, keeps_told=resumable))
+        return Run(self._router, asked, origin, since)
 
-    async def make(self, run: Run) -> AsyncGenerator[list[Event], None]:
+    async def make(self, run: Run) -> AsyncGenerator[Batch, None]:
         """The events of ``run``. Closing it ends the generation."""
         self._runs[_key(run)] = run
         try:
             async with aclosing(run.events()) as batches:
-                async for events in batches:
+                async for batch in batches:
                     if run.over:
                         self._keep(run)
-                    yield events
+                    yield batch
         finally:
-            del self._runs[_key(run)]
+            if self._runs.get(_key(run)) is run:  # else its client went on with it here, before this one was over
+                del self._runs[_key(run)]
 
     async def in_background(self, run: Run) -> dict[str, Any]:
         """Begin to make it; returns what is known after a moment. Raises what it was refused with by then."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -277,3 +278,63 @@ async def test_messages_go_on_from_every_event(two_with_journals: Two) -> None:
             assert all(0 < len(sequence.output_token_ids) <= told for sequence in asked_of_nodes)
     wrong = await two.apps[1].post(MESSAGES, json=MESSAGE | {"temperature": 0.5}, headers={RESUME: whole[named[0]][0]})
     assert (wrong.status_code, wrong.json()["type"]) == (409, "error")
+
+
+RESPONSES, RESPONSE = "/v1/responses", {"input": "hi", "stream": True, "max_output_tokens": 24, "cache_salt": "t"}
+
+
+def of_response(events: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """What the official client makes of events: the answer, put together from its parts, which the end tells again."""
+    events, made = copy.deepcopy(events), dict[str, Any]()
+    for _, event in events:
+        if event["type"] == "response.created":
+            made = event["response"]
+        elif event["type"] == "response.output_item.added":
+            made["output"].append(event["item"])
+        elif event["type"] == "response.content_part.added":
+            made["output"][event["output_index"]]["content"].append(event["part"])
+        elif event["type"] == "response.output_text.delta":
+            made["output"][event["output_index"]]["content"][event["content_index"]]["text"] += event["delta"]
+            assert made["output"][event["output_index"]]["id"] == event["item_id"]
+    end = events[-1][1]["response"]
+    for item, told in zip(made["output"], end["output"], strict=True):
+        assert item | {"status": told["status"]} == told
+    assert (made["id"], made["created_at"]) == (end["id"], end["created_at"])
+    return {**end, "completed_at": None, "paceline": end["paceline"]["seed"]}
+
+
+async def test_responses_go_on_from_every_event(two_with_journals: Two) -> None:
+    """Mutants: an id that is drawn anew, of the answer or of an item; a time that is the second router's; numbers that
+    begin again, or count what is told again; the first event twice; an id made up names the answer."""
+    two = two_with_journals
+    two.nodes.nodes["decode-0"].script.round_size = 3
+    whole = of_message((await two.apps[0].post(RESPONSES, json=RESPONSE)).text)
+    assert whole[-1][1]["type"] == "response.incomplete"
+    named = [i for i, (event_id, _) in enumerate(whole) if event_id]
+    assert len(named) >= 8
+    kept = of_response(whole)
+    await Kept.when(two, whole[named[0]][0].rsplit(".", 3)[0], 24)
+    two.nodes.nodes["decode-0"].script.round_size = 2
+    for i in named:
+        rest = of_message((await two.apps[1].post(RESPONSES, json=RESPONSE, headers={RESUME: whole[i][0]})).text)
+        assert of_response(whole[: i + 1] + rest) == kept
+        numbers = [event["sequence_number"] for _, event in whole[: i + 1] + rest]
+        assert numbers == list(range(len(numbers)))
+        if rest[0][0]:  # and on from there
+            again = await two.apps[0].post(RESPONSES, json=RESPONSE, headers={RESUME: rest[0][0]})
+            assert of_response([*whole[: i + 1], rest[0], *of_message(again.text)]) == kept
+    found = await two.apps[1].get(f"{RESPONSES}/{kept['id']}", params={"cache_salt": "t"})
+    assert found.json()["output"] == kept["output"]
+    position, nonce, created, number = whole[named[2]][0].rsplit(".", 3)
+    for made_up in (f"{'0' * 32}.{created}.{number}", f"{nonce}.{int(created) - 9}.{number}"):
+        told = await two.apps[1].post(RESPONSES, json=RESPONSE, headers={RESUME: f"{position}.{made_up}"})
+        made = of_message(told.text)[-1][1]["response"]
+        assert (made["id"] == kept["id"], made["created_at"]) == (False, int(made_up.split(".")[1]))
+    for body, since, status in (
+        (RESPONSE | {"temperature": 0.5}, whole[named[0]][0], 409),
+        (RESPONSE | {"stream": False}, whole[named[0]][0], 400),
+        (RESPONSE, f"{position}.{nonce}.{created}.{'9' * 10}", 400),
+        (RESPONSE, position, 400),
+    ):
+        two.apps[1].headers[RESUME] = since
+        assert await refused(two.apps[1], RESPONSES, body, status) == RESUME

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
-import ray
+from ray.exceptions import ActorDiedError, RayActorError
 
 from cluster.nodes import addresses, launch
 from cluster.nodes.launch import RayNode
@@ -26,14 +26,14 @@ class Server(node_pb2_grpc.DecodeNodeServicer):
         return node_pb2.StatusResponse()
 
 
-class Reference(Future[dict[str, Any]]):
+class Reference(Future[Any]):
     """An answer that may come; like Ray's, it outlives whoever waited for it."""
 
-    def future(self) -> Future[dict[str, Any]]:
+    def future(self) -> Future[Any]:
         """What one waits for."""
-        waited: Future[dict[str, Any]] = Future()
+        waited: Future[Any] = Future()
 
-        def pass_on(done: Future[dict[str, Any]]) -> None:
+        def pass_on(done: Future[Any]) -> None:
             if not waited.cancelled():
                 waited.set_result(done.result())
 
@@ -123,7 +123,23 @@ def test_a_ray_cluster_where_nobody_listens_is_refused_at_once() -> None:
 def test_what_a_node_raised_while_it_was_made_is_one_line(
     last: str, told: str, logged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    died = ray.exceptions.ActorDiedError()
+    died = ActorDiedError()
     died.error_msg, died._actor_init_failed = f"The actor died because of\n  File ...\n{last}\n", True
     assert RayNode("prefill-0", "prefill", Actor())._reason(died) == told
     assert bool(caplog.records) == logged
+
+
+def test_a_node_that_another_supervisor_watched_has_not_died(node: RayNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who was stopped, and is let go on, watches again. Mutants: the end of its call is the node's; it watches no
+    more."""
+    monkeypatch.setattr("cluster.nodes.launch.ray.get", lambda reference: reference.result())
+    actor = node._actor
+    actor.asked[-1].set_result(False)
+    assert not node.died()
+    assert len(actor.asked) == 2
+    assert not node.died()
+    actor.asked[-1].set_exception(RayActorError())
+    assert node.died()
+    stopped = RayNode("decode-0", "decode", actor)
+    actor.asked[-1].set_result(True)
+    assert stopped.died()

@@ -195,6 +195,17 @@ def test_drains_before_it_goes(server: EmbeddedRedis, node: PretendedNode, node_
     assert node_host.status()["alive"] is False
 
 
+def test_who_watches_is_told_that_another_watches_now(node_host: NodeHost) -> None:
+    """Mutant: the first is told what it is told when the process ends."""
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(node_host.wait_stopped)
+        wait_for(lambda: node_host._watcher == 1)
+        second = pool.submit(node_host.wait_stopped)
+        assert first.result(5.0) is False
+        node_host.stop(0.0)
+        assert second.result(5.0) is True
+
+
 def test_an_engine_that_does_not_tick_loses_the_lease(
     server: EmbeddedRedis, node: PretendedNode, node_host: NodeHost
 ) -> None:

@@ -281,6 +281,24 @@ def test_a_rival_that_came_meanwhile_is_noticed(server: Embedded, make: Make, fo
     assert old.lost
 
 
+def test_an_empty_redis_is_given_back_to_the_latest_holder(server: Embedded, make: Make) -> None:
+    """The one before it was stopped, and writes itself down first. Mutant: whoever comes first holds the deployment,
+    and replaces nodes of which it knows no more."""
+    old, new = make(model="old"), make(model="new")
+    old.token, _, _ = old._take()
+    with redis.Redis.from_url(server.url) as client:
+        client.hset("paceline:default:holder", "ends", 1)
+        new.acquire()
+        earlier = {"mark": old._mark, "who": "{}", "ends": "9999999999999", "token": old.token}
+        with client.pipeline(transaction=True) as both:
+            both.flushall()
+            both.hset("paceline:default:holder", mapping=earlier)
+            both.execute()
+        assert new.issue("decode-0", 0) == 1
+        wait_for(lambda: client.hget("paceline:default:holder", "mark") == new._mark.encode())
+    assert (old._renew() is None, new.lost) == (False, False)
+
+
 def test_a_redis_that_is_away_for_a_moment_is_waited_for(
     server: Embedded, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

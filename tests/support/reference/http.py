@@ -43,14 +43,13 @@ With `"stream": true` the answer is server-sent events: lines `data: {{...}}`, e
 [Error](#error). Events of `/v1/responses` and `/v1/messages` have a name each, as their APIs say. A client that
 disconnects, or that takes nothing for {send_s:g} s, ends its generation.
 
-**A stream that broke goes on.** Events of completions, chat completions and messages have an `id:` line. Send the
+**A stream that broke goes on.** Events of answers have an `id:` line. Send the
 same body again, to this router or another one of the same model, with the header `{resume}` set to the id that came
 last. The answer is the events that are missing, and no character comes twice. The text up to there comes from the
 [journal](../concepts.md#journal), or is made again. Status 409 says that the body, or the deployment, would make
 another text. Send `x-request-id` too, and the answer keeps its id. An event without an id belongs to the next one that
 has one: act on it when that has come. Streams have no ids with `echo`, with several prompts, with more than {choices}
-choices, and under an `--acceptance` other than `sample`. Streams of `/v1/responses` have none either: when their router
-dies, ask again.
+choices, and under an `--acceptance` other than `sample`.
 
 `GET {document}` answers this page's facts as OpenAPI 3.1.
 """
