@@ -24,7 +24,7 @@ from paceline.grammar.compile import GrammarCompiler
 from paceline.models.config import ModelSpec
 from paceline.models.hub import resolve_model
 from tests.multihost.small_model import write_model
-from tests.soak.grid import GRIDS, Grid, GridRun, Outcome, Tally, table
+from tests.soak.grid import GRIDS, GridRun, Outcome, Tally, table
 from tests.soak.json_asks import make_json_asks, public_schemas
 from tests.support.tiny_chat import CHAT_VOCAB
 from tests.support.tiny_model import tiny_spec
@@ -32,6 +32,7 @@ from tests.support.untrained_heads import write_tiny_head
 
 TINY = "tiny"
 SPEC = replace(tiny_spec(CHAT_VOCAB), max_position_embeddings=4096)
+SHOWN = 50  # of what failed
 BLUR = 0.01  # of the draft model's weights: it is right often, and not always
 
 
@@ -67,14 +68,13 @@ def _write_blurred(folder: Path) -> None:
     save_file(blurred, file)
 
 
-def add_to_file(file: Path, run: dict[str, Any]) -> dict[str, Tally]:
-    """Append a run to a file of results; returns the totals by model and drafter."""
+def add_to_file(file: Path, run: dict[str, Any]) -> None:
+    """Append a run to a file of results, which begins with the totals by model and drafter."""
     kept = json.loads(file.read_text(encoding="utf-8"))["runs"] if file.exists() else []
     runs = [*kept, run]
-    totals = totals_of(runs)
-    content = {"totals": {name: vars(tally) for name, tally in sorted(totals.items())}, "runs": runs}
+    totals = sorted(totals_of(runs).items())
+    content = {"totals": {name: vars(tally) for name, tally in totals}, "runs": runs}
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return totals
 
 
 def totals_of(runs: Iterable[dict[str, Any]]) -> dict[str, Tally]:
@@ -106,18 +106,26 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-async def _run(arguments: argparse.Namespace, folder: Path) -> Outcome:
+async def _run(arguments: argparse.Namespace, folder: Path) -> list[str]:
+    """Returns what failed."""
     given = arguments.seed, arguments.requests, arguments.suite
     run = tiny_run(folder, *given) if arguments.model == TINY else real_run(arguments.model, *given)
-    grids: list[Grid] = [grid for grid in GRIDS if grid.drafter in arguments.deployments]
-    began = time.monotonic()
-    outcome = await run.run(grids)
-    figures = {"model": arguments.model, "seed": arguments.seed, "requests": len(run.asks)}
-    figures |= outcome.figures() | {"seconds": round(time.monotonic() - began, 1)}
-    print(f"\n{table(outcome.by_drafter)}\n\nkills: {dict(outcome.kills)}, of {outcome.running_when_killed} sequences")
-    if arguments.results:
-        print(f"\nall runs of {arguments.results}:\n\n{table(add_to_file(arguments.results, figures))}")
-    return outcome
+    why: list[str] = []
+    runs: list[dict[str, Any]] = []
+    for grid in (grid for grid in GRIDS if grid.drafter in arguments.deployments):
+        began = time.monotonic()
+        outcome = await run.ask(grid)
+        about = {"model": arguments.model, "deployment": grid.drafter, "seed": arguments.seed}
+        figures = about | outcome.figures() | {"seconds": round(time.monotonic() - began, 1)}
+        runs.append(figures)
+        if arguments.results:
+            add_to_file(arguments.results, figures)
+        print(
+            f"{grid.drafter}: {figures['kills']}, {outcome.running_when_killed} sequences on killed nodes", flush=True
+        )
+        why += failed(outcome)
+    print(f"\n{table(totals_of(runs))}")
+    return why
 
 
 def main() -> int:
@@ -125,8 +133,8 @@ def main() -> int:
     arguments = _arguments()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="paceline-grid-") as folder:
-        why = failed(asyncio.run(_run(arguments, Path(folder))))
-    for line in why[:50]:
+        why = asyncio.run(_run(arguments, Path(folder)))
+    for line in why[:SHOWN]:
         print(f"FAILED {line}")
     return 1 if why else 0
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -232,23 +232,20 @@ class GridRun:
     dtype: str
     asks: Sequence[JsonAsk]
     seed: int
-    outcome: Outcome = field(default_factory=Outcome)
     _right: list[list[Answer]] = field(default_factory=list)
 
-    async def run(self, grids: Iterable[Grid] = GRIDS) -> Outcome:
-        """Ask every deployment, one after another."""
-        for grid in grids:
-            given = {"model": self.model, "dtype": self.dtype, "drafter": grid.drafter, **FIXED, **grid.options}
-            if grid.others:
-                given["drafters"] = ",".join(grid.others)
-            if grid.drafter in self.heads:
-                given["drafter-path"] = self.heads[grid.drafter]
-            flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
-            with serve(*flags, "--no-head-check") as server:
-                self._right = self._right or await plain_answers(self.folder, server.grpc, self.asks)
-                predicted = predictions(self.folder, self._right, self.seed)
-                async with nodes_killed(server, random.Random(self.seed), self.outcome):
-                    await ask_all(server.grpc, self.asks, self._right, grid.asked, self.outcome, predicted)
-            kills, running = dict(self.outcome.kills), self.outcome.running_when_killed
-            print(f"{grid.drafter} is done; kills so far: {kills}, with {running} sequences", flush=True)
-        return self.outcome
+    async def ask(self, grid: Grid) -> Outcome:
+        """Start a deployment, kill its nodes, and ask it everything."""
+        outcome = Outcome()
+        given = {"model": self.model, "dtype": self.dtype, "drafter": grid.drafter, **FIXED, **grid.options}
+        if grid.others:
+            given["drafters"] = ",".join(grid.others)
+        if grid.drafter in self.heads:
+            given["drafter-path"] = self.heads[grid.drafter]
+        flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+        with serve(*flags, "--no-head-check") as server:
+            self._right = self._right or await plain_answers(self.folder, server.grpc, self.asks)
+            predicted = predictions(self.folder, self._right, self.seed)
+            async with nodes_killed(server, random.Random(self.seed), outcome):
+                await ask_all(server.grpc, self.asks, self._right, grid.asked, outcome, predicted)
+        return outcome

@@ -14,7 +14,7 @@ import torch
 
 from tests.multihost.small_model import write_model
 from tests.soak.answer_grid import SPEC, failed, tiny_run
-from tests.soak.grid import PREDICTION, Outcome, ask_all, plain_answers, predictions, table
+from tests.soak.grid import GRIDS, PREDICTION, Outcome, ask_all, plain_answers, predictions, table
 from tests.soak.json_asks import make_json_asks
 from tests.support.folder_deployment import deployed
 from tests.support.needs import needs_kernels
@@ -30,13 +30,14 @@ async def test_json_of_schemas_and_tools(tmp_path: Path, request: pytest.Fixture
     count = request.config.getoption("requests", default=None)
     seed = request.config.getoption("seed", default=None) or SHORT_SEED
     if count is None:
-        outcome = await _short(tmp_path, seed)
-        assert outcome.wrong == []
+        outcomes = [await _short(tmp_path, seed)]
+        assert outcomes[0].wrong == []
     else:
-        outcome = await tiny_run(tmp_path, seed, max(1, count // SHARE)).run()
-        print(f"\n{table(outcome.by_drafter)}")
-        assert failed(outcome) == []
-    tallies = outcome.by_drafter.values()
+        run = tiny_run(tmp_path, seed, max(1, count // SHARE))
+        outcomes = [await run.ask(grid) for grid in GRIDS]
+        print(*(f"\n{table(outcome.by_drafter)}" for outcome in outcomes))
+        assert [failed(outcome) for outcome in outcomes] == [[] for _ in GRIDS]
+    tallies = [tally for outcome in outcomes for tally in outcome.by_drafter.values()]
     assert sum(t.valid for t in tallies) > sum(t.cut_by_length for t in tallies)
 
 
