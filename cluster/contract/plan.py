@@ -34,7 +34,7 @@ from cluster.contract.tools import (
     template_options,
 )
 from paceline.errors import InvalidRequest, PacelineError, quoted
-from paceline.grammar.compile import GrammarCompiler
+from paceline.grammar.check import GrammarChecker
 from paceline.parsing.answer import AnswerFormat
 from paceline.request import (
     INT32_MAX,
@@ -129,7 +129,7 @@ async def make_plan(
     request: GenerationRequest,
     served: ServedModel,
     tokenizer: TokenizerLike,
-    grammars: GrammarCompiler | None = None,
+    grammars: GrammarChecker | None = None,
 ) -> Plan:
     """Raise InvalidRequest naming the first field that is wrong.
 
@@ -144,7 +144,7 @@ async def make_plan(
     request, form = _with_answer(request, prompt, served.style, tokenizer)
     params = _resolve(_with_bad_sequences(request, tokenizer), served, len(prompt), tokenizer.eos_token_ids)
     if params.grammar is not None and grammars is not None:
-        await grammars.compiled(params.grammar)
+        await grammars.check(params.grammar)
     request_id = request.request_id or f"req-{uuid.uuid4().hex}"
     seed = params.seed if params.seed is not None else secrets.randbits(SEED_BITS)
     sequences = tuple(

@@ -12,7 +12,7 @@ from cluster.contract.plan import ServedModel, make_plan
 from cluster.contract.public_wire import from_journal_entry, journal_entry, plan_digest
 from paceline.config import ServeConfig
 from paceline.errors import InvalidRequest
-from paceline.grammar.compile import GrammarCompiler
+from paceline.grammar.check import GrammarChecker
 from paceline.request import Grammar, GrammarKind, SamplingParams
 from paceline.text.tokenizer import Tokenizer
 from tests.support.grammar_engines import GRAMMAR_VOCAB
@@ -28,7 +28,7 @@ def asked(source: str, **changes: object) -> GenerationRequest:
 
 async def test_a_grammar_is_checked_with_the_plan(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(write_chat_tokenizer(tmp_path))
-    grammars = GrammarCompiler(tmp_path, GRAMMAR_VOCAB)
+    grammars = GrammarChecker(tmp_path, GRAMMAR_VOCAB)
     with pytest.raises(InvalidRequest, match="unclosed group") as refused:
         await make_plan(asked("(a"), SERVED, tokenizer, grammars)
     assert refused.value.field == "grammar"
