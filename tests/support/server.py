@@ -16,12 +16,9 @@ from pathlib import Path
 
 import psutil
 
-from paceline.rpc.identity import Identity, Secret
-
 READY_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 60.0
 SECRET = "the secret of a deployment that tests ask about its nodes"
-NODE_METADATA = Identity("router", Secret(SECRET).call_token).metadata  # to ask its nodes with
 
 
 @dataclass
