@@ -6,28 +6,34 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 from paceline.errors import InvalidRequest, Overloaded
 from paceline.grammar.bounds import FIELD, check_source
-from paceline.grammar.compile import COMPILE_DEADLINE_S, MAX_WAITING, Program, grammar_key, program_of
+from paceline.grammar.compile import COMPILE_DEADLINE_S, MAX_COMPILE_S, MAX_WAITING, Program, grammar_key, program_of
 from paceline.request import Grammar
 
 log = logging.getLogger(__name__)
 
 MODULE = "paceline.grammar.trial"
+TOO_MUCH = "takes too much memory to compile"
 MAX_KEPT = 1024  # grammars whose outcome is remembered
 MAX_ANSWER_BYTES = 16 * 1024
 START_TIMEOUT_S = 60.0  # the process reads the model's tokenizer
 ANSWER_TIMEOUT_S = 8.0  # it ends each trial within 5 s by itself
-TRIES = 2  # of a grammar, where the process was lost
+END_S = 0.2
+TRIES = 2  # of a grammar, where the process was lost: earlier grammars may have used up its memory
+CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)  # as Rust ends where there is no memory or stack
+TIMERS = (-signal.SIGPROF, -signal.SIGALRM)  # how it ends where a grammar takes too long
 
 
 class GrammarChecker:
@@ -94,15 +100,23 @@ class _Trial:
 
     def outcome(self, program: Program) -> str | None:
         """Why a program is refused; None: it is not. Raises Overloaded where nobody can say."""
+        died = 0
         for _ in range(TRIES):
+            asked = False
             try:
                 if self._channel is None and (why := self._start()) is not None:
                     self._end()
                     return why
+                asked = True
                 return self._ask(json.dumps(asdict(program)).encode() + b"\n", ANSWER_TIMEOUT_S)
             except OSError as error:
-                log.warning("the process that tries grammars was lost: %s", error)
-                self._end()
+                status = self._end()
+                if status in TIMERS:
+                    return f"takes more than {MAX_COMPILE_S:g} s to compile"
+                log.warning("the process that tries grammars was lost (%s): %s", status, error)
+                died += asked and status in CRASHES
+        if died == TRIES:
+            return TOO_MUCH
         raise Overloaded("grammars cannot be checked now")
 
     def close(self) -> None:
@@ -117,8 +131,8 @@ class _Trial:
                 raise BrokenPipeError("the router stops")
             ours, theirs = socket.socketpair()
             with theirs:
-                # Of a session of its own: Ctrl-C is for the router. The end of the channel ends it.
-                self._process = subprocess.Popen(self._command, stdin=theirs, start_new_session=True)
+                # Its own session: Ctrl-C is for the router. The end of the channel ends it.
+                self._process = subprocess.Popen(self._command, stdin=theirs.fileno(), start_new_session=True)
             self._channel = ours
         return self._ask(b"", START_TIMEOUT_S)
 
@@ -137,12 +151,16 @@ class _Trial:
         why: str | None = json.loads(answer)
         return why
 
-    def _end(self) -> None:
+    def _end(self) -> int | None:
+        """How it ended; None where it was not there."""
         with self._guard:
             channel, process = self._channel, self._process
             self._channel = self._process = None
         if channel is not None:
             channel.close()
-        if process is not None:
-            process.kill()
-            process.wait()
+        if process is None:
+            return None
+        with suppress(subprocess.TimeoutExpired):  # one that has closed its channel is about to end by itself
+            return process.wait(END_S)
+        process.kill()
+        return process.wait()

