@@ -200,17 +200,19 @@ async def nodes_killed(server: Server, rng: random.Random, outcome: Outcome) -> 
 
 
 async def _kill_nodes(server: Server, rng: random.Random, outcome: Outcome) -> None:
+    killed: set[str] = set()  # addresses, which are listed until their lease has run out
     async with AsyncClient(server.grpc) as client:
         while True:
             await asyncio.sleep(rng.uniform(*KILL_EVERY_S))
             nodes = (await client.model_info()).nodes
             busy = [node for node in nodes if node.running] or list(nodes)
-            if len(nodes) < NODES:
+            if len({node.address for node in nodes} - killed) < NODES:
                 continue
             node = rng.choice(busy)
             port = int(node.address.rpartition(":")[2])
             if (process := await asyncio.to_thread(_listens, server, port)) is not None:
                 process.kill()
+                killed.add(node.address)
                 outcome.kills[node.role] += 1
                 outcome.running_when_killed += node.running
 
