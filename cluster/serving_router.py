@@ -106,7 +106,7 @@ class ServingRouter:
         from cluster.routing.router import Router
         from cluster.state.cache_events import CacheWatcher
         from cluster.state.journal import open_journal
-        from paceline.grammar.compile import GrammarCompiler
+        from paceline.grammar.check import GrammarChecker
 
         config, registry, served, at_end = self.config, self.registry, self.served, self._parts.at_end
         watcher = CacheWatcher(registry.url, self.directory.nodes, registry.lease_ttl_s, registry.namespace)
@@ -115,7 +115,7 @@ class ServingRouter:
         journal = open_journal(config, registry.url, self._journal_key, metrics.registry)
         if journal is not None:
             at_end("journal", journal.close)
-        grammars = GrammarCompiler(self._folder, served.vocab_size)
+        grammars = GrammarChecker(self._folder, served.vocab_size)
         at_end("grammars", grammars.close)
         return Router(
             self.directory,

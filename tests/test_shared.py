@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 from tests.support.index import index, split
@@ -20,3 +22,9 @@ def test_slow_tests_are_there() -> None:
             file, _, test = line.partition("::")
             text = (TESTS.parent / file).read_text()
             assert not test or f"def {test.rpartition('::')[2]}(" in text, line
+
+
+def test_clients_are_tested_where_there_is_no_grpc() -> None:
+    """`make clients` has an environment of its own, without grpcio and torch."""
+    code = "import sys; sys.modules |= {'grpc': None, 'torch': None}; import tests.clients.conftest"
+    subprocess.run([sys.executable, "-c", code], cwd=TESTS.parent, check=True, timeout=60)

@@ -20,6 +20,7 @@ from cluster.contract.generation import (
     check_name,
     check_unicode,
 )
+from cluster.contract.grammars import check_grammar
 from cluster.contract.tools import (
     NO_STYLE,
     TAIL_TOKENS,
@@ -34,7 +35,7 @@ from cluster.contract.tools import (
     template_options,
 )
 from paceline.errors import InvalidRequest, PacelineError, quoted
-from paceline.grammar.compile import GrammarCompiler
+from paceline.grammar.check import GrammarChecker
 from paceline.parsing.answer import AnswerFormat
 from paceline.request import (
     INT32_MAX,
@@ -129,13 +130,14 @@ async def make_plan(
     request: GenerationRequest,
     served: ServedModel,
     tokenizer: TokenizerLike,
-    grammars: GrammarCompiler | None = None,
+    grammars: GrammarChecker | None = None,
 ) -> Plan:
     """Raise InvalidRequest naming the first field that is wrong.
 
     grammars: checks a grammar before a node is asked, off the event loop; None leaves that to the nodes. Raises
     Overloaded where it cannot in time.
     """
+    asked = request
     _check_names(request, served)
     prompt = truncated(await tokenize(request.prompt, tokenizer, served.style), request, served.max_model_len)
     check_prompt(prompt, request.prompt, served.max_model_len, served.vocab_size)
@@ -144,7 +146,7 @@ async def make_plan(
     request, form = _with_answer(request, prompt, served.style, tokenizer)
     params = _resolve(_with_bad_sequences(request, tokenizer), served, len(prompt), tokenizer.eos_token_ids)
     if params.grammar is not None and grammars is not None:
-        await grammars.compiled(params.grammar)
+        await check_grammar(grammars, params.grammar, asked)
     request_id = request.request_id or f"req-{uuid.uuid4().hex}"
     seed = params.seed if params.seed is not None else secrets.randbits(SEED_BITS)
     sequences = tuple(

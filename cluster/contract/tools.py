@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -309,6 +309,14 @@ def answer_grammar(
         body=asked,
         thinking=thinking,
     )
+
+
+def enforced_schemas(chat: Chat) -> Iterator[tuple[int, Grammar]]:
+    """Place and schema of the tools whose arguments must fit."""
+    must = chat.tool_choice in (ToolChoice.REQUIRED, ToolChoice.NAMED)
+    for i, tool in enumerate(chat.tools):
+        if (must or tool.strict) and (chat.tool_choice is not ToolChoice.NAMED or tool.name == chat.tool_name):
+            yield i, Grammar(GrammarKind.JSON_SCHEMA, _argument_schema(tool))
 
 
 def _argument_schema(tool: Tool) -> str:

@@ -35,7 +35,7 @@ from cluster.state.prefix_index import PrefixIndex
 from cluster.state.registry_types import NodeRecord
 from paceline.config import ServeConfig
 from paceline.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, PacelineError
-from paceline.grammar.compile import GrammarCompiler
+from paceline.grammar.check import GrammarChecker
 from paceline.parsing.parser import make_parser
 from paceline.request import MAX_N
 from paceline.results import (
@@ -82,7 +82,7 @@ class Router:
         detokenizer: DetokenizerFactory | None = None,
         journal: Journal | None = None,
         prefixes: PrefixIndex | None = None,
-        grammars: GrammarCompiler | None = None,
+        grammars: GrammarChecker | None = None,
         calls: NodeCalls | None = None,
         quotas: Quotas | None = None,
     ) -> None:  # a parameter for each part that it does not own; those that may be left out have a name

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from paceline.engine.colocated import Completed
 
 ROOM_TOKENS = 64  # of the plain process, beyond its longest answer
+NOTHING_DRAFTED = SpeculationParams(num_draft_tokens=0)  # nor what a grammar forces
 
 
 class Side(Protocol):
@@ -142,7 +143,7 @@ class Plain:
         options = {**asked.options, **extra, "model": None}
         try:
             request = public_wire.generation_request(generate_request(asked.prompt, options))
-            return await make_plan(replace(request, speculation=SpeculationParams()), self._served, self._tokenizer)
+            return await make_plan(replace(request, speculation=NOTHING_DRAFTED), self._served, self._tokenizer)
         except PacelineError as error:
             raise CannotCompare(f"{self.name} refuses {asked.told}: {error}") from None
 

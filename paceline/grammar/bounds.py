@@ -14,6 +14,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, NoReturn
 
 from paceline.errors import InvalidRequest, quoted
+from paceline.grammar.recursion import MAX_RECURSIVE, recursive_references
 
 FIELD = "grammar"
 MAX_SOURCE_BYTES = 64 * 1024
@@ -57,11 +58,15 @@ def check_source(source: str) -> None:
 def parsed(source: str) -> Any:
     """JSON as Python values."""
     try:
-        return json.loads(source)
+        return json.loads(source, parse_constant=_no_number)
     except RecursionError:
         refuse(f"is nested more than {MAX_SCHEMA_DEPTH} levels deep")
     except ValueError as error:
         refuse(f"is not JSON: {error}")
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
 
 
 def check_choices(value: object) -> list[str]:
@@ -127,8 +132,9 @@ def _class_end(pattern: str, start: int) -> int:
 
 def check_lark(source: str) -> None:
     """Regular expressions and schemas inside a Lark grammar, and that it has no operator whose cost has no bound."""
-    at = 0
+    at, rules = 0, list[str]()  # rules: without what is looked at here
     while (found := _LARK_PIECE.search(source, at)) is not None:
+        rules.append(source[at : found.start()])
         at = found.end()
         if found["regex"] is not None:
             check_regex(found["regex"])
@@ -138,6 +144,8 @@ def check_lark(source: str) -> None:
             refuse(f"uses {found['command']}, which is not supported; %json, %import and %ignore are")
         elif found["schema"] is not None:
             at = _check_inline_schema(source, at)
+    if recursive_references(" ".join([*rules, source[at:]])) > MAX_RECURSIVE:
+        refuse(f"has more than {MAX_RECURSIVE} references between rules that lead back to themselves")
 
 
 def _check_inline_schema(source: str, at: int) -> int:

@@ -1,7 +1,7 @@
 """From a request's grammar to a checked, immutable thing that makes a matcher for every sequence.
 
-The same code checks a grammar on a router and compiles it on a node. Compiling runs on one thread of its own, one
-grammar at a time; what came of the latest grammars is kept, refusals too.
+The same code compiles a grammar in the process where a router tries it (check.py) and on a node. Compiling runs on one
+thread of its own, one grammar at a time; what came of the latest grammars is kept, refusals too.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ COMPILE_DEADLINE_S = 10.0  # in line and compiling
 MAX_ERROR_CHARS = 300
 JSON_STYLE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
-# A step may create as many parser items and lexer states; a sequence that needs more fails, and no other.
-LIMITS = LLParserLimits(
-    initial_lexer_fuel=50_000,
-    step_lexer_fuel=100_000,
-    step_max_items=30_000,
-    max_lexer_states=20_000,  # 1 to 2 KB each
-    max_grammar_size=100_000,
-    verbose_errors=False,
-)
+MAX_ITEMS = 10_000  # that the parser may create in a step; a sequence that needs more fails, and no other
+MAX_EBNF_ITEMS = 3_000  # the same where rules may be ambiguous: each item is then met again and again
+
+
+@dataclass(frozen=True)
+class Program:
+    """A grammar as the library compiles it."""
+
+    text: str
+    max_items: int = MAX_ITEMS
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class GrammarCompiler:
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Blocks while it compiles. Raises InvalidRequest for the field ``grammar``."""
-        key = _key(grammar)
+        key = grammar_key(grammar)
         kept = self._find(key)
         if kept is None:
             with self._lock:
@@ -94,7 +95,7 @@ class GrammarCompiler:
         """``compile`` off the event loop. Also raises Overloaded where too many grammars are in line, or a compilation
         takes too long."""
         check_source(grammar.source)
-        if self._find(_key(grammar)) is not None:
+        if self._find(grammar_key(grammar)) is not None:
             return self.compile(grammar)
         if self._waiting >= MAX_WAITING:
             raise Overloaded("too many grammars wait to be compiled")
@@ -143,15 +144,22 @@ class GrammarCompiler:
                 refuse_source("cannot be followed: this model has no tokenizer")
             if self._tokens is None:
                 self._tokens = GrammarTokens.from_folder(self._folder, self._vocab_size)
-            return _compiled(program, self._tokens)
+            return compiled_program(program, self._tokens)
         except InvalidRequest as error:
             return error
 
 
-def program_of(grammar: Grammar) -> str:
+def program_of(grammar: Grammar) -> Program:
     """What the library compiles. Raises InvalidRequest for a source that breaks a bound (``bounds``)."""
+    check_source(grammar.source)
+    try:
+        return Program(_program(grammar), MAX_EBNF_ITEMS if grammar.kind is GrammarKind.EBNF else MAX_ITEMS)
+    except ValueError as error:  # numbers beyond a float, escapes that are no character: JSON of another reader
+        refuse_source(f"cannot be read: {_shortened(str(error))}")
+
+
+def _program(grammar: Grammar) -> str:
     source = grammar.source
-    check_source(source)
     match grammar.kind:
         case GrammarKind.JSON_OBJECT:
             return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=JSON_STYLE)
@@ -180,9 +188,22 @@ def _lark(source: str) -> str:
     return source
 
 
-def _compiled(program: str, tokens: GrammarTokens) -> CompiledGrammar:
+def _limits(program: Program) -> LLParserLimits:
+    """What a step may take of the lexer's states and the parser's items."""
+    return LLParserLimits(
+        initial_lexer_fuel=50_000,
+        step_lexer_fuel=100_000,
+        step_max_items=program.max_items,
+        max_lexer_states=20_000,  # 1 to 2 KB each
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+
+
+def compiled_program(program: Program, tokens: GrammarTokens) -> CompiledGrammar:
+    """What ``program_of`` gave, compiled. Raises InvalidRequest."""
     began = time.thread_time()
-    matcher = LLMatcher(tokens.inner, program, log_level=0, limits=LIMITS)
+    matcher = LLMatcher(tokens.inner, program.text, log_level=0, limits=_limits(program))
     if not matcher.is_error():
         matcher.compute_bitmask()  # where a lexer or a row of the parser is too large, it shows here
     if matcher.is_error():
@@ -199,5 +220,6 @@ def _shortened(message: str) -> str:
     return line if len(line) <= MAX_ERROR_CHARS else f"{line[:MAX_ERROR_CHARS]}..."
 
 
-def _key(grammar: Grammar) -> str:
+def grammar_key(grammar: Grammar) -> str:
+    """What tells grammars apart."""
     return f"{grammar.kind}:{hashlib.sha256(grammar.source.encode('utf-8', 'surrogatepass')).hexdigest()}"

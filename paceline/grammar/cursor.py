@@ -3,6 +3,7 @@ that were emitted, and the cursor goes there, back and forth as it must."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,7 @@ from paceline.errors import InvalidRequest
 from paceline.grammar.bounds import FIELD
 from paceline.grammar.compile import CompiledGrammar
 
+MAX_MASK_S = 0.25  # of a core for one mask: others of the batch wait for it. Usual ones take less than 1 ms
 BoolArray = npt.NDArray[np.bool_]
 
 
@@ -67,12 +69,16 @@ class GrammarCursor:
 
     def _mask(self, tokens: list[int]) -> Allowed:
         self._go_to(tokens)
+        began = time.thread_time()
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
             self._restart(tokens)  # what the lexer met in other branches counts against it: again, with these alone
+            began = time.thread_time()
             bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
             self._fail(f"is too complex to go on after {len(tokens)} tokens")
+        if time.thread_time() - began > MAX_MASK_S:
+            self._fail(f"is too complex to go on after {len(tokens)} tokens: a mask takes more than {MAX_MASK_S:g} s")
         vocab = self._grammar.tokens
         mask = np.unpackbits(bits, bitorder="little")[: vocab.vocab_size].astype(np.bool_)
         eos = list(vocab.eos_token_ids)

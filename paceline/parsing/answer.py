@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.results import ToolCallPart
 
@@ -40,9 +40,13 @@ class AnswerParts:
     tool_calls: tuple[ToolCallPart, ...] = ()
 
     def __add__(self, other: AnswerParts) -> AnswerParts:
-        return AnswerParts(
-            self.text + other.text, self.reasoning + other.reasoning, (*self.tool_calls, *other.tool_calls)
-        )
+        calls = self.tool_calls + other.tool_calls
+        if self.tool_calls and other.tool_calls and self.tool_calls[-1].index == other.tool_calls[0].index:
+            # One part for each call: clients of HTTP read the first part of an event alone.
+            last, more = self.tool_calls[-1], other.tool_calls[0]
+            seam = replace(last, arguments=last.arguments + more.arguments)
+            calls = (*self.tool_calls[:-1], seam, *other.tool_calls[1:])
+        return AnswerParts(self.text + other.text, self.reasoning + other.reasoning, calls)
 
 
 def call_ids(prompt_ids: Sequence[int], seed: int, most_chars: int | None) -> MakeId:

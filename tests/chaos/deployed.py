@@ -16,7 +16,7 @@ from paceline.v1 import node_pb2, node_pb2_grpc
 from tests.chaos.faults import Node
 from tests.chaos.sockets import who_listens
 from tests.multihost.small_model import SPEC, write_model
-from tests.support.server import NODE_METADATA
+from tests.support.node_secret import NODE_METADATA
 from tests.support.untrained_heads import write_tiny_head
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -24,8 +24,9 @@ from paceline.request import Grammar, GrammarKind
 from paceline.v1 import node_pb2, node_pb2_grpc
 from tests.support.exactness import run
 from tests.support.needs import needs_kernels
+from tests.support.node_secret import NODE_METADATA
 from tests.support.prompts import QUESTIONS, prompt_requests
-from tests.support.server import NODE_METADATA, Server, paceline, serve
+from tests.support.server import Server, paceline, serve
 
 pytestmark = [pytest.mark.e2e, pytest.mark.real_model, pytest.mark.timeout(400)]
 

@@ -78,10 +78,23 @@ BOMBS: dict[str, tuple[Grammar, str]] = {
         lark("start: T0\n" + "\n".join(f"T{i}: T{i + 1} T{i + 1}" for i in range(30)) + '\nT30: "a"'),
         "too big",
     ),
+    "many ways back": (lark("start: s\ns: " + " | ".join(["s s"] * 60) + ' | "x"'), "lead back to themselves"),
+    "many rules back": (
+        lark("start: t0\n" + "".join(f"t{i}: t{(i + 1) % 60} t{(i + 7) % 60}\n" for i in range(60))),
+        "lead back to themselves",
+    ),
+    "ways back on a line of their own": (
+        lark("start: s\ns\n: " + "\n| ".join(["s s"] * 60) + '\n| "x"'),
+        "lead back to themselves",
+    ),
     "deep brackets": (lark("start: " + "(" * 2000 + '"a"' + ")" * 2000), "too deeply nested"),
     "deep GBNF": (lark("root ::= " + "(" * 3000 + '"a"' + ")" * 3000), "is no GBNF"),
     "nothing but itself": (lark("start: start"), "cannot be compiled"),
     "no JSON": (schema("{"), "is not JSON"),
+    "beyond a float": (schema('{"type": "number", "maximum": 1e999}'), "cannot be read"),
+    "not a number": (schema('{"type": "number", "minimum": NaN}'), "is not JSON: NaN"),
+    "half a character in a schema": (schema('{"const": "\\ud800"}'), "cannot be read"),
+    "half a character in a choice": (Grammar(GrammarKind.CHOICE, '["\\ud800"]'), "cannot be read"),
     "no schema": (schema("[]"), "must be a JSON Schema"),
     "no list": (Grammar(GrammarKind.CHOICE, '"a"'), "must be a JSON list"),
     "lone surrogates": (regex("\ud800"), "not valid Unicode"),
@@ -122,6 +135,10 @@ WIDE: dict[str, Grammar] = {
     "a host name": regex(r"[a-z]{1,63}(\.[a-z]{1,63}){1,8}"),
     "a class with a bracket": regex(r"[](){2]{3}[^]]\{9999999\}"),
     "a chain of rules": lark("start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(900)) + '\nr900: "a"'),
+    "a language": lark(
+        "start: e\n" + "\n".join(f'e{i}: e{i + 1} | e{i + 1} "+" e{i + 1} | "[a: b]"' for i in range(300)) + "\n"
+        'e: e0 | "(" e ")"\ne300: /[a-z]+/ | "(" e300 ")"'
+    ),
     "comments": lark('// a & b\nstart: "a & ~b" /x{3}/ // /a{999999}/\n'),
 }
 

@@ -125,3 +125,15 @@ def test_an_answer_that_ignores_its_end_ends_where_nothing_follows(compiler: Gra
     cursor = GrammarCursor(compiler.compile(TEXTS["choice"][0]), ignore_eos=True)
     assert not cursor.allowed([0]).mask[EOS]
     assert np.flatnonzero(cursor.allowed([0, 1, 2]).mask).tolist() == [EOS, OTHER_EOS]
+
+
+def test_a_mask_that_takes_too_long_ends_its_answer(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch would wait for its next one as well. A good sequence of the same grammar is asked before and after."""
+    grammar = compiler.compile(TEXTS["regex"][0])
+    GrammarCursor(grammar).allowed([])
+    with monkeypatch.context() as slow:
+        slow.setattr("paceline.grammar.cursor.MAX_MASK_S", 0.0)
+        with pytest.raises(InvalidRequest, match="too complex to go on after 1 tokens") as refused:
+            GrammarCursor(grammar).allowed([LETTERS.index("c")])
+    assert refused.value.field == "grammar"
+    GrammarCursor(grammar).allowed([LETTERS.index("c")])

@@ -9,9 +9,6 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("soak").addoption("--requests", type=int, default=None, help="to serve; else a short run")
-    soak = parser.getgroup("soak")
-    soak.addoption("--suite", default=None, help="folder of JSON-Schema-Test-Suite whose schemas answers are asked of")
-    soak.addoption("--results", default=None, help="file for the figures of test_json_answers.py")
     with suppress(ValueError):  # chaos runs have it too, and both may be collected
         parser.getgroup("soak").addoption("--seed", type=int, default=None, help="of requests and of who leaves when")
 

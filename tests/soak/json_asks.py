@@ -25,8 +25,18 @@ NAMES = ("name", "colour", "size_in_cm", "is_new", "tags", "origin", "items", "w
 WORDS = ("red", "reddish", "green", "a longer text, with a comma", "ä ☂", "none")
 TOOLS = ("get_weather", "book", "search")
 MAX_TOKENS = 160  # a byte each
+NOT_JUDGED = ("$ref", r"\\p{")  # others are fetched; Python's regular expressions have no Unicode classes
 SUITE_SHARE = 0.4  # of schemas, where the suite is there
 TOOL_SHARE = 0.3
+BESIDES_SHARE = 0.3
+# What else requests ask for: several choices, log-probabilities, stop texts within JSON, an end in its midst.
+BESIDES: tuple[dict[str, Any], ...] = (
+    {"n": 4, "top_logprobs": 2},
+    {"stop": [", "]},
+    {"stop": ['": "', "zz"], "include_stop_str_in_output": True},
+    {"max_tokens": 9},
+    {"min_tokens": 30, "frequency_penalty": 0.5},
+)
 
 
 @dataclass(frozen=True)
@@ -38,9 +48,13 @@ class JsonAsk:
     tools: Mapping[str, Schema]  # of the arguments, by the tool's name
 
     def judge(self, answer: Answer) -> str:
-        """valid, cut (by the length) or what is wrong."""
+        """valid, cut (by the length, or by a stop text) or what is wrong."""
         if answer.finish_reason == "length":
             return "cut"
+        word = self._judge_whole(answer)
+        return "cut" if word != "valid" and self.asked.options.get("stop") else word
+
+    def _judge_whole(self, answer: Answer) -> str:
         try:
             if self.schema is not None:
                 jsonschema.Draft202012Validator(self.schema).validate(json.loads(answer.text))
@@ -58,6 +72,7 @@ def make_json_asks(seed: int, count: int, public: Sequence[Schema] = ()) -> list
     asks = []
     for number in range(1, count + 1):
         options = {"seed": rng.randrange(1 << 40), "max_tokens": MAX_TOKENS, "temperature": float(number % 2)}
+        options |= rng.choice(BESIDES) if rng.random() < BESIDES_SHARE else {}
         if rng.random() < TOOL_SHARE:
             asks.append(_of_tools(rng, number, options))
         else:
@@ -76,7 +91,7 @@ def _of_tools(rng: random.Random, number: int, options: dict[str, Any]) -> JsonA
         "messages": [{"role": "user", "content": f"{number}: call a tool. {rng.choice(WORDS)}"}],
         "tools": tools,
         "tool_choice": choice,
-        "parallel_tool_calls": False,
+        "parallel_tool_calls": rng.random() < 0.5,
     }
     called = schemas if choice == "required" else {choice: schemas[choice]}
     return JsonAsk(request_of(number, fields | options), None, called)
@@ -120,7 +135,7 @@ def public_schemas(suite: Path, compiler: GrammarCompiler) -> list[Schema]:
     for file in sorted(suite.glob("*.json")):
         for group in json.loads(file.read_text(encoding="utf-8")):
             schema = group["schema"]
-            if not isinstance(schema, dict) or "$ref" in json.dumps(schema):
+            if not isinstance(schema, dict) or any(word in json.dumps(schema) for word in NOT_JUDGED):
                 continue
             with suppress(InvalidRequest):
                 compiler.compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))

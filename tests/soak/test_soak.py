@@ -30,7 +30,7 @@ from tests.soak.calls import Calls
 from tests.soak.load import Load
 from tests.soak.processes import Slope, Watch, grown, table, trends
 from tests.support.needs import needs_kernels
-from tests.support.server import NODE_METADATA
+from tests.support.node_secret import NODE_METADATA
 from tests.support.server import serve as serving
 from tests.support.tiny_chat import CHAT_VOCAB
 from tests.support.tiny_model import tiny_spec

@@ -9,17 +9,19 @@ import torch
 from safetensors.torch import save_file
 
 from paceline.models.config import ModelSpec
-from paceline.spec_decode.heads.formats.config import Eagle1Config, Eagle3Config, MedusaConfig
+from paceline.spec_decode.heads.formats.config import Eagle1Config, Eagle3Config, MedusaConfig, MtpConfig
 from paceline.spec_decode.heads.formats.eagle import vocabulary_tensors
 from paceline.spec_decode.heads.formats.layer import LayerShape, Shapes
-from paceline.spec_decode.heads.formats.write import write_eagle1, write_eagle3, write_medusa
+from paceline.spec_decode.heads.formats.mtp import mtp_shapes
+from paceline.spec_decode.heads.formats.write import write_eagle1, write_eagle3, write_medusa, write_mtp
 from tests.support.tiny_model import tiny_spec, tiny_weights
 
 DRAFT_VOCAB = 120
 
 
 def write_tiny_head(folder: Path, name: str, spec: ModelSpec | None = None) -> None:
-    """``name``: a drafter with weights: eagle, eagle3, medusa or draft_model. spec: of the target; a tiny one's."""
+    """``name``: a drafter with weights: eagle, eagle3, mtp, medusa or draft_model. spec: of the target; a tiny
+    one's, which a draft_model always fits."""
     spec = spec or tiny_spec()
     shape = LayerShape.of_target(spec, 48)
     if name == "eagle":
@@ -32,6 +34,9 @@ def write_tiny_head(folder: Path, name: str, spec: ModelSpec | None = None) -> N
     elif name == "medusa":
         medusa = MedusaConfig(spec.hidden_size, 3, 1)
         write_medusa(folder, _random(medusa.tensor_shapes()), medusa)
+    elif name == "mtp":
+        mtp = MtpConfig(spec.hidden_size, spec.num_layers, 1, shape=LayerShape.of_target(spec, spec.intermediate_size))
+        write_mtp(folder, _random(mtp_shapes(mtp)), mtp)
     else:
         _write_model(folder)
 

@@ -86,6 +86,9 @@ async def test_a_stream_is_the_answer(
     async for chunk in await client.chat.completions.create(**asked, stream=True):
         deltas += [(choice.delta, choice.finish_reason) for choice in chunk.choices]
     assert deltas[-1][1] == whole.finish_reason == "tool_calls"
+    for delta, _ in deltas:  # clients look at the first part of an event alone
+        of_calls = [part.index for part in delta.tool_calls or []]
+        assert len(of_calls) == len(set(of_calls)), delta
     assert "".join(delta.content or "" for delta, _ in deltas) == whole.message.content
     thought = [(delta.model_extra or {}).get("reasoning_content", "") for delta, _ in deltas]
     assert "".join(thought) == "hm"
