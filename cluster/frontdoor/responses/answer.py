@@ -45,8 +45,8 @@ class Answer:
 
     @property
     def in_order(self) -> bool:
-        """Whether the output is a thought, then a message, then calls, as far as it is made. Of any other, the items
-        depend on how the tokens were cut into chunks."""
+        """Whether the output is a thought, then a message, then calls, as far as it is made. The items of
+        any other depend on how the tokens were cut into chunks."""
         places = [_ORDER.index(item.kind) for item in self._output]
         return places == sorted(places)
 

@@ -30,7 +30,7 @@ class Origin:
 
     @classmethod
     def new(cls) -> Origin:
-        """Of an answer that begins now; nobody guesses its 122 random bits."""
+        """The origin of an answer that begins now; nobody guesses its 122 random bits."""
         return cls(uuid.uuid4().hex, int(time.time()))
 
     def answer_id(self, tenant: str, body: Mapping[str, Any]) -> str:

@@ -308,7 +308,7 @@ class AutoChooser:
         return step + self.costs.draft_seconds(drafter, self._batch, depth)
 
     def _speedup(self, state: AutoState, arm: Arm, budget: DraftBudget) -> float:
-        """Of an arm that is no chain of the primary."""
+        """The speed-up of an arm that is no chain of the primary."""
         expected = self._expected(state, arm, budget)
         return self._worth(arm.drafter, expected.tokens, expected.rows, expected.depth)
 
