@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from paceline.attention.triton_kernels import COLUMNS, LENGTH, PREFIX
 from paceline.triton_support import next_power_of_2, on_device_of
 
 PAGES = 256  # that one program copies at a time
@@ -51,6 +52,19 @@ def _pages_kernel(
         tl.store(indices + before + page, tl.load(table + page, mask=page < count), mask=page < count)
 
 
+@triton.jit
+def _reads_kernel(ends, which, reads, rows, num_rows, width, ROWS: tl.constexpr):
+    """What the rows of one segment read: ``triton_plan.Reads.rows`` over the tables themselves, without tails."""
+    segment = tl.program_id(0)
+    row = tl.arange(0, ROWS)
+    seen = tl.maximum(tl.load(ends + segment) - rows + row + 1, 0).to(tl.int32)
+    columns = tl.zeros([ROWS], tl.int32) + (tl.load(which + segment) * width).to(tl.int32)
+    at, real = reads + segment * rows + row, row < rows
+    tl.store(at + PREFIX * num_rows, seen, mask=real)
+    tl.store(at + LENGTH * num_rows, seen, mask=real)
+    tl.store(at + COLUMNS * num_rows, columns, mask=real)
+
+
 def place_rows(
     tables: torch.Tensor,
     which: torch.Tensor,
@@ -86,4 +100,14 @@ def list_pages(
         _pages_kernel[(segments,)](
             tables, tables.stride(0), which, ends, indptr, indices, last_page_len, segments, page_size,
             SEGMENTS=next_power_of_2(segments), PAGES=PAGES,
+        )  # fmt: skip
+
+
+def place_reads(which: torch.Tensor, ends: torch.Tensor, reads: torch.Tensor, width: int) -> None:
+    """Fill ``reads``, int32 [4, S * N], for segments whose rows see their own positions. which, ends: int64 [S]. width:
+    pages of a table."""
+    segments, num_rows = which.shape[0], reads.shape[1]
+    with on_device_of(reads):
+        _reads_kernel[(segments,)](
+            ends, which, reads, num_rows // segments, num_rows, width, ROWS=next_power_of_2(num_rows // segments),
         )  # fmt: skip

@@ -9,7 +9,9 @@ from itertools import chain
 import numpy as np
 import torch
 
-from paceline.attention.base import AttentionPlan, Segment, StaticPlan, StaticShape
+from paceline.attention.base import AttentionPlan, Segment, StaticShape
+from paceline.attention.placed import PlacedBatch, PlacedPlan
+from paceline.attention.placed_triton import place_reads
 from paceline.attention.triton_kernels import TILE
 from paceline.kvcache.pool import KvPool
 from paceline.layers.upload import Int32, Int64, pinned, staged, staged_together
@@ -100,8 +102,12 @@ class TritonPlan(AttentionPlan):
         return self._tiles[tokens]
 
 
-class StaticTritonPlan(TritonPlan, StaticPlan):
-    """The same in memory that stays, for every batch of one shape: the tiles and the grid are the shape's."""
+class StaticTritonPlan(TritonPlan, PlacedPlan):
+    """The same in memory that stays, for every batch of one shape: the tiles and the grid are the shape's.
+
+    A batch that is told by ``fill`` brings its pages along. One that is worked out by ``derive`` reads them where the
+    device keeps them, so a plan is used in one of the two ways alone.
+    """
 
     def __init__(self, shape: StaticShape, kv: KvPool) -> None:
         super().__init__((), kv.device)
@@ -112,6 +118,7 @@ class StaticTritonPlan(TritonPlan, StaticPlan):
         slots = shape.num_rows * shape.rows if shape.tree else 0  # a path has no more nodes than its tree
         pages = shape.requests * -(-shape.max_len // kv.page_size)
         self._memory = torch.zeros(4 * shape.num_rows + pages + slots, dtype=torch.int32, device=kv.device)
+        self._rows, self._table = self._memory[: 4 * shape.num_rows].view(4, -1), self._memory[4 * shape.num_rows :]
         self._longest = shape.max_len + (shape.rows if shape.tree else 0)
 
     def fill(self, segments: Sequence[Segment]) -> None:
@@ -127,5 +134,9 @@ class StaticTritonPlan(TritonPlan, StaticPlan):
     def reads(self, page_size: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         """See TritonPlan."""
         assert page_size == self._page_size
-        head = 4 * self._shape.num_rows
-        return self._memory[:head].view(4, -1), self._memory[head:], self._longest
+        return self._rows, self._table, self._longest
+
+    def derive(self, batch: PlacedBatch) -> None:
+        """See PlacedPlan."""
+        self._table = batch.tables.view(-1)
+        place_reads(batch.which, batch.ends, self._rows, batch.tables.shape[1])

@@ -89,6 +89,7 @@ def test_bits_of_a_row_with_window_and_sink() -> None:
     bits = Bits(Content.random(CPU, Geometry(2, 1, 16), BF16, LENGTH, sinks=True), SPLIT, window=11)
     bits.check_trees(SPLIT - 3)
     bits.check_static()
+    bits.check_derived()
 
 
 @interpreted

@@ -39,5 +39,6 @@ def test_json_and_tools(served: Any) -> None:
         """The weather of a city."""
         return f"{city}: sunny"
 
-    chain = served.chain(QUESTION, tools=[weather], stream=False, chain_limit=3, options={"temperature": 0})
-    assert isinstance(chain.text(), str)
+    options = {"temperature": 0, "max_tokens": 64}
+    chain = served.conversation(tools=[weather]).chain(QUESTION, stream=False, chain_limit=3, options=options)
+    assert chain.text()

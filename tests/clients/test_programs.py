@@ -49,11 +49,18 @@ def test_guidellm(url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.program("aiperf")
-def test_aiperf(url: str, model: str, tmp_path: Path) -> None:
+def test_aiperf(url: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network it reads tokenizers from the hub's cache alone."""
+    cached = tmp_path / "hub/models--local--tokenizer"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs/main").write_text("one")
+    (cached / "snapshots").mkdir()
+    (cached / "snapshots/one").symlink_to(TOKENIZER)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     run_program(
         "aiperf", "profile", "--model", model, "--url", url, "--endpoint-type", "chat", "--streaming",
-        "--request-count", "6", "--concurrency", "2", "--tokenizer", TOKENIZER, "--synthetic-input-tokens-mean", "32",
-        "--output-tokens-mean", "16", "--ui", "none", folder=tmp_path,
+        "--request-count", "6", "--concurrency", "2", "--tokenizer", "local/tokenizer",
+        "--synthetic-input-tokens-mean", "32", "--output-tokens-mean", "16", "--ui", "none", folder=tmp_path,
     )  # fmt: skip
     (found,) = tmp_path.rglob("profile_export_aiperf.json")
     done = json.loads(found.read_text())

@@ -58,6 +58,7 @@ def test_bits_of_a_row(shape: tuple[int, int, int, int], dtype: torch.dtype) -> 
         bits.check_batches()
         bits.check_trees()
         bits.check_static()
+        bits.check_derived()
         bits.check_parts()
         if geometry.kv_heads > 1:
             bits.check_shards(geometry.kv_heads)

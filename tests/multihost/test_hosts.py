@@ -29,7 +29,7 @@ long = pytest.mark.long_run
 ALL = {"prefill-0", "decode-0", "decode-1"}
 NUM_STREAMS = 6
 LONG = 1000  # tokens of a stream that outlives a failure
-LOSS_PROMPT = 200
+LOSS_PROMPT = 600  # too long for a decode node to compute it itself: every stream is handed over
 LOSS_KV = LOSS_PROMPT * KV_BYTES_PER_TOKEN
 BEGUN = 3  # tokens of every stream when it happens
 PLACINGS = 5  # batches of streams until some run where the loss will be
@@ -244,7 +244,7 @@ def test_power_loss_of_the_prefill_host(deployment: Deployment, lan: Lan, expect
     """Streams with their prompt computed go on. One that comes while its lease runs is sent there, in vain; decode
     computes its prompt, and those of all that come later."""
     deployment.wait_for(ALL, 60.0)
-    old = make_requests(10, prompt_tokens=200, max_tokens=LONG)
+    old = make_requests(10, prompt_tokens=LOSS_PROMPT, max_tokens=LONG)
     new = make_requests(11, prompt_tokens=500, max_tokens=40)
     with deployment.stream(old) as running:
         running.wait_for(BEGUN)
@@ -265,7 +265,7 @@ def test_power_loss_of_the_prefill_host(deployment: Deployment, lan: Lan, expect
     assert tokens_of(streams) == expected(old)
     assert tokens_of(came) == tokens_of(later) == expected(new)
     # A stream that is begun anew is handed over, or computes its prompt, a second time.
-    assert [stream.end["target_kv"] for stream in streams if stream.end] == [200 * KV_BYTES_PER_TOKEN] * NUM_STREAMS
+    assert [stream.end["target_kv"] for stream in streams if stream.end] == [LOSS_KV] * NUM_STREAMS
     assert silence_s < 3 * LEASE_TTL_S
     assert first_s < 3 * LEASE_TTL_S + 2.0
     assert served_by(came, "prefill") <= {"decode-0", "decode-1"}

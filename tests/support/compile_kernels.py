@@ -114,6 +114,7 @@ def product(
 CALLS = [
     KernelCall(PLACED, "_rows_kernel", "*i32 i32 *i64 *i64 *i64 *i64 *i64 i32 i32 i32", {"ROWS": 8}),
     KernelCall(PLACED, "_pages_kernel", "*i32 i32 *i64 *i64 *i32 *i32 *i32 i32 i32", {"SEGMENTS": 256, "PAGES": 256}),
+    KernelCall(PLACED, "_reads_kernel", "*i64 *i64 *i32 i32 i32 i32", {"ROWS": 8}),
     attend_call("*bf16", 4, 128, 0, 128, 2),
     attend_call("*bf16", 128, 512, 64, 512, 2),
     KernelCall(

@@ -16,10 +16,12 @@ import torch
 from paceline.attention import triton_paged
 from paceline.attention.base import AttentionBackend, AttentionPlan, ForwardBatch, Segment, StaticShape
 from paceline.attention.padding import Scratch, pad_segments, real_rows
+from paceline.attention.placed import ResidentTables
 from paceline.attention.torch_paged import TorchAttention
 from paceline.attention.triton_paged import TritonAttention
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
+from paceline.models.static_forward import Room, StaticForward
 from tests.support.paged_batches import filled_pool, num_rows, random_batch
 from tests.support.pool_rows import write_rows
 from tests.support.tolerance import Tolerance
@@ -235,6 +237,31 @@ class Bits:
             self._same(found[places][-(end - start) :], slice(start, end))
             if end < length:
                 self._same(found[places][list(PATH)], slice(split + 5, split + 5 + len(PATH)))
+
+    def check_derived(self) -> None:
+        """Chains through one plan for graphs that works batches out from the tables on the device. Mutants: rows see
+        one position less; a table's columns are counted in tables."""
+        length, rows = self.content.length, 3
+        placed = Placed(self.content)
+        tables = ResidentTables(3, length, placed.scratch, self.content.query.device)
+        shape = StaticShape(requests=3, rows=rows, tree=False, max_len=length)
+        forward = StaticForward.make(shape, placed.backend, Room(placed.kv, placed.scratch, tables))
+        assert forward is not None
+        assert forward.follows
+        for spans in (((1, 4), (self.split - 1, self.split + 2)), ((length - 2, length), (0, 1), (2, 3))):
+            # Sequences have lists of slots of their own, and are known by them.
+            segments = [Segment.linear([1] * (end - start), start, placed.slots.clone()) for start, end in spans]
+            forward.fill(segments)
+            forward.derive()
+            query = torch.cat([self.content.query[start:end] for start, end in spans])
+            places = torch.from_numpy(real_rows(segments, rows)).to(query.device)
+            padded = query.new_zeros(shape.num_rows, *query.shape[1:])
+            padded[places] = query
+            found = self.content.geometry.attend(
+                placed.backend, padded, placed.kv, forward.context.plan, self.window, self.content.sinks
+            )
+            for (start, end), own in zip(spans, found[places].split([e - s for s, e in spans]), strict=True):
+                self._same(own, slice(start, end))
 
     def check_parts(self) -> None:
         """Splits merged in registers, and rows taken in turns, as where memory is short."""
