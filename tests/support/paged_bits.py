@@ -260,7 +260,7 @@ class Bits:
             found = self.content.geometry.attend(
                 placed.backend, padded, placed.kv, forward.context.plan, self.window, self.content.sinks
             )
-            for (start, end), own in zip(spans, found[places].split([e - s for s, e in spans]), strict=True):
+            for (start, end), own in zip(spans, torch.split(found[places], [e - s for s, e in spans]), strict=True):
                 self._same(own, slice(start, end))
 
     def check_parts(self) -> None:
