@@ -37,6 +37,7 @@ from paceline.models.registry import DTYPES, load_target
 from paceline.phases import phase
 from paceline.ranks.load import load_parallel
 from paceline.ranks.options import threads_per_rank
+from paceline.sampling.device import warm_sampling
 from paceline.spec_decode.drafters.plan import budget_of
 from paceline.spec_decode.length.adaptive import make_policy
 from paceline.spec_decode.length.cost import CostTable
@@ -78,6 +79,8 @@ def _ready(config: NodeConfig, folder: Path, model: TargetModel, *, decodes: boo
     identity = RunnerIdentity(Path(config.model).name, weights_digest(folder), kernel_set(), config.quantize)
     runner = assemble(config, model, identity, decodes=decodes)
     runner.grammars = GrammarCompiler(folder, runner.vocab_size)
+    with phase("compiling the sampler"):
+        warm_sampling(model.device, runner.vocab_size)
     if decodes:
         _measure(runner, config, folder)
     return runner

@@ -68,6 +68,17 @@ def sample_rows_device(logits: torch.Tensor, rows: Sequence[RowContext]) -> torc
         return ops.sample(logits, packed)
 
 
+def warm_sampling(device: torch.device, vocab_size: int) -> None:
+    """Compile what ``sample_rows_device`` may launch, so that no request waits for it: a row with penalties, a bias,
+    top-k and top-p meets every kernel. Does nothing where no kernel has to be compiled."""
+    if not runs_triton(device):
+        return
+    params = SamplingParams(
+        top_k=20, top_p=0.9, min_p=0.01, presence_penalty=0.1, repetition_penalty=1.1, logit_bias={0: 1.0}, seed=0
+    )
+    sample_rows_device(torch.zeros(1, vocab_size, device=device), [RowContext(params, 2, (0,), (1,), ())])
+
+
 def race_topk(
     logits: torch.Tensor,
     keys: torch.Tensor,

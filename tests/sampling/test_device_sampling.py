@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 import torch
 
 from paceline.request import SamplingParams
-from paceline.sampling.device import draft_topk, race_topk, sample_rows_device, upload_keys
+from paceline.sampling.device import draft_topk, race_topk, sample_rows_device, upload_keys, warm_sampling
 from paceline.sampling.packing import EDIT_WORDS, pack_rows
 from paceline.sampling.sampler import RowContext
 from tests.support.device_sampling import (
@@ -22,6 +24,7 @@ from tests.support.device_sampling import (
     quiet,
 )
 from tests.support.interpreter import INTERPRETED, run_again_interpreted
+from tests.support.needs import needs_triton
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -51,6 +54,20 @@ def test_tokens_are_the_cpus(vocab_size: int, count: int) -> None:
 @pytest.mark.parametrize(("vocab_size", "count"), [(31, 20), (1000, 20), (9000, 2)])
 def test_cuts_leave_the_cpus_sets(vocab_size: int, count: int) -> None:
     check_cuts(CPU, vocab_size, count)
+
+
+@needs_triton
+@pytest.mark.skipif(not INTERPRETED, reason="of the kernels alone")
+def test_a_node_that_is_ready_has_compiled_them() -> None:
+    """All but those that draft, which a graph's capture compiles. Mutant: a row without a cut."""
+    from paceline.sampling import kernels_triton, triton_cut
+
+    names = {(m, name) for m in (kernels_triton, triton_cut) for name in vars(m) if name.endswith("_kernel")}
+    with ExitStack() as patched:
+        kernels = {name: patched.enter_context(mock.patch.object(m, name)) for m, name in names}
+        warm_sampling(CPU, 100)
+    left_out = {name for name, kernel in kernels.items() if not kernel.__getitem__.called}
+    assert left_out == {"_noise_kernel", "_topk_kernel"}
 
 
 def test_ties() -> None:
