@@ -3,6 +3,7 @@
 ``tree.tar.xz`` is this repository as git has it, without ``heads/`` (``--heads`` keeps them). ``site.tar.xz`` holds the
 packages that such machines lack, unpacked, by the versions of ``requirements.lock``. FlashInfer's wheel is mostly
 sources of kernels that Paceline never compiles: of those, ``data/`` keeps what prefill, decode and MLA are made of.
+``--kernels`` carries what ``benchmarks.gpu.kernels`` compiled, which FlashInfer then loads without a compiler.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import lzma
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -43,6 +45,7 @@ KEPT_FOLDERS = (  # of FlashInfer's data: what its compiler is told to look in
     "cccl/thrust/",
 )
 KEPT_SOURCES = re.compile(r"csrc/(batch_(prefill|mla|decode|attention)\w*\.\w+|[\w.]+\.(h|cuh|inc))")
+COMPILED = DATA + "aot/"  # where FlashInfer looks for a kernel before it compiles one
 UNUSED_CODE = ("flashinfer/experimental/", "flashinfer/moe_ep/")  # imported with the rest, their sources are not
 
 
@@ -80,6 +83,18 @@ def unpack(wheels: Sequence[Path], into: Path) -> None:
             packed.extractall(into, [name for name in packed.namelist() if not slim or is_carried(name)])
 
 
+def add_kernels(compiled: Path, site: Path) -> int:
+    """Put FlashInfer's libraries, ``NAME/NAME.so`` in ``compiled``, where it finds them; returns how many. Raises
+    FileNotFoundError where there is none."""
+    libraries = sorted(file for file in compiled.glob("*/*.so") if file.stem == file.parent.name)
+    if not libraries:
+        raise FileNotFoundError(f"{compiled} holds no compiled kernels")
+    for library in libraries:
+        (into := site / COMPILED / library.stem).mkdir(parents=True)
+        shutil.copy(library, into)
+    return len(libraries)
+
+
 def pack(files: Sequence[Path], root: Path, archive: Path) -> float:
     """``files`` as they lie under ``root``; returns MiB of the archive."""
     with tarfile.open(archive, "w:xz", preset=lzma.PRESET_DEFAULT) as packed:
@@ -101,6 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--into", type=Path, required=True)
     parser.add_argument("--python", default="3.12", help="of the GPU machine")
     parser.add_argument("--wheels", type=Path, default=None, help="a folder that has them already: nothing is fetched")
+    parser.add_argument("--kernels", type=Path, default=None, help="the folder that benchmarks.gpu.kernels names")
     parser.add_argument("--heads", action="store_true", help="carry the trained heads as well")
     parser.add_argument("--limit-mib", type=float, default=LIMIT_MIB)
     given = parser.parse_args(arguments)
@@ -110,6 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wheels = sorted(given.wheels.glob("*.whl")) if given.wheels else download(folder, given.python)
         site = folder / "site"
         unpack(wheels, site)
+        if given.kernels:
+            add_kernels(given.kernels, site)
         sizes = {
             "tree.tar.xz": pack(tracked(given.heads), ROOT, given.into / "tree.tar.xz"),
             "site.tar.xz": pack(sorted(f for f in site.rglob("*") if f.is_file()), site, given.into / "site.tar.xz"),

@@ -34,7 +34,8 @@ def test_what_is_carried_of_flashinfer(name: str, carried: bool) -> None:
 def test_archives_and_their_limit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mutants: the heads are carried; the whole wheel is; what is too large is no fault."""
+    """Mutants: the heads are carried; the whole wheel is; what is too large is no fault; a library that FlashInfer does
+    not look for is carried."""
     folders = {file.relative_to(carry.ROOT).parts[0] for file in carry.tracked(heads=False)}
     assert {"paceline", "tests", "benchmarks", "pyproject.toml"} <= folders
     assert "heads" not in folders
@@ -44,10 +45,13 @@ def test_archives_and_their_limit(
     with zipfile.ZipFile(wheels / "flashinfer_python-0-py3-none-any.whl", "w") as wheel:
         for name in ("flashinfer/prefill.py", "flashinfer/data/csrc/kda/large.cu"):
             wheel.writestr(name, "text")
-    asked = ["--into", str(there), "--wheels", str(wheels)]
+    for name in ("one/one.so", "one/part.o", "two/half.so"):
+        (compiled := tmp_path / "compiled" / name).parent.mkdir(parents=True, exist_ok=True)
+        compiled.touch()
+    asked = ["--into", str(there), "--wheels", str(wheels), "--kernels", str(tmp_path / "compiled")]
     assert carry.main(asked) == 0
     with tarfile.open(there / "site.tar.xz") as site:
-        assert site.getnames() == ["flashinfer/prefill.py"]
+        assert site.getnames() == ["flashinfer/data/aot/one/one.so", "flashinfer/prefill.py"]
     with tarfile.open(there / "tree.tar.xz") as tree:
         assert tree.getnames() == [carry.LOCK.name]
     assert carry.main([*asked, "--limit-mib", "0.01"]) == 1

@@ -1,0 +1,65 @@
+"""FlashInfer's kernels for Hopper, compiled on a machine without a GPU: ``python -m benchmarks.gpu.kernels``.
+
+It needs FlashInfer, a CUDA build of torch, ninja and nvcc. The packages ``nvidia-cuda-nvcc``, ``nvidia-nvvm``,
+``nvidia-cuda-crt``, ``nvidia-cuda-runtime`` and ``nvidia-cuda-cccl`` bring nvcc without an installation of CUDA. A
+kernel takes some minutes of a core; one that is there already is not compiled again. The folder that the last line
+names is for ``benchmarks.gpu.carry --kernels``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HOPPER = "9.0a"
+HEAD_DIMS = (64, 128)
+LATENT, ROPE = 512, 64  # of MLA
+NO_POSITIONS = 0  # FlashInfer's mode: rows come with their rotation
+
+
+def specs() -> list[Any]:
+    """What Paceline launches for bf16: pages of each head width, decode by tensor cores included, and latents."""
+    from flashinfer.jit.attention import gen_batch_mla_module, gen_batch_prefill_module
+
+    types = (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.int32)
+    pages = [
+        gen_batch_prefill_module("fa2", *types, dim, dim, NO_POSITIONS, False, False, False)  # no window, no cap
+        for dim in HEAD_DIMS
+    ]
+    return [*pages, gen_batch_mla_module("fa2", *types, LATENT, ROPE, False)]
+
+
+def set_compiler() -> None:
+    """Name the target and, where the packages are installed and nothing else was named, their nvcc."""
+    os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", HOPPER)
+    found = importlib.util.find_spec("nvidia")
+    homes = [Path(place) / "cu13" for place in found.submodule_search_locations or ()] if found else []
+    for home in homes:
+        if (home / "bin/nvcc").is_file():
+            os.environ.setdefault("CUDA_HOME", str(home))
+
+
+def main() -> int:
+    """The command; returns its exit code."""
+    set_compiler()
+    if importlib.util.find_spec("flashinfer") is None:
+        print("error: FlashInfer is not installed (flashinfer-python)", file=sys.stderr)
+        return 1
+    from flashinfer.jit import env
+
+    for spec in specs():
+        began = time.monotonic()
+        spec.build(verbose=False)
+        print(f"{time.monotonic() - began:6.0f} s  {spec.name}", flush=True)
+    print(env.FLASHINFER_JIT_DIR)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
