@@ -193,7 +193,9 @@ class LinkHost:
         context, config = self._context, self._context.config
         device = staging_device(config.transport, context.device)
         timeout = config.transfer_timeout_s
-        transport = open_transport(config.transport, link.store, link.link_id, 1, config.host, timeout, device)
+        transport = open_transport(
+            config.transport, link.store, link.link_id, 1, config.host, timeout, device, sealed=bool(config.tls_dir)
+        )
         receiver = HandoffReceiver(
             transport,
             context.sink,

@@ -186,8 +186,9 @@ class LinkPool:
         rows = RowSource(context.kv, reshard(Side(context.kv.layout), Side(layout)))
         control.open(paired.link_id)
         transport = await asyncio.to_thread(
-            open_transport, config.transport, control.store, paired.link_id, 0, config.host, timeout, context.device
-        )
+            open_transport, config.transport, control.store, paired.link_id, 0, config.host, timeout, context.device,
+            sealed=bool(config.tls_dir),
+        )  # fmt: skip
         loop = asyncio.get_running_loop()
         sender = HandoffSender(
             transport,

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from kv_transfer.transports.base import Rank, Transport
+from kv_transfer.transports.sealed import sealed_end
 from paceline.errors import ConfigError
 from paceline.transports import TRANSPORTS, TransportRecord
 
@@ -41,8 +42,16 @@ def open_transport(
     host: str,
     timeout_s: float,
     device: torch.device | str = "cpu",
+    *,
+    sealed: bool = False,
 ) -> Transport:
-    """One end of a link over the transport ``name``, which moves tensors of ``device``. Errors as `OpenTransport`."""
-    module, _, function = transport_record(name).open.partition(":")
+    """One end of a link over the transport ``name``, which moves tensors of ``device``. Errors as `OpenTransport`.
+
+    sealed: encrypt the rows with a key that crosses on the control stream, which is encrypted then; both ends say the
+    same. Rows that never lie in host memory stay as they are.
+    """
+    record = transport_record(name)
+    module, _, function = record.open.partition(":")
     opener = cast(OpenTransport, getattr(import_module(module), function))
-    return opener(store, link_id, rank, host, timeout_s, torch.device(device))
+    opened = opener(store, link_id, rank, host, timeout_s, torch.device(device))
+    return sealed_end(opened, store, link_id, rank) if sealed and not record.needs_cuda else opened
