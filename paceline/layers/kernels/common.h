@@ -59,12 +59,26 @@ static inline void put(bf16* p, float f) {  // round to nearest even; NaN stays 
 }
 static inline void put(float* p, float f) { *p = f; }
 static inline v16 load16(const float* p) { return *(const v16*)p; }
-static inline v16 load16(const bf16* p) { return (v16)(__builtin_convertvector(*(const h16*)p, u16x32) << 16); }
+// 16 halves to lanes of 32 bits and back. Compilers make several instructions of what has one.
+static inline u16x32 widen(const bf16* p) {
+#ifdef USE_AVX512BF16
+  return (u16x32)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+#else
+  return __builtin_convertvector(*(const h16*)p, u16x32);
+#endif
+}
+static inline void narrow(bf16* p, u16x32 u) {
+#ifdef USE_AVX512BF16
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)u));
+#else
+  *(h16*)p = __builtin_convertvector(u, h16);
+#endif
+}
+static inline v16 load16(const bf16* p) { return (v16)(widen(p) << 16); }
 static inline void store16(float* p, v16 x) { *(v16*)p = x; }
 static inline void store16(bf16* p, v16 x) {
   u16x32 u = (u16x32)x;
-  u = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-  *(h16*)p = __builtin_convertvector(u, h16);
+  narrow(p, (u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 static inline v16 splat(float f) { return v16{} + f; }
 static inline float hsum(v16 x) {  // one fixed tree

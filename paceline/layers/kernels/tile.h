@@ -18,4 +18,27 @@ static inline v16 sum_each(const __m512* a) {  // element i = sum of a[i]'s 16 e
   __m512 y = _mm512_add_ps(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xdd));
   return (v16)_mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
 }
+
+static inline void transpose16(const bf16* const* rows, int64_t offset, bf16* out) {  // 16 x 16 pairs
+  __m512i a[16], b[16];
+  for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(rows[i] + offset);
+  for (int i = 0; i < 8; i++) {
+    b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
+    b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; i++)
+    for (int j = 0; j < 2; j++) {
+      a[4 * i + 2 * j] = _mm512_unpacklo_epi64(b[4 * i + j], b[4 * i + 2 + j]);
+      a[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(b[4 * i + j], b[4 * i + 2 + j]);
+    }
+  // a[4 i + c]: column c of every 128-bit lane, rows 4 i to 4 i + 3.
+  for (int c = 0; c < 4; c++) {
+    __m512i x0 = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88), x1 = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd);
+    __m512i y0 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88), y1 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xdd);
+    _mm512_storeu_si512(out + (0 + c) * 32, _mm512_shuffle_i32x4(x0, y0, 0x88));
+    _mm512_storeu_si512(out + (8 + c) * 32, _mm512_shuffle_i32x4(x0, y0, 0xdd));
+    _mm512_storeu_si512(out + (4 + c) * 32, _mm512_shuffle_i32x4(x1, y1, 0x88));
+    _mm512_storeu_si512(out + (12 + c) * 32, _mm512_shuffle_i32x4(x1, y1, 0xdd));
+  }
+}
 #endif

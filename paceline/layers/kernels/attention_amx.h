@@ -1,0 +1,237 @@
+// Attention on AMX tiles, for bf16. A block holds up to 16 (row, query head) pairs of one KV head; keys and values
+// of a tile are laid out once for all blocks of a run. Probabilities are rounded to bf16 for the product with the values.
+// A row's result does not depend on its block: a tile product works row by row, and keys past a row's own length enter
+// with probability 0, which adds exact zeros.
+#pragma once
+#include "attention_row.h"
+
+#ifdef USE_AMX
+template <int D>
+struct AmxTile {
+  alignas(64) bf16 keys[TILE / 16][D / 32][512];    // [16 keys][32 dims]: pairs of dims, keys, 2
+  alignas(64) bf16 values[TILE / 32][D / 16][512];  // [32 keys][16 dims]: pairs of keys, dims, 2
+
+  void load(const bf16* const* k, const bf16* const* v, int from, int blocks32) {  // its blocks of 32 keys from..blocks32-1
+    alignas(64) uint16_t low[32], high[32];
+    for (int i = 0; i < 16; i++) {
+      low[2 * i] = i; low[2 * i + 1] = 32 + i;
+      high[2 * i] = 16 + i; high[2 * i + 1] = 48 + i;
+    }
+    __m512i pick_low = _mm512_load_si512(low), pick_high = _mm512_load_si512(high);
+    for (int b = 2 * from; b < 2 * blocks32; b++)
+      for (int d = 0; d < D / 32; d++) transpose16(k + b * 16, d * 32, keys[b][d]);
+    for (int b = from; b < blocks32; b++)
+      for (int p = 0; p < 16; p++)
+        for (int d = 0; d < D / 32; d++) {
+          __m512i x = _mm512_loadu_si512(v[b * 32 + 2 * p] + d * 32), y = _mm512_loadu_si512(v[b * 32 + 2 * p + 1] + d * 32);
+          _mm512_store_si512(values[b][2 * d] + p * 32, _mm512_permutex2var_epi16(x, pick_low, y));
+          _mm512_store_si512(values[b][2 * d + 1] + p * 32, _mm512_permutex2var_epi16(x, pick_high, y));
+        }
+  }
+};
+
+// Tiles: 0-3 sums, 4 left operand, 5 right operand.
+static void amx_attend_configure(int rows) {
+  TileConfig c = {};
+  c.palette = 1;
+  for (int t = 0; t < 5; t++) { c.rows[t] = rows; c.colsb[t] = 64; }
+  c.rows[5] = 16; c.colsb[5] = 64;
+  _tile_loadconfig(&c);
+}
+
+template <int D>
+struct AmxBlock {  // up to 16 (row, query head) pairs
+  alignas(64) bf16 q[16 * D];
+  alignas(64) float acc[16 * D];
+  float top[16], total[16];
+  int64_t start[16], length[16];  // the positions that a pair sees: start..length-1
+  int pairs;
+  int64_t earliest, longest;
+
+  bool sees(int64_t base) const { return base < longest && base + TILE > earliest; }
+
+  void add_tile(const AmxTile<D>& tile, int64_t base, float scale) {
+    alignas(64) float s[16 * TILE];
+    alignas(64) bf16 p[16 * TILE];
+    int blocks32 = (std::min<int64_t>(TILE, longest - base) + 31) / 32;
+    for (int b = 0; b < blocks32 * 2; b += 2) {
+      _tile_zero(0); _tile_zero(1);
+      for (int d = 0; d < D / 32; d++) {
+        _tile_loadd(4, q + d * 32, D * 2);
+        _tile_loadd(5, tile.keys[b][d], 64);
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_loadd(5, tile.keys[b + 1][d], 64);
+        _tile_dpbf16ps(1, 4, 5);
+      }
+      _tile_stored(0, s + b * 16, TILE * 4);
+      _tile_stored(1, s + b * 16 + 16, TILE * 4);
+    }
+    for (int m = 0; m < pairs; m++) soften(s + m * TILE, p + m * TILE, m, start[m] - base, length[m] - base, blocks32 * 2, scale);
+    for (int d = 0; d < D / 16; d += 2) {
+      _tile_loadd(0, acc + d * 16, D * 4);
+      _tile_loadd(1, acc + d * 16 + 16, D * 4);
+      for (int b = 0; b < blocks32; b++) {
+        _tile_loadd(4, p + b * 32, TILE * 2);
+        _tile_loadd(5, tile.values[b][d], 64);
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_loadd(5, tile.values[b][d + 1], 64);
+        _tile_dpbf16ps(1, 4, 5);
+      }
+      _tile_stored(0, acc + d * 16, D * 4);
+      _tile_stored(1, acc + d * 16 + 16, D * 4);
+    }
+  }
+
+  // One row of scores to probabilities; updates top, total and acc of pair m. It sees the keys from..valid-1 of this tile.
+  void soften(float* s, bf16* p, int m, int64_t from, int64_t valid, int groups, float scale) {
+    if (valid <= 0 || from >= TILE) { memset(p, 0, groups * 32); return; }
+    if (groups == TILE / 16 && valid >= TILE && from <= 0) soften_groups<TILE / 16>(s, p, m, from, valid, groups, scale);
+    else soften_groups<0>(s, p, m, from, valid, groups, scale);
+  }
+
+  template <int kGroups>  // of a whole tile, or 0: as many as ``groups``
+  void soften_groups(float* s, bf16* p, int m, int64_t from, int64_t valid, int groups, float scale) {
+    const int count = kGroups ? kGroups : groups;
+    int full = kGroups ? kGroups : std::min<int64_t>(valid, count * 16) / 16;
+    v16 high16 = splat(-INFINITY);
+    for (int b = 0; b < count; b++) {
+      v16 x = load16(s + b * 16) * scale;
+      if (b >= full || b * 16 < from)
+        for (int i = 0; i < 16; i++) if (b * 16 + i >= valid || b * 16 + i < from) x[i] = -INFINITY;
+      store16(s + b * 16, x);
+      high16 = vmax(high16, x);
+    }
+    float high = std::max(top[m], hmax(high16));
+    v16 sum = {};
+    for (int b = 0; b < count; b++) {
+      v16 x = load16(s + b * 16);
+      v16 e = x == -INFINITY ? v16{} : vexp(x - high);
+      store16(p + b * 16, e);
+      sum += e;
+    }
+    float fade = vexp(splat(top[m] - high))[0];  // of what is 0 where nothing came before
+    total[m] = total[m] * fade + hsum(sum);
+    top[m] = high;
+    for (int d = 0; d < D; d += 16) store16(acc + m * D + d, load16(acc + m * D + d) * fade);
+  }
+};
+
+static constexpr int RUN_BLOCKS = 8;  // blocks that share a tile's layout
+
+// Rows [0, count) of one segment for one KV head: rows without tails, or nodes of a tree, whose prefixes are equally long.
+// Nodes go through the tiles that lie in their prefix together. From the tile on in which it ends each has keys of its own,
+// of which only the blocks of 32 that its tail reaches are laid out for it alone.
+template <int D>
+static void amx_attend_run(const bf16* q, const bf16* pool, int64_t page_size, int64_t Hq, int64_t Hk, int64_t head,
+                           const int32_t* prefix, const int32_t* prefix_lens, int64_t count, const int32_t* tails,
+                           const int64_t* tail_offsets, const Sight& sight, float scale, bf16* out) {
+  static thread_local AmxBlock<D> blocks[RUN_BLOCKS], own;
+  static thread_local AmxTile<D> tile, second;
+  alignas(64) static const bf16 zeros[D] = {};
+  const bf16 *keys[TILE], *values[TILE];
+  int64_t G = Hq / Hk, per = 16 / G, row = Hk * D, longest = 0, earliest = INT64_MAX,
+          shared = prefix_lens[0];
+  bool tailed = tail_offsets[1] > tail_offsets[0];
+  int used = (count + per - 1) / per, configured = -1;
+  auto configure = [&](int pairs) { if (pairs != configured) amx_attend_configure(configured = pairs); };
+  auto lay_out = [&](AmxTile<D>& to, int64_t base, int from, int64_t n, const int32_t* tail) {  // keys base..base+n-1
+    int blocks32 = (n + 31) / 32;
+    for (int64_t j = from * 32; j < n; j++) {
+      int64_t at = base + j, slot = (tail && at >= shared) ? tail[at - shared] : prefix[at];
+      keys[j] = pool + (slot / page_size) * 2 * page_size * row + (slot % page_size) * row + head * D;
+      values[j] = keys[j] + page_size * row;
+    }
+    for (int64_t j = n; j < blocks32 * 32; j++) keys[j] = values[j] = zeros;
+    to.load(keys, values, from, blocks32);
+  };
+  auto finish = [&](const AmxBlock<D>& block, int first, int64_t r) {  // row r, whose pairs begin at first
+    for (int64_t g = 0; g < G; g++)
+      for (int d = 0; d < D; d += 16)
+        store16(out + (r * Hq + head * G + g) * D + d, load16(block.acc + (first + g) * D + d) / block.total[first + g]);
+  };
+  for (int b = 0; b < used; b++) {
+    AmxBlock<D>& block = blocks[b];
+    block.pairs = 0;
+    block.longest = 0;
+    block.earliest = INT64_MAX;
+    memset(block.acc, 0, sizeof block.acc);
+    for (int64_t r = b * per; r < std::min<int64_t>(count, (b + 1) * per); r++) {
+      int64_t length = prefix_lens[r] + tail_offsets[r + 1] - tail_offsets[r];
+      for (int64_t g = 0; g < G; g++) {
+        memcpy(block.q + block.pairs * D, q + (r * Hq + head * G + g) * D, D * 2);
+        block.top[block.pairs] = sight.top(head * G + g);
+        block.total[block.pairs] = sight.total();
+        block.start[block.pairs] = sight.first(length);
+        block.length[block.pairs++] = length;
+      }
+      block.longest = std::max(block.longest, length);
+      block.earliest = std::min(block.earliest, sight.first(length));
+    }
+    longest = std::max(longest, block.longest);
+    earliest = std::min(earliest, block.earliest);
+  }
+  int64_t apart = tailed ? shared / TILE * TILE : longest;  // from where on the rows go alone
+  for (int64_t base = earliest / TILE * TILE; base < apart; base += TILE) {
+    lay_out(tile, base, 0, std::min<int64_t>(TILE, longest - base), nullptr);
+    for (int b = 0; b < used; b++) {
+      if (!blocks[b].sees(base)) continue;
+      configure(blocks[b].pairs);
+      blocks[b].add_tile(tile, base, scale);
+    }
+  }
+  if (!tailed) {
+    for (int64_t r = 0; r < count; r++) finish(blocks[r / per], r % per * G, r);
+    return;
+  }
+  int whole = (shared - apart) / 32;  // blocks of the tile in which the prefix ends that no tail reaches
+  if (whole) lay_out(tile, apart, 0, whole * 32, nullptr);
+  own.pairs = G;
+  configure(G);
+  for (int64_t r = 0; r < count; r++) {
+    const AmxBlock<D>& block = blocks[r / per];
+    int64_t first = r % per * G;
+    own.earliest = block.start[first];
+    own.longest = block.length[first];
+    std::fill_n(own.start, G, own.earliest);
+    std::fill_n(own.length, G, own.longest);
+    memcpy(own.q, block.q + first * D, G * D * sizeof(bf16));
+    memcpy(own.acc, block.acc + first * D, G * D * sizeof(float));
+    memcpy(own.top, block.top + first, G * sizeof(float));
+    memcpy(own.total, block.total + first, G * sizeof(float));
+    for (int64_t base = apart; base < own.longest; base += TILE) {
+      if (!own.sees(base)) continue;
+      bool begins = base == apart;  // the tile that all rows begin alike
+      AmxTile<D>& to = begins ? tile : second;
+      lay_out(to, base, begins ? whole : 0, std::min<int64_t>(TILE, own.longest - base), tails + tail_offsets[r]);
+      own.add_tile(to, base, scale);
+    }
+    finish(own, 0, r);
+  }
+}
+
+template <int D>
+static void amx_attend(const bf16* q, const bf16* pool, int64_t page_size, int64_t rows, int64_t Hq, int64_t Hk,
+                       const int32_t* slots, const int64_t* slot_offsets, const int32_t* prefix_lens,
+                       const int32_t* tails, const int64_t* tail_offsets, const Sight& sight, float scale, bf16* out) {
+  std::vector<int64_t> starts;
+  int64_t limit = RUN_BLOCKS * (16 / (Hq / Hk));
+  auto tailed = [&](int64_t r) { return tail_offsets[r + 1] > tail_offsets[r]; };
+  for (int64_t r = 0; r < rows; r++) {
+    bool joins = r > 0 && tailed(r) == tailed(r - 1) && slot_offsets[r] == slot_offsets[r - 1] &&
+                 r - starts.back() < limit && (!tailed(r) || prefix_lens[r] == prefix_lens[r - 1]);
+    if (!joins) starts.push_back(r);
+  }
+  int64_t runs = starts.size();
+  starts.push_back(rows);
+  on_threads(runs * Hk > 1 ? pl_threads() : 1, [&] {
+#pragma omp for schedule(dynamic, 1) collapse(2)
+    for (int64_t i = 0; i < runs; i++)
+      for (int64_t h = 0; h < Hk; h++) {
+        int64_t r = starts[i];
+        amx_attend_run<D>(q + r * Hq * D, pool, page_size, Hq, Hk, h, slots + slot_offsets[r], prefix_lens + r,
+                          starts[i + 1] - r, tails, tail_offsets + r, sight, scale, out + r * Hq * D);
+      }
+    _tile_release();
+  });
+}
+#endif

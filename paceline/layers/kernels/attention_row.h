@@ -1,0 +1,164 @@
+// Attention of one row over a paged pool, and what all ways of computing it share.
+#pragma once
+#include <type_traits>
+
+#include "blocks.h"
+#include "steps.h"
+#include "tile.h"
+
+#ifdef USE_AVX512BF16
+template <int D>
+static inline void dots16(const bf16* q, const bf16* const* keys, float* out) {
+  __m512 acc[16];
+  for (int j = 0; j < 16; j++) {
+    acc[j] = _mm512_setzero_ps();
+    int d = 0;
+    for (; d + 32 <= D; d += 32)
+      acc[j] = _mm512_dpbf16_ps(acc[j], (__m512bh)_mm512_loadu_si512(q + d), (__m512bh)_mm512_loadu_si512(keys[j] + d));
+    for (; d < D; d += 16) acc[j] = (__m512)((v16)acc[j] + load16(q + d) * load16(keys[j] + d));
+  }
+  store16(out, sum_each(acc));
+}
+#else
+template <int D>
+static inline void dots16(const bf16* q, const bf16* const* keys, float* out) {
+  for (int j = 0; j < 16; j++) {
+    v16 acc = {};
+    for (int d = 0; d < D; d += 16) acc += load16(q + d) * load16(keys[j] + d);
+    out[j] = hsum(acc);
+  }
+}
+#endif
+template <int D>
+static inline void dots16(const float* q, const float* const* keys, float* out) {
+  for (int j = 0; j < 16; j++) {
+    v16 acc = {};
+    for (int d = 0; d < D; d += 16) acc += load16(q + d) * load16(keys[j] + d);
+    out[j] = hsum(acc);
+  }
+}
+
+// What a layer's rows see, besides what the batch says. A row sees the last `window` positions up to its own; 0: all. A sink
+// is a score without a value: it takes its share of the softmax of its query head, and adds nothing. Neither changes how
+// tiles are cut: a row passes over the tiles that lie before its window, and over the positions before it in the first.
+struct Sight {
+  int64_t window;
+  const float* sinks;  // of query heads, or null
+
+  int64_t first(int64_t length) const { return window > 0 ? std::max<int64_t>(length - window, 0) : 0; }
+  float top(int64_t head) const { return sinks ? sinks[head] : -INFINITY; }  // of the scores before any key
+  float total() const { return sinks ? 1.0f : 0.0f; }                       // of the weights before any key
+};
+
+// Scores of a tile's keys to weights, for a row that sees from..n-1 of them: others get 0, those in the groups of 16 that it
+// sees nothing of stay as they are. Returns what weights of earlier tiles are multiplied by.
+static __attribute__((noinline)) float weigh(float* s, int from, int n, float scale, float& top, float& total) {
+  int groups = (n + 15) / 16, group0 = from / 16;
+  v16 m = splat(-INFINITY);
+  for (int b = group0; b < groups; b++) {
+    for (int j = b * 16; j < b * 16 + 16; j++) s[j] = j >= from && j < n ? s[j] * scale : -INFINITY;
+    m = vmax(m, load16(s + b * 16));
+  }
+  float high = top;
+  for (int i = 0; i < 16; i++) high = std::max(high, m[i]);
+  v16 sum = {};
+  for (int b = group0; b < groups; b++) {
+    v16 e = vexp(load16(s + b * 16) - high);
+    store16(s + b * 16, e);
+    sum += e;
+  }
+  for (int j = group0 * 16; j < from; j++) s[j] = 0;
+  for (int j = n; j < groups * 16; j++) s[j] = 0;
+  float fade = vexp(splat(top - high))[0];  // of what is 0 where nothing came before
+  // The masked lanes hold exp(-87), not 0: take them off by summing again where a tile is partial.
+  if (from > group0 * 16 || n < groups * 16) {
+    sum = v16{};
+    for (int b = group0; b < groups; b++) sum += load16(s + b * 16);
+  }
+  total = total * fade + hsum(sum);
+  top = high;
+  return fade;
+}
+
+// G query heads of one row, from `query_head` on, over one KV head.
+template <int D, int G, class T>
+static void attend_row(const T* q, const T* pool, int64_t page_size, int64_t Hk, int64_t head, int64_t query_head,
+                       const int32_t* prefix, int64_t prefix_len, const int32_t* tail, int64_t length,
+                       const Sight& sight, float scale, T* out) {
+  constexpr int DV = D / 16;
+  alignas(64) float s[G][TILE];
+  alignas(64) static const T zeros[D] = {};
+  const T *seen[2][TILE];  // keys of this tile and of the next
+  v16 acc[G][DV] = {};
+  float top[G], total[G];
+  for (int g = 0; g < G; g++) { top[g] = sight.top(query_head + g); total[g] = sight.total(); }
+  const int64_t row = Hk * D, first = sight.first(length), to_value = page_size * row;
+  // The keys of the tile at `base`, and their lines asked for: a head's rows lie too far apart for the processor to guess.
+  auto find = [&](int64_t base, const T** keys) {
+    const uint32_t page = (uint32_t)page_size;
+    for (int64_t at = std::max(base, first), end = std::min<int64_t>(base + TILE, length); at < end; at++) {
+      uint32_t slot = (uint32_t)(at < prefix_len ? prefix[at] : tail[at - prefix_len]);
+      const T* key = pool + slot / page * 2 * to_value + slot % page * row + head * D;
+      keys[at - base] = key;
+      for (int64_t line = 0; line < D * (int64_t)sizeof(T); line += 64) {
+        __builtin_prefetch((const char*)key + line, 0, 2);
+        __builtin_prefetch((const char*)(key + to_value) + line, 0, 2);
+      }
+    }
+  };
+  int64_t start = first / TILE * TILE;
+  find(start, seen[start / TILE % 2]);
+  for (int64_t base = start; base < length; base += TILE) {
+    const T** keys = seen[base / TILE % 2];
+    if (base + TILE < length) find(base + TILE, seen[(base / TILE + 1) % 2]);
+    int n = std::min<int64_t>(TILE, length - base), groups = (n + 15) / 16;
+    int from = std::max<int64_t>(first - base, 0), group0 = from / 16;  // what lies before is not seen
+    for (int j = group0 * 16; j < from; j++) keys[j] = zeros;
+    for (int j = n; j < groups * 16; j++) keys[j] = zeros;
+    for (int g = 0; g < G; g++) {
+      for (int b = group0; b < groups; b++) dots16<D>(q + g * D, keys + b * 16, s[g] + b * 16);
+      float fade = weigh(s[g], from, n, scale, top[g], total[g]);
+      for (int d = 0; d < DV; d++) acc[g][d] *= fade;
+    }
+    for (int j = from; j < n; j++) {
+      v16 v[DV];
+      for (int d = 0; d < DV; d++) v[d] = load16(keys[j] + to_value + d * 16);
+      for (int g = 0; g < G; g++)
+        for (int d = 0; d < DV; d++) acc[g][d] += v[d] * s[g][j];
+    }
+  }
+  for (int g = 0; g < G; g++)
+    for (int d = 0; d < DV; d++) store16(out + g * D + d * 16, acc[g][d] / total[g]);
+}
+
+template <class T>
+using RowFn = void (*)(const T*, const T*, int64_t, int64_t, int64_t, int64_t, const int32_t*, int64_t, const int32_t*,
+                       int64_t, const Sight&, float, T*);
+
+template <int D, class T>
+static RowFn<T> by_group(int64_t G) {
+  switch (G) {
+    case 1: return attend_row<D, 1, T>;
+    case 2: return attend_row<D, 2, T>;
+    case 3: return attend_row<D, 3, T>;
+    case 4: return attend_row<D, 4, T>;
+    case 5: return attend_row<D, 5, T>;
+    case 6: return attend_row<D, 6, T>;
+    case 7: return attend_row<D, 7, T>;
+    case 8: return attend_row<D, 8, T>;
+  }
+  return nullptr;
+}
+
+template <class T>
+static RowFn<T> row_fn(int64_t D, int64_t G) {
+  switch (D) {
+    case 16: return by_group<16, T>(G);
+    case 32: return by_group<32, T>(G);
+    case 64: return by_group<64, T>(G);
+    case 96: return by_group<96, T>(G);
+    case 128: return by_group<128, T>(G);
+    case 256: return by_group<256, T>(G);
+  }
+  return nullptr;
+}
