@@ -95,7 +95,7 @@ class JoinedRouter:
             return False
         if told.options.get("ray_address") == "local":
             raise ConfigError("ray_address", "the deployment's Ray ends with its process: nobody can take over")
-        from cluster.nodes.launch import start_ray, stop_ray
+        from cluster.nodes.ray_session import start_ray, stop_ray
 
         with self._parts.waiting_for("Ray"):
             start_ray(self._own.ray_address)  # now: its loss is to cost no start of Ray

@@ -65,6 +65,7 @@ class Supervision:
         await asyncio.to_thread(importlib.import_module, "cluster.nodes.launch")
         from cluster.nodes.launch import RayNode, RayNodes
         from cluster.nodes.places import ray_hosts
+        from cluster.nodes.ray_watch import RayWatch
 
         left = await asyncio.to_thread(self._left)
         leaves, self._leaves = self._leaves, self._leaves or left is not None  # a start that fails ends none of theirs
@@ -112,6 +113,8 @@ class Supervision:
         finally:
             told.cancel()
         self._leaves = leaves
+        watching = asyncio.create_task(RayWatch(supervisor, nodes, self._keep_on).run(), name="watch-ray")
+        self._parts.at_end("watching Ray", watching.cancel)
 
     def _left(self) -> Kept | None:
         """What an earlier supervisor left, where its nodes outlived it and were started as these would be. Others of
@@ -157,6 +160,11 @@ class Supervision:
             self._options_digest() if outlive else "",
         )
         self._lease.keep(kept.to_json())
+
+    def _keep_on(self) -> None:
+        """Places are others."""
+        if self._outlive:
+            self._keep(self.changes.wanted)
 
     def _options_digest(self) -> str:
         """Names what nodes are started with."""

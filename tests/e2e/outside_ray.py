@@ -6,7 +6,7 @@ import sys
 
 import ray
 
-from cluster.nodes.launch import start_ray, stop_ray
+from cluster.nodes.ray_session import start_ray, stop_ray
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import redis
 
@@ -158,3 +159,45 @@ def test_another_deployment_and_a_redis_without_room_and_without_life(server: Se
     finally:
         green.close()
         odd.close()
+
+
+def test_ray_is_lost_again_and_again(server: Server) -> None:
+    """The deployment ends in order though its last GCS is dead. Mutants: Ray ends the router; the raylet ends with the
+    connection; none is started anew; the end waits for the GCS."""
+    whole = tokens(server, LONG)
+    node = decode_pids(server)[-1]
+    found: list[int] = []
+    with Client([server.grpc]) as client:
+        asked = {"seed": LONG["seed"], "max_tokens": LONG["max_tokens"], "ignore_eos": True}
+        for number, chunk in enumerate(client.stream(str(LONG["prompt"]), **asked)):
+            found += chunk.token_ids
+            if number == 3:
+                assert len(found) < len(whole) // 2
+                kill_ray(server, "gcs_server")
+    assert found == whole
+    until_another_ray(server, 1)
+    assert psutil.pid_exists(node)
+    kill_ray(server, "raylet")
+    until_another_ray(server, 2)
+    assert tokens(server) == tokens(server)
+    assert tokens(server, LONG) == whole
+    os.kill(decode_pids(server)[-1], signal.SIGKILL)  # and of the second of its own
+    assert tokens(server) == whole[: BODY["max_tokens"]]
+    kill_ray(server, "gcs_server")
+
+
+def decode_pids(server: Server) -> list[int]:
+    return [int(pid) for pid in re.findall(r"decode-0 is process (\d+)", server.log.read_text())]
+
+
+def kill_ray(server: Server, name: str) -> None:
+    """kill -9 of the newest of Ray's processes of this name."""
+    victims = [one for one in psutil.Process(server.process.pid).children() if one.name() == name]
+    max(victims, key=lambda one: one.create_time()).kill()
+
+
+def until_another_ray(server: Server, count: int) -> None:
+    end = time.monotonic() + BACK_S
+    while server.log.read_text().count("another Ray is there") < count:
+        assert time.monotonic() < end, "there is no other Ray"
+        time.sleep(0.1)
