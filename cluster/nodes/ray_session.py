@@ -22,7 +22,7 @@ import psutil
 import ray
 
 from cluster.nodes.addresses import check_listens
-from cluster.nodes.private_ray import start_private_ray
+from cluster.nodes.private_ray import STAND_IN, start_private_ray
 from paceline.errors import NodeUnavailable
 
 log = logging.getLogger(__name__)
@@ -124,6 +124,7 @@ class RaySession:
         """Call on the one thread that lives as long as this process: the kernel ends the processes of a private Ray
         with the thread that started them."""
         if self._thread is None:
+            logging.getLogger("ray._private.worker").addFilter(_is_no_advice)
             self._thread = _Thread()
         return self._thread.run(call)
 
@@ -266,6 +267,11 @@ def _join(address: str) -> None:
         ) from error
 
 
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    """Whether a line is another one than that Ray cannot handle SIGTERM, which it is not to do."""
+    return "SIGTERM handler is not set" not in record.getMessage()
+
+
 def lives(process: psutil.Process) -> bool:
     """Whether it runs, or is stopped; one that nobody has waited for is dead."""
     try:
@@ -288,15 +294,15 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _started_by(raylets: Collection[psutil.Process], keep: Collection[int]) -> list[psutil.Process]:
-    """What raylets have started. Without nodes that are kept and what these have started, where their raylet lives: it
-    takes them along within seconds."""
+    """What raylets have started, without nodes that are kept and what these have started: a raylet that is gone takes
+    its nodes along within seconds. Without the stand-ins of agents too: a raylet ends with its agents."""
     kept = {*keep, *(child.pid for pid in keep if psutil.pid_exists(pid) for child in _children(psutil.Process(pid)))}
     known = {str(raylet.pid): raylet for raylet in raylets}
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             raylet = known.get(process.environ().get(RAYLET_PID, ""))
-            if raylet is None or process.create_time() < raylet.create_time():
+            if raylet is None or process.create_time() < raylet.create_time() or process.name() == STAND_IN:
                 continue
             if process.pid not in kept or not lives(raylet):
                 found.append(process)
