@@ -129,12 +129,14 @@ class JoinedRouter:
 
     async def _succeed(self) -> None:
         """Wait until the supervisor is lost, take over, and go on until another process has taken over from here."""
-        loop = asyncio.get_running_loop()
+        from cluster.nodes.ray_watch import RayThere
+
+        loop, ray_there = asyncio.get_running_loop(), RayThere()
         while True:
             lost: asyncio.Future[str] = loop.create_future()
             holder = Holder(self.config.model)
             lease = DeploymentLease(self._url, self._own.deployment, holder, partial(_tell, loop, lost))
-            while not await self._taken(lease):
+            while not (await ray_there.asked() and await self._taken(lease)):
                 await asyncio.sleep(SUCCEED_S)
             parts = Parts()
             nodes = await self._supervise(lease, parts)

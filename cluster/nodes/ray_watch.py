@@ -1,9 +1,10 @@
-"""Watches the Ray of the process that supervises, and leaves one that is lost for another."""
+"""Watches the Ray of a process that supervises, or may do so later, and leaves one that is lost for another."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -24,9 +25,16 @@ class RayWatch:
     """Nodes serve on while Ray is lost, and none is started, ended or replaced. A private Ray is started anew at once.
     A cluster is joined anew when its head is another one than before; the same one that is back needs nothing."""
 
-    def __init__(self, supervisor: Supervisor, nodes: RayNodes, on_renewed: Callable[[], None]) -> None:
-        """on_renewed: called in a thread once the nodes have their places in another Ray."""
-        self._supervisor, self._nodes, self._on_renewed = supervisor, nodes, on_renewed
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        nodes: RayNodes,
+        on_renewed: Callable[[], None],
+        tell: Callable[[str], None] = lambda trouble: None,
+    ) -> None:
+        """on_renewed: called in a thread once the nodes have their places in another Ray. tell: called with what is
+        wrong now, or nothing."""
+        self._supervisor, self._nodes, self._on_renewed, self._tell = supervisor, nodes, on_renewed, tell
         self._seen, self._unplaced = 0, False
 
     async def run(self) -> None:
@@ -35,6 +43,7 @@ class RayWatch:
             await asyncio.sleep(POLL_S if SESSION.private else ASK_S)
             try:
                 await self._look()
+                self._tell(self._supervisor.trouble)
             except Exception:  # a fault in here must not leave Ray unwatched
                 log.exception("watching Ray failed")
 
@@ -54,6 +63,7 @@ class RayWatch:
         if not supervisor.trouble:
             log.error("%s; nodes that live serve on, none is started or replaced meanwhile", trouble)
         supervisor.trouble = trouble
+        self._tell(trouble)
         if anew:
             await self._renew()
 
@@ -70,3 +80,33 @@ class RayWatch:
         await asyncio.to_thread(self._on_renewed)
         self._unplaced, self._supervisor.trouble = False, ""
         log.warning("another Ray is there after %.1f s; nodes are looked after again", time.monotonic() - began)
+
+
+class RayThere:
+    """For a process that may supervise later: whether it could."""
+
+    def __init__(self) -> None:
+        self._asked_at, self._trouble = -math.inf, ""
+
+    async def asked(self) -> bool:
+        """Whether Ray answers, as of ASK_S ago. Another one at its address is joined."""
+        if time.monotonic() - self._asked_at < ASK_S:
+            return not self._trouble
+        trouble = await asyncio.to_thread(SESSION.trouble)
+        if SESSION.lost or SESSION.is_another(trouble):
+            try:
+                with same_signals():
+                    await asyncio.wrap_future(SESSION.run(_rejoin))
+                trouble = ""
+            except NodeUnavailable as error:
+                trouble = str(error)
+        if bool(trouble) != bool(self._trouble):
+            log.warning("%s", f"{trouble}; this router cannot take over" if trouble else "Ray is there again")
+        self._trouble, self._asked_at = trouble, time.monotonic()
+        return not trouble
+
+
+def _rejoin() -> None:
+    if not SESSION.lost:
+        SESSION.close()
+    SESSION.renew(())

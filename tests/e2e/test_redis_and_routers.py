@@ -23,6 +23,7 @@ from cluster.state.node_lease import LeaseKeeper
 from cluster.state.registry_types import NodeRecord, namespace_of
 from paceline.client import Client
 from tests.fakes.redis_servers import Embedded
+from tests.fakes.wait import wait_for
 from tests.multihost.small_model import write_model
 from tests.support.server import Server, paceline, serve
 from tests.support.tiny_chat import CHAT_VOCAB
@@ -181,6 +182,7 @@ def test_ray_is_lost_again_and_again(server: Server) -> None:
     assert tokens(server) == whole[: BODY["max_tokens"]]
     kill_ray(server, "raylet")
     until_another_ray(server, 2)
+    wait_for(lambda: httpx.get(f"http://{server.http}/ping").status_code == 200, BACK_S)
     assert tokens(server) == whole[: BODY["max_tokens"]]
     kill_ray(server, "gcs_server")
 
@@ -196,7 +198,4 @@ def kill_ray(server: Server, name: str) -> None:
 
 
 def until_another_ray(server: Server, count: int) -> None:
-    end = time.monotonic() + BACK_S
-    while server.log.read_text().count("another Ray is there") < count:
-        assert time.monotonic() < end, "there is no other Ray"
-        time.sleep(0.1)
+    wait_for(lambda: server.log.read_text().count("another Ray is there") == count, BACK_S)
