@@ -36,6 +36,7 @@ CALL_S = 15.0  # for a call that may wait for the GCS
 RENEW_S = 20.0  # that the end of this process waits for a new Ray under way
 GCS_S = 1.0  # for the GCS to say that it lives
 WRONG_CLUSTER = "WrongClusterID"  # in what another GCS answers
+RAYS = ("gcs_server", "raylet")  # what runs of a private one
 RAYLET_PID = "RAY_RAYLET_PID"  # in the environment of what a raylet starts
 
 
@@ -66,8 +67,12 @@ class RaySession:
     def _join(self) -> None:
         if self.private:
             before = set(psutil.Process().children())
-            start_private_ray(self._cpus)
-            self._own = [child for child in psutil.Process().children() if child not in before]
+            try:
+                start_private_ray(self._cpus)
+            except Exception as error:  # Ray raises these as they are, and leaves what it has started
+                _kill([child for child in psutil.Process().children() if child not in before and _of_ray(child)])
+                raise NodeUnavailable(f"Ray did not start: {error}") from error
+            self._own = [child for child in psutil.Process().children() if child not in before and _of_ray(child)]
             self._raylets += [process for process in self._own if process.name() == "raylet"]
         else:
             _join(self._address)
@@ -278,6 +283,13 @@ def lives(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def _of_ray(process: psutil.Process) -> bool:
+    """Whether a process that was started meanwhile is of Ray, and not of another part of this process."""
+    with suppress(psutil.NoSuchProcess):
+        return process.name() in RAYS
+    return False
 
 
 def _name(process: psutil.Process) -> str:
