@@ -40,6 +40,7 @@ SHORT_S, SHORT_STREAMS, SHORT_SEED = 15.0, 5, 40
 SHORT_NODE_KINDS, SHORT_FRONT_KINDS = ("kill", "pause"), (*ROUTER_KINDS, "redis kill", "redis read-only")
 NODE_GAP_S, FRONT_GAP_S = (9.0, 18.0), (4.0, 8.0)  # nodes take seconds to come back
 SHORT_NODE_GAP_S, SHORT_FRONT_GAP_S = (5.0, 6.0), (2.5, 3.0)
+RETRIES = 40  # of a client, 2 s apart in the end: all nodes may have to start, and longer than one waits by default
 TOLD = 8  # moves of either kind that a long run tells of
 TARGET_S = 3.0  # p99 of gRPC streams whose router was hurt; a silent one is given up after 1.5 to 2 s
 
@@ -119,7 +120,7 @@ class Run:
 async def ask_grpc(front: Front, requests: Sequence[Request], which: int, served: Served) -> None:
     """By a client of its own, which knows all routers and begins with any."""
     names = random.Random(served.request_id).sample(list(front.routers), len(front.routers))
-    async with AsyncClient([front.grpc[name] for name in names]) as client:
+    async with AsyncClient([front.grpc[name] for name in names], retries=RETRIES) as client:
         await serve(client, requests[which], served, names)
 
 
