@@ -79,7 +79,7 @@ class RayNodes:
         then."""
         if not SESSION.lost:
             note_processes(list(self._made))
-            SESSION.close()
+        SESSION.close()
         SESSION.renew([node.pid for node in self._made if node.pid])
         self._standbys.clear()
         wanted = list(self._wanted.values())

@@ -53,13 +53,13 @@ class RaySession:
         self._own: list[psutil.Process] = []  # Ray's own processes of a private one
         self._raylets: list[psutil.Process] = []  # of all private ones that this process had
         self._state = threading.Condition()
-        self._waits, self._closed = 0, False
+        self._waits, self._closed, self._stopped = 0, False, False
         self._renewing = threading.Lock()
         self._thread: _Thread | None = None
 
     def start(self, address: str, cpus: int) -> None:
         """Start a private one ("local") or join the cluster at ``address``. Raises NodeUnavailable."""
-        self._address, self._cpus = address, cpus
+        self._address, self._cpus, self._stopped = address, cpus, False
         self._join()
         with self._state:
             self._closed = False
@@ -119,7 +119,7 @@ class RaySession:
                 self._state.notify_all()
 
     def close(self) -> None:
-        """Let nobody ask Ray any more, until ``renew``. Raises NodeUnavailable when somebody still does."""
+        """Let nobody ask Ray any more, until ``renew``. Idempotent. Raises NodeUnavailable when somebody still does."""
         with self._state:
             self._closed = True
             if not self._state.wait_for(lambda: not self._waits, QUIET_S):
@@ -129,7 +129,6 @@ class RaySession:
         """Call on the one thread that lives as long as this process: the kernel ends the processes of a private Ray
         with the thread that started them."""
         if self._thread is None:
-            logging.getLogger("ray._private.worker").addFilter(_is_no_advice)
             self._thread = _Thread()
         return self._thread.run(call)
 
@@ -137,6 +136,8 @@ class RaySession:
         """Leave a Ray that is closed, and start or join another. keep: process ids of the nodes that live; all others
         that a private one started are ended. Raises NodeUnavailable; call it again then."""
         with self._renewing:
+            if self._stopped:
+                raise NodeUnavailable("this process ends, it needs no other Ray")
             if self.private:
                 self._leave_private(keep)
             ray.shutdown()
@@ -159,6 +160,7 @@ class RaySession:
         """Leave the cluster; a private one ends with all its processes. Idempotent.
 
         Ray's own shutdown leaves agents behind for a while, or for good: they are waited for, then killed."""
+        self._stopped = True
         renewed = self._renewing.acquire(timeout=RENEW_S)
         ours = [*self._own, *(child for parent in self._own for child in _children(parent))]
         if any(not lives(raylet) for raylet in self._raylets) or len(self._raylets) > 1:
@@ -195,15 +197,22 @@ def stop_ray() -> None:
 
 @contextmanager
 def same_signals() -> Iterator[None]:
-    """Keep the handlers that SIGINT and SIGTERM have; does nothing outside of the main thread."""
+    """Around what connects to Ray, on the main thread: SIGINT and SIGTERM keep their handlers. Ray would end the
+    process with one of its own, and has another one, below Python's, that prints the stack."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    theirs, ray._private.utils.set_sigterm_handler = ray._private.utils.set_sigterm_handler, _no_handler
     try:
         yield
     finally:
+        ray._private.utils.set_sigterm_handler = theirs
         if threading.current_thread() is threading.main_thread():
             for number, handler in before.items():
                 signal.signal(number, handler)
                 signal.siginterrupt(number, False)
+
+
+def _no_handler(handler: object) -> None:
+    """In place of Ray's."""
 
 
 def get(reference: Any, timeout_s: float) -> Any:
@@ -270,11 +279,6 @@ def _join(address: str) -> None:
             f"cannot join the Ray cluster at {address} (RAY_AUTH_MODE is {mode}; a cluster with token authentication "
             f"needs RAY_AUTH_MODE=token here too): {error}"
         ) from error
-
-
-def _is_no_advice(record: logging.LogRecord) -> bool:
-    """Whether a line is another one than that Ray cannot handle SIGTERM, which it is not to do."""
-    return "SIGTERM handler is not set" not in record.getMessage()
 
 
 def lives(process: psutil.Process) -> bool:

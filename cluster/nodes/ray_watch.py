@@ -107,6 +107,5 @@ class RayThere:
 
 
 def _rejoin() -> None:
-    if not SESSION.lost:
-        SESSION.close()
+    SESSION.close()
     SESSION.renew(())

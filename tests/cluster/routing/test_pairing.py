@@ -94,7 +94,7 @@ async def test_the_only_node_is_waited_for_and_taken_once_it_is_back(case: Case,
     assert asked > 3
 
 
-async def test_a_stream_of_another_router_waits_where_there_is_no_node_and_a_new_request_does_not(case: Case) -> None:
+async def test_streams_wait_where_there_is_no_node_and_new_requests_do_not(case: Case) -> None:
     """All nodes are being started. Mutant: both are refused at once."""
     case.nodes.clear()
     with pytest.raises(NodeUnavailable, match="no decode node"):
