@@ -60,15 +60,15 @@ class RaySession:
     def start(self, address: str, cpus: int) -> None:
         """Start a private one ("local") or join the cluster at ``address``. Raises NodeUnavailable."""
         self._address, self._cpus, self._stopped = address, cpus, False
-        self._join()
+        self._join(again=False)
         with self._state:
             self._closed = False
 
-    def _join(self) -> None:
+    def _join(self, *, again: bool) -> None:
         if self.private:
             before = set(psutil.Process().children())
             try:
-                start_private_ray(self._cpus)
+                start_private_ray(self._cpus, again=again)
             except Exception as error:  # Ray raises these as they are, and leaves what it has started
                 _kill([child for child in psutil.Process().children() if child not in before and _of_ray(child)])
                 raise NodeUnavailable(f"Ray did not start: {error}") from error
@@ -141,7 +141,7 @@ class RaySession:
             if self.private:
                 self._leave_private(keep)
             ray.shutdown()
-            self._join()
+            self._join(again=True)
             self.epoch += 1
             with self._state:
                 self._closed = False
