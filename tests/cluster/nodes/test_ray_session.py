@@ -98,7 +98,11 @@ async def test_another_ray_is_tried_for_until_it_has_the_nodes(
     renewed = asyncio.Event()
     loop = asyncio.get_running_loop()
     nodes: Any = lost
-    watch = RayWatch(supervisor, nodes, lambda: loop.call_soon_threadsafe(renewed.set) and None, told.append)
+
+    def on_renewed() -> None:
+        loop.call_soon_threadsafe(renewed.set)
+
+    watch = RayWatch(supervisor, nodes, on_renewed, told.append)
     task = asyncio.create_task(watch.run())
     async with asyncio.timeout(5.0):
         await renewed.wait()
