@@ -228,7 +228,8 @@ def get(reference: Any, timeout_s: float) -> Any:
 
 
 def within(timeout_s: float, call: Callable[[], T]) -> T:
-    """What ``call`` returns or raises; NodeUnavailable when it takes longer, for it may wait for ever."""
+    """What ``call`` returns or raises; NodeUnavailable when it takes longer, or a private Ray is lost meanwhile, for it
+    may wait for ever."""
     done: Future[T] = Future()
 
     def answer() -> None:
@@ -238,8 +239,12 @@ def within(timeout_s: float, call: Callable[[], T]) -> T:
             done.set_exception(error)
 
     threading.Thread(target=answer, name="ray-call", daemon=True).start()
-    if done not in wait([done], timeout_s).done:
-        raise NodeUnavailable(f"Ray did not answer within {timeout_s:g} s")
+    end = time.monotonic() + timeout_s
+    while not wait([done], min(SLICE_S, max(0.0, end - time.monotonic()))).done:
+        if SESSION.private and (trouble := SESSION.trouble()):
+            raise NodeUnavailable(f"Ray did not answer: {trouble}")
+        if time.monotonic() >= end:
+            raise NodeUnavailable(f"Ray did not answer within {timeout_s:g} s")
     return done.result()
 
 

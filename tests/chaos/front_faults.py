@@ -190,6 +190,8 @@ class FrontInjector:
         name = "gcs_server" if planned.kind == "gcs kill" else "raylet"
         fault.victims, before = ("ray",), self._rays(name)
         nodes = await asyncio.to_thread(self.nodes)
+        if not before:
+            raise NothingThere(f"there is no {name} now")
         victim = max(before, key=lambda one: one.create_time())
         fault.at = time.time()
         if not (met := [served for served in self.streams() if served.arrivals]):
