@@ -89,7 +89,7 @@ class Deployment:
 
     def _start_ray(self) -> None:
         """On this thread: the kernel ends Ray's processes with the thread that started them."""
-        from cluster.nodes.launch import start_ray, stop_ray
+        from cluster.nodes.ray_session import start_ray, stop_ray
 
         config = self.config
         start_ray(config.ray_address, config.prefill_nodes + config.decode_nodes)

@@ -95,7 +95,7 @@ class JoinedRouter:
             return False
         if told.options.get("ray_address") == "local":
             raise ConfigError("ray_address", "the deployment's Ray ends with its process: nobody can take over")
-        from cluster.nodes.launch import start_ray, stop_ray
+        from cluster.nodes.ray_session import start_ray, stop_ray
 
         with self._parts.waiting_for("Ray"):
             start_ray(self._own.ray_address)  # now: its loss is to cost no start of Ray
@@ -129,12 +129,14 @@ class JoinedRouter:
 
     async def _succeed(self) -> None:
         """Wait until the supervisor is lost, take over, and go on until another process has taken over from here."""
-        loop = asyncio.get_running_loop()
+        from cluster.nodes.ray_watch import RayThere
+
+        loop, ray_there = asyncio.get_running_loop(), RayThere()
         while True:
             lost: asyncio.Future[str] = loop.create_future()
             holder = Holder(self.config.model)
             lease = DeploymentLease(self._url, self._own.deployment, holder, partial(_tell, loop, lost))
-            while not await self._taken(lease):
+            while not (await ray_there.asked() and await self._taken(lease)):
                 await asyncio.sleep(SUCCEED_S)
             parts = Parts()
             nodes = await self._supervise(lease, parts)

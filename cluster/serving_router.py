@@ -48,6 +48,7 @@ class ServingRouter:
         self._journal_key = secret.journal_key
         self.grpc_address = ""
         self.http_address = ""
+        self.trouble = ""  # what is wrong though requests are served
 
     async def prepare(self) -> None:
         """Import what the front door is made of, and read the tokenizer. Raises ConfigError."""
@@ -159,7 +160,12 @@ class ServingRouter:
         if tls is None and self.identity.tls is not None:
             log.warning("%s has no server.pem: clients are served without TLS", self.identity.tls.path)
         options = HttpOptions(
-            config.cors_origins, self._source().fingerprint, config.acceptance == "sample", access, config.open_metrics
+            config.cors_origins,
+            self._source().fingerprint,
+            config.acceptance == "sample",
+            access,
+            config.open_metrics,
+            lambda: self.trouble,
         )
         http = await serve_http(create_app(self.router, metrics, options), host, port, tls)
         parts.at_end("http", lambda: http.stop(parts.grace_s))

@@ -63,23 +63,21 @@ class Supervision:
         raised."""
         # Ray takes a second to import; a router that takes over has streams meanwhile.
         await asyncio.to_thread(importlib.import_module, "cluster.nodes.launch")
-        from cluster.nodes.launch import RayNode, RayNodes
+        from cluster.nodes.launch import PLACE_S, RayNode, RayNodes
         from cluster.nodes.places import ray_hosts
+        from cluster.nodes.ray_session import CALL_S, within
+        from cluster.nodes.ray_watch import RayWatch
 
-        left = await asyncio.to_thread(self._left)
+        left = await asyncio.to_thread(within, CALL_S, self._left)
         leaves, self._leaves = self._leaves, self._leaves or left is not None  # a start that fails ends none of theirs
         wanted = list(left.nodes) if left is not None else wanted_nodes(self.config, self._lease.wanted)
         places = [wanted_place(node, self.config) for node in wanted]
         with self._parts.waiting_for("Ray to place nodes"):
             if left is None:
                 check_room(places, await asyncio.to_thread(ray_hosts), fixed=self.config.ray_address == "local")
+            interface, identity = self.config.node_interface, self._front.identity
             nodes = self._nodes = await asyncio.to_thread(
-                RayNodes,
-                places,
-                self._registry,
-                self.config.node_interface,
-                self._front.identity,
-                left,
+                within, PLACE_S, lambda: RayNodes(places, self._registry, interface, identity, left)
             )
         self._parts.at_end("placement", lambda: None if self._goes_on() else nodes.close())
         make_config = self._node_configs(wanted, nodes.name.rpartition("-")[2])
@@ -102,7 +100,7 @@ class Supervision:
         self.changes = NodeChanges(supervisor, _Places(nodes, self.config), wanted, self._keep, resources)
         self._parts.at_end("nodes", self._end)
         if left is not None:
-            await asyncio.to_thread(self._adopt)
+            await asyncio.to_thread(within, CALL_S, self._adopt)
         if self._outlive:
             await asyncio.to_thread(self._keep, wanted)  # before a process that could outlive this one
         told = asyncio.create_task(self._tell_phases(supervisor.slots))
@@ -112,6 +110,9 @@ class Supervision:
         finally:
             told.cancel()
         self._leaves = leaves
+        watch = RayWatch(supervisor, nodes, self._keep_on, self._tell_trouble)
+        watching = asyncio.create_task(watch.run(), name="watch-ray")
+        self._parts.at_end("watching Ray", watching.cancel)
 
     def _left(self) -> Kept | None:
         """What an earlier supervisor left, where its nodes outlived it and were started as these would be. Others of
@@ -157,6 +158,14 @@ class Supervision:
             self._options_digest() if outlive else "",
         )
         self._lease.keep(kept.to_json())
+
+    def _tell_trouble(self, trouble: str) -> None:
+        self._front.trouble = trouble
+
+    def _keep_on(self) -> None:
+        """Places are others."""
+        if self._outlive:
+            self._keep(self.changes.wanted)
 
     def _options_digest(self) -> str:
         """Names what nodes are started with."""

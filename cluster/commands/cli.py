@@ -23,7 +23,7 @@ from cluster.commands.fetch import fetch_model
 from cluster.commands.generate import generate
 from cluster.commands.keys import app as keys
 from cluster.commands.nodes import app as nodes
-from cluster.commands.options import ServeHelp, load_config, serve_parameters
+from cluster.commands.options import ServeHelp, load_config, serve_parameters, shown
 from cluster.commands.plan import plan
 from cluster.commands.quantize import quantize
 from cluster.commands.reach import next_step
@@ -122,7 +122,7 @@ def main() -> None:
     try:
         app()
     except ConfigError as error:
-        errors.print(f"[red]error[/red] --{error.key.replace('_', '-')}: {escape(error.message)}", soft_wrap=True)
+        errors.print(f"[red]error[/red] {shown(error.key)}: {escape(error.message)}", soft_wrap=True)
         sys.exit(2)
     except (PacelineError, RuntimeError) as error:
         errors.print(f"[red]error[/red] {escape(str(error) + next_step(error))}", soft_wrap=True)

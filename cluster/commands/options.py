@@ -52,9 +52,9 @@ def load_config(
             if key not in ServeConfig.model_fields and role_option(key) is None:
                 if told := called_here(f"--{key.replace('_', '-')}"):
                     raise ConfigError(key, f"unknown option in {name}. {told}")
-                raise ConfigError(
-                    key, f"unknown option in {name}; known: {', '.join(sorted(ServeConfig.model_fields))}"
-                )
+                set_as = f"{PREFIX}{key.upper()}" if name == "environment" else key
+                known = ", ".join(sorted(ServeConfig.model_fields))
+                raise ConfigError(set_as, f"unknown option in {name}; known: {known}")
             values[key], origin[key] = value, name
     try:
         return ServeConfig.model_validate(_in_sections(values))
@@ -66,6 +66,11 @@ def load_config(
         raise ConfigError(
             key, f"{_said(first['msg'])} (from {origin.get(key, 'defaults')}: {first['input']!r})"
         ) from None
+
+
+def shown(key: str) -> str:
+    """How whoever set an option of ConfigError's knows it: as ``PACELINE_X`` or as ``--x``."""
+    return key if key.startswith(PREFIX) else f"--{key.replace('_', '-')}"
 
 
 def _said(message: str) -> str:

@@ -60,8 +60,8 @@ def _hosts(config: ServeConfig, file: Path | None) -> tuple[list[Host], bool]:
         return read_hosts(file), True
     if config.ray_address == "local":
         return [this_host()], True
-    from cluster.nodes.launch import start_ray, stop_ray
     from cluster.nodes.places import ray_hosts
+    from cluster.nodes.ray_session import start_ray, stop_ray
 
     start_ray(config.ray_address)
     try:

@@ -62,6 +62,7 @@ class HttpOptions:
     resumable: bool = False  # the same request and seed make the same text, so streams may go on anywhere
     access: Access | None = None  # who may ask; None: everybody
     open_metrics: bool = False  # /metrics needs no key
+    trouble: Callable[[], str] = lambda: ""  # what is wrong though requests are served
 
 
 def create_app(
@@ -86,7 +87,7 @@ def create_app(
     add_messages(app, router, metrics, options.resumable)
     _add_models(app, router)
     add_tokens(app, router, _read_object)
-    _add_operations(app, router, metrics)
+    _add_operations(app, router, metrics, options)
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -166,7 +167,7 @@ def _add_models(app: FastAPI, router: Serving) -> None:
         return JSONResponse(served)
 
 
-def _add_operations(app: FastAPI, router: Serving, metrics: Metrics) -> None:
+def _add_operations(app: FastAPI, router: Serving, metrics: Metrics, options: HttpOptions) -> None:
     @app.get("/health", **openapi.HEALTH)
     async def health() -> Response:
         """Say whether requests can be served now: 200 if so, 503 if not. Load balancers ask this."""
@@ -174,6 +175,8 @@ def _add_operations(app: FastAPI, router: Serving, metrics: Metrics) -> None:
         roles = [node.role for node in info.nodes]
         nodes = NodeCounts(prefill=roles.count("prefill"), decode=roles.count("decode"))
         body = Health(status="ok" if ready else "no decode node is ready", model=info.model, nodes=nodes)
+        if trouble := options.trouble():
+            body["trouble"] = trouble
         return JSONResponse(body, 200 if ready else 503)
 
     @app.get("/ping", **openapi.PING)

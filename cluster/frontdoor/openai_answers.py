@@ -265,6 +265,8 @@ class Health(TypedDict):
     """The model that is served."""
     nodes: NodeCounts
     """Nodes that the router sees."""
+    trouble: NotRequired[str]
+    """What is wrong though requests are served."""
 
 
 @described

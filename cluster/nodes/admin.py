@@ -53,7 +53,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         raise AssertionError("unreachable: the context was aborted")
 
     async def ListNodes(self, request: admin_pb2.ListNodesRequest, context: Context) -> admin_pb2.ListNodesResponse:
-        nodes = [node_of(slot, self._view) for slot in self._changes.supervisor.slots]
+        supervisor = self._changes.supervisor
+        nodes = [node_of(slot, self._view) for slot in supervisor.slots]
+        for node in nodes:
+            node.detail = supervisor.trouble or node.detail
         return admin_pb2.ListNodesResponse(nodes=nodes)
 
     async def AddNode(self, request: admin_pb2.AddNodeRequest, context: Context) -> Answers:

@@ -221,6 +221,8 @@ class NodeHost:
             "role": self._role,
             "generation": self._generation,
             "address": self._address,
+            "pid": os.getpid(),
+            "hostname": socket.gethostname(),
             "alive": started and self._alive(),
             "fenced": self._keeper is not None and self._keeper.fenced,
             "phase": current_phase(),

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal
+from weakref import WeakSet
 
-import psutil
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.nodes.addresses import check_listens, node_answers
+from cluster.nodes.addresses import node_answers
+from cluster.nodes.bundles import Wanted
 from cluster.nodes.host import START_TIMEOUT_S, STOP_MARGIN_S, NodeHost
+from cluster.nodes.node_process import NodeProcess
+from cluster.nodes.places import Places
+from cluster.nodes.ray_session import CALL_S, SESSION, RayLost, get, within
 from cluster.nodes.slots import NotPlaced
 from cluster.state.registry_types import Registry
 from cluster.state.wanted import Kept
@@ -22,79 +28,18 @@ from paceline.errors import NodeUnavailable, PacelineError
 from paceline.ranks.options import threads_per_rank
 from paceline.rpc.identity import Identity
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-# Ray would otherwise hide GPUs from actors that ask for none; Paceline assigns devices itself.
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-# Ray would run nodes at niceness 15, so that whatever else the host does comes before a token.
-os.environ.setdefault("RAY_worker_niceness", "0")
-
-import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-from cluster.nodes.bundles import Wanted
-from cluster.nodes.places import Places
-from cluster.nodes.private_ray import start_private_ray
-
 log = logging.getLogger(__name__)
 
-STATUS_TIMEOUT_S = 10.0
 PHASE_TIMEOUT_S = 1.0
 ASK_TIMEOUT_S = 1.0
-AGENT_TIMEOUT_S = 2.0  # for Ray's helpers to end by themselves
+NOTE_TIMEOUT_S = 2.0  # for all nodes to say which processes they are, once Ray is lost
+PLACE_S = 75.0  # for all nodes to be placed anew; past the deadlines of ``Places``
 # A helper of a step's parallel regions looks for the next one for about half a millisecond, then it sleeps. Regions are
 # tens of microseconds apart, and waking a sleeper takes as long: a step of SmolLM2 on two cores took twice the time.
 SPIN_COUNT = "20000"
 GPU_SHARE = 0.25  # of the one GPU of a place, for a node, its standby, and a predecessor that is slow to go. A node of
 # several ranks takes all GPUs of its place, as Ray gives parts of one GPU alone: its successor waits until it is gone.
-NAMESPACE = "paceline"  # one for all, so that a supervisor finds the placement groups of the one before it
-
 ROUTER = Identity("router")  # one that proves nothing
-
-_private: list[psutil.Process] = []  # Ray's own processes of a private cluster, to be ended with it
-
-
-def start_ray(address: str, num_cpus: int | None = None) -> None:
-    """Start a private Ray on this machine ("local") or join the cluster at ``address``.
-
-    num_cpus: only for a private one, what it may place; all cores unless given. Raises NodeUnavailable. A cluster
-    with token authentication, Ray's default, wants ``RAY_AUTH_MODE=token`` and the token on this host.
-    """
-    if address == "local":
-        before = set(psutil.Process().children())
-        start_private_ray(num_cpus or os.cpu_count() or 1)
-        _private.extend(child for child in psutil.Process().children() if child not in before)
-        return
-    try:
-        check_listens(address)
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
-    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:  # ConnectionError is an OSError
-        mode = os.environ.get("RAY_AUTH_MODE", "unset")
-        raise NodeUnavailable(
-            f"cannot join the Ray cluster at {address} (RAY_AUTH_MODE is {mode}; a cluster with token authentication "
-            f"needs RAY_AUTH_MODE=token here too): {error}"
-        ) from error
-
-
-def stop_ray() -> None:
-    """Leave the cluster; a private one ends with all its processes. Idempotent.
-
-    Ray's own shutdown leaves agents behind for a while, or for good: they are waited for, then killed.
-    """
-    ours = [*_private, *(child for parent in _private for child in _children(parent))]
-    _private.clear()
-    ray.shutdown()
-    _, alive = psutil.wait_procs(ours, timeout=AGENT_TIMEOUT_S)
-    for process in alive:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(alive, timeout=AGENT_TIMEOUT_S)
-
-
-def _children(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
 
 
 class RayNodes:
@@ -118,11 +63,27 @@ class RayNodes:
         self._lifetime: Literal["detached"] | None = "detached" if registry.orphan_s else None
         self._with_standby = {node.node_id for node in wanted if node.standby}
         self._standbys: dict[str, tuple[int, RayNode]] = {}  # by node; with the generation that each is to be
+        self._wanted = {node.node_id: node for node in wanted}
+        self._made: WeakSet[RayNode] = WeakSet()
         self._places = Places(self.name, wanted, self._lifetime, left.bundles if left is not None else None)
 
     def adopt(self, role: str, node_id: str, actor: Any) -> RayNode:
         """A process that an earlier supervisor left."""
-        return RayNode(node_id, role, actor, self._identity)
+        node = RayNode(node_id, role, actor, self._identity)
+        self._made.add(node)
+        return node
+
+    def renew(self) -> None:
+        """Leave a Ray that is lost for another one, and ask that for the same places. Nodes that live are known by
+        their processes from then on. Blocks, on the thread of ``SESSION.run``. Raises NodeUnavailable; call it again
+        then."""
+        if not SESSION.lost:
+            note_processes(list(self._made))
+        SESSION.close()
+        SESSION.renew([node.pid for node in self._made if node.pid])
+        self._standbys.clear()
+        wanted = list(self._wanted.values())
+        self._places = within(PLACE_S, lambda: Places(self.name, wanted, self._lifetime))
 
     def bundles(self) -> dict[str, int]:
         """Where the nodes are, for whoever supervises next (`Kept`)."""
@@ -135,7 +96,7 @@ class RayNodes:
             node.kill()
             node = None
         if node is None or node.died():
-            if not self._places.there(node_id):
+            if not within(CALL_S, lambda: self._places.there(node_id)):
                 raise NotPlaced(f"{node_id} is not started: no host of the Ray cluster has room for it")
             node = self._process(role, node_id, generation, config)
         if node_id in self._with_standby:  # once the node runs, so that it starts no later for it
@@ -146,7 +107,7 @@ class RayNodes:
         try:
             standby = self._process(role, node_id, generation, config, outlives=False)
             self._standbys[node_id] = generation, standby
-        except ray.exceptions.RayError as error:  # the node itself runs
+        except (NodeUnavailable, ray.exceptions.RayError) as error:  # the node itself runs
             log.warning("%s has no standby: %s", node_id, error)
 
     def _process(
@@ -169,8 +130,12 @@ class RayNodes:
             max_concurrency=6,  # wait_stopped holds one, two after a takeover; start, stop and status have the rest
             scheduling_strategy=PlacementGroupSchedulingStrategy(*self._places.of(node_id)),
         )
-        handle = actor.remote(role, node_id, generation, config, self._registry, self._interface, environment)
-        return RayNode(node_id, role, handle, self._identity)
+        if SESSION.lost:
+            raise RayLost(f"{node_id} is not started: Ray is lost; another is looked for")
+        options = role, node_id, generation, config, self._registry, self._interface, environment
+        node = RayNode(node_id, role, within(CALL_S, lambda: actor.remote(*options)), self._identity)
+        self._made.add(node)
+        return node
 
     def check_fits(self, node: Wanted) -> None:
         """Raise InvalidRequest where a node needs more than its place has, as in another role."""
@@ -178,38 +143,44 @@ class RayNodes:
 
     def add(self, node: Wanted) -> None:
         """One more node may be launched."""
-        self._places.add(node)
+        within(CALL_S, lambda: self._places.add(node))
+        self._wanted[node.node_id] = node
 
     def remove(self, node_id: str) -> None:
         """A node that has ended is launched no more."""
         self._with_standby.discard(node_id)
+        self._wanted.pop(node_id, None)
         _, standby = self._standbys.pop(node_id, (0, None))
         if standby is not None:
             standby.kill()
-        self._places.remove(node_id)
+        within(CALL_S, lambda: self._places.remove(node_id))
 
     def close(self) -> None:
         """End the standbys and give the places back."""
         while self._standbys:
             self._standbys.popitem()[1][1].kill()
-        self._places.close()
+        if not SESSION.lost:
+            within(CALL_S, self._places.close)
 
 
 class RayNode:
-    """One node process. Calls block, each with a deadline: run them in threads."""
+    """One node process. Calls block, each with a deadline: run them in threads. Once its Ray is lost it is known by its
+    process alone."""
 
     def __init__(self, node_id: str, role: str, actor: Any, identity: Identity = ROUTER) -> None:
         """identity: of who asks whether it lives."""
         self.node_id, self.role, self._identity = node_id, role, identity
         self.on_started: Callable[[], None] = lambda: None
         self._actor = actor
+        self._epoch = SESSION.epoch
+        self._process: NodeProcess | None = None  # known once its Ray is lost
         self._asked: Any = None  # the answer to the latest ``answers``
         self._watch = actor.wait_stopped.remote()
 
     def start(self) -> str:
         """Start the node; returns its gRPC address. Raises the node's own PacelineError, else NodeUnavailable."""
         try:
-            address: str = ray.get(self._actor.start.remote(), timeout=START_TIMEOUT_S + STOP_MARGIN_S)
+            address: str = get(self._actor.start.remote(), START_TIMEOUT_S + STOP_MARGIN_S)
         except ray.exceptions.RayTaskError as error:  # str() of it is the remote traceback: for the log only
             cause = error.cause
             if isinstance(cause, PacelineError):  # its message is all that there is to say
@@ -233,21 +204,27 @@ class RayNode:
             log.error("%s: %s", self.node_id, told)
         return own
 
-    def status(self) -> dict[str, Any]:
-        """What the node says of itself. Raises NodeUnavailable."""
-        try:
-            status: dict[str, Any] = ray.get(self._actor.status.remote(), timeout=STATUS_TIMEOUT_S)
-        except ray.exceptions.RayError as error:
-            raise NodeUnavailable(f"{self.node_id} does not answer: {error}") from error
-        return status
+    @property
+    def pid(self) -> int:
+        """Of its process, where its Ray is lost and it lives on this host; else 0."""
+        return self._process.pid if self._process is not None else 0
+
+    @property
+    def _left(self) -> bool:
+        """Whether its Ray is lost, and was left."""
+        return self._process is not None or self._epoch != SESSION.epoch
 
     async def answers(self) -> bool:
         """Whether the process says that its engine loop ticks, and its gRPC server answers, within ASK_TIMEOUT_S."""
+        if self._process is not None:
+            return await self._serves(self._process.address)
+        if self._left:
+            return False
         try:
             async with asyncio.timeout(ASK_TIMEOUT_S):
                 status = await self._ask_status()
                 return status["alive"] and not status["fenced"] and await self._serves(status["address"])
-        except (TimeoutError, ray.exceptions.RayError):
+        except (TimeoutError, NodeUnavailable, ray.exceptions.RayError):
             return False
 
     async def _serves(self, address: str) -> bool:
@@ -255,40 +232,72 @@ class RayNode:
 
     async def _ask_status(self) -> Any:
         """A process that is stopped has one question waiting at most."""
-        if self._asked is None or ray.wait([self._asked], timeout=0)[0]:
-            self._asked = self._actor.status.remote()
-        return await asyncio.wrap_future(self._asked.future())
+        with SESSION.waiting():
+            if self._asked is None or ray.wait([self._asked], timeout=0)[0]:
+                self._asked = self._actor.status.remote()
+            answer = self._asked.future()
+        return await asyncio.wrap_future(answer)
 
     def phase(self) -> str:
         """What its start is at; empty where it does not answer at once."""
         try:
-            at: str = ray.get(self._actor.status.remote(), timeout=PHASE_TIMEOUT_S)["phase"]
-        except ray.exceptions.RayError:
+            at: str = get(self._actor.status.remote(), PHASE_TIMEOUT_S)["phase"]
+        except (NodeUnavailable, ray.exceptions.RayError):
             return ""
         return at
 
     def died(self, timeout_s: float = 0.0) -> bool:
         """Whether the process is gone or was stopped; waits for it at most ``timeout_s``."""
-        done, _ = ray.wait([self._watch], timeout=timeout_s)
-        if not done:
-            return False
-        with suppress(ray.exceptions.RayError):  # it is gone
-            if not ray.get(self._watch):  # it lives: another supervisor watched it meanwhile
-                self._watch = self._actor.wait_stopped.remote()
+        if self._left:
+            return self._process is None or self._process.died()
+        with suppress(RayLost), SESSION.waiting():
+            done, _ = ray.wait([self._watch], timeout=timeout_s)
+            if not done:
                 return False
-        return True
+            with suppress(ray.exceptions.RayError):  # it is gone
+                if not ray.get(self._watch):  # it lives: another supervisor watched it meanwhile
+                    self._watch = self._actor.wait_stopped.remote()
+                    return False
+            return True
+        return False
 
     def stop(self, grace_s: float) -> None:
         """Drain and end; kills what does not end in time. Never raises."""
-        try:
-            ray.get(self._actor.stop.remote(grace_s), timeout=grace_s + 2 * STOP_MARGIN_S)
-        except ray.exceptions.RayError as error:
-            log.warning("%s did not stop by itself: %s", self.node_id, type(error).__name__)
+        if self._process is not None:
+            asyncio.run(self._process.idle(grace_s))
+        elif not self._left:
+            try:
+                get(self._actor.stop.remote(grace_s), grace_s + 2 * STOP_MARGIN_S)
+            except (NodeUnavailable, ray.exceptions.RayError) as error:
+                log.warning("%s did not stop by itself: %s", self.node_id, type(error).__name__)
         self.kill()
 
     def kill(self) -> None:
         """End the process now. Never raises; does nothing to one that is gone."""
+        if self._left:
+            if self._process is not None:
+                self._process.kill()
+            return
         try:
-            ray.kill(self._actor, no_restart=True)
-        except (ValueError, ray.exceptions.RayError) as error:
+            with SESSION.waiting():
+                ray.kill(self._actor, no_restart=True)
+        except (NodeUnavailable, ValueError, ray.exceptions.RayError) as error:
             log.warning("%s could not be killed: %s", self.node_id, error)
+
+    def ask_status(self) -> Any:
+        """Where the answer to ``status`` will be, as far as the node is of this Ray; else None."""
+        return None if self._left else self._actor.status.remote()
+
+    def note(self, status: dict[str, Any]) -> None:
+        """Its Ray is lost: know the process by what it says of itself."""
+        if status["address"]:
+            self._process = NodeProcess(self.role, status, self._identity)
+
+
+def note_processes(nodes: Sequence[RayNode]) -> None:
+    """Ask nodes whose Ray is lost which processes they are. One that does not answer counts as dead."""
+    asked = [(node, reference) for node in nodes if (reference := node.ask_status()) is not None]
+    end = time.monotonic() + NOTE_TIMEOUT_S
+    for node, reference in asked:
+        with suppress(NodeUnavailable, ray.exceptions.RayError):
+            node.note(get(reference, max(0.0, end - time.monotonic())))

@@ -50,6 +50,7 @@ class Supervisor:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     _stopping: bool = field(default=False, init=False)
     superseded: bool = field(default=False, init=False)  # another process supervises
+    trouble: str = field(default="", init=False)  # why no process can be started or ended now
 
     def want(self, role: str, count: int) -> None:
         """Add ``count`` nodes of ``role`` to the wanted set; before ``start``."""
@@ -103,7 +104,7 @@ class Supervisor:
     async def _watch(self, slot: Slot) -> None:
         while slot in self.slots and not (self._stopping or self.superseded):
             await self.sleep(POLL_S)
-            if not self.may_act():
+            if self.trouble or not self.may_act():
                 continue
             try:
                 async with slot.lock:

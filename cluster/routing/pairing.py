@@ -40,6 +40,7 @@ class Tries:
     """
 
     suspicion: Suspicion = field(default_factory=lambda: Quarantine.suspicion("", (), ""))
+    goes_on: bool = False  # its client has tokens of another router: its deadline alone ends the wait for a node
     failures: int = 0  # of decode nodes
     answered: int = 0  # of these, where the node lives and says that it failed
     prefill_failures: int = 0
@@ -166,7 +167,7 @@ class Pairing:
             node = choose_decode(candidates, self._calls.own, pages, self._turn, prompt, weight)
             if node is not None:
                 return node
-            failed = bool(tries.failures or tries.prefill_failures)  # it waits until its deadline
+            failed = bool(tries.goes_on or tries.failures or tries.prefill_failures)  # it waits until its deadline
             if not failed and (not self._suspects or time.monotonic() >= end):
                 raise NodeUnavailable("no decode node is alive")
             await asyncio.sleep(POLL_S)

@@ -351,7 +351,7 @@ class Router:
     async def _attempts(self, run: ChoiceRun, queue: ChunkQueue, deadline: float) -> None:
         """Attempts on pair after pair, each from where the last one ended, until the choice has its finish reason."""
         prompt, salt = run.sequence.prompt_token_ids, run.sequence.cache_salt
-        tries = Tries(self._pairing.quarantine.suspicion(run.request_id, prompt, salt))
+        tries = Tries(self._pairing.quarantine.suspicion(run.request_id, prompt, salt), bool(run.token_ids))
         num_tokens = len(prompt) + run.sequence.params.max_tokens
         run.end_by_tokens()  # where neither a token nor a log-probability is asked for
         while run.finish_reason is None:

@@ -147,6 +147,9 @@ class Injector:
         except NothingThere as quiet:
             self.faults.remove(fault)
             fault.proof = str(quiet)
+        except psutil.NoSuchProcess:
+            self.faults.remove(fault)
+            fault.proof = "another fault ended it meanwhile"
         except AssertionError as error:
             fault.problem = str(error)
         finally:

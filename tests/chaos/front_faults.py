@@ -7,6 +7,8 @@
 | `supervisor kill` | kill -9 of the one that supervises              | another one supervises               |
 | `supervisor stop` | SIGSTOP of the one that supervises              | the same                             |
 | `router cut off`  | nothing reaches any router                      | the same, and packets refused        |
+| `gcs kill`        | kill -9 of the GCS of serve's own Ray           | another one comes                    |
+| `raylet kill`     | the same of its raylet, and so of its nodes     | another one comes                    |
 | `redis kill`      | kill -9; an empty one comes at its address      | routers that heard nothing of Redis  |
 | `redis stop`      | SIGSTOP                                         | the same                             |
 | `redis slow`      | SIGSTOP and SIGCONT in turn                     | what an answer took                  |
@@ -31,7 +33,7 @@ import redis
 
 from cluster.state.holder import read_holder
 from cluster.state.published import read_published
-from tests.chaos.faults import ATTEMPTS, Fault, NothingThere, Planned, is_gone, isolate, kill, stop
+from tests.chaos.faults import ATTEMPTS, Fault, Node, NothingThere, Planned, is_gone, isolate, kill, stop
 from tests.chaos.front import Front
 from tests.chaos.load import Served
 from tests.fakes.redis_servers import Embedded
@@ -40,6 +42,8 @@ ROUTER_KINDS = ("router kill", "router stop", "router cut off")
 SUPERVISOR_KINDS = ("supervisor kill", "supervisor stop")
 SUPERVISOR_AWAY_S = 6.0  # longer than its lease, and than another one takes to take over
 TAKEN_OVER_S = 45.0  # until another one supervises, all nodes being there again
+RAY_KINDS = ("gcs kill", "raylet kill")  # of a private one
+RAY_BACK_S = 45.0  # until there is another one, of whichever process was killed
 REDIS_KINDS = ("redis kill", "redis stop", "redis slow", "redis read-only", "redis full")
 AWAY_S = (2.5, 4.0)  # longer than it takes to be noticed
 REDIS_AWAY_S = (1.0, 4.0)  # shorter and longer than a lease
@@ -59,6 +63,7 @@ class FrontInjector:
     front: Front
     redis: Embedded
     streams: Callable[[], list[Served]]
+    nodes: Callable[[], list[Node]]  # that the routers have; blocks
     faults: list[Fault] = field(default_factory=list)
     on: dict[int, list[Served]] = field(default_factory=dict)  # by the fault's number: the streams that it met
     starts_s: list[float] = field(default_factory=list)  # of routers that came back
@@ -90,6 +95,8 @@ class FrontInjector:
             return await self._hurt_supervisor(planned, fault)
         if planned.kind in ROUTER_KINDS:
             return await self._hurt_router(planned, fault)
+        if planned.kind in RAY_KINDS:
+            return await self._hurt_ray(planned, fault)
         low, high = REDIS_AWAY_S
         held_s = low + planned.hold * (high - low)
         match planned.kind:
@@ -176,6 +183,32 @@ class FrontInjector:
                 return found[0]
             await asyncio.sleep(0.05)
         raise NothingThere("no router has streams")
+
+    # -- Ray ---------------------------------------------------------------------------------------------------
+
+    async def _hurt_ray(self, planned: Planned, fault: Fault) -> str:
+        name = "gcs_server" if planned.kind == "gcs kill" else "raylet"
+        fault.victims, before = ("ray",), self._rays(name)
+        nodes = await asyncio.to_thread(self.nodes)
+        if not before:
+            raise NothingThere(f"there is no {name} now")
+        victim = max(before, key=lambda one: one.create_time())
+        fault.at = time.time()
+        if not (met := [served for served in self.streams() if served.arrivals]):
+            raise NothingThere("nobody streams")
+        proof = await kill(victim.pid)
+        end = time.monotonic() + RAY_BACK_S
+        while not set(self._rays(name)) - set(before):
+            assert time.monotonic() < end, f"there is no other {name} after {RAY_BACK_S:g} s"
+            await asyncio.sleep(0.1)
+        gone = [node.id for node in nodes if is_gone(node.pid)]
+        took_s = time.time() - fault.at
+        return f"{proof} under {len(met)} streams; another one came after {took_s:.1f} s, nodes gone: {gone}"
+
+    def _rays(self, name: str) -> list[psutil.Process]:
+        """Those of Ray's processes below ``serve`` that live."""
+        found = psutil.Process(self.front.main.process.pid).children()
+        return [one for one in found if one.name() == name and not is_gone(one.pid)]
 
     # -- Redis -------------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ class HttpRequest:
     body: dict[str, Any]
 
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 USAGE = {"stream_options": {"include_usage": True}}
 # Shorter than those over gRPC: a stream that goes on makes its text again, and is to do so before the next fault.
 KINDS: dict[str, tuple[str, int, int, dict[str, Any]]] = {  # path, tokens of prompt and answer, what is special
@@ -44,6 +44,7 @@ KINDS: dict[str, tuple[str, int, int, dict[str, Any]]] = {  # path, tokens of pr
     "completion stop": (TEXT, 30, 200, {"temperature": 1.0, "stop": ["q", "Zx"], "return_token_ids": True}),
     "completion logprobs": (TEXT, 200, 120, {"temperature": 0.8, "frequency_penalty": 0.4, "logprobs": 2} | USAGE),
     "chat ngram": (CHAT, 100, 250, {"temperature": 0.0}),
+    "response": (RESPONSES, 60, 200, {"temperature": 1.0, "store": False}),
 }
 LETTERS = "abcdefghij klmnopqrst uvwxyz ÄÖÜ"
 
@@ -56,9 +57,14 @@ def make_http_requests(seed: int, count: int) -> list[HttpRequest]:
         kind = list(KINDS)[number % len(KINDS)]
         path, prompt_tokens, max_tokens, special = KINDS[kind]
         text = "".join(rng.choice(LETTERS) for _ in range(int(prompt_tokens * rng.uniform(0.5, 1.5))))
-        prompt = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
         length = max(1, int(max_tokens * rng.uniform(0.5, 1.5)))
-        asked = {"seed": rng.randrange(1 << 30), "ignore_eos": True, "max_tokens": length, "stream": True}
+        asked = {"seed": rng.randrange(1 << 30), "stream": True}
+        prompt: dict[str, Any]
+        if path == RESPONSES:
+            prompt = {"input": text, "max_output_tokens": length}
+        else:
+            prompt = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+            prompt |= {"ignore_eos": True, "max_tokens": length}
         requests.append(HttpRequest(kind, path, prompt | asked | special))
     return requests
 
@@ -112,6 +118,7 @@ class HttpStream:
         self._at = routers.choose(self._rng, but="")
         self._last_id = ""
         self._over = False
+        self._number = -1  # of the last event of a response
         served.at = lambda: self._at
 
     async def run(self) -> None:
@@ -176,6 +183,11 @@ class HttpStream:
             self._over = True
             return
         data, served = json.loads(fields["data"]), self._served
+        if fields.get("id"):
+            self._last_id = fields["id"]
+        if self._request.path == RESPONSES:
+            self._response_event(data)
+            return
         for choice in data["choices"]:
             answer = served.answers.setdefault(choice["index"], Answer())
             served.arrived(choice["index"])
@@ -188,8 +200,23 @@ class HttpStream:
         if "paceline" in data:
             for index, token_ids in enumerate(data["paceline"]["token_ids"]):
                 served.answers[index].token_ids = token_ids
-        if fields.get("id"):
-            self._last_id = fields["id"]
+
+    def _response_event(self, data: dict[str, Any]) -> None:
+        served, kind = self._served, data["type"].removeprefix("response.")
+        answer = served.answers.setdefault(0, Answer())
+        if data["sequence_number"] != self._number + 1:
+            served.problems.append(f"event {data['sequence_number']} after {self._number}")
+        self._number = data["sequence_number"]
+        if kind == "failed":
+            raise _Broken("response.failed: " + data["response"]["error"]["message"][:60])
+        if kind == "output_text.delta":
+            served.arrived(0)
+            answer.text += data["delta"]
+        if kind in ("completed", "incomplete"):
+            parts = [part["text"] for item in data["response"]["output"] for part in item["content"]]
+            if "".join(parts) != answer.text:
+                served.problems.append("the deltas are not the text at the end")
+            answer.finish_reason, self._over = kind, True
 
 
 def _entries(logprobs: dict[str, Any] | None) -> list[Any]:

@@ -1,7 +1,8 @@
 """Three routers, two prefill and two decode nodes and a Redis, all of them hurt at random under gRPC and HTTP streams.
 
 No stream is lost, and no token and no character is wrong, comes twice or is out of order. A fault that hurt nobody
-fails the run. The suite has a short run; ``--minutes`` makes it a long one.
+fails the run. The suite has a short run; ``--minutes`` makes it two long ones: with a Ray outside of all routers, one
+of which takes over, and with the Ray of ``paceline serve`` alone, whose processes are hurt too.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import pytest
 
 from paceline.client import AsyncClient
 from tests.chaos.deployed import options_of, view, whole, works
-from tests.chaos.faults import LINK_KINDS, PROCESS_KINDS, Injector, kinds, plan
+from tests.chaos.faults import LINK_KINDS, PROCESS_KINDS, Injector, Node, kinds, plan
 from tests.chaos.front import Front, outside_ray
-from tests.chaos.front_faults import REDIS_KINDS, ROUTER_KINDS, SUPERVISOR_KINDS, FrontInjector
+from tests.chaos.front_faults import RAY_KINDS, REDIS_KINDS, ROUTER_KINDS, SUPERVISOR_KINDS, FrontInjector
 from tests.chaos.front_report import noting, pauses, resumes, stories, table
 from tests.chaos.http_load import HttpRouters, make_http_requests, serve_http
 from tests.chaos.load import Load, Request, Served, make_requests, serve, undisturbed
@@ -39,6 +40,7 @@ SHORT_S, SHORT_STREAMS, SHORT_SEED = 15.0, 5, 40
 SHORT_NODE_KINDS, SHORT_FRONT_KINDS = ("kill", "pause"), (*ROUTER_KINDS, "redis kill", "redis read-only")
 NODE_GAP_S, FRONT_GAP_S = (9.0, 18.0), (4.0, 8.0)  # nodes take seconds to come back
 SHORT_NODE_GAP_S, SHORT_FRONT_GAP_S = (5.0, 6.0), (2.5, 3.0)
+RETRIES = 40  # of a client, 2 s apart in the end: all nodes may have to start, and longer than one waits by default
 TOLD = 8  # moves of either kind that a long run tells of
 TARGET_S = 3.0  # p99 of gRPC streams whose router was hurt; a silent one is given up after 1.5 to 2 s
 
@@ -51,6 +53,14 @@ class Size:
     streams: int
     seed: int
     full: bool
+    outlived: bool = False  # Ray lives on when a router that supervises is killed
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """Kinds of those in front of the nodes."""
+        if not self.full:
+            return SHORT_FRONT_KINDS
+        return (*ROUTER_KINDS, *REDIS_KINDS, *(SUPERVISOR_KINDS if self.outlived else RAY_KINDS))
 
 
 @pytest.fixture
@@ -60,7 +70,14 @@ def size(request: pytest.FixtureRequest) -> Size:
     seed = request.config.getoption("seed", default=None)
     if minutes is None:
         return Size(SHORT_S, streams or SHORT_STREAMS, SHORT_SEED if seed is None else seed, False)
-    return Size(60.0 * minutes, streams or 16, int(time.time()) if seed is None else seed, True)
+    return Size(60.0 * minutes, streams or 16, int(time.time()) if seed is None else seed, True, request.param)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "size" in metafunc.fixturenames:
+        full = metafunc.config.getoption("minutes", default=None) is not None
+        ids = ["outside ray", "own ray"] if full else ["short"]
+        metafunc.parametrize("size", [True, False] if full else [False], ids=ids, indirect=True)
 
 
 @asynccontextmanager
@@ -103,13 +120,13 @@ class Run:
 async def ask_grpc(front: Front, requests: Sequence[Request], which: int, served: Served) -> None:
     """By a client of its own, which knows all routers and begins with any."""
     names = random.Random(served.request_id).sample(list(front.routers), len(front.routers))
-    async with AsyncClient([front.grpc[name] for name in names]) as client:
+    async with AsyncClient([front.grpc[name] for name in names], retries=RETRIES) as client:
         await serve(client, requests[which], served, names)
 
 
 async def make_run(front: Front, redis: Embedded, routers: HttpRouters, client: httpx.AsyncClient, size: Size) -> Run:
     """Ask each request undisturbed; what then runs is compared with it."""
-    count = 18 if size.full else 6
+    count = 21 if size.full else 7
     asked, asked_http = make_requests(size.seed, count), make_http_requests(size.seed, count)
 
     async def grpc(which: int, served: Served) -> None:
@@ -123,15 +140,19 @@ async def make_run(front: Front, redis: Embedded, routers: HttpRouters, client: 
         right = await undisturbed(ask, [one.kind for one in kinds_], size.streams)
         loads.append(Load(ask, right, size.seed, name))
     pids: dict[str, int] = {}
-    nodes = Injector(front.pids, lambda: view(front.node_processes, list(front.grpc.values()), pids), works)
-    run = Run(loads[0], loads[1], FrontInjector(front, redis, lambda: run.under_way()), nodes, routers)
+
+    def seen() -> list[Node]:
+        return view(front.node_processes, list(front.grpc.values()), pids)
+
+    nodes = Injector(front.pids, seen, works)
+    run = Run(loads[0], loads[1], FrontInjector(front, redis, lambda: run.under_way(), seen), nodes, routers)
     return run
 
 
 async def test_routers_nodes_and_redis_are_hurt_and_nothing_is_lost(size: Size, model: Path) -> None:
     print(f"\nrouters: seed {size.seed}, {size.streams} gRPC and {size.streams} HTTP streams, {size.seconds:g} s")
     with Embedded(tcp=True) as redis:
-        async with fronted(model, redis, size.full) as front, AsyncClient(front.main.grpc) as asking:
+        async with fronted(model, redis, size.outlived) as front, AsyncClient(front.main.grpc) as asking:
             names = [node.id for node in (await asking.model_info()).nodes]
             routers = HttpRouters(front.http)
             async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_keepalive_connections=0)) as client:
@@ -155,7 +176,7 @@ async def disturb(run: Run, size: Size, began: float) -> None:
         load.start(size.streams)
     node_gap, front_gap = (NODE_GAP_S, FRONT_GAP_S) if size.full else (SHORT_NODE_GAP_S, SHORT_FRONT_GAP_S)
     node_kinds = kinds() if size.full else SHORT_NODE_KINDS
-    front_kinds: tuple[str, ...] = (*ROUTER_KINDS, *REDIS_KINDS, *SUPERVISOR_KINDS) if size.full else SHORT_FRONT_KINDS
+    front_kinds = size.faults
     if not set(LINK_KINDS) <= set(kinds()):  # a long run fails for it
         front_kinds = tuple(kind for kind in front_kinds if kind != "router cut off")
     async with asyncio.TaskGroup() as group:
@@ -210,7 +231,7 @@ def problems(run: Run, size: Size) -> list[str]:
     found += [f"it hurt nobody: {skipped}" for skipped in run.nodes.skipped]
     found += ["a load ended no stream" for load in run.loads if not load.done]
     if size.full:
-        wanted = {*PROCESS_KINDS, *LINK_KINDS, *ROUTER_KINDS, *REDIS_KINDS, *SUPERVISOR_KINDS}
+        wanted = {*PROCESS_KINDS, *LINK_KINDS, *size.faults}
         found += [f"no fault of kind {kind}" for kind in sorted(wanted - {fault.kind for fault in faults})]
         resumed = times(run)[0]
         if not resumed or percentile(resumed, 0.99) >= TARGET_S:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import redis
 
@@ -22,6 +23,7 @@ from cluster.state.node_lease import LeaseKeeper
 from cluster.state.registry_types import NodeRecord, namespace_of
 from paceline.client import Client
 from tests.fakes.redis_servers import Embedded
+from tests.fakes.wait import wait_for
 from tests.multihost.small_model import write_model
 from tests.support.server import Server, paceline, serve
 from tests.support.tiny_chat import CHAT_VOCAB
@@ -158,3 +160,42 @@ def test_another_deployment_and_a_redis_without_room_and_without_life(server: Se
     finally:
         green.close()
         odd.close()
+
+
+def test_ray_is_lost_again_and_again(server: Server) -> None:
+    """The deployment ends in order though its last GCS is dead. Mutants: the raylet ends with the connection; its nodes
+    are ended too; none is started anew; the end waits for the GCS."""
+    whole = tokens(server, LONG)
+    node = decode_pids(server)[-1]
+    found: list[int] = []
+    with Client([server.grpc]) as client:
+        asked = {"seed": LONG["seed"], "max_tokens": LONG["max_tokens"], "ignore_eos": True}
+        for number, chunk in enumerate(client.stream(str(LONG["prompt"]), **asked)):
+            found += chunk.token_ids
+            if number == 3:
+                assert len(found) < len(whole) // 2
+                kill_ray(server, "gcs_server")
+    assert found == whole
+    until_another_ray(server, 1)
+    assert "generation 1 died" not in server.log.read_text()
+    os.kill(node, signal.SIGKILL)
+    assert tokens(server) == whole[: BODY["max_tokens"]]
+    kill_ray(server, "raylet")
+    until_another_ray(server, 2)
+    wait_for(lambda: httpx.get(f"http://{server.http}/ping").status_code == 200, BACK_S)
+    assert tokens(server) == whole[: BODY["max_tokens"]]
+    kill_ray(server, "gcs_server")
+
+
+def decode_pids(server: Server) -> list[int]:
+    return [int(pid) for pid in re.findall(r"decode-0 is process (\d+)", server.log.read_text())]
+
+
+def kill_ray(server: Server, name: str) -> None:
+    """kill -9 of the newest of Ray's processes of this name."""
+    victims = [one for one in psutil.Process(server.process.pid).children() if one.name() == name]
+    max(victims, key=lambda one: one.create_time()).kill()
+
+
+def until_another_ray(server: Server, count: int) -> None:
+    wait_for(lambda: server.log.read_text().count("another Ray is there") == count, BACK_S)

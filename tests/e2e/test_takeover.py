@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,15 +32,44 @@ BACK_S = 60.0
 
 
 @pytest.fixture
-def ray_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def outside_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[OutsideRay]:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    command = [sys.executable, str(OUTSIDE_RAY), "2"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        yield process.stdout.readline().strip()
+    with OutsideRay() as ray:
+        yield ray
 
 
-def test_nodes_and_streams_outlive_serve(ray_address: str, tmp_path: Path) -> None:
+class OutsideRay:
+    """One that outlives every router, and may be lost itself."""
+
+    def __init__(self) -> None:
+        self._ends = ExitStack()
+        self._start()
+
+    def _start(self, *port: str) -> None:
+        command = [sys.executable, str(OUTSIDE_RAY), "2", *port]
+        self.process = self._ends.enter_context(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        )
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().strip()
+
+    def kill(self) -> None:
+        """All that it has started ends with it."""
+        self.process.kill()
+        self._ends.close()
+
+    def start_again(self) -> None:
+        """Another one at the same address."""
+        self._start(self.address.rpartition(":")[2])
+
+    def __enter__(self) -> OutsideRay:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ends.close()
+
+
+def test_nodes_and_streams_outlive_serve(outside_ray: OutsideRay, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "tiny", replace(tiny_spec(CHAT_VOCAB), max_position_embeddings=512))
     with Embedded() as registry:
         options = (
@@ -54,8 +84,9 @@ def test_nodes_and_streams_outlive_serve(ray_address: str, tmp_path: Path) -> No
             "--kv-cache-tokens",
             "1024",
         )
-        nodes = ("--prefill-nodes", "0", "--no-standby", "--ray-address", ray_address, "--node-host", "127.0.0.1")
-        joining = ("--join", registry.url, "--ray-address", ray_address, "--admin", "127.0.0.1:0")
+        at_ray = ("--ray-address", outside_ray.address)
+        nodes = ("--prefill-nodes", "0", "--no-standby", *at_ray, "--node-host", "127.0.0.1")
+        joining = ("--join", registry.url, *at_ray, "--admin", "127.0.0.1:0")
         with (
             serve(*options, *nodes, end_with=signal.SIGKILL) as server,
             serve(*joining, end_with=signal.SIGTERM, verb="router") as router,
@@ -80,6 +111,13 @@ def test_nodes_and_streams_outlive_serve(ray_address: str, tmp_path: Path) -> No
             assert tokens(router.http) == whole  # by the next generation, which the router starts
             (node,) = listed(admin)
             assert node["generation"] == 2
+            outside_ray.kill()
+            wait_for(lambda: "does not answer" in listed(admin)[0]["detail"])
+            health = httpx.get(f"http://{router.http}/health").json()
+            assert "does not answer" in health["trouble"]
+            outside_ray.start_again()
+            wait_for(lambda: httpx.get(f"http://{router.http}/ping").status_code == 200, BACK_S)
+            assert tokens(router.http) == whole  # the router has joined the other Ray
 
 
 def tokens(address: str) -> list[int]:

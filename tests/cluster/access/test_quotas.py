@@ -6,8 +6,11 @@ import asyncio
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import redis
@@ -120,6 +123,67 @@ async def test_four_routers_admit_a_minutes_requests_exactly(server: Embedded, m
     waits = await asyncio.gather(*(one(i) for i in range(60)))
     assert waits.count(0.0) == 20
     assert all(0 < wait <= 3.0 for wait in waits if wait)
+    for router in routers:
+        await router.close()
+
+
+# A router as a process: it tells each request that it admits.
+ROUTER = """
+import asyncio, sys
+from cluster.access import redis_counters
+from cluster.access.quotas import Quotas
+from cluster.access.redis_counters import RedisCounters
+from cluster.routing.metrics import Metrics
+from paceline.errors import Overloaded
+from tests.support.api_keys import caller
+
+async def main():
+    redis_counters.TIMEOUT_S = 10.0
+    quotas, key = Quotas(RedisCounters(sys.argv[1], 600.0, "killed"), Metrics()), caller("acme", requests_per_minute=20)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    while True:
+        try:
+            await quotas.request(key)
+            print("admitted", flush=True)
+        except Overloaded:
+            pass
+
+asyncio.run(main())
+"""
+
+
+async def test_four_routers_stay_exact_while_one_is_killed(server: Embedded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer that the dead one had no time to tell may be missing. Mutant: each counts for itself."""
+    monkeypatch.setattr(redis_counters, "TIMEOUT_S", 10.0)  # on a busy machine, too, Redis is not away
+    key, others = caller("acme", requests_per_minute=20), [RedisCounters(server.url, 600.0, "killed") for _ in range(3)]
+    routers = [Quotas(counters, Metrics()) for counters in others]
+
+    async def ask(router: Quotas) -> int:
+        admitted = 0
+        while time.monotonic() < end:
+            with suppress(Overloaded):
+                await router.request(key)
+                admitted += 1
+            await asyncio.sleep(0.01)
+        return admitted
+
+    command = [sys.executable, "-c", ROUTER, server.url]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as dying:
+        assert dying.stdin is not None
+        assert dying.stdout is not None
+        assert await asyncio.to_thread(dying.stdout.readline) == "ready\n"
+        began = time.monotonic()
+        end = began + 0.5
+        dying.stdin.write("go\n")
+        dying.stdin.flush()
+        asking = [asyncio.create_task(ask(router)) for router in routers]
+        assert await asyncio.to_thread(dying.stdout.readline) == "admitted\n"
+        dying.kill()
+        told = 1 + len((await asyncio.to_thread(dying.stdout.read)).splitlines())
+    admitted = told + sum(await asyncio.gather(*asking))
+    refilled = int((time.monotonic() - began) / 3.0) + 1
+    assert 19 <= admitted <= 20 + refilled, (told, admitted)
     for router in routers:
         await router.close()
 

@@ -13,6 +13,7 @@ from ray.exceptions import ActorDiedError, RayActorError
 
 from cluster.nodes import addresses, launch
 from cluster.nodes.launch import RayNode
+from cluster.nodes.ray_session import start_ray
 from paceline.errors import NodeUnavailable
 from paceline.v1 import node_pb2, node_pb2_grpc
 
@@ -112,7 +113,7 @@ def test_a_ray_cluster_where_nobody_listens_is_refused_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as one:
         nobody = f"127.0.0.1:{one.getsockname()[1]}"
     with pytest.raises(NodeUnavailable, match=rf"cannot join the Ray cluster at {nobody} .*Connection refused"):
-        launch.start_ray(nobody)
+        start_ray(nobody)
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,19 @@ async def test_the_only_node_is_waited_for_and_taken_once_it_is_back(case: Case,
     assert asked > 3
 
 
+async def test_streams_wait_where_there_is_no_node_and_new_requests_do_not(case: Case) -> None:
+    """All nodes are being started. Mutant: both are refused at once."""
+    case.nodes.clear()
+    with pytest.raises(NodeUnavailable, match="no decode node"):
+        await case.pairing.pick(Tries(), 10)
+    waiting = asyncio.create_task(case.pairing.pick(Tries(goes_on=True), 10))
+    done, _ = await asyncio.wait({waiting}, timeout=0.1)
+    assert not done
+    node = NodeRecord("decode-0", "decode", 2, "host:7", total_pages=9, free_pages=9)
+    case.nodes.append(node)
+    assert (await waiting).decode is node
+
+
 def test_a_token_makes_failures_of_both_roles_forgotten() -> None:
     tries = Tries(failures=2, prefill_failures=3)
     tries.progressed()

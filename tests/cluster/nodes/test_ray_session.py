@@ -1,0 +1,113 @@
+"""Leaving a Ray that is lost, with waits that are only pretended: Ray's library crashes when it is left under one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import ray
+
+from cluster.nodes import ray_session, ray_watch
+from cluster.nodes.ray_session import RayLost, RaySession, get, within
+from cluster.nodes.ray_watch import RayWatch
+from cluster.nodes.supervise import Supervisor
+from paceline.errors import NodeUnavailable
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> RaySession:
+    made = RaySession()
+    monkeypatch.setattr(ray_session, "SESSION", made)
+    monkeypatch.setattr(ray_watch, "SESSION", made)
+    return made
+
+
+def test_ray_is_left_only_when_nobody_waits_in_it(session: RaySession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutants: ``get`` waits in one piece; ``close`` waits for nobody; a closed one is asked."""
+    inside = threading.Event()
+
+    def never(reference: Any, timeout: float) -> None:
+        inside.set()
+        time.sleep(timeout)
+        inside.clear()
+        raise ray.exceptions.GetTimeoutError
+
+    monkeypatch.setattr(ray, "get", never)
+    monkeypatch.setattr(ray_session, "SLICE_S", 0.05)
+    raised: Future[None] = Future()
+
+    def wait() -> None:
+        try:
+            get("reference", 30.0)
+        except RayLost as error:
+            raised.set_exception(error)
+
+    threading.Thread(target=wait, daemon=True).start()
+    assert inside.wait(5.0)
+    session.close()
+    assert not inside.is_set()
+    with pytest.raises(RayLost):
+        raised.result(5.0)
+    with pytest.raises(RayLost):
+        get("reference", 30.0)
+
+
+def test_a_wait_that_does_not_end_keeps_ray(session: RaySession, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_session, "QUIET_S", 0.05)
+    with session.waiting(), pytest.raises(NodeUnavailable, match="a call into it does not end"):
+        session.close()
+
+
+def test_a_call_that_waits_for_a_dead_gcs_is_given_up() -> None:
+    with pytest.raises(NodeUnavailable, match=r"did not answer within 0\.05 s"):
+        within(0.05, threading.Event().wait)
+    with pytest.raises(TimeoutError, match="its own"):
+        within(5.0, _late)
+
+
+def _late() -> None:
+    raise TimeoutError("its own")
+
+
+class Lost:
+    """A Ray that is found lost; another one is there at the third try."""
+
+    def __init__(self) -> None:
+        self.tries = 0
+
+    def renew(self) -> None:
+        self.tries += 1
+        if self.tries < 3:
+            raise NodeUnavailable("no host has room")
+
+
+async def test_another_ray_is_tried_for_until_it_has_the_nodes(
+    session: RaySession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutants: one try; a Ray that answers but has no places counts as whole; nobody is told."""
+    monkeypatch.setattr(ray_watch, "POLL_S", 0.001)
+    monkeypatch.setattr(ray_watch, "AGAIN_S", 0.001)
+    session._address = "local"
+    troubles = ["raylet is gone"]
+    monkeypatch.setattr(session, "trouble", lambda: troubles.pop() if troubles else "")
+    supervisor, lost, told = Supervisor(lambda *node: pytest.fail("it starts nodes")), Lost(), list[str]()
+    renewed = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    nodes: Any = lost
+
+    def on_renewed() -> None:
+        loop.call_soon_threadsafe(renewed.set)
+
+    watch = RayWatch(supervisor, nodes, on_renewed, told.append)
+    task = asyncio.create_task(watch.run())
+    async with asyncio.timeout(5.0):
+        await renewed.wait()
+        while supervisor.trouble:
+            await asyncio.sleep(0.001)
+    task.cancel()
+    assert lost.tries == 3
+    assert told[0] == "raylet is gone"
