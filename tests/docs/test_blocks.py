@@ -28,7 +28,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 # Flags of other programs than paceline, by the page that names them. coming_from_vllm.md has a test of its own.
 OTHERS = {
     "README.md": {"--no-deps", "--wheel-dir"},  # pip
-    "CONTRIBUTING.md": {"--upgrade-package", "--write"},  # uv, tests/support
+    "CONTRIBUTING.md": {"--https", "--upgrade-package", "--write"},  # tests/clients, uv, tests/support
     "deploy/README.md": {"--generate"},  # ray
     "docs/extend/drafter.md": {"--speculative-config"},  # vLLM
     "docs/guides/gpu.md": {"--drafts", "--limit-mib", "--python", "--xz"},  # benchmarks.gpu
