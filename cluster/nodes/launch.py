@@ -206,7 +206,7 @@ class RayNode:
 
     @property
     def pid(self) -> int:
-        """Of its process, where its Ray is lost and it lives on this host; else 0."""
+        """The id of its process, where its Ray is lost and it lives on this host; else 0."""
         return self._process.pid if self._process is not None else 0
 
     @property
