@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 PHASE_TIMEOUT_S = 1.0
 ASK_TIMEOUT_S = 1.0
-NOTE_TIMEOUT_S = 2.0  # for all nodes to say which processes they are, once Ray is lost
+NOTE_TIMEOUT_S = 5.0  # for all nodes to say which processes they are, once Ray is lost
 PLACE_S = 75.0  # for all nodes to be placed anew; past the deadlines of ``Places``
 # A helper of a step's parallel regions looks for the next one for about half a millisecond, then it sleeps. Regions are
 # tens of microseconds apart, and waking a sleeper takes as long: a step of SmolLM2 on two cores took twice the time.
@@ -173,7 +173,8 @@ class RayNode:
         self.on_started: Callable[[], None] = lambda: None
         self._actor = actor
         self._epoch = SESSION.epoch
-        self._process: NodeProcess | None = None  # known once its Ray is lost
+        self._process: NodeProcess | None = None  # what it is known by once its Ray is lost
+        self._seen: NodeProcess | None = None  # what it was when it last said
         self._asked: Any = None  # the answer to the latest ``answers``
         self._watch = actor.wait_stopped.remote()
 
@@ -223,6 +224,7 @@ class RayNode:
         try:
             async with asyncio.timeout(ASK_TIMEOUT_S):
                 status = await self._ask_status()
+                self._see(status)
                 return status["alive"] and not status["fenced"] and await self._serves(status["address"])
         except (TimeoutError, NodeUnavailable, ray.exceptions.RayError):
             return False
@@ -288,16 +290,23 @@ class RayNode:
         """Where the answer to ``status`` will be, as far as the node is of this Ray; else None."""
         return None if self._left else self._actor.status.remote()
 
-    def note(self, status: dict[str, Any]) -> None:
-        """Its Ray is lost: know the process by what it says of itself."""
-        if status["address"]:
-            self._process = NodeProcess(self.role, status, self._identity)
+    def _see(self, status: dict[str, Any]) -> None:
+        if status["address"] and self._seen is None:
+            self._seen = NodeProcess(self.role, status, self._identity)
+
+    def note(self, status: dict[str, Any] | None) -> None:
+        """Its Ray is lost: know the process by what it says of itself, or has said. None: it says nothing now."""
+        if status is not None:
+            self._see(status)
+        self._process = self._seen
 
 
 def note_processes(nodes: Sequence[RayNode]) -> None:
-    """Ask nodes whose Ray is lost which processes they are. One that does not answer counts as dead."""
+    """Ask nodes whose Ray is lost which processes they are. One that says nothing, and has not, counts as dead."""
     asked = [(node, reference) for node in nodes if (reference := node.ask_status()) is not None]
     end = time.monotonic() + NOTE_TIMEOUT_S
     for node, reference in asked:
+        status = None
         with suppress(NodeUnavailable, ray.exceptions.RayError):
-            node.note(get(reference, max(0.0, end - time.monotonic())))
+            status = get(reference, max(0.0, end - time.monotonic()))
+        node.note(status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
@@ -89,7 +90,8 @@ async def test_both_must_answer_and_the_engine_must_tick(
     with socket.socket() as silent:  # as of a process that is stopped: the kernel takes connections
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        node._actor.answer = {"alive": True, "fenced": False, "address": address} | status
+        known = {"alive": True, "fenced": False, "address": address, "pid": os.getpid(), "hostname": "here"}
+        node._actor.answer = known | status
         if status.get("address"):
             node._actor.answer["address"] = f"127.0.0.1:{silent.getsockname()[1]}"
         assert await node.answers() is answers

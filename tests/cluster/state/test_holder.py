@@ -21,6 +21,7 @@ import redis
 
 from cluster import joined
 from cluster.deployment import Deployment
+from cluster.nodes import ray_watch
 from cluster.nodes.admin import AdminService, serve_admin
 from cluster.nodes.supervise import Supervisor
 from cluster.parts import Parts
@@ -153,6 +154,9 @@ async def test_a_router_that_was_succeeded_takes_over_again(
             self._parts.at_end("admin", admin.stop)
             opened.append(admin.port)
 
+    async def answers(_: Any) -> bool:
+        return True
+
     nobody: Any = None
     opened: list[int] = []
     with socket.create_server(("127.0.0.1", 0)) as found:
@@ -160,6 +164,7 @@ async def test_a_router_that_was_succeeded_takes_over_again(
     client = redis.Redis.from_url(server.url)
     monkeypatch.setattr(joined, "Supervision", Pretended)
     monkeypatch.setattr(joined, "SUCCEED_S", 0.02)
+    monkeypatch.setattr(ray_watch.RayThere, "asked", answers)  # there is no Ray here
     (tmp_path / "secret").write_text("a secret of this deployment")
     router = joined.JoinedRouter(server.url, ServeConfig(secret_file=str(tmp_path / "secret")))
     router.config, router.front = ServeConfig(), None  # type: ignore[assignment]

@@ -95,8 +95,8 @@ def flipped() -> Iterator[list[FlippingTransport]]:
     """Prefill nodes whose gloo pipes change the third message; the pipes."""
     pipes: list[FlippingTransport] = []
 
-    def opened(*args: Any) -> Transport:
-        pipes.append(FlippingTransport(open_transport(*args), victim=2 if not pipes else -1))
+    def opened(*args: Any, **options: Any) -> Transport:
+        pipes.append(FlippingTransport(open_transport(*args, **options), victim=2 if not pipes else -1))
         return pipes[-1]
 
     with patch("prefill_node.links.open_transport", opened):
