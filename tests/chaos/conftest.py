@@ -18,6 +18,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("chaos")
     group.addoption("--minutes", type=float, default=None, help="of faults, of each layout; else a short run of one")
+    group.addoption("--kills", type=int, default=None, help="ranks to kill (test_ranks.py)")
     group.addoption("--streams", type=int, default=None, help="streams at once")
     with suppress(ValueError):  # soak runs have it too, and both may be collected
         group.addoption("--seed", type=int, default=None, help="of requests, fault times and victims")
@@ -26,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A long run may take its time, and what start, undisturbed answers and end take."""
     minutes = config.getoption("minutes", default=None) or 0.0
+    kills = config.getoption("kills", default=None) or 0
     for item in items:
         if "chaos" in item.path.parts:
-            item.add_marker(pytest.mark.timeout(300 + 60 * minutes))
+            item.add_marker(pytest.mark.timeout(300 + 60 * minutes + 20 * kills))

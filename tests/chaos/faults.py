@@ -3,6 +3,7 @@
 | kind      | what is done                                                       | shown by                     |
 |-----------|--------------------------------------------------------------------|------------------------------|
 | `kill`    | kill -9 of a node                                                  | its process is gone          |
+| `rank`    | kill -9 of one rank of a node, rank 0 or a follower                | all its processes are gone   |
 | `pause`   | SIGSTOP of a node, SIGCONT before its lease is lost                | state T                      |
 | `stop`    | SIGSTOP of a node, SIGCONT when it was replaced, or late           | state T                      |
 | `reset`   | every connection of a prefill and a decode node is shut down       | none is established any more |
@@ -30,11 +31,13 @@ import psutil
 from tests.chaos.sockets import Held, Taken, between, held_by, listeners
 
 PROCESS_KINDS, LINK_KINDS = ("kill", "pause", "stop"), ("reset", "silence", "cut off")
+RANK_KIND = "rank"  # of nodes of several ranks
 PAUSE_S = (0.3, 1.2)  # within a lease of 2 s
 STOP_S = 12.0  # at most, for one that is not replaced
 SILENCE_S = (2.5, 4.0)  # longer than it takes to be noticed
 RESCAN_S = 0.05
 DEATH_TIMEOUT_S = 5.0
+NODE_DEATH_TIMEOUT_S = 20.0  # from the death of a follower to the end of its node, on a machine that is busy
 QUIET_S = 10.0  # that a silence may go on for until something is refused
 ATTEMPTS = 3  # to find somebody whom a fault hits
 DRAWN_S = 4.0  # for the one that was drawn to have work: prefill nodes have none most of the time
@@ -173,12 +176,14 @@ class Injector:
         return None
 
     async def _works(self, planned: Planned, node: Node) -> bool:
-        return planned.kind not in PROCESS_KINDS or await self.works(node)
+        return planned.kind not in (*PROCESS_KINDS, RANK_KIND) or await self.works(node)
 
     async def _do(self, planned: Planned, nodes: list[Node]) -> str:
         match planned.kind:
             case "kill":
                 return await kill(nodes[0].pid)
+            case "rank":
+                return await kill_rank(nodes[0].pid, planned.hold)
             case "pause":
                 return await stop(nodes[0].pid, _within(PAUSE_S, planned.hold))
             case "stop":
@@ -223,6 +228,29 @@ async def kill(pid: int) -> str:
         assert time.monotonic() < end, f"process {pid} outlived kill -9"
         await asyncio.sleep(0.01)
     return f"process {pid} is gone"
+
+
+def followers_of(pid: int) -> list[psutil.Process]:
+    """The followers of the node whose rank 0 is process ``pid``."""
+    try:
+        return [one for one in psutil.Process(pid).children() if "paceline.ranks.process" in one.cmdline()]
+    except psutil.NoSuchProcess:
+        return []
+
+
+async def kill_rank(pid: int, draw: float) -> str:
+    """kill -9 of the rank that ``draw`` says, 0 to 1; the node whose rank 0 is process ``pid`` goes with it."""
+    followers = await asyncio.to_thread(followers_of, pid)
+    if not followers:
+        raise NothingThere(f"process {pid} has no followers any more")
+    ranks = [pid, *(follower.pid for follower in followers)]
+    rank = int(draw * len(ranks))
+    await kill(ranks[rank])
+    end = time.monotonic() + NODE_DEATH_TIMEOUT_S
+    while left := [one for one in ranks if not is_gone(one)]:
+        assert time.monotonic() < end, f"processes {left} outlived rank {rank} of their node"
+        await asyncio.sleep(0.05)
+    return f"rank {rank} of {len(ranks)} was killed, and all of them are gone"
 
 
 async def stop(pid: int, most_s: float) -> str:
