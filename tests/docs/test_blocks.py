@@ -35,6 +35,7 @@ OTHERS = {
     "docs/guides/security.md": {"--disable-pip", "--requirement"},  # pip-audit
     "docs/guides/quantised.md": {"--quality", "--rounds"},  # benchmarks.quantised
     "docs/internals/decisions.md": {"--crowd"},  # benchmarks.mixed
+    "docs/internals/parallel.md": {"--kills", "--streams"},  # tests/chaos
     "docs/troubleshooting.md": {"--head"},  # ray
 }
 
