@@ -75,9 +75,9 @@ class Supervision:
         with self._parts.waiting_for("Ray to place nodes"):
             if left is None:
                 check_room(places, await asyncio.to_thread(ray_hosts), fixed=self.config.ray_address == "local")
-            interface, identity = self.config.node_interface, self._front.identity
+            interface, identity, directory = self.config.node_interface, self._front.identity, self._front.directory
             nodes = self._nodes = await asyncio.to_thread(
-                within, PLACE_S, lambda: RayNodes(places, self._registry, interface, identity, left)
+                within, PLACE_S, lambda: RayNodes(places, self._registry, interface, identity, left, directory.record)
             )
         self._parts.at_end("placement", lambda: None if self._goes_on() else nodes.close())
         make_config = self._node_configs(wanted, nodes.name.rpartition("-")[2])
@@ -86,7 +86,6 @@ class Supervision:
             return nodes.launch(role, node_id, generation, make_config(self.changes.of(node_id), role))
 
         # A node that stopped without dying is replaced too.
-        directory = self._front.directory
         supervisor = self.supervisor = Supervisor(
             launch,
             issue=self._lease.issue,
@@ -110,7 +109,7 @@ class Supervision:
         finally:
             told.cancel()
         self._leaves = leaves
-        watch = RayWatch(supervisor, nodes, self._keep_on, self._tell_trouble)
+        watch = RayWatch(supervisor, nodes, directory.refresh, self._keep_on, self._tell_trouble)
         watching = asyncio.create_task(watch.run(), name="watch-ray")
         self._parts.at_end("watching Ray", watching.cancel)
 
@@ -143,9 +142,8 @@ class Supervision:
             self._nodes.name, {name: slot.role for name, slot in slots.items()}
         ).items():
             slot, generation = slots[node_id], status["generation"]
-            slot.adopt(
-                self._nodes.adopt(slot.role, node_id, actor), generation, status["address"], self.supervisor.clock()
-            )
+            handle = self._nodes.adopt(slot.role, node_id, generation, actor)
+            slot.adopt(handle, generation, status["address"], self.supervisor.clock())
             log.warning("%s generation %d at %s is supervised from here now", node_id, generation, slot.address)
 
     def _keep(self, wanted: list[WantedNode]) -> None:

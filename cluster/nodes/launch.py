@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal
@@ -21,7 +20,7 @@ from cluster.nodes.node_process import NodeProcess
 from cluster.nodes.places import Places
 from cluster.nodes.ray_session import CALL_S, SESSION, RayLost, get, within
 from cluster.nodes.slots import NotPlaced
-from cluster.state.registry_types import Registry
+from cluster.state.registry_types import NodeRecord, Registry
 from cluster.state.wanted import Kept
 from paceline.config import NodeConfig
 from paceline.errors import NodeUnavailable, PacelineError
@@ -32,7 +31,6 @@ log = logging.getLogger(__name__)
 
 PHASE_TIMEOUT_S = 1.0
 ASK_TIMEOUT_S = 1.0
-NOTE_TIMEOUT_S = 5.0  # for all nodes to say which processes they are, once Ray is lost
 PLACE_S = 75.0  # for all nodes to be placed anew; past the deadlines of ``Places``
 # A helper of a step's parallel regions looks for the next one for about half a millisecond, then it sleeps. Regions are
 # tens of microseconds apart, and waking a sleeper takes as long: a step of SmolLM2 on two cores took twice the time.
@@ -52,11 +50,13 @@ class RayNodes:
         interface: str = "",
         identity: Identity = ROUTER,
         left: Kept | None = None,
+        record: Callable[[str, int], NodeRecord | None] = lambda node_id, generation: None,
     ) -> None:
         """wanted: the nodes to begin with. interface: of the nodes' addresses; empty: as their options say. identity:
-        of who asks nodes whether they live. left: by an earlier supervisor, whose places are used on. Raises
-        NodeUnavailable when Ray has no place for what the deployment cannot do without."""
-        self._registry, self._interface, self._identity = registry, interface, identity
+        of who asks nodes whether they live. left: by an earlier supervisor, whose places are used on. record: what the
+        registry knows of a generation of a node (``NodeDirectory.record``). Raises NodeUnavailable when Ray has no
+        place for what the deployment cannot do without."""
+        self._registry, self._interface, self._identity, self._record = registry, interface, identity, record
         # Names in Ray say whose they are. The rest is this start's own: what an earlier one left may linger.
         own = f"paceline-{registry.deployment}-{secrets.token_hex(4)}"
         self.name = left.ray_name if left is not None else own
@@ -67,9 +67,9 @@ class RayNodes:
         self._made: WeakSet[RayNode] = WeakSet()
         self._places = Places(self.name, wanted, self._lifetime, left.bundles if left is not None else None)
 
-    def adopt(self, role: str, node_id: str, actor: Any) -> RayNode:
+    def adopt(self, role: str, node_id: str, generation: int, actor: Any) -> RayNode:
         """A process that an earlier supervisor left."""
-        node = RayNode(node_id, role, actor, self._identity)
+        node = RayNode(node_id, role, generation, actor, self._identity)
         self._made.add(node)
         return node
 
@@ -78,7 +78,8 @@ class RayNodes:
         their processes from then on. Blocks, on the thread of ``SESSION.run``. Raises NodeUnavailable; call it again
         then."""
         if not SESSION.lost:
-            note_processes(list(self._made))
+            for node in list(self._made):
+                node.leave(self._record(node.node_id, node.generation))
         SESSION.close()
         SESSION.renew([node.pid for node in self._made if node.pid])
         self._standbys.clear()
@@ -133,7 +134,7 @@ class RayNodes:
         if SESSION.lost:
             raise RayLost(f"{node_id} is not started: Ray is lost; another is looked for")
         options = role, node_id, generation, config, self._registry, self._interface, environment
-        node = RayNode(node_id, role, within(CALL_S, lambda: actor.remote(*options)), self._identity)
+        node = RayNode(node_id, role, generation, within(CALL_S, lambda: actor.remote(*options)), self._identity)
         self._made.add(node)
         return node
 
@@ -167,14 +168,13 @@ class RayNode:
     """One node process. Calls block, each with a deadline: run them in threads. Once its Ray is lost it is known by its
     process alone."""
 
-    def __init__(self, node_id: str, role: str, actor: Any, identity: Identity = ROUTER) -> None:
+    def __init__(self, node_id: str, role: str, generation: int, actor: Any, identity: Identity = ROUTER) -> None:
         """identity: of who asks whether it lives."""
-        self.node_id, self.role, self._identity = node_id, role, identity
+        self.node_id, self.role, self.generation, self._identity = node_id, role, generation, identity
         self.on_started: Callable[[], None] = lambda: None
         self._actor = actor
         self._epoch = SESSION.epoch
         self._process: NodeProcess | None = None  # what it is known by once its Ray is lost
-        self._seen: NodeProcess | None = None  # what it was when it last said
         self._asked: Any = None  # the answer to the latest ``answers``
         self._watch = actor.wait_stopped.remote()
 
@@ -224,7 +224,6 @@ class RayNode:
         try:
             async with asyncio.timeout(ASK_TIMEOUT_S):
                 status = await self._ask_status()
-                self._see(status)
                 return status["alive"] and not status["fenced"] and await self._serves(status["address"])
         except (TimeoutError, NodeUnavailable, ray.exceptions.RayError):
             return False
@@ -286,27 +285,8 @@ class RayNode:
         except (NodeUnavailable, ValueError, ray.exceptions.RayError) as error:
             log.warning("%s could not be killed: %s", self.node_id, error)
 
-    def ask_status(self) -> Any:
-        """Where the answer to ``status`` will be, as far as the node is of this Ray; else None."""
-        return None if self._left else self._actor.status.remote()
-
-    def _see(self, status: dict[str, Any]) -> None:
-        if status["address"] and self._seen is None:
-            self._seen = NodeProcess(self.role, status, self._identity)
-
-    def note(self, status: dict[str, Any] | None) -> None:
-        """Its Ray is lost: know the process by what it says of itself, or has said. None: it says nothing now."""
-        if status is not None:
-            self._see(status)
-        self._process = self._seen
-
-
-def note_processes(nodes: Sequence[RayNode]) -> None:
-    """Ask nodes whose Ray is lost which processes they are. One that says nothing, and has not, counts as dead."""
-    asked = [(node, reference) for node in nodes if (reference := node.ask_status()) is not None]
-    end = time.monotonic() + NOTE_TIMEOUT_S
-    for node, reference in asked:
-        status = None
-        with suppress(NodeUnavailable, ray.exceptions.RayError):
-            status = get(reference, max(0.0, end - time.monotonic()))
-        node.note(status)
+    def leave(self, record: NodeRecord | None) -> None:
+        """Its Ray is lost: know it by its process from now on. record: of this generation; None: the registry does not
+        know it, so it counts as dead. Does nothing to one whose Ray was lost before."""
+        if not self._left and record is not None:
+            self._process = NodeProcess(record, self._identity)

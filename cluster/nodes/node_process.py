@@ -7,11 +7,11 @@ import logging
 import socket
 import time
 from contextlib import suppress
-from typing import Any
 
 import grpc.aio
 import psutil
 
+from cluster.state.registry_types import NodeRecord
 from paceline.rpc.identity import Identity
 from paceline.v1 import node_pb2, node_pb2_grpc
 
@@ -24,16 +24,18 @@ ASK_TIMEOUT_S = 2.0
 class NodeProcess:
     """``pid`` is 0 where it runs on another host: nothing but its own fence can end it there."""
 
-    def __init__(self, role: str, status: dict[str, Any], identity: Identity) -> None:
-        """status: what the node said of itself. identity: of who asks it."""
-        self.role, self.address, self._identity = role, str(status["address"]), identity
+    def __init__(self, record: NodeRecord, identity: Identity) -> None:
+        """record: what the registry knows of the node. identity: of who asks it."""
+        self.role, self.address, self._identity = record.role, record.address, identity
         self._process: psutil.Process | None = None
         self._gone = False
-        if status["hostname"] == socket.gethostname():
+        if record.hostname == socket.gethostname():
             try:
-                self._process = psutil.Process(status["pid"])
+                self._process = _listener(record.pid, record.address)
             except psutil.NoSuchProcess:
                 self._gone = True
+            except psutil.AccessDenied:
+                log.warning("process %d of %s may not be looked at; it is left to itself", record.pid, record.id)
 
     @property
     def pid(self) -> int:
@@ -77,3 +79,13 @@ class NodeProcess:
             for child in below:
                 with suppress(psutil.NoSuchProcess):
                     child.kill()
+
+
+def _listener(pid: int, address: str) -> psutil.Process:
+    """The process that listens at a node's address. Its record proves its address and nothing else: a process id that
+    somebody else wrote there must end no other process. Raises NoSuchProcess, AccessDenied."""
+    process, port = psutil.Process(pid), int(address.rpartition(":")[2])
+    listens = (each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN)
+    if port not in listens:
+        raise psutil.NoSuchProcess(pid)
+    return process

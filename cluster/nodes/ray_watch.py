@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from cluster.nodes.launch import RayNodes
 from cluster.nodes.ray_session import SESSION, same_signals
@@ -29,12 +29,15 @@ class RayWatch:
         self,
         supervisor: Supervisor,
         nodes: RayNodes,
+        refresh: Callable[[], Awaitable[None]],
         on_renewed: Callable[[], None],
         tell: Callable[[str], None] = lambda trouble: None,
     ) -> None:
-        """on_renewed: called in a thread once the nodes have their places in another Ray. tell: called with what is
-        wrong now, or nothing."""
-        self._supervisor, self._nodes, self._on_renewed, self._tell = supervisor, nodes, on_renewed, tell
+        """refresh: reads the registry, which says what process each node is, as far as it answers. on_renewed: called
+        in a thread once the nodes have their places in another Ray. tell: called with what is wrong now, or nothing.
+        """
+        self._supervisor, self._nodes, self._refresh = supervisor, nodes, refresh
+        self._on_renewed, self._tell = on_renewed, tell
         self._seen, self._unplaced = 0, False
 
     async def run(self) -> None:
@@ -70,6 +73,7 @@ class RayWatch:
     async def _renew(self) -> None:
         began = time.monotonic()
         self._unplaced = True
+        await self._refresh()
         try:
             with same_signals():
                 await asyncio.wrap_future(SESSION.run(self._nodes.renew))

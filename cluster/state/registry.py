@@ -100,8 +100,13 @@ class NodeDirectory:
 
     def holds(self, node_id: str, generation: int) -> bool:
         """Whether this generation of the node has its lease."""
-        record = self._leased.get(node_id)
-        return record is not None and record.generation == generation
+        return node_id in self._leased and self._leased[node_id].generation == generation
+
+    def record(self, node_id: str, generation: int) -> NodeRecord | None:
+        """Of this generation of the node, while it has its lease or has just lost it, where it is this deployment's."""
+        lapsed = self._lapsed.get(node_id)
+        record = self._leased.get(node_id) or (lapsed.record if lapsed is not None else None)
+        return record if record is not None and record.generation == generation and self._ours(record) else None
 
     def heard(self, node_id: str, generation: int, alive: bool) -> None:
         """A node without lease was asked. alive: it stays in the view for VOUCHED_S, else it leaves now."""

@@ -77,7 +77,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> RayNode:
     monkeypatch.setattr("cluster.nodes.launch.ray.wait", done)
     monkeypatch.setattr(launch, "ASK_TIMEOUT_S", 0.3)
     monkeypatch.setattr(addresses, "ANSWER_TIMEOUT_S", 0.2)
-    return RayNode("decode-0", "decode", Actor())
+    return RayNode("decode-0", "decode", 1, Actor())
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_what_a_node_raised_while_it_was_made_is_one_line(
 ) -> None:
     died = ActorDiedError()
     died.error_msg, died._actor_init_failed = f"The actor died because of\n  File ...\n{last}\n", True
-    assert RayNode("prefill-0", "prefill", Actor())._reason(died) == told
+    assert RayNode("prefill-0", "prefill", 1, Actor())._reason(died) == told
     assert bool(caplog.records) == logged
 
 
@@ -143,6 +143,6 @@ def test_a_node_that_another_supervisor_watched_has_not_died(node: RayNode, monk
     assert not node.died()
     actor.asked[-1].set_exception(RayActorError())
     assert node.died()
-    stopped = RayNode("decode-0", "decode", actor)
+    stopped = RayNode("decode-0", "decode", 1, actor)
     actor.asked[-1].set_result(True)
     assert stopped.died()

@@ -88,13 +88,14 @@ class Lost:
 async def test_another_ray_is_tried_for_until_it_has_the_nodes(
     session: RaySession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mutants: one try; a Ray that answers but has no places counts as whole; nobody is told."""
+    """Mutants: one try; the registry is read later; a Ray without places counts as whole; nobody is told."""
     monkeypatch.setattr(ray_watch, "POLL_S", 0.001)
     monkeypatch.setattr(ray_watch, "AGAIN_S", 0.001)
     session._address = "local"
     troubles = ["raylet is gone"]
     monkeypatch.setattr(session, "trouble", lambda: troubles.pop() if troubles else "")
     supervisor, lost, told = Supervisor(lambda *node: pytest.fail("it starts nodes")), Lost(), list[str]()
+    read: list[int] = []
     renewed = asyncio.Event()
     loop = asyncio.get_running_loop()
     nodes: Any = lost
@@ -102,7 +103,10 @@ async def test_another_ray_is_tried_for_until_it_has_the_nodes(
     def on_renewed() -> None:
         loop.call_soon_threadsafe(renewed.set)
 
-    watch = RayWatch(supervisor, nodes, on_renewed, told.append)
+    async def refresh() -> None:
+        read.append(lost.tries)
+
+    watch = RayWatch(supervisor, nodes, refresh, on_renewed, told.append)
     task = asyncio.create_task(watch.run())
     async with asyncio.timeout(5.0):
         await renewed.wait()
@@ -110,4 +114,5 @@ async def test_another_ray_is_tried_for_until_it_has_the_nodes(
             await asyncio.sleep(0.001)
     task.cancel()
     assert lost.tries == 3
+    assert read == [0, 1, 2]
     assert told[0] == "raylet is gone"

@@ -119,7 +119,7 @@ def test_a_real_node_tells_that_it_started(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("cluster.nodes.launch.ray.get", lambda reference, timeout: "127.0.0.1:1")
     told: list[bool] = []
-    node = RayNode("decode-0", "decode", Actor())
+    node = RayNode("decode-0", "decode", 1, Actor())
     node.on_started = lambda: told.append(True)
     assert node.start() == "127.0.0.1:1"
     assert told == [True]

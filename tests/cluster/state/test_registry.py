@@ -129,6 +129,8 @@ async def test_a_node_is_seen_with_all_it_says_until_it_leaves(
     assert directory.holds("decode-0", 3)
     assert not directory.holds("decode-0", 2)
     assert not directory.holds("decode-1", 3)
+    assert directory.record("decode-0", 3) == directory.nodes()[0]
+    assert directory.record("decode-0", 2) is None
     await asyncio.sleep(2 * TTL_S)
     await until(lambda: ids(directory) == ["decode-0"])  # renewed all the while
     keeper.drain()
