@@ -69,7 +69,7 @@ def open_checkpoint(folder: Path, dtype: torch.dtype) -> Mapping[str, LinearWeig
     scheme = scheme_of(read_json(folder / "config.json"))
     tensors = CheckpointTensors(weight_files(folder), dtype)
     if scheme is not None:
-        return QuantizedTensors(tensors, scheme)
+        return QuantizedTensors(tensors, scheme, dtype)
     if scale := next((name for name in tensors if name.endswith(FP8_SCALE)), None):
         raise ConfigError("model", f"{scale} is of a quantised checkpoint, but config.json has no quantization_config")
     return tensors

@@ -63,8 +63,20 @@ def _spread(table: torch.Tensor, group: int, columns: int) -> torch.Tensor:
     return torch.stack([table[:, k // group] for k in range(columns)], dim=1)
 
 
-def gptq(bits: int, group: int, *, sym: bool, v2: bool = False, order: bool = True) -> Draw:
-    """AutoGPTQ's layout; order: with g_idx and a bias of zeros, as its writer leaves them."""
+def _order(columns: int, group: int, random: torch.Generator | None) -> torch.Tensor:
+    """The group of each input feature, as a writer that took the features in a random order leaves it."""
+    order = torch.tensor([k // group for k in range(columns)], dtype=torch.int32)
+    return order if random is None else order[torch.randperm(columns, generator=random)]
+
+
+def _ordered(scales: torch.Tensor, codes: torch.Tensor, zeros: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """[rows, columns], by loops."""
+    columns = [scales[:, g] * (codes[:, k] - zeros[:, g]) for k, g in enumerate(order.tolist())]
+    return torch.stack(columns, dim=1)
+
+
+def gptq(bits: int, group: int, *, sym: bool, v2: bool = False, order: bool = True, act: bool = False) -> Draw:
+    """AutoGPTQ's layout; order: with g_idx and a bias of zeros, as its writer leaves them; act: groups out of order."""
 
     def draw(rows: int, columns: int, random: torch.Generator) -> Drawn:
         top, groups = (1 << bits) - 1, -(-columns // group)
@@ -78,8 +90,10 @@ def gptq(bits: int, group: int, *, sym: bool, v2: bool = False, order: bool = Tr
             "scales": scales.t().contiguous(),
         }
         if order:
-            tensors["g_idx"] = torch.tensor([k // group for k in range(columns)], dtype=torch.int32)
+            tensors["g_idx"] = _order(columns, group, random if act else None)
             tensors["bias"] = torch.zeros(rows, dtype=torch.float16)
+        if act:
+            return Drawn(tensors, _ordered(scales.float(), codes, zeros, tensors["g_idx"]))
         weight = _spread(scales.float(), group, columns) * (codes - _spread(zeros, group, columns))
         return Drawn(tensors, weight, codes - (top + 1) // 2)
 
@@ -106,8 +120,9 @@ def awq(group: int) -> Draw:
     return draw
 
 
-def packed(bits: int, group: int, *, zeros: bool) -> Draw:
-    """compressed-tensors' pack-quantized: signed codes and zero points, each written with 2^(bits-1) added."""
+def packed(bits: int, group: int, *, zeros: bool, act: bool = False) -> Draw:
+    """compressed-tensors' pack-quantized: signed codes and zero points, each written with 2^(bits-1) added; act: groups
+    out of order."""
 
     def draw(rows: int, columns: int, random: torch.Generator) -> Drawn:
         middle, size = 1 << (bits - 1), group if group > 0 else columns
@@ -125,6 +140,9 @@ def packed(bits: int, group: int, *, zeros: bool) -> Draw:
         }
         if zeros:
             tensors["weight_zero_point"] = words_of((points + middle).t().tolist(), bits).t().contiguous()
+        if act:
+            tensors["weight_g_idx"] = _order(columns, size, random)
+            return Drawn(tensors, _ordered(scales.float(), codes, points, tensors["weight_g_idx"]))
         return Drawn(tensors, _spread(scales.float(), size, columns) * (codes - _spread(points, size, columns)), codes)
 
     return draw

@@ -14,7 +14,7 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.layers.packed import GROUP_MULTIPLE
-from paceline.layers.quantized import QuantizedWeight
+from paceline.layers.quantized import LinearWeight
 
 FP8 = "F8_E4M3"  # safetensors' names of types
 FLOATS = ("F32", "F16", "BF16")
@@ -47,8 +47,8 @@ class Scheme(ABC):
         """Raise ConfigError for a layer that ``read`` cannot read: by types and shapes, and by small tensors."""
 
     @abstractmethod
-    def read(self, layer: str, parts: Parts) -> QuantizedWeight:
-        """The weight of a layer that was checked."""
+    def read(self, layer: str, parts: Parts) -> LinearWeight:
+        """The weight of a layer that was checked; float32 where no kernel can multiply by its codes."""
 
 
 Reader = Callable[[Mapping[str, Any]], Scheme]  # from quantization_config; raises ConfigError

@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
-from paceline.layers.quantized import QuantizedWeight
+from paceline.layers.quantized import LinearWeight
 from paceline.models.quantization.base import FLOATS, Part, Parts, Scheme, check_groups, matrix, need, refused, whole
 from paceline.models.quantization.fp8 import check_scales, fp8_weight
-from paceline.models.quantization.packing import unpack, weight_of
+from paceline.models.quantization.packing import check_order, ordered_weight, unpack
 
 FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision", "dense")
 STRATEGIES = {"int": ("tensor", "channel", "group"), "float": ("tensor", "channel", "block")}  # by type
 EVERY_LINEAR = "Linear"
 MAX_PATTERN = 512  # characters
 REPEATED_REPEAT = re.compile(r"[*+}]\)*\)[*+{]")  # could take for ever on a name that does not match
-SCALE, ZERO, PACKED = "weight_scale", "weight_zero_point", "weight_packed"
+SCALE, ZERO, PACKED, ORDER = "weight_scale", "weight_zero_point", "weight_packed", "weight_g_idx"
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,6 @@ def _group(name: str, raw: Any) -> Group:
         raise refused(f"compressed-tensors: {name} has {kind} weights with strategy {strategy!r}")
     if weights.get("dynamic") or raw.get("output_activations"):
         raise refused(f"compressed-tensors: {name} has dynamic weights or quantised outputs")
-    if (order := weights.get("actorder")) in (True, "group"):
-        raise refused(f"compressed-tensors: {name} has groups out of order (actorder {order!r})")
     group_size = whole(weights, "group_size") if strategy == "group" else 0
     block = weights.get("block_structure") if strategy == "block" else None
     if strategy == "block" and not (isinstance(block, list) and len(block) == 2 and all(_positive(b) for b in block)):
@@ -127,7 +125,7 @@ def _named(layer: str, patterns: Sequence[str]) -> bool:
 class CompressedTensors(Scheme):
     """Several groups, and what none of them may hold."""
 
-    marks = frozenset((SCALE, ZERO, PACKED, "weight_shape", "weight_g_idx"))
+    marks = frozenset((SCALE, ZERO, PACKED, "weight_shape", ORDER))
     ignored = frozenset(("input_scale", "input_zero_point", "k_scale", "v_scale", "q_scale", "output_scale"))
 
     def __init__(self, groups: Sequence[Group], ignore: Sequence[str]) -> None:
@@ -146,21 +144,22 @@ class CompressedTensors(Scheme):
     def check(self, layer: str, parts: Parts) -> None:
         """See Scheme."""
         group = self.group_of(layer)
-        if "weight_g_idx" in parts:
-            raise refused(f"{layer}.weight_g_idx puts the groups out of order, which is not supported")
         if group.is_float:
             check_scales(layer, parts, SCALE, group.block)
             return
         rows, columns = _int_shape(layer, parts, group)
         check_groups(layer, group.group_size or columns, columns)
         groups = _num_groups(group, columns)
+        check_order(layer, parts, ORDER, columns, groups)
+        if ORDER in parts and group.int8_activations:
+            raise refused(f"{layer}.{ORDER} puts the groups out of order, beside inputs in int8")
         scale = need(layer, parts, SCALE, FLOATS)
         if scale.shape not in (((), (1,), (1, 1)) if group.strategy == "tensor" else ((rows, groups),)):
             raise refused(f"{layer}.{SCALE} has shape {scale.shape} for strategy {group.strategy} of {rows} rows")
         if ZERO in parts:
             _check_zeros(layer, parts, group, (rows, groups))
 
-    def read(self, layer: str, parts: Parts) -> QuantizedWeight:
+    def read(self, layer: str, parts: Parts) -> LinearWeight:
         """See Scheme."""
         group = self.group_of(layer)
         if group.is_float:
@@ -173,8 +172,10 @@ class CompressedTensors(Scheme):
             unsigned = (parts["weight"].load().to(torch.int16) + middle).to(torch.uint8)
         zeros = torch.full(shape, middle) if ZERO not in parts else _zeros(parts[ZERO], group.bits, rows) + middle
         scales = parts[SCALE].load().float().reshape(-1, shape[1]).expand(shape)
-        size = group.group_size or columns
-        read = weight_of(unsigned, zeros.expand(shape), scales, group.bits, size)
+        order, size = parts[ORDER].load() if ORDER in parts else None, group.group_size or columns
+        read = ordered_weight(unsigned, zeros.expand(shape), scales, (group.bits, size), order)
+        if isinstance(read, torch.Tensor):
+            return read
         return replace(read, int8_activations=group.int8_activations)
 
 

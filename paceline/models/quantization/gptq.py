@@ -1,8 +1,7 @@
 """``gptq``: 4 or 8 bits, packed along the input features, with scales and zero points per group.
 
 Zero points of the first format lie in the file one lower than they are, subtracted from whole words: 1 is added to
-the words, not to the codes. Files with ``desc_act`` name the group of every input feature (``g_idx``); only groups
-that lie in order can be read, because the input of a fused layer cannot be permuted for one of its parts.
+the words, not to the codes. Files with ``desc_act`` name the group of every input feature (``g_idx``).
 """
 
 from __future__ import annotations
@@ -10,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from paceline.layers.quantized import QuantizedWeight
+from paceline.layers.quantized import LinearWeight
 from paceline.models.quantization.base import Parts, Scheme, check_groups, matrix, need, refused, whole
-from paceline.models.quantization.packing import unpack, weight_of
+from paceline.models.quantization.packing import check_order, ordered_weight, unpack
 
 ONES = {4: 0x11111111, 8: 0x01010101}  # 1 in every code of a word
 FORMATS = {"gptq": True, "gptq_v2": False}  # whether zero points lie one lower
@@ -58,12 +55,9 @@ class Gptq(Scheme):
         groups = -(-columns // group_size)
         need(layer, parts, "scales", ("F16", "BF16", "F32"), (groups, rows))
         need(layer, parts, "qzeros", ("I32",), (groups, -(-rows // (32 // self.bits))))
-        if "g_idx" in parts:
-            order = need(layer, parts, "g_idx", ("I32", "I64"), (columns,)).load()
-            if not torch.equal(order.long(), torch.arange(columns) // group_size):
-                raise refused(f"{layer}.g_idx puts the groups out of order (desc_act), which is not supported")
+        check_order(layer, parts, "g_idx", columns, groups)
 
-    def read(self, layer: str, parts: Parts) -> QuantizedWeight:
+    def read(self, layer: str, parts: Parts) -> LinearWeight:
         """See Scheme."""
         rows, _, group_size = self._shape(layer, parts)
         codes = unpack(parts["qweight"].load().t(), self.bits)
@@ -71,4 +65,5 @@ class Gptq(Scheme):
         if self.lowered:
             words = words + ONES[self.bits]  # wraps around, as the subtraction did
         zeros = unpack(words, self.bits)[:, :rows].t()
-        return weight_of(codes, zeros, parts["scales"].load().t(), self.bits, group_size)
+        order = parts["g_idx"].load() if "g_idx" in parts else None
+        return ordered_weight(codes, zeros, parts["scales"].load().t(), (self.bits, group_size), order)

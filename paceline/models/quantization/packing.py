@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from paceline.layers.quantized import QuantizedWeight
+from paceline.layers.quantized import LinearWeight, QuantizedWeight
+from paceline.models.quantization.base import Parts, need, refused
 
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -50,3 +51,33 @@ def weight_of(
         group_size=group_size,
         int8_activations=False,
     )
+
+
+def check_order(layer: str, parts: Parts, name: str, columns: int, groups: int) -> None:
+    """Raise ConfigError where ``name``, the group of each input feature, is no such table. Absent: nothing to check."""
+    if name not in parts:
+        return
+    order = need(layer, parts, name, ("I32", "I64"), (columns,)).load()
+    if int(order.min()) < 0 or int(order.max()) >= groups:
+        raise refused(f"{layer}.{name} names groups that are not there: {groups} have scales")
+
+
+def ordered_weight(
+    unsigned: torch.Tensor,
+    zeros: torch.Tensor,
+    scales: torch.Tensor,
+    widths: tuple[int, int],
+    order: torch.Tensor | None,
+) -> LinearWeight:
+    """``weight_of``, where ``order`` names the group of each input feature (``desc_act``, ``actorder``).
+
+    widths: bits of a code, and group_size. order: whole numbers [in_features]; None: k // group_size. Groups out of
+    that order make float32 [out_features, in_features]: layers that are multiplied together share an input, which
+    cannot be put in the order of each.
+    """
+    bits, group_size = widths
+    columns = unsigned.shape[1]
+    if order is None or torch.equal(order.long(), torch.arange(columns) // group_size):
+        return weight_of(unsigned, zeros, scales, bits, group_size)
+    groups = order.long()
+    return scales.float()[:, groups] * (unsigned.float() - zeros.float()[:, groups])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Protocol
@@ -10,6 +11,8 @@ import torch
 
 from paceline.layers.quantized import LinearWeight, QuantizedWeight
 from paceline.models.quantization.base import FLOATS, Part, Parts, Scheme, refused
+
+log = logging.getLogger(__name__)
 
 WEIGHT = "weight"
 
@@ -49,9 +52,11 @@ class AsFloats(Mapping[str, torch.Tensor]):
 class QuantizedTensors(Mapping[str, LinearWeight]):
     """Weights by name, each read when it is asked for. What the scheme does not quantise stays as it is."""
 
-    def __init__(self, stored: Stored, scheme: Scheme) -> None:
-        """Raises ConfigError for a layer that the scheme cannot read; no weight is read for that."""
-        self._stored, self._scheme = stored, scheme
+    def __init__(self, stored: Stored, scheme: Scheme, dtype: torch.dtype) -> None:
+        """dtype: of layers that the scheme can only read as floats. Raises ConfigError for a layer that the scheme
+        cannot read; no weight is read for that."""
+        self._stored, self._scheme, self._dtype = stored, scheme, dtype
+        self._told = False
         self._layers: dict[str, Parts] = {}  # by the name of the layer's weight
         self._plain = self._sort()
         for name, parts in self._layers.items():
@@ -84,7 +89,13 @@ class QuantizedTensors(Mapping[str, LinearWeight]):
 
     def __getitem__(self, name: str) -> LinearWeight:
         if (parts := self._layers.get(name)) is not None:
-            return self._scheme.read(name.removesuffix(f".{WEIGHT}"), parts)
+            read = self._scheme.read(name.removesuffix(f".{WEIGHT}"), parts)
+            if not isinstance(read, torch.Tensor):
+                return read
+            if not self._told:
+                self._told = True
+                log.warning("%s has groups out of order (desc_act, actorder): such layers are kept as floats", name)
+            return read.to(self._dtype)
         return self._stored[name]
 
     def __iter__(self) -> Iterator[str]:

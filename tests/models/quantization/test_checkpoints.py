@@ -62,7 +62,7 @@ def but_down(draw: Draw) -> Callable[[str], Draw]:
 
 
 # Mutants: GPTQ's zero point one off (gptq asym), AWQ's order taken as it lies, the scales of blocks transposed (blocks
-# of 24 x 32 over layers of 64 x 96), packed zero points read along the input features.
+# of 24 x 32 over layers of 64 x 96), packed zero points read along the input features, the order of groups ignored.
 CASES: dict[str, tuple[dict[str, Any], Callable[[str], Draw]]] = {
     "fp8 blocks": (BLOCKS, every(fp8((24, 32), "weight_scale_inv"))),
     "fp8 rows": ({"quant_method": "fp8", "activation_scheme": "static"}, every(fp8(None, "weight_scale"))),
@@ -70,6 +70,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[str], Draw]]] = {
     "gptq 4 sym": (GPTQ, every(gptq(4, 32, sym=True))),
     "gptq 4 asym": (GPTQ | {"sym": False}, every(gptq(4, 32, sym=False))),
     "gptq 8 asym, one group": (GPTQ | {"bits": 8, "group_size": -1, "desc_act": True}, every(gptq(8, 96, sym=False))),
+    "gptq 4 desc_act": (GPTQ | {"desc_act": True}, every(gptq(4, 32, sym=False, act=True))),
     "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, every(gptq(4, 32, sym=False, v2=True, order=False))),
     "awq": (AWQ, but_down(awq(32))),
     "ct int8": (compressed("int-quantized", ROWS, TOKEN, ignore=["lm_head", "re:.*down_proj"]), but_down(int8())),
@@ -77,6 +78,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[str], Draw]]] = {
     "ct int8 tensor": (compressed("naive-quantized", ROWS | {"strategy": "tensor"}), every(int8(per_tensor=True))),
     "ct w4a16": (compressed("pack-quantized", INT4), every(packed(4, 32, zeros=False))),
     "ct w4a16 asym": (compressed("pack-quantized", INT4 | {"symmetric": False}), every(packed(4, 32, zeros=True))),
+    "ct w4a16 actorder": (compressed("pack-quantized", ORDERED), every(packed(4, 32, zeros=False, act=True))),
     "ct w8a16": (compressed("pack-quantized", ROWS), every(packed(8, -1, zeros=False))),
     "ct fp8": (compressed("float-quantized", FLOAT8 | {"strategy": "channel"}), every(fp8(None, "weight_scale"))),
     "ct fp8 blocks": (
@@ -104,6 +106,7 @@ def test_numbers_and_logits(case: str, tmp_path: Path) -> None:
         weight = found[f"{name}.weight"]
         if layer.codes is None:
             assert isinstance(weight, torch.Tensor)
+            assert torch.allclose(weight, layer.weight, rtol=1e-6, atol=1e-6), name
             continue
         assert isinstance(weight, QuantizedWeight)
         assert torch.equal(weight.codes.float(), layer.codes.float()), name
@@ -154,7 +157,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ct int8", {"config_groups": {"g": {"targets": ["re:(a+)+$"], "weights": ROWS}}}, "too long"),
     ("ct int8", {"config_groups": {"g": {"targets": ["re:("], "weights": ROWS}}}, "cannot be read"),
     ("ct int8", {"ignore": ["re:.*q_proj"]}, "q_proj is quantised, but the config ignores it"),
-    ("ct w4a16", {"config_groups": {"g": {"targets": ["Linear"], "weights": ORDERED}}}, "actorder 'group'"),
 ]  # fmt: skip
 
 
@@ -169,7 +171,8 @@ def test_refused_by_name(case: str, changes: dict[str, Any], named: str, tmp_pat
 @pytest.mark.parametrize(
     ("case", "name", "tensor", "named"),
     [
-        ("gptq 4 sym", "q_proj.g_idx", torch.arange(64).flip(0).int() // 32, "out of order"),
+        ("gptq 4 sym", "q_proj.g_idx", torch.arange(64).int() // 16, "g_idx names groups that are not there: 2"),
+        ("ct w4a16 actorder", "q_proj.weight_g_idx", torch.full((64,), -1), "g_idx names groups that are not there"),
         ("gptq 4 sym", "q_proj.qzeros", torch.zeros(2, 7, dtype=torch.int32), "qzeros has shape"),
         ("ct w4a16", "q_proj.weight_shape", torch.tensor([64, 1 << 40]), "weight_shape says"),
         ("fp8 blocks", "q_proj.weight", torch.ones(64, 64, dtype=torch.bfloat16), "is BF16, expected F8_E4M3"),
