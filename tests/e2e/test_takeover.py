@@ -8,19 +8,20 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import redis
 
 from paceline.client import Client
 from tests.fakes.redis_servers import Embedded
 from tests.fakes.wait import wait_for
 from tests.multihost.small_model import write_model
-from tests.support.server import paceline, serve
+from tests.support.server import Server, paceline, serve
 from tests.support.tiny_chat import CHAT_VOCAB
 from tests.support.tiny_model import tiny_spec
 
@@ -118,6 +119,41 @@ def test_nodes_and_streams_outlive_serve(outside_ray: OutsideRay, tmp_path: Path
             outside_ray.start_again()
             wait_for(lambda: httpx.get(f"http://{router.http}/ping").status_code == 200, BACK_S)
             assert tokens(router.http) == whole  # the router has joined the other Ray
+
+
+def test_two_deployments_on_one_redis_and_one_ray(outside_ray: OutsideRay, tmp_path: Path) -> None:
+    """Neither notices the other. Mutants: keys, or names in Ray, without the deployment's name; an end that ends every
+    node of the cluster."""
+    folder = write_model(tmp_path / "tiny", replace(tiny_spec(CHAT_VOCAB), max_position_embeddings=512))
+    with Embedded() as registry, ExitStack() as ends:
+
+        def deployed(name: str) -> AbstractContextManager[Server]:
+            nodes = ("--prefill-nodes", "0", "--no-standby", "--node-host", "127.0.0.1", "--kv-cache-tokens", "1024")
+            where = ("--redis", registry.url, "--ray-address", outside_ray.address, "--admin", "127.0.0.1:0")
+            return serve(*nodes, *where, "--deployment", name, "--model", str(folder), "--drafter", "ngram")
+
+        green = ends.enter_context(deployed("green"))
+        before = listed(green.admin)
+        with deployed("blue") as blue:
+            whole = tokens(blue.http)
+            (node,) = listed(blue.admin)
+            assert (node["node_id"], node["pid"] != before[0]["pid"]) == ("decode-0", True)
+            os.kill(node["pid"], signal.SIGKILL)
+            assert tokens(blue.http) == whole
+            assert listed(blue.admin)[0]["generation"] == 2
+            assert identity(green.admin) == [(1, before[0]["pid"])]
+        assert tokens(green.http) == whole
+        assert identity(green.admin) == [(1, before[0]["pid"])]
+        os.kill(before[0]["pid"], signal.SIGKILL)
+        assert tokens(green.http) == whole  # its place in Ray is still its own
+        assert listed(green.admin)[0]["generation"] == 2
+        with redis.Redis.from_url(registry.url) as client:
+            assert {key.split(b":")[1] for key in client.scan_iter("paceline:*")} <= {b"green", b"blue"}
+            assert not client.hkeys("paceline:blue:leases")
+
+
+def identity(admin: str) -> list[tuple[int, int]]:
+    return [(node["generation"], node["pid"]) for node in listed(admin)]
 
 
 def tokens(address: str) -> list[int]:
