@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from paceline.layers import kv8
 from paceline.layers.build import load_kernels
 from paceline.triton_support import runs_triton
 
@@ -157,8 +158,14 @@ def rope_write(
 
     query: [T, Hq, D]; key, value: [T, Hk, D]; rows may be strided (views of a fused qkv output), heads contiguous;
     table: float32 [max_position, D]; positions, slots: int64 [T]; pages: [num_pages, 2, page_size, Hk, D].
-    Returns the rotated query, [T, Hq, D] contiguous.
+    Returns the rotated query, [T, Hq, D] contiguous. int8 pages have rows of D + 4 (``kv8``).
     """
+    if pages.dtype is torch.int8:
+        rows = query.new_empty(1, 2, query.shape[0], *key.shape[1:])
+        own = torch.arange(query.shape[0], device=slots.device)
+        query = rope_write(query, key, value, table, positions, own, rows)
+        kv8.write_rows(rows[0], slots, pages)
+        return query
     if not _usable(query):
         if _fused(query):
             from paceline.layers import ops_triton
