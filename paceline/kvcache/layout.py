@@ -11,7 +11,7 @@ import torch
 
 from paceline.errors import ConfigError
 
-SCALE_BYTES = 4  # of the float32 behind the codes of an int8 row
+SCALE_BYTES = torch.float32.itemsize  # behind the codes of an int8 row
 
 
 class LayerKind(enum.StrEnum):

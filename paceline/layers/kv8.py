@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from paceline.kvcache.layout import SCALE_BYTES
 from paceline.layers.build import load_kernels
 
+SCALE_BYTES = torch.float32.itemsize  # of the one behind the codes of a row
 _SUFFIX = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 

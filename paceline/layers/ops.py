@@ -161,11 +161,7 @@ def rope_write(
     Returns the rotated query, [T, Hq, D] contiguous. int8 pages have rows of D + 4 (``kv8``).
     """
     if pages.dtype is torch.int8:
-        rows = query.new_empty(1, 2, query.shape[0], *key.shape[1:])
-        own = torch.arange(query.shape[0], device=slots.device)
-        query = rope_write(query, key, value, table, positions, own, rows)
-        kv8.write_rows(rows[0], slots, pages)
-        return query
+        return _rope_write_int8(query, key, value, table, positions, slots, pages)
     if not _usable(query):
         if _fused(query):
             from paceline.layers import ops_triton
@@ -180,6 +176,23 @@ def rope_write(
         table.data_ptr(), positions.data_ptr(), slots.data_ptr(), pages.shape[2], out.data_ptr(), pages.data_ptr(),
     )  # fmt: skip
     return out
+
+
+def _rope_write_int8(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    pages: torch.Tensor,
+) -> torch.Tensor:
+    """``rope_write`` into a page of the rows' own, which is then rounded into int8 ``pages``."""
+    rows = query.new_empty((1, 2, *key.shape))
+    own = torch.arange(key.shape[0])
+    rotated = rope_write(query, key, value, table, positions, own, rows)
+    kv8.write_rows(rows[0], slots, pages)
+    return rotated
 
 
 def latent_write_reference(

@@ -61,7 +61,7 @@ def test_attention_reads_what_a_pool_of_the_rounded_rows_has(dtype: torch.dtype)
     kv8.write_rows(random_rows(len(every), dtype), every, coded.data[0])
     read = kv8.read_rows_reference(coded.data[0], every, dtype)
     plain.data[0][every // PAGE, :, every % PAGE] = read.transpose(0, 1)
-    own, other = torch.randperm(PAGES * PAGE, dtype=torch.int32).split((140, 20))
+    own, other = torch.split(torch.randperm(PAGES * PAGE, dtype=torch.int32), [140, 20])
     batch = ForwardBatch.build(
         [
             Segment.linear(list(range(20)), 112, own),
