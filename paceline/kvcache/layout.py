@@ -59,7 +59,7 @@ class KvLayout:
 
     @property
     def hidden_dtype(self) -> torch.dtype:
-        """Of hidden rows, which are as the model computes them however KV is kept."""
+        """The dtype of hidden rows, which are as the model computes them however KV is kept."""
         return self.hidden or self.dtype
 
     def with_layers(self, layers: Iterable[KvLayer]) -> KvLayout:
