@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from paceline.option_values import DrafterName, DtypeName, LogFormat, LogLevel, QuantizeName, TransportName
+from paceline.option_values import DrafterName, DtypeName, KvDtypeName, LogFormat, LogLevel, QuantizeName, TransportName
 from paceline.speculation import DRAFTERS, TreeKind, is_weightless
 from paceline.transports import needs_cuda
 
@@ -43,6 +43,10 @@ class EngineConfig(Frozen):
     quantize: QuantizeName = "none"
     """Rounds the weights of linear layers when they are loaded: `w8` to 8 bits, `w4` to 4. `a8` multiplies integers,
     `a16` numbers of `dtype`. `none` takes the checkpoint as it is."""
+
+    kv_dtype: KvDtypeName = "auto"
+    """Number format of the KV cache. `auto` keeps it in `dtype`; `int8` keeps codes with a scale per token and head,
+    which takes about half of bf16's memory and hand-off. For CPUs."""
 
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d{1,3})?)$")
     """Where nodes compute: `cpu`, `cuda` (each rank has a GPU of its own) or `cuda:N`, which nodes of a host share."""
@@ -203,6 +207,8 @@ class EngineConfig(Frozen):
             raise ValueError("expand_above says which nodes of dynamic trees grow: set tree to dynamic")
         if self.draft_sampling == "sampled" and self.acceptance == "typical":
             raise ValueError("draft_sampling 'sampled' needs acceptance sample, rejection or recursive")
+        if self.kv_dtype == "int8":
+            self._check_int8()
         if self.handoff_checksum and needs_cuda(self.transport):
             raise ValueError(
                 f"handoff_checksum sums bytes in host memory, where transport {self.transport!r} never has them: set "
@@ -214,6 +220,16 @@ class EngineConfig(Frozen):
                 "triton, or bits to fast"
             )
         return self
+
+    def _check_int8(self) -> None:
+        if self.device != "cpu":
+            raise ValueError(f"kv_dtype 'int8' is for CPUs: set device {self.device!r} to cpu, or kv_dtype to auto")
+        if self.tp > 1:
+            raise ValueError(f"kv_dtype 'int8' needs nodes of one rank: set tp {self.tp} to 1, or kv_dtype to auto")
+        if self.handoff_dtype_cast:
+            raise ValueError("kv_dtype 'int8' cannot be cast: set handoff_dtype_cast to false, or kv_dtype to auto")
+        if self.drafter == "draft_model":
+            raise ValueError("kv_dtype 'int8' has no drafter 'draft_model': take another, or set kv_dtype to auto")
 
     @property
     def exact_on_gpu(self) -> bool:

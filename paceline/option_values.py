@@ -27,6 +27,7 @@ def _known_transport(value: str) -> str:
 
 TransportName = Annotated[str, AfterValidator(_known_transport), Field(json_schema_extra={"enum": list(TRANSPORTS)})]
 DtypeName = Literal["bf16", "fp32"]
+KvDtypeName = Literal["auto", "int8"]
 QuantizeName = Literal["none", "w8a8", "w4a8", "w8a16", "w4a16"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 ToolCallParser = Literal[

@@ -90,12 +90,12 @@ class RowFeeder:
         """Send ``rows`` [T, row_width], which nobody writes to any more; the first of them is token ``first_token``."""
         mark = self._side.mark()
         block = RowBlock(HIDDEN, NO_LAYERS, range(first_token, first_token + rows.shape[0]))
-        for chunk in chunks(block, rows.shape[1] * self._source.dtype.itemsize, one_message=True):
+        for chunk in chunks(block, rows.shape[1] * self._source.hidden_dtype.itemsize, one_message=True):
             self._put(ticket, partial(self._send_hidden, ticket, chunk, _rows_of(chunk, block, rows), mark))
 
     def state(self, ticket: str, state: handoff_pb2.State, hidden: torch.Tensor | None) -> None:
         """Send the seed of decoding; ends the hand-off. ``hidden``: [rows, hidden_size], copied at once."""
-        data = None if hidden is None else hidden.to(self._device, self._source.dtype, copy=True)
+        data = None if hidden is None else hidden.to(self._device, self._source.hidden_dtype, copy=True)
         mark = self._side.mark()
 
         def send() -> None:
@@ -128,7 +128,7 @@ class RowFeeder:
     def _send_hidden(self, ticket: str, chunk: RowBlock, rows: torch.Tensor, mark: torch.cuda.Event | None) -> None:
         if ticket not in self._given_up:
             with self._side.after(mark):
-                data = self._side.reads(rows).to(self._device, self._source.dtype)
+                data = self._side.reads(rows).to(self._device, self._source.hidden_dtype)
                 self._sender.chunk(ticket, chunk, data.reshape(-1))
 
     def _send_rows(self, ticket: str, chunk: RowBlock, slots: torch.Tensor, mark: torch.cuda.Event | None) -> None:

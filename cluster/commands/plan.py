@@ -19,6 +19,8 @@ Context = Annotated[int, typer.Option(help="Tokens of context to hold; 0 for the
 PageSize = Annotated[int, typer.Option(help="Tokens of a page, as in serve.")]
 Dtype = Annotated[Literal["bf16", "fp32"], typer.Option(help="Number format of weights and KV, as in serve.")]
 
+KvDtype = Annotated[Literal["auto", "int8"], typer.Option(help="Number format of the KV cache, as in serve.")]
+
 
 def plan(
     model: Annotated[Path, typer.Argument(help="A model folder, or a JSON file that lists a checkpoint's tensors.")],
@@ -26,6 +28,7 @@ def plan(
     context: Context = 0,
     page_size: PageSize = 16,
     dtype: Dtype = "bf16",
+    kv_dtype: KvDtype = "auto",
 ) -> None:
     """Say what a model takes: memory by part, KV of a token, pages of a context, its drafter. Reads no weights."""
     from paceline.assembly.model_plan import plan_model
@@ -33,7 +36,7 @@ def plan(
 
     if page_size < 1 or not 0 <= context <= MAX_CONTEXT:
         raise ConfigError("page_size" if page_size < 1 else "context", "must be a positive number")
-    found = plan_model(model, DTYPES[dtype])
+    found = plan_model(model, DTYPES[dtype], kv_dtype)
     found.check_degree(tp)
     for line in lines_of(found, tp, context, page_size):
         typer.echo(line)

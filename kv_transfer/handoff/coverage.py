@@ -18,7 +18,7 @@ class ExpectedRows:
     width 0 does not cross: nothing of it is expected. ``reshard``: the name of that plan, which Begin must carry.
     ``tokens``: those whose KV rows it reserved and lacks; it already holds the prefix before them. ``draft_required``
     False: the draft rows may be left out, all or none of them, or any of them where State brings no draft (decode then
-    starts without a drafter). ``hidden_size``: width of one hidden row of the State, of the layout's dtype.
+    starts without a drafter). ``hidden_size``: width of one hidden row of the State, of the layout's hidden dtype.
     ``row_width``: width of the hidden row that comes with each token; 0: none may come. Unless every one comes, none is
     used: of a request that its first token ended the last ones do not exist.
     """
@@ -105,7 +105,7 @@ class Coverage:
         """Bytes of one token of ``block`` (algorithms.md H4)."""
         layout = self._expected.layout
         if block.byte_class == HIDDEN:
-            return self._expected.row_width * layout.dtype.itemsize
+            return self._expected.row_width * layout.hidden_dtype.itemsize
         return sum(layout.layers[layer].row_elems for layer in block.layers) * layout.dtype.itemsize
 
     def _bits(self, tokens: range) -> int:

@@ -13,7 +13,7 @@ from itertools import chain
 
 from torch import Tensor
 
-from kv_transfer.handoff.block import RowBlock, described
+from kv_transfer.handoff.block import HIDDEN, RowBlock, described
 from kv_transfer.handoff.checksum import checksum_problem
 from kv_transfer.handoff.control import ControlQueue
 from kv_transfer.handoff.cut import message_sizes, messages
@@ -74,7 +74,7 @@ class Intake:
             self._in_flight.fail_or_disown(ticket, problem or "")
             return
         began, expected = time.monotonic(), handoff.expected
-        hidden = self._staging.receive_new(state.num_hidden_rows, expected.hidden_size, expected.layout.dtype)
+        hidden = self._staging.receive_new(state.num_hidden_rows, expected.hidden_size, expected.layout.hidden_dtype)
         if self._is_corrupt(message, hidden):
             return
         handoff.trace.record("state received", began, time.monotonic(), **described(message))
@@ -89,9 +89,10 @@ class Intake:
         """The rows of a chunk that `Handoff.chunk_problem` has passed, message by message. Those behind one that ends
         the ticket are received and thrown away."""
         ticket, parts = message.ticket, messages(block, message.chunk.num_bytes)
-        began = time.monotonic()
+        layout, began = handoff.expected.layout, time.monotonic()
+        dtype = layout.hidden_dtype if block.byte_class == HIDDEN else layout.dtype
         for i, (part, num_bytes) in enumerate(parts):
-            data = self._staging.receive(num_bytes).view(handoff.expected.layout.dtype)
+            data = self._staging.receive(num_bytes).view(dtype)
             rest = [size for _, size in parts[i + 1 :]]
             self._staging.expect(chain(rest, self._control.announced_sizes(NUM_BUFFERS)))
             if self._is_corrupt(message, data):

@@ -23,7 +23,7 @@ class HandoffSink(Protocol):
         this ticket alone."""
 
     def ready(self, ticket: str, state: State, hidden: Tensor) -> None:
-        """All rows are written. ``hidden``: [num_hidden_rows, hidden_size], the layout's dtype, the sink's to keep."""
+        """All rows are written. ``hidden``: [num_hidden_rows, hidden_size], the layout's hidden dtype; the sink's."""
 
     def failed(self, ticket: str, reason: str) -> None:
         """The hand-off is FAILED and will not be written to any more."""

@@ -115,7 +115,7 @@ class Handoff:
         expected = self.expected
         if num_hidden_rows > max(1, expected.tokens.stop):
             return f"{num_hidden_rows} hidden rows for {len(expected.tokens)} tokens"
-        due = num_hidden_rows * expected.hidden_size * expected.layout.dtype.itemsize
+        due = num_hidden_rows * expected.hidden_size * expected.layout.hidden_dtype.itemsize
         if num_bytes != due:
             return f"{num_bytes} bytes of hidden rows declared where {due} are due"
         return self._coverage.missing(drafts=drafts)

@@ -7,6 +7,8 @@ longer that of a single node, hence the option.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kv_transfer.layout.reshard import CASTS
 from paceline.errors import PairingRefused
 from paceline.kvcache.layout import KvLayout
@@ -39,14 +41,16 @@ def decode_layout(prefill: KvLayout, decode: Fingerprint) -> KvLayout:
     """The layout of a decode node that was paired with, given one's own: the same layers, of the dtype that crosses.
     PairingRefused when its layout can be neither that nor a cast of it."""
     for dtype in (prefill.dtype, *(dest for source, dest in CASTS if source is prefill.dtype)):
-        layout = KvLayout(prefill.layers, dtype)
+        layout = replace(prefill, dtype=dtype)
         if layout.text() == decode.layout:
             return layout
     raise PairingRefused(["layout"], prefill.text(), decode.layout)
 
 
 def _only_cast(prefill: Fingerprint, decode: Fingerprint) -> bool:
-    """The fingerprints agree once prefill's rows are cast to decode's dtype."""
+    """The fingerprints agree once prefill's rows are cast to decode's dtype. Codes are not cast."""
+    if prefill.kv_dtype == "int8":
+        return False
     cast = Fingerprint()
     cast.CopyFrom(prefill)
     cast.dtype = decode.dtype

@@ -83,7 +83,7 @@ class Side:
             layer if layer.kind is LayerKind.MLA else replace(layer, num_kv_heads=len(self.heads(index)))
             for index, layer in enumerate(self.layout.layers)
         )
-        return KvLayout(tuple(layers), self.layout.dtype)
+        return self.layout.with_layers(layers)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class ReshardPlan:
         for part in self.slices:
             layer = self.dest.layout.layers[part.layer]
             layers[part.layer] = layer if layer.kind is LayerKind.MLA else replace(layer, num_kv_heads=part.num_heads)
-        return KvLayout(tuple(layers), self.dest.layout.dtype)
+        return self.dest.layout.with_layers(layers)
 
     @property
     def lead(self) -> bool:

@@ -37,8 +37,13 @@ class RowSource:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The destination's: everything that crosses has it, hidden rows too."""
+        """The destination's: what KV rows cross as."""
         return self.plan.wire.dtype
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """The destination's: what hidden rows cross as."""
+        return self.plan.wire.hidden_dtype
 
     def token_bytes(self, layers: range) -> int:
         """Bytes of one token over ``layers`` on the wire."""

@@ -131,7 +131,7 @@ def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity, *
     drafts = decodes or config.handoff == "draft_kv"
     with phase("loading the drafter"), layer_bits(config.bits, model.device):
         plan = plan_drafter(config, model, costs) if drafts else plan_export(config, model)
-    layout = KvLayout((*model.kv_layers, *plan.kv_layers), model.dtype)
+    layout = KvLayout.of((*model.kv_layers, *plan.kv_layers), model.dtype, config.kv_dtype)
     num_pages = num_pages_of(config)
     graphs = decodes and wants_graphs(config)
     kv = model.make_pool(layout, num_pages + (SCRATCH_PAGES if graphs else 0), config.page_size)
@@ -143,7 +143,7 @@ def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity, *
     max_model_len = _max_model_len(config, spec, spec_slots)
     contents = HandoffContents.of(config, drafter, spec.hidden_size)
     kernels = identity.kernels if model.device.type == "cpu" else device_kernels(model.device, attention, config.bits)
-    identity = replace(identity, kernels=kernels)
+    identity = replace(identity, kernels=kernels, kv_dtype=config.kv_dtype)
     with phase("checking bits"):
         exact = is_bit_exact(model, kv, allocator, attention)
     log.info("kernels %s: this host is %s", identity.kernels, "bit-exact" if exact else "NOT bit-exact")

@@ -85,9 +85,9 @@ class ModelPlan:
         return self.token_bytes * max(1, heads // degree) // heads
 
 
-def plan_model(path: Path, dtype: torch.dtype) -> ModelPlan:
+def plan_model(path: Path, dtype: torch.dtype, kv_dtype: str = "auto") -> ModelPlan:
     """Load what ``path`` announces without its weights. Raises ConfigError naming every tensor that would be left over
-    or is missing."""
+    or is missing. kv_dtype: the option."""
     raw, announced = read_announced(path)
     spec = ModelSpec.from_json(raw, path)
     refusals = _refusals(raw)
@@ -98,7 +98,7 @@ def plan_model(path: Path, dtype: torch.dtype) -> ModelPlan:
     model = model_class(spec.family)(spec, bag, dtype, META)
     bag.finish()
     draft_layers = _take_modules(HeadFiles(path, raw, tensors), model) if drafts else ()
-    layout = KvLayout((*model.kv_layers, *draft_layers), dtype)
+    layout = KvLayout.of((*model.kv_layers, *draft_layers), dtype, kv_dtype)
     shipped = next((name for name in DRAFTERS if shipped_heads(str(path), name)), None)
     return ModelPlan(
         spec=spec,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 
 from paceline.attention.base import AttentionBackend, AttentionPlan, ForwardBatch
 from paceline.kvcache.pool import KvPool
+from paceline.layers import kv8
 from paceline.layers.build import load_kernels
 
 KERNEL_HEAD_DIMS = (16, 32, 64, 96, 128, 256)
@@ -32,6 +33,14 @@ class RowPlan(AttentionPlan):
         """Addresses of the five tensors, as the kernels take them."""
         parts = (self.slots, self.slot_offsets, self.prefix_lens, self.tails, self.tail_offsets)
         return tuple(part.data_ptr() for part in parts)
+
+    @cached_property
+    def together(self) -> tuple[RowPlan, torch.Tensor]:
+        """The same batch over a single page that has what is seen here in order, and the slots of that, int32 [n]."""
+        slots = torch.cat((self.slots, self.tails))
+        own = torch.arange(slots.shape[0], dtype=torch.int32)
+        count = self.slots.shape[0]
+        return replace(self, slots=own[:count], tails=own[count:]), slots
 
 
 def plan_rows(batch: ForwardBatch) -> RowPlan:
@@ -102,12 +111,15 @@ class CpuAttention(AttentionBackend):
     ) -> torch.Tensor:
         """See AttentionBackend."""
         assert isinstance(plan, RowPlan)
-        pages = kv.data[layer]
+        pages, seen = kv.data[layer], plan.addresses
+        if kv.layout.is_int8:
+            plan, slots = plan.together
+            pages, seen = kv8.read_rows(pages, slots, query.dtype).unsqueeze(0), plan.addresses
         rows, heads, dim = query.shape
         out = torch.empty_like(query)
         failed = self._attend[query.dtype](
             query.data_ptr(), pages.data_ptr(), pages.shape[2], rows, heads, pages.shape[3], dim,
-            *plan.addresses, window, None if sinks is None else sinks.data_ptr(), scale, out.data_ptr(),
+            *seen, window, None if sinks is None else sinks.data_ptr(), scale, out.data_ptr(),
         )  # fmt: skip
         if failed:
             raise ValueError(f"no attention kernel for {heads} heads over {pages.shape[3]} of {dim}")

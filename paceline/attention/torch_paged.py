@@ -22,6 +22,7 @@ from paceline.attention.base import (
 )
 from paceline.attention.placed import PlacedBatch, PlacedPlan
 from paceline.kvcache.pool import KvPool
+from paceline.layers import kv8
 from paceline.layers.upload import Int64, staged
 
 MAX_SCORES = 2**27  # scores in memory at once, float32: 512 MiB; more rows are taken in blocks
@@ -153,6 +154,8 @@ class TorchAttention(AttentionBackend):
         assert isinstance(plan, DensePlan)
         visible = plan.within(window)
         key, value = kv.read(layer, plan.columns.view(-1))
+        if kv.layout.is_int8:
+            key, value = (kv8.unrounded_rows(rows, query.dtype) for rows in (key, value))
         segments, length = plan.columns.shape
         key, value = (t.float().view(segments, length, *t.shape[1:]) for t in (key, value))  # [S, L, kv_heads, dim]
         group = query.shape[1] // key.shape[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.engine.model_runner import ModelRunner
 from paceline.grammar.tokens import version
-from paceline.kvcache.layout import KvLayout, LayerOwner
+from paceline.kvcache.layout import LayerOwner
 from paceline.v1.handoff_pb2 import Fingerprint
 
 HANDOFF_PROTOCOL = 3  # version of handoff.proto's meaning
@@ -17,13 +17,13 @@ def fingerprint_of(runner: ModelRunner) -> Fingerprint:
     mode = contents.mode
     if mode != "draft_kv":
         target = layout.layer_range(LayerOwner.TARGET)
-        layout = KvLayout(layout.layers[target.start : target.stop], layout.dtype)
+        layout = layout.with_layers(layout.layers[target.start : target.stop])
     bound = mode == "draft_kv" or (mode == "hidden_states" and contents.fused)
     return Fingerprint(
         protocol=HANDOFF_PROTOCOL,
         model=identity.model,
         weights=identity.weights,
-        dtype=str(layout.dtype).removeprefix("torch."),
+        dtype=str(layout.hidden_dtype).removeprefix("torch."),
         layout=layout.text(),
         drafter="" if mode == "none" else runner.drafter.name,
         drafter_modules=len(layout.layer_range(LayerOwner.DRAFT)),
@@ -35,4 +35,5 @@ def fingerprint_of(runner: ModelRunner) -> Fingerprint:
         grammars=version(),
         quantize=identity.quantize,
         sums=identity.sums,
+        kv_dtype=identity.kv_dtype,
     )

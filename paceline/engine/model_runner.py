@@ -90,13 +90,15 @@ class RunnerIdentity:
     weights: str  # digest
     kernels: str
     quantize: str = "none"  # how the weights were rounded when they were loaded
+    kv_dtype: str = "auto"  # how keys and values are kept
     drafter_weights: str = ""  # digest; empty: it has none
     sums: str = ""  # order of the sums that ranks of a node share
     bit_exact: bool = False  # whether this host gives a row the same bits however it is batched
 
     def namespace(self) -> str:
         """Root of the prefix cache's keys."""
-        return f"{self.model}/{self.weights}/{self.quantize}/{self.drafter_weights}"
+        kept = "" if self.kv_dtype == "auto" else f"/{self.kv_dtype}"
+        return f"{self.model}/{self.weights}/{self.quantize}/{self.drafter_weights}{kept}"
 
 
 @dataclass(frozen=True)

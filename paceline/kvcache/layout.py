@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
+
+from paceline.errors import ConfigError
+
+SCALE_BYTES = torch.float32.itemsize  # behind the codes of an int8 row
 
 
 class LayerKind(enum.StrEnum):
@@ -50,6 +55,35 @@ class KvLayout:
 
     layers: tuple[KvLayer, ...]
     dtype: torch.dtype
+    hidden: torch.dtype | None = None  # of the hidden rows that cross beside KV rows; None: ``dtype``
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """The dtype of hidden rows, which are as the model computes them however KV is kept."""
+        return self.hidden or self.dtype
+
+    def with_layers(self, layers: Iterable[KvLayer]) -> KvLayout:
+        """Other layers of the same dtypes."""
+        return replace(self, layers=tuple(layers))
+
+    @classmethod
+    def of(cls, layers: Iterable[KvLayer], dtype: torch.dtype, kv_dtype: str = "auto") -> KvLayout:
+        """What a model of ``dtype`` with ``layers`` keeps. kv_dtype: the option.
+
+        In int8 a layer's ``head_dim`` is what a head's row occupies: the codes and, behind them, the scale. Whoever
+        moves rows need not know. Raises ConfigError for latents in int8.
+        """
+        layers = tuple(layers)
+        if kv_dtype == "auto":
+            return cls(layers, dtype)
+        if any(layer.kind is LayerKind.MLA for layer in layers):
+            raise ConfigError("kv_dtype", "int8 is for keys and values of heads, and this model keeps latents (MLA)")
+        return cls(tuple(replace(layer, head_dim=layer.head_dim + SCALE_BYTES) for layer in layers), torch.int8, dtype)
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether rows are codes with scales (layers/kv8.py)."""
+        return self.dtype is torch.int8
 
     def layer_range(self, owner: LayerOwner) -> range:
         """Indices of the layers that belong to ``owner`` (contiguous)."""

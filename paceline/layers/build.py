@@ -165,6 +165,8 @@ def _declare(library: ctypes.CDLL) -> None:
         signatures[f"pl_gated_{t}"] = ([ptr, i64, i64, i32, f32, f32, ptr], None)
         signatures[f"pl_silu_mul_{t}"] = ([ptr, i64, i64, ptr], None)
         signatures[f"pl_rope_write_{t}"] = ([ptr] * 3 + [i64] * 7 + [ptr] * 3 + [i64, ptr, ptr], None)
+        signatures[f"pl_kv8_write_{t}"] = ([ptr, i64, i64, i64, ptr, i64, ptr], None)
+        signatures[f"pl_kv8_read_{t}"] = ([ptr, i64, ptr, i64, i64, i64, ptr], None)
         attend = [ptr, ptr, i64, i64, i64, i64, i64] + [ptr] * 5 + [i64, ptr, f32, ptr]
         signatures[f"pl_attend_{t}"] = (attend, i32)
         signatures[f"pl_attend_latent_{t}"] = ([ptr, ptr, i64, i64, i64, i64] + [ptr] * 5 + [f32, ptr], None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from paceline.layers import kv8
 from paceline.layers.build import load_kernels
 from paceline.triton_support import runs_triton
 
@@ -157,8 +158,10 @@ def rope_write(
 
     query: [T, Hq, D]; key, value: [T, Hk, D]; rows may be strided (views of a fused qkv output), heads contiguous;
     table: float32 [max_position, D]; positions, slots: int64 [T]; pages: [num_pages, 2, page_size, Hk, D].
-    Returns the rotated query, [T, Hq, D] contiguous.
+    Returns the rotated query, [T, Hq, D] contiguous. int8 pages have rows of D + 4 (``kv8``).
     """
+    if pages.dtype is torch.int8:
+        return _rope_write_int8(query, key, value, table, positions, slots, pages)
     if not _usable(query):
         if _fused(query):
             from paceline.layers import ops_triton
@@ -173,6 +176,23 @@ def rope_write(
         table.data_ptr(), positions.data_ptr(), slots.data_ptr(), pages.shape[2], out.data_ptr(), pages.data_ptr(),
     )  # fmt: skip
     return out
+
+
+def _rope_write_int8(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    pages: torch.Tensor,
+) -> torch.Tensor:
+    """``rope_write`` into a page of the rows' own, which is then rounded into int8 ``pages``."""
+    rows = query.new_empty((1, 2, *key.shape))
+    own = torch.arange(key.shape[0])
+    rotated = rope_write(query, key, value, table, positions, own, rows)
+    kv8.write_rows(rows[0], slots, pages)
+    return rotated
 
 
 def latent_write_reference(

@@ -106,7 +106,7 @@ class Block:
         The rows' KV goes to the pool; returns the rotated queries, [T, num_heads, head_dim].
         """
         calls, pages = self.calls, kv.data[self.kv_layer]
-        if calls is None:
+        if calls is None or kv.layout.is_int8:
             return self._write(x, table, batch, pages)
         x, rows = x.contiguous(), x.shape[0]
         out = x.new_empty(rows, self.shape.num_heads, self.shape.head_dim)
@@ -133,8 +133,10 @@ class Block:
         return self.checked(out, failed)
 
     def kernel_plan(self, context: ForwardContext) -> RowPlan | None:
-        """The batch's plan, where the kernels can go on past attention: they need this rank's sums to be whole."""
-        whole, plan = self.o_proj.whole and self.down_proj.whole, context.plan
+        """The batch's plan, where the kernels can go on past attention: they need this rank's sums to be whole, and KV
+        in the dtype that they compute in."""
+        whole = self.o_proj.whole and self.down_proj.whole and not context.kv.layout.is_int8
+        plan = context.plan
         return plan if whole and isinstance(context.attention, CpuAttention) and isinstance(plan, RowPlan) else None
 
     # ---- step by step

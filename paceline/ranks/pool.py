@@ -15,12 +15,12 @@ from paceline.ranks.shard import Shard
 
 def held_layout(layout: KvLayout, shard: Shard) -> KvLayout:
     """What a rank holds of a node's pool: its own KV heads, or whole latents; on rank 0, the drafter's layers too."""
-    layers = tuple(
+    layers = (
         shard.held_layer(layer) if layer.owner is LayerOwner.TARGET else layer
         for layer in layout.layers
         if layer.owner is LayerOwner.TARGET or shard.rank == 0
     )
-    return KvLayout(layers, layout.dtype)
+    return layout.with_layers(layers)
 
 
 class ShardedPool(KvPool):

@@ -73,6 +73,7 @@ class Fingerprint(_message.Message):
     GRAMMARS_FIELD_NUMBER: _builtins.int
     QUANTIZE_FIELD_NUMBER: _builtins.int
     SUMS_FIELD_NUMBER: _builtins.int
+    KV_DTYPE_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """Version of the hand-off."""
     model: _builtins.str
@@ -103,6 +104,8 @@ class Fingerprint(_message.Message):
     """How weights were rounded when they were loaded, or none."""
     sums: _builtins.str
     """Order of the sums that ranks of a node share: slabN, a tree over N slabs. The degree has no part in it."""
+    kv_dtype: _builtins.str
+    """How keys and values are kept: auto, in dtype, or int8, codes with a scale per token and head."""
     def __init__(
         self,
         *,
@@ -121,10 +124,11 @@ class Fingerprint(_message.Message):
         grammars: _builtins.str = ...,
         quantize: _builtins.str = ...,
         sums: _builtins.str = ...,
+        kv_dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "drafter", b"drafter", "drafter_modules", b"drafter_modules", "drafter_weights", b"drafter_weights", "dtype", b"dtype", "grammars", b"grammars", "handoff_mode", b"handoff_mode", "hidden_size", b"hidden_size", "kernels", b"kernels", "layout", b"layout", "model", b"model", "protocol", b"protocol", "quantize", b"quantize", "sums", b"sums", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "drafter", b"drafter", "drafter_modules", b"drafter_modules", "drafter_weights", b"drafter_weights", "dtype", b"dtype", "grammars", b"grammars", "handoff_mode", b"handoff_mode", "hidden_size", b"hidden_size", "kernels", b"kernels", "kv_dtype", b"kv_dtype", "layout", b"layout", "model", b"model", "protocol", b"protocol", "quantize", b"quantize", "sums", b"sums", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

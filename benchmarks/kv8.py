@@ -1,0 +1,82 @@
+"""What ``--kv-dtype int8`` costs in quality: ``python -m benchmarks.kv8 MODEL --text FILE``.
+
+The text goes through the model twice, once with each KV cache. KL and agreement are of the next token's distribution at
+every position; perplexities are of the text itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from paceline.attention.base import ForwardBatch, Segment
+from paceline.attention.select import attention_for
+from paceline.kvcache.layout import KvLayout, LayerOwner
+from paceline.kvcache.pool import KvPool
+from paceline.models.base import ForwardContext, TargetModel
+from paceline.models.hub import resolve_model
+from paceline.models.registry import DTYPES, load_target
+from paceline.text.tokenizer import Tokenizer
+
+CHUNK, PAGE = 256, 16
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Means over the positions of a text."""
+
+    token_bytes: tuple[int, int]  # of the target's KV: as it is, in int8
+    perplexity: tuple[float, float]
+    kl: float  # nats, from the cache as it is to the one in int8
+    agreement: float  # share of positions whose likeliest next token is the same
+
+
+def log_probs(model: TargetModel, ids: list[int], layout: KvLayout) -> torch.Tensor:
+    """float32 [len(ids), vocab_size]."""
+    spec = model.spec
+    attention = attention_for(model.device, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    kv = KvPool(layout, -(-len(ids) // PAGE), PAGE)
+    slots, rows = torch.arange(len(ids), dtype=torch.int32), []
+    for start in range(0, len(ids), CHUNK):
+        batch = ForwardBatch.build([Segment.linear(ids[start : start + CHUNK], start, slots)])
+        rows.append(model.logits(model.forward(ForwardContext.build(batch, kv, attention))))
+    return torch.cat(rows).log_softmax(-1)
+
+
+@torch.inference_mode()
+def compare(model: TargetModel, ids: list[int]) -> Compared:
+    """Raises ConfigError for a model whose KV has no int8."""
+    layouts = [KvLayout.of(model.kv_layers, model.dtype, name) for name in ("auto", "int8")]
+    plain, coded = (log_probs(model, ids, layout) for layout in layouts)
+    own, follows = torch.arange(len(ids) - 1), torch.tensor(ids[1:])
+    plain_ppl, coded_ppl = (float((-rows[own, follows]).mean().exp()) for rows in (plain, coded))
+    plain_bytes, coded_bytes = (layout.token_bytes(LayerOwner.TARGET) for layout in layouts)
+    return Compared(
+        token_bytes=(plain_bytes, coded_bytes),
+        perplexity=(plain_ppl, coded_ppl),
+        kl=float((plain.exp() * (plain - coded)).sum(-1).mean()),
+        agreement=float((plain.argmax(-1) == coded.argmax(-1)).float().mean()),
+    )
+
+
+def main() -> None:
+    """See the module docstring."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=1792)
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
+    given = parser.parse_args()
+    folder = resolve_model(given.model)
+    ids = Tokenizer.from_folder(folder).encode(given.text.read_text(encoding="utf-8"))[: given.tokens]
+    found = compare(load_target(folder, DTYPES[given.dtype], torch.device("cpu")), ids)
+    print(f"KV of a token: {found.token_bytes[0]:,} -> {found.token_bytes[1]:,} bytes")
+    print(f"perplexity of {len(ids)} tokens: {found.perplexity[0]:.2f} -> {found.perplexity[1]:.2f}")
+    print(f"KL {found.kl:.5f} nats, the likeliest token agrees at {found.agreement:.1%} of positions")
+
+
+if __name__ == "__main__":
+    main()
