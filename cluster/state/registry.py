@@ -103,7 +103,7 @@ class NodeDirectory:
         return node_id in self._leased and self._leased[node_id].generation == generation
 
     def record(self, node_id: str, generation: int) -> NodeRecord | None:
-        """Of this generation of the node, while it has its lease or has just lost it, where it is this deployment's."""
+        """This generation's, while the node has its lease or has just lost it, and belongs to this deployment."""
         lapsed = self._lapsed.get(node_id)
         record = self._leased.get(node_id) or (lapsed.record if lapsed is not None else None)
         return record if record is not None and record.generation == generation and self._ours(record) else None
