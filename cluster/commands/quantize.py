@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
@@ -21,6 +21,16 @@ def quantize(
         ),
     ],
     output: Annotated[Path, typer.Option(help="Folder to write; it must not exist.")],
+    method: Annotated[
+        Literal["nearest", "gptq"],
+        typer.Option(
+            help="nearest: every weight to its nearest code. gptq: codes make up for each other's errors (4 bits)."
+        ),
+    ] = "nearest",
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="Text file that gptq calibrates on. Not given: text that the model writes itself."),
+    ] = None,
     text: Annotated[
         Path | None, typer.Option(help="Text file to measure perplexity on. Not given: one that comes with Paceline.")
     ] = None,
@@ -29,7 +39,7 @@ def quantize(
     """Round a model's linear layers to 8 or 4 bits, write it, and say in its README.md what that cost."""
     from paceline.assembly.quantise import HELD_TEXT, Job, quantise
 
-    job = Job(model, scheme, output, text or HELD_TEXT, threads or os.cpu_count() or 1)
+    job = Job(model, scheme, output, method, calibration, text or HELD_TEXT, threads or os.cpu_count() or 1)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     with Progress(*columns, console=errors, transient=True) as bar:
         tasks: dict[str, Any] = {}

@@ -7,22 +7,25 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from paceline.assembly.build import build_runner
+from paceline.assembly.calibrate import LENGTH, SEQUENCES, calibrated, check_family, in_sequences, own_text
 from paceline.assembly.selfcheck import logits_in_chunks
 from paceline.config import NodeConfig
 from paceline.engine.colocated import ColocatedEngine
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import ConfigError
 from paceline.models.hub import resolve_model
-from paceline.models.write_quantised import Written, write_quantised
+from paceline.models.write_quantised import FourBits, Written, write_quantised
 from paceline.request import SamplingParams, SequenceRequest
 from paceline.speculation import NONE
 from paceline.text.tokenizer import Tokenizer
 
 Progress = Callable[[str, float], None]
+Method = Literal["nearest", "gptq"]
 HELD_TEXT = Path(__file__).with_name("held_text.txt")  # written for this card, under Paceline's own licence
 MAX_TEXT_TOKENS, CHUNK = 768, 128
 MAX_ANSWER_TOKENS = 32
@@ -41,6 +44,8 @@ class Job:
     model: str
     scheme: str
     output: Path
+    method: Method = "nearest"
+    calibration: Path | None = None  # None: text that the model writes itself
     text: Path = HELD_TEXT
     threads: int = 1
 
@@ -69,14 +74,18 @@ def quantise(job: Job, progress: Progress) -> tuple[Written, Cost]:
     """Write ``job.output``, which must not exist. Raises ConfigError; nothing is left of a run that fails."""
     if job.output.exists():
         raise ConfigError("output", f"{job.output} exists already")
+    _check_method(job)
     source = resolve_model(job.model, progress)
+    if job.method == "gptq":
+        check_family(source)
     ids = _held_ids(job, source)
     try:
         job.output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=job.output.parent, prefix=f".{job.output.name}.tmp-") as scratch:
             folder = Path(scratch) / "folder"
             folder.mkdir()
-            written = write_quantised(source, folder, job.scheme, progress)
+            found = _calibrated(job, source, progress) if job.method == "gptq" else {}
+            written = write_quantised(source, folder, job.scheme, progress, found)
             before = _see(job, source, ids, progress, "measuring the model of floats")
             after = _see(job, folder, ids, progress, "measuring the rounded model")
             cost = compare(before, after, ids)
@@ -87,21 +96,53 @@ def quantise(job: Job, progress: Progress) -> tuple[Written, Cost]:
     return written, cost
 
 
+def _check_method(job: Job) -> None:
+    if job.method == "gptq" and not job.scheme.startswith("w4"):
+        raise ConfigError("method", f"gptq makes codes of 4 bits (w4a8, w4a16), and the scheme is {job.scheme!r}")
+    if job.calibration is not None and job.method != "gptq":
+        raise ConfigError("calibration", "only method gptq calibrates")
+    if job.calibration is not None and job.calibration.resolve() == job.text.resolve():
+        raise ConfigError("calibration", "the text that measures cannot be the one that calibrates")
+
+
 def _held_ids(job: Job, source: Path) -> list[int]:
+    return _ids_of(job.text, "text", source, 2)[:MAX_TEXT_TOKENS]
+
+
+def _ids_of(file: Path, option: str, source: Path, least: int) -> list[int]:
     try:
-        text = job.text.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError("text", f"{job.text} cannot be read: {error}") from None
-    ids = Tokenizer.from_folder(source).encode(text)[:MAX_TEXT_TOKENS]
-    if len(ids) < 2:
-        raise ConfigError("text", f"{job.text} has fewer than two tokens")
+        raise ConfigError(option, f"{file} cannot be read: {error}") from None
+    ids = Tokenizer.from_folder(source).encode(text)
+    if len(ids) < least:
+        raise ConfigError(option, f"{file} has {len(ids)} tokens, fewer than {least}")
     return ids
+
+
+def _calibrated(job: Job, source: Path, progress: Progress) -> dict[str, FourBits]:
+    if job.calibration is not None:
+        sequences = in_sequences(_ids_of(job.calibration, "calibration", source, LENGTH))
+    else:
+        progress("writing text to calibrate on", 0.0)
+        runner = _runner(job, source)
+        sequences = own_text(runner)
+        del runner
+        gc.collect()  # one model at a time
+        progress("writing text to calibrate on", 1.0)
+    found = calibrated(source, sequences, progress)
+    gc.collect()
+    return found
+
+
+def _runner(job: Job, folder: Path) -> ModelRunner:
+    config = NodeConfig(model=str(folder), drafter=NONE, adaptive="off", threads=job.threads)
+    return build_runner(config.model_copy(update={"head_check": False}))
 
 
 def _see(job: Job, folder: Path, ids: list[int], progress: Progress, what: str) -> _Seen:
     progress(what, 0.0)
-    config = NodeConfig(model=str(folder), drafter=NONE, adaptive="off", threads=job.threads)
-    runner = build_runner(config.model_copy(update={"head_check": False}))
+    runner = _runner(job, folder)
     ids = ids[: min(runner.limits.max_model_len, len(ids))]
     seen = _Seen(_log_probs(runner, ids), _answers(runner, Tokenizer.from_folder(folder)))
     del runner
@@ -151,9 +192,14 @@ def card(job: Job, written: Written, cost: Cost) -> str:
     """README.md of the folder."""
     change = cost.perplexity_after / cost.perplexity_before - 1.0
     command = f"paceline quantize {job.model} --scheme {job.scheme} --output {job.output}"
+    how = "rounded to the nearest code"
+    if job.method == "gptq":
+        command += " --method gptq" + (f" --calibration {job.calibration}" if job.calibration else "")
+        seen = job.calibration.name if job.calibration else "text that it wrote itself"
+        how = f"rounded by GPTQ, calibrated on at most {SEQUENCES * LENGTH:,} tokens of {seen}"
     return f"""# {job.output.name}
 
-{job.model} with its linear layers rounded to the nearest code, scheme `{job.scheme}`, in compressed-tensors' layout.
+{job.model} with its linear layers {how}, scheme `{job.scheme}`, in compressed-tensors' layout.
 
 | | floats | rounded |
 |---|---|---|

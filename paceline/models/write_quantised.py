@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,11 +40,39 @@ class Written:
     layers: int
 
 
-def write_quantised(source: Path, folder: Path, scheme: str, progress: Progress) -> Written:
+@dataclass(frozen=True)
+class FourBits:
+    """A weight in groups of GROUP_SIZE with whole zero points: element (n, k) is scales[n, g] * (codes[n, k] -
+    zeros[n, g]), g = k // GROUP_SIZE."""
+
+    codes: torch.Tensor  # uint8 [out_features, in_features], 0 to TOP
+    scales: torch.Tensor  # float16 [out_features, groups]
+    zeros: torch.Tensor  # uint8, shaped as scales
+
+    @classmethod
+    def joined(cls, parts: Sequence[FourBits], dim: int) -> FourBits:
+        """Parts beside each other: outputs along dimension 0, whole groups along dimension 1."""
+        codes, scales, zeros = ([getattr(part, name) for part in parts] for name in ("codes", "scales", "zeros"))
+        return cls(torch.cat(codes, dim), torch.cat(scales, dim), torch.cat(zeros, dim))
+
+    def dequantised(self) -> torch.Tensor:
+        """The weight, float32 [out_features, in_features]."""
+        groups = torch.arange(self.codes.shape[1]) // GROUP_SIZE
+        return self.scales.float()[:, groups] * (self.codes.float() - self.zeros.float()[:, groups])
+
+
+def write_quantised(
+    source: Path,
+    folder: Path,
+    scheme: str,
+    progress: Progress,
+    found: Mapping[str, FourBits] = MappingProxyType({}),
+) -> Written:
     """Round the linear layers of ``source`` and write a model into ``folder``, which exists and is empty.
 
-    Embedding, LM head, norms, routers, MLA's kv_b_proj and the joins of MTP modules stay as they are. Raises
-    ConfigError for another scheme, and for a model whose weights are quantised already.
+    found: codes of weights by name, for a scheme of 4 bits; other weights are rounded to the nearest code. Embedding,
+    LM head, norms, routers, MLA's kv_b_proj and the joins of MTP modules stay as they are. Raises ConfigError for
+    another scheme, and for a model whose weights are quantised already.
     """
     if scheme not in SCHEMES:
         raise ConfigError("scheme", f"{scheme!r} is not one of {', '.join(SCHEMES)}")
@@ -58,7 +87,7 @@ def write_quantised(source: Path, folder: Path, scheme: str, progress: Progress)
     shards = _Shards(folder)
     for i, name in enumerate(stored):
         progress("rounding weights", i / len(stored))
-        for own, tensor in _tensors(name, stored, name in rounded, scheme):
+        for own, tensor in _tensors(name, stored, scheme if name in rounded else "", found.get(name)):
             shards.add(own, tensor)
     shards.finish()
     plain = sorted(name.removesuffix(".weight") for name in stored if _is_ignored(name, stored, rounded))
@@ -99,14 +128,17 @@ def _is_ignored(name: str, stored: LazyTensors, rounded: set[str]) -> bool:
     return matrix and name not in rounded and "embed_tokens" not in name
 
 
-def _tensors(name: str, stored: LazyTensors, rounds: bool, scheme: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a tensor of the source becomes."""
+def _tensors(name: str, stored: LazyTensors, scheme: str, found: FourBits | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a tensor of the source becomes; without a scheme it stays."""
     tensor = stored.stored(name)
-    if not rounds:
+    if not scheme:
         yield name, tensor
         return
     layer = name.removesuffix(".weight")
-    parts = _four_bits(tensor) if scheme.startswith("w4") else _eight_bits(tensor, packed=scheme != "w8a8")
+    if scheme.startswith("w4"):
+        parts = _in_file(_four_bits(tensor) if found is None else found)
+    else:
+        parts = _eight_bits(tensor, packed=scheme != "w8a8")
     for last, part in parts.items():
         yield f"{layer}.{last}", part
 
@@ -118,20 +150,21 @@ def _eight_bits(tensor: torch.Tensor, packed: bool) -> Mapping[str, torch.Tensor
     return _packed(weight.codes.to(torch.int16) + 128, 8) | {"weight_scale": weight.scales}
 
 
-def _four_bits(tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
+def _four_bits(tensor: torch.Tensor) -> FourBits:
     """Groups with a whole zero point, which this layout has, where round_to_nearest has a minimum of any size."""
-    found = [_four_bit_rows(rows) for rows in torch.split(tensor, ROWS_AT_ONCE)]
-    codes, scales, zeros = (torch.cat([part[i] for part in found]) for i in range(3))
-    return _packed(codes, 4) | {
-        "weight_scale": scales,
-        "weight_zero_point": pack(zeros.t().contiguous(), 4).t().contiguous(),
+    return FourBits.joined([four_bit_rows(rows) for rows in torch.split(tensor, ROWS_AT_ONCE)], dim=0)
+
+
+def _in_file(weight: FourBits) -> Mapping[str, torch.Tensor]:
+    return _packed(weight.codes, 4) | {
+        "weight_scale": weight.scales,
+        "weight_zero_point": pack(weight.zeros.t().contiguous(), 4).t().contiguous(),
     }
 
 
-def _four_bit_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes from 0, uint8 [rows, columns]; scales, float16 [rows, groups]; zero points, uint8 [rows, groups].
-
-    Each group's ends are pulled in by the share that leaves the smallest sum of squared errors.
+def four_bit_rows(rows: torch.Tensor) -> FourBits:
+    """The nearest codes of ``rows``, [rows, columns] of floats. Each group's ends are pulled in by the share that
+    leaves the smallest sum of squared errors.
     """
     missing = -rows.shape[1] % GROUP_SIZE
     groups = torch.nn.functional.pad(rows.float(), (0, missing)).view(rows.shape[0], -1, GROUP_SIZE)
@@ -144,7 +177,7 @@ def _four_bit_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
         best = (codes, *(torch.where(better, new, old) for new, old in zip(other[1:], best[1:], strict=True)))
     codes, scales, zeros, _ = best
     codes = codes.view(rows.shape[0], -1)[:, : rows.shape[1]]
-    return codes.to(torch.uint8).contiguous(), scales.half(), zeros.to(torch.uint8)
+    return FourBits(codes.to(torch.uint8).contiguous(), scales.half(), zeros.to(torch.uint8))
 
 
 def _rounded_between(groups: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,9 @@ from paceline.layers.quantized import QuantizedWeight
 from paceline.models.registry import load_target, open_checkpoint
 from paceline.models.write_quantised import write_quantised
 from tests.support import quantised_files
+from tests.support.tiny_deepseek import write_folder
+
+PAGE = Path(__file__).parents[3] / "docs/guides/quantised.md"
 
 
 @pytest.fixture
@@ -52,16 +56,36 @@ def test_a_folder_that_loads(scheme: str, most: float, source: Path, tmp_path: P
         write_quantised(output, tmp_path, scheme, lambda what, share: None)
 
 
-def test_the_command_measures_both_models_and_writes_a_card(source: Path, tmp_path: Path) -> None:
+# the range of a perplexity: random weights lose more to 4 bits than a model's
+@pytest.mark.parametrize(("options", "how", "apart"), [
+    ("--scheme w8a8", "rounded to the nearest code", 0.1),
+    ("--scheme w4a16 --method gptq", "GPTQ, calibrated on at most 8,192 tokens of text that it wrote itself", 0.5),
+    (f"--scheme w4a8 --method gptq --calibration {PAGE}", "8,192 tokens of quantised.md", 0.5),
+], ids=["nearest", "its own text", "a text"])  # fmt: skip
+def test_the_command_measures_both_models_and_writes_a_card(
+    options: str, how: str, apart: float, source: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "out"
-    done = CliRunner().invoke(app, ["quantize", str(source), "--scheme", "w8a8", "--output", str(output)])
+    done = CliRunner().invoke(app, ["quantize", str(source), "--output", str(output), *options.split()])
     assert done.exit_code == 0, done.output
     card = (output / "README.md").read_text()
-    assert f"--scheme w8a8 --output {output}" in card
+    assert how in card
+    scheme, _, more = options.partition(" --method")
+    assert f"{scheme} --output {output}{more and f' --method{more}'}" in card
+    if more:  # what GPTQ found is in the file
+        weight = open_checkpoint(output, torch.float32)["model.layers.0.mlp.down_proj.weight"]
+        nearest = tmp_path / "nearest"
+        nearest.mkdir()
+        write_quantised(source, nearest, "w4a16", lambda what, share: None)
+        other = open_checkpoint(nearest, torch.float32)["model.layers.0.mlp.down_proj.weight"]
+        assert isinstance(weight, QuantizedWeight)
+        assert isinstance(other, QuantizedWeight)
+        assert not torch.equal(weight.codes, other.codes)
+        shutil.rmtree(nearest)
     found = re.search(r"perplexity on (\d+) held tokens.*\| ([\d.]+) \| ([\d.]+) \(", card)
     assert found is not None
-    assert float(found[3]) == pytest.approx(float(found[2]), rel=0.1)
-    assert 0.0 <= float(re.findall(r"held text: ([\d.]+) nats", card)[0]) < 0.1
+    assert float(found[3]) == pytest.approx(float(found[2]), rel=apart)
+    assert 0.0 <= float(re.findall(r"held text: ([\d.]+) nats", card)[0]) < apart
     assert sorted(path.name for path in tmp_path.iterdir()) == ["floats", "out", "scratch"]  # nothing half-made
 
 
@@ -75,3 +99,12 @@ def test_refused_by_name(source: Path, tmp_path: Path) -> None:
     assert "'w2a16' is not one of w8a8" in refusal(scheme="w2a16")
     assert "exists already" in refusal(output=source)
     assert "cannot be read" in refusal(text=tmp_path / "none.txt")
+    gptq = {"scheme": "w4a8", "method": "gptq"}
+    assert "makes codes of 4 bits" in refusal(method="gptq")
+    assert "only method gptq calibrates" in refusal(calibration=PAGE)
+    assert "cannot be the one that calibrates" in refusal(**gptq, calibration=PAGE, text=PAGE)
+    short = tmp_path / "short.txt"
+    short.write_text("Too few words.")
+    assert "fewer than 256" in refusal(**gptq, calibration=short)
+    assert "of the Llama family, not those of deepseek" in refusal(**gptq, model=str(write_folder(tmp_path / "mla")))
+    assert not (tmp_path / "out").exists()
