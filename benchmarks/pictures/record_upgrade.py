@@ -1,8 +1,11 @@
 """``python -m benchmarks.pictures.record_upgrade``: keep what a rolling upgrade does to streams, for its picture.
 
 A deployment serves so many streams at once, one after the other, while ``paceline nodes upgrade`` starts every node
-anew. Kept are the generation and state of every node four times a second, and of every stream when it ended, whether
-it failed, its tokens and its longest pause between two chunks. Times are seconds since the load began.
+anew. ``--install`` names the shell command that installs another build first, such as a checkout of another commit.
+Kept are the generation and state of every node four times a second, and of every stream when it ended, whether it
+failed, its tokens and its longest pause between two chunks. Times are seconds since the load began.
+
+Each client asks the same few requests again and again. A stream whose tokens are not those of the first one fails.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ COMMAND = "python -m benchmarks.pictures.record_upgrade"
 SAMPLE_S = 0.25
 CALM_S = 8.0  # of load before the upgrade, and after it
 MAX_TOKENS = 96
+REQUESTS = 3  # of each client, in turn
 GRACE_S = 2.0  # for the streams of a node, before they move
 PROMPT = "Tell me about the history of bicycle racing, stage by stage."
 
@@ -81,14 +85,15 @@ class Recording:
         """admin: "host:port" of the operators' gRPC."""
         self._run, self._client, self._admin = run, client, admin
         self._began, self._over = time.monotonic(), asyncio.Event()
+        self._answers: dict[int, list[int]] = {}  # by seed
 
     @property
     def now_s(self) -> float:
         """Seconds since the load began."""
         return round(time.monotonic() - self._began, 3)
 
-    async def run(self) -> None:
-        """Load, upgrade, load. Raises RuntimeError when the upgrade fails."""
+    async def run(self, install: str) -> None:
+        """Load, install, upgrade, load. install: a shell command, or empty. Raises RuntimeError when one fails."""
         async with asyncio.TaskGroup() as group:
             for number in range(self._run.streams):
                 group.create_task(self._streams(number))
@@ -96,6 +101,8 @@ class Recording:
             await asyncio.sleep(CALM_S)
             self._run.began_s = self.now_s
             try:
+                if install:
+                    await _succeed(await asyncio.create_subprocess_shell(install, stderr=asyncio.subprocess.PIPE))
                 await self._upgrade()
             finally:
                 self._run.ended_s = self.now_s
@@ -104,28 +111,27 @@ class Recording:
 
     async def _upgrade(self) -> None:
         command = [*PACELINE, "nodes", "upgrade", "--admin", self._admin, "--grace", f"{GRACE_S:g}"]
-        process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
-        _, said = await process.communicate()
-        if process.returncode:
-            raise RuntimeError(said.decode())
+        await _succeed(await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE))
 
     async def _streams(self, number: int) -> None:
         turn = 0
         while not self._over.is_set():
-            self._run.ended.append(await self._stream(number * 1000 + turn))
+            self._run.ended.append(await self._stream(number * REQUESTS + turn % REQUESTS))
             turn += 1
 
     async def _stream(self, seed: int) -> Ended:
-        tokens, longest_s, last, failed = 0, 0.0, 0.0, ""
+        answer, longest_s, last, failed = list[int](), 0.0, 0.0, ""
         try:
             async for chunk in self._client.stream(PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True, seed=seed):
                 now = time.monotonic()
                 longest_s, last = max(longest_s, now - last if last else 0.0), now
-                tokens += len(chunk.token_ids)
+                answer += chunk.token_ids
         except PacelineError as error:
             failed = repr(error)
-        failed = failed or ("" if tokens == MAX_TOKENS else f"{tokens} tokens")
-        return Ended(self.now_s, failed, tokens, round(longest_s, 3))
+        failed = failed or ("" if len(answer) == MAX_TOKENS else f"{len(answer)} tokens")
+        if not failed and answer != self._answers.setdefault(seed, answer):
+            failed = "other tokens than the first time"
+        return Ended(self.now_s, failed, len(answer), round(longest_s, 3))
 
     async def _watch(self) -> None:
         async with grpc.aio.insecure_channel(self._admin) as channel:
@@ -137,14 +143,20 @@ class Recording:
                 await asyncio.sleep(SAMPLE_S)
 
 
-async def record(config: ServeConfig, streams: int) -> UpgradeRun:
-    """One upgrade under ``streams`` streams."""
+async def _succeed(process: asyncio.subprocess.Process) -> None:
+    _, said = await process.communicate()
+    if process.returncode:
+        raise RuntimeError((said or b"").decode())
+
+
+async def record(config: ServeConfig, streams: int, install: str) -> UpgradeRun:
+    """One upgrade under ``streams`` streams. install: see ``Recording.run``."""
     run = UpgradeRun(COMMAND, config.model, streams)
     deployment = Deployment(config)
     await deployment.start()
     try:
         async with AsyncClient(deployment.front.grpc_address) as client:
-            await Recording(run, client, deployment.admin_address).run()
+            await Recording(run, client, deployment.admin_address).run(install)
     finally:
         await deployment.stop(grace_s=5.0)
     return run
@@ -157,6 +169,7 @@ def main() -> None:
     parser.add_argument("--prefill-nodes", type=int, default=2)
     parser.add_argument("--decode-nodes", type=int, default=2)
     parser.add_argument("--streams", type=int, default=6, help="at once")
+    parser.add_argument("--install", default="", help="shell command that installs another build before the upgrade")
     parser.add_argument("--out", type=Path, default=UPGRADE)
     options = parser.parse_args()
     local = "127.0.0.1:0"
@@ -169,7 +182,7 @@ def main() -> None:
         http=local,
         admin=local,
     )
-    run = asyncio.run(record(config, options.streams))
+    run = asyncio.run(record(config, options.streams, options.install))
     run.write(options.out)
     failed = sum(bool(one.failed) for one in run.ended)
     print(f"{options.out}: {len(run.ended)} streams, {failed} failed, upgrade of {run.ended_s - run.began_s:.0f} s")

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.client("llm")
 @pytest.fixture
 def served(url: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     settings = {"model_id": "served", "model_name": model, "api_base": f"{url}/v1", "supports_schema": True}
+    settings["api_key_name"] = "served"  # without one it sends a key of its own
     (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([settings | {"supports_tools": True}]))
     monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
     monkeypatch.setenv("LLM_LOAD_PLUGINS", "")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.other_clients import run_program
+from tests.support.other_clients import KEY, run_program
 
 TOKENIZER = Path.home() / ".cache/paceline/models/smollm2-135m-instruct"
 QUESTIONS = [
@@ -39,7 +39,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.program("guidellm")
 def test_guidellm(url: str, tmp_path: Path) -> None:
     run_program(
-        "guidellm", "run", "--backend", f"kind=openai_http,target={url}", "--profile", "kind=concurrent,streams=2",
+        "guidellm", "run", "--backend", f"kind=openai_http,target={url},api_key={KEY}", "--profile", "kind=concurrent,streams=2",
         "--constraint", "kind=max_requests,count=6", "--tokenizer", f"kind=huggingface_auto,model={TOKENIZER}",
         "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=16", "--output", "kind=json,path=out.json",
         "--disable-console", folder=tmp_path,
@@ -58,7 +58,7 @@ def test_aiperf(url: str, model: str, tmp_path: Path, monkeypatch: pytest.Monkey
     (cached / "snapshots/one").symlink_to(TOKENIZER)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     run_program(
-        "aiperf", "profile", "--model", model, "--url", url, "--endpoint-type", "chat", "--streaming",
+        "aiperf", "profile", "--model", model, "--url", url, "--endpoint-type", "chat", "--streaming", "--api-key", KEY,
         "--request-count", "6", "--concurrency", "2", "--tokenizer", "local/tokenizer",
         "--synthetic-input-tokens-mean", "32", "--output-tokens-mean", "16", "--ui", "none", folder=tmp_path,
     )  # fmt: skip
