@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from paceline.errors import ConfigError
 from paceline.option_values import DrafterName, DtypeName, KvDtypeName, LogFormat, LogLevel, QuantizeName, TransportName
 from paceline.speculation import DRAFTERS, TreeKind, is_weightless
 from paceline.transports import needs_cuda
@@ -31,7 +32,14 @@ class Frozen(BaseModel):
 
 
 class EngineConfig(Frozen):
-    """What a node's engine is made of; the same on every node of a deployment."""
+    """What a node's engine is made of; the same on every node of a deployment.
+
+    Ray carries it from the router's build to the node's, which may be another one during an upgrade. An option that
+    the sender does not know has its default. One that the receiver does not know is left out where the sender has the
+    default; ``check_known`` refuses others.
+    """
+
+    _unknown: tuple[str, ...] = ()  # options that the sender has chosen and this build does not have
 
     model: Annotated[str, Group("Model")] = "smollm2-135m-instruct"
     """Model to serve: a name that `paceline pull` knows, a folder with safetensors and config.json, a GGUF file, or a
@@ -231,6 +239,23 @@ class EngineConfig(Frozen):
         if self.drafter == "draft_model":
             raise ValueError("kv_dtype 'int8' has no drafter 'draft_model': take another, or set kv_dtype to auto")
 
+    def __getstate__(self) -> dict[Any, Any]:
+        fields = type(self).model_fields.items()
+        chosen = [name for name, field in fields if getattr(self, name) != _default_of(field)]
+        return super().__getstate__() | {"chosen": chosen}
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        fields, sent = type(self).model_fields, state["__dict__"]
+        chosen = state.get("chosen", sent)  # a build that does not say which may have chosen all
+        unknown = tuple(name for name in sent if name not in fields and name in chosen)
+        options = {name: sent[name] if name in sent else _default_of(field) for name, field in fields.items()}
+        super().__setstate__(state | {"__dict__": options, "__pydantic_private__": {"_unknown": unknown}})
+
+    def check_known(self) -> None:
+        """Raises ConfigError where the build that sent these options has chosen one that this build does not have."""
+        if self._unknown:
+            raise ConfigError(self._unknown[0], "the build of Paceline on this host does not know this option")
+
     @property
     def exact_on_gpu(self) -> bool:
         """Whether kernels are chosen for their bits; on a CPU there is no choice."""
@@ -253,6 +278,10 @@ class EngineConfig(Frozen):
     def selectable(self) -> tuple[str, ...]:
         """Drafters a request may name, the deployment's own first."""
         return tuple(dict.fromkeys((self.drafter, *names_of(self.drafters))))
+
+
+def _default_of(field: FieldInfo) -> Any:
+    return field.get_default(call_default_factory=True)
 
 
 def choices_of(field: FieldInfo) -> tuple[str, ...]:
