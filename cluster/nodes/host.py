@@ -143,8 +143,8 @@ class NodeHost:
     def start(self) -> str:
         """Start the node and register it; returns its gRPC address. Raises what the node's start raises, and
         NodeUnavailable when it cannot be registered. After a failure the process is of no use: end it."""
-        self._config.check_known()
         self._thread.start()
+        self._config.check_known()
         self._address = self._run(self._node.start(), START_TIMEOUT_S)
         registry = self._registry
         keeper = LeaseKeeper(

@@ -44,8 +44,10 @@ def test_a_new_option_is_left_out_unless_the_sender_chose_it() -> None:
     found = received(state | {"chosen": [*state["chosen"], "later"]})
     with pytest.raises(ConfigError, match="later: the build of Paceline on this host does not know this option"):
         found.model_copy(update={"host": "127.0.0.2"}).check_known()  # as NodeHost keeps it
+    node = NodeHost("decode", "decode-0", 1, found, Registry("unix:///nonexistent.sock", 1.0))
     with pytest.raises(ConfigError, match="later"):
-        NodeHost("decode", "decode-0", 1, found, Registry("unix:///nonexistent.sock", 1.0)).start()
+        node.start()
+    node.stop(0.0)
 
     del state["chosen"]  # an early build did not say: none of its options may be lost in silence
     with pytest.raises(ConfigError, match="later"):
