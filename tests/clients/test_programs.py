@@ -39,7 +39,8 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.program("guidellm")
 def test_guidellm(url: str, tmp_path: Path) -> None:
     run_program(
-        "guidellm", "run", "--backend", f"kind=openai_http,target={url},api_key={KEY}", "--profile", "kind=concurrent,streams=2",
+        "guidellm", "run", "--backend", f"kind=openai_http,target={url},api_key={KEY}",
+        "--profile", "kind=concurrent,streams=2",
         "--constraint", "kind=max_requests,count=6", "--tokenizer", f"kind=huggingface_auto,model={TOKENIZER}",
         "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=16", "--output", "kind=json,path=out.json",
         "--disable-console", folder=tmp_path,

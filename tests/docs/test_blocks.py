@@ -32,6 +32,7 @@ OTHERS = {
     "deploy/README.md": {"--generate"},  # ray
     "docs/extend/drafter.md": {"--speculative-config"},  # vLLM
     "docs/guides/gpu.md": {"--drafts", "--limit-mib", "--python", "--xz"},  # benchmarks.gpu
+    "docs/guides/operations.md": {"--install"},  # benchmarks.pictures
     "docs/guides/security.md": {"--disable-pip", "--requirement"},  # pip-audit
     "docs/guides/quantised.md": {"--quality", "--rounds"},  # benchmarks.quantised
     "docs/internals/decisions.md": {"--crowd"},  # benchmarks.mixed
