@@ -129,13 +129,6 @@ static void amx_store(const float* tile, int rows, O* out, int64_t ldo, const fl
   }
 }
 
-// Tile TILE's sums of slab s: to memory, and to what waits for them.
-template <int TILE>
-static inline void amx_add(Branches* branches, int64_t slabs, int64_t s, int rows, float (*sums)[256]) {
-  _tile_stored(TILE, sums[TILE], 64);
-  branches[TILE].add(slabs, s, (v16*)sums[TILE], rows);
-}
-
 // Up to 32 rows, 32 columns (two = whether the second 16 exist).
 template <class O>
 static void amx_block(const bf16* x, int64_t ldx, int rows0, int rows1, const bf16* w, int64_t KB, bool two, O* out,
@@ -159,10 +152,11 @@ static void amx_block(const bf16* x, int64_t ldx, int rows0, int rows1, const bf
         if (two) _tile_dpbf16ps(3, 5, 7);
       }
     }
-    amx_add<0>(branches, slabs, s, rows0, sums);
-    if (two) amx_add<1>(branches, slabs, s, rows0, sums);
-    if (rows1) amx_add<2>(branches, slabs, s, rows1, sums);
-    if (rows1 && two) amx_add<3>(branches, slabs, s, rows1, sums);
+    // A tile's number is written out: g++ 12 takes no name for it.
+    _tile_stored(0, sums[0], 64); branches[0].add(slabs, s, (v16*)sums[0], rows0);
+    if (two) { _tile_stored(1, sums[1], 64); branches[1].add(slabs, s, (v16*)sums[1], rows0); }
+    if (rows1) { _tile_stored(2, sums[2], 64); branches[2].add(slabs, s, (v16*)sums[2], rows1); }
+    if (rows1 && two) { _tile_stored(3, sums[3], 64); branches[3].add(slabs, s, (v16*)sums[3], rows1); }
   }
   amx_store(sums[0], rows0, out, ldo, bias, n0, N);
   if (two) amx_store(sums[1], rows0, out, ldo, bias, n0 + 16, N);
