@@ -2,7 +2,8 @@
 
 The library lands in ``$PACELINE_HOME/kernels`` (default ``~/.cache/paceline/kernels``), named by a hash of sources,
 flags and processor, so that a changed source or another machine never meets a stale build. Without a C++ compiler the
-layers fall back to torch, and the start-up probe then reports that the host is not bit-exact.
+layers fall back to torch, and the start-up probe then reports that the host is not bit-exact. A compiler that cannot
+build for all that the processor has builds without AMX.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ FLAGS = (
 EXACT = "integer_"  # files that start so round after every operation, for the same bits on every instruction set
 COMPILE_TIMEOUT_S = 300
 LOCK_POLL_S = 0.2
+NO_AMX = "-DPACELINE_NO_AMX"
 
 
 def cache_folder() -> Path:
@@ -52,9 +54,14 @@ def cpu_identity() -> str:
     return "\n".join(line for line in lines[:40] if line.startswith(("model name", "flags", "Features")))
 
 
+def find_compiler() -> str | None:
+    """The C++ compiler of this host, ``$CXX`` first; None where there is none."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+
+
 def compile_kernels(extra_flags: tuple[str, ...] = ()) -> Path:
     """Path of the library for this host, compiled if it is not there yet. Raises RuntimeError if it cannot be."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    compiler = find_compiler()
     if compiler is None:
         raise RuntimeError("no C++ compiler found: install g++ (Debian: apt-get install g++)")
     flags = [*FLAGS, *extra_flags]
@@ -128,15 +135,19 @@ def load_kernels(extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL | None:
         return None
     if not extra_flags and choice:
         extra_flags = tuple(choice.split())
+    lesser = (*extra_flags, NO_AMX)
     try:
         library = ctypes.CDLL(str(compile_kernels(extra_flags)))
     except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+        if find_compiler() and NO_AMX not in extra_flags:
+            log.warning("the CPU kernels cannot be built for all of this processor; building without AMX: %s", error)
+            return load_kernels(lesser)
         log.warning("CPU kernels are off, falling back to torch (slower, not bit-exact): %s", error)
         return None
     _declare(library)
     if library.pl_init() != 0:
         log.warning("this kernel refuses AMX state; building without AMX")
-        return load_kernels((*extra_flags, "-DPACELINE_NO_AMX"))
+        return load_kernels(lesser)
     return library
 
 

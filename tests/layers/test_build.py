@@ -1,7 +1,8 @@
-"""Kernels are compiled once for a host, however many nodes start together."""
+"""Kernels are compiled once for a host, however many nodes start together, and compile for other hosts too."""
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from paceline.layers import build
+
+COMPILER = build.find_compiler() or ""
+PROCESSORS = ("sapphirerapids", "x86-64-v4", "x86-64-v3")  # with AMX, with AVX-512, with AVX2
 
 
 @pytest.fixture
@@ -43,3 +47,35 @@ def test_a_lock_that_is_not_given_back_is_done_without(built: list[Path], monkey
     with build._alone(target.with_suffix(".lock")):
         assert build.compile_kernels() == target
     assert built == [target, target]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or not COMPILER, reason="needs a C++ compiler for x86-64")
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_they_compile_for_processors_that_this_host_is_not(processor: str, tmp_path: Path) -> None:
+    """Assembled, not run. Mutant: a template parameter as the number of an AMX tile, which the emulated tiles take."""
+    flags = [flag for flag in build.FLAGS if flag not in ("-O3", "-march=native")]
+    target = tmp_path / "kernels.so"
+    build._build([COMPILER, "-O0", f"-march={processor}", *flags], target)
+    assert target.stat().st_size > 0
+
+
+@pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
+def test_a_host_whose_kernels_do_not_compile_gets_them_without_amx(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real, asked = build.compile_kernels, list[tuple[str, ...]]()
+
+    def refused(extra_flags: tuple[str, ...] = ()) -> Path:
+        asked.append(extra_flags)
+        if build.NO_AMX not in extra_flags:
+            raise RuntimeError("bad register name")
+        return real(extra_flags)
+
+    monkeypatch.setattr(build, "compile_kernels", refused)
+    monkeypatch.delenv("PACELINE_KERNELS", raising=False)
+    build.load_kernels.cache_clear()
+    library = build.load_kernels()
+    build.load_kernels.cache_clear()
+    assert library is not None
+    assert asked == [(), (build.NO_AMX,)]
+    assert "bad register name" in caplog.text

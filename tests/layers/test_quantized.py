@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -82,7 +80,7 @@ def test_integer_kernels_give_the_bits_of_the_reference(
 @needs_kernels
 @pytest.mark.parametrize("name", INSTRUCTIONS)
 def test_every_instruction_set_gives_the_same_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    compiler = build.find_compiler()
     assert compiler is not None
     sources = SOURCES if "VNNI" in name else [*SOURCES, OF_FLOATS]  # products of floats know nothing of VNNI
     monkeypatch.setattr(build, "_translation_units", lambda: [build.SOURCES / source for source in sources])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -83,7 +81,7 @@ def test_on_every_instruction_set(name: str, tmp_path: Path, monkeypatch: pytest
 
 def compiled(flags: tuple[str, ...], target: Path) -> ctypes.CDLL:
     """Dense linears for a lesser instruction set; what else they name is the host's."""
-    host, compiler = build.load_kernels(), os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    host, compiler = build.load_kernels(), build.find_compiler()
     assert host is not None
     assert compiler is not None
     source = str(build.SOURCES / "linear.cpp")
