@@ -71,7 +71,8 @@ def shared_mlp(
 
 
 class SeparateExperts:
-    """Each expert a module of its own, run once over all its rows. Exact, and for the CPU: it reads the counts."""
+    """Each expert a module of its own, run once over all its rows. For CPUs, and for ranks that each have some of the
+    experts: the host reads the counts."""
 
     def __init__(self, take: TakeLinear, prefix: str, num_experts: int, ranks: OneRank = ONE_RANK) -> None:
         held = ranks.experts(num_experts)
@@ -182,7 +183,9 @@ def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 def experts_of(
     device: torch.device, take: Take, linear: TakeLinear, prefix: str, num_experts: int, ranks: OneRank = ONE_RANK
 ) -> Experts:
-    """The routed experts of a layer, as ``device`` runs them. ranks: on a CPU, who has which of them."""
+    """The routed experts of a layer, as ``device`` runs them. ranks: who has which of them."""
+    if len(ranks.experts(num_experts)) < num_experts:  # on a GPU too: every rank must know how many rows each expert got
+        return SeparateExperts(linear, prefix, num_experts, ranks)
     if makes_exact(device):
         from paceline.models.exact_experts import ExactExperts
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from paceline.errors import NodeUnavailable
 from paceline.ranks.channel import Channel, Kind
 from paceline.ranks.commands import read_text, text_fields
-from paceline.ranks.group import Group
+from paceline.ranks.devices import make_group
 from paceline.ranks.leader import RANK_TIMEOUT_S, Followers
 from paceline.ranks.options import FollowerOptions
 
@@ -45,7 +45,7 @@ class FollowerProcesses:
         commands, rows, sums = ([Channel(ours) for ours, _ in kind] for kind in pairs)
         self._theirs = [[theirs for _, theirs in ends] for ends in zip(*pairs, strict=True)]
         self._commands = commands
-        self.group = Group(0, len(options) + 1, sums, RANK_TIMEOUT_S)
+        self.group = make_group(options[0], 0, sums, RANK_TIMEOUT_S)
         self.followers = Followers(commands, rows, self.group)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ended, self._started = threading.Event(), threading.Event()
@@ -64,10 +64,15 @@ class FollowerProcesses:
             raise
 
     def wait_ready(self) -> None:
-        """Until every follower has loaded its part. Raises NodeUnavailable with what one that cannot says."""
+        """Until every follower has loaded its part, and the ranks have met. Raises NodeUnavailable with what one that
+        cannot says."""
         for rank, text in enumerate(self._await(Kind.READY, LOAD_TIMEOUT_S), 1):
             log.info("rank %d has its part of the model: %s", rank, text)
         self._ready = True
+        try:
+            self.group.join()
+        except NodeUnavailable as error:
+            raise self.followers.fail(error) from error
 
     def end(self) -> None:
         """End the followers, whatever they do, and wait until they are gone. Idempotent."""
@@ -120,6 +125,8 @@ class FollowerProcesses:
                 stopped[rank - 1] = stopped[rank - 1] + 1 if is_stopped(process.pid) else 0
                 if self.followers.failure:
                     continue
+                if late := self.group.late():
+                    self.followers.fail(NodeUnavailable(late))
                 if process.poll() is not None:
                     self.followers.fail(NodeUnavailable(f"rank {rank} ended with {process.returncode}"))
                 elif stopped[rank - 1] * POLL_S > STOPPED_S:

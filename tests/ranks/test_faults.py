@@ -9,8 +9,8 @@ import pytest
 from paceline.errors import NodeUnavailable
 from paceline.ranks.channel import Frame, Kind
 from paceline.ranks.follower import Follower
-from paceline.ranks.group import Group
 from paceline.ranks.leader import Followers
+from paceline.ranks.sockets import SocketGroup
 from tests.support import thread_ranks
 from tests.support.exactness import run
 from tests.support.needs import needs_kernels
@@ -79,6 +79,6 @@ def test_one_clear_error(follower: type[Faulty], said: str, monkeypatch: pytest.
 
 
 def test_an_error_without_a_text_has_its_name() -> None:
-    followers = Followers([], [], Group(0, 1, [], TIMEOUT_S))
+    followers = Followers([], [], SocketGroup(0, 1, [], TIMEOUT_S))
     with pytest.raises(NodeUnavailable, match="MemoryError"), followers.running(Kind.LOGITS, []):
         raise MemoryError

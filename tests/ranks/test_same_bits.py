@@ -55,6 +55,10 @@ def all_of_llama(kv_heads: int) -> ModelSpec:
 
 MODELS: dict[str, tuple[ModelSpec, str, str, tuple[int, ...]]] = {  # number format, --quantize or a kind, degrees
     "heads-8-fp32": (all_of_llama(8), "fp32", "none", (1, 2, 4, 8)),
+    "heads-8-fp32 collective": (all_of_llama(8), "fp32", "none", (1, 2, 8)),
+    "heads-2-bf16 collective": (all_of_llama(2), "bf16", "none", (1, 4)),
+    "deepseek-bf16 collective": (family_spec("deepseek_v3"), "bf16", "none", (1, 4)),
+    "glm4-moe-alone collective": (family_spec("glm4_moe, MLPs on rank 0"), "bf16", "none", (1, 2)),
     "heads-2-bf16": (all_of_llama(2), "bf16", "none", (1, 2, 4, 8)),
     "deepseek-fp32": (family_spec("deepseek_v3"), "fp32", "none", (1, 2, 4)),
     "deepseek-bf16": (family_spec("deepseek_v3"), "bf16", "none", (1, 4)),
@@ -79,6 +83,7 @@ def runners(request: pytest.FixtureRequest) -> Iterator[dict[int, ModelRunner]]:
     floats = ranks_tensors(spec, DTYPES[dtype])
     weights: dict[str, LinearWeight] = dict(floats)
     options = {"drafter": "none", "kv_cache_tokens": 1024, "quantize": kind if kind in SCHEMES else "none"}
+    options["rank_sums"] = "collective" if "collective" in request.param else "sockets"
     if kind not in (*SCHEMES, "none"):
         weights |= {name: KINDS[kind](tensor) for name, tensor in floats.items() if "_proj.w" in name}
     made = {degree: ranks_runner(degree, spec, dtype, Follower, weights, **options) for degree in degrees}
