@@ -124,7 +124,8 @@ class CollectiveGroup(Group):
         try:
             start(found.group).wait()
         except RuntimeError as error:
-            raise NodeUnavailable(SHUT if self._shut else f"a rank is gone or silent: {error}") from error
+            said = str(error).partition(". ")[0]  # of gloo; what follows are guesses at the cause
+            raise NodeUnavailable(SHUT if self._shut else f"a rank is gone or silent: {said}") from error
         if self._marks is not None:
             self._marks.put()
 

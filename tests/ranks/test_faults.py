@@ -58,15 +58,26 @@ class RunsAnother(Faulty):
     """The sizes of what it tells differ."""
 
     def fault(self, frame: Frame) -> None:
-        Follower._run(self, Frame(Kind.EMBED, frame.number, bytearray(b"\x08" + bytes(15))))
+        Follower._run(self, Frame(Kind.EMBED, frame.number, bytearray(2 * (b"\x08" + bytes(15)))))
 
 
 @pytest.mark.parametrize(
-    ("follower", "said"), [(Raises, "no memory"), (Ends, "gone"), (Skips, "silent"), (RunsAnother, "step")]
+    ("sums", "follower", "said"),
+    [
+        ("sockets", Raises, "no memory"),
+        ("sockets", Ends, "gone"),
+        ("sockets", Skips, "silent"),
+        ("sockets", RunsAnother, "step"),
+        ("collective", Raises, "no memory"),
+        ("collective", Ends, "gone"),
+        ("collective", Skips, "silent"),
+    ],
 )
-def test_one_clear_error(follower: type[Faulty], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_clear_error(sums: str, follower: type[Faulty], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutants: a collective waits for ever; the end of a rank ends no collective."""
     monkeypatch.setattr(thread_ranks, "TIMEOUT_S", TIMEOUT_S)
-    runner = ranks_runner(4, ranks_spec(), "fp32", follower, drafter="none", prefix_cache=False)
+    options = {"drafter": "none", "prefix_cache": False, "rank_sums": sums}
+    runner = ranks_runner(4, ranks_spec(), "fp32", follower, **options)
     assert runner.alive()
     began = time.monotonic()
     with pytest.raises(NodeUnavailable, match=f"ranks of this node are lost.*{said}"):
