@@ -81,6 +81,11 @@ def meeting(config: NodeConfig) -> Iterator[str]:
         yield os.path.join(folder, "store")
 
 
+def channels_of(options: FollowerOptions) -> int:
+    """Channels to each follower: commands, rows, and parts where no collective carries them."""
+    return 2 if options.meeting else 3
+
+
 def make_group(options: FollowerOptions, rank: int, channels: Sequence[Channel], timeout_s: float) -> Group:
     """The group of a node as ``rank`` sees it. options: of any follower; channels: see SocketGroup."""
     if not options.meeting:

@@ -1,6 +1,7 @@
-"""One follower as a process: ``python -m paceline.ranks.process COMMANDS ROWS SUMS PARENT``, which rank 0 starts.
+"""One follower as a process: ``python -m paceline.ranks.process COMMANDS ROWS [SUMS] PARENT``, which rank 0 starts.
 
-The first three are open sockets that it inherits, the last is the process that it must not outlive.
+The first are open sockets that it inherits, SUMS where parts cross on sockets; the last is the process that it must not
+outlive.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> int:
     """See the module docstring."""
-    *ends, parent = map(int, sys.argv[1:5])
+    *ends, parent = map(int, sys.argv[1:])
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: rank 0 decides when the node ends
-    channel, rows, sums = (Channel(socket.socket(fileno=end)) for end in ends)
+    channel, rows, *sums = (Channel(socket.socket(fileno=end)) for end in ends)
     try:
         options = FollowerOptions.read(read_text(channel.receive(RANK_TIMEOUT_S)))
         configure_logging(options.log_level, options.log_format, f"rank-{options.rank}")
-        group = make_group(options, options.rank, [sums], RANK_TIMEOUT_S)
+        group = make_group(options, options.rank, sums, RANK_TIMEOUT_S)
         follower = load(options, group, channel, rows)
     except Exception as error:
         told(channel, error)
