@@ -184,7 +184,9 @@ def experts_of(
     device: torch.device, take: Take, linear: TakeLinear, prefix: str, num_experts: int, ranks: OneRank = ONE_RANK
 ) -> Experts:
     """The routed experts of a layer, as ``device`` runs them. ranks: who has which of them."""
-    if len(ranks.experts(num_experts)) < num_experts:  # on a GPU too: every rank must know how many rows each expert got
+    if (
+        len(ranks.experts(num_experts)) < num_experts
+    ):  # on a GPU too: every rank must know how many rows each expert got
         return SeparateExperts(linear, prefix, num_experts, ranks)
     if makes_exact(device):
         from paceline.models.exact_experts import ExactExperts

@@ -91,6 +91,4 @@ def make_group(options: FollowerOptions, rank: int, channels: Sequence[Channel],
     if not options.meeting:
         return SocketGroup(rank, options.degree, channels, timeout_s)
     device = rank_device(options.device, rank)
-    return CollectiveGroup(
-        rank, options.degree, device, lambda: file_store(options.meeting, options.degree), timeout_s
-    )
+    return CollectiveGroup(rank, options.degree, device, lambda: file_store(options.meeting, options.degree), timeout_s)

@@ -31,9 +31,7 @@ class FollowerOptions:
     log_format: LogFormat
 
     @classmethod
-    def of(
-        cls, config: NodeConfig, folder: str, rank: int, num_pages: int, meeting: str = ""
-    ) -> FollowerOptions:
+    def of(cls, config: NodeConfig, folder: str, rank: int, num_pages: int, meeting: str = "") -> FollowerOptions:
         """What rank ``rank`` of a node is told. num_pages: in its pool. meeting: see devices.meeting."""
         return cls(
             folder=folder,

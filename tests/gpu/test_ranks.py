@@ -1,6 +1,6 @@
 """Nodes of two ranks, each a process with a GPU of its own. The same bodies run on CPUs, where gloo carries the parts.
 
-Mutants that fail on a CPU: parts added as they come, a sum of an all-reduce, parts rounded to bf16.
+The order of sums shows at four ranks and more, in tests/ranks/test_same_bits.py.
 """
 
 from __future__ import annotations
@@ -63,6 +63,12 @@ def followers() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if "paceline.ranks.process" in " ".join(child.cmdline())]
 
 
+def run_until(runner: ModelRunner, end: float) -> None:
+    """Steps, until one fails or time is over."""
+    while time.monotonic() < end:
+        run(runner, REQUESTS[:1])
+
+
 @pytest.mark.parametrize("bits", ["fast", "exact"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_two_ranks_give_the_tokens_of_one(
@@ -115,8 +121,7 @@ def test_a_rank_that_is_lost_ends_the_node(device: str, sent: signal.Signals, mo
         follower.send_signal(sent)
         began = time.monotonic()
         with pytest.raises(NodeUnavailable, match="ranks of this node are lost"):
-            while time.monotonic() - began < SOON_S:
-                run(lost, REQUESTS[:1])
+            run_until(lost, began + SOON_S)
         assert time.monotonic() - began < SOON_S
         assert not lost.alive()
         follower.kill()  # the end would wait for one that is stopped

@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from paceline.assembly.build import assemble, num_pages_of
 from paceline.attention.select import attention_for
@@ -30,6 +29,7 @@ from paceline.models.moe_config import MoeSpec, softmax_moe
 from paceline.models.registry import DTYPES, model_class
 from paceline.ranks.channel import Channel
 from paceline.ranks.collective import CollectiveGroup
+from paceline.ranks.communicators import torch_dist
 from paceline.ranks.devices import SOCKETS, rank_device, sums_of
 from paceline.ranks.follower import Follower
 from paceline.ranks.group import Group
@@ -57,7 +57,7 @@ def thread_target(
     """A model of ``degree`` ranks. ``close`` ends the threads."""
     dtype, pages = DTYPES[config.dtype], (num_pages_of(config), config.page_size)
     places = [rank_device(config.device, rank) for rank in range(degree)]
-    meet = cache(dist.HashStore)  # one for all of them
+    meet = cache(torch_dist.HashStore)  # one for all of them
     (commands, their_commands), (rows, their_rows) = channels(degree), channels(degree)
     sums, their_sums = channels(degree) if sums_of(config) == SOCKETS else ([], [])
     shards = [Shard(spec, degree, rank) for rank in range(degree)]
