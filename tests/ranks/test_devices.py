@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from paceline.assembly.graph_build import wants_graphs
 from paceline.config import NodeConfig
 from paceline.errors import ConfigError, NodeUnavailable
 from paceline.ranks.collective import CollectiveGroup
@@ -93,3 +94,10 @@ def test_a_collective_on_a_gpu_that_does_not_end_is_late(
     group.shut()
     with pytest.raises(NodeUnavailable, match="the ranks have ended"):
         group.finish()
+
+
+def test_a_node_of_several_ranks_says_that_it_has_no_graphs(caplog: pytest.LogCaptureFixture) -> None:
+    """Mutant: rank 0 captures a forward of which the others know nothing."""
+    assert wants_graphs(NodeConfig(device="cuda"))
+    assert not wants_graphs(NodeConfig(device="cuda", tp=2))
+    assert caplog.messages == ["CUDA graphs are off: the 2 ranks of this node launch every step"]
