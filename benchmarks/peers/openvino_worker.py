@@ -2,8 +2,8 @@
 stdout.
 
 A job is ``{"model", "threads", "slots", "context", "groups": [[[text, max_tokens], ...], ...]}``. The requests of a
-group are asked side by side, group after group. The answer is ``{"about", "groups": [[{"stamps", "tokens",
-"prompt_tokens"}, ...], ...]}``: seconds after the group began at which tokens came, and how many each request had.
+group are asked side by side, group after group. The answer is ``[[{"stamps", "tokens", "prompt_tokens"}, ...], ...]``: seconds after the group began at
+which tokens came, and how many each request had.
 
 The pipeline that batches continuously serves single requests too. Its steps are driven by hand, so that each token has
 a time, as behind a server.
@@ -36,16 +36,12 @@ def main() -> None:
         "PERFORMANCE_HINT": "LATENCY",
         "KV_CACHE_PRECISION": "bf16" if bf16 else "f16",  # 16 bits, as the others keep
     }
-    if "kv" in job:
-        del properties["KV_CACHE_PRECISION"]
-        if job["kv"]: properties["KV_CACHE_PRECISION"] = job["kv"]
     pipeline = genai.ContinuousBatchingPipeline(job["model"], scheduler, "CPU", properties)
     tokenizer = pipeline.get_tokenizer()
-    groups = [timed(genai, openvino, pipeline, tokenizer, group) for group in job["groups"]]
-    json.dump({"about": f"computes in {precision}", "groups": groups}, sys.stdout)
+    json.dump([timed(genai, pipeline, tokenizer, group) for group in job["groups"]], sys.stdout)
 
 
-def timed(genai: Any, openvino: Any, pipeline: Any, tokenizer: Any, group: list[tuple[str, int]]) -> list[dict[str, Any]]:
+def timed(genai: Any, pipeline: Any, tokenizer: Any, group: list[tuple[str, int]]) -> list[dict[str, Any]]:
     """Ask the requests of a group at once and note when each token comes."""
     began = time.perf_counter()
     handles, found = [], []
