@@ -1,5 +1,7 @@
-"""``paceline bench serving``, ``peers`` and ``widths``: servers under load, ours and others. Nothing heavy is imported before a
-command runs."""
+"""``paceline bench serving``, ``peers`` and ``widths``: servers under load, ours and others.
+
+Nothing heavy is imported before a command runs.
+"""
 
 from __future__ import annotations
 

@@ -25,6 +25,14 @@ WORKER_TIMEOUT_S = 600.0
 LIMITS = Limits(outstanding=servers.SLOTS, deadline_s=300.0)
 ERROR_CHARACTERS = 300
 BITS = {"bf16": 16, "w8a8": 8, "Q8_0": 8, "int8": 8, "w4a8": 4, "Q4_0": 4, "Q4_1": 4, "int4": 4}
+# OpenVINO's weights, and what it computes in. With f32 it may round the inputs of its layers to int8.
+OPENVINO = {
+    "bf16": ("bf16", "bf16"),
+    "int8": ("int8", "bf16"),
+    "int8, f32": ("int8", "f32"),
+    "int4": ("int4", "bf16"),
+    "int4, f32": ("int4", "f32"),
+}
 
 Groups = Sequence[Sequence[Ask]]  # of requests that are sent side by side, group after group
 
@@ -43,15 +51,11 @@ class Engine:
     """One line of the table. ``ask`` starts it, asks the groups and ends it; it raises ConfigError, NotReady."""
 
     name: str
-    weights: str  # a key of BITS
+    weights: str  # and how they are computed with
+    bits: int  # of a weight
     needs: tuple[Path, ...]  # that benchmarks.peers.install makes
     peer: str  # that makes it
     ask: Callable[[Groups], list[list[Timing]]]
-
-    @property
-    def bits(self) -> int:
-        """The width of its weights."""
-        return BITS[self.weights]
 
     def missing(self) -> str:
         """Why it cannot start; empty where it can."""
@@ -69,16 +73,19 @@ def engines(model: str, folder: Path) -> list[Engine]:
     for kind in ("bf16", *GGUF_TYPES):
         file = servers.gguf_file(folder.name, kind)
         setting = Setting("llama.cpp", servers.llama_server(file))
-        found.append(Engine("llama.cpp", kind, (servers.LLAMA_SERVER, file), "llama.cpp", _over_http(setting)))
-    for kind in ("bf16", "int8", "int4"):
+        found.append(
+            Engine("llama.cpp", kind, BITS[kind], (servers.LLAMA_SERVER, file), "llama.cpp", _over_http(setting))
+        )
+    for name, (kind, precision) in OPENVINO.items():
         weights = servers.openvino_folder(folder.name, kind)
-        found.append(Engine("openvino", kind, (servers.OPENVINO_PYTHON, weights), "openvino", _in_process(weights)))
+        needs, ask = (servers.OPENVINO_PYTHON, weights), _in_process(weights, precision)
+        found.append(Engine("openvino", name, BITS[kind], needs, "openvino", ask))
     return sorted(found, key=lambda engine: -engine.bits)
 
 
 def _paceline(model: str, weights: str, options: Sequence[str], needs: tuple[Path, ...] = ()) -> Engine:
     (setting,) = deployments(model, ["one node"], ["none"], options)
-    return Engine("paceline", weights, needs, "llama.cpp", _over_http(setting))
+    return Engine("paceline", weights, BITS[weights], needs, "llama.cpp", _over_http(setting))
 
 
 def _over_http(setting: Setting) -> Callable[[Groups], list[list[Timing]]]:
@@ -99,10 +106,10 @@ def _timing(outcome: Outcome) -> Timing:
     return Timing(outcome.stamps, outcome.output_tokens, outcome.prompt_tokens)
 
 
-def _in_process(weights: Path) -> Callable[[Groups], list[list[Timing]]]:
+def _in_process(weights: Path, precision: str) -> Callable[[Groups], list[list[Timing]]]:
     def ask(groups: Groups) -> list[list[Timing]]:
         texts = [[(one.text, one.max_tokens) for one in group] for group in groups]
-        about = {"threads": servers.cores(), "slots": servers.SLOTS, "context": servers.CONTEXT}
+        about = {"threads": servers.cores(), "slots": servers.SLOTS, "context": servers.CONTEXT, "precision": precision}
         try:
             done = subprocess.run(
                 [str(servers.OPENVINO_PYTHON), str(openvino_worker.__file__)],

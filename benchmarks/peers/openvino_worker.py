@@ -1,9 +1,9 @@
 """OpenVINO GenAI in a process of its own, which its own environment runs: reads a job as JSON on stdin, writes times on
 stdout.
 
-A job is ``{"model", "threads", "slots", "context", "groups": [[[text, max_tokens], ...], ...]}``. The requests of a
-group are asked side by side, group after group. The answer is ``[[{"stamps", "tokens", "prompt_tokens"}, ...], ...]``: seconds after the group began at
-which tokens came, and how many each request had.
+A job is ``{"model", "threads", "slots", "context", "precision", "groups": [[[text, max_tokens], ...], ...]}``. The
+requests of a group are asked side by side, group after group. The answer is ``[[{"stamps", "tokens", "prompt_tokens"},
+...], ...]``: seconds after the group began at which tokens came, and how many each request had.
 
 The pipeline that batches continuously serves single requests too. Its steps are driven by hand, so that each token has
 a time, as behind a server.
@@ -24,8 +24,8 @@ def main() -> None:
     """See the module docstring."""
     job = json.load(sys.stdin)
     genai, openvino = import_module("openvino_genai"), import_module("openvino")
-    bf16 = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    precision = "bf16" if bf16 else "f32"
+    has_bf16 = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    precision = job["precision"] if has_bf16 else "f32"
     scheduler = genai.SchedulerConfig()
     scheduler.max_num_seqs, scheduler.cache_size = job["slots"], CACHE_GB
     scheduler.enable_prefix_caching = False  # no prompt may be in a cache from another run
@@ -34,7 +34,7 @@ def main() -> None:
         "INFERENCE_NUM_THREADS": job["threads"],
         "INFERENCE_PRECISION_HINT": precision,
         "PERFORMANCE_HINT": "LATENCY",
-        "KV_CACHE_PRECISION": "bf16" if bf16 else "f16",  # 16 bits, as the others keep
+        "KV_CACHE_PRECISION": "bf16" if precision == "bf16" else "f16",  # 16 bits, as the others keep
     }
     pipeline = genai.ContinuousBatchingPipeline(job["model"], scheduler, "CPU", properties)
     tokenizer = pipeline.get_tokenizer()
