@@ -74,7 +74,7 @@ def engines(model: str, folder: Path) -> list[Engine]:
         file = servers.gguf_file(folder.name, kind)
         setting = Setting("llama.cpp", servers.llama_server(file))
         found.append(
-            Engine("llama.cpp", kind, BITS[kind], (servers.LLAMA_SERVER, file), "llama.cpp", _over_http(setting))
+            Engine("llama.cpp", kind, BITS[kind], (servers.LLAMA_SERVER, file), "llama.cpp", over_http(setting))
         )
     for name, (kind, precision) in OPENVINO.items():
         weights = servers.openvino_folder(folder.name, kind)
@@ -85,10 +85,12 @@ def engines(model: str, folder: Path) -> list[Engine]:
 
 def _paceline(model: str, weights: str, options: Sequence[str], needs: tuple[Path, ...] = ()) -> Engine:
     (setting,) = deployments(model, ["one node"], ["none"], options)
-    return Engine("paceline", weights, BITS[weights], needs, "llama.cpp", _over_http(setting))
+    return Engine("paceline", weights, BITS[weights], needs, "llama.cpp", over_http(setting))
 
 
-def _over_http(setting: Setting) -> Callable[[Groups], list[list[Timing]]]:
+def over_http(setting: Setting) -> Callable[[Groups], list[list[Timing]]]:
+    """Start a server, ask it the groups, end it."""
+
     async def asked(url: str, groups: Groups) -> list[list[Timing]]:
         server = Server(url, await served_model(url), ignore_eos=True)
         return [[_timing(outcome) for outcome in await drive(server, group, LIMITS)] for group in groups]

@@ -115,9 +115,9 @@ def _notes(report: WidthsReport) -> Iterator[str]:
         "GGUF files for both."
     )
     yield (
-        "OpenVINO runs in the process that times it, with its pipeline that batches continuously and keys and values of "
-        "16 bits. It computes in bf16 where the processor has it, and in f32 where the row says so, which lets it "
-        "round the inputs of its layers to int8. Its bf16 weights lie in the file as f16."
+        "OpenVINO runs in the process that times it, with its pipeline that batches continuously and keys and values "
+        "of 16 bits. It computes in bf16 where the processor has it, or in f32 as rows say, which lets it round the "
+        "inputs of its layers to int8. Its bf16 weights lie in the file as f16."
     )
     if report.hidden_size % SUPER_BLOCK:
         yield (
