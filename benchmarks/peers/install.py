@@ -49,6 +49,8 @@ EXPORTS = {
     "int8": ("--weight-format", "int8"),
     "int4": ("--weight-format", "int4", "--group-size", "32", "--ratio", "1.0"),
 }
+LOAD = "_tile_loadconfig(&tc);"
+WRITTEN = '__asm__ volatile("" : : "r"(&tc) : "memory"); '  # all of it is in memory by then
 NOT_FOR_CPU = ("torchvision", "torchaudio", "torchcodec")
 CMAKE = (
     "-DCMAKE_BUILD_TYPE=Release",
@@ -95,6 +97,7 @@ def install_llama_cpp(model: str) -> None:
         run(sys.executable, "-m", "pip", "download", "-q", *wanted, "-d", str(HOME))
         run("tar", "-xzf", str(HOME / f"llama_cpp_python-{LLAMA_CPP_PYTHON}.tar.gz"), "-C", str(HOME))
     llama = sources / "vendor" / "llama.cpp"
+    keep_tile_configuration(llama / "ggml" / "src" / "ggml-cpu" / "amx" / "mmq.cpp")
     if not LLAMA_SERVER.exists() or not LLAMA_QUANTIZE.exists():
         build = str(LLAMA_SERVER.parents[1])
         run("cmake", "-S", str(llama), "-B", build, *CMAKE)
@@ -110,6 +113,20 @@ def install_llama_cpp(model: str) -> None:
         with made(gguf_file(model, kind)) as file:
             if file is not None:
                 run(str(LLAMA_QUANTIZE), str(gguf_file(model)), str(file), kind, str(os.cpu_count() or 1))
+
+
+def keep_tile_configuration(source: Path) -> None:
+    """Mend llama.cpp for processors with AMX. Raises Failed where its source is another one.
+
+    g++ 12 believes that ldtilecfg reads 8 bytes of the 64, leaves the others unwritten, and any file with quantised
+    weights ends the server (https://github.com/ggml-org/llama.cpp/pull/26954). Without AMX it would be no fair peer.
+    """
+    text = source.read_text(encoding="utf-8")
+    if WRITTEN in text:
+        return
+    if text.count(LOAD) != 1:
+        raise Failed(f"{source} does not load its tile configuration as release {LLAMA_CPP_PYTHON} does")
+    source.write_text(text.replace(LOAD, WRITTEN + LOAD), encoding="utf-8")
 
 
 def install_vllm(model: str) -> None:
