@@ -94,7 +94,7 @@ def grid(report: WidthsReport) -> Grid:
     rows = tuple((row.name, row.weights, *_cells(row.best)) for row in report.rows)
     bits = [row.bits for row in report.rows]
     ends = tuple(a != b for a, b in zip(bits, [*bits[1:], 0], strict=True))
-    title = f"widths: {report.model}, {report.cores} cores"
+    title = f"widths: {report.model}, {report.cores} cores {'with' if report.amx else 'without'} AMX"
     return Grid(title, columns, rows, ends, tuple(_notes(report)))
 
 
@@ -108,7 +108,7 @@ def _notes(report: WidthsReport) -> Iterator[str]:
     rounds = max((len(row.rounds) for row in report.rows), default=0)
     yield (
         f"Plain, greedy, {report.prompts}, {DECODE_PROMPT} + {report.max_tokens} tokens past any end of text; {ALONE} "
-        f"single streams; first token: median of {FIRSTS} prompts. Each figure is the best of {rounds} rounds."
+        f"single streams; first token: median of {FIRSTS} prompts. Figures are the best of each row's rounds, {rounds} at most."
     )
     yield (
         "Paceline is served in one node and asked over HTTP as llama.cpp's server is. Q8_0, Q4_0 and Q4_1 are the same "

@@ -87,6 +87,7 @@ class WidthsReport:
 
     model: str
     cores: int
+    amx: bool  # whether they have its instructions, which decide much here
     prompts: str
     max_tokens: int
     hidden_size: int
@@ -130,7 +131,8 @@ def run(plan: Plan, model: str, folder: Path, only: Sequence[str], rounds: int, 
     with ended_by_signals():
         rows = measure(chosen, plan, rounds, progress)
     hidden = ModelSpec.from_folder(folder).hidden_size
-    return WidthsReport(folder.name, cores(), plan.prompts, plan.alone[0].max_tokens, hidden, rows)
+    amx = "amx_int8" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    return WidthsReport(folder.name, cores(), amx, plan.prompts, plan.alone[0].max_tokens, hidden, rows)
 
 
 def measure(chosen: Sequence[Engine], plan: Plan, rounds: int, progress: Progress) -> list[Row]:

@@ -102,7 +102,7 @@ def test_ratios_hold_or_are_missed(tmp_path: Path) -> None:
         Row("openvino", "int4", 4, [], "it is not there"),
     ]
     path = tmp_path / "widths.json"
-    path.write_text(WidthsReport("m", 2, "kept texts", 64, 576, rows).to_json())
+    path.write_text(WidthsReport("m", 2, True, "kept texts", 64, 576, rows).to_json())
     report = WidthsReport.read(path)
     assert report.rows == rows
     verdicts = [(*cells[1:],) for cells in goal_grid(report).rows]
