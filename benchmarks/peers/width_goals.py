@@ -108,7 +108,7 @@ def _notes(report: WidthsReport) -> Iterator[str]:
     rounds = max((len(row.rounds) for row in report.rows), default=0)
     yield (
         f"Plain, greedy, {report.prompts}, {DECODE_PROMPT} + {report.max_tokens} tokens past any end of text; {ALONE} "
-        f"single streams; first token: median of {FIRSTS} prompts. Figures are the best of each row's rounds, {rounds} at most."
+        f"single streams; first token: median of {FIRSTS} prompts. Best of {rounds} round(s)."
     )
     yield (
         "Paceline is served in one node and asked over HTTP as llama.cpp's server is. Q8_0, Q4_0 and Q4_1 are the same "
