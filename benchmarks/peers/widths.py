@@ -106,7 +106,7 @@ class WidthsReport:
             raise ConfigError("json", f"{path} is no result of this benchmark: {error.errors()[0]['msg']}") from None
 
     def best(self, name: str, weights: str) -> Figures | None:
-        """Of that engine with these weights; None where it has none."""
+        """The figures of an engine with these weights; None where it has none."""
         return next((row.best for row in self.rows if (row.name, row.weights) == (name, weights)), None)
 
 
