@@ -97,7 +97,8 @@ def main() -> None:
         times = kv8_speed.measure(model, contexts, given.rows.split(","), given.rounds)
         kv8_speed.show(times)
         if given.json is not None:
-            kept = {"model": given.model, "kernels": kernel_set(), "times": [asdict(each) for each in times]}
+            about = {"model": given.model, "threads": given.threads, "rounds": given.rounds, "kernels": kernel_set()}
+            kept = about | {"times": [asdict(each) for each in times]}
             given.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 

@@ -132,7 +132,8 @@ static void amx_attend_run(const bf16* q, const U* pool, int64_t page_size, int6
   constexpr int64_t W = kept_width<U>(D);
   alignas(64) static const U zeros[W] = {};
   const U *keys[TILE], *values[TILE];
-  int64_t G = Hq / Hk, per = 16 / G, row = Hk * W, longest = 0, earliest = INT64_MAX,
+  Places<U> places(pool, page_size, Hk, head, D);
+  int64_t G = Hq / Hk, per = 16 / G, to_value = places.to_value(), longest = 0, earliest = INT64_MAX,
           shared = prefix_lens[0];
   bool tailed = tail_offsets[1] > tail_offsets[0];
   int used = (count + per - 1) / per, configured = -1;
@@ -140,12 +141,19 @@ static void amx_attend_run(const bf16* q, const U* pool, int64_t page_size, int6
   auto lay_out = [&](AmxTile<D>& to, int64_t base, int from, int64_t n, const int32_t* tail) {  // keys base..base+n-1
     int blocks32 = (n + 31) / 32;
     for (int64_t j = from * 32; j < n; j++) {
-      int64_t at = base + j, slot = (tail && at >= shared) ? tail[at - shared] : prefix[at];
-      keys[j] = pool + (slot / page_size) * 2 * page_size * row + (slot % page_size) * row + head * W;
-      values[j] = keys[j] + page_size * row;
+      int64_t at = base + j;
+      keys[j] = places.at((tail && at >= shared) ? tail[at - shared] : prefix[at]);
+      values[j] = keys[j] + to_value;
     }
     for (int64_t j = n; j < blocks32 * 32; j++) keys[j] = values[j] = zeros;
     to.load(keys, values, from, blocks32);
+  };
+  auto ask = [&](int64_t from, int64_t end) {  // for the lines of a tile that comes next
+    for (int64_t at = from; at < end; at++) {
+      const U* key = places.at(prefix[at]);
+      ask_for<D>(key);
+      ask_for<D>(key + to_value);
+    }
   };
   auto finish = [&](const AmxBlock<D>& block, int first, int64_t r) {  // row r, whose pairs begin at first
     for (int64_t g = 0; g < G; g++)
@@ -176,6 +184,7 @@ static void amx_attend_run(const bf16* q, const U* pool, int64_t page_size, int6
   int64_t apart = tailed ? shared / TILE * TILE : longest;  // from where on the rows go alone
   for (int64_t base = earliest / TILE * TILE; base < apart; base += TILE) {
     lay_out(tile, base, 0, std::min<int64_t>(TILE, longest - base), nullptr);
+    ask(base + TILE, std::min(base + 2 * TILE, tailed ? shared : longest));
     for (int b = 0; b < used; b++) {
       if (!blocks[b].sees(base)) continue;
       configure(blocks[b].pairs);

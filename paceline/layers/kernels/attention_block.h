@@ -131,7 +131,9 @@ static void attend_block(const bf16* q, const U* pool, int64_t page_size, int64_
   constexpr int64_t W = kept_width<U>(D);
   alignas(64) static const U zeros[W] = {};
   alignas(64) static thread_local bf16 numbers[kCoded<U> ? TILE * D : 1];
-  const int64_t G = Hq / Hk, pairs = count * G, row = Hk * W, to_value = page_size * row;
+  const int64_t G = Hq / Hk, pairs = count * G;
+  Places<U> places(pool, page_size, Hk, head, D);
+  const int64_t to_value = places.to_value();
   memory.resize(pairs);
   queries.resize(pairs * D);
   RowState<D>* rows = memory.data();
@@ -148,14 +150,10 @@ static void attend_block(const bf16* q, const U* pool, int64_t page_size, int64_
     memcpy(&queries[i * D], q + (r * Hq + head * G + g) * D, D * sizeof(bf16));
   }
   const U* keys[TILE];
-  const uint32_t page = (uint32_t)page_size;
   for (int64_t base = earliest / TILE * TILE; base < longest; base += TILE) {
     int n = (int)std::min<int64_t>(TILE, longest - base), groups = (n + 15) / 16;
     int group0 = (int)(std::max<int64_t>(earliest - base, 0) / 16);
-    for (int j = group0 * 16; j < groups * 16; j++) {
-      uint32_t slot = j < n ? (uint32_t)slots[base + j] : 0;
-      keys[j] = j < n ? pool + slot / page * 2 * to_value + slot % page * row + head * W : zeros;
-    }
+    for (int j = group0 * 16; j < groups * 16; j++) keys[j] = j < n ? places.at(slots[base + j]) : zeros;
     tile.load(keys, to_value, group0, n, numbers);
     int64_t i = 0;
     for (; i + P <= pairs; i += P) block_tile<D, P>(rows + i, &queries[i * D], tile, base, scale);

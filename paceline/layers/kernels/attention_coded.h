@@ -38,18 +38,13 @@ struct CodedTile {
   CodedTile() {
     for (int j = 0; j < TILE; j++) keys[j] = start + j * D;
   }
-  // Its rows from..n-1. slot_at: of a row; head_codes: of the head in the pool's first key.
+  // Its rows from..n-1. slot_at: of a row.
   template <class SlotAt>
-  void load(int64_t from, int64_t n, SlotAt slot_at, const int8_t* head_codes, int64_t page_size, int64_t row) {
-    const uint32_t page = (uint32_t)page_size;
-    auto codes = [&](int64_t j) {
-      uint32_t slot = (uint32_t)slot_at(j);
-      return head_codes + (slot / page * 2 * page_size + slot % page) * row;
-    };
+  void load(int64_t from, int64_t n, SlotAt slot_at, Places<int8_t>& places) {
     for (int64_t j = from; j < n; j++) {
-      const int8_t* key = codes(j);
+      const int8_t* key = places.at(slot_at(j));
       unround_row<D>(key, start + j * D);
-      unround_row<D>(key + page_size * row, start + (TILE + j) * D);
+      unround_row<D>(key + places.to_value(), start + (TILE + j) * D);
     }
   }
 };
@@ -62,9 +57,9 @@ static void attend_coded(const T* q, const int8_t* pool, int64_t page_size, int6
                          const int64_t* tail_offsets, int64_t parts, const Sight& sight, float scale, T* out) {
   static thread_local CodedTile<D, T> tile, second;
   static thread_local std::vector<float> memory;
-  const int64_t heads = Hq / Hk, G = heads / parts, row = Hk * kept_width<int8_t>(D), shared = prefix_lens[0];
+  const int64_t heads = Hq / Hk, G = heads / parts, shared = prefix_lens[0];
   const bool tailed = tail_offsets[1] > tail_offsets[0];
-  const int8_t* codes = pool + head * kept_width<int8_t>(D);
+  Places<int8_t> places(pool, page_size, Hk, head, D);
   const TileFn<T> fn = tile_fn<D, T>(G);
   memory.assign(count * heads * (D + 2), 0.0f);
   float *sums = memory.data(), *top = sums + count * heads * D, *total = top + count * heads;  // of each row and query head
@@ -87,19 +82,24 @@ static void attend_coded(const T* q, const int8_t* pool, int64_t page_size, int6
   int64_t apart = tailed ? shared / TILE * TILE : longest;  // from where on the rows go alone
   for (int64_t base = earliest / TILE * TILE; base < apart; base += TILE) {
     tile.load(std::max<int64_t>(earliest - base, 0), std::min<int64_t>(TILE, longest - base),
-              [&](int64_t j) { return prefix[base + j]; }, codes, page_size, row);
+              [&](int64_t j) { return prefix[base + j]; }, places);
+    for (int64_t at = base + TILE; at < std::min(base + 2 * TILE, tailed ? shared : longest); at++) {
+      const int8_t* key = places.at(prefix[at]);
+      ask_for<D>(key);
+      ask_for<D>(key + places.to_value());
+    }
     for (int64_t r = 0; r < count; r++) add(r, base, tile);
   }
   if (tailed) {
     int64_t own = shared - apart;  // where in its tile the prefix ends
-    tile.load(std::min(own, std::max<int64_t>(earliest - apart, 0)), own, [&](int64_t j) { return prefix[apart + j]; }, codes,
-              page_size, row);
+    tile.load(std::min(own, std::max<int64_t>(earliest - apart, 0)), own, [&](int64_t j) { return prefix[apart + j]; },
+              places);
     for (int64_t r = 0; r < count; r++)
       for (int64_t base = apart; base < length[r]; base += TILE) {
         CodedTile<D, T>& to = base == apart ? tile : second;
         const int32_t* tail = tails + tail_offsets[r];
         to.load(std::max(shared - base, int64_t(0)), std::min<int64_t>(TILE, length[r] - base),
-                [&](int64_t j) { return tail[base + j - shared]; }, codes, page_size, row);
+                [&](int64_t j) { return tail[base + j - shared]; }, places);
         add(r, base, to);
       }
   }

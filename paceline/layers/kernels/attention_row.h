@@ -113,18 +113,15 @@ static void attend_row(const T* q, const T* pool, int64_t page_size, int64_t Hk,
   v16 acc[G][DV] = {};
   float top[G], total[G];
   for (int g = 0; g < G; g++) { top[g] = sight.top(query_head + g); total[g] = sight.total(); }
-  const int64_t row = Hk * D, first = sight.first(length), to_value = page_size * row;
-  // The keys of the tile at `base`, and their lines asked for: a head's rows lie too far apart for the processor to guess.
+  Places<T> places(pool, page_size, Hk, head, D);
+  const int64_t first = sight.first(length), to_value = places.to_value();
+  // The keys of the tile at `base`, and their lines asked for.
   auto find = [&](int64_t base, const T** keys) {
-    const uint32_t page = (uint32_t)page_size;
     for (int64_t at = std::max(base, first), end = std::min<int64_t>(base + TILE, length); at < end; at++) {
-      uint32_t slot = (uint32_t)(at < prefix_len ? prefix[at] : tail[at - prefix_len]);
-      const T* key = pool + slot / page * 2 * to_value + slot % page * row + head * D;
+      const T* key = places.at(at < prefix_len ? prefix[at] : tail[at - prefix_len]);
       keys[at - base] = key;
-      for (int64_t line = 0; line < D * (int64_t)sizeof(T); line += 64) {
-        __builtin_prefetch((const char*)key + line, 0, 2);
-        __builtin_prefetch((const char*)(key + to_value) + line, 0, 2);
-      }
+      ask_for<D>(key);
+      ask_for<D>(key + to_value);
     }
   };
   int64_t start = first / TILE * TILE;

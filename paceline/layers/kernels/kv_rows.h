@@ -14,6 +14,37 @@ static constexpr bool kCoded = std::is_same_v<U, int8_t>;
 template <class U>
 static constexpr int64_t kept_width(int64_t D) { return kCoded<U> ? D + SCALE_BYTES : D; }  // elements
 
+// Where the keys of one head lie, for slots one after another: neighbours of a page need no division.
+template <class U>
+struct Places {
+  const U* first;  // the head's key in slot 0
+  const int64_t row;  // elements from slot to slot, of all heads
+  const uint32_t page;  // slots
+  uint32_t last = UINT32_MAX - 1, offset = 0;
+  const U* key = nullptr;
+
+  Places(const U* pool, int64_t page_size, int64_t Hk, int64_t head, int64_t D)
+      : first(pool + head * kept_width<U>(D)), row(Hk * kept_width<U>(D)), page((uint32_t)page_size) {}
+
+  int64_t to_value() const { return page * row; }
+  const U* at(uint32_t slot) {
+    if (slot == last + 1 && ++offset < page) key += row;
+    else {
+      offset = slot % page;
+      key = first + (slot / page * 2 * (int64_t)page + offset) * row;
+    }
+    last = slot;
+    return key;
+  }
+};
+
+// Asks for the lines of a head's row; rows lie too far apart for the processor to guess.
+template <int D, class U>
+static inline void ask_for(const U* row) {
+  constexpr int64_t bytes = kept_width<U>(D) * sizeof(U);
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char*)row + at, 0, 2);
+}
+
 static inline float scale_of(const int8_t* row, int64_t D) {
   float scale; memcpy(&scale, row + D, SCALE_BYTES);
   return scale;
