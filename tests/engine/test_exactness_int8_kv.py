@@ -116,7 +116,6 @@ def test_latents_are_refused() -> None:
     ("options", "named"),
     [
         ({"device": "cuda"}, "device"),
-        ({"tp": 2}, "tp 2"),
         ({"handoff_dtype_cast": True}, "handoff_dtype_cast"),
         ({"drafter": "draft_model"}, "draft_model"),
     ],
