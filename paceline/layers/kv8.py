@@ -17,9 +17,10 @@ _SUFFIX = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 def round_rows(rows: torch.Tensor) -> torch.Tensor:
     """rows: [..., D], bf16 or float32 -> int8 [..., D + 4]. scale = largest / 127 in float32, codes to nearest even; a
-    row of zeros has scale 0 and codes 0."""
+    row of zeros, or of numbers so small that the scale would be subnormal, has scale 0 and codes 0."""
     wide = rows.float()
     scale = wide.abs().amax(dim=-1, keepdim=True) / 127.0
+    scale = torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)
     codes = torch.where(scale > 0, (wide / scale).round(), 0.0).clamp(-127, 127).to(torch.int8)
     return torch.cat((codes, scale.contiguous().view(torch.int8)), dim=-1)
 

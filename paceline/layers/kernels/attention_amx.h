@@ -13,13 +13,6 @@ struct AmxTile {
 
   template <class U>
   void load(const U* const* k, const U* const* v, int from, int blocks32) {  // its blocks of 32 keys from..blocks32-1
-    bool tiny = false;
-    for (int j = from * 32; kCoded<U> && j < blocks32 * 32; j++) tiny |= is_tiny(k[j], D) | is_tiny(v[j], D);
-    tiny ? lay_out<true>(k, v, from, blocks32) : lay_out<false>(k, v, from, blocks32);
-  }
-
-  template <bool kTiny, class U>
-  void lay_out(const U* const* k, const U* const* v, int from, int blocks32) {
     alignas(64) uint16_t low[32], high[32];
     for (int i = 0; i < 16; i++) {
       low[2 * i] = i; low[2 * i + 1] = 32 + i;
@@ -28,11 +21,11 @@ struct AmxTile {
     __m512i pick_low = _mm512_load_si512(low), pick_high = _mm512_load_si512(high);
     for (int b = 2 * from; b < 2 * blocks32; b++)
       for (int d = 0; d < D / 32; d++)
-        transpose16([&](int i) { return numbers32<D, kTiny>(k[b * 16 + i], d * 32); }, keys[b][d]);
+        transpose16([&](int i) { return numbers32<D>(k[b * 16 + i], d * 32); }, keys[b][d]);
     for (int b = from; b < blocks32; b++)
       for (int p = 0; p < 16; p++)
         for (int d = 0; d < D / 32; d++) {
-          __m512i x = numbers32<D, kTiny>(v[b * 32 + 2 * p], d * 32), y = numbers32<D, kTiny>(v[b * 32 + 2 * p + 1], d * 32);
+          __m512i x = numbers32<D>(v[b * 32 + 2 * p], d * 32), y = numbers32<D>(v[b * 32 + 2 * p + 1], d * 32);
           _mm512_store_si512(values[b][2 * d] + p * 32, _mm512_permutex2var_epi16(x, pick_low, y));
           _mm512_store_si512(values[b][2 * d + 1] + p * 32, _mm512_permutex2var_epi16(x, pick_high, y));
         }

@@ -17,22 +17,16 @@ struct BlockTile {
   alignas(64) bf16 keys[TILE / 16][16][CHUNKS][32];  // [16 keys][pair of dims, in its chunk of 32][chunk]: keys, 2
   const bf16* values[TILE];
 
-  template <bool kTiny, class U>
-  void turn(int b, const U* const* k) {  // group b
-    alignas(64) bf16 turned[512];
-    for (int c = 0; c < CHUNKS; c++) {
-      transpose16([&](int i) { return numbers32<D, kTiny>(k[b * 16 + i], c * 32); }, turned);
-      for (int l = 0; l < 16; l++) memcpy(keys[b][l][c], turned + l * 32, 64);
-    }
-  }
-
   // Its groups of 16 from `from` on, n keys in all. k: of all keys, to whole groups; numbers: [TILE][D], where values go that
   // are codes.
   template <class U>
   void load(const U* const* k, int64_t to_value, int from, int n, bf16* numbers) {
-    bool tiny = false;
-    for (int j = from * 16; kCoded<U> && j < n; j++) tiny |= is_tiny(k[j], D);
-    for (int b = from; b < (n + 15) / 16; b++) tiny ? turn<true>(b, k) : turn<false>(b, k);
+    alignas(64) bf16 turned[512];
+    for (int b = from; b < (n + 15) / 16; b++)
+      for (int c = 0; c < CHUNKS; c++) {
+        transpose16([&](int i) { return numbers32<D>(k[b * 16 + i], c * 32); }, turned);
+        for (int l = 0; l < 16; l++) memcpy(keys[b][l][c], turned + l * 32, 64);
+      }
     for (int j = from * 16; j < n; j++) {
       if constexpr (kCoded<U>) {
         unround_row<D>(k[j] + to_value, numbers + j * D);

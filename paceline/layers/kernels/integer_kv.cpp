@@ -1,14 +1,17 @@
 // KV rows of 8 bits. A head's row is D codes and one float32 scale behind them: D + 4 bytes, of one token, K and V each. The
 // file rounds after every operation, so that all instruction sets and torch write the same bits.
+#include <cfloat>
+
 #include "kv_rows.h"
 #include "steps.h"
 
-// scale = largest / 127, codes to nearest even. A row of zeros has scale 0 and codes 0.
+// scale = largest / 127, codes to nearest even. A row of zeros, or one whose scale would be subnormal, has scale 0 and codes 0.
 template <class T>
 static void round_row(const T* row, int64_t D, int8_t* out) {
   float largest = 0;
   for (int64_t d = 0; d < D; d++) largest = std::max(largest, std::fabs(to_float(row[d])));
   float scale = largest / 127.0f;
+  if (scale < FLT_MIN) scale = 0;
   memcpy(out + D, &scale, SCALE_BYTES);
   for (int64_t d = 0; d < D; d++) {
     float code = scale > 0.0f ? std::nearbyint(to_float(row[d]) / scale) : 0.0f;

@@ -2,8 +2,6 @@
 // (integer_kv.cpp writes them). U is what the pool's elements are: T or int8_t. A code times its scale, rounded once to T, is
 // the number that attention goes on with.
 #pragma once
-#include <cfloat>
-
 #include "common.h"
 
 static constexpr int64_t SCALE_BYTES = sizeof(float);
@@ -60,26 +58,14 @@ static inline v16 coded16(const int8_t* codes, float scale) {
 #endif
 }
 
-// Whether numbers of a row are next to 0, where the processor's own rounding to bf16 would make them 0.
-static inline bool is_tiny(const bf16*, int64_t) { return false; }
-static inline bool is_tiny(const int8_t* row, int64_t D) {
-  float scale = scale_of(row, D);
-  return scale < FLT_MIN && scale > 0;
-}
-
 #ifdef USE_AVX512BF16
-// Elements d..d+31 of a row as bf16. kTiny: rows may be tiny.
-template <int D, bool kTiny>
+// Elements d..d+31 of a row as bf16. The instruction takes subnormal numbers for 0: there are none, for no scale is one.
+template <int D>
 static inline __m512i numbers32(const bf16* row, int64_t d) { return _mm512_loadu_si512(row + d); }
-template <int D, bool kTiny>
+template <int D>
 static inline __m512i numbers32(const int8_t* row, int64_t d) {
   float scale = scale_of(row, D);
-  v16 low = coded16(row + d, scale), high = coded16(row + d + 16, scale);
-  if constexpr (!kTiny) return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-  alignas(64) bf16 rounded[32];
-  store16(rounded, low);
-  store16(rounded + 16, high);
-  return _mm512_load_si512(rounded);
+  return (__m512i)_mm512_cvtne2ps_pbh((__m512)coded16(row + d + 16, scale), (__m512)coded16(row + d, scale));
 }
 #endif
 
@@ -87,11 +73,10 @@ static inline __m512i numbers32(const int8_t* row, int64_t d) {
 template <int D, class T>
 static inline void unround_row(const int8_t* row, T* out) {
 #ifdef USE_AVX512BF16
-  if constexpr (std::is_same_v<T, bf16> && D % 32 == 0)
-    if (!is_tiny(row, D)) {
-      for (int d = 0; d < D; d += 32) _mm512_storeu_si512(out + d, numbers32<D, false>(row, d));
-      return;
-    }
+  if constexpr (std::is_same_v<T, bf16> && D % 32 == 0) {
+    for (int d = 0; d < D; d += 32) _mm512_storeu_si512(out + d, numbers32<D>(row, d));
+    return;
+  }
 #endif
   float scale = scale_of(row, D);
   for (int d = 0; d < D; d += 16) store16(out + d, coded16(row + d, scale));
