@@ -99,7 +99,7 @@ class Case:
         self.sinks = torch.randn(heads)
 
     def attend(self, which: int, make: Callable[[list[torch.Tensor]], list[Segment]], window: int) -> torch.Tensor:
-        sequences = list(self.slots[which].split(LENGTH))
+        sequences = list(torch.split(self.slots[which], LENGTH))
         batch, backend = ForwardBatch.build(make(sequences)), CpuAttention()
         sinks = self.sinks if window == 40 else None
         plan = backend.plan(batch)
@@ -160,7 +160,7 @@ def test_torch_reads_the_same_numbers(dtype: torch.dtype) -> None:
     case, backend, found = Case(GEOMETRIES[0], dtype, (16, 5)), TorchAttention(), list[torch.Tensor]()
     for window in (0, 40):
         for pool, slots in zip(case.pools, case.slots, strict=True):
-            batch = ForwardBatch.build(chunk(100, 140)(list(slots.split(LENGTH))))
+            batch = ForwardBatch.build(chunk(100, 140)(list(torch.split(slots, LENGTH))))
             plan, sinks = backend.plan(batch), case.sinks if window else None
             found.append(backend.attend(case.query[: batch.num_rows], pool, 0, plan, 0.2, window, sinks))
         assert torch.equal(*found)
