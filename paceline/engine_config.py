@@ -232,12 +232,8 @@ class EngineConfig(Frozen):
     def _check_int8(self) -> None:
         if self.device != "cpu":
             raise ValueError(f"kv_dtype 'int8' is for CPUs: set device {self.device!r} to cpu, or kv_dtype to auto")
-        if self.tp > 1:
-            raise ValueError(f"kv_dtype 'int8' needs nodes of one rank: set tp {self.tp} to 1, or kv_dtype to auto")
         if self.handoff_dtype_cast:
             raise ValueError("kv_dtype 'int8' cannot be cast: set handoff_dtype_cast to false, or kv_dtype to auto")
-        if self.drafter == "draft_model":
-            raise ValueError("kv_dtype 'int8' has no drafter 'draft_model': take another, or set kv_dtype to auto")
 
     def __getstate__(self) -> dict[Any, Any]:
         fields = type(self).model_fields.items()

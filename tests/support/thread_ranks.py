@@ -68,7 +68,7 @@ def thread_target(
     followers = Followers(commands, rows, groups[0], timeout_s=TIMEOUT_S)
     threads: list[threading.Thread] = []
     target = ParallelTarget(models[0], shards[0], followers, lambda: _end(threads, followers))
-    layout = KvLayout(target.kv_layers, dtype)
+    layout = KvLayout.of(target.kv_layers, dtype, config.kv_dtype)
     for shard, model, *ends in zip(shards[1:], models[1:], their_commands, their_rows, groups[1:], strict=True):
         pool, geometry = KvPool(held_layout(layout, shard), *pages), (len(shard.heads), len(shard.kv_heads))
         special = spec.special_attention(spec.max_model_len)
