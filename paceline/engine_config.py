@@ -63,6 +63,10 @@ class EngineConfig(Frozen):
     """Ranks of one node: processes of one host that each hold a part of every layer. The text is the same for every
     number. Raise it where a model does not fit one device."""
 
+    rank_sums: Literal["auto", "sockets", "collective"] = "auto"
+    """How ranks of a node put their parts together: `sockets` through the host, or `collective` by torch.distributed,
+    which is NCCL on GPUs and gloo on CPUs. `auto` takes sockets on CPUs. No bit depends on it."""
+
     attention: Literal["auto", "flashinfer", "triton", "torch"] = "auto"
     """Attention kernels. `auto` takes FlashInfer on GPUs where it is installed, else Paceline's own: `triton` on GPUs,
     also for sliding windows and sinks. `torch` runs everywhere and is slow."""

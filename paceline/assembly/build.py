@@ -87,9 +87,9 @@ def _ready(config: NodeConfig, folder: Path, model: TargetModel, *, decodes: boo
 
 
 def _load(config: NodeConfig, folder: Path, device: torch.device) -> TargetModel:
-    if config.tp > 1:
-        return load_parallel(config, folder, num_pages_of(config))
     with layer_bits(config.bits, device):
+        if config.tp > 1:
+            return load_parallel(config, folder, num_pages_of(config))
         return load_target(folder, DTYPES[config.dtype], device, config.quantize)
 
 

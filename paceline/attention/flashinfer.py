@@ -49,7 +49,7 @@ MakeKernel = Callable[[ModuleType, torch.Tensor, StaticBuffers | None], Kernel]
 
 def geometry_of(query: torch.Tensor, kv: KvPool, layer: int, scale: float, value_dim: int) -> Geometry:
     """The geometry of one call of ``attend`` (value_dim 0) or ``attend_latent``."""
-    spec = kv.layout.layers[layer]
+    spec = kv.held.layers[layer]
     return Geometry(query.shape[1], spec.num_kv_heads, query.shape[2], value_dim, kv.page_size, scale, query.dtype)
 
 

@@ -22,6 +22,7 @@ from paceline.engine.host_round import HostJudge
 from paceline.engine.prompt_logprobs import add_prompt_logprobs
 from paceline.engine.rounds import Drafted, Judge, Judged, accepted_rows, commit, counted
 from paceline.engine.tree_rows import ObserveLogits
+from paceline.errors import NodeUnavailable
 from paceline.grammar.compile import CompiledGrammar, GrammarCompiler
 from paceline.grammar.cursor import GrammarCursor
 from paceline.kvcache.allocator import PageAllocator
@@ -225,6 +226,7 @@ class ModelRunner:
                 items.append(ExtendItem(chunk.seq, chunk.start, chunk.end, rows, chunk.final))
         if items and self.drafter.needs_extend:
             self.drafter.extend(items)
+        self._check_ranks()
         return sampled
 
     def settled_draft_rows(self, seq: Sequence) -> int:
@@ -289,6 +291,7 @@ class ModelRunner:
         self.policy.observe(seqs, judged.trees, accepted, proposed - began, extended - proposed)
         draft_s, verify_s = proposed - began + extended - verified, verified - proposed
         done = counted(seqs, judged, self.drafter.name, draft_s, verify_s)
+        self._check_ranks()
         return [RoundResult(tokens, probs, round_) for (tokens, round_), probs in zip(done, logprobs, strict=True)]
 
     def _propose(self, seqs: Seq[Sequence], judge: Judge) -> Drafted:
@@ -355,6 +358,12 @@ class ModelRunner:
         return min(asked, self.max_model_len - len(seq.token_ids))
 
     # ---- shared
+
+    def _check_ranks(self) -> None:
+        """Raise NodeUnavailable where ranks were lost in the step. On a GPU that may show in nothing else: what waits
+        for a rank is aborted, and ends with undefined data."""
+        if not self.model.alive():
+            raise NodeUnavailable("a rank of this node was lost in a step: its tokens are not to be used")
 
     def forward(
         self, segments: Seq[Segment], after_layer: AfterLayer | None = None, late: LateTokens | None = None

@@ -128,7 +128,7 @@ class KvPool:
         ``paths[s, i]`` goes to the slot of its node i + 1, for i < lengths[s] (int32 [S], paths int32 [S, P], each
         path ascending; what lies past its length is not read as a node). All on the pool's device.
         """
-        if self._kernels is not None:
+        if self._kernels is not None and self.alone:
             return self._kernels.compact(layers, slots, starts, lengths, paths)
         steps = torch.arange(paths.shape[1], device=paths.device)
         kept = steps < lengths.unsqueeze(1)

@@ -154,8 +154,10 @@ class GroupedClampedExperts:
 def clamped_experts(
     weights: ExpertWeights, num_experts: int, clamp: tuple[float, float], ranks: OneRank = ONE_RANK
 ) -> Experts:
-    """The experts of a layer, as their device runs them. ranks: on a CPU, who has which of them."""
+    """The experts of a layer, as their device runs them. ranks: who has which of them."""
     device = weights.down_bias.device
+    if len(ranks.experts(num_experts)) < num_experts:  # see models/moe.py
+        return SeparateClampedExperts(weights, num_experts, clamp, ranks)
     if not makes_exact(device):
         if device.type == "cpu":
             return SeparateClampedExperts(weights, num_experts, clamp, ranks)

@@ -76,7 +76,8 @@ def shared_mlp(
 
 
 class SeparateExperts:
-    """Each expert a module of its own, run once over all its rows. Exact, and for the CPU: it reads the counts."""
+    """Each expert a module of its own, run once over all its rows. For CPUs, and for ranks that each have some of the
+    experts: the host reads the counts."""
 
     def __init__(self, take: TakeLinear, prefix: str, num_experts: int, ranks: OneRank = ONE_RANK) -> None:
         held = ranks.experts(num_experts)
@@ -188,7 +189,9 @@ def experts_of(
     gate: torch.Tensor, take: Take, linear: TakeLinear, prefix: str, num_experts: int, ranks: OneRank = ONE_RANK
 ) -> Experts:
     """The routed experts of a layer, on the device of its ``gate`` and as that runs them: codes as they lie, on a GPU
-    floats of gate's dtype by torch's grouped product. ranks: on a CPU, who has which of them."""
+    floats of gate's dtype by torch's grouped product. ranks: who has which of them."""
+    if len(ranks.experts(num_experts)) < num_experts:  # on a GPU too: every rank must know each expert's rows
+        return SeparateExperts(linear, prefix, num_experts, ranks)
     if makes_exact(gate.device):
         from paceline.models.exact_experts import ExactExperts
 

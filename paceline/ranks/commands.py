@@ -11,11 +11,12 @@ from itertools import chain
 import numpy as np
 import torch
 
-from paceline.attention.base import ForwardBatch, Segment
+from paceline.attention.base import ForwardBatch, Segment, packed_rows
 from paceline.ranks.channel import Array, Frame
 
 MAX_ERROR_BYTES = 4096
 DTYPES = (torch.bfloat16, torch.float32)  # of rows, by number
+NOTHING: Array = np.empty(0, dtype=np.uint8)
 
 
 def text_fields(text: str) -> list[Array]:
@@ -28,15 +29,16 @@ def read_text(frame: Frame) -> str:
     return frame.fields(np.uint8)[0].tobytes().decode(errors="replace")
 
 
-def batch_fields(batch: ForwardBatch) -> list[Array]:
+def batch_fields(batch: ForwardBatch, carried: bool = False) -> list[Array]:
     """FORWARD: token ids, positions and write slots [3 * T]; of each segment its rows and its slots; all slots; prefix
-    lengths [T]; lengths of tails [T], all tails."""
+    lengths [T]; lengths of tails [T], all tails. carried: the batch's token ids come by the group, and here are those
+    that the host knows, so that it need not wait for the device."""
     segments = batch.segments
-    rows = torch.cat((batch.token_ids, batch.positions, batch.write_slots))
+    rows = packed_rows(segments) if carried else _rows_of(batch)
     used = [max(segment.prefix_lens) for segment in segments]
     tails = [tail for segment in segments for tail in (segment.tails or [()] * len(segment.token_ids))]
     return [
-        rows.cpu().numpy(),
+        rows.reshape(-1),
         np.array([len(segment.token_ids) for segment in segments], dtype=np.int64),
         np.array(used, dtype=np.int64),
         torch.cat([segment.slots[:count] for segment, count in zip(segments, used, strict=True)]).cpu().numpy(),
@@ -46,8 +48,12 @@ def batch_fields(batch: ForwardBatch) -> list[Array]:
     ]
 
 
-def read_batch(frame: Frame) -> ForwardBatch:
-    """See batch_fields. Raises ValueError where the lengths do not fit each other."""
+def _rows_of(batch: ForwardBatch) -> Array:
+    return torch.cat((batch.token_ids, batch.positions, batch.write_slots)).cpu().numpy()
+
+
+def read_batch(frame: Frame, device: torch.device) -> ForwardBatch:
+    """See batch_fields; its tensors on ``device``. Raises ValueError where the lengths do not fit each other."""
     rows, sizes, used, slots, prefix_lens, tail_lens, tails = frame.fields(
         np.int64, np.int64, np.int64, np.int32, np.int32, np.int32, np.int32
     )
@@ -72,21 +78,23 @@ def read_batch(frame: Frame) -> ForwardBatch:
                 own_tails[of_rows],
             )
         )
-    token_ids, places, slots_written = (torch.from_numpy(part) for part in (ids, positions, write_slots))
+    token_ids, places, slots_written = torch.from_numpy(rows).to(device).chunk(3)
     return ForwardBatch(token_ids, places, slots_written, tuple(segments))
 
 
-def row_fields(rows: torch.Tensor) -> list[Array]:
-    """LOGITS: number of rows, of columns and of the dtype; the rows [R, width]."""
+def row_fields(rows: torch.Tensor, carried: bool = False) -> list[Array]:
+    """LOGITS: number of rows, of columns and of the dtype; the rows [R, width], unless they come by the group."""
     shape = np.array([*rows.shape, DTYPES.index(rows.dtype)], dtype=np.int64)
-    return [shape, bytes_of(rows)]
+    return [shape, NOTHING if carried else bytes_of(rows)]
 
 
-def read_rows(frame: Frame) -> torch.Tensor:
-    """See row_fields."""
+def read_rows(frame: Frame, device: torch.device) -> torch.Tensor:
+    """See row_fields; on ``device``, without a content where the group carries it."""
     shape, data = frame.fields(np.int64, np.uint8)
     count, width, dtype = shape.tolist()
-    return torch.from_numpy(data).view(DTYPES[dtype]).view(count, width)
+    if not data.size:
+        return torch.empty(count, width, dtype=DTYPES[dtype], device=device)
+    return torch.from_numpy(data).view(DTYPES[dtype]).view(count, width).to(device)
 
 
 def bytes_of(tensor: torch.Tensor) -> Array:
@@ -125,14 +133,18 @@ def read_copy(frame: Frame) -> tuple[range, torch.Tensor, torch.Tensor]:
     return range(*layers.tolist()), torch.from_numpy(source), torch.from_numpy(dest)
 
 
-def id_fields(token_ids: torch.Tensor) -> list[Array]:
-    """EMBED: token ids [T]."""
-    return [token_ids.to("cpu", torch.int64).numpy()]
+def id_fields(token_ids: torch.Tensor, carried: bool = False) -> list[Array]:
+    """EMBED: how many token ids, [1]; the ids [T], unless they come by the group."""
+    count = np.array([len(token_ids)], dtype=np.int64)
+    return [count, NOTHING if carried else token_ids.to("cpu", torch.int64).numpy()]
 
 
-def read_ids(frame: Frame) -> torch.Tensor:
-    """See id_fields."""
-    return torch.from_numpy(frame.fields(np.int64)[0])
+def read_ids(frame: Frame, device: torch.device) -> torch.Tensor:
+    """See id_fields; on ``device``, without a content where the group carries it."""
+    count, ids = frame.fields(np.int64, np.int64)
+    if not ids.size:
+        return torch.empty(int(count[0]), dtype=torch.int64, device=device)
+    return torch.from_numpy(ids).to(device)
 
 
 def host_slots(slots: torch.Tensor) -> torch.Tensor:

@@ -41,8 +41,6 @@ def check_ranks(config: EngineConfig, spec: ModelSpec) -> None:
     if config.tp == 1:
         return
     asked = f"{config.tp} ranks are asked for, but "
-    if config.device != "cpu":
-        raise ConfigError("tp", f"{asked}device {config.device} has 1: nodes of several ranks run on cpu")
     check_degree(config.tp, spec)
     if config.quantize != "none":
         _check_groups(config.quantize, spec, asked)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from paceline.ranks.commands import (
     read_rows,
     text_fields,
 )
+from paceline.ranks.devices import take_device
 from paceline.ranks.group import Group
 
 log = logging.getLogger(__name__)
@@ -48,7 +50,7 @@ class Follower:
     ) -> None:
         """model: this rank's part; pool: with this rank's heads."""
         self._model, self._pool, self._attention, self._group = model, pool, attention, group
-        self._commands, self._rows = commands, rows
+        self._commands, self._rows, self._device = commands, rows, pool.device
         self._done = 0  # commands
         self._stepped = threading.Condition()
 
@@ -58,6 +60,8 @@ class Follower:
         serving = threading.Thread(target=self._serve_rows, name="rank-rows", daemon=True)
         serving.start()
         try:
+            take_device(self._device)
+            self._group.join()
             while (frame := self._commands.receive(None)).kind is not Kind.STOP:
                 self._run(frame)
         except Closed:
@@ -66,7 +70,7 @@ class Follower:
             self._tell(error)
             raise
         finally:
-            for channel in (self._commands, self._rows):
+            for channel in (self._commands, self._rows, self._group):
                 channel.shut()
             serving.join()
             for end in (self._commands, self._rows, self._group):
@@ -77,12 +81,13 @@ class Follower:
             raise ValueError(f"command {frame.number} came after command {self._done}")
         match frame.kind:
             case Kind.FORWARD:
-                context = ForwardContext.build(read_batch(frame), self._pool, self._attention)
-                self._model.forward(context)
+                batch = read_batch(frame, self._device)
+                batch = replace(batch, token_ids=self._carried(batch.token_ids))
+                self._model.forward(ForwardContext.build(batch, self._pool, self._attention))
             case Kind.LOGITS:
-                self._model.logits(read_rows(frame))
+                self._model.logits(self._carried(read_rows(frame, self._device)))
             case Kind.EMBED:
-                self._model.embed(read_ids(frame))
+                self._model.embed(self._carried(read_ids(frame, self._device)))
             case Kind.COPY_SLOTS:
                 self._pool.copy_slots(*read_copy(frame))
             case _:
@@ -91,9 +96,14 @@ class Follower:
             self._done = frame.number
             self._stepped.notify_all()
 
-    # ---- rows, on a thread of their own
+    def _carried(self, found: torch.Tensor) -> torch.Tensor:
+        """What belongs to a command. found: as its frame has it."""
+        return self._group.broadcast(None, found) if self._group.carries else found
+
+    # ---- rows, on a thread of their own. On a GPU they are read and written in the order of the thread that computes
 
     def _serve_rows(self) -> None:
+        take_device(self._device)
         try:
             while True:
                 self._move(self._rows.receive(None))

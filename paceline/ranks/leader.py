@@ -35,7 +35,7 @@ class Followers:
         self, commands: Sequence[Channel], rows: Sequence[Channel], group: Group, timeout_s: float = RANK_TIMEOUT_S
     ) -> None:
         """commands, rows: by rank, from rank 1 on. timeout_s: of an answer."""
-        self._commands, self._rows, self._group, self._timeout_s = commands, rows, group, timeout_s
+        self._commands, self._rows, self.group, self._timeout_s = commands, rows, group, timeout_s
         self._sent = 0
         self._done = 0  # commands that rank 0 has run to the end
         self._computing, self._moving, self._failing = threading.RLock(), threading.Lock(), threading.Lock()
@@ -62,8 +62,10 @@ class Followers:
                 raise self.fail(error) from error
 
     def gather(self, layers: range, slots: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-        """What each follower's pool has of the rows, flat in its own canonical order. slots: int64 [T]."""
+        """What each follower's pool has of the rows, flat in its own canonical order. slots: int64 [T]. On a GPU the
+        caller's stream must hold what computes the rows here: the others have theirs when it is done."""
         with self._asking():
+            self.group.finish()
             command = RowsCommand(layers, slots, self._done)
             for channel in self._rows:
                 channel.send(Kind.GATHER, 0, command.fields())
@@ -77,6 +79,14 @@ class Followers:
                 channel.send(Kind.SCATTER, 0, command.fields(bytes_of(part)))
             for channel in self._rows:
                 self._frame(channel, Kind.DONE)
+
+    def finish(self) -> None:
+        """Wait until what the caller's stream holds is done. Raises NodeUnavailable where ranks were lost before: then
+        it is not to be used."""
+        try:
+            self.group.finish()
+        except NodeUnavailable as error:
+            raise self.fail(error) from error
 
     def stop(self) -> None:
         """Let the followers end in order. Idempotent."""
@@ -94,7 +104,7 @@ class Followers:
         with self._computing, self._moving:
             for channel in (*self._commands, *self._rows):
                 channel.close()
-            self._group.close()
+            self.group.close()
 
     def fail(self, error: BaseException) -> NodeUnavailable:
         """Give the ranks up; every wait for them ends. Returns what to raise: the first error, whoever found it."""
@@ -143,4 +153,4 @@ class Followers:
     def _shut(self) -> None:
         for channel in (*self._commands, *self._rows):
             channel.shut()
-        self._group.shut()
+        self.group.shut()

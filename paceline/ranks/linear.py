@@ -12,8 +12,8 @@ from paceline.ranks.group import Group
 
 class RowParallelLinear(Linear):
     """y = sum over ranks of x_r W_r^T, + b. Each rank's sum is a float32 branch of the model's tree of slabs. Rank 0
-    adds the branches in the tree's order, casts once at the end and tells the others, unless it goes on with the
-    float32 sum itself (``first_only``)."""
+    adds the branches in the tree's order, casts once at the end and tells the others, or every rank does it alike. With
+    ``first_only`` rank 0 goes on with the float32 sum itself."""
 
     whole = False
 
@@ -30,12 +30,11 @@ class RowParallelLinear(Linear):
         """x: [T, in_features / degree], this rank's -> [T, out_features] in x's dtype, the same on every rank; with
         ``first_only`` float32, and on other ranks than 0 only their own branch."""
         branch = super().__call__(x)
-        branches = self._group.gather(branch)
-        y = None if branches is None else self._sum(branches)
         if self._first_only:
-            return branch if y is None else y
+            branches = self._group.gather(branch)
+            return branch if branches is None else self._sum(branches)
         told = x.new_empty(x.shape[0], self.out_features)
-        return self._group.broadcast(None if y is None else y.to(x.dtype), told)
+        return self._group.made(branch, lambda branches: self._sum(branches).to(x.dtype), told)
 
     def _sum(self, branches: torch.Tensor) -> torch.Tensor:
         """branches: float32 [degree, T, out_features]."""

@@ -11,6 +11,7 @@ from paceline.models.base import TargetModel
 from paceline.models.config import ModelSpec
 from paceline.models.registry import DTYPES, model_class
 from paceline.ranks.degrees import check_ranks
+from paceline.ranks.devices import check_devices, meeting, rank_device
 from paceline.ranks.group import Group
 from paceline.ranks.options import FollowerOptions
 from paceline.ranks.processes import FollowerProcesses
@@ -23,21 +24,23 @@ def load_parallel(config: NodeConfig, folder: Path, num_pages: int) -> ParallelT
     """The target model of ``folder`` on ``config.tp`` ranks: this process, and followers that it starts. ``close`` ends
     them.
 
-    num_pages: of every rank's pool. Raises ConfigError for what several ranks cannot serve, before anything is loaded,
+    num_pages: of every rank's pool. Raises ConfigError for what several ranks or their devices cannot serve, before
+    anything is loaded,
     and NodeUnavailable when a follower does not come up.
     """
     check_folder(config, folder)
-    spec = ModelSpec.from_folder(folder)
-    processes = FollowerProcesses(
-        [FollowerOptions.of(config, str(folder), rank, num_pages) for rank in range(1, config.tp)]
-    )
-    try:
-        shard = Shard(spec, config.tp, 0)
-        own = load_shard(folder, DTYPES[config.dtype], torch.device("cpu"), shard, processes.group, config.quantize)
-        processes.wait_ready()
-    except BaseException:
-        processes.end()
-        raise
+    check_devices(config)
+    shard, device = Shard(ModelSpec.from_folder(folder), config.tp, 0), rank_device(config.device, 0)
+    with meeting(config) as place:
+        processes = FollowerProcesses(
+            [FollowerOptions.of(config, str(folder), rank, num_pages, place) for rank in range(1, config.tp)]
+        )
+        try:
+            own = load_shard(folder, DTYPES[config.dtype], device, shard, processes.group, config.quantize)
+            processes.wait_ready()
+        except BaseException:
+            processes.end()
+            raise
     return ParallelTarget(own, shard, processes.followers, processes.end)
 
 

@@ -19,6 +19,9 @@ class FollowerOptions:
     quantize: str
     degree: int
     rank: int
+    device: str  # the node's
+    bits: str
+    meeting: str  # path of a file where the ranks meet; empty: their sockets are all they need
     num_pages: int
     page_size: int
     threads: int
@@ -29,8 +32,8 @@ class FollowerOptions:
     log_format: LogFormat
 
     @classmethod
-    def of(cls, config: NodeConfig, folder: str, rank: int, num_pages: int) -> FollowerOptions:
-        """What rank ``rank`` of a node is told. num_pages: in its pool."""
+    def of(cls, config: NodeConfig, folder: str, rank: int, num_pages: int, meeting: str = "") -> FollowerOptions:
+        """What rank ``rank`` of a node is told. num_pages: in its pool. meeting: see devices.meeting."""
         return cls(
             folder=folder,
             dtype=config.dtype,
@@ -38,10 +41,13 @@ class FollowerOptions:
             quantize=config.quantize,
             degree=config.tp,
             rank=rank,
+            device=config.device,
+            bits=config.bits,
+            meeting=meeting,
             num_pages=num_pages,
             page_size=config.page_size,
             threads=threads_per_rank(config),
-            attention=config.attention,
+            attention=config.attention_wanted,
             longest=config.max_model_len,
             weight_file=config.weight_file,
             log_level=config.log_level,

@@ -1,6 +1,7 @@
-"""One follower as a process: ``python -m paceline.ranks.process COMMANDS ROWS SUMS PARENT``, which rank 0 starts.
+"""One follower as a process: ``python -m paceline.ranks.process COMMANDS ROWS [SUMS] PARENT``, which rank 0 starts.
 
-The first three are open sockets that it inherits, the last is the process that it must not outlive.
+The first are open sockets that it inherits, SUMS where parts cross on sockets; the last is the process that it must not
+outlive.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from paceline.attention.select import attention_for
 from paceline.errors import NodeUnavailable
 from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.pool import KvPool
+from paceline.layers.bits import layer_bits
 from paceline.layers.build import set_threads
 from paceline.layers.shared_weights import shared_weights
 from paceline.logs import configure_logging
@@ -27,6 +29,7 @@ from paceline.models.config import ModelSpec
 from paceline.models.registry import DTYPES
 from paceline.ranks.channel import Channel, Kind
 from paceline.ranks.commands import MAX_ERROR_BYTES, read_text, text_fields
+from paceline.ranks.devices import make_group, rank_device, take_device
 from paceline.ranks.follower import Follower
 from paceline.ranks.group import Group
 from paceline.ranks.leader import RANK_TIMEOUT_S
@@ -39,14 +42,14 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> int:
     """See the module docstring."""
-    *ends, parent = map(int, sys.argv[1:5])
+    *ends, parent = map(int, sys.argv[1:])
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: rank 0 decides when the node ends
-    channel, rows, sums = (Channel(socket.socket(fileno=end)) for end in ends)
+    channel, rows, *sums = (Channel(socket.socket(fileno=end)) for end in ends)
     try:
         options = FollowerOptions.read(read_text(channel.receive(RANK_TIMEOUT_S)))
         configure_logging(options.log_level, options.log_format, f"rank-{options.rank}")
-        group = Group(options.rank, options.degree, [sums], RANK_TIMEOUT_S)
+        group = make_group(options, options.rank, sums, RANK_TIMEOUT_S)
         follower = load(options, group, channel, rows)
     except Exception as error:
         told(channel, error)
@@ -71,13 +74,14 @@ def load(options: FollowerOptions, group: Group, commands: Channel, rows: Channe
     """The follower of ``options`` with its part of the model."""
     torch.set_num_threads(options.threads)
     set_threads(options.threads)
-    device, dtype = torch.device("cpu"), DTYPES[options.dtype]
+    device, dtype = rank_device(options.device, options.rank), DTYPES[options.dtype]
+    take_device(device)
     shard = Shard(ModelSpec.from_folder(Path(options.folder)), options.degree, options.rank)
-    with shared_weights(options.weight_file):
+    with shared_weights(options.weight_file), layer_bits(options.bits, device):
         model = load_shard(Path(options.folder), dtype, device, shard, group, options.quantize)
     spec = shard.local_spec
     layout = KvLayout.of(model.kv_layers, dtype, options.kv_dtype)
-    pool = KvPool(layout, options.num_pages, options.page_size)
+    pool = KvPool(layout, options.num_pages, options.page_size, device)
     geometry = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
     longest = options.longest or spec.max_model_len
     special = spec.special_attention(longest)

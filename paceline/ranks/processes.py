@@ -1,8 +1,8 @@
 """The followers of a node as child processes: how they are started, watched and ended.
 
 Nothing of them can outlive rank 0. The kernel kills them when the thread that started them ends (PR_SET_PDEATHSIG);
-hence that thread lives until they are gone. Should that fail, the end of file on their command channel ends them. All
-that connects them are socket pairs that they inherit: there is no port, no file, and nothing to clean up.
+hence that thread lives until they are gone. Should that fail, the end of file on their command channel ends them.
+Commands and rows cross on socket pairs that they inherit, and parts too unless a collective carries them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from paceline.errors import NodeUnavailable
 from paceline.ranks.channel import Channel, Kind
 from paceline.ranks.commands import read_text, text_fields
-from paceline.ranks.group import Group
+from paceline.ranks.devices import channels_of, make_group
 from paceline.ranks.leader import RANK_TIMEOUT_S, Followers
 from paceline.ranks.options import FollowerOptions
 
@@ -31,7 +31,6 @@ LOAD_TIMEOUT_S = 280.0  # until each has imported torch and loaded its part; a n
 END_TIMEOUT_S = 5.0  # for a follower to end in order
 POLL_S = 0.5  # how soon the death of a follower is seen on an idle node
 STOPPED_S = 2.0  # that a follower may be stopped, as by SIGSTOP
-CHANNELS = 3  # to each follower: commands, rows, sums
 MODULE = "paceline.ranks.process"
 
 
@@ -41,11 +40,12 @@ class FollowerProcesses:
     def __init__(self, options: Sequence[FollowerOptions]) -> None:
         """options: of each follower, from rank 1 on. Raises OSError when a process cannot be started, NodeUnavailable
         when one does not come up."""
-        pairs = [[socket.socketpair() for _ in options] for _ in range(CHANNELS)]
-        commands, rows, sums = ([Channel(ours) for ours, _ in kind] for kind in pairs)
+        kinds = channels_of(options[0])
+        pairs = [[socket.socketpair() for _ in options] for _ in range(kinds)]
+        commands, rows, *sums = ([Channel(ours) for ours, _ in kind] for kind in pairs)
         self._theirs = [[theirs for _, theirs in ends] for ends in zip(*pairs, strict=True)]
         self._commands = commands
-        self.group = Group(0, len(options) + 1, sums, RANK_TIMEOUT_S)
+        self.group = make_group(options[0], 0, [channel for kind in sums for channel in kind], RANK_TIMEOUT_S)
         self.followers = Followers(commands, rows, self.group)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ended, self._started = threading.Event(), threading.Event()
@@ -64,10 +64,15 @@ class FollowerProcesses:
             raise
 
     def wait_ready(self) -> None:
-        """Until every follower has loaded its part. Raises NodeUnavailable with what one that cannot says."""
+        """Until every follower has loaded its part, and the ranks have met. Raises NodeUnavailable with what one that
+        cannot says."""
         for rank, text in enumerate(self._await(Kind.READY, LOAD_TIMEOUT_S), 1):
             log.info("rank %d has its part of the model: %s", rank, text)
         self._ready = True
+        try:
+            self.group.join()
+        except NodeUnavailable as error:
+            raise self.followers.fail(error) from error
 
     def end(self) -> None:
         """End the followers, whatever they do, and wait until they are gone. Idempotent."""
@@ -120,6 +125,8 @@ class FollowerProcesses:
                 stopped[rank - 1] = stopped[rank - 1] + 1 if is_stopped(process.pid) else 0
                 if self.followers.failure:
                     continue
+                if late := self.group.late():
+                    self.followers.fail(NodeUnavailable(late))
                 if process.poll() is not None:
                     self.followers.fail(NodeUnavailable(f"rank {rank} ended with {process.returncode}"))
                 elif stopped[rank - 1] * POLL_S > STOPPED_S:

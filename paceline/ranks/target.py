@@ -41,7 +41,8 @@ class ParallelTarget(TargetModel):
     def forward(self, context: ForwardContext, aux: AuxCapture | None = None) -> torch.Tensor:
         """See TargetModel. ``context.kv`` is a ShardedPool."""
         heard = None if context.after_layer is None else Hearer(context.after_layer)
-        with self.followers.running(Kind.FORWARD, batch_fields(context.batch)):
+        with self.followers.running(Kind.FORWARD, batch_fields(context.batch, self.followers.group.carries)):
+            self._carry(context.batch.token_ids)
             hidden = self.own.forward(replace(context, after_layer=heard), aux)
         if heard is not None and heard.error is not None:
             raise heard.error
@@ -49,7 +50,8 @@ class ParallelTarget(TargetModel):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See TargetModel."""
-        with self.followers.running(Kind.LOGITS, row_fields(hidden)):
+        with self.followers.running(Kind.LOGITS, row_fields(hidden, self.followers.group.carries)):
+            self._carry(hidden)
             return self.own.logits(hidden)
 
     def decoder_block(self, weights: WeightBag, prefix: str, kv_layer: int) -> DecoderBlock:
@@ -65,8 +67,15 @@ class ParallelTarget(TargetModel):
         return ShardedPool(layout, num_pages, page_size, self.device, self.shard, self.followers)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        with self.followers.running(Kind.EMBED, id_fields(token_ids)):
+        token_ids = token_ids.to(torch.int64)
+        with self.followers.running(Kind.EMBED, id_fields(token_ids, self.followers.group.carries)):
+            self._carry(token_ids)
             return self.own.embed(token_ids)
+
+    def _carry(self, tensor: torch.Tensor) -> None:
+        """What belongs to a command, to the other ranks, where it is not in the command's frame."""
+        if self.followers.group.carries:
+            self.followers.group.broadcast(tensor, tensor)
 
     def alive(self) -> bool:
         """See TargetModel."""

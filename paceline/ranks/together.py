@@ -53,11 +53,11 @@ class ShardRanks(OneRank):
         """See OneRank. Each row comes from the rank that has it."""
         vocab = self._shard.vocab
         rows = table[(token_ids - vocab.start).clamp(0, len(vocab) - 1)]
-        every = self._group.gather(rows)
-        if every is None:
-            return self._group.broadcast(None, rows)
+        if self._others.device != token_ids.device:
+            self._others = self._others.to(token_ids.device)
         owners = torch.bucketize(token_ids, self._others, right=True)
-        return self._group.broadcast(every[owners, torch.arange(len(token_ids))], rows)
+        places = torch.arange(len(token_ids), device=token_ids.device)
+        return self._group.made(rows, lambda every: every[owners, places], rows)
 
     def logits(self, mine: torch.Tensor) -> torch.Tensor:
         """See OneRank."""

@@ -34,7 +34,7 @@ from tests.support.device_runner import (
     write_heads,
 )
 from tests.support.tiny_model import tiny_request
-from tests.support.two_engines import Decode, Prefill
+from tests.support.two_engines import Decode, Prefill, apart
 
 DRAFTERS: dict[str, dict[str, object]] = {
     "ngram": {"drafter": "ngram"},
@@ -143,21 +143,6 @@ def test_bf16_parts_only_where_the_best_two_are_equal(device: str, case: str, he
 
 
 # ---- prefill and decode apart
-
-
-def apart(prefill: Prefill, decode: Decode, asked: list[SequenceRequest]) -> list[list[int]]:
-    """All requests at once, as the router drives them."""
-    streams = [decode.submit(request) for request in asked]
-    firsts: dict[str, int] = {}
-    for request, (stream, _, cached) in zip(asked, streams, strict=True):
-
-        def emit(event: object, ticket: str = stream.ticket) -> None:
-            if not isinstance(event, Exception) and event.HasField("first_token"):  # type: ignore[attr-defined]
-                firsts[ticket] = event.first_token.token_id  # type: ignore[attr-defined]
-
-        prefill.submit(request, stream.ticket, cached, emit)
-    found = [decode.finish(events) for _, events, _ in streams]
-    return [[firsts[stream.ticket], *rest] for (stream, _, _), rest in zip(streams, found, strict=True)]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 
 from paceline.errors import NodeUnavailable
 from paceline.ranks.channel import Frame, Kind
 from paceline.ranks.follower import Follower
-from paceline.ranks.group import Group
 from paceline.ranks.leader import Followers
+from paceline.ranks.sockets import SocketGroup
+from paceline.ranks.target import ParallelTarget
 from tests.support import thread_ranks
 from tests.support.exactness import run
 from tests.support.needs import needs_kernels
@@ -58,15 +60,26 @@ class RunsAnother(Faulty):
     """The sizes of what it tells differ."""
 
     def fault(self, frame: Frame) -> None:
-        Follower._run(self, Frame(Kind.EMBED, frame.number, bytearray(b"\x08" + bytes(15))))
+        Follower._run(self, Frame(Kind.EMBED, frame.number, bytearray(2 * (b"\x08" + bytes(15)))))
 
 
 @pytest.mark.parametrize(
-    ("follower", "said"), [(Raises, "no memory"), (Ends, "gone"), (Skips, "silent"), (RunsAnother, "step")]
+    ("sums", "follower", "said"),
+    [
+        ("sockets", Raises, "no memory"),
+        ("sockets", Ends, "gone"),
+        ("sockets", Skips, "silent"),
+        ("sockets", RunsAnother, "step"),
+        ("collective", Raises, "no memory"),
+        ("collective", Ends, "gone"),
+        ("collective", Skips, "silent"),
+    ],
 )
-def test_one_clear_error(follower: type[Faulty], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_clear_error(sums: str, follower: type[Faulty], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutants: a collective waits for ever; the end of a rank ends no collective."""
     monkeypatch.setattr(thread_ranks, "TIMEOUT_S", TIMEOUT_S)
-    runner = ranks_runner(4, ranks_spec(), "fp32", follower, drafter="none", prefix_cache=False)
+    options = {"drafter": "none", "prefix_cache": False, "rank_sums": sums}
+    runner = ranks_runner(4, ranks_spec(), "fp32", follower, **options)
     assert runner.alive()
     began = time.monotonic()
     with pytest.raises(NodeUnavailable, match=f"ranks of this node are lost.*{said}"):
@@ -78,7 +91,26 @@ def test_one_clear_error(follower: type[Faulty], said: str, monkeypatch: pytest.
     assert time.monotonic() - began < TIMEOUT_S + 1.0
 
 
+def test_tokens_of_a_step_in_which_a_rank_was_lost_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's kernel that is aborted ends as one that was right, with other data. Mutant: who reads the tokens does not
+    ask whether the ranks are there."""
+    runner = ranks_runner(2, ranks_spec(), "fp32", drafter="none", prefix_cache=False, rank_sums="collective")
+    logits = ParallelTarget.logits
+
+    def aborted(target: ParallelTarget, hidden: torch.Tensor) -> torch.Tensor:
+        target.followers.fail(NodeUnavailable("rank 1 ended"))
+        return torch.zeros(len(hidden), 519)
+
+    assert len(logits(runner.model, torch.zeros(1, 96))) == 1  # type: ignore[arg-type]
+    monkeypatch.setattr(ParallelTarget, "logits", aborted)
+    with pytest.raises(NodeUnavailable, match="lost in a step"):
+        run(runner, [tiny_request(max_tokens=1)])
+    with pytest.raises(NodeUnavailable, match="rank 1 ended"):  # rows neither, whoever holds all of them
+        runner.kv.gather(range(0), runner.kv.data[0].new_zeros(1).long())
+    runner.close()
+
+
 def test_an_error_without_a_text_has_its_name() -> None:
-    followers = Followers([], [], Group(0, 1, [], TIMEOUT_S))
+    followers = Followers([], [], SocketGroup(0, 1, [], TIMEOUT_S))
     with pytest.raises(NodeUnavailable, match="MemoryError"), followers.running(Kind.LOGITS, []):
         raise MemoryError

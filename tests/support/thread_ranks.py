@@ -1,4 +1,5 @@
-"""Nodes of several ranks whose followers are threads of this process; what crosses between them is real frames."""
+"""Nodes of several ranks whose followers are threads of this process; what crosses between them is real: frames, and
+with ``rank_sums`` collective what gloo or NCCL moves. On GPUs each rank has one of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,12 +28,16 @@ from paceline.models.loader import WeightBag
 from paceline.models.moe_config import MoeSpec, softmax_moe
 from paceline.models.registry import DTYPES, model_class
 from paceline.ranks.channel import Channel
+from paceline.ranks.collective import CollectiveGroup
+from paceline.ranks.communicators import torch_dist
+from paceline.ranks.devices import SOCKETS, rank_device, sums_of
 from paceline.ranks.follower import Follower
 from paceline.ranks.group import Group
 from paceline.ranks.leader import Followers
 from paceline.ranks.load import make_shard
 from paceline.ranks.pool import held_layout
 from paceline.ranks.shard import Shard
+from paceline.ranks.sockets import SocketGroup
 from paceline.ranks.target import ParallelTarget
 from paceline.ranks.weights import ShardBag, ShardTensors
 from tests.support.tiny_model import tiny_config, tiny_spec
@@ -50,19 +56,19 @@ def thread_target(
 ) -> ParallelTarget:
     """A model of ``degree`` ranks. ``close`` ends the threads."""
     dtype, pages = DTYPES[config.dtype], (num_pages_of(config), config.page_size)
-    device = torch.device("cpu")
-    pairs = [[tuple(map(Channel, socket.socketpair())) for _ in range(1, degree)] for _ in range(3)]
-    (commands, rows, sums), (their_commands, their_rows, their_sums) = (
-        [[pair[end] for pair in kind] for kind in pairs] for end in range(2)
-    )
+    places = [rank_device(config.device, rank) for rank in range(degree)]
+    meet = cache(torch_dist.HashStore)  # one for all of them
+    (commands, their_commands), (rows, their_rows) = channels(degree), channels(degree)
+    sums, their_sums = channels(degree) if sums_of(config) == SOCKETS else ([], [])
     shards = [Shard(spec, degree, rank) for rank in range(degree)]
     models, groups = [], []
     for shard in shards:
-        channels = [their_sums[shard.rank - 1]] if shard.rank else sums
-        group = Group(shard.rank, degree, channels, TIMEOUT_S)
+        group: Group = CollectiveGroup(shard.rank, degree, places[shard.rank], meet, TIMEOUT_S)
+        if sums:
+            group = SocketGroup(shard.rank, degree, [their_sums[shard.rank - 1]] if shard.rank else sums, TIMEOUT_S)
         bag = ShardBag(ShardTensors(tensors, shard, config.quantize), shard, group)
         bag.rounded(config.quantize)
-        models.append(make_shard(bag, dtype, device, shard))
+        models.append(make_shard(bag, dtype, places[shard.rank], shard))
         groups.append(group)
         bag.finish()
     followers = Followers(commands, rows, groups[0], timeout_s=TIMEOUT_S)
@@ -70,13 +76,21 @@ def thread_target(
     target = ParallelTarget(models[0], shards[0], followers, lambda: _end(threads, followers))
     layout = KvLayout.of(target.kv_layers, dtype, config.kv_dtype)
     for shard, model, *ends in zip(shards[1:], models[1:], their_commands, their_rows, groups[1:], strict=True):
-        pool, geometry = KvPool(held_layout(layout, shard), *pages), (len(shard.heads), len(shard.kv_heads))
+        device, geometry = places[shard.rank], (len(shard.heads), len(shard.kv_heads))
+        pool = KvPool(held_layout(layout, shard), *pages, device)
         special = spec.special_attention(spec.max_model_len)
-        sees = attention_for(device, *geometry, spec.head_dim, config.attention, special=special)
+        sees = attention_for(device, *geometry, spec.head_dim, config.attention_wanted, special=special)
         loop = follower(model, pool, sees, *ends)
         threads.append(threading.Thread(target=_quietly, args=(loop,), daemon=True))
         threads[-1].start()
+    groups[0].join()
     return target
+
+
+def channels(degree: int) -> tuple[list[Channel], list[Channel]]:
+    """Rank 0's ends and the others', by rank."""
+    pairs = [socket.socketpair() for _ in range(1, degree)]
+    return [Channel(ours) for ours, _ in pairs], [Channel(theirs) for _, theirs in pairs]
 
 
 def ranks_spec(kv_heads: int = 2, **changes: Any) -> ModelSpec:

@@ -197,3 +197,18 @@ class Prefill:
 
     def _ended(self, ticket: str, failure: str | None) -> None:
         self._loop.post(lambda: self.engine.handoff_ended(ticket, failure, time.monotonic()))
+
+
+def apart(prefill: Prefill, decode: Decode, asked: list[SequenceRequest]) -> list[list[int]]:
+    """All requests at once, as the router drives them."""
+    streams = [decode.submit(request) for request in asked]
+    firsts: dict[str, int] = {}
+    for request, (stream, _, cached) in zip(asked, streams, strict=True):
+
+        def emit(event: object, ticket: str = stream.ticket) -> None:
+            if not isinstance(event, Exception) and event.HasField("first_token"):  # type: ignore[attr-defined]
+                firsts[ticket] = event.first_token.token_id  # type: ignore[attr-defined]
+
+        prefill.submit(request, stream.ticket, cached, emit)
+    found = [decode.finish(events) for _, events, _ in streams]
+    return [[firsts[stream.ticket], *rest] for (stream, _, _), rest in zip(streams, found, strict=True)]
