@@ -87,7 +87,7 @@ def described(geometry: Geometry, kind: PagedKind) -> str:
 
 
 def _geometry_of_layer(layer: KvLayer, dtype: torch.dtype, num_heads: int) -> Geometry:
-    """Of a pool's layer, as far as `has_kernel` looks. Latents are taken for what their widths allow."""
+    """What `has_kernel` looks at, for a layer of a pool. Latents are taken for what their widths allow."""
     value_dim = layer.head_dim // 128 * 128 if layer.kind is LayerKind.MLA else 0
     return Geometry(num_heads, layer.num_kv_heads, layer.head_dim, value_dim, 1, 1.0, dtype)
 
