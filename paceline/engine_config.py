@@ -64,8 +64,8 @@ class EngineConfig(Frozen):
     number. Raise it where a model does not fit one device."""
 
     rank_sums: Literal["auto", "sockets", "collective"] = "auto"
-    """How ranks of a node put their parts together: `sockets` through the host, or `collective` by torch.distributed,
-    which is NCCL on GPUs and gloo on CPUs. `auto` takes sockets on CPUs. No bit depends on it."""
+    """How ranks of a node put parts together: `sockets` through the host, `collective` by torch.distributed (NCCL on
+    GPUs, gloo on CPUs). `auto` takes sockets on CPUs. No bit depends on it."""
 
     attention: Literal["auto", "flashinfer", "triton", "torch"] = "auto"
     """Attention kernels. `auto` takes FlashInfer on GPUs where it is installed, else Paceline's own: `triton` on GPUs,

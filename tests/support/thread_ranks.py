@@ -1,5 +1,5 @@
-"""Nodes of several ranks whose followers are threads of this process; what crosses between them is real: frames, and
-with ``rank_sums`` collective what gloo or NCCL moves. On GPUs each rank has one of its own."""
+"""Nodes of several ranks whose followers are threads of this process. What crosses is real: frames, or by ``rank_sums``
+collective what gloo or NCCL moves."""
 
 from __future__ import annotations
 
