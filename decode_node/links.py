@@ -21,10 +21,13 @@ from dataclasses import dataclass, field
 import torch
 
 from decode_node.permits import Permits
+from decode_node.sink import ReservedPages
 from kv_transfer.handoff.receiver import HandoffReceiver
-from kv_transfer.handoff.sink import HandoffSink
-from kv_transfer.layout.compat import check_pairing
-from kv_transfer.transports.base import TransportError
+from kv_transfer.lanes.arrivals import Arrivals
+from kv_transfer.lanes.leader import degree_of
+from kv_transfer.lanes.pairing import degrees, make_lanes, open_with
+from kv_transfer.layout.compat import check_pairing, handoff_layout
+from kv_transfer.transports.base import Transport, TransportError
 from kv_transfer.transports.registry import open_transport, staging_device
 from kv_transfer.transports.rendezvous import LinkStore
 from kv_transfer.transports.sentinel import Sentinel
@@ -53,6 +56,7 @@ class _Link:
     deadline: float  # to be claimed, monotonic clock
     loop: asyncio.AbstractEventLoop
     store: LinkStore = field(init=False)
+    ranks: tuple[int, int] | None = None  # of both nodes, where these have lanes
     acks: asyncio.Queue[handoff_pb2.HandoffAck | None] = field(default_factory=asyncio.Queue)
     opening: asyncio.Future[None] | None = None  # once it is claimed
     problem: PacelineError | None = None  # to be told on the control stream
@@ -86,7 +90,7 @@ class HostContext:
     fingerprint: handoff_pb2.Fingerprint
     config: NodeConfig
     device: torch.device  # of the pool
-    sink: HandoffSink
+    sink: ReservedPages
     permits: Permits
 
 
@@ -112,9 +116,16 @@ class LinkHost:
             raise Overloaded(f"{MAX_LINKS} links are open on this decode node")
         if len(request.prefill_node_id) > MAX_ID_CHARS or not request.prefill_node_id.isprintable():  # it is logged
             raise InvalidRequest("prefill_node_id", f"must be at most {MAX_ID_CHARS} printable characters")
+        answer = handoff_pb2.PairResponse(
+            fingerprint=context.fingerprint,
+            decode_node_id=context.node_id,
+            ranks=degree_of(context.sink.pool),
+            rank_links=config.rank_links,
+        )
+        ranks = degrees(request, answer)
         link_id = f"{request.prefill_node_id}/{context.node_id}/{uuid.uuid4().hex}"
         deadline = time.monotonic() + 2 * config.transfer_timeout_s
-        link = _Link(link_id, request.prefill_node_id, deadline, asyncio.get_running_loop())
+        link = _Link(link_id, request.prefill_node_id, deadline, asyncio.get_running_loop(), ranks=ranks)
         link.store = LinkStore(
             lambda key, value: link.ack(
                 handoff_pb2.HandoffAck(rendezvous=handoff_pb2.Rendezvous(key=key, value=value))
@@ -122,9 +133,8 @@ class LinkHost:
             config.transfer_timeout_s,
         )
         self._links[link_id] = link
-        return handoff_pb2.PairResponse(
-            link_id=link_id, fingerprint=context.fingerprint, decode_node_id=context.node_id
-        )
+        answer.link_id = link_id
+        return answer
 
     async def handoff(
         self, messages: AsyncIterable[handoff_pb2.HandoffMessage]
@@ -193,18 +203,28 @@ class LinkHost:
         context, config = self._context, self._context.config
         device = staging_device(config.transport, context.device)
         timeout = config.transfer_timeout_s
-        transport = open_transport(
-            config.transport, link.store, link.link_id, 1, config.host, timeout, device, sealed=bool(config.tls_dir)
+        layout = handoff_layout(context.sink.pool.layout, context.fingerprint)
+        lanes = make_lanes(
+            link.link_id, link.ranks, (layout, layout), context.sink.pool, link.store, config, sends=False
         )
+
+        arrivals = None if lanes is None else Arrivals(lanes)
+
+        def open_own() -> Transport:
+            return open_transport(
+                config.transport, link.store, link.link_id, 1, config.host, timeout, device, sealed=bool(config.tls_dir)
+            )
+
         receiver = HandoffReceiver(
-            transport,
-            context.sink,
+            open_with(lanes, open_own),
+            context.sink.over(arrivals),
             link.ack,
             link_id=link.link_id,
             on_link_lost=lambda reason: self._lost(link, reason),
             device=device,
             pool_device=context.device,
             checksums=config.handoff_checksum,
+            arrivals=arrivals,
         )
         try:
             link.sentinel = Sentinel(

@@ -1,6 +1,6 @@
-"""One follower as a process: ``python -m paceline.ranks.process COMMANDS ROWS SUMS PARENT``, which rank 0 starts.
+"""One follower as a process: ``python -m paceline.ranks.process COMMANDS ROWS LANES SUMS PARENT``, which rank 0 starts.
 
-The first three are open sockets that it inherits, the last is the process that it must not outlive.
+The first four are open sockets that it inherits, the last is the process that it must not outlive.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> int:
     """See the module docstring."""
-    *ends, parent = map(int, sys.argv[1:5])
+    *ends, parent = map(int, sys.argv[1:6])
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: rank 0 decides when the node ends
-    channel, rows, sums = (Channel(socket.socket(fileno=end)) for end in ends)
+    channel, rows, lanes, sums = (Channel(socket.socket(fileno=end)) for end in ends)
     try:
         options = FollowerOptions.read(read_text(channel.receive(RANK_TIMEOUT_S)))
         configure_logging(options.log_level, options.log_format, f"rank-{options.rank}")
         group = Group(options.rank, options.degree, [sums], RANK_TIMEOUT_S)
-        follower = load(options, group, channel, rows)
+        follower = load(options, group, channel, rows, lanes)
     except Exception as error:
         told(channel, error)
         return 1
@@ -67,7 +67,7 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def load(options: FollowerOptions, group: Group, commands: Channel, rows: Channel) -> Follower:
+def load(options: FollowerOptions, group: Group, commands: Channel, rows: Channel, lanes: Channel) -> Follower:
     """The follower of ``options`` with its part of the model."""
     torch.set_num_threads(options.threads)
     set_threads(options.threads)
@@ -81,7 +81,7 @@ def load(options: FollowerOptions, group: Group, commands: Channel, rows: Channe
     longest = options.longest or spec.max_model_len
     special = spec.special_attention(longest)
     attention = attention_for(device, *geometry, options.attention, special=special, longest=longest)
-    return Follower(model, pool, attention, commands, rows, group)
+    return Follower(model, pool, attention, commands, rows, lanes, group)
 
 
 def settle() -> None:

@@ -31,7 +31,7 @@ LOAD_TIMEOUT_S = 280.0  # until each has imported torch and loaded its part; a n
 END_TIMEOUT_S = 5.0  # for a follower to end in order
 POLL_S = 0.5  # how soon the death of a follower is seen on an idle node
 STOPPED_S = 2.0  # that a follower may be stopped, as by SIGSTOP
-CHANNELS = 3  # to each follower: commands, rows, sums
+CHANNELS = 4  # to each follower: commands, rows, lanes, sums
 MODULE = "paceline.ranks.process"
 
 
@@ -42,11 +42,11 @@ class FollowerProcesses:
         """options: of each follower, from rank 1 on. Raises OSError when a process cannot be started, NodeUnavailable
         when one does not come up."""
         pairs = [[socket.socketpair() for _ in options] for _ in range(CHANNELS)]
-        commands, rows, sums = ([Channel(ours) for ours, _ in kind] for kind in pairs)
+        commands, rows, lanes, sums = ([Channel(ours) for ours, _ in kind] for kind in pairs)
         self._theirs = [[theirs for _, theirs in ends] for ends in zip(*pairs, strict=True)]
         self._commands = commands
         self.group = Group(0, len(options) + 1, sums, RANK_TIMEOUT_S)
-        self.followers = Followers(commands, rows, self.group)
+        self.followers = Followers(commands, rows, lanes, self.group)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ended, self._started = threading.Event(), threading.Event()
         self._start_error: OSError | None = None

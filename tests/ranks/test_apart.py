@@ -24,6 +24,7 @@ from tests.support.untrained_heads import write_tiny_head
 pytestmark = needs_kernels
 
 
+@pytest.mark.parametrize("rank_links", ["direct", "through-0"])
 @pytest.mark.parametrize(
     ("degrees", "handoff", "spec"),
     [
@@ -33,7 +34,9 @@ pytestmark = needs_kernels
     ],
     ids=["llama", "one KV head", "latents and experts"],
 )
-async def test_degrees_may_differ(degrees: tuple[int, int], handoff: str, spec: ModelSpec, tmp_path: Path) -> None:
+async def test_degrees_may_differ(
+    degrees: tuple[int, int], handoff: str, spec: ModelSpec, rank_links: str, tmp_path: Path
+) -> None:
     """Each prompt is sent twice, so that the second finds its prefix cached on both sides."""
     drafter = "mtp" if spec.mla else "eagle3"
     if spec.mla:
@@ -42,7 +45,7 @@ async def test_degrees_may_differ(degrees: tuple[int, int], handoff: str, spec: 
         write_tiny_head(tmp_path / "heads", drafter, spec)
     options: dict[str, object] = {
         "drafter": drafter, "drafter_path": str(tmp_path / "heads"), "head_check": False, "handoff": handoff,
-        "prefill_chunk_tokens": 16,
+        "prefill_chunk_tokens": 16, "rank_links": rank_links,
     }  # fmt: skip
     requests = [tiny_request(list(range(3 + i, 60 + i)), index=i, temperature=float(i % 2)) for i in range(3)]
     alone = ranks_runner(1, spec, "bf16", **options)

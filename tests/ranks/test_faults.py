@@ -79,6 +79,6 @@ def test_one_clear_error(follower: type[Faulty], said: str, monkeypatch: pytest.
 
 
 def test_an_error_without_a_text_has_its_name() -> None:
-    followers = Followers([], [], Group(0, 1, [], TIMEOUT_S))
+    followers = Followers([], [], [], Group(0, 1, [], TIMEOUT_S))
     with pytest.raises(NodeUnavailable, match="MemoryError"), followers.running(Kind.LOGITS, []):
         raise MemoryError

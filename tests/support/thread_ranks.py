@@ -51,8 +51,8 @@ def thread_target(
     """A model of ``degree`` ranks. ``close`` ends the threads."""
     dtype, pages = DTYPES[config.dtype], (num_pages_of(config), config.page_size)
     device = torch.device("cpu")
-    pairs = [[tuple(map(Channel, socket.socketpair())) for _ in range(1, degree)] for _ in range(3)]
-    (commands, rows, sums), (their_commands, their_rows, their_sums) = (
+    pairs = [[tuple(map(Channel, socket.socketpair())) for _ in range(1, degree)] for _ in range(4)]
+    (commands, rows, lanes, sums), (their_commands, their_rows, their_lanes, their_sums) = (
         [[pair[end] for pair in kind] for kind in pairs] for end in range(2)
     )
     shards = [Shard(spec, degree, rank) for rank in range(degree)]
@@ -65,11 +65,12 @@ def thread_target(
         models.append(make_shard(bag, dtype, device, shard))
         groups.append(group)
         bag.finish()
-    followers = Followers(commands, rows, groups[0], timeout_s=TIMEOUT_S)
+    followers = Followers(commands, rows, lanes, groups[0], timeout_s=TIMEOUT_S)
     threads: list[threading.Thread] = []
     target = ParallelTarget(models[0], shards[0], followers, lambda: _end(threads, followers))
     layout = KvLayout(target.kv_layers, dtype)
-    for shard, model, *ends in zip(shards[1:], models[1:], their_commands, their_rows, groups[1:], strict=True):
+    theirs = (their_commands, their_rows, their_lanes, groups[1:])
+    for shard, model, *ends in zip(shards[1:], models[1:], *theirs, strict=True):
         pool, geometry = KvPool(held_layout(layout, shard), *pages), (len(shard.heads), len(shard.kv_heads))
         special = spec.special_attention(spec.max_model_len)
         sees = attention_for(device, *geometry, spec.head_dim, config.attention, special=special)
