@@ -18,7 +18,7 @@ class LaneOptions:
     """Crosses to a follower as JSON. No key of a lane is in it.
 
     ``layers``: of the whole model, each as kind, owner, heads and width. ``dtypes``: of the rows at the source, at the
-    destination, and of hidden rows. ``timeout_s``: of joining, and of one message.
+    destination, and of hidden rows where it is another. ``timeout_s``: of joining, and of one message.
     """
 
     link_id: str
@@ -44,7 +44,7 @@ class LaneOptions:
             source_degree=degrees[0],
             dest_degree=degrees[1],
             layers=tuple((layer.kind, layer.owner, layer.num_kv_heads, layer.head_dim) for layer in source.layers),
-            dtypes=(_name(source.dtype), _name(dest.dtype), _name(dest.hidden_dtype)),
+            dtypes=(_name(source.dtype), _name(dest.dtype), _name(source.hidden) if source.hidden else ""),
             **wire,
         )
 
@@ -69,7 +69,7 @@ class LaneOptions:
         """Every other pair, in the order in which both sides open them."""
         dests = (Side(self._layout(1), self.dest_degree, rank) for rank in range(self.dest_degree))
         plans = (plan for dest in dests for plan in plans_into(self._layout(0), self.source_degree, dest))
-        return tuple(sorted((plan for plan in plans if plan.name != self.lead.name), key=_pair))
+        return tuple(sorted((plan for plan in plans if _pair(plan) != (0, 0)), key=_pair))
 
     def of_rank(self, rank: int) -> tuple[ReshardPlan, ...]:
         """The lanes that end at a rank of this side, in that order."""
@@ -85,7 +85,8 @@ class LaneOptions:
 
     def _layout(self, end: int) -> KvLayout:
         layers = (KvLayer(LayerKind(kind), LayerOwner(owner), *sizes) for kind, owner, *sizes in self.layers)
-        return KvLayout(tuple(layers), getattr(torch, self.dtypes[end]), getattr(torch, self.dtypes[2]))
+        hidden = getattr(torch, self.dtypes[2]) if self.dtypes[2] else None
+        return KvLayout(tuple(layers), getattr(torch, self.dtypes[end]), hidden)
 
 
 def _pair(plan: ReshardPlan) -> tuple[int, int]:
