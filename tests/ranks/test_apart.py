@@ -24,6 +24,11 @@ from tests.support.untrained_heads import write_tiny_head
 pytestmark = needs_kernels
 
 
+def copies_kept(spec: ModelSpec, degree: int) -> int:
+    """How often the ranks of a node hold each head or latent: as often it crosses (algorithms.md H4)."""
+    return degree if spec.mla else max(1, degree // spec.num_kv_heads)
+
+
 @pytest.mark.parametrize("rank_links", ["direct", "through-0"])
 @pytest.mark.parametrize(
     ("degrees", "handoff", "spec"),
@@ -63,5 +68,8 @@ async def test_degrees_may_differ(
                 assert answer.handed_off is not None
                 cached = 48 if turn else 0  # whole pages on both sides
                 rows = len(request.prompt_token_ids) - cached
-                assert answer.handed_off.bytes.target_kv == rows * alone.kv.layout.token_bytes(LayerOwner.TARGET)
+                copies = copies_kept(spec, degrees[1]) if rank_links == "direct" else 1
+                assert answer.handed_off.bytes.target_kv == rows * copies * alone.kv.layout.token_bytes(
+                    LayerOwner.TARGET
+                )
         await nodes.all_released()
