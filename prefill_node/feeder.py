@@ -216,10 +216,19 @@ class RowFeeder:
         now."""
         with self._sender.reading(ticket) as wanted:
             if wanted:
-                if self._lanes is not None and room.number is not None:
-                    self._lanes.gather(room.number, block.layers, slots)
+                self._gather_beside(block, slots, room)
                 self._source.gather(block.layers, slots, room.data)
             return wanted
+
+    def _gather_beside(self, block: RowBlock, slots: torch.Tensor, room: Room) -> None:
+        """On the other ranks. A link whose lanes cannot go on is lost."""
+        if self._lanes is None or room.number is None:
+            return
+        try:
+            self._lanes.gather(room.number, block.layers, slots)
+        except PacelineError as error:
+            self._sender.link_lost(f"lanes: {error}")
+            raise
 
     def _put(self, ticket: str, work: Callable[[], None]) -> bool:
         with self._lock:
