@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kv_transfer.handoff.block import RowBlock
+from kv_transfer.handoff.block import ByteClass, RowBlock
 from kv_transfer.handoff.coverage import ExpectedRows
 from kv_transfer.handoff.receiver import HandoffReceiver
 from kv_transfer.handoff.sender import HandoffSender
@@ -24,7 +24,7 @@ from kv_transfer.lanes.leader import Lanes
 from kv_transfer.lanes.options import LaneOptions
 from kv_transfer.lanes.pairing import open_with
 from kv_transfer.layout.rows import RowSource
-from kv_transfer.transports.base import Transport
+from kv_transfer.transports.base import Rank, Transport
 from kv_transfer.transports.registry import open_transport
 from kv_transfer.transports.rendezvous import store_pair
 from paceline.kvcache.layout import KvLayer, KvLayout
@@ -142,7 +142,7 @@ class LanedLink:
             assert time.monotonic() < end, f"the source does not hear of {ticket}"
             time.sleep(0.005)
 
-    def rows(self, ticket: str, byte_class: int, layers: range, tokens: range) -> None:
+    def rows(self, ticket: str, byte_class: ByteClass, layers: range, tokens: range) -> None:
         slots = self.source_slots[tokens.start : tokens.stop]
         self.feeder.rows(ticket, RowBlock(byte_class, layers, tokens), slots)
 
@@ -172,8 +172,8 @@ def laned_link(
         lanes = Lanes(options, nodes[end].pool, stores[end])
 
         def own() -> Transport:
-            store, rank = stores[end], 0 if end == 0 else 1
-            return open_transport("gloo", store, link_id, rank, "127.0.0.1", timeout_s, sealed=sealed)
+            rank: Rank = 0 if end == 0 else 1
+            return open_transport("gloo", stores[end], link_id, rank, "127.0.0.1", timeout_s, sealed=sealed)
 
         return lanes, open_with(lanes, own)
 

@@ -14,11 +14,13 @@ import pytest
 import torch
 
 from kv_transfer.handoff.block import DRAFT_KV, TARGET_KV
+from kv_transfer.lanes.pairing import degrees as degrees_of_pair
 from kv_transfer.transports.base import MESSAGE_BYTES, byte_view
+from paceline.errors import PairingRefused
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.models.config import ModelSpec
-from paceline.v1.handoff_pb2 import State
+from paceline.v1.handoff_pb2 import Fingerprint, PairRequest, PairResponse, State
 from tests.kv_transfer.layout.sharded import cut, fill, random_rows, read
 from tests.support.laned_link import LanedLink, laned_link
 from tests.support.thread_ranks import family_spec, ranks_spec
@@ -86,7 +88,7 @@ def test_every_pair_of_degrees_gives_the_pools_of_one_rank(model: str) -> None:
     spec, layers = MODELS[model]
     layout, tokens = KvLayout(layers, torch.bfloat16), range(FIRST, TOTAL)
     rows = random_rows(layout, TOTAL, 3)
-    for degrees in itertools.product((1, 2, 4, 8), repeat=2):
+    for degrees in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)):
         if degrees == (1, 1):
             continue
         with laned_link(spec, layers, degrees, sealed=degrees == (4, 2)) as link:
@@ -217,3 +219,18 @@ def test_a_follower_that_is_gone_ends_the_wait_at_once() -> None:
         link.wait_ended("t")
         assert time.monotonic() - began < 2
         assert "ranks of this node are lost" in link.nodes[0].followers.failure
+
+
+def test_both_nodes_must_want_the_same() -> None:
+    """Nodes of one rank each have no lanes, whatever they want; a node that says nothing wants what is without."""
+    direct, other = PairRequest(ranks=2, rank_links="direct"), PairResponse(ranks=4, rank_links="through-0")
+    with pytest.raises(PairingRefused, match=r"(?s)rank_links differ.*'direct' ranks=2.*'through-0' ranks=4"):
+        degrees_of_pair(direct, other)
+    with pytest.raises(PairingRefused, match="through-0"):
+        degrees_of_pair(direct, PairResponse())
+    summed = PairRequest(ranks=2, rank_links="direct", fingerprint=Fingerprint(checksum="crc32"))
+    with pytest.raises(PairingRefused, match="handoff_checksum does not cover lanes"):
+        degrees_of_pair(summed, PairResponse(rank_links="direct"))
+    assert degrees_of_pair(direct, PairResponse(rank_links="direct")) == (2, 1)
+    assert degrees_of_pair(PairRequest(ranks=2, rank_links="through-0"), PairResponse()) is None
+    assert degrees_of_pair(PairRequest(rank_links="direct"), PairResponse(ranks=1)) is None
