@@ -174,8 +174,8 @@ class EngineConfig(Frozen):
     `gloo`."""
 
     rank_links: Literal["direct", "through-0"] = "through-0"
-    """How a hand-off crosses where a node has several ranks: `direct`, from each rank to the ranks that hold its heads,
-    or `through-0`, all of it through the first rank of each node. Both nodes must have the same."""
+    """How rows of several ranks cross: `direct`, from each rank to those that hold its heads, or `through-0`, all by
+    way of the first rank of each node. Set it alike on both sides."""
 
     reserve_deadline_s: float = Field(default=120.0, gt=0)
     """Seconds that a request may wait on a node for pages, and a reserved one for the first byte of its KV."""

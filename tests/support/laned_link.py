@@ -69,7 +69,7 @@ class Ranks:
 
     @property
     def pools(self) -> list[KvPool]:
-        """Of every rank."""
+        """Those of all ranks, rank 0 first."""
         return [self.pool, *self.theirs]
 
     def close(self) -> None:
