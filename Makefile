@@ -5,6 +5,7 @@ TORCH ?= auto
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+WIDTHS ?=
 # A deployment is a dozen Python processes. Without bytecode files each of them compiles all that it imports, which takes
 # longer than the import itself, so the files are written whatever the caller's environment says.
 export PYTHONDONTWRITEBYTECODE :=
@@ -96,10 +97,13 @@ proto: $(VENV)/.dev  # stubs of proto/ and the generated pages of docs/
 	$(BIN)/python tests/support/proto_drift.py --write
 	$(BIN)/python -m tests.support.reference_pages --write
 
-bench: $(VENV)/.dev  # PEERS=1: compare with other engines, which are put under build/peers at the first time
+# PEERS=1: compare with other engines, which are put under build/peers at the first time; ARGS='...' are options of the
+# first table, WIDTHS='...' those of the second. A peer that cannot be installed has rows that say so.
+bench: $(VENV)/.dev
 ifeq ($(PEERS),1)
-	$(BIN)/python -m benchmarks.peers.install
+	-$(BIN)/python -m benchmarks.peers.install
 	$(BIN)/paceline bench peers $(ARGS)
+	$(BIN)/paceline bench widths $(WIDTHS)
 else
 	$(BIN)/python -m benchmarks $(ARGS)
 endif

@@ -23,6 +23,7 @@ bench = typer.Typer(
 )
 bench.command()(server_commands.serving)
 bench.command()(server_commands.peers)
+bench.command()(server_commands.widths)
 
 ModelOption = Annotated[str, typer.Option(help="A known model, a folder or a hub id.")]
 DraftersOption = Annotated[

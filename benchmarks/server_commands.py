@@ -1,5 +1,7 @@
-"""``paceline bench serving`` and ``peers``: servers under load, ours and others. Nothing heavy is imported before a
-command runs."""
+"""``paceline bench serving``, ``peers`` and ``widths``: servers under load, ours and others.
+
+Nothing heavy is imported before a command runs.
+"""
 
 from __future__ import annotations
 
@@ -191,3 +193,39 @@ def peers(
         json.write_text(report.to_json() + "\n", encoding="utf-8")
     if markdown is not None:
         markdown.write_text(tables.markdown(grid), encoding="utf-8")
+
+
+def widths(
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help='JSON lines: Spec-Bench\'s format, or {"prompt": ...}; kept texts when not given.'),
+    ] = None,
+    model: Annotated[str, typer.Option(help="Model to compare on.")] = "smollm2-135m-instruct",
+    only: Annotated[str, typer.Option(help="These alone: paceline, llama.cpp, openvino.")] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of all engines; the best of them counts.")] = 3,
+    max_tokens: Annotated[int, typer.Option(min=8, help="Tokens that each stream gets.")] = 64,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the results here.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the tables here.")] = None,
+) -> None:
+    """Compare weights of 16, 8 and 4 bits with llama.cpp and OpenVINO: tokens/s of one stream and of 8, time to first
+    token, and ratios. Exit code 1 when a ratio is missed."""
+    from benchmarks import tables
+    from benchmarks.jobs import Outputs
+    from benchmarks.peers import width_goals
+    from benchmarks.peers import widths as bench_widths
+    from benchmarks.serving import questions
+
+    Outputs(json, None, markdown).check()
+    folder, texts = _fetched(model), questions.read(prompts)
+    plan = bench_widths.plan(folder, texts, prompts.name if prompts else "kept texts", max_tokens)
+    with bar("widths") as show:
+        report = bench_widths.run(plan, model, folder, _items(only), rounds, show)
+    grids = (width_goals.grid(report), width_goals.goal_grid(report))
+    for grid in grids:
+        tables_on.print(tables.rich_table(grid))
+    if json is not None:
+        json.write_text(report.to_json() + "\n", encoding="utf-8")
+    if markdown is not None:
+        markdown.write_text("\n".join(map(tables.markdown, grids)), encoding="utf-8")
+    if any(goal.holds is False for goal in width_goals.goals(report)):
+        sys.exit(1)

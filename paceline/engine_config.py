@@ -64,8 +64,8 @@ class EngineConfig(Frozen):
     number. Raise it where a model does not fit one device."""
 
     rank_sums: Literal["auto", "sockets", "collective"] = "auto"
-    """How ranks of a node put their parts together: `sockets` through the host, or `collective` by torch.distributed,
-    which is NCCL on GPUs and gloo on CPUs. `auto` takes sockets on CPUs. No bit depends on it."""
+    """How ranks of a node put parts together: `sockets` through the host, `collective` by torch.distributed (NCCL on
+    GPUs, gloo on CPUs). `auto` takes sockets on CPUs. No bit depends on it."""
 
     attention: Literal["auto", "flashinfer", "triton", "torch"] = "auto"
     """Attention kernels. `auto` takes FlashInfer on GPUs where it is installed, else Paceline's own: `triton` on GPUs,
@@ -236,12 +236,8 @@ class EngineConfig(Frozen):
     def _check_int8(self) -> None:
         if self.device != "cpu":
             raise ValueError(f"kv_dtype 'int8' is for CPUs: set device {self.device!r} to cpu, or kv_dtype to auto")
-        if self.tp > 1:
-            raise ValueError(f"kv_dtype 'int8' needs nodes of one rank: set tp {self.tp} to 1, or kv_dtype to auto")
         if self.handoff_dtype_cast:
             raise ValueError("kv_dtype 'int8' cannot be cast: set handoff_dtype_cast to false, or kv_dtype to auto")
-        if self.drafter == "draft_model":
-            raise ValueError("kv_dtype 'int8' has no drafter 'draft_model': take another, or set kv_dtype to auto")
 
     def __getstate__(self) -> dict[Any, Any]:
         fields = type(self).model_fields.items()

@@ -72,6 +72,8 @@ def _measure(bench: Bench, row: Row, clock: Callable[[], float]) -> Result:
     except Exception as error:
         log.exception("row %s failed", row.key)
         figure, missing = None, f"FAILED: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if fell_back := bench.fell_back():
+        figure, missing = None, f"FAILED: attention fell back: {'; '.join(fell_back)}"
     bench.free()
     return Result(row, figure, missing, clock() - began)
 
@@ -124,7 +126,8 @@ def check_attention(device: torch.device, wanted: str) -> None:
 
 
 def run(arguments: Sequence[str] | None = None, console: Console | None = None) -> int:
-    """The command; returns its exit code: 1 when a reach is missed or a text was wrong. Raises ConfigError."""
+    """The command; returns its exit code: 1 when a reach is missed, a text was wrong or a row failed. Raises
+    ConfigError."""
     given, console = parse(arguments), console or Console(width=TABLE_WIDTH, no_color=True)
     asked = select(rows(given.target), given.rows)
     if given.list:
@@ -159,7 +162,8 @@ def run(arguments: Sequence[str] | None = None, console: Console | None = None) 
     out.write_text(to_json(results, options, ceilings, host) + "\n", encoding="utf-8")
     console.print(table(results, options, ceilings, host))
     console.print(f"written: {out}")
-    return 1 if any(result.verdict in ("MISSED", "WRONG") for result in results) else 0
+    bad = any(result.verdict in ("MISSED", "WRONG") or result.missing.startswith("FAILED") for result in results)
+    return 1 if bad else 0
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from benchmarks.gpu.floors import Ceilings, kv_token_bytes
 from benchmarks.gpu.shapes import DRAFT_VOCAB, SHAPES, eagle3_config, load_shape, write_random_eagle3
 from benchmarks.speculation.synthetic import Rates
 from paceline.assembly.build import assemble
+from paceline.attention.base import AttentionBackend
 from paceline.config import NodeConfig
 from paceline.engine.model_runner import ModelRunner, PrefillChunk, RunnerIdentity
 from paceline.kvcache.table import PageTable
@@ -23,6 +24,7 @@ from paceline.models.config import ModelSpec
 from paceline.models.llama import LlamaModel
 from paceline.models.registry import DTYPES
 from paceline.request import SamplingParams, SequenceRequest
+from paceline.spec_decode.drafters.select import SelectingDrafter
 from paceline.spec_decode.heads.formats.config import Eagle3Config
 from paceline.spec_decode.sequence import Sequence
 
@@ -73,6 +75,7 @@ class Bench:
         self.options, self.clock, self.ceilings, self.scratch = options, clock, ceilings, scratch
         self.dtype = DTYPES[options.dtype]
         self._loaded: tuple[str, LlamaModel] | None = None
+        self._watched: list[tuple[AttentionBackend, str]] = []  # and the one that was asked for
 
     # -- sizes
 
@@ -111,7 +114,9 @@ class Bench:
     def with_bits(self, bits: str) -> Bench:
         """The same with other ``bits`` and no target loaded; this one's goes."""
         self.unload()
-        return Bench(replace(self.options, bits=bits), self.clock, self.ceilings, self.scratch)
+        other = Bench(replace(self.options, bits=bits), self.clock, self.ceilings, self.scratch)
+        other._watched = self._watched
+        return other
 
     def unload(self) -> None:
         """Let the target go."""
@@ -163,7 +168,26 @@ class Bench:
             }
         )
         identity = RunnerIdentity(f"{shape} shape, random weights", f"seed-{self.options.seed}", kernel_set())
-        return assemble(config, model, identity)
+        return self.watched(assemble(config, model, identity))
+
+    def watched(self, runner: ModelRunner) -> ModelRunner:
+        """The same; `fell_back` looks at what its attention does."""
+        wanted = "triton" if self.options.bits == "exact" else self.options.attention
+        drafter = runner.drafter.primary if isinstance(runner.drafter, SelectingDrafter) else runner.drafter
+        both = (runner.attention, getattr(drafter, "attention", runner.attention))
+        self._watched += [(attention, wanted) for attention in both]
+        return runner
+
+    def fell_back(self) -> list[str]:
+        """Forwards on a GPU since the last call that another attention computed than the one that was asked for. Their
+        figures would say nothing of it."""
+        found: set[str] = set()
+        for attention, wanted in self._watched:
+            found |= attention.left
+            if self.clock.on_gpu and attention.name != wanted:
+                found.add(f"{attention.name} in place of {wanted}")
+        self._watched.clear()
+        return sorted(found)
 
 
 def request(index: int, prompt: Seq[int], max_tokens: int) -> SequenceRequest:

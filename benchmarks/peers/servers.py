@@ -20,7 +20,9 @@ from paceline.errors import ConfigError
 
 HOME = Path(__file__).resolve().parents[2] / "build" / "peers"
 LLAMA_SERVER = HOME / "llama-build" / "bin" / "llama-server"
+LLAMA_QUANTIZE = LLAMA_SERVER.with_name("llama-quantize")
 VLLM_PYTHON = HOME / "vllm" / "bin" / "python"
+OPENVINO_PYTHON = HOME / "openvino" / "bin" / "python"
 INSTALL = "python -m benchmarks.peers.install"
 
 SLOTS = 8  # sequences that a peer works on together
@@ -38,9 +40,14 @@ VLLM_NGRAM = {
 Start = Callable[[], AbstractContextManager[str]]
 
 
-def gguf_file(model: str) -> Path:
-    """Weights for llama.cpp, in bf16."""
-    return HOME / f"{Path(model).name}-bf16.gguf"
+def gguf_file(model: str, kind: str = "bf16") -> Path:
+    """Weights for llama.cpp, of that type."""
+    return HOME / f"{Path(model).name}-{kind}.gguf"
+
+
+def openvino_folder(model: str, kind: str) -> Path:
+    """Weights for OpenVINO, of that type."""
+    return HOME / f"{Path(model).name}-openvino-{kind}"
 
 
 def cores() -> int:
@@ -70,14 +77,20 @@ def peer_settings(names: Sequence[str], folder: Path) -> list[Setting]:
 
 
 def _llama(folder: Path, drafts: bool) -> Start:
+    return llama_server(gguf_file(folder.name), LLAMA_NGRAM if drafts else ())
+
+
+def llama_server(file: Path, options: Sequence[str] = ()) -> Start:
+    """llama.cpp's server of a GGUF file."""
+
     @contextmanager
     def start() -> Iterator[str]:
         port, threads = free_port(), str(cores())
-        command = [str(LLAMA_SERVER), "-m", str(gguf_file(folder.name)), "--host", "127.0.0.1", "--port", str(port)]
+        command = [str(LLAMA_SERVER), "-m", str(file), "--host", "127.0.0.1", "--port", str(port)]
         command += ["-t", threads, "-tb", threads, "-np", str(SLOTS), "-c", str(SLOTS * CONTEXT), "--no-webui"]
         command += ["--no-cache-prompt", "--cache-ram", "0"]  # no prompt may be in a cache from another run
         url = f"http://127.0.0.1:{port}"
-        with running([*command, *(LLAMA_NGRAM if drafts else ())], ready=lambda: answers(url)):
+        with running([*command, *options], ready=lambda: answers(url)):
             yield url
 
     return start

@@ -80,6 +80,10 @@ class Intake:
         handoff.trace.record("state received", began, time.monotonic(), **described(message))
         self._in_flight.complete(message, hidden)
 
+    def settle(self) -> None:
+        """See `Staging.settle`."""
+        self._staging.settle()
+
     def give_credit(self) -> None:
         """Tell the sender that it may send more, when it is worth a message."""
         if (num_bytes := self._staging.credit()) > 0:

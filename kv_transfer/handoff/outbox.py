@@ -83,7 +83,7 @@ class Outbox:
         self._max_bytes = max_bytes
         self._queued: deque[Outgoing] = deque()
         self._announced: deque[Outgoing] = deque()
-        self._in_hand: list[Outgoing] = []  # a message of each is being started or awaited, on a dead link too
+        self._in_hand: list[Outgoing] = []  # once for each message that the transport has, on a dead link too
         self._waiting_bytes = 0  # of what is queued or announced
         self._uncredited = 0  # bytes announced that the receiver has not taken in
 
@@ -125,11 +125,11 @@ class Outbox:
         self._uncredited = max(0, self._uncredited - num_bytes)
 
     def hold(self, item: Outgoing) -> None:
-        """The transport gets a message of ``item``, or is waited for; until `let_go` its ticket cannot end."""
+        """The transport gets a message of ``item``; until `let_go` its ticket cannot end."""
         self._in_hand.append(item)
 
     def let_go(self, item: Outgoing) -> None:
-        """Undo one `hold`."""
+        """Undo one `hold`: the transport is done with that message."""
         self._in_hand.remove(item)
 
     def must_send(self, ticket: str) -> bool:
@@ -146,7 +146,7 @@ class Outbox:
                 self._queued.append(item)
 
     def close(self, reason: str) -> None:
-        """The link is dead: forget everything. Whoever waits for a payload that is due or started tells it done."""
+        """The link is dead: forget everything. The pump tells the payloads done that are due or started."""
         self.closed = reason
         for item in (*self._announced, *self._queued):
             self._forget(item)

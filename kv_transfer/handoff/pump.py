@@ -7,10 +7,14 @@ A message's way, one event per edge:
 Whoever queues, gives bytes or brings credit announces and starts at once: neither waits for the thread to be done with
 others. The thread awaits what was started, in that order. A message is started with no lock held, since a transport may
 write there for milliseconds.
+
+When the link dies, what is queued or due is given back at once. What was started may still be read by the transport: it
+is awaited behind the abort, each message within the bounds of its transport, and given back then.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -21,14 +25,16 @@ import torch
 
 from kv_transfer.handoff.outbox import Outbox, Outgoing, Payload
 from kv_transfer.handoff.tickets import TicketBook, tell_owner
-from kv_transfer.transports.base import Pending, Transport
+from kv_transfer.transports.base import Pending, StillInFlight, Transport
 from paceline.v1.handoff_pb2 import HandoffMessage
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Started:
     """A message in the hands of the transport, or a descriptor that announces none. ``wait``: returns when its bytes
-    are off, raises when they will never be."""
+    are off, raises when they will never be; either way nobody reads them any more, but for StillInFlight."""
 
     item: Outgoing
     payload: Payload | None
@@ -69,6 +75,7 @@ class WirePump:
         self._idle: torch.cuda.Stream | None = None  # a CUDA transport waits for the caller's stream
         self._starting = threading.Lock()  # held by the one thread that starts messages; taken without waiting
         self._due: deque[tuple[Outgoing, Payload | None]] = deque()
+        self._is_starting = False  # a message was taken from ``_due`` and is not in ``_started`` yet
         self._started: deque[Started] = deque()
         self._last_end = 0.0  # of the latest message
         self._broken: str | None = None  # why the thread is to end the link
@@ -98,17 +105,16 @@ class WirePump:
         return wanted
 
     def stop(self, reason: str) -> bool:
-        """The link is dead: drop what is not awaited, abort the transport, fail every ticket and tell those of which no
-        message is in the hands of the transport. False when it was dead already."""
+        """The link is dead: drop what is not started, abort the transport, fail every ticket and tell those of which no
+        message is in the hands of the transport; the thread does so for the others. False when it was dead already."""
         with self._outbox.changed:
             if self._outbox.closed is not None:
                 return False
             self._outbox.close(reason)
-            for payload in (*(payload for _, payload in self._due), *(started.payload for started in self._started)):
+            for _, payload in self._due:
                 if payload is not None:
                     payload.done()
             self._due.clear()
-            self._started.clear()
             tickets = self._book.fail_all(reason)
             self._outbox.changed.notify_all()
         self._transport.abort()
@@ -147,6 +153,7 @@ class WirePump:
                 return None
             item, payload = self._due.popleft()
             self._outbox.hold(item)
+            self._is_starting = True
             return item, payload
 
     def _start(self, item: Outgoing, payload: Payload | None) -> Started:
@@ -180,12 +187,9 @@ class WirePump:
 
     def _hand_to_thread(self, started: Started) -> None:
         with self._outbox.changed:
-            if self._outbox.closed is None:
-                self._outbox.let_go(started.item)
-                self._started.append(started)
-                self._outbox.changed.notify_all()
-                return
-        self._off(started, None)  # the link died meanwhile
+            self._is_starting = False
+            self._started.append(started)
+            self._outbox.changed.notify_all()
 
     # -- the thread --------------------------------------------------------------------------------------------
 
@@ -194,22 +198,24 @@ class WirePump:
             self._see_through(started)
 
     def _next(self) -> Started | None:
-        """The next message that was started; waits for one. None: the link is dead."""
+        """The next message that was started; waits for one. None: the link is dead, and none is left."""
         outbox = self._outbox
-        with outbox.changed:
-            while outbox.closed is None and self._broken is None:
-                if self._started:
-                    started = self._started.popleft()
-                    outbox.hold(started.item)
-                    return started
-                if not outbox.waits_for_credit:
-                    outbox.changed.wait()
-                elif not outbox.changed.wait_for(self._unstuck, self._credit_timeout_s):
-                    self._broken = f"no credit from the receiver within {self._credit_timeout_s:g} s"
-            broken = self._broken
-        if broken is not None:
+        while True:
+            with outbox.changed:
+                while not self._started and self._broken is None and not self._is_over:
+                    if not outbox.waits_for_credit:
+                        outbox.changed.wait()
+                    elif not outbox.changed.wait_for(self._unstuck, self._credit_timeout_s):
+                        self._broken = f"no credit from the receiver within {self._credit_timeout_s:g} s"
+                broken, self._broken = self._broken, None
+                if broken is None:
+                    return self._started.popleft() if self._started else None
             self._break(broken)
-        return None
+
+    @property
+    def _is_over(self) -> bool:
+        """The link is dead, and the transport gets nothing more."""
+        return self._outbox.closed is not None and not self._is_starting
 
     def _unstuck(self) -> bool:
         """The thread does not wait for credit (any more)."""
@@ -223,6 +229,9 @@ class WirePump:
             item.began = began
         try:
             started.wait()
+        except StillInFlight as error:
+            log.error("hand-off %s: %s; its rows and its buffer stay held", item.message.ticket, error)
+            return
         except Exception as error:
             self._break(str(error) or repr(error))
             self._off(started, None)

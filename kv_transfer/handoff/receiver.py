@@ -135,6 +135,7 @@ class HandoffReceiver:
             while (work := self._control.next()) is not None:
                 self._do(work)
             self._end()
+            self._intake.settle()  # what is posted is written into memory that goes with this link
 
     def _do(self, work: Work) -> None:
         if isinstance(work, tuple):

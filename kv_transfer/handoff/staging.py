@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import islice
 
 import torch
@@ -134,6 +135,14 @@ class Staging:
                 continue
             for piece in message_slices(num_bytes):
                 self._receive(self._free[-1][: piece.stop - piece.start])
+
+    def settle(self) -> None:
+        """The link is dead: wait until the transport writes into no buffer any more, each message within the
+        transport's bounds. Call nothing else afterwards, and let the buffers go."""
+        while self._expected:
+            _, _, wait = self._expected.popleft()
+            with suppress(TransportError):
+                wait()
 
     def credit(self) -> int:
         """Bytes that the sender may send beyond those told before; 0 until it is worth a message. Called when what

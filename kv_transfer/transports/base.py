@@ -24,6 +24,11 @@ class TransportError(PacelineError):
     """The pipe broke, timed out or is closed. It is dead from then on: open a new one under a new link id."""
 
 
+class StillInFlight(TransportError):
+    """The wait for a message of a dead pipe is over, and the device may still read or write its memory: nobody may use
+    that again. The transport keeps it."""
+
+
 def message_slices(num_bytes: int) -> tuple[slice, ...]:
     """Cut ``num_bytes`` into messages of at most 4 MiB, as byte ranges in order; no message for 0 bytes.
 
@@ -67,11 +72,13 @@ class Transport(ABC):
 
     def start_send(self, tensor: Tensor) -> Pending:
         """`send` in two steps: the bytes may leave from now on, and have left when what is returned has been called.
-        Started sends are awaited in order, each once; ``tensor`` is not written to until then."""
+        Started sends are awaited in order, each once, on a dead pipe too; ``tensor`` is not written to until then. The
+        wait ends, with or without an error, when nothing reads ``tensor`` any more, but for StillInFlight."""
         return lambda: self.send(tensor)
 
     def start_recv(self, tensor: Tensor) -> Pending:
-        """`recv` in two steps, likewise: ``tensor`` may be written to from now on, also when the pipe dies."""
+        """`recv` in two steps, likewise: ``tensor`` may be written to from now on until the wait has ended, also when
+        the pipe dies."""
         return lambda: self.recv(tensor)
 
     @abstractmethod

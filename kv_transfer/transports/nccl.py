@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kv_transfer.transports.base import Pending, Rank, TransportError, byte_view, message_slices
+from kv_transfer.transports.base import Pending, Rank, StillInFlight, TransportError, byte_view, message_slices
 from kv_transfer.transports.gloo import TAG
 from kv_transfer.transports.rendezvous import torch_dist
 from kv_transfer.transports.torch_dist import TorchDistTransport
@@ -20,6 +20,7 @@ from paceline.errors import ConfigError
 NCCL_MAX_CTAS = 4  # thread blocks that a link may take from the GPU
 JOIN_TIMEOUT_S = 60.0  # for the communicator: it starts with the first message, and is slow on a cold machine
 _POLL_S = 1e-4
+_kept: list[Tensor] = []  # memory that a kernel may use for good, since no abort ended it
 
 
 class NcclTransport(TorchDistTransport):
@@ -36,7 +37,7 @@ class NcclTransport(TorchDistTransport):
         """Build the communicator, by the first message. TransportError when the peer does not come."""
         hello = torch.zeros(1, dtype=torch.uint8, device=self._device)
         verb = "send" if self._rank == 0 else "recv"
-        self._guard(verb, hello.numel(), lambda group: self._exchange_within(JOIN_TIMEOUT_S, group, verb, hello))
+        self._start(verb, hello, JOIN_TIMEOUT_S)()
 
     def start_send(self, tensor: Tensor) -> Pending:
         """See Transport. The bytes leave behind what the caller's current stream holds; several messages are in flight,
@@ -48,26 +49,41 @@ class NcclTransport(TorchDistTransport):
         what was in ``tensor``."""
         return self._start("recv", tensor)
 
-    def _start(self, verb: str, tensor: Tensor) -> Pending:
+    def _start(self, verb: str, tensor: Tensor, timeout_s: float | None = None) -> Pending:
         data = byte_view(tensor)
-        done: list[torch.cuda.Event] = []
+        posted: list[torch.cuda.Event] = []
 
         def post(group: Any) -> None:
-            done.extend(self._post(group, verb, data[piece]) for piece in message_slices(data.numel()))
+            for piece in message_slices(data.numel()):
+                posted.append(self._post(group, verb, data[piece]))
 
-        def wait(_: Any) -> None:
-            for event in done:
-                self._await(event, self._timeout_s)
+        def wait() -> None:
+            for event in posted:
+                self._await(event, timeout_s or self._timeout_s)
 
-        self._guard(verb, data.numel(), post)
-        return lambda: self._guard(verb, data.numel(), wait)
+        def see_off() -> None:
+            try:
+                self._see_off(verb, data.numel(), wait)
+            except TransportError as error:
+                self._settle(data, posted, error)
+                raise
 
-    def _exchange(self, group: Any, verb: str, data: Tensor) -> None:
-        """Send or receive in order with the caller's current stream."""
-        self._exchange_within(self._timeout_s, group, verb, data)
+        try:
+            self._guard(verb, data.numel(), post)
+        except TransportError:
+            if not posted:
+                raise  # else the wait tells it, behind what was posted
+        return see_off
 
-    def _exchange_within(self, timeout_s: float, group: Any, verb: str, data: Tensor) -> None:
-        self._await(self._post(group, verb, data), timeout_s)
+    def _settle(self, data: Tensor, posted: list[torch.cuda.Event], error: TransportError) -> None:
+        """Behind an abort, which ends kernels: wait until those of ``data`` have ended. StillInFlight when they go on
+        all the same; ``data`` is then kept for good."""
+        deadline = time.monotonic() + self._timeout_s
+        while not all(_has_happened(event) for event in posted):
+            if time.monotonic() > deadline:
+                _kept.append(data)
+                raise StillInFlight(f"{error}; the device does not end it") from error
+            time.sleep(_POLL_S)
 
     def _post(self, group: Any, verb: str, data: Tensor) -> torch.cuda.Event:
         """Queue one message behind the caller's stream and the messages before it; the event is its end."""
@@ -96,6 +112,13 @@ class NcclTransport(TorchDistTransport):
 
     def _abort_group(self, group: Any) -> None:
         group.abort()
+
+
+def _has_happened(event: torch.cuda.Event) -> bool:
+    try:
+        return event.query()  # type: ignore[no-untyped-call,no-any-return]
+    except RuntimeError:
+        return True  # the device is lost to this process: nothing runs there
 
 
 def open_nccl(store: Any, link_id: str, rank: Rank, host: str, timeout_s: float, device: torch.device) -> NcclTransport:

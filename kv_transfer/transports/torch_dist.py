@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from kv_transfer.transports.base import Rank, Transport, TransportError
+from kv_transfer.transports.base import Pending, Rank, Transport, TransportError
 
 
 class TorchDistTransport(Transport):
-    """One end of a link's pipe. A kind of group is a subclass."""
+    """One end of a link's pipe. A kind of group is a subclass, which starts messages."""
 
     def __init__(self, group: Any, prefix: str, rank: Rank) -> None:
         self._group: Any | None = group  # typed loosely: a build without NCCL has no such class
@@ -24,10 +24,10 @@ class TorchDistTransport(Transport):
         self._dead: str | None = None
 
     def _send_message(self, data: Tensor) -> None:
-        self._message("send", data)
+        self._start("send", data)()
 
     def _recv_message(self, data: Tensor) -> None:
-        self._message("recv", data)
+        self._start("recv", data)()
 
     def close(self) -> None:
         self._dead = self._dead or "closed"
@@ -41,9 +41,6 @@ class TorchDistTransport(Transport):
         if group is not None:
             self._abort_group(group)
 
-    def _message(self, verb: str, data: Tensor) -> None:
-        self._guard(verb, data.numel(), lambda group: self._exchange(group, verb, data))
-
     def _guard(self, verb: str, num_bytes: int, work: Callable[[Any], None]) -> None:
         """Do ``work`` with the group; the pipe is dead when that fails."""
         group = self._group
@@ -52,13 +49,25 @@ class TorchDistTransport(Transport):
         try:
             work(group)
         except RuntimeError as error:
-            reason = self._dead or f"{verb} of {num_bytes} bytes failed: {error}"
-            self._dead = reason
-            self.abort()
-            raise TransportError(f"link {self._prefix}: {reason}") from error
+            raise self._died(verb, num_bytes, error) from error
 
-    def _exchange(self, group: Any, verb: str, data: Tensor) -> None:
-        """Send or receive one message, bounded by the message timeout. RuntimeError when it failed."""
+    def _see_off(self, verb: str, num_bytes: int, wait: Callable[[], None]) -> None:
+        """``wait`` for what was started, on a dead pipe too: it may still use its memory."""
+        try:
+            wait()
+        except RuntimeError as error:
+            raise self._died(verb, num_bytes, error) from error
+        if self._dead is not None:
+            raise TransportError(f"link {self._prefix}: {self._dead}")
+
+    def _died(self, verb: str, num_bytes: int, error: RuntimeError) -> TransportError:
+        """The pipe is dead, of ``error`` unless it was before: what to tell."""
+        reason = self._dead = self._dead or f"{verb} of {num_bytes} bytes failed: {error}"
+        self.abort()
+        return TransportError(f"link {self._prefix}: {reason}")
+
+    def _start(self, verb: str, tensor: Tensor) -> Pending:
+        """Post the messages of ``tensor``, to ``send`` or to ``recv`` them. As `Transport.start_send`."""
         raise NotImplementedError
 
     def _end_group(self, group: Any) -> None:

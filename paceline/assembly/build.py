@@ -17,7 +17,7 @@ from paceline.assembly.measure import measure_costs
 from paceline.assembly.selfcheck import is_bit_exact
 from paceline.assembly.shipped import with_real_drafter
 from paceline.attention.base import AttentionBackend
-from paceline.attention.select import attention_for
+from paceline.attention.select import attention_for, tell_what_serves
 from paceline.config import NodeConfig
 from paceline.engine.handoff_contents import HandoffContents
 from paceline.engine.model_runner import KvMemory, ModelRunner, RunnerIdentity, RunnerLimits
@@ -137,6 +137,8 @@ def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity, *
     kv = model.make_pool(layout, num_pages + (SCRATCH_PAGES if graphs else 0), config.page_size)
     allocator = PageAllocator(num_pages)
     spec, attention = model.spec, _attention(config, model)
+    if model.device.type == "cuda":
+        tell_what_serves(attention, layout, spec.num_heads)
     drafter = plan.make(kv, attention)
     budget = budget_of(config)
     spec_slots = max(budget.max_nodes, drafter.draft_slots(budget))

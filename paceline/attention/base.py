@@ -9,7 +9,7 @@ slots, so that it computes the same as the same row decoded plainly (docs/intern
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.pool import KvPool
 from paceline.layers.upload import staged
 
@@ -162,6 +163,12 @@ class AttentionBackend(ABC):
 
     name: str
     row_invariant: bool
+
+    left: Set[str] = frozenset()  # forwards so far that another backend computed, in words
+
+    def left_to(self, layout: KvLayout, num_heads: int) -> dict[str, str]:
+        """Forwards over a pool of ``layout`` that this backend leaves to another one, in words, and to which."""
+        return {}
 
     @property
     def kernels(self) -> str:

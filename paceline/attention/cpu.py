@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any
@@ -12,7 +12,6 @@ import torch
 
 from paceline.attention.base import AttentionBackend, AttentionPlan, ForwardBatch
 from paceline.kvcache.pool import KvPool
-from paceline.layers import kv8
 from paceline.layers.build import load_kernels
 
 KERNEL_HEAD_DIMS = (16, 32, 64, 96, 128, 256)
@@ -33,14 +32,6 @@ class RowPlan(AttentionPlan):
         """Addresses of the five tensors, as the kernels take them."""
         parts = (self.slots, self.slot_offsets, self.prefix_lens, self.tails, self.tail_offsets)
         return tuple(part.data_ptr() for part in parts)
-
-    @cached_property
-    def together(self) -> tuple[RowPlan, torch.Tensor]:
-        """The same batch over a single page that has what is seen here in order, and the slots of that, int32 [n]."""
-        slots = torch.cat((self.slots, self.tails))
-        own = torch.arange(slots.shape[0], dtype=torch.int32)
-        count = self.slots.shape[0]
-        return replace(self, slots=own[:count], tails=own[count:]), slots
 
 
 def plan_rows(batch: ForwardBatch) -> RowPlan:
@@ -83,7 +74,12 @@ class CpuAttention(AttentionBackend):
         library = load_kernels()
         if library is None:
             raise RuntimeError("the CPU kernels are not available; use TorchAttention")
-        self._attend = {torch.bfloat16: library.pl_attend_bf16, torch.float32: library.pl_attend_f32}
+        self._attend = {
+            (torch.bfloat16, False): library.pl_attend_bf16,
+            (torch.float32, False): library.pl_attend_f32,
+            (torch.bfloat16, True): library.pl_attend_kv8_bf16,  # over a pool of codes
+            (torch.float32, True): library.pl_attend_kv8_f32,
+        }
         self._attend_latent = {
             torch.bfloat16: library.pl_attend_latent_bf16,
             torch.float32: library.pl_attend_latent_f32,
@@ -111,15 +107,12 @@ class CpuAttention(AttentionBackend):
     ) -> torch.Tensor:
         """See AttentionBackend."""
         assert isinstance(plan, RowPlan)
-        pages, seen = kv.data[layer], plan.addresses
-        if kv.layout.is_int8:
-            plan, slots = plan.together
-            pages, seen = kv8.read_rows(pages, slots, query.dtype).unsqueeze(0), plan.addresses
+        pages = kv.data[layer]
         rows, heads, dim = query.shape
         out = torch.empty_like(query)
-        failed = self._attend[query.dtype](
+        failed = self._attend[query.dtype, kv.layout.is_int8](
             query.data_ptr(), pages.data_ptr(), pages.shape[2], rows, heads, pages.shape[3], dim,
-            *seen, window, None if sinks is None else sinks.data_ptr(), scale, out.data_ptr(),
+            *plan.addresses, window, None if sinks is None else sinks.data_ptr(), scale, out.data_ptr(),
         )  # fmt: skip
         if failed:
             raise ValueError(f"no attention kernel for {heads} heads over {pages.shape[3]} of {dim}")

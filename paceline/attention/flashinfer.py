@@ -1,7 +1,8 @@
 """Attention by FlashInfer (arXiv 2501.01005) on CUDA: paged prefill, decode, chain and tree verification, and MLA.
 
 A forward is planned once for all of its layers, at the first of them: only there are heads, dtype and scale known. What
-FlashInfer has no kernel for (float32, odd head widths, trees over MLA) goes to the torch reference, forward by forward.
+FlashInfer has no kernel for (float32, odd head widths, trees over MLA) goes to Triton kernels of our own, forward by
+forward, and to the torch reference only where Triton is not installed.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from paceline.attention.flashinfer_kernels import (
 )
 from paceline.attention.paged import PagedBatch, PagedKind, paged_batch
 from paceline.attention.placed import PlacedBatch, PlacedPlan, paged_ends
-from paceline.attention.torch_paged import DensePlan, TorchAttention, dense_plan
-from paceline.kvcache.layout import LayerKind
+from paceline.attention.torch_paged import TorchAttention
+from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind
 from paceline.kvcache.pool import KvPool
 from paceline.layers.upload import Int64
+from paceline.triton_support import runs_triton
 
 # FlashInfer's own advice is half of it. A captured wrapper plans for the most that its shape may need: 149 MiB for 256
 # requests of 5 rows over 8 KV heads.
@@ -62,6 +64,15 @@ def has_kernel(geometry: Geometry, kind: PagedKind) -> bool:
     return fits and kind is not PagedKind.MASKED
 
 
+def other_attention(device: torch.device) -> AttentionBackend:
+    """What serves the rest: Triton, or without it torch."""
+    if not runs_triton(device):
+        return TorchAttention()
+    from paceline.attention.triton_paged import TritonAttention
+
+    return TritonAttention()
+
+
 def kernel_for(geometry: Geometry, kind: PagedKind) -> MakeKernel:
     """The wrapper for a batch of ``kind``."""
     if geometry.value_dim:
@@ -69,17 +80,29 @@ def kernel_for(geometry: Geometry, kind: PagedKind) -> MakeKernel:
     return DecodeKernel if kind is PagedKind.DECODE else PrefillKernel
 
 
+def described(geometry: Geometry, kind: PagedKind) -> str:
+    """A forward in words."""
+    layers = f"latents of {geometry.value_dim}" if geometry.value_dim else f"heads of {geometry.head_dim}"
+    return f"{kind} rows over {layers} in {str(geometry.dtype).removeprefix('torch.')}"
+
+
+def _geometry_of_layer(layer: KvLayer, dtype: torch.dtype, num_heads: int) -> Geometry:
+    """What `has_kernel` looks at, for a layer of a pool. Latents are taken for what their widths allow."""
+    value_dim = layer.head_dim // 128 * 128 if layer.kind is LayerKind.MLA else 0
+    return Geometry(num_heads, layer.num_kv_heads, layer.head_dim, value_dim, 1, 1.0, dtype)
+
+
 class FlashInferPlan(AttentionPlan):
     """A batch, and the kernel that was planned for it once its first layer asked."""
 
-    def __init__(self, backend: FlashInferAttention, segments: Sequence[Segment]) -> None:
-        self._backend, self._segments = backend, segments
+    def __init__(self, backend: FlashInferAttention, batch: ForwardBatch | None) -> None:
+        self._backend, self._rows = backend, batch
         self._geometry: Geometry | None = None
         self._kernel: Kernel | None = None
-        self._dense: DensePlan | None = None
+        self._other: AttentionPlan | None = None
 
     def kernel(self, geometry: Geometry) -> Kernel | None:
-        """The planned kernel; None: FlashInfer has none, take ``dense``."""
+        """The planned kernel; None: FlashInfer has none, take ``other``."""
         if self._geometry is None:
             self._geometry = geometry
             self._bind(geometry)
@@ -87,17 +110,21 @@ class FlashInferPlan(AttentionPlan):
             raise ValueError(f"one plan serves layers of one geometry: {self._geometry}, then {geometry}")
         return self._kernel
 
-    def dense(self) -> DensePlan:
-        """The plan for the torch reference."""
-        if self._dense is None:
-            self._dense = dense_plan(self._segments, self._backend.device)
-        return self._dense
+    def other(self) -> AttentionPlan:
+        """The plan for the backend that serves the rest."""
+        if self._other is None:
+            assert self._rows is not None
+            self._other = self._backend.others.plan(self._rows)
+        return self._other
 
     def _bind(self, geometry: Geometry) -> None:
-        batch = paged_batch(self._segments, geometry.page_size)
+        assert self._rows is not None
+        batch = paged_batch(self._rows.segments, geometry.page_size)
         if has_kernel(geometry, batch.kind):
             self._kernel = self._backend.next_kernel(kernel_for(geometry, batch.kind))
             self._kernel.plan(batch, geometry)
+        else:
+            self._backend.left.add(described(geometry, batch.kind))
 
 
 class StaticFlashInferPlan(FlashInferPlan, PlacedPlan):
@@ -108,7 +135,7 @@ class StaticFlashInferPlan(FlashInferPlan, PlacedPlan):
     """
 
     def __init__(self, backend: FlashInferAttention, shape: StaticShape, kv: KvPool) -> None:
-        super().__init__(backend, ())
+        super().__init__(backend, None)
         self._page_size, self._masked = kv.page_size, shape.tree
         self._buffers = StaticBuffers(shape, kv.page_size, kv.device)
         self._wanted = PagedKind.MASKED if shape.tree else PagedKind.CAUSAL if shape.rows > 1 else PagedKind.DECODE
@@ -164,13 +191,24 @@ class FlashInferAttention(AttentionBackend):
         self.device, self.head_dim, self.longest = device, head_dim, longest
         self.library = library or load_flashinfer()
         self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._reference = TorchAttention()
+        self.others = other_attention(device)
+        self.left: set[str] = set()
         self._kernels: dict[MakeKernel, list[Kernel]] = {}
 
     @property
     def kernels(self) -> str:
         """See AttentionBackend."""
-        return f"{self.name} {self.library.__version__}"
+        return f"{self.name} {self.library.__version__} and {self.others.kernels}"
+
+    def left_to(self, layout: KvLayout, num_heads: int) -> dict[str, str]:
+        """See AttentionBackend."""
+        unserved: dict[str, str] = {}
+        for layer in dict.fromkeys(layout.layers):
+            geometry = _geometry_of_layer(layer, layout.dtype, num_heads)
+            for kind in PagedKind:
+                if not has_kernel(geometry, kind):
+                    unserved[described(geometry, kind)] = self.others.name
+        return unserved
 
     def next_kernel(self, make: MakeKernel) -> Kernel:
         """The kernel of a kind that was planned longest ago."""
@@ -183,15 +221,18 @@ class FlashInferAttention(AttentionBackend):
 
     def plan(self, batch: ForwardBatch) -> FlashInferPlan:
         """See AttentionBackend."""
-        return FlashInferPlan(self, batch.segments)
+        return FlashInferPlan(self, batch)
 
     def static_plan(self, shape: StaticShape, kv: KvPool) -> StaticPlan | None:
-        """See AttentionBackend. float32 and odd widths are captured over the reference; trees over MLA are not."""
+        """See AttentionBackend. What FlashInfer has no kernel for is captured over the backend that serves the rest,
+        but for trees over MLA where that is torch's."""
         latent = any(layer.kind is LayerKind.MLA for layer in kv.layout.layers)
-        if latent and shape.tree:
+        if latent and shape.tree and isinstance(self.others, TorchAttention):
             return None
-        if kv.layout.dtype not in DTYPES or (not latent and self.head_dim not in HEAD_DIMS):
-            return self._reference.static_plan(shape, kv)
+        odd = kv.layout.dtype not in DTYPES or (not latent and self.head_dim not in HEAD_DIMS)
+        if odd or (latent and shape.tree):
+            self.left.add(f"{kv.layout.dtype} in graphs of {shape}")
+            return self.others.static_plan(shape, kv)
         return StaticFlashInferPlan(self, shape, kv)
 
     def attend(
@@ -211,8 +252,8 @@ class FlashInferAttention(AttentionBackend):
             kernel = plan.kernel(geometry_of(query, kv, layer, scale, 0))
             if kernel is not None:
                 return kernel.run(query, kv.data[layer])
-            plan = plan.dense()
-        return self._reference.attend(query, kv, layer, plan, scale)
+            plan = plan.other()
+        return self.others.attend(query, kv, layer, plan, scale)
 
     def attend_latent(
         self, query: torch.Tensor, kv: KvPool, layer: int, plan: AttentionPlan, scale: float, value_dim: int
@@ -222,5 +263,5 @@ class FlashInferAttention(AttentionBackend):
             kernel = plan.kernel(geometry_of(query, kv, layer, scale, value_dim))
             if kernel is not None:
                 return kernel.run(query, kv.data[layer])
-            plan = plan.dense()
-        return self._reference.attend_latent(query, kv, layer, plan, scale, value_dim)
+            plan = plan.other()
+        return self.others.attend_latent(query, kv, layer, plan, scale, value_dim)

@@ -10,11 +10,13 @@ from paceline.attention.base import AttentionBackend
 from paceline.attention.cpu import CpuAttention
 from paceline.attention.torch_paged import TorchAttention
 from paceline.errors import ConfigError
+from paceline.kvcache.layout import KvLayout
 from paceline.triton_support import runs_triton
 
 log = logging.getLogger(__name__)
 
 FLASHINFER, TRITON, TORCH = "flashinfer", "triton", "torch"
+SLOW = ", which is slow,"
 
 
 def attention_for(
@@ -56,6 +58,17 @@ def attention_for(
         if wanted == FLASHINFER:
             raise
         return _without_flashinfer(device, str(missing))
+
+
+def tell_what_serves(attention: AttentionBackend, layout: KvLayout, num_heads: int) -> None:
+    """Say which backend computes which forwards over a pool of ``layout``."""
+    left: dict[str, list[str]] = {}
+    for forward, other in attention.left_to(layout, num_heads).items():
+        left.setdefault(other, []).append(forward)
+    log.info("attention: %s", attention.kernels)
+    for other, forwards in left.items():
+        level = logging.WARNING if other == TORCH else logging.INFO
+        log.log(level, "attention: %s%s computes %s", other, SLOW if other == TORCH else "", "; ".join(forwards))
 
 
 def _triton(device: torch.device) -> AttentionBackend:

@@ -9,9 +9,11 @@ from contextvars import ContextVar
 import torch
 
 from paceline.errors import ConfigError
+from paceline.layers.quantized import QuantizedWeight
 from paceline.triton_support import has_triton, runs_triton
 
 EXACT_BITS = "exact"
+FLOAT8 = (8, 9)  # compute capability of the first GPUs that convert it
 PRODUCTS = 1  # version of what the exact products compute; another one gives other bits
 _exact: ContextVar[bool] = ContextVar("exact", default=False)
 
@@ -35,6 +37,16 @@ def layer_bits(bits: str, device: torch.device) -> Iterator[None]:
 def makes_exact(device: torch.device) -> bool:
     """Whether a layer that is made now, and that has no kernels of the CPU, takes the exact products."""
     return _exact.get() and runs_triton(device)
+
+
+def reads_codes(weight: torch.Tensor | QuantizedWeight) -> bool:
+    """Whether a layer that is made now of ``weight``, without kernels of the CPU, multiplies codes as they lie: by the
+    exact products whatever bits are asked for, since they take fewer bytes than floats. A GPU before sm_89 has no FP8,
+    and makes floats of such codes."""
+    if not isinstance(weight, QuantizedWeight) or not runs_triton(weight.codes.device):
+        return False
+    has_float8 = weight.codes.device.type != "cuda" or torch.cuda.get_device_capability(weight.codes.device) >= FLOAT8
+    return has_float8 or weight.codes.dtype is not torch.float8_e4m3fn
 
 
 def products_name(bits: str) -> str:

@@ -177,16 +177,16 @@ def _declare(library: ctypes.CDLL) -> None:
         signatures[f"pl_silu_mul_{t}"] = ([ptr, i64, i64, ptr], None)
         signatures[f"pl_rope_write_{t}"] = ([ptr] * 3 + [i64] * 7 + [ptr] * 3 + [i64, ptr, ptr], None)
         signatures[f"pl_kv8_write_{t}"] = ([ptr, i64, i64, i64, ptr, i64, ptr], None)
-        signatures[f"pl_kv8_read_{t}"] = ([ptr, i64, ptr, i64, i64, i64, ptr], None)
-        attend = [ptr, ptr, i64, i64, i64, i64, i64] + [ptr] * 5 + [i64, ptr, f32, ptr]
-        signatures[f"pl_attend_{t}"] = (attend, i32)
         signatures[f"pl_attend_latent_{t}"] = ([ptr, ptr, i64, i64, i64, i64] + [ptr] * 5 + [f32, ptr], None)
         latent = [ptr, i64, i64, ptr, i64, i64, i64, i64, i64, ptr, f32] + [ptr] * 5
         signatures[f"pl_latent_write_{t}"] = (latent, None)
+        signatures[f"pl_linear_heads_{t}"] = ([ptr] + [i64] * 4 + [ptr, i64, i64, ptr, i64, i64], None)
+    for t in ("bf16", "f32", "kv8_bf16", "kv8_f32"):  # of a pool of codes: kv8
+        attend = [ptr, ptr, i64, i64, i64, i64, i64] + [ptr] * 5 + [i64, ptr, f32, ptr]
+        signatures[f"pl_attend_{t}"] = (attend, i32)
         signatures[f"pl_block_write_{t}"] = ([ptr, i64, ptr, ptr, ptr, ptr, i64, ptr, ptr, ptr], None)
         signatures[f"pl_block_finish_{t}"] = ([ptr, i64, ptr] + [ptr] * 6 + [i64, ptr, ptr, ptr], i32)
         signatures[f"pl_block_layers_{t}"] = ([ptr, i64, i64] + [ptr] * 4 + [i64] + [ptr] * 8, i32)
-        signatures[f"pl_linear_heads_{t}"] = ([ptr] + [i64] * 4 + [ptr, i64, i64, ptr, i64, i64], None)
     signatures["pl_route"] = ([ptr, i64, i64, ptr, i64, i64, i64, i32, f32, i32, ptr, ptr], None)
     for name, (arguments, result) in signatures.items():
         function = getattr(library, name)

@@ -1,7 +1,7 @@
 """Products on a GPU whose bits do not depend on the batch: one matrix, one a head, or one an expert.
 
-Weights are read as they lie. Those of eight bits are not made into wider ones in memory: a program turns a tile of them
-into numbers of x's dtype, or multiplies integers where the weight says so.
+Weights are read as they lie. Codes are not made into wider ones in memory: a program turns a tile of them into numbers
+of x's dtype, or multiplies integers where the weight says so. Codes of four bits lie two in a byte.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import triton
 
 from paceline.errors import ConfigError
@@ -77,7 +78,8 @@ class Matrices:
     """Weights of equal shapes, [matrices, out_features, in_features], with what they are multiplied as.
 
     values: floats or codes; scales, minimums: float32 [matrices, out_features, groups], of codes. The rest is
-    QuantizedWeight's.
+    QuantizedWeight's, but for ``width``: in_features where values are ``packed`` codes of 4 bits, uint8 [matrices,
+    out_features, ceil(in_features / 2)]; else 0.
     """
 
     values: torch.Tensor
@@ -86,6 +88,7 @@ class Matrices:
     group_size: int = 1
     rounded_together: int = 0  # elements of a row of x that share a scale; 0: x is not rounded
     has_row_scales: bool = False
+    width: int = 0
 
     @classmethod
     def of(cls, weight: LinearWeight) -> Matrices:
@@ -103,8 +106,8 @@ class Matrices:
             for i in range(count):
                 weight = first if i == 0 else weight_of(i)
                 if _kind(weight) != _kind(first):
-                    message = "experts of one layer are quantised in unlike ways, which exact bits have no kernel for"
-                    raise ConfigError("bits", f"{message}: set bits to fast")
+                    message = "experts of one layer are quantised in unlike ways, which the kernels do not multiply"
+                    raise ConfigError("bits", f"{message}: set bits to fast, which makes floats of them")
                 for place, part in zip(every, _tensors(weight), strict=True):
                     if place is not None and part is not None:
                         place[i].copy_(part)
@@ -113,18 +116,38 @@ class Matrices:
         if not isinstance(first, QuantizedWeight):
             return cls(values)
         rounded = first.rounded_together if first.int8_activations else 0
-        return cls(values, scales, minimums, first.group_size, rounded, first.has_row_scales)
+        width = first.shape[1] if _is_packed(first) else 0
+        return cls(values, scales, minimums, first.group_size, rounded, first.has_row_scales, width)
 
     @property
     def shape(self) -> tuple[int, int]:
         """Size of one matrix: (out_features, in_features)."""
-        return self.values.shape[1], self.values.shape[2]
+        return self.values.shape[1], self.width or self.values.shape[2]
+
+    @property
+    def packed(self) -> bool:
+        """Two codes lie in a byte."""
+        return self.width > 0
 
 
 def _tensors(weight: LinearWeight) -> list[torch.Tensor | None]:
     if not isinstance(weight, QuantizedWeight):
         return [weight, None, None]
-    return [weight.codes, weight.scales, weight.minimums]
+    codes = pack_codes(weight.codes) if _is_packed(weight) else weight.codes
+    return [codes, weight.scales, weight.minimums]
+
+
+def _is_packed(weight: QuantizedWeight) -> bool:
+    """Whether its codes are kept in four bits: groups must begin at a byte's first code."""
+    together = weight.rounded_together if weight.int8_activations else weight.group_size
+    return weight.bits == 4 and (together % 2 == 0 or together >= weight.shape[1])
+
+
+def pack_codes(codes: torch.Tensor) -> torch.Tensor:
+    """codes: int8 [rows, width], -8 to 7 -> uint8 [rows, ceil(width / 2)], the even one in a byte's low half; a code
+    that is missing at the end is 0."""
+    halves = F.pad(codes, (0, codes.shape[1] % 2)).view(torch.uint8) & 15
+    return halves[:, ::2] | (halves[:, 1::2] << 4)
 
 
 def _kind(weight: LinearWeight) -> tuple[object, ...]:
@@ -132,7 +155,7 @@ def _kind(weight: LinearWeight) -> tuple[object, ...]:
     tables = [None if part is None else (part.shape, part.dtype) for part in _tensors(weight)]
     if not isinstance(weight, QuantizedWeight):
         return (*tables,)
-    return (*tables, weight.group_size, weight.int8_activations, weight.has_row_scales)
+    return (*tables, weight.shape, weight.group_size, weight.int8_activations, weight.has_row_scales)
 
 
 def product(
@@ -238,6 +261,7 @@ def _launch(
             x.stride(0), x.stride(1) if by_head else 0, out.stride(0), out.stride(1) if by_head else 0,
             out.stride(0) if parts > 1 else 0,
             COLUMNS=columns, WIDTH=width, SLAB=width // slabs, LEAF=LEAF, PARTS=parts, LEAF_EACH=parts > slabs,
+            PACKED=matrices.packed,
             GROUP=matrices.group_size, GROUPS=0 if tables is None else tables.shape[2],
             BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=BLOCK_K[x.element_size()],
             num_warps=tile.warps, num_stages=tile.stages, **EXACT,
@@ -279,7 +303,7 @@ def _integers(
             grouping and grouping.tiles, grouping and grouping.ends, sources, targets, rows,
             sums_of_slabs.stride(-2), sums_of_slabs.stride(0) if slabs > 1 else 0,
             COLUMNS=columns, WIDTH=width, GROUP=group, GROUPS=groups,
-            SLAB_GROUPS=groups // slabs, ROW_SCALES=matrices.has_row_scales,
+            SLAB_GROUPS=groups // slabs, ROW_SCALES=matrices.has_row_scales, PACKED=matrices.packed,
             BLOCK_M=tile.rows, BLOCK_N=wide, BLOCK_K=min(max(next_power_of_2(group), 32), 128),
             num_warps=1 if wide == FEW_COLUMNS else tile.warps, num_stages=tile.stages, **EXACT,
         )  # fmt: skip

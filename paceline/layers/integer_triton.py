@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from paceline.layers.ops_triton import _rounded
-from paceline.layers.products_triton import _tile
+from paceline.layers.products_triton import _tile, _weights
 
 TO_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: a number below 2^22 that is added to it is rounded, ties to even
 
@@ -45,29 +45,28 @@ def _round_rows_kernel(
 
 
 @triton.jit
-def _step(total, x_rows, row_mask, weight, n_mask, start, high, EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
+def _step(total, x_rows, row_mask, weight, n_mask, start, high, EVEN: tl.constexpr, PACKED: tl.constexpr,
+          BLOCK_K: tl.constexpr):  # fmt: skip
     """Adds products of codes over k of [start, start + BLOCK_K), up to ``high``. total: int32 [rows, columns]."""
     k = start + tl.arange(0, BLOCK_K)
     if EVEN:
         rows = tl.load(x_rows[:, None] + k[None, :], mask=row_mask[:, None], other=0)
-        part = tl.load(weight[None, :] + k[:, None], mask=n_mask[None, :], other=0)
     else:
-        inside = k < high
-        rows = tl.load(x_rows[:, None] + k[None, :], mask=row_mask[:, None] & inside[None, :], other=0)
-        part = tl.load(weight[None, :] + k[:, None], mask=n_mask[None, :] & inside[:, None], other=0)
+        rows = tl.load(x_rows[:, None] + k[None, :], mask=row_mask[:, None] & (k < high)[None, :], other=0)
+    part = _weights(weight, start, high, n_mask, EVEN, PACKED, BLOCK_K)
     return tl.dot(rows, part, total, out_dtype=tl.int32)
 
 
 @triton.jit
-def _dots(x_rows, row_mask, weight, n_mask, low, high, EVEN: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-          BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+def _dots(x_rows, row_mask, weight, n_mask, low, high, EVEN: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
+          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Sums of products of codes over one group, k of [low, high), float32 [BLOCK_M, BLOCK_N]."""
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
     if GROUP <= BLOCK_K:  # no inner loop, so that the loop over groups loads ahead
-        total = _step(total, x_rows, row_mask, weight, n_mask, low, high, EVEN, BLOCK_K)
+        total = _step(total, x_rows, row_mask, weight, n_mask, low, high, EVEN, PACKED, BLOCK_K)
     else:
         for start in range(low, high, BLOCK_K):
-            total = _step(total, x_rows, row_mask, weight, n_mask, start, high, EVEN, BLOCK_K)
+            total = _step(total, x_rows, row_mask, weight, n_mask, start, high, EVEN, PACKED, BLOCK_K)
     return total.to(tl.float32)
 
 
@@ -75,7 +74,8 @@ def _integer(
     codes, x_scales, sums, weight, scales, minimums, bias, out, tiles, ends, sources, targets, rows, out_row,
     out_slab,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SLAB_GROUPS: tl.constexpr,
-    ROW_SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROW_SCALES: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A tile of rounded rows times weight[matrix]; see ``_product`` of products_triton for what is named alike.
 
@@ -92,12 +92,13 @@ def _integer(
     n_mask = n < COLUMNS
     column = matrix.to(tl.int64) * COLUMNS + n
     even: tl.constexpr = (GROUP % BLOCK_K == 0) and (WIDTH % GROUP == 0)
+    weights = weight + column * ((WIDTH + 1) // 2 if PACKED else WIDTH)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     slab = tl.program_id(2)
     for group in range(slab * SLAB_GROUPS, (slab + 1) * SLAB_GROUPS):
         low = group * GROUP
-        dots = _dots(codes + source * WIDTH, row_mask, weight + column * WIDTH, n_mask, low,
-                     tl.minimum(low + GROUP, WIDTH), even, GROUP, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+        dots = _dots(codes + source * WIDTH, row_mask, weights, n_mask, low, tl.minimum(low + GROUP, WIDTH), even,
+                     PACKED, GROUP, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
         own = tl.load(x_scales + source * GROUPS + group, mask=row_mask, other=0.0)
         if not ROW_SCALES:
             dots = dots * tl.load(scales + column * GROUPS + group, mask=n_mask, other=0.0)[None, :]

@@ -1,13 +1,11 @@
 """Keys and values of 8 bits: a head's row of a token is its codes and one float32 scale behind them.
 
 Rows are rounded where they are written and read back rounded, the ones of the present step too. So a row's bits say
-nothing of the chunk, batch or node in which it was computed. Beside each kernel (kernels/integer_kv.cpp) stands torch,
-which gives the same bits.
+nothing of the chunk, batch or node in which it was computed. Attention makes them numbers tile by tile
+(kernels/kv_rows.h). Beside each kernel stands torch, which gives the same bits.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
@@ -19,9 +17,10 @@ _SUFFIX = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 def round_rows(rows: torch.Tensor) -> torch.Tensor:
     """rows: [..., D], bf16 or float32 -> int8 [..., D + 4]. scale = largest / 127 in float32, codes to nearest even; a
-    row of zeros has scale 0 and codes 0."""
+    row of zeros, or of numbers so small that the scale would be subnormal, has scale 0 and codes 0."""
     wide = rows.float()
     scale = wide.abs().amax(dim=-1, keepdim=True) / 127.0
+    scale = torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)
     codes = torch.where(scale > 0, (wide / scale).round(), 0.0).clamp(-127, 127).to(torch.int8)
     return torch.cat((codes, scale.contiguous().view(torch.int8)), dim=-1)
 
@@ -41,32 +40,10 @@ def write_rows_reference(rows: torch.Tensor, slots: torch.Tensor, pages: torch.T
 def write_rows(rows: torch.Tensor, slots: torch.Tensor, pages: torch.Tensor) -> None:
     """Round keys and values into the pool. rows: [2, T, Hk, D], contiguous; slots: int64 [T], distinct; pages: int8
     [num_pages, 2, page_size, Hk, D + 4]."""
-    kernel = _kernel("pl_kv8_write", rows.dtype, pages)
-    if kernel is None:
+    library = load_kernels() if pages.device.type == "cpu" else None
+    if library is None:
         return write_rows_reference(rows, slots, pages)
     _, count, heads, dim = rows.shape
+    kernel = getattr(library, f"pl_kv8_write_{_SUFFIX[rows.dtype]}")  # kernels/integer_kv.cpp
     kernel(rows.data_ptr(), count, heads, dim, slots.data_ptr(), pages.shape[2], pages.data_ptr())
     return None
-
-
-def read_rows_reference(pages: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The same as ``read_rows`` in torch."""
-    page_size = pages.shape[2]
-    wanted = slots.long()
-    return unrounded_rows(pages[wanted // page_size, :, wanted % page_size].transpose(0, 1), dtype).contiguous()
-
-
-def read_rows(pages: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Keys and values at ``slots``, int32 [n], as numbers: [2, n, Hk, D] of ``dtype``. pages: see ``write_rows``."""
-    kernel = _kernel("pl_kv8_read", dtype, pages)
-    if kernel is None:
-        return read_rows_reference(pages, slots, dtype)
-    count, heads, dim = slots.shape[0], pages.shape[3], pages.shape[4] - SCALE_BYTES
-    rows = torch.empty(2, count, heads, dim, dtype=dtype)
-    kernel(pages.data_ptr(), pages.shape[2], slots.data_ptr(), count, heads, dim, rows.data_ptr())
-    return rows
-
-
-def _kernel(name: str, dtype: torch.dtype, pages: torch.Tensor) -> Any:  # a ctypes function, or None
-    library = load_kernels() if pages.device.type == "cpu" else None
-    return None if library is None else getattr(library, f"{name}_{_SUFFIX[dtype]}")

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from paceline.layers.bits import makes_exact
+from paceline.layers.bits import makes_exact, reads_codes
 from paceline.layers.build import load_kernels
 from paceline.layers.packed import PackedMatrix
 from paceline.layers.quantized import LinearWeight, QuantizedWeight, fuse
@@ -60,8 +60,8 @@ class Linear:
             self._packed = weight
 
     def _exact_product(self, weight: LinearWeight) -> _Product | None:
-        """The product by the exact kernels, where layers are made for them."""
-        if not makes_exact(device_of(weight)):
+        """The product by the exact kernels, where layers are made for them, and of codes on any GPU."""
+        if not makes_exact(device_of(weight)) and not reads_codes(weight):
             return None
         from paceline.layers.exact_products import Matrices, product
 

@@ -7,7 +7,7 @@ of a slab alone, so that no number of rows, of outputs or of ranks changes a bit
 
 Leaves may be programs of their own or turns of one program's loop: both add the same float32 numbers in one order.
 Tiles of 16, 32 and 64 rows use one instruction, m16n8k16: a tile of 64 rows has 2 warps, because with 4 the compiler
-takes Hopper's wgmma, which may add in another order. ``tests/layers/test_products_compile.py`` looks at the PTX.
+takes Hopper's wgmma, which may add in another order. ``tests/sampling/test_kernels_compile.py`` looks at the PTX.
 Float32 weights are multiplied without matrix instructions, k after k.
 """
 
@@ -38,6 +38,35 @@ def _tile(tiles, ends, rows, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def _signed(code):
+    """A code of 4 bits, the low ones of a byte, as int8: two's complement."""
+    return ((code & 15) ^ 8).to(tl.int8) - 8
+
+
+@triton.jit
+def _weights(weight, start, high, n_mask, EVEN: tl.constexpr, PACKED: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Elements [BLOCK_K, BLOCK_N] of rows that begin at ``weight``, k of [start, start + BLOCK_K), 0 past ``high``.
+
+    PACKED: a byte holds two codes, the first one low, and ``start`` is even. Behind an odd ``high`` one more code is
+    what it is.
+    """
+    if PACKED:
+        at = start // 2 + tl.arange(0, BLOCK_K // 2)
+        mask = n_mask[:, None]
+        if not EVEN:
+            mask = mask & (2 * at < high)[None, :]
+        both = tl.load(weight[:, None] + at[None, :], mask=mask, other=0)
+        part = tl.trans(tl.interleave(_signed(both), _signed(both >> 4)))
+    else:
+        k = start + tl.arange(0, BLOCK_K)
+        mask = n_mask[None, :]
+        if not EVEN:
+            mask = mask & (k < high)[:, None]
+        part = tl.load(weight[None, :] + k[:, None], mask=mask, other=0.0)
+    return part
+
+
+@triton.jit
 def _floats(codes, scale, minimum, start, k_mask, n_mask, dtype: tl.constexpr,
             GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Codes [BLOCK_K, BLOCK_N] -> floats as ``QuantizedWeight.dequantised`` has them, rounded to ``dtype`` once. Past
@@ -58,8 +87,9 @@ def _floats(codes, scale, minimum, start, k_mask, n_mask, dtype: tl.constexpr,
 
 
 @triton.jit
-def _leaf(x_rows, row_mask, weight, scale, minimum, n_mask, low, high, EVEN: tl.constexpr, GROUP: tl.constexpr,
-          GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+def _leaf(x_rows, row_mask, weight, scale, minimum, n_mask, low, high, EVEN: tl.constexpr, PACKED: tl.constexpr,
+          GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+          BLOCK_K: tl.constexpr):  # fmt: skip
     """Sums over k of [low, high), float32 [BLOCK_M, BLOCK_N]. x_rows, weight, scale, minimum: where rows begin."""
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     dtype: tl.constexpr = x_rows.dtype.element_ty
@@ -68,10 +98,9 @@ def _leaf(x_rows, row_mask, weight, scale, minimum, n_mask, low, high, EVEN: tl.
         k_mask = (k < high)[:, None]
         if EVEN:
             rows = tl.load(x_rows[:, None] + k[None, :], mask=row_mask[:, None], other=0.0)
-            part = tl.load(weight[None, :] + k[:, None], mask=n_mask[None, :], other=0.0)
         else:
             rows = tl.load(x_rows[:, None] + k[None, :], mask=row_mask[:, None] & (k < high)[None, :], other=0.0)
-            part = tl.load(weight[None, :] + k[:, None], mask=n_mask[None, :] & k_mask, other=0.0)
+        part = _weights(weight, start, high, n_mask, EVEN, PACKED, BLOCK_K)
         if scale is not None:
             part = _floats(part, scale, minimum, start, k_mask, n_mask, dtype, GROUP, GROUPS, BLOCK_K)
         if INTERPRETED:  # whose own products read the bits of bfloat16 as whole numbers
@@ -85,10 +114,10 @@ def _product(
     x, weight, scales, minimums, bias, out, tiles, ends, sources, targets, rows, x_row, x_matrix, out_row, out_matrix,
     part_step,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SLAB: tl.constexpr, LEAF: tl.constexpr, PARTS: tl.constexpr,
-    LEAF_EACH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    LEAF_EACH: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of x [rows, WIDTH] times weight[matrix] [COLUMNS, WIDTH].
+    """A tile of x [rows, WIDTH] times weight[matrix] [COLUMNS, WIDTH], of two codes a byte with PACKED.
 
     tiles, ends: see ``_tiles_kernel``; None where the third axis of the grid counts matrices. sources, targets: rows
     of x and of out by row; None: the row itself. PARTS > 1: a slab, or with LEAF_EACH a leaf, a program; float32 sums
@@ -107,7 +136,7 @@ def _product(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_mask = n < COLUMNS
     column = matrix.to(tl.int64) * COLUMNS + n
-    weights = weight + column * WIDTH
+    weights = weight + column * ((WIDTH + 1) // 2 if PACKED else WIDTH)
     scale = None if scales is None else scales + column * GROUPS
     minimum = None if minimums is None else minimums + column * GROUPS
     leaves: tl.constexpr = (SLAB + LEAF - 1) // LEAF
@@ -118,13 +147,13 @@ def _product(
         low = part // leaves * SLAB
         end = low + SLAB
         low += part % leaves * LEAF
-    total = _leaf(x_rows, row_mask, weights, scale, minimum, n_mask, low, tl.minimum(low + LEAF, end), even, GROUP,
-                  GROUPS, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+    total = _leaf(x_rows, row_mask, weights, scale, minimum, n_mask, low, tl.minimum(low + LEAF, end), even,
+                  PACKED, GROUP, GROUPS, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
     if not LEAF_EACH:
         for leaf in range(1, leaves):
             start = low + leaf * LEAF
             total += _leaf(x_rows, row_mask, weights, scale, minimum, n_mask, start, tl.minimum(start + LEAF, end),
-                           even, GROUP, GROUPS, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+                           even, PACKED, GROUP, GROUPS, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
     mask = row_mask[:, None] & n_mask[None, :]
     if PARTS > 1:
         kept = out + part.to(tl.int64) * part_step + row.to(tl.int64)[:, None] * COLUMNS + n[None, :]

@@ -66,10 +66,7 @@ class BlockCalls:
     """The kernels' calls for one block."""
 
     def __init__(self, block: Block, library: ctypes.CDLL) -> None:
-        suffix = _SUFFIX[block.post_norm.dtype]
-        self.write: Any = getattr(library, f"pl_block_write_{suffix}")
-        self.finish: Any = getattr(library, f"pl_block_finish_{suffix}")
-        self.layers: Any = getattr(library, f"pl_block_layers_{suffix}")
+        self._library, self._suffix = library, _SUFFIX[block.post_norm.dtype]
         shape, hidden, inter = block.shape, block.o_proj.out_features, block.down_proj.in_features
         linears = (block.qkv_proj, block.o_proj, block.gate_up_proj, block.down_proj)
         norms = (block.q_norm, block.k_norm, block.post_norm)
@@ -85,6 +82,11 @@ class BlockCalls:
         self.write_scratch = block.qkv_proj.out_features
         self.finish_scratch = self.q_dim + 2 * hidden + 3 * inter
         self.layer_scratch = hidden + self.q_dim + max(self.write_scratch, self.finish_scratch)
+
+    def call(self, name: str, kv: KvPool) -> Any:  # a ctypes function
+        """``write``, ``finish`` or ``layers`` of kernels/block.cpp, over a pool like ``kv``."""
+        coded = "kv8_" if kv.layout.is_int8 else ""
+        return getattr(self._library, f"pl_block_{name}_{coded}{self._suffix}")
 
 
 class Block:
@@ -106,12 +108,12 @@ class Block:
         The rows' KV goes to the pool; returns the rotated queries, [T, num_heads, head_dim].
         """
         calls, pages = self.calls, kv.data[self.kv_layer]
-        if calls is None or kv.layout.is_int8:
+        if calls is None:
             return self._write(x, table, batch, pages)
         x, rows = x.contiguous(), x.shape[0]
         out = x.new_empty(rows, self.shape.num_heads, self.shape.head_dim)
         scratch = x.new_empty(rows, calls.write_scratch)
-        calls.write(
+        calls.call("write", kv)(
             calls.address, rows, x.data_ptr(), table.data_ptr(), batch.positions.data_ptr(),
             batch.write_slots.data_ptr(), pages.shape[2], pages.data_ptr(), scratch.data_ptr(), out.data_ptr(),
         )  # fmt: skip
@@ -126,16 +128,15 @@ class Block:
         rows, pages = query.shape[0], context.kv.data[self.kv_layer]
         out = torch.empty_like(residual)
         scratch = query.new_empty(rows, calls.finish_scratch)
-        failed = calls.finish(
+        failed = calls.call("finish", context.kv)(
             calls.address, rows, query.data_ptr(), *plan.addresses, pages.data_ptr(), pages.shape[2],
             scratch.data_ptr(), residual.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return self.checked(out, failed)
 
     def kernel_plan(self, context: ForwardContext) -> RowPlan | None:
-        """The batch's plan, where the kernels can go on past attention: they need this rank's sums to be whole, and KV
-        in the dtype that they compute in."""
-        whole = self.o_proj.whole and self.down_proj.whole and not context.kv.layout.is_int8
+        """The batch's plan, where the kernels can go on past attention: they need this rank's sums to be whole."""
+        whole = self.o_proj.whole and self.down_proj.whole
         plan = context.plan
         return plan if whole and isinstance(context.attention, CpuAttention) and isinstance(plan, RowPlan) else None
 

@@ -43,7 +43,7 @@ class LayerRun:
             return self._step_by_step(added, residual, table, context)
         rows, out = added.shape[0], torch.empty_like(residual)
         scratch = added.new_empty(rows, calls.layer_scratch)
-        failed = calls.layers(
+        failed = calls.call("layers", context.kv)(
             self._records(context.kv), len(self._layers), rows, added.data_ptr(), table.data_ptr(),
             batch.positions.data_ptr(), batch.write_slots.data_ptr(), context.kv.page_size, *plan.addresses,
             scratch.data_ptr(), residual.data_ptr(), out.data_ptr(),

@@ -4,25 +4,30 @@ Rows are the same however they are batched: every product goes through ``Linear`
 first, in float32.
 
 On a GPU the experts' weights lie together and the host is never told how many rows an expert got: there the products
-are grouped. Their bits depend on the batch, unless exact bits are asked for (models/exact_experts.py).
+are grouped. Their bits depend on the batch, unless exact bits are asked for or the experts are codes
+(models/exact_experts.py).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
-from paceline.layers.bits import makes_exact
+from paceline.errors import ConfigError
+from paceline.layers.bits import makes_exact, reads_codes
 from paceline.layers.linear import Linear
 from paceline.layers.ops import silu_mul
-from paceline.layers.quantized import LinearWeight
+from paceline.layers.quantized import LinearWeight, QuantizedWeight
 from paceline.layers.routing import RoutingRule, route
 from paceline.models.moe_config import MoeSpec
 from paceline.models.one_rank import ONE_RANK, OneRank
 from paceline.models.quantization.fusing import fuse_layers
 from paceline.triton_support import runs_triton
+
+log = logging.getLogger(__name__)
 
 Take = Callable[[str], torch.Tensor]  # a layer's weight by its name within the layer
 TakeLinear = Callable[[str], LinearWeight]  # the same of a linear layer, as the checkpoint has it
@@ -181,20 +186,43 @@ def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def experts_of(
-    device: torch.device, take: Take, linear: TakeLinear, prefix: str, num_experts: int, ranks: OneRank = ONE_RANK
+    gate: torch.Tensor, take: Take, linear: TakeLinear, prefix: str, num_experts: int, ranks: OneRank = ONE_RANK
 ) -> Experts:
-    """The routed experts of a layer, as ``device`` runs them. ranks: who has which of them."""
-    if (
-        len(ranks.experts(num_experts)) < num_experts
-    ):  # on a GPU too: every rank must know how many rows each expert got
+    """The routed experts of a layer, on the device of its ``gate`` and as that runs them: codes as they lie, on a GPU
+    floats of gate's dtype by torch's grouped product. ranks: who has which of them."""
+    if len(ranks.experts(num_experts)) < num_experts:  # on a GPU too: every rank must know each expert's rows
         return SeparateExperts(linear, prefix, num_experts, ranks)
-    if makes_exact(device):
+    if makes_exact(gate.device):
         from paceline.models.exact_experts import ExactExperts
 
         return ExactExperts.load(linear, prefix, num_experts)
-    if device.type == "cpu":
+    if gate.device.type == "cpu":
         return SeparateExperts(linear, prefix, num_experts, ranks)
-    return GroupedExperts(take, prefix, num_experts)
+    return _on_a_gpu(gate.dtype, take, linear, prefix, num_experts)
+
+
+def _on_a_gpu(dtype: torch.dtype, take: Take, linear: TakeLinear, prefix: str, num_experts: int) -> Experts:
+    held: dict[str, LinearWeight] = {}  # a weight can be taken once
+
+    def once(name: str) -> LinearWeight:
+        if name not in held:
+            held[name] = linear(name)
+        return held[name]
+
+    def floats(name: str) -> torch.Tensor:
+        weight = held.pop(name, None)
+        if isinstance(weight, QuantizedWeight):
+            return weight.dequantised().to(dtype)
+        return take(name) if weight is None else weight
+
+    if reads_codes(once(f"{prefix}.experts.0.down_proj.weight")):
+        from paceline.models.exact_experts import ExactExperts
+
+        try:
+            return ExactExperts.load(once, prefix, num_experts)
+        except ConfigError as unlike:
+            log.warning("%s: %s; they become floats", prefix, unlike.message)
+    return GroupedExperts(floats, prefix, num_experts)
 
 
 class MoeMlp:
@@ -217,7 +245,7 @@ class MoeMlp:
         self.bias: torch.Tensor | None = None
         if spec.correction_bias:
             self.bias = take(f"{prefix}.gate.e_score_correction_bias").float().contiguous()
-        self.experts = experts_of(gate.device, take, linear, prefix, spec.num_experts, ranks)
+        self.experts = experts_of(gate, take, linear, prefix, spec.num_experts, ranks)
         self.shared: SwiGlu | FirstMlp | None = None
         if spec.num_shared_experts:
             self.shared = shared_mlp(linear, f"{prefix}.shared_experts", slabs, ranks, out_float32=True)

@@ -69,7 +69,7 @@ class NcclCommunicator(Communicator):
 
 
 def communicator(store: Any, rank: int, degree: int, device: torch.device, timeout_s: float) -> Communicator:
-    """Of ``device``. Raises RuntimeError where the others do not come within the store's timeout."""
+    """The group of ``device``. Raises RuntimeError where the others do not come within the store's timeout."""
     kind = NcclCommunicator if device.type == "cuda" else GlooCommunicator
     return kind(store, rank, degree, timeout_s)
 

@@ -15,6 +15,7 @@ class FollowerOptions:
 
     folder: str
     dtype: str
+    kv_dtype: str
     quantize: str
     degree: int
     rank: int
@@ -36,6 +37,7 @@ class FollowerOptions:
         return cls(
             folder=folder,
             dtype=config.dtype,
+            kv_dtype=config.kv_dtype,
             quantize=config.quantize,
             degree=config.tp,
             rank=rank,

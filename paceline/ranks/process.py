@@ -80,7 +80,8 @@ def load(options: FollowerOptions, group: Group, commands: Channel, rows: Channe
     with shared_weights(options.weight_file), layer_bits(options.bits, device):
         model = load_shard(Path(options.folder), dtype, device, shard, group, options.quantize)
     spec = shard.local_spec
-    pool = KvPool(KvLayout(model.kv_layers, dtype), options.num_pages, options.page_size, device)
+    layout = KvLayout.of(model.kv_layers, dtype, options.kv_dtype)
+    pool = KvPool(layout, options.num_pages, options.page_size, device)
     geometry = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
     longest = options.longest or spec.max_model_len
     special = spec.special_attention(longest)

@@ -20,13 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.attention.base import AttentionPlan, ForwardBatch, Segment, StaticShape
-from paceline.attention.flashinfer import FlashInferAttention, FlashInferPlan, has_kernel
+from paceline.attention.flashinfer import FlashInferAttention, has_kernel
 from paceline.attention.flashinfer_kernels import Geometry, load_flashinfer
 from paceline.attention.mask_bits import pack_masks
 from paceline.attention.padding import Scratch, pad_segments, real_rows
 from paceline.attention.paged import PagedBatch, PagedKind, pack_reference, paged_batch
 from paceline.attention.select import attention_for
-from paceline.attention.torch_paged import StaticDensePlan
 from paceline.errors import ConfigError
 from paceline.kvcache.layout import LayerKind
 from tests.fakes import flashinfer_wrappers as fake
@@ -117,7 +116,7 @@ def test_attention_over_any_batch(seed: int, page_size: int, kinds: str) -> None
         query = torch.randn(num_rows(segments), HEADS, DIM).bfloat16()
         plan = backend.plan(ForwardBatch.build(segments))
         found = backend.attend(query, kv, 0, plan, 0.125)
-        assert plan._dense is None, "FlashInfer serves this"
+        assert not backend.left, "FlashInfer serves this"
         torch.testing.assert_close(found, plain_attention(query, kv, segments, 0.125), **BF16)
 
 
@@ -143,7 +142,7 @@ def test_graph_buffers_over_batch_after_batch(seed: int, tree: bool, more: int, 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32), static=st.booleans(), kinds=st.sampled_from(["lcd", "d", "cdt"]))
 def test_latent_attention(seed: int, static: bool, kinds: str) -> None:
-    """Trees over MLA have no kernel: the reference takes them, graphs are refused."""
+    """Trees over MLA have no kernel: without Triton the reference takes them, and graphs are refused."""
     rng, backend = random.Random(seed), backend_of()
     segments = random_batch(rng, 4, PAGES, kinds)
     tree = any(segment.tails for segment in segments)
@@ -177,18 +176,6 @@ def test_one_plan_serves_all_layers_of_one_geometry() -> None:
     assert plan._kernel is kernel
     with pytest.raises(ValueError, match="one geometry"):
         backend.attend(query, kv, 0, plan, 0.25)
-
-
-def test_what_has_no_kernel_goes_to_the_reference() -> None:
-    backend = backend_of()
-    kv = filled_pool(LayerKind.GQA, 2, DIM, 4, PAGES + 1, torch.float32)
-    segments = random_batch(random.Random(2), 4, PAGES)
-    query = torch.randn(num_rows(segments), HEADS, DIM)
-    plan = backend.plan(ForwardBatch.build(segments))
-    found = backend.attend(query, kv, 0, plan, 0.125)
-    torch.testing.assert_close(found, plain_attention(query, kv, segments, 0.125), rtol=1e-4, atol=1e-5)
-    assert isinstance(plan, FlashInferPlan)
-    assert isinstance(backend.static_plan(StaticShape(2, 3, False, 64), kv), StaticDensePlan)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ from paceline.assembly.build import assemble
 from paceline.config import NodeConfig
 from paceline.engine.model_runner import RunnerIdentity
 from paceline.errors import ConfigError
+from paceline.spec_decode.drafters.select import SelectingDrafter
 from tests.support.tiny_model import tiny_request, tiny_runner
 
 EIGHT = SHAPES["llama-8b"]
@@ -310,6 +311,23 @@ def test_a_row_that_fails_takes_no_other_with_it(bench: Bench) -> None:
         "not measured: no such thing here",
         "",
     ]
+
+
+def test_a_row_whose_attention_fell_back_fails(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Target's or drafter's, by a forward or by name. Mutant: only the target's attention is watched."""
+
+    def measured(bench: Bench) -> Figure:
+        runner = bench.runner("tiny", 1, 64, 2, "eagle3")
+        assert isinstance(runner.drafter, SelectingDrafter)
+        runner.drafter.primary.attention.left = {"tree rows"}  # type: ignore[attr-defined]
+        return Figure(1.0, "1")
+
+    asked = [replace(row("falls", 1), measure=measured), row("works", 1)]
+    results = gpu.measure(bench, asked, 60, lambda results: None)
+    assert [r.missing for r in results] == ["FAILED: attention fell back: tree rows", ""]
+    runner = bench.runner("tiny", 1, 64, 0)
+    monkeypatch.setattr(bench.clock, "on_gpu", True)
+    assert bench.fell_back() == [f"{runner.attention.name} in place of auto"]
 
 
 def test_verdicts_and_notes() -> None:

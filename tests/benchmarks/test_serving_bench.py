@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 from benchmarks.command import bench
 from benchmarks.common.processes import NotReady, running
 from benchmarks.peers.bench import PeersReport, Row, figures, grid
+from benchmarks.peers.engines import over_http
 from benchmarks.peers.transformers_worker import Clock
 from benchmarks.serving.arrivals import Arrival
 from benchmarks.serving.bench import Load, run
@@ -24,6 +25,7 @@ from benchmarks.serving.client import Limits
 from benchmarks.serving.deployments import Setting, by_url
 from benchmarks.serving.measures import Objective
 from benchmarks.serving.report import ServingReport
+from benchmarks.serving.workload import Ask
 from benchmarks.speculation.prompts import Prompt
 from paceline.errors import ConfigError
 
@@ -195,6 +197,17 @@ def test_a_peer_that_is_missing_has_a_row_that_says_so(tmp_path: Path) -> None:
     table = grid(report)
     assert table.rows == (("paceline", "10.0", "10.0", "draft heads", "250"), ("vllm", "-", "-", "-", "-"))
     assert "vllm: it is not there" in table.notes
+
+
+def test_groups_are_asked_of_a_server_side_by_side() -> None:
+    """As ``bench widths`` does: each answer has a piece for each word."""
+    groups = [[Ask(0, 0.0, "one two", 9, 2, 0)], [Ask(i, 0.0, "a b c", 7, 3, 0) for i in range(8)]]
+    with scripted() as url:
+        timings = over_http(by_url(url))(groups)
+    assert [[(one.prompt_tokens, one.tokens, len(one.stamps)) for one in group] for group in timings] == [
+        [(9, 2, 2)],
+        [(7, 3, 3)] * 8,
+    ]
 
 
 def test_the_transformers_clock_counts_no_prompt() -> None:

@@ -125,6 +125,7 @@ def test_kernels_of_a_device_do_not_name_the_processor(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=9, minor=0))
     attention = FlashInferAttention(torch.device("cpu"), 64, cast("Any", SimpleNamespace(__version__="0.7.2")))
     found = device_kernels(CUDA, attention, "fast")
-    assert found == f"sm_90/torch {torch.__version__}/flashinfer 0.7.2"
+    assert found == f"sm_90/torch {torch.__version__}/{attention.kernels}"
+    assert attention.kernels.startswith("flashinfer 0.7.2 and t")
     if has_triton():
         assert device_kernels(CUDA, attention, "exact") != found

@@ -4,6 +4,7 @@ hand-off change neither a token nor a bit. The model is tiny."""
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,11 +22,13 @@ from tests.support.exactness import Outcome, run
 from tests.support.needs import needs_kernels
 from tests.support.node_pair import pair
 from tests.support.tiny_model import tiny_prefill_runner, tiny_request, tiny_runner
+from tests.support.untrained_heads import write_tiny_head
 
 INT8: dict[str, object] = {"kv_dtype": "int8"}
 CHAIN: dict[str, object] = {"drafter": "ngram", "num_draft_tokens": 8}
 TREE: dict[str, object] = {"drafter": "mtp", "num_draft_tokens": 3, "tree": "static", "tree_width": 3}
 STATEFUL: dict[str, object] = {"drafter": "mtp", "num_draft_tokens": 4, "page_size": 1}
+DRAFT_MODEL: dict[str, object] = {"drafter": "draft_model", "num_draft_tokens": 5}
 EAGLE_ROWS: dict[str, object] = STATEFUL | {"handoff": "hidden_states"}
 
 pytestmark = needs_kernels
@@ -59,9 +62,16 @@ def test_speculation_batches_chunks_and_hits_change_no_bit(dtype: str) -> None:
         assert bits(run(runner, requests(), **how)) == plain  # the prompts are cached now
 
 
-@pytest.mark.parametrize("options", [CHAIN, TREE, STATEFUL, EAGLE_ROWS], ids=["chain", "tree", "draft_kv", "hidden"])
-async def test_apart_equals_plain(options: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [CHAIN, TREE, STATEFUL, EAGLE_ROWS, DRAFT_MODEL],
+    ids=["chain", "tree", "draft_kv", "hidden", "draft_model"],
+)
+async def test_apart_equals_plain(options: dict[str, object], tmp_path: Path) -> None:
     options = options | INT8
+    if options == DRAFT_MODEL | INT8:
+        write_tiny_head(tmp_path / "draft", "draft_model")
+        options["drafter_path"] = str(tmp_path / "draft")
     prefill, decode = tiny_prefill_runner("bf16", **options), tiny_runner("bf16", **options)
     async with pair(node_config(**options), prefill, decode) as nodes:
         apart = await nodes.run(requests(), concurrent=3)
@@ -116,9 +126,7 @@ def test_latents_are_refused() -> None:
     ("options", "named"),
     [
         ({"device": "cuda"}, "device"),
-        ({"tp": 2}, "tp 2"),
         ({"handoff_dtype_cast": True}, "handoff_dtype_cast"),
-        ({"drafter": "draft_model"}, "draft_model"),
     ],
 )
 def test_what_has_no_int8_is_refused_by_name(options: dict[str, object], named: str) -> None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import torch
 
 Buffer = torch.Tensor | None
+__version__ = "0.7"
 
 
 def _planned(buffer: Buffer) -> torch.Tensor:

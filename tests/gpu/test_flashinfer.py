@@ -48,7 +48,7 @@ def difference(
     plan = backend.plan(batch)
     found = backend.attend(query, kv, 0, plan, scale)
     assert isinstance(plan, FlashInferPlan)
-    assert plan._dense is None, "FlashInfer serves this"
+    assert plan._other is None, "FlashInfer serves this"
     return found, reference.attend(query, kv, 0, reference.plan(batch), scale)
 
 
@@ -89,7 +89,7 @@ def test_long_contexts(cuda: torch.device) -> None:
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("kinds", ["d", "cd", "l", "cdt"])
 def test_latent_attention(cuda: torch.device, heads: int, kinds: str) -> None:
-    """MLA as DeepSeek-V3 has it, 512 + 64; its trees go to the reference."""
+    """MLA as DeepSeek-V3 has it, 512 + 64; its trees go to Triton."""
     kv = filled_pool(LayerKind.MLA, 1, 576, 16, PAGES, torch.bfloat16, "cuda")
     backend, reference, rng = FlashInferAttention(cuda, 64), TorchAttention(), random.Random(heads)
     for _ in range(4):
@@ -98,7 +98,7 @@ def test_latent_attention(cuda: torch.device, heads: int, kinds: str) -> None:
         query = torch.randn(num_rows(segments), heads, 576).to(cuda, torch.bfloat16)
         plan = backend.plan(batch)
         found = backend.attend_latent(query, kv, 0, plan, 0.07, 512)
-        assert (plan._dense is not None) == any(segment.tails for segment in segments)
+        assert (plan._other is not None) == any(segment.tails for segment in segments)
         expected = reference.attend_latent(query, kv, 0, reference.plan(batch), 0.07, 512)
         torch.testing.assert_close(found, expected, **CLOSE[torch.bfloat16])
 

@@ -43,7 +43,7 @@ static void fake_dpbsud(int sum, int a, int b) {  // signed by unsigned bytes
       memcpy(&fake_tiles[sum][m][4 * n], &total, 4);
     }
 }
-static void fake_dpbf16ps(int sum, int a, int b) {
+static void fake_dpbf16ps(int sum, int a, int b) {  // the two elements of pairs apart, as the instruction does
   auto number = [](const uint8_t* bf16) {
     uint16_t half; memcpy(&half, bf16, 2);
     uint32_t bits = (uint32_t)half << 16;
@@ -52,9 +52,10 @@ static void fake_dpbf16ps(int sum, int a, int b) {
   };
   for (int m = 0; m < fake_rows(a); m++)
     for (int n = 0; n < fake_bytes(b) / 4; n++) {
-      float total; memcpy(&total, &fake_tiles[sum][m][4 * n], 4);
+      float total, apart[2] = {}; memcpy(&total, &fake_tiles[sum][m][4 * n], 4);
       for (int k = 0; k < fake_bytes(a) / 2; k++)
-        total += number(&fake_tiles[a][m][2 * k]) * number(&fake_tiles[b][k / 2][4 * n + k % 2 * 2]);
+        apart[k % 2] = __builtin_fmaf(number(&fake_tiles[a][m][2 * k]), number(&fake_tiles[b][k / 2][4 * n + k % 2 * 2]), apart[k % 2]);
+      total += apart[0] + apart[1];
       memcpy(&fake_tiles[sum][m][4 * n], &total, 4);
     }
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -14,12 +16,14 @@ from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.pool import KvPool
 from paceline.layers import bits
 from paceline.layers.bits import layer_bits
+from paceline.layers.linear import Linear
 from paceline.layers.quantized import LinearWeight
 from paceline.layers.routing import RoutingRule
 from paceline.models.base import TargetModel
 from paceline.models.deepseek_v3 import DeepseekV3Model
 from paceline.models.llama import LlamaModel
 from paceline.models.loader import WeightBag
+from paceline.models.moe import GroupedExperts, _on_a_gpu
 from paceline.triton_support import has_triton
 from tests.support.interpreter import INTERPRETED, run_again_interpreted
 from tests.support.needs import needs_kernels
@@ -63,6 +67,59 @@ def test_a_rows_bits_are_its_own(dtype: torch.dtype, width: int, slabs: int) -> 
 def test_codes_are_read_as_they_lie(kind: str) -> None:
     with exact_products.short_leaves(LEAF):
         exact_products.check_codes(CPU, kind, 200 if kind == "w8a8" else 256)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("kind", "width", "slabs"), [("w4a8", 256, 4), ("w4a16", 256, 2), ("w4a8 groups of 64", 149, 1), ("w4a16", 201, 1)]
+)
+def test_codes_of_four_bits_lie_two_in_a_byte(kind: str, width: int, slabs: int) -> None:
+    """Odd widths end in half a byte. Mutants: low and high half exchanged, the next group's scale, no minimum, codes
+    without a sign, rows of a rounded-down number of bytes."""
+    with exact_products.short_leaves(LEAF):
+        exact_products.check_packed(CPU, kind, width, slabs)
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["w8a8", "w4a8", "w4a16", "float8"])
+def test_fast_bits_read_codes_too(kind: str) -> None:
+    """A quantised layer that is made without exact bits. Mutant: it becomes floats."""
+    weight, x = KINDS[kind](torch.randn(40, 128)), torch.randn(3, 128).bfloat16()
+    with mock.patch("paceline.layers.linear.load_kernels", return_value=None):
+        fast, floats = Linear(weight), Linear(torch.randn(40, 128))
+    assert torch.equal(fast(x), exact_products.exact_linear(weight)(x))
+    assert fast._exact is not None
+    assert floats._exact is None
+    held = [tensor.nbytes for tensor in vars(fast).values() if isinstance(tensor, torch.Tensor)]
+    assert sum(held) == 0  # neither codes of 8 bits nor floats beside the matrices
+
+
+@interpreted
+@pytest.mark.parametrize("unlike", [False, True])
+def test_fast_experts_read_codes(unlike: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Each weight is taken once. Experts of unlike kinds become floats, and it is said. Mutants: floats always; a
+    weight that was looked at is asked for again."""
+    weights: dict[str, LinearWeight] = {}
+    for i in range(3):
+        kind = "w8a16" if unlike and i == 2 else "w4a16"
+        for name, shape in (("gate_proj", (32, 64)), ("up_proj", (32, 64)), ("down_proj", (64, 32))):
+            weights[f"mlp.experts.{i}.{name}.weight"] = KINDS[kind](torch.randn(*shape) / 8)
+    floats = {name: weight.dequantised() for name, weight in weights.items()}  # type: ignore[union-attr]
+    left = weights.copy()
+
+    def take(name: str) -> torch.Tensor:
+        del left[name]
+        return floats[name]
+
+    found = _on_a_gpu(torch.float32, take, left.pop, "mlp", 3)
+    assert not left
+    assert isinstance(found, GroupedExperts) is unlike
+    assert ("unlike ways" in caplog.text) is unlike
+    x, ids = torch.randn(5, 64), torch.tensor([[0, 2], [1, 2], [2, 0], [0, 1], [1, 0]])
+    expected = GroupedExperts(floats.__getitem__, "mlp", 3)(x, ids)
+    got = found(x, ids)
+    assert got is not None
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 @interpreted

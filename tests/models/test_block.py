@@ -152,13 +152,15 @@ def test_rows_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = case.run(at_once=True, whole=False, attention=CpuAttention())
     calls = case.block.calls
     assert calls is not None
-    write, others = calls.write, list[torch.Tensor]()
+    write, others = calls.call("write", case.kv), list[torch.Tensor]()
+
+    of_name = calls.call
 
     def after_others(*arguments: int) -> None:
         others.extend(torch.full(case.normed.shape, 7.0, dtype=torch.bfloat16) for _ in range(8))
         write(*arguments)
 
-    monkeypatch.setattr(calls, "write", after_others)
+    monkeypatch.setattr(calls, "call", lambda name, kv: after_others if name == "write" else of_name(name, kv))
     case.normed = torch.stack((case.normed, case.normed), dim=-1)[..., 0]
     assert not case.normed.is_contiguous()
     assert same(case.run(at_once=True, whole=False, attention=CpuAttention()), expected) == [True] * 3

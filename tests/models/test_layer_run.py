@@ -12,6 +12,7 @@ from paceline.attention.base import ForwardBatch, Segment
 from paceline.attention.cpu import CpuAttention
 from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.pool import KvPool
+from paceline.layers import kv8
 from paceline.layers.build import set_threads
 from paceline.models.base import AuxCapture, ForwardContext
 from paceline.models.config import ModelSpec
@@ -40,11 +41,15 @@ def _one_thread_after() -> Iterator[None]:
     set_threads(1)
 
 
-def outcome(model: LlamaModel, segments: list[Segment], aux: tuple[int, ...] = ()) -> list[torch.Tensor]:
+def outcome(
+    model: LlamaModel, segments: list[Segment], aux: tuple[int, ...] = (), kv_dtype: str = "auto"
+) -> list[torch.Tensor]:
     """Logits, KV and what drafters see, after a forward over the same random KV every time."""
-    kv = KvPool(KvLayout(model.kv_layers, model.dtype), PAGES, PAGE)
-    for i, pages in enumerate(kv.data):
-        pages.copy_(torch.randn(pages.shape, generator=torch.Generator().manual_seed(i)))
+    kv = KvPool(KvLayout.of(model.kv_layers, model.dtype, kv_dtype), PAGES, PAGE)
+    for i, (pages, layer) in enumerate(zip(kv.data, model.kv_layers, strict=True)):
+        shape = (*pages.shape[:-1], layer.head_dim)
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(i)).to(model.dtype)
+        pages.copy_(kv8.round_rows(noise) if kv.layout.is_int8 else noise)
     capture = AuxCapture(aux)
     context = ForwardContext.build(ForwardBatch.build(segments), kv, CpuAttention())
     logits = model.logits(model.forward(context, capture))
@@ -57,34 +62,36 @@ def made(spec: ModelSpec, dtype: torch.dtype, scheme: str) -> LlamaModel:
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("name", "dtype", "scheme"),
+    ("name", "dtype", "scheme", "kv_dtype"),
     [
-        ("Llama", torch.bfloat16, "none"),
-        ("Llama", torch.bfloat16, "w4a8"),
-        ("Qwen2", torch.float32, "none"),
-        ("Qwen2", torch.bfloat16, "w8a8"),
-        ("Qwen3", torch.bfloat16, "none"),
-        ("Qwen3", torch.bfloat16, "w4a16"),
+        ("Llama", torch.bfloat16, "none", "auto"),
+        ("Llama", torch.bfloat16, "w4a8", "auto"),
+        ("Qwen2", torch.float32, "none", "auto"),
+        ("Qwen2", torch.bfloat16, "w8a8", "auto"),
+        ("Qwen3", torch.bfloat16, "none", "auto"),
+        ("Qwen3", torch.bfloat16, "w4a16", "auto"),
+        ("Llama", torch.bfloat16, "none", "int8"),
+        ("Qwen3", torch.float32, "none", "int8"),
     ],
 )
-def test_together_gives_the_bits_of_the_steps(name: str, dtype: torch.dtype, scheme: str) -> None:
+def test_together_gives_the_bits_of_the_steps(name: str, dtype: torch.dtype, scheme: str, kv_dtype: str) -> None:
     """Mutants: threads do not wait after a product or rope; the stream is given back before all have copied it; a norm
-    that adds twice."""
+    that adds twice; of an int8 cache, a row that is rounded to the slot of its neighbour."""
     model = made(SPECS[name], dtype, scheme)
     calls = [layer.calls for layer in model.layers]
     for batch in BATCHES.values():
         for layer in model.layers:
             layer.calls = None
-        steps = outcome(model, batch, (0, 2, LAYERS))
+        steps = outcome(model, batch, (0, 2, LAYERS), kv_dtype)
         for layer, its_calls in zip(model.layers, calls, strict=True):
             layer.calls = its_calls
         for threads in (1, 2, 3):
             set_threads(threads)
             for _ in range(2):
-                together = outcome(model, batch, (0, 2, LAYERS))
+                together = outcome(model, batch, (0, 2, LAYERS), kv_dtype)
                 assert [torch.equal(a, b) for a, b in zip(together, steps, strict=True)] == [True] * len(steps)
         set_threads(1)
-        assert torch.equal(outcome(model, batch)[0], steps[0])  # all layers in one call
+        assert torch.equal(outcome(model, batch, (), kv_dtype)[0], steps[0])  # all layers in one call
         assert torch.isfinite(steps[0]).all()
 
 

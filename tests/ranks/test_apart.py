@@ -25,15 +25,18 @@ pytestmark = needs_kernels
 
 
 @pytest.mark.parametrize(
-    ("degrees", "handoff", "spec"),
+    ("degrees", "handoff", "spec", "kv_dtype"),
     [
-        ((8, 2), "draft_kv", ranks_spec(2)),
-        ((1, 4), "hidden_states", ranks_spec(1)),
-        ((4, 2), "draft_kv", family_spec("deepseek_v3")),
+        ((8, 2), "draft_kv", ranks_spec(2), "auto"),
+        ((1, 4), "hidden_states", ranks_spec(1), "auto"),
+        ((2, 4), "draft_kv", ranks_spec(2), "int8"),
+        ((4, 2), "draft_kv", family_spec("deepseek_v3"), "auto"),
     ],
-    ids=["llama", "one KV head", "latents and experts"],
+    ids=["llama", "one KV head", "int8", "latents and experts"],
 )
-async def test_degrees_may_differ(degrees: tuple[int, int], handoff: str, spec: ModelSpec, tmp_path: Path) -> None:
+async def test_degrees_may_differ(
+    degrees: tuple[int, int], handoff: str, spec: ModelSpec, kv_dtype: str, tmp_path: Path
+) -> None:
     """Each prompt is sent twice, so that the second finds its prefix cached on both sides."""
     drafter = "mtp" if spec.mla else "eagle3"
     if spec.mla:
@@ -42,7 +45,7 @@ async def test_degrees_may_differ(degrees: tuple[int, int], handoff: str, spec: 
         write_tiny_head(tmp_path / "heads", drafter, spec)
     options: dict[str, object] = {
         "drafter": drafter, "drafter_path": str(tmp_path / "heads"), "head_check": False, "handoff": handoff,
-        "prefill_chunk_tokens": 16,
+        "prefill_chunk_tokens": 16, "kv_dtype": kv_dtype,
     }  # fmt: skip
     requests = [tiny_request(list(range(3 + i, 60 + i)), index=i, temperature=float(i % 2)) for i in range(3)]
     alone = ranks_runner(1, spec, "bf16", **options)

@@ -24,7 +24,8 @@ def followers() -> list[psutil.Process]:
 
 
 def test_a_node_of_three_ranks(smollm2_folder: Path) -> None:
-    options = {"model": str(smollm2_folder), "drafter": "ngram", "kv_cache_tokens": 1024}
+    """Mutant: followers keep KV in the model's dtype, whatever kv_dtype says."""
+    options = {"model": str(smollm2_folder), "drafter": "ngram", "kv_cache_tokens": 1024, "kv_dtype": "int8"}
     requests = prompt_requests(smollm2_folder, 12)[:2]
     alone = run(build_runner(NodeConfig.model_validate(options)), requests, batch=2)
     runner = build_runner(NodeConfig.model_validate(options | {"tp": 3}))

@@ -53,13 +53,15 @@ def all_of_llama(kv_heads: int) -> ModelSpec:
     )  # fmt: skip
 
 
-MODELS: dict[str, tuple[ModelSpec, str, str, tuple[int, ...]]] = {  # number format, --quantize or a kind, degrees
+# Number format, --quantize or a kind or "int8 KV", degrees.
+MODELS: dict[str, tuple[ModelSpec, str, str, tuple[int, ...]]] = {
     "heads-8-fp32": (all_of_llama(8), "fp32", "none", (1, 2, 4, 8)),
     "heads-8-fp32 collective": (all_of_llama(8), "fp32", "none", (1, 2, 8)),
     "heads-2-bf16 collective": (all_of_llama(2), "bf16", "none", (1, 4)),
     "deepseek-bf16 collective": (family_spec("deepseek_v3"), "bf16", "none", (1, 4)),
     "glm4-moe-alone collective": (family_spec("glm4_moe, MLPs on rank 0"), "bf16", "none", (1, 2)),
     "heads-2-bf16": (all_of_llama(2), "bf16", "none", (1, 2, 4, 8)),
+    "int8-kv-bf16": (all_of_llama(2), "bf16", "int8 KV", (1, 2, 8)),
     "deepseek-fp32": (family_spec("deepseek_v3"), "fp32", "none", (1, 2, 4)),
     "deepseek-bf16": (family_spec("deepseek_v3"), "bf16", "none", (1, 4)),
     "deepseek-w8a16": (family_spec("deepseek_v3"), "bf16", "w8a16", (1, 2)),
@@ -82,9 +84,12 @@ def runners(request: pytest.FixtureRequest) -> Iterator[dict[int, ModelRunner]]:
     spec, dtype, kind, degrees = MODELS[request.param]
     floats = ranks_tensors(spec, DTYPES[dtype])
     weights: dict[str, LinearWeight] = dict(floats)
-    options = {"drafter": "none", "kv_cache_tokens": 1024, "quantize": kind if kind in SCHEMES else "none"}
+    options: dict[str, object] = {"drafter": "none", "kv_cache_tokens": 1024}
+    options |= {"quantize": kind if kind in SCHEMES else "none"}
     options["rank_sums"] = "collective" if "collective" in request.param else "sockets"
-    if kind not in (*SCHEMES, "none"):
+    if kind == "int8 KV":
+        options["kv_dtype"] = "int8"
+    elif kind not in (*SCHEMES, "none"):
         weights |= {name: KINDS[kind](tensor) for name, tensor in floats.items() if "_proj.w" in name}
     made = {degree: ranks_runner(degree, spec, dtype, Follower, weights, **options) for degree in degrees}
     yield made

@@ -91,7 +91,7 @@ EXPERTS = "paceline.layers.experts_triton"
 INTEGERS = "paceline.layers.integer_triton"
 MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"  # of every tile of bf16, or bits would differ
 PRODUCT = "*{x} *{w} {tables} *fp32 {out} {rows} i32 i32 i32 i32 i32 i32"
-INTEGER = "*i8 *fp32 *fp32 *i8 *fp32 {minimums} - *bf16 {rows} i32 i32 i32"
+INTEGER = "*i8 *fp32 *fp32 {w} *fp32 {minimums} - *bf16 {rows} i32 i32 i32"
 PLAIN, GROUPED = "- - - -", "*i32 *i64 *i64 *i64"
 O_PROJ = {"COLUMNS": 4096, "WIDTH": 4096, "SLAB": 512, "LEAF": 1024, "PARTS": 8, "LEAF_EACH": False}
 QKV = {"COLUMNS": 6144, "WIDTH": 4096, "SLAB": 4096, "LEAF": 1024, "PARTS": 4, "LEAF_EACH": True}
@@ -105,10 +105,20 @@ def product(
     """A call of the exact products. tile: rows and warps, as layers/exact_products.py pairs them."""
     block = {"BLOCK_M": tile[0], "BLOCK_N": 64, "BLOCK_K": 64 if x == "bf16" else 32}
     arguments = PRODUCT.format(x=x, w=weight, tables=tables, rows=rows, out=columns)
-    constants = {name: value for size in sizes for name, value in size.items()} | block
+    constants = {name: value for size in sizes for name, value in size.items()} | block | {"PACKED": weight == "u8"}
     return KernelCall(
         PRODUCTS, "_product_kernel", arguments, constants, tile[1], instruction=MMA if x == "bf16" else ""
     )
+
+
+def integer(weight: str, rows: str, tile: tuple[int, int, int], group: int) -> KernelCall:
+    """A call of the products of integers, with minimums. tile: rows, columns, warps."""
+    groups = -(-4000 // group)
+    constants: dict[str, Any] = {"COLUMNS": 768, "WIDTH": 4000, "GROUP": group, "GROUPS": groups, "SLAB_GROUPS": groups}
+    constants |= {"ROW_SCALES": False, "PACKED": weight == "*u8"}
+    constants |= {"BLOCK_M": tile[0], "BLOCK_N": tile[1], "BLOCK_K": min(max(group, 32), 128)}
+    arguments = INTEGER.format(w=weight, minimums="*fp32", rows=rows)
+    return KernelCall(INTEGERS, "_integer_kernel", arguments, constants, num_warps=tile[2])
 
 
 CALLS = [
@@ -128,6 +138,10 @@ CALLS = [
     product("bf16", "bf16", "- -", GROUPED, "*bf16", (64, 2), WHOLE, DENSE),
     product("bf16", "fp8e4nv", "*fp32 -", GROUPED, "*bf16", (16, 4), QKV | {"PARTS": 1, "LEAF_EACH": False}, FLOAT8),
     product("bf16", "i8", "*fp32 *fp32", PLAIN, "*bf16", (16, 4), WHOLE, GROUPS_OF_32),
+    product("bf16", "u8", "*fp32 *fp32", PLAIN, "*bf16", (16, 4), WHOLE, GROUPS_OF_32),
+    product("bf16", "u8", "*fp32 *fp32", PLAIN, "*fp32", (32, 4), O_PROJ, GROUPS_OF_32),
+    product("bf16", "u8", "*fp32 -", GROUPED, "*bf16", (64, 2), QKV | {"PARTS": 1, "LEAF_EACH": False}, FLOAT8),
+    product("fp32", "u8", "*fp32 *fp32", PLAIN, "*fp32", (16, 4), WHOLE, GROUPS_OF_32),
     product("fp32", "fp32", "- -", PLAIN, "*fp32", (16, 4), WHOLE, DENSE),
     KernelCall(
         PRODUCTS, "_merge_kernel", "*fp32 i32 *fp32 *bf16", {"COLUMNS": 4096, "COUNT": 8, "LEAVES": 2, "BLOCK": 1024}
@@ -139,23 +153,10 @@ CALLS = [
         "*bf16 i32 *i8 *fp32 *fp32 fp32",
         {"WIDTH": 4000, "GROUP": 64, "GROUPS": 63, "BLOCK": 64},
     ),
-    KernelCall(
-        INTEGERS,
-        "_integer_kernel",
-        INTEGER.format(minimums="*fp32", rows=GROUPED),
-        {
-            "COLUMNS": 768,
-            "WIDTH": 4000,
-            "GROUP": 64,
-            "GROUPS": 63,
-            "SLAB_GROUPS": 63,
-            "ROW_SCALES": False,
-            "BLOCK_M": 16,
-            "BLOCK_N": 16,
-            "BLOCK_K": 64,
-        },
-        num_warps=1,
-    ),
+    integer("*i8", GROUPED, (16, 16, 1), 64),
+    integer("*u8", GROUPED, (16, 16, 1), 64),
+    integer("*u8", PLAIN, (32, 64, 4), 32),
+    integer("*u8", PLAIN, (64, 64, 2), 128),
     KernelCall(
         EXPERTS,
         "_route_kernel",

@@ -88,6 +88,23 @@ def check_codes(device: torch.device, kind: str, width: int) -> None:
     torch.testing.assert_close(linear(x[4:6].to(device)), found[4:6], rtol=0, atol=0, equal_nan=True)
 
 
+def check_packed(device: torch.device, kind: str, width: int, slabs: int = 1) -> None:
+    """Codes of 4 bits in half the bytes of their 8-bit form, and with its bits, few rows and many."""
+    weight = KINDS[kind](torch.randn(40, width))
+    assert weight.codes.amin() < 0 < weight.codes.amax()
+    tables = [None if t is None else t.to(device) for t in (weight.scales, weight.minimums)]
+    codes = weight.codes.to(device)
+    assert tables[0] is not None
+    narrow = replace(weight, codes=codes, scales=tables[0], minimums=tables[1])
+    packed, wide = Matrices.of(narrow), Matrices.of(replace(narrow, bits=8))
+    assert (packed.values.nbytes, wide.values.nbytes) == (40 * -(-width // 2), 40 * width)
+    assert packed.shape == wide.shape == (40, width)
+    x = torch.randn(ROWS, width).bfloat16().to(device)
+    for rows in (x[:3], x):
+        found, expected = (product(rows, m, None, torch.float32, slabs) for m in (packed, wide))
+        assert torch.equal(found, expected)
+
+
 def check_slabs_of_integers(device: torch.device) -> None:
     """A tree over the float32 sums of runs of whole groups, each as the reference has it."""
     slabs, width = 4, 128

@@ -1,5 +1,5 @@
-"""Nodes of several ranks whose followers are threads of this process; what crosses between them is real: frames, and
-with ``rank_sums`` collective what gloo or NCCL moves. On GPUs each rank has one of its own."""
+"""Nodes of several ranks whose followers are threads of this process. What crosses is real: frames, or by ``rank_sums``
+collective what gloo or NCCL moves."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def thread_target(
     followers = Followers(commands, rows, groups[0], timeout_s=TIMEOUT_S)
     threads: list[threading.Thread] = []
     target = ParallelTarget(models[0], shards[0], followers, lambda: _end(threads, followers))
-    layout = KvLayout(target.kv_layers, dtype)
+    layout = KvLayout.of(target.kv_layers, dtype, config.kv_dtype)
     for shard, model, *ends in zip(shards[1:], models[1:], their_commands, their_rows, groups[1:], strict=True):
         device, geometry = places[shard.rank], (len(shard.heads), len(shard.kv_heads))
         pool = KvPool(held_layout(layout, shard), *pages, device)

@@ -11,7 +11,8 @@ struct AmxTile {
   alignas(64) bf16 keys[TILE / 16][D / 32][512];    // [16 keys][32 dims]: pairs of dims, keys, 2
   alignas(64) bf16 values[TILE / 32][D / 16][512];  // [32 keys][16 dims]: pairs of keys, dims, 2
 
-  void load(const bf16* const* k, const bf16* const* v, int from, int blocks32) {  // its blocks of 32 keys from..blocks32-1
+  template <class U>
+  void load(const U* const* k, const U* const* v, int from, int blocks32) {  // its blocks of 32 keys from..blocks32-1
     alignas(64) uint16_t low[32], high[32];
     for (int i = 0; i < 16; i++) {
       low[2 * i] = i; low[2 * i + 1] = 32 + i;
@@ -19,11 +20,12 @@ struct AmxTile {
     }
     __m512i pick_low = _mm512_load_si512(low), pick_high = _mm512_load_si512(high);
     for (int b = 2 * from; b < 2 * blocks32; b++)
-      for (int d = 0; d < D / 32; d++) transpose16(k + b * 16, d * 32, keys[b][d]);
+      for (int d = 0; d < D / 32; d++)
+        transpose16([&](int i) { return numbers32<D>(k[b * 16 + i], d * 32); }, keys[b][d]);
     for (int b = from; b < blocks32; b++)
       for (int p = 0; p < 16; p++)
         for (int d = 0; d < D / 32; d++) {
-          __m512i x = _mm512_loadu_si512(v[b * 32 + 2 * p] + d * 32), y = _mm512_loadu_si512(v[b * 32 + 2 * p + 1] + d * 32);
+          __m512i x = numbers32<D>(v[b * 32 + 2 * p], d * 32), y = numbers32<D>(v[b * 32 + 2 * p + 1], d * 32);
           _mm512_store_si512(values[b][2 * d] + p * 32, _mm512_permutex2var_epi16(x, pick_low, y));
           _mm512_store_si512(values[b][2 * d + 1] + p * 32, _mm512_permutex2var_epi16(x, pick_high, y));
         }
@@ -121,15 +123,17 @@ static constexpr int RUN_BLOCKS = 8;  // blocks that share a tile's layout
 // Rows [0, count) of one segment for one KV head: rows without tails, or nodes of a tree, whose prefixes are equally long.
 // Nodes go through the tiles that lie in their prefix together. From the tile on in which it ends each has keys of its own,
 // of which only the blocks of 32 that its tail reaches are laid out for it alone.
-template <int D>
-static void amx_attend_run(const bf16* q, const bf16* pool, int64_t page_size, int64_t Hq, int64_t Hk, int64_t head,
+template <int D, class U>
+static void amx_attend_run(const bf16* q, const U* pool, int64_t page_size, int64_t Hq, int64_t Hk, int64_t head,
                            const int32_t* prefix, const int32_t* prefix_lens, int64_t count, const int32_t* tails,
                            const int64_t* tail_offsets, const Sight& sight, float scale, bf16* out) {
   static thread_local AmxBlock<D> blocks[RUN_BLOCKS], own;
   static thread_local AmxTile<D> tile, second;
-  alignas(64) static const bf16 zeros[D] = {};
-  const bf16 *keys[TILE], *values[TILE];
-  int64_t G = Hq / Hk, per = 16 / G, row = Hk * D, longest = 0, earliest = INT64_MAX,
+  constexpr int64_t W = kept_width<U>(D);
+  alignas(64) static const U zeros[W] = {};
+  const U *keys[TILE], *values[TILE];
+  Places<U> places(pool, page_size, Hk, head, D);
+  int64_t G = Hq / Hk, per = 16 / G, to_value = places.to_value(), longest = 0, earliest = INT64_MAX,
           shared = prefix_lens[0];
   bool tailed = tail_offsets[1] > tail_offsets[0];
   int used = (count + per - 1) / per, configured = -1;
@@ -137,12 +141,19 @@ static void amx_attend_run(const bf16* q, const bf16* pool, int64_t page_size, i
   auto lay_out = [&](AmxTile<D>& to, int64_t base, int from, int64_t n, const int32_t* tail) {  // keys base..base+n-1
     int blocks32 = (n + 31) / 32;
     for (int64_t j = from * 32; j < n; j++) {
-      int64_t at = base + j, slot = (tail && at >= shared) ? tail[at - shared] : prefix[at];
-      keys[j] = pool + (slot / page_size) * 2 * page_size * row + (slot % page_size) * row + head * D;
-      values[j] = keys[j] + page_size * row;
+      int64_t at = base + j;
+      keys[j] = places.at((tail && at >= shared) ? tail[at - shared] : prefix[at]);
+      values[j] = keys[j] + to_value;
     }
     for (int64_t j = n; j < blocks32 * 32; j++) keys[j] = values[j] = zeros;
     to.load(keys, values, from, blocks32);
+  };
+  auto ask = [&](int64_t from, int64_t end) {  // for the lines of a tile that comes next
+    for (int64_t at = from; at < end; at++) {
+      const U* key = places.at(prefix[at]);
+      ask_for<D>(key);
+      ask_for<D>(key + to_value);
+    }
   };
   auto finish = [&](const AmxBlock<D>& block, int first, int64_t r) {  // row r, whose pairs begin at first
     for (int64_t g = 0; g < G; g++)
@@ -173,6 +184,7 @@ static void amx_attend_run(const bf16* q, const bf16* pool, int64_t page_size, i
   int64_t apart = tailed ? shared / TILE * TILE : longest;  // from where on the rows go alone
   for (int64_t base = earliest / TILE * TILE; base < apart; base += TILE) {
     lay_out(tile, base, 0, std::min<int64_t>(TILE, longest - base), nullptr);
+    ask(base + TILE, std::min(base + 2 * TILE, tailed ? shared : longest));
     for (int b = 0; b < used; b++) {
       if (!blocks[b].sees(base)) continue;
       configure(blocks[b].pairs);
@@ -209,27 +221,19 @@ static void amx_attend_run(const bf16* q, const bf16* pool, int64_t page_size, i
   }
 }
 
-template <int D>
-static void amx_attend(const bf16* q, const bf16* pool, int64_t page_size, int64_t rows, int64_t Hq, int64_t Hk,
-                       const int32_t* slots, const int64_t* slot_offsets, const int32_t* prefix_lens,
-                       const int32_t* tails, const int64_t* tail_offsets, const Sight& sight, float scale, bf16* out) {
-  std::vector<int64_t> starts;
-  int64_t limit = RUN_BLOCKS * (16 / (Hq / Hk));
-  auto tailed = [&](int64_t r) { return tail_offsets[r + 1] > tail_offsets[r]; };
-  for (int64_t r = 0; r < rows; r++) {
-    bool joins = r > 0 && tailed(r) == tailed(r - 1) && slot_offsets[r] == slot_offsets[r - 1] &&
-                 r - starts.back() < limit && (!tailed(r) || prefix_lens[r] == prefix_lens[r - 1]);
-    if (!joins) starts.push_back(r);
-  }
-  int64_t runs = starts.size();
-  starts.push_back(rows);
+// starts: where runs of rows begin, and the end of the last.
+template <int D, class U>
+static void amx_attend(const bf16* q, const U* pool, int64_t page_size, const std::vector<int64_t>& starts, int64_t Hq,
+                       int64_t Hk, const Seen& seen, const Sight& sight, float scale, bf16* out) {
+  int64_t runs = (int64_t)starts.size() - 1;
   on_threads(runs * Hk > 1 ? pl_threads() : 1, [&] {
 #pragma omp for schedule(dynamic, 1) collapse(2)
     for (int64_t i = 0; i < runs; i++)
       for (int64_t h = 0; h < Hk; h++) {
         int64_t r = starts[i];
-        amx_attend_run<D>(q + r * Hq * D, pool, page_size, Hq, Hk, h, slots + slot_offsets[r], prefix_lens + r,
-                          starts[i + 1] - r, tails, tail_offsets + r, sight, scale, out + r * Hq * D);
+        amx_attend_run<D, U>(q + r * Hq * D, pool, page_size, Hq, Hk, h, seen.slots + seen.slot_offsets[r],
+                             seen.prefix_lens + r, starts[i + 1] - r, seen.tails, seen.tail_offsets + r, sight, scale,
+                             out + r * Hq * D);
       }
     _tile_release();
   });

@@ -1,3 +1,3 @@
 #include "attention.h"
 
-DEFINE_ATTEND(bf16, bf16)
+DEFINE_ATTEND(bf16, bf16, bf16)

@@ -17,14 +17,22 @@ struct BlockTile {
   alignas(64) bf16 keys[TILE / 16][16][CHUNKS][32];  // [16 keys][pair of dims, in its chunk of 32][chunk]: keys, 2
   const bf16* values[TILE];
 
-  void load(const bf16* const* k, int64_t to_value, int from, int n) {  // of its groups of 16: from..n-1; k: of all keys
+  // Its groups of 16 from `from` on, n keys in all. k: of all keys, to whole groups; numbers: [TILE][D], where values go that
+  // are codes.
+  template <class U>
+  void load(const U* const* k, int64_t to_value, int from, int n, bf16* numbers) {
     alignas(64) bf16 turned[512];
-    for (int b = from; b < n; b++)
+    for (int b = from; b < (n + 15) / 16; b++)
       for (int c = 0; c < CHUNKS; c++) {
-        transpose16(k + b * 16, c * 32, turned);
+        transpose16([&](int i) { return numbers32<D>(k[b * 16 + i], c * 32); }, turned);
         for (int l = 0; l < 16; l++) memcpy(keys[b][l][c], turned + l * 32, 64);
       }
-    for (int j = from * 16; j < n * 16; j++) values[j] = k[j] + to_value;
+    for (int j = from * 16; j < n; j++) {
+      if constexpr (kCoded<U>) {
+        unround_row<D>(k[j] + to_value, numbers + j * D);
+        values[j] = numbers + j * D;
+      } else values[j] = k[j] + to_value;
+    }
   }
 };
 
@@ -112,16 +120,20 @@ static void block_tile(RowState<D>* rows, const bf16* q, const BlockTile<D>& til
 }
 
 // `count` rows without tails, neighbours of one sequence, over one KV head. out: of the first row and its first head there.
-template <int D>
-static void attend_block(const bf16* q, const bf16* pool, int64_t page_size, int64_t Hq, int64_t Hk, int64_t head,
+template <int D, class U>
+static void attend_block(const bf16* q, const U* pool, int64_t page_size, int64_t Hq, int64_t Hk, int64_t head,
                          const int32_t* slots, const int32_t* lengths, int64_t count, const Sight& sight, float scale,
                          bf16* out) {
   constexpr int P = D <= 64 ? 6 : D <= 96 ? 4 : D <= 128 ? 3 : 1;  // sums of so many rows stay in registers
   static thread_local std::vector<RowState<D>> memory;
   static thread_local std::vector<bf16> queries;
   static thread_local BlockTile<D> tile;
-  alignas(64) static const bf16 zeros[D] = {};
-  const int64_t G = Hq / Hk, pairs = count * G, row = Hk * D, to_value = page_size * row;
+  constexpr int64_t W = kept_width<U>(D);
+  alignas(64) static const U zeros[W] = {};
+  alignas(64) static thread_local bf16 numbers[kCoded<U> ? TILE * D : 1];
+  const int64_t G = Hq / Hk, pairs = count * G;
+  Places<U> places(pool, page_size, Hk, head, D);
+  const int64_t to_value = places.to_value();
   memory.resize(pairs);
   queries.resize(pairs * D);
   RowState<D>* rows = memory.data();
@@ -137,16 +149,12 @@ static void attend_block(const bf16* q, const bf16* pool, int64_t page_size, int
     longest = std::max(longest, rows[i].length);
     memcpy(&queries[i * D], q + (r * Hq + head * G + g) * D, D * sizeof(bf16));
   }
-  const bf16* keys[TILE];
-  const uint32_t page = (uint32_t)page_size;
+  const U* keys[TILE];
   for (int64_t base = earliest / TILE * TILE; base < longest; base += TILE) {
     int n = (int)std::min<int64_t>(TILE, longest - base), groups = (n + 15) / 16;
     int group0 = (int)(std::max<int64_t>(earliest - base, 0) / 16);
-    for (int j = group0 * 16; j < groups * 16; j++) {
-      uint32_t slot = j < n ? (uint32_t)slots[base + j] : 0;
-      keys[j] = j < n ? pool + slot / page * 2 * to_value + slot % page * row + head * D : zeros;
-    }
-    tile.load(keys, to_value, group0, groups);
+    for (int j = group0 * 16; j < groups * 16; j++) keys[j] = j < n ? places.at(slots[base + j]) : zeros;
+    tile.load(keys, to_value, group0, n, numbers);
     int64_t i = 0;
     for (; i + P <= pairs; i += P) block_tile<D, P>(rows + i, &queries[i * D], tile, base, scale);
     for (; i < pairs; i++) block_tile<D, 1>(rows + i, &queries[i * D], tile, base, scale);

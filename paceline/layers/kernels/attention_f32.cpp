@@ -1,3 +1,3 @@
 #include "attention.h"
 
-DEFINE_ATTEND(f32, float)
+DEFINE_ATTEND(f32, float, float)

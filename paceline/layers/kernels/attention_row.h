@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "blocks.h"
+#include "kv_rows.h"
 #include "steps.h"
 #include "tile.h"
 
@@ -80,30 +81,47 @@ static __attribute__((noinline)) float weigh(float* s, int from, int n, float sc
   return fade;
 }
 
+// One tile for G query heads of a row that sees from..n-1 of it. keys: of its groups of 16, anything where it sees none;
+// values lie `to_value` elements behind them. top, total: [G].
+template <int D, int G, class T>
+static inline __attribute__((always_inline)) void row_tile(const T* q, const T* const* keys, int64_t to_value, int from, int n,
+                                                           float scale, v16 (&acc)[G][D / 16], float* top, float* total) {
+  constexpr int DV = D / 16;
+  alignas(64) float s[G][TILE];
+  int groups = (n + 15) / 16, group0 = from / 16;  // what lies before is not seen
+  for (int g = 0; g < G; g++) {
+    for (int b = group0; b < groups; b++) dots16<D>(q + g * D, keys + b * 16, s[g] + b * 16);
+    float fade = weigh(s[g], from, n, scale, top[g], total[g]);
+    for (int d = 0; d < DV; d++) acc[g][d] *= fade;
+  }
+  for (int j = from; j < n; j++) {
+    v16 v[DV];
+    for (int d = 0; d < DV; d++) v[d] = load16(keys[j] + to_value + d * 16);
+    for (int g = 0; g < G; g++)
+      for (int d = 0; d < DV; d++) acc[g][d] += v[d] * s[g][j];
+  }
+}
+
 // G query heads of one row, from `query_head` on, over one KV head.
 template <int D, int G, class T>
 static void attend_row(const T* q, const T* pool, int64_t page_size, int64_t Hk, int64_t head, int64_t query_head,
                        const int32_t* prefix, int64_t prefix_len, const int32_t* tail, int64_t length,
                        const Sight& sight, float scale, T* out) {
   constexpr int DV = D / 16;
-  alignas(64) float s[G][TILE];
   alignas(64) static const T zeros[D] = {};
   const T *seen[2][TILE];  // keys of this tile and of the next
   v16 acc[G][DV] = {};
   float top[G], total[G];
   for (int g = 0; g < G; g++) { top[g] = sight.top(query_head + g); total[g] = sight.total(); }
-  const int64_t row = Hk * D, first = sight.first(length), to_value = page_size * row;
-  // The keys of the tile at `base`, and their lines asked for: a head's rows lie too far apart for the processor to guess.
+  Places<T> places(pool, page_size, Hk, head, D);
+  const int64_t first = sight.first(length), to_value = places.to_value();
+  // The keys of the tile at `base`, and their lines asked for.
   auto find = [&](int64_t base, const T** keys) {
-    const uint32_t page = (uint32_t)page_size;
     for (int64_t at = std::max(base, first), end = std::min<int64_t>(base + TILE, length); at < end; at++) {
-      uint32_t slot = (uint32_t)(at < prefix_len ? prefix[at] : tail[at - prefix_len]);
-      const T* key = pool + slot / page * 2 * to_value + slot % page * row + head * D;
+      const T* key = places.at(at < prefix_len ? prefix[at] : tail[at - prefix_len]);
       keys[at - base] = key;
-      for (int64_t line = 0; line < D * (int64_t)sizeof(T); line += 64) {
-        __builtin_prefetch((const char*)key + line, 0, 2);
-        __builtin_prefetch((const char*)(key + to_value) + line, 0, 2);
-      }
+      ask_for<D>(key);
+      ask_for<D>(key + to_value);
     }
   };
   int64_t start = first / TILE * TILE;
@@ -115,50 +133,18 @@ static void attend_row(const T* q, const T* pool, int64_t page_size, int64_t Hk,
     int from = std::max<int64_t>(first - base, 0), group0 = from / 16;  // what lies before is not seen
     for (int j = group0 * 16; j < from; j++) keys[j] = zeros;
     for (int j = n; j < groups * 16; j++) keys[j] = zeros;
-    for (int g = 0; g < G; g++) {
-      for (int b = group0; b < groups; b++) dots16<D>(q + g * D, keys + b * 16, s[g] + b * 16);
-      float fade = weigh(s[g], from, n, scale, top[g], total[g]);
-      for (int d = 0; d < DV; d++) acc[g][d] *= fade;
-    }
-    for (int j = from; j < n; j++) {
-      v16 v[DV];
-      for (int d = 0; d < DV; d++) v[d] = load16(keys[j] + to_value + d * 16);
-      for (int g = 0; g < G; g++)
-        for (int d = 0; d < DV; d++) acc[g][d] += v[d] * s[g][j];
-    }
+    row_tile<D, G>(q, keys, to_value, from, n, scale, acc, top, total);
   }
   for (int g = 0; g < G; g++)
     for (int d = 0; d < DV; d++) store16(out + g * D + d * 16, acc[g][d] / total[g]);
 }
 
 template <class T>
-using RowFn = void (*)(const T*, const T*, int64_t, int64_t, int64_t, int64_t, const int32_t*, int64_t, const int32_t*,
-                       int64_t, const Sight&, float, T*);
+using RowFn = decltype(&attend_row<16, 1, T>);
 
 template <int D, class T>
 static RowFn<T> by_group(int64_t G) {
-  switch (G) {
-    case 1: return attend_row<D, 1, T>;
-    case 2: return attend_row<D, 2, T>;
-    case 3: return attend_row<D, 3, T>;
-    case 4: return attend_row<D, 4, T>;
-    case 5: return attend_row<D, 5, T>;
-    case 6: return attend_row<D, 6, T>;
-    case 7: return attend_row<D, 7, T>;
-    case 8: return attend_row<D, 8, T>;
-  }
-  return nullptr;
-}
-
-template <class T>
-static RowFn<T> row_fn(int64_t D, int64_t G) {
-  switch (D) {
-    case 16: return by_group<16, T>(G);
-    case 32: return by_group<32, T>(G);
-    case 64: return by_group<64, T>(G);
-    case 96: return by_group<96, T>(G);
-    case 128: return by_group<128, T>(G);
-    case 256: return by_group<256, T>(G);
-  }
-  return nullptr;
+  static constexpr RowFn<T> of[] = {attend_row<D, 1, T>, attend_row<D, 2, T>, attend_row<D, 3, T>, attend_row<D, 4, T>,
+                                    attend_row<D, 5, T>, attend_row<D, 6, T>, attend_row<D, 7, T>, attend_row<D, 8, T>};
+  return of[G - 1];
 }

@@ -1,4 +1,5 @@
 // A decoder layer in one call.
+#include "kv_rows.h"
 #include "steps.h"
 
 // The steps of a layer one after another, each the function above: the bits are those of separate calls.
@@ -15,13 +16,6 @@ struct Written {  // where the rows stand and where their keys and values go
   const float* table;
   const int64_t *positions, *slots;
   int64_t page_size;
-};
-
-struct Seen {  // what each row sees, as `attend` takes it
-  const int32_t* slots;
-  const int64_t* slot_offsets;
-  const int32_t *prefix_lens, *tails;
-  const int64_t* tail_offsets;
 };
 
 static constexpr int64_t ROWS_TOGETHER = 8;  // so many go through a layer in one region; see Layer
@@ -49,8 +43,8 @@ static inline void activate(const T* gate_up, int64_t rows, int64_t inter, T* ou
 }
 
 // x: [rows, width], normed; the rows' keys and values go to the pool. scratch: [rows, (heads + 2 kv_heads) * dim].
-template <class T>
-static void block_write(const Block& b, int64_t rows, const T* x, const Written& to, T* pool, T* scratch, T* q_out) {
+template <class T, class U>
+static void block_write(const Block& b, int64_t rows, const T* x, const Written& to, U* pool, T* scratch, T* q_out) {
   int64_t q_dim = b.heads * b.dim, kv_dim = b.kv_heads * b.dim, all = q_dim + 2 * kv_dim;
   linear(*b.qkv, x, rows, b.width, scratch);
   share_rows(rows, [&](int64_t first, int64_t count) {
@@ -59,22 +53,31 @@ static void block_write(const Block& b, int64_t rows, const T* x, const Written&
       rms_norm<T>(q + i * all, nullptr, (const T*)b.q_norm, b.heads, b.dim, b.eps, q + i * all);
       rms_norm<T>(k + i * all, nullptr, (const T*)b.k_norm, b.kv_heads, b.dim, b.eps, k + i * all);
     }
-    rope_write<T>(q, k, k + kv_dim, all, all, all, count, b.heads, b.kv_heads, b.dim, to.table, to.positions + first,
-                  to.slots + first, to.page_size, q_out + first * q_dim, pool);
+    auto write = [&](const int64_t* slots, int64_t page_size, T* pages) {
+      rope_write<T>(q, k, k + kv_dim, all, all, all, count, b.heads, b.kv_heads, b.dim, to.table, to.positions + first, slots,
+                    page_size, q_out + first * q_dim, pages);
+    };
+    if constexpr (kCoded<U>) {  // into a page of their own, which is then rounded
+      static thread_local std::vector<T> own;
+      static thread_local std::vector<int64_t> places;
+      own.resize(std::max<size_t>(own.size(), count * 2 * kv_dim));
+      while ((int64_t)places.size() < count) places.push_back(places.size());
+      write(places.data(), count, own.data());
+      round_rows<T>(own.data(), count, b.kv_heads, b.dim, to.slots + first, to.page_size, pool);
+    } else write(to.slots + first, to.page_size, pool);
   });
 }
 
 // q: [rows, heads, dim], of rows whose keys and values are in the pool. residual: [rows, hidden], to which what attention
 // adds is added; normed: [rows, hidden], of the calling thread's own, as residual is; out: what the MLP adds. scratch:
 // [rows, heads * dim + hidden + 3 inter]. Returns 1, with nothing done, for a geometry that has no kernel.
-template <class T>
-static int block_finish(const Block& b, int64_t rows, const T* q, const Seen& seen, const T* pool, int64_t page_size,
+template <class T, class U>
+static int block_finish(const Block& b, int64_t rows, const T* q, const Seen& seen, const U* pool, int64_t page_size,
                         T* scratch, T* residual, T* normed, T* out) {
   int64_t q_dim = b.heads * b.dim;
   T *attended = scratch, *added = attended + rows * q_dim, *gate_up = added + rows * b.hidden;
   T* acted = gate_up + rows * 2 * b.inter;
-  if (attend(q, pool, page_size, rows, b.heads, b.kv_heads, b.dim, seen.slots, seen.slot_offsets, seen.prefix_lens,
-             seen.tails, seen.tail_offsets, b.window, nullptr, b.scale, attended))
+  if (attend(q, pool, page_size, rows, b.heads, b.kv_heads, b.dim, seen, b.window, nullptr, b.scale, attended))
     return 1;
   linear(*b.o, attended, rows, q_dim, added);
   rms_norm<T>(added, residual, (const T*)b.post_norm, rows, b.hidden, b.eps, normed);
@@ -86,21 +89,22 @@ static int block_finish(const Block& b, int64_t rows, const T* q, const Seen& se
 
 // A layer whose input norm is its own. added: [rows, hidden], what the layer before adds last; out: what this one does, which
 // may be the same memory.
-template <class T>
+template <class T, class U>
 struct Layer {
   const Block& b;
   int64_t rows;
   const T *added, *input_norm;
   const Written& to;
   const Seen& seen;
-  T *pool, *scratch, *residual, *out;  // scratch: [rows, hidden + heads * dim] and the larger of the two above
+  U* pool;
+  T *scratch, *residual, *out;  // scratch: [rows, hidden + heads * dim] and the larger of the two above
 
   // residual: the stream, or the calling thread's copy of it; normed: [rows, hidden], its own.
   int run(T* residual, T* normed) const {
     T *q = scratch + rows * b.hidden, *rest = q + rows * b.heads * b.dim;
     rms_norm<T>(added, residual, input_norm, rows, b.hidden, b.eps, normed);
-    block_write<T>(b, rows, normed, to, pool, rest, q);
-    return block_finish<T>(b, rows, q, seen, pool, to.page_size, rest, residual, normed, out);
+    block_write<T, U>(b, rows, normed, to, pool, rest, q);
+    return block_finish<T, U>(b, rows, q, seen, pool, to.page_size, rest, residual, normed, out);
   }
 
   // In one region: threads wait for each other where a product's result is needed whole, and nowhere else. Each norms all
@@ -121,8 +125,8 @@ struct Layer {
   }
 };
 
-template <class T>
-static int block_layer(const Layer<T>& layer) {
+template <class T, class U>
+static int block_layer(const Layer<T, U>& layer) {
   return layer.rows <= ROWS_TOGETHER ? layer.run_together() : layer.run(layer.residual, layer.scratch);
 }
 
@@ -133,35 +137,37 @@ struct LayerAt {  // of layer_run.py, field by field
 };
 
 // Layers one after another; see Layer.
-template <class T>
+template <class T, class U>
 static int block_layers(const LayerAt* at, int64_t count, int64_t rows, const T* added, const Written& to,
                         const Seen& seen, T* scratch, T* residual, T* out) {
   int failed = 0;
   for (int64_t i = 0; i < count && !failed; i++)
-    failed = block_layer<T>({*at[i].block, rows, i ? out : added, (const T*)at[i].input_norm, to, seen, (T*)at[i].pool,
-                             scratch, residual, out});
+    failed = block_layer<T, U>({*at[i].block, rows, i ? out : added, (const T*)at[i].input_norm, to, seen,
+                                (U*)at[i].pool, scratch, residual, out});
   return failed;
 }
 
-#define SEEN const int32_t *slots, const int64_t *offsets, const int32_t *lens, const int32_t *tails, const int64_t *ends
-#define DEFINE_BLOCK(NAME, T)                                                                                         \
+// U: T, or int8_t for a pool of codes.
+#define DEFINE_BLOCK(NAME, T, U)                                                                                      \
   void pl_block_write_##NAME(const Block* b, int64_t rows, const T* x, const float* table, const int64_t* positions,  \
-                             const int64_t* to, int64_t page_size, T* pool, T* scratch, T* q_out) {                   \
-    block_write<T>(*b, rows, x, {table, positions, to, page_size}, pool, scratch, q_out);                             \
+                             const int64_t* to, int64_t page_size, U* pool, T* scratch, T* q_out) {                   \
+    block_write<T, U>(*b, rows, x, {table, positions, to, page_size}, pool, scratch, q_out);                          \
   }                                                                                                                   \
-  int pl_block_finish_##NAME(const Block* b, int64_t rows, const T* q, SEEN, const T* pool, int64_t page_size,        \
+  int pl_block_finish_##NAME(const Block* b, int64_t rows, const T* q, SEEN, const U* pool, int64_t page_size,        \
                              T* scratch, T* residual, T* out) {                                                       \
-    return block_finish<T>(*b, rows, q, {slots, offsets, lens, tails, ends}, pool, page_size,                         \
-                           scratch + rows * b->hidden, residual, scratch, out);                                       \
+    return block_finish<T, U>(*b, rows, q, {slots, offsets, lens, tails, ends}, pool, page_size,                      \
+                              scratch + rows * b->hidden, residual, scratch, out);                                    \
   }                                                                                                                   \
   int pl_block_layers_##NAME(const LayerAt* at, int64_t count, int64_t rows, const T* added, const float* table,      \
                              const int64_t* positions, const int64_t* to, int64_t page_size, SEEN, T* scratch,        \
                              T* residual, T* out) {                                                                   \
-    return block_layers<T>(at, count, rows, added, {table, positions, to, page_size},                                 \
-                           {slots, offsets, lens, tails, ends}, scratch, residual, out);                              \
+    return block_layers<T, U>(at, count, rows, added, {table, positions, to, page_size},                              \
+                              {slots, offsets, lens, tails, ends}, scratch, residual, out);                           \
   }
 
 extern "C" {
-DEFINE_BLOCK(bf16, bf16)
-DEFINE_BLOCK(f32, float)
+DEFINE_BLOCK(bf16, bf16, bf16)
+DEFINE_BLOCK(f32, float, float)
+DEFINE_BLOCK(kv8_bf16, bf16, int8_t)
+DEFINE_BLOCK(kv8_f32, float, int8_t)
 }

@@ -109,14 +109,14 @@ static void block_bf16(const bf16* x, int64_t ldx, const bf16* w, int64_t KB, O*
 #ifdef USE_AMX
 struct alignas(64) TileConfig { uint8_t palette, start_row, reserved[14]; uint16_t colsb[16]; uint8_t rows[16]; };
 
-// Tiles: 0-3 sums (2 row blocks x 2 column blocks), 4-5 x, 6-7 w. rows: of the first and second row block.
-static void amx_configure(int rows0, int rows1) {
+// Tiles: 0-3 sums (2 row blocks x 2 column blocks), 4-5 x, 6-7 w. rows: of the first and second row block. bytes: of k.
+static void amx_configure(int rows0, int rows1, int bytes = 64) {
   TileConfig c = {};
   c.palette = 1;
   c.rows[0] = c.rows[1] = c.rows[4] = rows0;
   c.rows[2] = c.rows[3] = c.rows[5] = rows1;
-  c.rows[6] = c.rows[7] = 16;
-  for (int t = 0; t < 8; t++) c.colsb[t] = c.rows[t] ? 64 : 0;  // an unused tile must have neither
+  c.rows[6] = c.rows[7] = bytes / 4;
+  for (int t = 0; t < 8; t++) c.colsb[t] = !c.rows[t] ? 0 : t == 4 || t == 5 ? bytes : 64;  // an unused tile has neither
   _tile_loadconfig(&c);
 }
 
@@ -170,9 +170,9 @@ static void amx_block(const bf16* x, int64_t ldx, int rows0, int rows1, const bf
 // What a thread has of tile registers while it multiplies.
 struct Tiles {
 #ifdef USE_AMX
-  int rows0 = -1, rows1 = -1;
-  void configure(int r0, int r1) {
-    if (r0 != rows0 || r1 != rows1) amx_configure(rows0 = r0, rows1 = r1);
+  int rows0 = -1, rows1 = -1, bytes = 0;
+  void configure(int r0, int r1, int of_k = 64) {
+    if (r0 != rows0 || r1 != rows1 || of_k != bytes) amx_configure(rows0 = r0, rows1 = r1, bytes = of_k);
   }
   ~Tiles() { _tile_release(); }
 #endif

@@ -1,5 +1,5 @@
-// Linear layers over codes that are multiplied as floating numbers (float_dots.h). AMX has products of bf16 of its own:
-// there a panel at a time is made dense, scales and minimums included, and multiplied like any other.
+// Linear layers over codes that are multiplied as floating numbers (float_dots.h). With AMX, many rows are
+// multiplied by tiles and few by vectors that sum as a tile does.
 #include "float_dots.h"
 #include "steps.h"
 
@@ -60,7 +60,13 @@ static void some_rows(const Matrix& w, const uint8_t* panel, const uint8_t* made
       const int64_t length = padded(by_groups ? group_length(w, g) : w.in_features / w.slabs);
       if (by_groups) { tables = codes; codes += tables_bytes(w); }
       v16 sum[M][2] = {};
-      dot_numbers<A, M, KIND>(x.rows + row * x.stride + k, x.stride, KIND == MADE ? made : codes, length, sum);
+      const uint8_t* numbers = KIND == MADE ? made : codes;
+#ifdef USE_AMX
+      if constexpr (std::is_same_v<A, Alternating>)
+        dot_alternating<M, KIND>(x.rows + row * x.stride + k, x.stride, numbers, length, sum);
+      else
+#endif
+        dot_numbers<A, M, KIND>(x.rows + row * x.stride + k, x.stride, numbers, length, sum);
       codes += PANEL * length * w.bits / 8;
       if (KIND == MADE) made += PANEL * length * sizeof(typename A::Element);
       k += length;
@@ -117,52 +123,130 @@ static void linear_codes(const Matrix& w, const T* x, int64_t M, int64_t ldx, O*
 }
 
 #ifdef USE_AMX
-// 4 of k of 16 outputs, where a product reads them. bf16 is rounded to nearest, halves away from zero.
-static inline void put_four(bf16* dense, int64_t k, const v16* y) {
-  for (int pair = 0; pair < 2; pair++) {
-    u16x32 low = (u16x32)y[2 * pair] + 0x8000, high = (u16x32)y[2 * pair + 1] + 0x8000;
-    *(u16x32*)(dense + (k + 2 * pair) * 16) = low >> 16 | (high & 0xffff0000u);
+static constexpr int64_t FEW_TILE_ROWS = 4;  // that vectors multiply sooner than tiles do
+
+// Whether a group is of whole tiles. Others are multiplied without them, any number of rows.
+static inline bool fits_tiles(const Matrix& w) {
+  return w.in_features / w.slabs % 32 == 0 && (w.row_scales || w.group % 32 == 0);
+}
+
+// A panel's codes as `Pairs` multiplies them, for tiles: [2][in_features / 2][16 outputs][2 of k].
+template <int KIND>
+static void make_pairs(const Matrix& w, const uint8_t* panel, uint8_t* made) {
+  constexpr int HALVES = KIND == FOUR_BITS ? 2 : 1;
+  uint8_t* second = made + 32 * w.in_features;
+  if (w.row_scales) panel += tables_bytes(w);
+  for (int64_t g = 0; g < num_groups(w); g++) {
+    if (!w.row_scales) panel += tables_bytes(w);
+    for (int64_t k = 0; k < group_length(w, g); k += 4 * HALVES, panel += 128)
+      for (int h = 0; h < HALVES; h++, made += 128, second += 128)
+        for (int b = 0; b < 2; b++) {
+          __m512i y[2];
+          Pairs::decode<KIND>(panel + 64 * b, h, y);
+          memcpy(b ? second : made, y, 128);
+        }
   }
 }
 
-// dense: [2][column / 16][16], of two blocks of 16 outputs.
-template <int KIND>
-static void make_dense(const Matrix& w, const uint8_t* panel, bf16* dense, int64_t column) {
-  constexpr int STEP = KIND == FOUR_BITS ? 8 : 4;
-  const uint8_t* tables = panel;
-  if (w.row_scales) panel += tables_bytes(w);
-  for (int64_t g = 0; g < num_groups(w); g++) {
-    if (!w.row_scales) { tables = panel; panel += tables_bytes(w); }
+// Sums of up to 32 rows (rows1: beyond 16) and a panel's 32 outputs over the groups of one slab, into total: two blocks of 16
+// rows by two of 16 outputs. panel: at group `first`. made: what `make_pairs` made, from the slab's first of k on.
+static void add_groups(const Matrix& w, const uint8_t* panel, int64_t first, const bf16* x, int64_t ldx, const float* x_sums,
+                       int64_t x_groups, int rows0, int rows1, const bf16* made, v16 (&total)[2][2][16]) {
+  alignas(64) float sums[2][2][16][16];
+  const int64_t groups = w.row_scales ? 1 : num_groups(w) / w.slabs;
+  const int rows[2] = {rows0, rows1};
+  memset(total, 0, sizeof total);
+  for (int64_t g = 0; g < groups; g++, panel += tables_bytes(w) + codes_bytes(w, 0)) {
+    _tile_zero(0); _tile_zero(1);
+    if (rows1) { _tile_zero(2); _tile_zero(3); }
+    const int64_t length = w.row_scales ? w.in_features / w.slabs : group_length(w, first + g);
+    for (int64_t k = 0; k < length; k += 32, x += 32, made += 512) {
+      _tile_loadd(4, x, ldx * 2);
+      _tile_loadd(6, made, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, made + 16 * w.in_features, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      if (!rows1) continue;
+      _tile_loadd(5, x + 16 * ldx, ldx * 2);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, sums[0][0], 64); _tile_stored(1, sums[0][1], 64);
+    if (rows1) { _tile_stored(2, sums[1][0], 64); _tile_stored(3, sums[1][1], 64); }
     for (int b = 0; b < 2; b++) {
-      v16 scale = load_table(tables, w.half_scales, 16 * b);
-      v16 minimum = w.has_minimums ? load_table(tables + table_bytes(w), w.half_scales, 16 * b) : v16{};
-      for (int64_t k = 0; k < padded(group_length(w, g)); k += 4) {
-        v16 y[4];
-        Floats::decode<KIND>(panel + k / STEP * 128 + 64 * b, k % STEP, y);
-        for (v16& each : y) each = each * scale + minimum;
-        put_four(dense + b * column * 16, g * w.group + k, y);
+      v16 scale = load_table(panel, w.half_scales, 16 * b);
+      v16 minimum = w.has_minimums ? load_table(panel + table_bytes(w), w.half_scales, 16 * b) : v16{};
+      for (int r = 0; r < 2; r++)
+        for (int m = 0; m < rows[r]; m++) {
+          v16 sum = fused(load16(sums[r][b][m]), scale, total[r][b][m]);
+          total[r][b][m] = w.has_minimums ? fused(minimum, splat(x_sums[(16 * r + m) * x_groups + g]), sum) : sum;
+        }
+    }
+  }
+}
+
+// A panel's 32 outputs of all rows. made: the panel's codes.
+template <class O>
+static void panel_tiles(Tiles& tiles, const Matrix& w, const uint8_t* panel, const bf16* made, const Prepared<Pairs>& x,
+                        int64_t M, int64_t n0, O* out) {
+  const int64_t groups = num_groups(w) / w.slabs, width = w.in_features / w.slabs;
+  const int64_t step = w.row_scales ? 0 : groups * (tables_bytes(w) + codes_bytes(w, 0));
+  for (int64_t row = 0; row < M; row += 32) {
+    const int rows[2] = {(int)std::min<int64_t>(16, M - row), (int)std::max<int64_t>(0, std::min<int64_t>(16, M - row - 16))};
+    tiles.configure(rows[0], rows[1]);
+    v16 total[2][2][16];
+    Branches branches[2][2];
+    for (int64_t s = 0; s < w.slabs; s++) {
+      add_groups(w, panel + s * step, s * groups, x.rows + row * x.stride + s * width, x.stride, x.sums + row * x.groups + s * groups,
+                 x.groups, rows[0], rows[1], made + 16 * s * width, total);
+      for (int i = 0; w.slabs > 1 && i < 4; i++)
+        if (rows[i / 2]) branches[i / 2][i % 2].add(w.slabs, s, total[i / 2][i % 2], rows[i / 2]);
+    }
+    for (int r = 0; r < 2; r++)
+      for (int m = 0; m < rows[r]; m++)
+        for (int b = 0; b < 2 && n0 + 16 * b < w.out_features; b++)
+          store_cols(out + (row + 16 * r + m) * w.out_features, total[r][b][m], w.bias, n0 + 16 * b, w.out_features);
+  }
+}
+
+// Denormal numbers are zeros until the end of the block, as for AMX.
+struct Flushed {
+  const unsigned before = _mm_getcsr();
+  Flushed() { _mm_setcsr(before | 0x8040); }
+  ~Flushed() { _mm_setcsr(before); }
+};
+
+template <int KIND, class O>
+static void linear_few(const Matrix& w, const bf16* x, int64_t M, int64_t ldx, O* out) {
+  Prepared<Alternating> rows = prepare_rows<Alternating, KIND>(w, x, M, ldx);
+  on_threads(pl_threads(), [&] {
+    Flushed flushed;
+#pragma omp for schedule(static)
+    for (int64_t p = 0; p < num_panels(w); p++) {
+      const uint8_t* panel = (const uint8_t*)w.packed + p * panel_bytes(w);
+      switch (M) {
+        case 1: some_rows<1, Alternating, KIND>(w, panel, nullptr, rows, 0, p * PANEL, out); break;
+        case 2: some_rows<2, Alternating, KIND>(w, panel, nullptr, rows, 0, p * PANEL, out); break;
+        case 3: some_rows<3, Alternating, KIND>(w, panel, nullptr, rows, 0, p * PANEL, out); break;
+        default: some_rows<4, Alternating, KIND>(w, panel, nullptr, rows, 0, p * PANEL, out);
       }
     }
-    panel += codes_bytes(w, g);
-  }
-  int64_t made = padded(w.in_features);  // of a column; what follows is multiplied by zeros, but must be numbers
-  for (int b = 0; b < 2 && made < column; b++)
-    memset(dense + (b * column + made) * 16, 0, (column - made) * 16 * sizeof(bf16));
+  });
 }
 
 template <int KIND, class O>
-static void linear_made(const Matrix& w, const bf16* x, int64_t M, int64_t ldx, O* out) {
-  int64_t N = w.out_features, K = w.in_features, column = (K + 31) / 32 * 32;
-  std::vector<bf16> memory;
-  x = padded_rows(x, M, K, ldx, memory);
+static void linear_tiles(const Matrix& w, const bf16* x, int64_t M, int64_t ldx, O* out) {
+  Prepared<Pairs> rows = prepare_rows<Pairs, KIND>(w, x, M, ldx);
   on_threads(pl_threads(), [&] {
     Tiles tiles;
-    static thread_local std::vector<bf16> dense;
-    if ((int64_t)dense.size() < 2 * 16 * column) dense.resize(2 * 16 * column);
+    Flushed flushed;
+    static thread_local std::vector<uint8_t> made;
+    if ((int64_t)made.size() < 64 * w.in_features) made.resize(64 * w.in_features);
 #pragma omp for schedule(static)
     for (int64_t p = 0; p < num_panels(w); p++) {
-      make_dense<KIND>(w, (const uint8_t*)w.packed + p * panel_bytes(w), dense.data(), column);
-      panel_of(tiles, x, M, ldx, dense.data(), K, true, out, w.bias, p * PANEL, N, w.slabs);
+      const uint8_t* panel = (const uint8_t*)w.packed + p * panel_bytes(w);
+      make_pairs<KIND>(w, panel, made.data());
+      panel_tiles(tiles, w, panel, (const bf16*)made.data(), rows, M, p * PANEL, out);
     }
   });
 }
@@ -174,9 +258,14 @@ static void linear_of(const Matrix& w, const float* x, int64_t M, int64_t ldx, O
 }
 template <int KIND, class O>
 static void linear_of(const Matrix& w, const bf16* x, int64_t M, int64_t ldx, O* out) {
-#if defined(USE_AMX)
-  linear_made<KIND>(w, x, M, ldx, out);
-#elif defined(USE_AVX512BF16)
+#ifdef USE_AMX
+  if (fits_tiles(w)) {
+    if (M <= FEW_TILE_ROWS) linear_few<KIND>(w, x, M, ldx, out);
+    else linear_tiles<KIND>(w, x, M, ldx, out);
+    return;
+  }
+#endif
+#ifdef USE_AVX512BF16
   linear_codes<Pairs, KIND>(w, x, M, ldx, out);
 #else
   linear_codes<Floats, KIND>(w, x, M, ldx, out);

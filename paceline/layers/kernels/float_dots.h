@@ -130,6 +130,64 @@ struct Pairs {
 };
 #endif
 
+#ifdef USE_AMX
+// The products of an AMX tile, for few rows, to the same bits: tdpbf16ps sums the first and the second elements of 16 pairs
+// apart from zero, each fused, and adds both to what it has. Pairs are those of `Pairs`. Files that use it flush denormal
+// numbers, as AMX does.
+struct Alternating {
+  typedef float Element;
+  static constexpr int TAKEN = 1;
+
+  // Four of k as `Pairs` has them, as floats: of the first pair, then of the second.
+  template <int KIND>
+  static inline __attribute__((always_inline)) void decode(const uint8_t* codes, bool high, v16 (&y)[4]) {
+    if constexpr (KIND == EIGHT_BITS) {
+      __m512i bytes = _mm512_xor_si512(_mm512_loadu_si512(codes), _mm512_set1_epi8((char)0x80));
+      constexpr int order[4] = {0, 2, 1, 3};
+      for (int i = 0; i < 4; i++) y[i] = (v16)Pairs::whole_number(bytes, order[i]);
+    } else {
+      __m512i pairs[2];
+      Pairs::decode<KIND>(codes, high, pairs);
+      for (int i = 0; i < 2; i++) {
+        y[2 * i] = (v16)_mm512_slli_epi32(pairs[i], 16);
+        y[2 * i + 1] = (v16)_mm512_and_si512(pairs[i], _mm512_set1_epi32(0xffff0000));
+      }
+    }
+  }
+  template <int KIND>
+  static void prepare(const bf16* x, int64_t n, float* out) {
+    for (int64_t k = 0; k < n; k += 32) {
+      alignas(64) bf16 some[32];
+      Pairs::prepare<KIND>(x + k, std::min<int64_t>(32, n - k), some);
+      for (int i = 0; i < 32; i += 16) store16(out + k + i, load16(some + i));
+    }
+  }
+};
+
+// See dot_numbers, for a length of whole tiles.
+template <int M, int KIND>
+static inline __attribute__((always_inline)) void dot_alternating(const float* x, int64_t stride, const uint8_t* codes,
+                                                                  int64_t length, v16 (&sum)[M][2]) {
+  constexpr int HALVES = KIND == FOUR_BITS ? 2 : 1;
+  for (int64_t tile = 0; tile < length; tile += 32) {
+    __m512 sums[2][M][2] = {};
+    for (int64_t k = tile; k < tile + 32; k += 4 * HALVES, codes += 128)
+      for (int h = 0; h < HALVES; h++)
+        for (int b = 0; b < 2; b++) {
+          v16 y[4];
+          Alternating::decode<KIND>(codes + 64 * b, h, y);
+          for (int i = 0; i < 4; i++)
+            for (int m = 0; m < M; m++) {
+              __m512& each = sums[i % 2][m][b];
+              each = _mm512_fmadd_ps((__m512)y[i], _mm512_set1_ps(x[m * stride + k + 4 * h + i]), each);
+            }
+        }
+    for (int m = 0; m < M; m++)
+      for (int b = 0; b < 2; b++) sum[m][b] = sum[m][b] + (v16)_mm512_add_ps(sums[0][m][b], sums[1][m][b]);
+  }
+}
+#endif
+
 template <class A>
 struct Prepared {  // rows as ``A`` multiplies them
   const typename A::Element* rows;  // zeros follow a row's end, up to a multiple of 8

@@ -78,10 +78,10 @@ static inline Ints dot4(Ints sum, Codes c, Quad x) {
 
 struct Rounded {  // rows as int8 codes: element k of row m is scales[m, k / group] * codes[m * stride + k]
   int8_t* codes;
-  int32_t* offsets;  // below zero: what weight codes without a sign add too much to a group's sum, [rows, groups]
-  float* scales;     // [rows, groups]
-  float* shifts;     // sums of the codes times their scale: what minimums are multiplied by, [rows, groups]
-  int64_t stride, groups;
+  int32_t* offsets;  // below zero: what weight codes without a sign add too much to a group's sum, [groups, rows]
+  float* scales;     // [groups, rows]
+  float* shifts;     // sums of the codes times their scale: what minimums are multiplied by, [groups, rows]
+  int64_t stride, rows;
 };
 
 static inline Quad load_quad(const int8_t* x) { int32_t q; memcpy(&q, x, 4); return make_quad(q); }
@@ -113,20 +113,19 @@ template <int M>
 static inline __attribute__((always_inline)) void add_group(const Matrix& w, const uint8_t* tables, const Rounded& x,
                                                             int64_t at, const Ints (&sum)[M][2], v16 (&total)[M][2]) {
   const float *scales = x.scales + at, *shifts = x.shifts + at;
-  const int64_t step = x.groups;
   if (w.row_scales) {
     for (int m = 0; m < M; m++)
-      for (int b = 0; b < 2; b++) total[m][b] = total[m][b] + to_floats(sum[m][b]) * scales[m * step];
+      for (int b = 0; b < 2; b++) total[m][b] = total[m][b] + to_floats(sum[m][b]) * scales[m];
     return;
   }
   v16 scale[2] = {load_table(tables, w.half_scales, 0), load_table(tables, w.half_scales, 16)};
   for (int m = 0; m < M; m++)
-    for (int b = 0; b < 2; b++) total[m][b] = total[m][b] + to_floats(sum[m][b]) * scale[b] * scales[m * step];
+    for (int b = 0; b < 2; b++) total[m][b] = total[m][b] + to_floats(sum[m][b]) * scale[b] * scales[m];
   if (!w.has_minimums) return;
   tables += table_bytes(w);
   v16 minimum[2] = {load_table(tables, w.half_scales, 0), load_table(tables, w.half_scales, 16)};
   for (int m = 0; m < M; m++)
-    for (int b = 0; b < 2; b++) total[m][b] = total[m][b] + minimum[b] * shifts[m * step];
+    for (int b = 0; b < 2; b++) total[m][b] = total[m][b] + minimum[b] * shifts[m];
 }
 
 // A panel's 32 outputs for M rows from `row` on; with one slab, but for scales of whole rows of the weight. The groups of a
@@ -141,9 +140,9 @@ static inline __attribute__((always_inline)) void dot_panel(const Matrix& w, con
     for (int64_t end = g + groups_of_slab(w); g < end; codes += codes_bytes(w, g), g++) {
       const uint8_t* tables = codes;
       if (!w.row_scales) codes += tables_bytes(w);
-      const int64_t at = row * x.groups + g;
+      const int64_t at = g * x.rows + row;
       Ints sum[M][2];
-      for (int m = 0; m < M; m++) sum[m][0] = sum[m][1] = splat_int(x.offsets[at + m * x.groups]);
+      for (int m = 0; m < M; m++) sum[m][0] = sum[m][1] = splat_int(x.offsets[at + m]);
       dot_group<M, BITS>(x.codes + row * x.stride + g * w.group, x.stride, codes, padded(group_length(w, g)), sum);
       add_group<M>(w, tables, x, at, sum, total);
     }

@@ -10,9 +10,12 @@ static inline uint32_t bits_of(float f) { uint32_t u; memcpy(&u, &f, 4); return 
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef int8_t i8x16 __attribute__((vector_size(16), aligned(1), may_alias));
 
+static constexpr int64_t HELD = 4;  // vectors of a group that stay in registers while it is rounded
+
 #if !defined(PACELINE_GENERIC) && defined(__AVX512F__)
 static inline int32_t largest(i32x16 x) { return _mm512_reduce_max_epi32((__m512i)x); }
 static inline int32_t added(i32x16 x) { return _mm512_reduce_add_epi32((__m512i)x); }
+static inline void put_codes(int8_t* codes, i32x16 x) { _mm_storeu_si128((__m128i*)codes, _mm512_cvtepi32_epi8((__m512i)x)); }
 #else
 static inline int32_t largest(i32x16 x) {
   int32_t top = x[0];
@@ -24,12 +27,44 @@ static inline int32_t added(i32x16 x) {
   for (int i = 0; i < 16; i++) sum += x[i];
   return sum;
 }
+static inline void put_codes(int8_t* codes, i32x16 x) { *(i8x16*)codes = __builtin_convertvector(x, i8x16); }
 #endif
+
+// What becomes of a group whose largest |x| has the bits `top`: its scale, and whether that is all.
+static inline bool only_scale(uint32_t top, float* scale, float* factor) {
+  float peak; memcpy(&peak, &top, 4);
+  bool none = top >= 0x7f800000u || peak < LEAST_PEAK;
+  *scale = top >= 0x7f800000u ? NAN : none ? 0.0f : peak / 127.0f;
+  *factor = none ? 0.0f : 127.0f / peak;
+  return none;
+}
+
+// `round_group` of N vectors.
+template <int N, class T>
+static inline int32_t round_held(const T* x, float* scale, int8_t* codes) {
+  v16 held[N];
+  i32x16 tops = {}, sums = {};
+  for (int i = 0; i < N; i++) {
+    held[i] = load16(x + 16 * i);
+    i32x16 size = (i32x16)((u16x32)held[i] & 0x7fffffffu);
+    tops = size > tops ? size : tops;
+  }
+  float factor;
+  if (only_scale(largest(tops), scale, &factor)) { memset(codes, 0, 16 * N); return 0; }
+  for (int i = 0; i < N; i++) {
+    i32x16 rounded = (i32x16)((u16x32)(held[i] * factor + 12582912.0f) << 24) >> 24;
+    put_codes(codes + 16 * i, rounded);
+    sums += rounded;
+  }
+  return added(sums);
+}
 
 // A group of a row to codes: x * (127 / peak), rounded half to even. One with a NaN or an infinity gets the scale NaN.
 // Returns the sum of the codes.
 template <class T>
 static int32_t round_group(const T* x, int64_t length, float* scale, int8_t* codes) {
+  if (length == 16 * HELD) return round_held<HELD>(x, scale, codes);
+  if (length == 32) return round_held<2>(x, scale, codes);
   const int64_t whole = length / 16 * 16;
   i32x16 tops = {};
   for (int64_t k = 0; k < whole; k += 16) {
@@ -38,18 +73,12 @@ static int32_t round_group(const T* x, int64_t length, float* scale, int8_t* cod
   }
   uint32_t top = largest(tops);  // of the bits of |x|, which are ordered as the numbers are, NaN on top
   for (int64_t k = whole; k < length; k++) top = std::max(top, bits_of(to_float(x[k])) & 0x7fffffffu);
-  float peak; memcpy(&peak, &top, 4);
-  if (top >= 0x7f800000u || peak < LEAST_PEAK) {
-    *scale = top >= 0x7f800000u ? NAN : 0.0f;
-    memset(codes, 0, length);
-    return 0;
-  }
-  *scale = peak / 127.0f;
-  float factor = 127.0f / peak;
+  float factor;
+  if (only_scale(top, scale, &factor)) { memset(codes, 0, length); return 0; }
   i32x16 sums = {};
   for (int64_t k = 0; k < whole; k += 16) {  // the sum's last bits are the rounded number, in two's complement
     i32x16 rounded = (i32x16)((u16x32)(load16(x + k) * factor + 12582912.0f) << 24) >> 24;
-    *(i8x16*)(codes + k) = __builtin_convertvector(rounded, i8x16);
+    put_codes(codes + k, rounded);
     sums += rounded;
   }
   int32_t sum = added(sums);
@@ -65,16 +94,16 @@ static int32_t round_group(const T* x, int64_t length, float* scale, int8_t* cod
 template <class T>
 static Rounded round_rows(const Matrix& w, const T* x, int64_t M, int64_t ldx) {
   static thread_local std::vector<uint8_t> memory;
-  int64_t groups = num_groups(w), stride = (w.in_features + 63) / 64 * 64;
-  size_t needed = M * (stride + 12 * groups);
+  int64_t groups = num_groups(w), stride = (w.in_features + 63) / 64 * 64, rows = (M + 15) / 16 * 16;  // tiles read 16
+  size_t needed = rows * (stride + 12 * groups);
   if (memory.size() < needed) memory.resize(needed);
   int8_t* codes = (int8_t*)memory.data();
-  float *scales = (float*)(codes + M * stride), *shifts = scales + M * groups;
-  Rounded out = {codes, (int32_t*)(shifts + M * groups), scales, shifts, stride, groups};
+  float *scales = (float*)(codes + rows * stride), *shifts = scales + rows * groups;
+  Rounded out = {codes, (int32_t*)(shifts + rows * groups), scales, shifts, stride, rows};
   each_row(M, [&](int64_t m) {
     int8_t* row = out.codes + m * stride;
     memset(row + w.in_features, 0, stride - w.in_features);
-    for (int64_t g = 0, k = 0, at = m * groups; g < groups; g++, k += w.group, at++) {
+    for (int64_t g = 0, k = 0, at = m; g < groups; g++, k += w.group, at += rows) {
       int32_t sum = round_group(x + m * ldx + k, group_length(w, g), out.scales + at, row + k);
       out.offsets[at] = -(w.bits == 8 ? 128 : 8) * sum;
       out.shifts[at] = (float)sum * out.scales[at];
@@ -111,11 +140,19 @@ template <class O>
 static void all_rows(Tiles& tiles, const Matrix& w, const uint8_t* panel, const Rounded& x, int64_t M, int64_t n0, O* out) {
 #ifdef USE_AMX_INT8
   if (fits_tiles(w, M)) {
-    v16 total[16][1][2];
-    for (int64_t row = 0; row < M; row += 16) {
-      int rows = (int)std::min<int64_t>(16, M - row);
-      dot_panel_tiles(tiles, w, panel, x, row, rows, total);
-      for (int m = 0; m < rows; m++) store_row(w, panel, total[m][0], n0, out + (row + m) * w.out_features);
+    static thread_local std::vector<uint8_t> made;
+    if (w.bits == 4) {
+      if ((int64_t)made.size() < PANEL * w.in_features) made.resize(PANEL * w.in_features);
+      make_bytes(w, panel, made.data());
+    }
+    tiles.configure(TILE_ROWS, 0, tile_codes(w));
+    v16 total[2][TILE_ROWS];
+    for (int64_t row = 0; row < M; row += TILE_ROWS) {
+      for (int b = 0; b < 2; b++) dot_tiles(w, panel, b, made.data(), x, row, total[b]);
+      for (int m = 0; m < std::min<int64_t>(TILE_ROWS, M - row); m++) {
+        v16 both[2] = {total[0][m], total[1][m]};
+        store_row(w, panel, both, n0, out + (row + m) * w.out_features);
+      }
     }
     return;
   }

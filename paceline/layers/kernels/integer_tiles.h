@@ -1,5 +1,5 @@
-// The same sums as integer_dots.h by AMX-INT8, for weights of 8 bits and many rows. Nobody has run this file on a processor
-// that has AMX: it was tried with its instructions written out (tests/layers/test_quantized.py).
+// The same sums as integer_dots.h by AMX-INT8, for many rows. 16 of them are multiplied by 16 outputs of a panel, whose
+// totals stay in registers from group to group. Codes of 4 bits are made bytes once for all rows.
 #pragma once
 #include "blocks.h"
 #include "integer_dots.h"
@@ -7,43 +7,85 @@
 #if defined(USE_AMX) && defined(__AMX_INT8__)
 #define USE_AMX_INT8 1
 
-static constexpr int TILE_CODES = 64;  // of k, in a tile
+static constexpr int TILE_ROWS = 16;
+
+// Of k, in a tile: a group is one or several of them.
+static inline int64_t tile_codes(const Matrix& w) { return w.group % 64 == 0 ? 64 : 32; }
 
 static inline bool fits_tiles(const Matrix& w, int64_t rows) {
-  return rows >= 8 && w.bits == 8 && w.in_features % TILE_CODES == 0 && w.group % TILE_CODES == 0;
+  return rows >= (w.bits == 8 ? 8 : 32) && w.in_features % w.group == 0 && w.group % 32 == 0;
 }
 
-// Up to 16 rows from `row` on; see dot_panel.
-static void dot_panel_tiles(Tiles& tiles, const Matrix& w, const uint8_t* panel, const Rounded& x, int64_t row, int rows,
-                            v16 (*total)[1][2]) {
-  alignas(64) int32_t sums[2][16][16];
-  tiles.configure(rows, 0);
-  const uint8_t* codes = panel + (w.row_scales ? tables_bytes(w) : 0);
-  Slabs<16> slabs;
-  for (int64_t s = 0, g = 0; s < w.slabs; s++) {
-    for (int m = 0; m < rows; m++) total[m][0][0] = total[m][0][1] = v16{};
-    for (int64_t end = g + groups_of_slab(w); g < end; codes += codes_bytes(w, g), g++) {
-      const uint8_t* tables = codes;
-      if (!w.row_scales) codes += tables_bytes(w);
-      _tile_zero(0);
-      _tile_zero(1);
-      for (int64_t k = 0; k < group_length(w, g); k += TILE_CODES) {
-        _tile_loadd(4, x.codes + row * x.stride + g * w.group + k, x.stride);
-        _tile_loadd(6, codes + k * PANEL, 4 * PANEL);
-        _tile_loadd(7, codes + k * PANEL + 64, 4 * PANEL);
-        _tile_dpbsud(0, 4, 6);  // signed by unsigned
-        _tile_dpbsud(1, 4, 7);
+// A panel's codes of 4 bits as bytes: [2][in_features / 4][16 outputs][4 of k], of two blocks of 16 outputs.
+static void make_bytes(const Matrix& w, const uint8_t* panel, uint8_t* made) {
+  uint8_t* second = made + 16 * w.in_features;
+  if (w.row_scales) panel += tables_bytes(w);
+  for (int64_t g = 0; g < num_groups(w); g++) {
+    if (!w.row_scales) panel += tables_bytes(w);
+    for (int64_t k = 0; k < w.group; k += 8, panel += 128, made += 128, second += 128)
+      for (int b = 0; b < 2; b++) {
+        Codes codes = load_codes(panel + 64 * b);
+        _mm512_storeu_si512(b ? second : made, low_halves(codes));
+        _mm512_storeu_si512((b ? second : made) + 64, high_halves(codes));
       }
-      _tile_stored(0, sums[0], 64);
-      _tile_stored(1, sums[1], 64);
-      for (int m = 0; m < rows; m++) {
-        const int64_t at = (row + m) * x.groups + g;
-        Ints offset = splat_int(x.offsets[at]), sum[1][2];
-        for (int b = 0; b < 2; b++) sum[0][b] = _mm512_add_epi32(offset, _mm512_load_si512(sums[b][m]));
-        add_group<1>(w, tables, x, at, sum, total[m]);
-      }
+  }
+}
+
+struct TileCodes {  // of a weight, for 16 outputs
+  const uint8_t* first;
+  int64_t stride, group;  // bytes from 4 of k to the next, from group to group
+};
+
+// One slab's groups, of 16 rows and 16 outputs, into totals; see add_group. at: the first group of the first row.
+template <bool ROW_SCALES, bool MINIMUMS>
+static void add_tiles(const Matrix& w, const uint8_t* tables, TileCodes weight, const Rounded& x, const int8_t* codes,
+                      int64_t at, v16 (&out)[TILE_ROWS]) {
+  alignas(64) int32_t sums[TILE_ROWS][16];
+  const int64_t taken = tile_codes(w), table = table_bytes(w), next = tables_bytes(w) + codes_bytes(w, 0);
+  v16 total[TILE_ROWS] = {}, scale = {}, minimum = {};
+  for (int64_t g = 0; g < groups_of_slab(w); g++, at += x.rows, tables += next, weight.first += weight.group) {
+    _tile_zero(0);
+    for (int64_t k = 0; k < w.group; k += taken, codes += taken) {
+      _tile_loadd(4, codes, x.stride);
+      _tile_loadd(6, weight.first + k / 4 * weight.stride, weight.stride);
+      _tile_dpbsud(0, 4, 6);  // signed by unsigned
     }
-    slabs.add(w, panel, s, rows, total[0]);
+    _tile_stored(0, sums, 64);
+    const float *scales = x.scales + at, *shifts = x.shifts + at;
+    const int32_t* offsets = x.offsets + at;
+    if (!ROW_SCALES) scale = load_table(tables, w.half_scales, 0);
+    if (MINIMUMS) minimum = load_table(tables + table, w.half_scales, 0);
+#pragma GCC unroll 16
+    for (int m = 0; m < TILE_ROWS; m++) {
+      v16 sum = to_floats(_mm512_add_epi32(_mm512_load_si512(sums[m]), splat_int(offsets[m])));
+      total[m] = total[m] + (ROW_SCALES ? sum : sum * scale) * scales[m];
+      if (MINIMUMS) total[m] = total[m] + minimum * shifts[m];
+    }
+  }
+  for (int m = 0; m < TILE_ROWS; m++) out[m] = total[m];
+}
+
+// 16 rows from `row` on, of which x has memory even where there are fewer, and 16 outputs: block b of a panel. made: of the
+// panel, where its codes have 4 bits.
+static void dot_tiles(const Matrix& w, const uint8_t* panel, int b, const uint8_t* made, const Rounded& x, int64_t row,
+                      v16 (&total)[TILE_ROWS]) {
+  const int64_t groups = groups_of_slab(w), width = groups * w.group, tables_step = w.row_scales ? 0 : tables_bytes(w);
+  TileCodes weight = {made + b * 16 * w.in_features, 64, 16 * w.group};
+  if (w.bits == 8) weight = {panel + tables_bytes(w) + 64 * b, 4 * PANEL, tables_step + codes_bytes(w, 0)};
+  const int8_t* codes = x.codes + row * x.stride;
+  const uint8_t* tables = panel + b * table_bytes(w) / 2;
+  Branches branches;
+  for (int64_t s = 0, at = row; s < w.slabs; s++, at += groups * x.rows) {
+    if (w.row_scales) add_tiles<true, false>(w, tables, weight, x, codes, at, total);
+    else if (w.has_minimums) add_tiles<false, true>(w, tables, weight, x, codes, at, total);
+    else add_tiles<false, false>(w, tables, weight, x, codes, at, total);
+    if (w.slabs == 1) return;
+    if (w.row_scales)
+      for (v16& each : total) each = each * load_table(tables, w.half_scales, 0);
+    else tables += groups * (tables_step + codes_bytes(w, 0));
+    branches.add(w.slabs, s, total, TILE_ROWS);
+    weight.first += groups * weight.group;
+    codes += width;
   }
 }
 #endif

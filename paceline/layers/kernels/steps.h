@@ -31,12 +31,27 @@ void rope_write(const T* q, const T* k, const T* v, int64_t ldq, int64_t ldk, in
                 int64_t Hk, int64_t D, const float* table, const int64_t* positions, const int64_t* slots,
                 int64_t page_size, T* q_out, T* pool);
 
+// What each row sees: positions in its list of slots, then in its tail.
+struct Seen {
+  const int32_t* slots;
+  const int64_t* slot_offsets;  // [rows]
+  const int32_t *prefix_lens, *tails;
+  const int64_t* tail_offsets;  // [rows + 1]
+
+  bool tailed(int64_t r) const { return tail_offsets[r + 1] > tail_offsets[r]; }
+};
+#define SEEN const int32_t *slots, const int64_t *offsets, const int32_t *lens, const int32_t *tails, const int64_t *ends
+
 // A row sees the last `window` positions up to its own, or all where that is 0; sinks: a score of each query head that takes
-// its share of the softmax, or null. Returns 1, with nothing done, for a geometry that has no kernel.
+// its share of the softmax, or null. U: T, or int8_t where the pool keeps codes (kv_rows.h). Returns 1, with nothing done, for
+// a geometry that has no kernel.
+template <class T, class U>
+int attend(const T* q, const U* pool, int64_t page_size, int64_t rows, int64_t Hq, int64_t Hk, int64_t D, const Seen& seen,
+           int64_t window, const float* sinks, float scale, T* out);
+
+// Rounds keys, then values, [2, count, Hk, D], into a pool of codes.
 template <class T>
-int attend(const T* q, const T* pool, int64_t page_size, int64_t rows, int64_t Hq, int64_t Hk, int64_t D,
-           const int32_t* slots, const int64_t* slot_offsets, const int32_t* prefix_lens, const int32_t* tails,
-           const int64_t* tail_offsets, int64_t window, const float* sinks, float scale, T* out);
+void round_rows(const T* rows, int64_t count, int64_t Hk, int64_t D, const int64_t* slots, int64_t page_size, int8_t* pool);
 
 // Rotate-half rope of `heads` heads of D elements, rows at stride ld, by table[position] = D/2 cosines, D/2 sines.
 template <class T>

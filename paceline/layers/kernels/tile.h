@@ -19,9 +19,10 @@ static inline v16 sum_each(const __m512* a) {  // element i = sum of a[i]'s 16 e
   return (v16)_mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
 }
 
-static inline void transpose16(const bf16* const* rows, int64_t offset, bf16* out) {  // 16 x 16 pairs
+template <class RowAt>
+static inline void transpose16(RowAt row_at, bf16* out) {  // 16 x 16 pairs; row_at(i): row i, 16 pairs
   __m512i a[16], b[16];
-  for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(rows[i] + offset);
+  for (int i = 0; i < 16; i++) a[i] = row_at(i);
   for (int i = 0; i < 8; i++) {
     b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
     b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);

@@ -24,6 +24,7 @@ from paceline.attention.base import AttentionBackend, ForwardBatch, Segment
 from paceline.attention.select import attention_for
 from paceline.engine_config import EngineConfig
 from paceline.errors import ConfigError
+from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.pool import KvPool
 from paceline.models.base import ForwardContext, TargetModel
 from paceline.spec_decode.base import DraftBudget, Drafter, DraftSampling, ExtendItem, TreeKind
@@ -96,8 +97,8 @@ class DraftModelDrafter(Drafter):
         Raises ConfigError when the two models cannot share tokens or pages.
         """
         check_pair(target, draft)
-        layers = kv.layout.layers[first_layer : first_layer + len(draft.kv_layers)]
-        if layers != draft.kv_layers:
+        kept = KvLayout.of(draft.kv_layers, draft.dtype, "int8" if kv.layout.is_int8 else "auto").layers
+        if kv.layout.layers[first_layer : first_layer + len(kept)] != kept:
             raise ConfigError("drafter", f"the pool's layers from {first_layer} on are not the draft model's")
         self.target, self.draft, self.kv, self.attention = target, draft, kv, attention
         self.width, self.sampling, self.kv_layers = width, sampling, draft.kv_layers

@@ -116,7 +116,7 @@ def test_a_link_that_is_lost_while_a_message_is_written_ends_the_ticket_behind_i
             assert on_a_thread(lambda: made.sender.link_lost("pulled"))
             assert (made.ended, done) == ([], [])
         wait_for(lambda: made.ended == [("t", "pulled")], "the end of the ticket")
-        assert (done, made.said) == (["done"], ["aborted", "started"])
+        assert (done, made.said) == (["done"], ["aborted", "started", "sent"])
 
 
 class OnDevice(torch.Tensor):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,10 +12,14 @@ import pytest
 import torch
 
 import kv_transfer.transports.nccl as nccl
-from kv_transfer.handoff.outbox import Payload
+from kv_transfer.handoff.block import TARGET_KV
+from kv_transfer.handoff.outbox import Outbox, Outgoing, Payload
 from kv_transfer.handoff.pump import WirePump
+from kv_transfer.handoff.tickets import TicketBook
 from kv_transfer.transports.base import MESSAGE_BYTES, TransportError
 from kv_transfer.transports.nccl import NcclTransport
+from paceline.v1.handoff_pb2 import Chunk
+from tests.support.handoff_link import wait_for
 
 
 class Bytes:
@@ -25,6 +31,10 @@ class Bytes:
         self._num_bytes = num_bytes
 
     def numel(self) -> int:
+        return self._num_bytes
+
+    @property
+    def nbytes(self) -> int:
         return self._num_bytes
 
     def __getitem__(self, piece: slice) -> Bytes:
@@ -129,3 +139,75 @@ def test_rows_that_are_being_computed_are_posted_and_awaited_in_order(cuda: Cuda
     cuda.finished = 1
     waiting()
     assert cuda.calls[-1] == "the host waits for rows"
+
+
+class Sending:
+    """A pump over the recorded wire with two messages posted, and the end of whose buffers was told."""
+
+    def __init__(self, cuda: Cuda, timeout_s: float = 5.0) -> None:
+        self.back: list[int] = []
+        self.ended: list[str] = []
+        outbox = Outbox(1 << 20)
+        book = TicketBook(outbox, lambda ticket, _: self.ended.append(ticket))
+        self.pump = WirePump(
+            transport_of(cuda, timeout_s), lambda message: None, outbox, book,
+            on_broken=lambda reason: None, on_sent=None, credit_timeout_s=5.0,
+        )  # fmt: skip
+        book.open("t")
+        item = Outgoing.of("t", Chunk(num_bytes=14), TARGET_KV, 14)
+        with outbox.changed:
+            outbox.append(item)
+        self.pump.push()
+        for i in range(2):
+            self.pump.give(item, Payload(cast("Any", Bytes(7)), None, partial(self.back.append, i)))
+
+
+def test_a_link_that_is_lost_gives_buffers_back_when_the_device_is_done(cuda: Cuda) -> None:
+    """An abort ends kernels a moment later. Mutants: buffers go before the abort; a wait on an aborted pipe raises at
+    once."""
+    sending = Sending(cuda)
+    sending.pump.stop("pulled")
+    assert not sending.pump.join(0.1)
+    assert (cuda.calls[-1], sending.back, sending.ended) == ("aborted", [], [])
+    cuda.finished = 1
+    wait_for(lambda: sending.back == [0], "the first buffer")
+    assert not sending.pump.join(0.05)
+    cuda.finished = 2
+    assert sending.pump.join(5)
+    assert (sending.back, sending.ended) == ([0, 1], ["t"])
+
+
+def test_memory_that_a_kernel_never_leaves_is_nobodys(cuda: Cuda) -> None:
+    """The wait is bounded; buffer and pages stay held. Mutant: they are given back when time is up."""
+    kept = len(nccl._kept)
+    sending = Sending(cuda, timeout_s=0.05)
+    sending.pump.stop("pulled")
+    assert sending.pump.join(5)
+    assert (sending.back, sending.ended, len(nccl._kept) - kept) == ([], [], 2)
+
+
+def test_pieces_that_were_posted_before_one_that_failed_are_waited_for(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutant: the start raises, and its memory is given back while a piece is in flight."""
+    transport, recv = transport_of(cuda), cuda.recv
+
+    def second_fails(*args: Any) -> Any:
+        if cuda.posted:
+            raise RuntimeError("no memory")
+        return recv(*args)
+
+    monkeypatch.setattr(cuda, "recv", second_fails)
+    pending = transport.start_recv(cast("Any", Bytes(MESSAGE_BYTES + 1)))
+
+    def wait() -> None:
+        with pytest.raises(TransportError, match="no memory"):
+            pending()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    cuda.finished = 1
+    waiting.join(5)
+    assert not waiting.is_alive()

@@ -1,0 +1,3 @@
+#include "attention.h"
+
+DEFINE_ATTEND(kv8_f32, float, int8_t)
