@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 PHASE_TIMEOUT_S = 1.0
 ASK_TIMEOUT_S = 1.0
 PLACE_S = 75.0  # for all nodes to be placed anew; past the deadlines of ``Places``
-# A helper of a step's parallel regions looks for the next one for about half a millisecond, then it sleeps. Regions are
-# tens of microseconds apart, and waking a sleeper takes as long: a step of SmolLM2 on two cores took twice the time.
-SPIN_COUNT = "20000"
+# A helper of a step's parallel regions looks for the next one for some 2 milliseconds, then it sleeps. Regions are tens
+# of microseconds apart, and waking a sleeper takes as long. A message of the router takes a core for less than that.
+SPIN_COUNT = "100000"
 GPU_SHARE = 0.25  # of the one GPU of a place, for a node, its standby, and a predecessor that is slow to go. A node of
 # several ranks takes all GPUs of its place, as Ray gives parts of one GPU alone: its successor waits until it is gone.
 ROUTER = Identity("router")  # one that proves nothing

@@ -159,7 +159,8 @@ def _declare(library: ctypes.CDLL) -> None:
         "pl_threads": ([], i32),
         "pl_set_threads": ([i32], None),
         "pl_share_cores": ([ptr, i32, i32, i32], None),
-        "pl_work_alone": ([i32], None),
+        "pl_limit_threads": ([i32], None),
+        "pl_take_regions": ([ptr, ptr], None),
         "pl_read": ([ptr, i64], f32),
         "pl_move_rows": ([ptr, i64, ptr, i64, i64, i64, ptr, i32], i32),
         "pl_packed_elems": ([i64, i64, i32], i64),
@@ -218,11 +219,22 @@ def share_cores(busy: mmap.mmap, slots: int, own: int, cores: int) -> None:
         library.pl_share_cores(address, slots, own, cores)
 
 
-def work_alone(alone: bool) -> None:
-    """Whether kernels keep to the thread that calls them, although cores are shared."""
+def limit_threads(most: int) -> None:
+    """Kernels begin with no more than ``most`` threads, although more cores are shared; 0: with any number."""
     library = load_kernels()
     if library is not None:
-        library.pl_work_alone(alone)
+        library.pl_limit_threads(most)
+
+
+def take_regions() -> tuple[float, float]:
+    """Seconds that kernels spent on several threads of shared cores since the last call, and how many of these a thread
+    was not on its core: the worst of each parallel region's (``kernels/host.cpp``). 0 where there are no kernels."""
+    library = load_kernels()
+    if library is None:
+        return 0.0, 0.0
+    took, missed = ctypes.c_int64(), ctypes.c_int64()
+    library.pl_take_regions(ctypes.byref(took), ctypes.byref(missed))
+    return 1e-9 * took.value, 1e-9 * missed.value
 
 
 def current_threads() -> int:

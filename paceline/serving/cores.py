@@ -8,8 +8,8 @@ The kernels read the bytes at the start of every parallel region (``kernels/host
 millisecond. Results do not depend on the number of threads.
 
 Other processes may want the cores too. A step is hundreds of parallel regions, and each ends when its last thread has
-done its part: where a core is taken, a region of 30 microseconds waits for milliseconds, and two threads take many
-times as long as one. A node that sees its steps wait works on one thread for a while, then tries again (`Crowd`).
+done its part: where a core is taken, a region of 30 microseconds waits for milliseconds, and two threads take longer
+than one. A node whose threads miss too much works on fewer for a while, then tries again (`Crowd`).
 
 A node that is killed while it works leaves its byte at 1: the others then keep to a smaller part until its successor,
 which has the same byte, is there. The file goes with the last node that closes it; one that a crash left behind goes
@@ -22,7 +22,6 @@ import fcntl
 import logging
 import mmap
 import os
-import resource
 import tempfile
 import time
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.layers.build import share_cores, work_alone
+from paceline.layers.build import current_threads, limit_threads, share_cores, take_regions
 
 log = logging.getLogger(__name__)
 
@@ -38,33 +37,39 @@ PREFIX = "paceline-cores-"
 MAX_NODES = 256  # of a deployment
 
 
-# A step is crowded when its thread waited for this share of the time, in so many pieces: it waits for helpers that do
-# not run. A wait for the interpreter, or for a lock, is one piece.
-CROWDED_SHARE, CROWDED_WAITS = 0.25, 16
-SHORT_STEP_S = 0.001  # shorter steps tell nothing
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0  # on one thread before the next try; each try in vain doubles it
+# The cores are crowded when their threads missed this share of the time that they had work for, over so many seconds of
+# it. One that shares its core with a program that never waits misses half. A router of eight streams takes a tenth, in
+# bursts, and threads that wait for it are still faster than fewer threads.
+CROWDED_SHARE, JUDGED_S = 0.4, 0.05
+FEWER = 0.75  # of the threads, then; of two, one
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0  # on fewer threads before the next try; each try in vain doubles it
 
 
 @dataclass
 class Crowd:
-    """Whether others crowd the cores, judged by what each step waited. Times are seconds of one monotonic clock."""
+    """Whether others crowd the cores, judged by what threads miss. Times are seconds of one monotonic clock."""
 
-    alone: bool = False  # the next step is to run on one thread
+    most: int = 0  # threads of the next step; 0: any number
     _pause_s: float = FIRST_PAUSE_S
     _until: float = 0.0
+    _took_s: float = 0.0
+    _missed_s: float = 0.0
 
-    def stepped(self, now: float, took_s: float, waited_s: float, waits: int) -> None:
-        """A step ended at ``now``: of ``took_s`` its thread was off the processor for ``waited_s``, in ``waits``
-        pieces."""
-        if took_s < SHORT_STEP_S:
+    def stepped(self, now: float, took_s: float, missed_s: float, threads: int) -> None:
+        """A step ended at ``now``. Its parallel regions, on ``threads`` at most, took ``took_s``, for ``missed_s`` of
+        which one of the threads did not run."""
+        if self.most and now >= self._until:
+            self.most, self._took_s, self._missed_s = 0, 0.0, 0.0  # what was judged on fewer threads is no judgement
             return
-        if self.alone:
-            self.alone = now < self._until
-        elif waited_s > CROWDED_SHARE * took_s and waits >= CROWDED_WAITS:
-            self.alone, self._until = True, now + self._pause_s
+        self._took_s, self._missed_s = self._took_s + took_s, self._missed_s + missed_s
+        if self._took_s < JUDGED_S:
+            return
+        if self._missed_s > CROWDED_SHARE * self._took_s:
+            self.most, self._until = max(1, int(FEWER * threads)), now + self._pause_s
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-        else:
+        elif not self.most:
             self._pause_s = max(self._pause_s / 2, FIRST_PAUSE_S)
+        self._took_s = self._missed_s = 0.0
 
 
 class CoreShare:
@@ -95,16 +100,14 @@ class CoreShare:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around a step of the engine, on its thread."""
-        began, worked, waits = time.monotonic(), time.thread_time(), _waits()
         try:
             yield
         finally:
-            now, alone = time.monotonic(), self._crowd.alone
-            took_s = now - began
-            self._crowd.stepped(now, took_s, took_s - (time.thread_time() - worked), _waits() - waits)
-            if self._crowd.alone != alone:
-                work_alone(self._crowd.alone)
-                log.debug("cores are %s", "crowded by other processes: one thread" if self._crowd.alone else "tried")
+            most = self._crowd.most
+            self._crowd.stepped(time.monotonic(), *take_regions(), current_threads())
+            if self._crowd.most != most:
+                limit_threads(self._crowd.most)
+                log.debug("threads of a step, as other processes crowd the cores: %s", self._crowd.most or "any number")
 
     def close(self) -> None:
         """Give the place back; the last one removes the file. The map stays for as long as the process lives, since
@@ -117,11 +120,6 @@ class CoreShare:
             self._path.unlink(missing_ok=True)
         os.close(self._file)
         self._file = -1
-
-
-def _waits() -> int:
-    """How often this thread has waited, e.g. for another one."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 def num_cores() -> int:

@@ -6,15 +6,17 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import torch
 
 from paceline.layers import build
+from paceline.layers.linear import Linear
 from paceline.serving import cores
-from paceline.serving.cores import FIRST_PAUSE_S, LONGEST_PAUSE_S, CoreShare, Crowd
+from paceline.serving.cores import FIRST_PAUSE_S, JUDGED_S, LONGEST_PAUSE_S, CoreShare, Crowd
 from paceline.serving.loop import EngineLoop
 from tests.fakes.wait import wait_for
 
@@ -100,44 +102,93 @@ def test_a_link_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
     assert target.read_text() == "x"
 
 
-def test_a_node_whose_steps_wait_works_alone_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _linear_of(rows: int) -> Callable[[], None]:
+    """A product that takes some 10 milliseconds of parallel regions."""
+    layer, x = Linear(torch.randn(2048, 1024)), torch.randn(rows, 1024)
+
+    def work() -> None:
+        for _ in range(20):
+            layer(x)
+
+    return work
+
+
+def test_a_node_whose_threads_miss_much_works_on_fewer_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads that may run on one core alone miss half of their time."""
+    monkeypatch.setattr(cores, "num_cores", lambda: 2)
+    share, work = CoreShare("test", 0, tmp_path), _linear_of(64)
+    found: list[int] = []
+
+    def steps() -> None:  # on a thread of its own: its helpers run where it may
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        deadline = time.monotonic() + 20
+        while len(found) < 2 and time.monotonic() < deadline:
+            with share.step():
+                work()
+            if build.current_threads() != (2 if len(found) % 2 == 0 else 1):
+                found.append(build.current_threads())
+
+    thread = threading.Thread(target=steps)
+    thread.start()
+    thread.join(30)
+    assert found == [1, 2]  # and it tries again
+    share.close()
+
+
+def test_time_outside_of_kernels_is_no_crowd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "num_cores", lambda: CORES)
-    monkeypatch.setattr(cores, "FIRST_PAUSE_S", 0.0)
     share = CoreShare("test", 0, tmp_path)
-    share._crowd._pause_s = 0.0
-    with share.step():
-        for _ in range(40):
-            time.sleep(0.001)
-    assert build.current_threads() == 1
-    with share.step():  # its pause is over: the next one is a try
-        time.sleep(0.002)
-    assert build.current_threads() == CORES
-    with share.step():  # one long wait, as for a lock
-        time.sleep(0.05)
+    with share.step():  # as for a lock
+        time.sleep(0.1)
     assert build.current_threads() == CORES
     share.close()
+
+
+def _stepped(crowd: Crowd, now: float, missed: float, threads: int) -> None:
+    crowd.stepped(now, JUDGED_S, missed * JUDGED_S, threads)
 
 
 def test_tries_in_vain_come_less_and_less_often() -> None:
     crowd, now = Crowd(), 0.0
     pauses: list[float] = []
     for _ in range(8):
-        crowd.stepped(now, 0.1, 0.08, 300)
-        assert crowd.alone
+        _stepped(crowd, now, 0.5, 2)
+        assert crowd.most == 1
         began = now
-        while crowd.alone:
+        while crowd.most:
             now += 0.01
-            crowd.stepped(now, 0.01, 0.009, 300)  # what it waits on one thread tells nothing
+            crowd.stepped(now, 0.0, 0.0, 1)  # one thread has no regions to wait for
         pauses.append(round(now - began, 1))
     assert pauses[0] == pytest.approx(FIRST_PAUSE_S, abs=0.06)
     assert pauses[:3] == sorted(set(pauses[:3]))
     assert pauses[-1] == pytest.approx(LONGEST_PAUSE_S, abs=0.1)
     for _ in range(8):
-        crowd.stepped(now, 0.1, 0.01, 300)
-    assert not crowd.alone
-    crowd.stepped(now, 0.1, 0.08, 300)
-    crowd.stepped(now + FIRST_PAUSE_S + 0.01, 0.1, 0.08, 300)
-    assert not crowd.alone  # a free time has made them short again
+        _stepped(crowd, now, 0.1, 2)
+    assert not crowd.most
+    _stepped(crowd, now, 0.5, 2)
+    crowd.stepped(now + FIRST_PAUSE_S + 0.01, 0.0, 0.0, 1)
+    assert not crowd.most  # a free time has made them short again
+
+
+def test_threads_that_still_miss_much_become_fewer_still() -> None:
+    crowd, seen = Crowd(), []
+    threads = 16
+    for _ in range(12):
+        _stepped(crowd, 0.0, 0.5 if threads > 5 else 0.1, threads)
+        threads = crowd.most
+        seen.append(threads)
+    assert seen[:5] == [12, 9, 6, 4, 4]
+    assert set(seen[5:]) == {4}
+
+
+def test_one_burst_is_no_crowd() -> None:
+    """What a router takes for its messages at once is a part of what is judged together."""
+    crowd = Crowd()
+    crowd.stepped(0.0, 0.2 * JUDGED_S, 0.15 * JUDGED_S, 2)
+    crowd.stepped(0.0, 0.9 * JUDGED_S, 0.0, 2)
+    assert not crowd.most
 
 
 def test_an_engine_says_when_it_works(tmp_path: Path) -> None:

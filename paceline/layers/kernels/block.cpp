@@ -110,17 +110,19 @@ struct Layer {
   // In one region: threads wait for each other where a product's result is needed whole, and nowhere else. Each norms all
   // rows for itself, over its own copy of the stream.
   int run_together() const {
-    int failed = 0;
-#pragma omp parallel num_threads(pl_threads()) reduction(| : failed)
-    {
+    int failed = 0;  // what each of the threads finds alike
+    in_region(pl_threads(), [&] {
       static thread_local std::vector<T> memory;
       size_t size = rows * b.hidden;
       if (memory.size() < 2 * size) memory.resize(2 * size);
       memcpy(memory.data(), residual, size * sizeof(T));
-      failed = run(memory.data(), memory.data() + size);
+      int found = run(memory.data(), memory.data() + size);
 #pragma omp master
-      if (!failed) memcpy(residual, memory.data(), size * sizeof(T));  // others copied it before the first product ended
-    }
+      {
+        failed = found;
+        if (!found) memcpy(residual, memory.data(), size * sizeof(T));  // others copied it before the first product ended
+      }
+    });
     return failed;
   }
 };

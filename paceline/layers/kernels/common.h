@@ -7,6 +7,8 @@
 #pragma once
 #include <omp.h>
 
+#include <time.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -31,13 +33,41 @@ typedef uint16_t h16 __attribute__((vector_size(32), aligned(2), may_alias));
 // counts, and no bit depends on the number.
 extern "C" int pl_threads();
 
+static inline int64_t clock_ns(clockid_t clock) {
+  timespec at;
+  clock_gettime(clock, &at);
+  return at.tv_sec * 1000000000L + at.tv_nsec;
+}
+
+// A parallel region of several threads took took_ns, for missed_ns of which one of them was off its core, or came late (host.cpp).
+void note_region(int64_t took_ns, int64_t missed_ns);
+
+// Runs `work` in a parallel region of its own and notes what the region waited for. Threads that wait for each other look
+// for the end of that wait all the time, so that what a thread misses is what its core did for somebody else.
+template <class Work>
+static inline void in_region(int threads, Work work) {
+  if (threads <= 1) {
+#pragma omp parallel num_threads(1)
+    work();
+    return;
+  }
+  int64_t began = clock_ns(CLOCK_MONOTONIC), missed = 0;
+#pragma omp parallel num_threads(threads) reduction(max : missed)
+  {
+    int64_t ran = clock_ns(CLOCK_THREAD_CPUTIME_ID);
+    work();
+    ran = clock_ns(CLOCK_THREAD_CPUTIME_ID) - ran;
+    missed = clock_ns(CLOCK_MONOTONIC) - began - ran;
+  }
+  note_region(clock_ns(CLOCK_MONOTONIC) - began, missed);
+}
+
 // Runs `work`, which shares its loops out with `omp for`: on all threads of the region that the caller is in, each of which
 // has come here, or else on `threads` of its own.
 template <class Work>
 static inline void on_threads(int threads, Work work) {
-  if (omp_get_level() > 0) { work(); return; }
-#pragma omp parallel num_threads(threads)
-  work();
+  if (omp_get_level() > 0) work();
+  else in_region(threads, work);
 }
 
 // Runs `work(row)` for each row: on the calling thread in a region, or where there are too few rows for one.

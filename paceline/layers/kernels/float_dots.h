@@ -136,7 +136,6 @@ struct Pairs {
 // numbers, as AMX does.
 struct Alternating {
   typedef float Element;
-  static constexpr int TAKEN = 1;
 
   // Four of k as `Pairs` has them, as floats: of the first pair, then of the second.
   template <int KIND>

@@ -8,18 +8,24 @@
 static int g_threads = 1;  // where the cores are not shared
 static const volatile uint8_t* g_busy = nullptr;
 static int g_slots = 0, g_own = 0, g_cores = 1;
-static volatile bool g_alone = false;  // shared cores are crowded by others: a region that waits for a helper waits long
+static volatile int g_most = 0;           // threads where shared cores are crowded by others; 0: they are not
+static int64_t g_took = 0, g_missed = 0;  // of the regions since they were last asked for: see note_region
+
+// Where cores are shared, one thread calls the kernels.
+void note_region(int64_t took_ns, int64_t missed_ns) {
+  if (g_busy) { g_took += took_ns; g_missed += missed_ns; }
+}
 
 extern "C" {
 
 // Cores that are shared go to the processes that are busy, in equal parts; what is left over goes to the first of them.
 int pl_threads() {
   if (!g_busy) return g_threads;
-  if (g_alone) return 1;
   int busy = 1, before = 0;
   for (int i = 0; i < g_slots; i++)
     if (i != g_own && g_busy[i]) { busy++; before += i < g_own; }
   int threads = g_cores / busy + (before < g_cores % busy);
+  if (g_most && threads > g_most) threads = g_most;
   return threads > 1 ? threads : 1;
 }
 
@@ -31,8 +37,14 @@ void pl_share_cores(const uint8_t* busy, int slots, int own, int cores) {
   g_slots = slots; g_own = own; g_cores = cores; g_busy = busy;
 }
 
-// Where cores are shared: whether regions are to run on the calling thread alone until further notice.
-void pl_work_alone(int alone) { g_alone = alone != 0; }
+// Where cores are shared: a region begins with no more than `most` threads until further notice, or any number where it is 0.
+void pl_limit_threads(int most) { g_most = most; }
+
+// Nanoseconds of the regions of several threads that ended since the last call, and those that their threads missed.
+void pl_take_regions(int64_t* took, int64_t* missed) {
+  *took = g_took, *missed = g_missed;
+  g_took = g_missed = 0;
+}
 
 int pl_init() {
 #ifdef USE_AMX
