@@ -12,6 +12,7 @@
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbsud
+#undef _tile_dpbssd
 #undef _tile_dpbf16ps
 #define _tile_loadconfig fake_loadconfig
 #define _tile_release fake_release
@@ -19,6 +20,7 @@
 #define _tile_loadd fake_loadd
 #define _tile_stored fake_stored
 #define _tile_dpbsud fake_dpbsud
+#define _tile_dpbssd fake_dpbssd
 #define _tile_dpbf16ps fake_dpbf16ps
 
 static thread_local uint8_t fake_tiles[8][16][64], fake_config[64];
@@ -34,15 +36,18 @@ static void fake_loadd(int tile, const void* from, int64_t stride) {
 static void fake_stored(int tile, void* to, int64_t stride) {
   for (int r = 0; r < fake_rows(tile); r++) memcpy((uint8_t*)to + r * stride, fake_tiles[tile][r], fake_bytes(tile));
 }
-static void fake_dpbsud(int sum, int a, int b) {  // signed by unsigned bytes
+template <class Right>
+static void fake_bytes_product(int sum, int a, int b) {  // signed by bytes of that type
   for (int m = 0; m < fake_rows(a); m++)
     for (int n = 0; n < fake_bytes(b) / 4; n++) {
       int32_t total; memcpy(&total, &fake_tiles[sum][m][4 * n], 4);
       for (int k = 0; k < fake_bytes(a); k++)
-        total += (int8_t)fake_tiles[a][m][k] * (int32_t)fake_tiles[b][k / 4][4 * n + k % 4];
+        total += (int8_t)fake_tiles[a][m][k] * (int32_t)(Right)fake_tiles[b][k / 4][4 * n + k % 4];
       memcpy(&fake_tiles[sum][m][4 * n], &total, 4);
     }
 }
+static void fake_dpbsud(int sum, int a, int b) { fake_bytes_product<uint8_t>(sum, a, b); }
+static void fake_dpbssd(int sum, int a, int b) { fake_bytes_product<int8_t>(sum, a, b); }
 static void fake_dpbf16ps(int sum, int a, int b) {  // the two elements of pairs apart, as the instruction does
   auto number = [](const uint8_t* bf16) {
     uint16_t half; memcpy(&half, bf16, 2);

@@ -1,5 +1,6 @@
 // The same sums as integer_dots.h by AMX-INT8, for many rows. 16 of them are multiplied by 16 outputs of a panel, whose
-// totals stay in registers from group to group. Codes of 4 bits are made bytes once for all rows.
+// totals stay in registers from group to group. Codes of 4 bits are made bytes once for all rows, with a sign: their sums
+// have no offsets to lose. Those of 8 bits are read as they lie, which is as fast.
 #pragma once
 #include "blocks.h"
 #include "integer_dots.h"
@@ -18,6 +19,7 @@ static inline bool fits_tiles(const Matrix& w, int64_t rows) {
 
 // A panel's codes of 4 bits as bytes: [2][in_features / 4][16 outputs][4 of k], of two blocks of 16 outputs.
 static void make_bytes(const Matrix& w, const uint8_t* panel, uint8_t* made) {
+  const __m512i eight = _mm512_set1_epi8(8);
   uint8_t* second = made + 16 * w.in_features;
   if (w.row_scales) panel += tables_bytes(w);
   for (int64_t g = 0; g < num_groups(w); g++) {
@@ -25,8 +27,8 @@ static void make_bytes(const Matrix& w, const uint8_t* panel, uint8_t* made) {
     for (int64_t k = 0; k < w.group; k += 8, panel += 128, made += 128, second += 128)
       for (int b = 0; b < 2; b++) {
         Codes codes = load_codes(panel + 64 * b);
-        _mm512_storeu_si512(b ? second : made, low_halves(codes));
-        _mm512_storeu_si512((b ? second : made) + 64, high_halves(codes));
+        _mm512_storeu_si512(b ? second : made, _mm512_sub_epi8(low_halves(codes), eight));
+        _mm512_storeu_si512((b ? second : made) + 64, _mm512_sub_epi8(high_halves(codes), eight));
       }
   }
 }
@@ -37,7 +39,7 @@ struct TileCodes {  // of a weight, for 16 outputs
 };
 
 // One slab's groups, of 16 rows and 16 outputs, into totals; see add_group. at: the first group of the first row.
-template <bool ROW_SCALES, bool MINIMUMS>
+template <bool SIGNED, bool ROW_SCALES, bool MINIMUMS>
 static void add_tiles(const Matrix& w, const uint8_t* tables, TileCodes weight, const Rounded& x, const int8_t* codes,
                       int64_t at, v16 (&out)[TILE_ROWS]) {
   alignas(64) int32_t sums[TILE_ROWS][16];
@@ -48,7 +50,8 @@ static void add_tiles(const Matrix& w, const uint8_t* tables, TileCodes weight, 
     for (int64_t k = 0; k < w.group; k += taken, codes += taken) {
       _tile_loadd(4, codes, x.stride);
       _tile_loadd(6, weight.first + k / 4 * weight.stride, weight.stride);
-      _tile_dpbsud(0, 4, 6);  // signed by unsigned
+      if (SIGNED) _tile_dpbssd(0, 4, 6);
+      else _tile_dpbsud(0, 4, 6);  // signed by unsigned
     }
     _tile_stored(0, sums, 64);
     const float *scales = x.scales + at, *shifts = x.shifts + at;
@@ -57,7 +60,8 @@ static void add_tiles(const Matrix& w, const uint8_t* tables, TileCodes weight, 
     if (MINIMUMS) minimum = load_table(tables + table, w.half_scales, 0);
 #pragma GCC unroll 16
     for (int m = 0; m < TILE_ROWS; m++) {
-      v16 sum = to_floats(_mm512_add_epi32(_mm512_load_si512(sums[m]), splat_int(offsets[m])));
+      Ints whole = _mm512_load_si512(sums[m]);
+      v16 sum = to_floats(SIGNED ? whole : _mm512_add_epi32(whole, splat_int(offsets[m])));
       total[m] = total[m] + (ROW_SCALES ? sum : sum * scale) * scales[m];
       if (MINIMUMS) total[m] = total[m] + minimum * shifts[m];
     }
@@ -67,18 +71,19 @@ static void add_tiles(const Matrix& w, const uint8_t* tables, TileCodes weight, 
 
 // 16 rows from `row` on, of which x has memory even where there are fewer, and 16 outputs: block b of a panel. made: of the
 // panel, where its codes have 4 bits.
+template <int BITS>
 static void dot_tiles(const Matrix& w, const uint8_t* panel, int b, const uint8_t* made, const Rounded& x, int64_t row,
                       v16 (&total)[TILE_ROWS]) {
   const int64_t groups = groups_of_slab(w), width = groups * w.group, tables_step = w.row_scales ? 0 : tables_bytes(w);
   TileCodes weight = {made + b * 16 * w.in_features, 64, 16 * w.group};
-  if (w.bits == 8) weight = {panel + tables_bytes(w) + 64 * b, 4 * PANEL, tables_step + codes_bytes(w, 0)};
+  if (BITS == 8) weight = {panel + tables_bytes(w) + 64 * b, 4 * PANEL, tables_step + codes_bytes(w, 0)};
   const int8_t* codes = x.codes + row * x.stride;
   const uint8_t* tables = panel + b * table_bytes(w) / 2;
   Branches branches;
   for (int64_t s = 0, at = row; s < w.slabs; s++, at += groups * x.rows) {
-    if (w.row_scales) add_tiles<true, false>(w, tables, weight, x, codes, at, total);
-    else if (w.has_minimums) add_tiles<false, true>(w, tables, weight, x, codes, at, total);
-    else add_tiles<false, false>(w, tables, weight, x, codes, at, total);
+    if (w.row_scales) add_tiles<BITS == 4, true, false>(w, tables, weight, x, codes, at, total);
+    else if (w.has_minimums) add_tiles<BITS == 4, false, true>(w, tables, weight, x, codes, at, total);
+    else add_tiles<BITS == 4, false, false>(w, tables, weight, x, codes, at, total);
     if (w.slabs == 1) return;
     if (w.row_scales)
       for (v16& each : total) each = each * load_table(tables, w.half_scales, 0);
