@@ -79,9 +79,11 @@ def rows_of(count: int, heads: int, dim: int, dtype: torch.dtype) -> torch.Tenso
 class Case:
     """The same rows twice: as codes in pages of one size, and as the numbers that they mean in pages of another."""
 
-    def __init__(self, geometry: tuple[int, int, int], dtype: torch.dtype, page_sizes: tuple[int, int]) -> None:
+    def __init__(
+        self, geometry: tuple[int, int, int], dtype: torch.dtype, page_sizes: tuple[int, int], length: int = LENGTH
+    ) -> None:
         heads, kv_heads, dim = geometry
-        count, layer = LENGTH * COPIES, KvLayer(LayerKind.GQA, LayerOwner.TARGET, kv_heads, dim)
+        self.length, count, layer = length, length * COPIES, KvLayer(LayerKind.GQA, LayerOwner.TARGET, kv_heads, dim)
         self.pools, self.slots = list[KvPool](), list[torch.Tensor]()
         rows = rows_of(count, kv_heads, dim, dtype)
         numbers = kv8.unrounded_rows(kv8.round_rows(rows), dtype)
@@ -99,7 +101,7 @@ class Case:
         self.sinks = torch.randn(heads)
 
     def attend(self, which: int, make: Callable[[list[torch.Tensor]], list[Segment]], window: int) -> torch.Tensor:
-        sequences = list(torch.split(self.slots[which], LENGTH))
+        sequences = list(torch.split(self.slots[which], self.length))
         batch, backend = ForwardBatch.build(make(sequences)), CpuAttention()
         sinks = self.sinks if window == 40 else None
         plan = backend.plan(batch)
@@ -152,6 +154,32 @@ def test_attention_over_codes_has_the_bits_of_attention_over_their_numbers(
                 found, expected = (case.attend(which, batch, window) for which in (0, 1))
                 assert torch.equal(found, expected), (name, window, page_sizes)
                 assert found.isfinite().all()
+
+
+LONG = {
+    "a row": chunk(1090, 1),
+    "a row at a part's end": chunk(1023, 1),
+    "a chunk": chunk(500, 40),
+    "trees": trees(508, 1020, 700),
+}
+
+
+@pytest.mark.parametrize("build", BUILDS, ids=lambda flags: "".join(flags) or "host")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_several_parts(dtype: torch.dtype, build: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where threads share the parts. Mutant: a tail that is read from the prefix."""
+    library = load_kernels(build)
+    assert library is not None
+    monkeypatch.setattr("paceline.attention.cpu.load_kernels", lambda: library)
+    case = Case(GEOMETRIES[0], dtype, (16, 5), 1100)
+    for name, batch in LONG.items():
+        for window in (0, 40, 600):
+            expected = case.attend(1, batch, window)
+            for threads in (1, 3):
+                library.pl_set_threads(threads)
+                found = case.attend(0, batch, window)
+                library.pl_set_threads(1)
+                assert torch.equal(found, expected), (name, window, threads)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

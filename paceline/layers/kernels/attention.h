@@ -23,39 +23,140 @@ static inline std::vector<int64_t> runs_of(int64_t rows, const Seen& seen, int64
   ((D) == 32 ? F<32, U> : (D) == 64 ? F<64, U> : (D) == 96 ? F<96, U> : (D) == 128 ? F<128, U> :                      \
    (D) == 256 ? F<256, U> : nullptr)
 
+static constexpr int64_t SPLIT_BYTES = 32 << 20;  // that the parts of rows may take which threads share
+static constexpr int64_t UNITS = 4;                // for each thread, from which on parts are not shared out
+
+// The softmax of a further part joins that of those before it; see States. Compiled once, for the same bits everywhere.
+static __attribute__((noinline)) void join(float* to, const float* part, int64_t D) {
+  float top = std::max(to[D], part[D]);
+  float kept = vexp(splat(to[D] - top))[0], taken = vexp(splat(part[D] - top))[0];
+  for (int64_t d = 0; d < D; d += 16) store16(to + d, load16(to + d) * kept + load16(part + d) * taken);
+  to[D] = top;
+  to[D + 1] = to[D + 1] * kept + part[D + 1] * taken;
+}
+
+// Rows in runs, over `heads` heads each, part by part of their positions: by a thread that takes a run and a head, or, where
+// there are few of these, by threads that share out the parts. unit(i, h, begin, states): run i over head h, its part at
+// `begin`. done(): once on each thread, before it does something else.
+template <class T, class Unit, class Done>
+static void in_parts(const std::vector<int64_t>& starts, int64_t heads, int64_t at_once, int64_t Hq, int64_t D,
+                     const Seen& seen, const Sight& sight, T* out, Unit unit, Done done) {
+  const int64_t runs = (int64_t)starts.size() - 1, rows = starts.back(), per = Hq / heads, state = D + 16;
+  auto length_of = [&](int64_t r) { return seen.prefix_lens[r] + seen.tail_offsets[r + 1] - seen.tail_offsets[r]; };
+  auto sees = [&](int64_t r, int64_t part) { return part >= sight.first_part(length_of(r)) && part * PART < length_of(r); };
+  auto first_of = [&](int64_t i) {
+    int64_t first = INT64_MAX;
+    for (int64_t r = starts[i]; r < starts[i + 1]; r++) first = std::min(first, sight.first_part(length_of(r)));
+    return first;
+  };
+  auto end_of = [&](int64_t i) {
+    int64_t longest = 0;
+    for (int64_t r = starts[i]; r < starts[i + 1]; r++) longest = std::max(longest, length_of(r));
+    return (longest + PART - 1) / PART;
+  };
+  auto write = [&](int64_t r, int64_t h, int64_t g, const float* from) {
+    for (int64_t d = 0; d < D; d += 16) store16(out + (r * Hq + h * per + g) * D + d, load16(from + d) / from[D + 1]);
+  };
+  int64_t most = 0;
+  for (int64_t i = 0; i < runs; i++) most = std::max(most, end_of(i));
+  // In a region all threads count the same, whatever a region would begin with now.
+  const int64_t threads = omp_get_level() > 0 ? omp_get_num_threads() : pl_threads(), floats = rows * Hq * state;
+  const bool split = most > 1 && threads > 1 && runs * heads < UNITS * threads && floats * most * 4 <= SPLIT_BYTES;
+  on_threads(runs * heads * (split ? most : 1) > 1 ? pl_threads() : 1, [&] {
+    static thread_local std::vector<float> memory;
+    auto room = [&](size_t size) {
+      if (memory.size() < size) memory.resize(size);
+      return memory.data();
+    };
+    if (!split) {
+#pragma omp for schedule(dynamic, at_once) collapse(2)
+      for (int64_t i = 0; i < runs; i++)
+        for (int64_t h = 0; h < heads; h++) {
+          int64_t count = starts[i + 1] - starts[i], size = count * per * state, first = first_of(i), end = end_of(i);
+          float* all = room(2 * size);
+          States whole = {all, per * state, state}, one = {all + size, per * state, state};
+          for (int64_t part = first; part < end; part++) {
+            unit(i, h, part * PART, part == first ? whole : one);
+            for (int64_t r = 0; part > first && r < count; r++) {
+              if (!sees(starts[i] + r, part)) continue;
+              if (sees(starts[i] + r, part - 1))
+                for (int64_t g = 0; g < per; g++) join(whole.at(r, g), one.at(r, g), D);
+              else memcpy(whole.at(r, 0), one.at(r, 0), per * state * sizeof(float));
+            }
+          }
+          for (int64_t r = 0; r < count; r++)
+            for (int64_t g = 0; g < per; g++) write(starts[i] + r, h, g, whole.at(r, g));
+        }
+      done();
+      return;
+    }
+    float* shared;
+#pragma omp single copyprivate(shared)
+    shared = room(floats * most);
+    auto states = [&](int64_t r, int64_t h, int64_t part) {
+      return States{shared + part * floats + (r * Hq + h * per) * state, Hq * state, state};
+    };
+    const int64_t neighbours = runs * most >= 2 * threads ? heads : 1;
+#pragma omp for schedule(dynamic, neighbours) collapse(3)
+    for (int64_t i = 0; i < runs; i++)
+      for (int64_t part = 0; part < most; part++)
+        for (int64_t h = 0; h < heads; h++)
+          if (part >= first_of(i) && part < end_of(i)) unit(i, h, part * PART, states(starts[i], h, part));
+    done();
+#pragma omp for schedule(static) collapse(2)
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t h = 0; h < heads; h++) {
+        int64_t first = sight.first_part(length_of(r));
+        States whole = states(r, h, first);
+        for (int64_t g = 0; g < per; g++) {
+          for (int64_t part = first + 1; sees(r, part); part++) join(whole.at(0, g), states(r, h, part).at(0, g), D);
+          write(r, h, g, whole.at(0, g));
+        }
+      }
+  });
+}
+
 template <class T, class U>
 int attend(const T* q, const U* pool, int64_t page_size, int64_t rows, int64_t Hq, int64_t Hk, int64_t D, const Seen& seen,
            int64_t window, const float* sinks, float scale, T* out) {
-  int64_t parts = 1;  // of the query heads of a KV head, each at most 8
-  while (Hq / Hk % parts || Hq / Hk / parts > 8) parts++;
-  int64_t G = Hq / Hk / parts;
+  int64_t turns = 1;  // for the query heads of a KV head, at most 8 in each
+  while (Hq / Hk % turns || Hq / Hk / turns > 8) turns++;
+  int64_t G = Hq / Hk / turns;
   Sight sight = {window, sinks};
   auto fn = row_fn<T, U>(D, G);
   if (!fn) return 1;
+  auto nothing = [] {};
 #ifdef USE_AMX
   if constexpr (std::is_same_v<T, bf16>) {
-    auto run = BY_DIM(amx_attend, D, U);
+    auto run = BY_DIM(amx_attend_run, D, U);
     if (run && Hq / Hk <= 16) {
-      run(q, pool, page_size, runs_of(rows, seen, RUN_BLOCKS * (16 / (Hq / Hk)), true), Hq, Hk, seen, sight, scale, out);
+      std::vector<int64_t> starts = runs_of(rows, seen, RUN_BLOCKS * (16 / (Hq / Hk)), true);
+      auto unit = [&](int64_t i, int64_t h, int64_t begin, const States& states) {
+        int64_t r = starts[i];
+        run(q + r * Hq * D, pool, page_size, Hq, Hk, h, seen.slots + seen.slot_offsets[r], seen.prefix_lens + r,
+            starts[i + 1] - r, seen.tails, seen.tail_offsets + r, sight, scale, begin, states);
+      };
+      in_parts(starts, Hk, 1, Hq, D, seen, sight, out, unit, [] { _tile_release(); });
       return 0;
     }
   }
 #endif
-  auto attend_one = [&](int64_t r, int64_t h) {  // part h of the query heads of row r
+  auto attend_one = [&](int64_t r, int64_t h, int64_t begin, float* states, int64_t step) {  // G query heads, from h G on
     if constexpr (!kCoded<U>) {
       int64_t tail = seen.tail_offsets[r + 1] - seen.tail_offsets[r];
-      fn(q + (r * Hq + h * G) * D, pool, page_size, Hk, h / parts, h * G, seen.slots + seen.slot_offsets[r],
-         seen.prefix_lens[r], seen.tails + seen.tail_offsets[r], seen.prefix_lens[r] + tail, sight, scale,
-         out + (r * Hq + h * G) * D);
+      fn(q + (r * Hq + h * G) * D, pool, page_size, Hk, h / turns, h * G, seen.slots + seen.slot_offsets[r],
+         seen.prefix_lens[r], seen.tails + seen.tail_offsets[r], seen.prefix_lens[r] + tail, sight, scale, begin, states, step);
     }
   };
-  auto attend_run = [&](int64_t r, int64_t end, int64_t h) {  // rows r..end-1 over KV head h
+  // Rows r..end-1 over KV head h.
+  auto attend_run = [&](int64_t r, int64_t end, int64_t h, int64_t begin, const States& states) {
     if constexpr (kCoded<U>)
       fn(q + r * Hq * D, pool, page_size, Hq, Hk, h, seen.slots + seen.slot_offsets[r], seen.prefix_lens + r, end - r,
-         seen.tails, seen.tail_offsets + r, parts, sight, scale, out + r * Hq * D);
+         seen.tails, seen.tail_offsets + r, turns, sight, scale, begin, states);
     else
-      for (; r < end; r++)
-        for (int64_t part = 0; part < parts; part++) attend_one(r, h * parts + part);
+      for (int64_t at = r; at < end; at++)
+        for (int64_t turn = 0; turn < turns; turn++)
+          attend_one(at, h * turns + turn, begin, states.at(at - r, turn * G), states.step);
   };
   // Every thread has some runs. In a region all of them count the same, whatever a region would begin with now.
   int64_t threads = omp_get_level() > 0 ? omp_get_num_threads() : pl_threads();
@@ -71,17 +172,14 @@ int attend(const T* q, const U* pool, int64_t page_size, int64_t rows, int64_t H
     bool any = false;
     for (int64_t i = 0; i < runs; i++) any |= pays(i);
     if (any) {
-      on_threads(pl_threads(), [&] {
-#pragma omp for schedule(dynamic, 1) collapse(2)
-        for (int64_t i = 0; i < runs; i++)
-          for (int64_t h = 0; h < Hk; h++) {
-            int64_t r = starts[i];
-            if (pays(i))
-              block(q + r * Hq * D, pool, page_size, Hq, Hk, h, seen.slots + seen.slot_offsets[r], seen.prefix_lens + r,
-                    starts[i + 1] - r, sight, scale, out + r * Hq * D);
-            else attend_run(r, starts[i + 1], h);
-          }
-      });
+      auto unit = [&](int64_t i, int64_t h, int64_t begin, const States& states) {
+        int64_t r = starts[i];
+        if (pays(i))
+          block(q + r * Hq * D, pool, page_size, Hq, Hk, h, seen.slots + seen.slot_offsets[r], seen.prefix_lens + r,
+                starts[i + 1] - r, sight, scale, begin, states);
+        else attend_run(r, starts[i + 1], h, begin, states);
+      };
+      in_parts(starts, Hk, 1, Hq, D, seen, sight, out, unit, nothing);
       return 0;
     }
   }
@@ -89,19 +187,18 @@ int attend(const T* q, const U* pool, int64_t page_size, int64_t rows, int64_t H
   if constexpr (kCoded<U>) {
     int64_t limit = std::max<int64_t>(1, std::min<int64_t>(CODED_ROWS, rows * Hk / (2 * threads)));
     std::vector<int64_t> starts = runs_of(rows, seen, limit, true);
-    int64_t runs = (int64_t)starts.size() - 1;
-    on_threads(runs * Hk > 1 ? pl_threads() : 1, [&] {
-#pragma omp for schedule(dynamic, 1) collapse(2)
-      for (int64_t i = 0; i < runs; i++)
-        for (int64_t h = 0; h < Hk; h++) attend_run(starts[i], starts[i + 1], h);
-    });
+    auto unit = [&](int64_t i, int64_t h, int64_t begin, const States& states) {
+      attend_run(starts[i], starts[i + 1], h, begin, states);
+    };
+    in_parts(starts, Hk, 1, Hq, D, seen, sight, out, unit, nothing);
   } else {
-    const int64_t at_once = std::min<int64_t>(4, std::max<int64_t>(1, rows * Hk * parts / 16));  // few rows go one by one
-    on_threads(rows * Hk > 1 ? pl_threads() : 1, [&] {
-#pragma omp for schedule(dynamic, at_once) collapse(2)
-      for (int64_t r = 0; r < rows; r++)
-        for (int64_t h = 0; h < Hk * parts; h++) attend_one(r, h);
-    });
+    const int64_t at_once = std::min<int64_t>(4, std::max<int64_t>(1, rows * Hk * turns / 16));  // few rows go one by one
+    std::vector<int64_t> starts(rows + 1);
+    for (int64_t r = 0; r <= rows; r++) starts[r] = r;
+    auto unit = [&](int64_t r, int64_t h, int64_t begin, const States& states) {
+      attend_one(r, h, begin, states.first, states.step);
+    };
+    in_parts(starts, Hk * turns, at_once, Hq, D, seen, sight, out, unit, nothing);
   }
   return 0;
 }

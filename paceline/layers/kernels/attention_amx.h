@@ -11,24 +11,29 @@ struct AmxTile {
   alignas(64) bf16 keys[TILE / 16][D / 32][512];    // [16 keys][32 dims]: pairs of dims, keys, 2
   alignas(64) bf16 values[TILE / 32][D / 16][512];  // [32 keys][16 dims]: pairs of keys, dims, 2
 
-  template <class U>
-  void load(const U* const* k, const U* const* v, int from, int blocks32) {  // its blocks of 32 keys from..blocks32-1
+  // Its blocks of 32 keys from..blocks32-1. ask(j, count): between two blocks, for what comes in their places in the next tile.
+  template <class U, class Ask>
+  void load(const U* const* k, const U* const* v, int from, int blocks32, Ask ask) {
     alignas(64) uint16_t low[32], high[32];
     for (int i = 0; i < 16; i++) {
       low[2 * i] = i; low[2 * i + 1] = 32 + i;
       high[2 * i] = 16 + i; high[2 * i + 1] = 48 + i;
     }
     __m512i pick_low = _mm512_load_si512(low), pick_high = _mm512_load_si512(high);
-    for (int b = 2 * from; b < 2 * blocks32; b++)
+    for (int b = 2 * from; b < 2 * blocks32; b++) {
       for (int d = 0; d < D / 32; d++)
         transpose16([&](int i) { return numbers32<D>(k[b * 16 + i], d * 32); }, keys[b][d]);
-    for (int b = from; b < blocks32; b++)
+      ask(b * 8, 8);
+    }
+    for (int b = from; b < blocks32; b++) {
+      ask(TILE / 2 + b * 16, 16);
       for (int p = 0; p < 16; p++)
         for (int d = 0; d < D / 32; d++) {
           __m512i x = numbers32<D>(v[b * 32 + 2 * p], d * 32), y = numbers32<D>(v[b * 32 + 2 * p + 1], d * 32);
           _mm512_store_si512(values[b][2 * d] + p * 32, _mm512_permutex2var_epi16(x, pick_low, y));
           _mm512_store_si512(values[b][2 * d + 1] + p * 32, _mm512_permutex2var_epi16(x, pick_high, y));
         }
+    }
   }
 };
 
@@ -122,11 +127,12 @@ static constexpr int RUN_BLOCKS = 8;  // blocks that share a tile's layout
 
 // Rows [0, count) of one segment for one KV head: rows without tails, or nodes of a tree, whose prefixes are equally long.
 // Nodes go through the tiles that lie in their prefix together. From the tile on in which it ends each has keys of its own,
-// of which only the blocks of 32 that its tail reaches are laid out for it alone.
+// of which only the blocks of 32 that its tail reaches are laid out for it alone. What is computed is the part at `begin`.
 template <int D, class U>
 static void amx_attend_run(const bf16* q, const U* pool, int64_t page_size, int64_t Hq, int64_t Hk, int64_t head,
                            const int32_t* prefix, const int32_t* prefix_lens, int64_t count, const int32_t* tails,
-                           const int64_t* tail_offsets, const Sight& sight, float scale, bf16* out) {
+                           const int64_t* tail_offsets, const Sight& sight, float scale, int64_t begin,
+                           const States& states) {
   static thread_local AmxBlock<D> blocks[RUN_BLOCKS], own;
   static thread_local AmxTile<D> tile, second;
   constexpr int64_t W = kept_width<U>(D);
@@ -138,7 +144,9 @@ static void amx_attend_run(const bf16* q, const U* pool, int64_t page_size, int6
   bool tailed = tail_offsets[1] > tail_offsets[0];
   int used = (count + per - 1) / per, configured = -1;
   auto configure = [&](int pairs) { if (pairs != configured) amx_attend_configure(configured = pairs); };
-  auto lay_out = [&](AmxTile<D>& to, int64_t base, int from, int64_t n, const int32_t* tail) {  // keys base..base+n-1
+  Places<U> ahead = places;
+  // Keys base..base+n-1. more: how many of the prefix may be asked for from the next tile on.
+  auto lay_out = [&](AmxTile<D>& to, int64_t base, int from, int64_t n, const int32_t* tail, int64_t more) {
     int blocks32 = (n + 31) / 32;
     for (int64_t j = from * 32; j < n; j++) {
       int64_t at = base + j;
@@ -146,19 +154,17 @@ static void amx_attend_run(const bf16* q, const U* pool, int64_t page_size, int6
       values[j] = keys[j] + to_value;
     }
     for (int64_t j = n; j < blocks32 * 32; j++) keys[j] = values[j] = zeros;
-    to.load(keys, values, from, blocks32);
-  };
-  auto ask = [&](int64_t from, int64_t end) {  // for the lines of a tile that comes next
-    for (int64_t at = from; at < end; at++) {
-      const U* key = places.at(prefix[at]);
-      ask_for<D>(key);
-      ask_for<D>(key + to_value);
-    }
+    to.load(keys, values, from, blocks32, [&](int64_t j, int64_t count) {  // rows lie too far apart for the processor to guess
+      for (int64_t end = std::min(j + count, more); j < end; j++) {
+        const U* key = ahead.at(prefix[base + TILE + j]);
+        ask_for<D>(key);
+        ask_for<D>(key + to_value);
+      }
+    });
   };
   auto finish = [&](const AmxBlock<D>& block, int first, int64_t r) {  // row r, whose pairs begin at first
     for (int64_t g = 0; g < G; g++)
-      for (int d = 0; d < D; d += 16)
-        store16(out + (r * Hq + head * G + g) * D + d, load16(block.acc + (first + g) * D + d) / block.total[first + g]);
+      states.put(r, g, block.acc + (first + g) * D, D, block.top[first + g], block.total[first + g]);
   };
   for (int b = 0; b < used; b++) {
     AmxBlock<D>& block = blocks[b];
@@ -170,8 +176,8 @@ static void amx_attend_run(const bf16* q, const U* pool, int64_t page_size, int6
       int64_t length = prefix_lens[r] + tail_offsets[r + 1] - tail_offsets[r];
       for (int64_t g = 0; g < G; g++) {
         memcpy(block.q + block.pairs * D, q + (r * Hq + head * G + g) * D, D * 2);
-        block.top[block.pairs] = sight.top(head * G + g);
-        block.total[block.pairs] = sight.total();
+        block.top[block.pairs] = sight.top(head * G + g, length, begin);
+        block.total[block.pairs] = sight.total(length, begin);
         block.start[block.pairs] = sight.first(length);
         block.length[block.pairs++] = length;
       }
@@ -181,22 +187,23 @@ static void amx_attend_run(const bf16* q, const U* pool, int64_t page_size, int6
     longest = std::max(longest, block.longest);
     earliest = std::min(earliest, block.earliest);
   }
+  const int64_t end = begin + PART;
   int64_t apart = tailed ? shared / TILE * TILE : longest;  // from where on the rows go alone
-  for (int64_t base = earliest / TILE * TILE; base < apart; base += TILE) {
-    lay_out(tile, base, 0, std::min<int64_t>(TILE, longest - base), nullptr);
-    ask(base + TILE, std::min(base + 2 * TILE, tailed ? shared : longest));
+  for (int64_t base = std::max(earliest / TILE * TILE, begin); base < std::min(apart, end); base += TILE) {
+    lay_out(tile, base, 0, std::min<int64_t>(TILE, longest - base), nullptr,
+            std::min(tailed ? shared : longest, end) - base - TILE);
     for (int b = 0; b < used; b++) {
       if (!blocks[b].sees(base)) continue;
       configure(blocks[b].pairs);
       blocks[b].add_tile(tile, base, scale);
     }
   }
-  if (!tailed) {
+  if (!tailed || end <= apart) {
     for (int64_t r = 0; r < count; r++) finish(blocks[r / per], r % per * G, r);
     return;
   }
   int whole = (shared - apart) / 32;  // blocks of the tile in which the prefix ends that no tail reaches
-  if (whole) lay_out(tile, apart, 0, whole * 32, nullptr);
+  if (whole && apart >= begin) lay_out(tile, apart, 0, whole * 32, nullptr, 0);
   own.pairs = G;
   configure(G);
   for (int64_t r = 0; r < count; r++) {
@@ -210,32 +217,15 @@ static void amx_attend_run(const bf16* q, const U* pool, int64_t page_size, int6
     memcpy(own.acc, block.acc + first * D, G * D * sizeof(float));
     memcpy(own.top, block.top + first, G * sizeof(float));
     memcpy(own.total, block.total + first, G * sizeof(float));
-    for (int64_t base = apart; base < own.longest; base += TILE) {
+    for (int64_t base = std::max(apart, begin); base < std::min(own.longest, end); base += TILE) {
       if (!own.sees(base)) continue;
       bool begins = base == apart;  // the tile that all rows begin alike
       AmxTile<D>& to = begins ? tile : second;
-      lay_out(to, base, begins ? whole : 0, std::min<int64_t>(TILE, own.longest - base), tails + tail_offsets[r]);
+      lay_out(to, base, begins ? whole : 0, std::min<int64_t>(TILE, own.longest - base), tails + tail_offsets[r], 0);
       own.add_tile(to, base, scale);
     }
     finish(own, 0, r);
   }
 }
 
-// starts: where runs of rows begin, and the end of the last.
-template <int D, class U>
-static void amx_attend(const bf16* q, const U* pool, int64_t page_size, const std::vector<int64_t>& starts, int64_t Hq,
-                       int64_t Hk, const Seen& seen, const Sight& sight, float scale, bf16* out) {
-  int64_t runs = (int64_t)starts.size() - 1;
-  on_threads(runs * Hk > 1 ? pl_threads() : 1, [&] {
-#pragma omp for schedule(dynamic, 1) collapse(2)
-    for (int64_t i = 0; i < runs; i++)
-      for (int64_t h = 0; h < Hk; h++) {
-        int64_t r = starts[i];
-        amx_attend_run<D, U>(q + r * Hq * D, pool, page_size, Hq, Hk, h, seen.slots + seen.slot_offsets[r],
-                             seen.prefix_lens + r, starts[i + 1] - r, seen.tails, seen.tail_offsets + r, sight, scale,
-                             out + r * Hq * D);
-      }
-    _tile_release();
-  });
-}
 #endif

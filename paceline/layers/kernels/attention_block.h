@@ -119,11 +119,11 @@ static void block_tile(RowState<D>* rows, const bf16* q, const BlockTile<D>& til
   for (int p = 0; p < P; p++) block_values<D, 1>(rows + p, tile, s + p * TILE, std::max(stop, from[p]), end[p]);
 }
 
-// `count` rows without tails, neighbours of one sequence, over one KV head. out: of the first row and its first head there.
+// `count` rows without tails, neighbours of one sequence, over one KV head: the part at `begin`. lengths: of the rows.
 template <int D, class U>
 static void attend_block(const bf16* q, const U* pool, int64_t page_size, int64_t Hq, int64_t Hk, int64_t head,
                          const int32_t* slots, const int32_t* lengths, int64_t count, const Sight& sight, float scale,
-                         bf16* out) {
+                         int64_t begin, const States& states) {
   constexpr int P = D <= 64 ? 6 : D <= 96 ? 4 : D <= 128 ? 3 : 1;  // sums of so many rows stay in registers
   static thread_local std::vector<RowState<D>> memory;
   static thread_local std::vector<bf16> queries;
@@ -141,8 +141,8 @@ static void attend_block(const bf16* q, const U* pool, int64_t page_size, int64_
   for (int64_t i = 0; i < pairs; i++) {
     int64_t r = i / G, g = i % G;
     memset(rows[i].acc, 0, sizeof rows[i].acc);
-    rows[i].top = sight.top(head * G + g);
-    rows[i].total = sight.total();
+    rows[i].top = sight.top(head * G + g, lengths[r], begin);
+    rows[i].total = sight.total(lengths[r], begin);
     rows[i].length = lengths[r];
     rows[i].first = sight.first(lengths[r]);
     earliest = std::min(earliest, rows[i].first);
@@ -150,7 +150,7 @@ static void attend_block(const bf16* q, const U* pool, int64_t page_size, int64_
     memcpy(&queries[i * D], q + (r * Hq + head * G + g) * D, D * sizeof(bf16));
   }
   const U* keys[TILE];
-  for (int64_t base = earliest / TILE * TILE; base < longest; base += TILE) {
+  for (int64_t base = std::max(earliest / TILE * TILE, begin); base < std::min(longest, begin + PART); base += TILE) {
     int n = (int)std::min<int64_t>(TILE, longest - base), groups = (n + 15) / 16;
     int group0 = (int)(std::max<int64_t>(earliest - base, 0) / 16);
     for (int j = group0 * 16; j < groups * 16; j++) keys[j] = j < n ? places.at(slots[base + j]) : zeros;
@@ -159,8 +159,6 @@ static void attend_block(const bf16* q, const U* pool, int64_t page_size, int64_
     for (; i + P <= pairs; i += P) block_tile<D, P>(rows + i, &queries[i * D], tile, base, scale);
     for (; i < pairs; i++) block_tile<D, 1>(rows + i, &queries[i * D], tile, base, scale);
   }
-  for (int64_t i = 0; i < pairs; i++)
-    for (int d = 0; d < D; d += 16)
-      store16(out + (i / G * Hq + head * G + i % G) * D + d, load16(rows[i].acc + d) / rows[i].total);
+  for (int64_t i = 0; i < pairs; i++) states.put(i / G, i % G, rows[i].acc, D, rows[i].top, rows[i].total);
 }
 #endif

@@ -50,11 +50,12 @@ struct CodedTile {
 };
 
 // `count` neighbouring rows of one sequence over one KV head: rows without tails, or rows with tails whose prefixes are
-// equally long. The query heads go in `parts` of G.
+// equally long. The query heads go in `parts` of G. What is computed is the part of the positions at `begin`.
 template <int D, class T>
 static void attend_coded(const T* q, const int8_t* pool, int64_t page_size, int64_t Hq, int64_t Hk, int64_t head,
                          const int32_t* prefix, const int32_t* prefix_lens, int64_t count, const int32_t* tails,
-                         const int64_t* tail_offsets, int64_t parts, const Sight& sight, float scale, T* out) {
+                         const int64_t* tail_offsets, int64_t parts, const Sight& sight, float scale, int64_t begin,
+                         const States& states) {
   static thread_local CodedTile<D, T> tile, second;
   static thread_local std::vector<float> memory;
   const int64_t heads = Hq / Hk, G = heads / parts, shared = prefix_lens[0];
@@ -69,8 +70,8 @@ static void attend_coded(const T* q, const int8_t* pool, int64_t page_size, int6
     longest = std::max(longest, length[r]);
     earliest = std::min(earliest, sight.first(length[r]));
     for (int64_t g = 0; g < heads; g++) {
-      top[r * heads + g] = sight.top(head * heads + g);
-      total[r * heads + g] = sight.total();
+      top[r * heads + g] = sight.top(head * heads + g, length[r], begin);
+      total[r * heads + g] = sight.total(length[r], begin);
     }
   }
   auto add = [&](int64_t r, int64_t base, const CodedTile<D, T>& to) {
@@ -79,23 +80,25 @@ static void attend_coded(const T* q, const int8_t* pool, int64_t page_size, int6
     for (int64_t g = r * heads; g < (r + 1) * heads; g += G)
       fn(q + (r * Hq + head * heads + g - r * heads) * D, to.keys, from, n, scale, sums + g * D, top + g, total + g);
   };
+  const int64_t end = begin + PART;
   int64_t apart = tailed ? shared / TILE * TILE : longest;  // from where on the rows go alone
-  for (int64_t base = earliest / TILE * TILE; base < apart; base += TILE) {
+  for (int64_t base = std::max(earliest / TILE * TILE, begin); base < std::min(apart, end); base += TILE) {
     tile.load(std::max<int64_t>(earliest - base, 0), std::min<int64_t>(TILE, longest - base),
               [&](int64_t j) { return prefix[base + j]; }, places);
-    for (int64_t at = base + TILE; at < std::min(base + 2 * TILE, tailed ? shared : longest); at++) {
+    for (int64_t at = base + TILE; at < std::min({base + 2 * TILE, tailed ? shared : longest, end}); at++) {
       const int8_t* key = places.at(prefix[at]);
       ask_for<D>(key);
       ask_for<D>(key + places.to_value());
     }
     for (int64_t r = 0; r < count; r++) add(r, base, tile);
   }
-  if (tailed) {
+  if (tailed && apart < end) {
     int64_t own = shared - apart;  // where in its tile the prefix ends
-    tile.load(std::min(own, std::max<int64_t>(earliest - apart, 0)), own, [&](int64_t j) { return prefix[apart + j]; },
-              places);
+    if (apart >= begin)
+      tile.load(std::min(own, std::max<int64_t>(earliest - apart, 0)), own, [&](int64_t j) { return prefix[apart + j]; },
+                places);
     for (int64_t r = 0; r < count; r++)
-      for (int64_t base = apart; base < length[r]; base += TILE) {
+      for (int64_t base = std::max(apart, begin); base < std::min(length[r], end); base += TILE) {
         CodedTile<D, T>& to = base == apart ? tile : second;
         const int32_t* tail = tails + tail_offsets[r];
         to.load(std::max(shared - base, int64_t(0)), std::min<int64_t>(TILE, length[r] - base),
@@ -104,9 +107,10 @@ static void attend_coded(const T* q, const int8_t* pool, int64_t page_size, int6
       }
   }
   for (int64_t r = 0; r < count; r++)
-    for (int64_t g = 0; g < heads; g++)
-      for (int64_t d = 0; d < D; d += 16)
-        store16(out + (r * Hq + head * heads + g) * D + d, load16(sums + (r * heads + g) * D + d) / total[r * heads + g]);
+    for (int64_t g = 0; g < heads; g++) {
+      int64_t i = r * heads + g;
+      states.put(r, g, sums + i * D, D, top[i], total[i]);
+    }
 }
 
 // What goes through rows, of numbers one after another and of codes together; null for a head dim that has no kernel.

@@ -47,8 +47,26 @@ struct Sight {
   const float* sinks;  // of query heads, or null
 
   int64_t first(int64_t length) const { return window > 0 ? std::max<int64_t>(length - window, 0) : 0; }
-  float top(int64_t head) const { return sinks ? sinks[head] : -INFINITY; }  // of the scores before any key
-  float total() const { return sinks ? 1.0f : 0.0f; }                       // of the weights before any key
+  int64_t first_part(int64_t length) const { return first(length) / PART; }
+  // Of the scores, and of the weights, before any key of the part at `begin`: the first part that a row sees has the sinks.
+  float top(int64_t head, int64_t length, int64_t begin) const {
+    return sinks && begin == first_part(length) * PART ? sinks[head] : -INFINITY;
+  }
+  float total(int64_t length, int64_t begin) const { return sinks && begin == first_part(length) * PART ? 1.0f : 0.0f; }
+};
+
+// Where the softmaxes of one part go, each of a row and a query head: D sums, then the highest score, then the sum of weights.
+// What rows that see nothing of the part have there means nothing.
+struct States {
+  float* first;
+  int64_t row, step;  // floats from row to row, from head to head
+
+  float* at(int64_t r, int64_t g) const { return first + r * row + g * step; }
+  void put(int64_t r, int64_t g, const float* acc, int64_t D, float top, float total) const {
+    float* to = at(r, g);
+    memcpy(to, acc, D * sizeof(float));
+    to[D] = top, to[D + 1] = total;
+  }
 };
 
 // Scores of a tile's keys to weights, for a row that sees from..n-1 of them: others get 0, those in the groups of 16 that it
@@ -102,22 +120,22 @@ static inline __attribute__((always_inline)) void row_tile(const T* q, const T* 
   }
 }
 
-// G query heads of one row, from `query_head` on, over one KV head.
+// G query heads of one row, from `query_head` on, over one KV head: the part at `begin`, of which it sees something.
 template <int D, int G, class T>
 static void attend_row(const T* q, const T* pool, int64_t page_size, int64_t Hk, int64_t head, int64_t query_head,
                        const int32_t* prefix, int64_t prefix_len, const int32_t* tail, int64_t length,
-                       const Sight& sight, float scale, T* out) {
+                       const Sight& sight, float scale, int64_t begin, float* states, int64_t step) {
   constexpr int DV = D / 16;
   alignas(64) static const T zeros[D] = {};
   const T *seen[2][TILE];  // keys of this tile and of the next
   v16 acc[G][DV] = {};
   float top[G], total[G];
-  for (int g = 0; g < G; g++) { top[g] = sight.top(query_head + g); total[g] = sight.total(); }
+  for (int g = 0; g < G; g++) { top[g] = sight.top(query_head + g, length, begin); total[g] = sight.total(length, begin); }
   Places<T> places(pool, page_size, Hk, head, D);
-  const int64_t first = sight.first(length), to_value = places.to_value();
+  const int64_t first = std::max(sight.first(length), begin), last = std::min(length, begin + PART), to_value = places.to_value();
   // The keys of the tile at `base`, and their lines asked for.
   auto find = [&](int64_t base, const T** keys) {
-    for (int64_t at = std::max(base, first), end = std::min<int64_t>(base + TILE, length); at < end; at++) {
+    for (int64_t at = std::max(base, first), end = std::min<int64_t>(base + TILE, last); at < end; at++) {
       const T* key = places.at(at < prefix_len ? prefix[at] : tail[at - prefix_len]);
       keys[at - base] = key;
       ask_for<D>(key);
@@ -126,17 +144,19 @@ static void attend_row(const T* q, const T* pool, int64_t page_size, int64_t Hk,
   };
   int64_t start = first / TILE * TILE;
   find(start, seen[start / TILE % 2]);
-  for (int64_t base = start; base < length; base += TILE) {
+  for (int64_t base = start; base < last; base += TILE) {
     const T** keys = seen[base / TILE % 2];
-    if (base + TILE < length) find(base + TILE, seen[(base / TILE + 1) % 2]);
-    int n = std::min<int64_t>(TILE, length - base), groups = (n + 15) / 16;
+    if (base + TILE < last) find(base + TILE, seen[(base / TILE + 1) % 2]);
+    int n = std::min<int64_t>(TILE, last - base), groups = (n + 15) / 16;
     int from = std::max<int64_t>(first - base, 0), group0 = from / 16;  // what lies before is not seen
     for (int j = group0 * 16; j < from; j++) keys[j] = zeros;
     for (int j = n; j < groups * 16; j++) keys[j] = zeros;
     row_tile<D, G>(q, keys, to_value, from, n, scale, acc, top, total);
   }
-  for (int g = 0; g < G; g++)
-    for (int d = 0; d < DV; d++) store16(out + g * D + d * 16, acc[g][d] / total[g]);
+  for (int g = 0; g < G; g++, states += step) {
+    for (int d = 0; d < DV; d++) store16(states + d * 16, acc[g][d]);
+    states[D] = top[g], states[D + 1] = total[g];
+  }
 }
 
 template <class T>

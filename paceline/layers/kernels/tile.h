@@ -3,8 +3,10 @@
 #include "common.h"
 
 // A row sees positions 0..length-1 of its sequence, in tiles of TILE positions counted from 0, each tile in groups of 16.
+// PART positions, counted from 0 too, have a softmax of their own; those of a row are joined in their order (attention.h), so
+// that threads can share a long row and a row has its bits whoever computes its parts.
 
-static constexpr int TILE = 128;
+static constexpr int TILE = 128, PART = 4 * TILE;
 
 #ifdef USE_AVX512BF16
 static inline v16 sum_each(const __m512* a) {  // element i = sum of a[i]'s 16 elements, one fixed tree
