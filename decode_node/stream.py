@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -35,6 +37,33 @@ class StreamPhase(enum.Enum):
     RELEASED = "released"
 
 
+class _Held(threading.local):
+    """What this thread has pushed and not told yet; None: it tells at once."""
+
+    events: list[tuple[EventQueue, node_pb2.DecodeEvent | PacelineError]] | None = None
+
+
+_held = _Held()
+
+
+@contextmanager
+def told_together() -> Iterator[None]:
+    """Events that this thread pushes meanwhile wake each event loop once, at the end: a loop that is woken for the
+    first stream of a round takes the interpreter from the engine that tells the others."""
+    _held.events = []
+    try:
+        yield
+    finally:
+        events, _held.events = _held.events, None
+        for loop in {queue.loop for queue, _ in events}:
+            notify(loop, _put_all, [(queue, event) for queue, event in events if queue.loop is loop])
+
+
+def _put_all(events: list[tuple[EventQueue, node_pb2.DecodeEvent | PacelineError]]) -> None:
+    for queue, event in events:
+        queue.put(event)
+
+
 class EventQueue:
     """Events of one stream: produced by the engine thread, consumed by the RPC on the event loop.
 
@@ -44,7 +73,7 @@ class EventQueue:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
-        self._loop = loop
+        self.loop = loop
         self._wake = wake
         self._queue: asyncio.Queue[node_pb2.DecodeEvent | PacelineError] = asyncio.Queue()
         self._pushed = 0  # by the engine
@@ -58,7 +87,14 @@ class EventQueue:
     def push(self, event: node_pb2.DecodeEvent | PacelineError) -> None:
         """Append an event; an error is the last one. Engine thread."""
         self._pushed += 1
-        notify(self._loop, self._queue.put_nowait, event)
+        if _held.events is None:
+            notify(self.loop, self.put, event)
+        else:
+            _held.events.append((self, event))
+
+    def put(self, event: node_pb2.DecodeEvent | PacelineError) -> None:
+        """Let the reader have a pushed event. Event loop."""
+        self._queue.put_nowait(event)
 
     async def take(self) -> node_pb2.DecodeEvent:
         """The next event; raises the error that ended the stream."""

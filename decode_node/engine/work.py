@@ -13,7 +13,7 @@ import time
 
 from decode_node.engine.ends import StreamEnds
 from decode_node.engine.scheduler import DecodeScheduler
-from decode_node.stream import Stream, StreamPhase
+from decode_node.stream import Stream, StreamPhase, told_together
 from paceline.engine.model_runner import ModelRunner, RoundResult
 from paceline.request import TokenLogprobs
 from paceline.v1 import node_pb2
@@ -108,10 +108,11 @@ class ModelWork:
             self._ends.fail_step(batch, "decode", error)
             return True
         ended = time.monotonic()
-        for stream, result in zip(batch, results, strict=True):
-            _record_round(stream, result, began, ended, len(batch))
-            if not self._failed(stream):
-                self._emit(stream, result.token_ids, result.logprobs, result)
+        with told_together():
+            for stream, result in zip(batch, results, strict=True):
+                _record_round(stream, result, began, ended, len(batch))
+                if not self._failed(stream):
+                    self._emit(stream, result.token_ids, result.logprobs, result)
         return True
 
     def _failed(self, stream: Stream) -> bool:
