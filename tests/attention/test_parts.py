@@ -20,7 +20,7 @@ from tests.support.tolerance import Tolerance
 
 pytestmark = needs_kernels
 
-PART, LENGTH, PAGE, SPARE = 512, 1300, 16, 16  # two parts and a piece
+LENGTH, PAGE, SPARE = 1300, 16, 16  # two parts of 512 and a piece
 GEOMETRIES = [(9, 3, 64), (12, 1, 32), (2, 2, 128)]
 WINDOWS = (0, 5, 100, 512, 700)
 ROWS = (0, 511, 512, 513, 640, 1023, 1024, 1025, 1299)

@@ -19,14 +19,15 @@ from paceline.serving import cores
 from paceline.serving.cores import FIRST_PAUSE_S, JUDGED_S, LONGEST_PAUSE_S, CoreShare, Crowd
 from paceline.serving.loop import EngineLoop
 from tests.fakes.wait import wait_for
+from tests.support.needs import needs_kernels
+
+pytestmark = needs_kernels
 
 CORES = 5
 
 
 @pytest.fixture(autouse=True)
 def _own_threads_again() -> Iterator[None]:
-    if build.load_kernels() is None:
-        pytest.skip("the CPU kernels cannot be built here (no C++ compiler)")
     yield
     build.set_threads(1)
 
