@@ -30,7 +30,7 @@ from paceline.v1.admin_pb2_grpc import AdminServicer
 
 if TYPE_CHECKING:
     from cluster.nodes.admin import AdminServer
-    from cluster.nodes.launch import RayNodes
+    from cluster.nodes.launch import RayNode, RayNodes
 
 log = logging.getLogger(__name__)
 
@@ -63,40 +63,14 @@ class Supervision:
         raised."""
         # Ray takes a second to import; a router that takes over has streams meanwhile.
         await asyncio.to_thread(importlib.import_module, "cluster.nodes.launch")
-        from cluster.nodes.launch import PLACE_S, RayNode, RayNodes
-        from cluster.nodes.places import ray_hosts
         from cluster.nodes.ray_session import CALL_S, within
         from cluster.nodes.ray_watch import RayWatch
 
         left = await asyncio.to_thread(within, CALL_S, self._left)
         leaves, self._leaves = self._leaves, self._leaves or left is not None  # a start that fails ends none of theirs
         wanted = list(left.nodes) if left is not None else wanted_nodes(self.config, self._lease.wanted)
-        places = [wanted_place(node, self.config) for node in wanted]
-        with self._parts.waiting_for("Ray to place nodes"):
-            if left is None:
-                check_room(places, await asyncio.to_thread(ray_hosts), fixed=self.config.ray_address == "local")
-            interface, identity, directory = self.config.node_interface, self._front.identity, self._front.directory
-            nodes = self._nodes = await asyncio.to_thread(
-                within, PLACE_S, lambda: RayNodes(places, self._registry, interface, identity, left, directory.record)
-            )
-        self._parts.at_end("placement", lambda: None if self._goes_on() else nodes.close())
-        make_config = self._node_configs(wanted, nodes.name.rpartition("-")[2])
-
-        def launch(role: str, node_id: str, generation: int) -> RayNode:
-            return nodes.launch(role, node_id, generation, make_config(self.changes.of(node_id), role))
-
-        # A node that stopped without dying is replaced too.
-        supervisor = self.supervisor = Supervisor(
-            launch,
-            issue=self._lease.issue,
-            has_lease=directory.holds,
-            heard=directory.heard,
-            reachable=host_answers,
-            may_act=self._lease.held if self._outlive else lambda: True,
-        )
-        supervisor.slots += [Slot(n.role, n.node_id, wish="rest" if n.drained else "run") for n in wanted]
-        resources = {"prefill": self.config.prefill_resource, "decode": self.config.decode_resource}
-        self.changes = NodeChanges(supervisor, _Places(nodes, self.config), wanted, self._keep, resources)
+        nodes = self._nodes = await self._place(wanted, left)
+        supervisor = self.supervisor = self._supervisor(wanted, nodes)
         self._parts.at_end("nodes", self._end)
         if left is not None:
             await asyncio.to_thread(within, CALL_S, self._adopt)
@@ -109,9 +83,48 @@ class Supervision:
         finally:
             told.cancel()
         self._leaves = leaves
-        watch = RayWatch(supervisor, nodes, directory.refresh, self._keep_on, self._tell_trouble)
+        watch = RayWatch(supervisor, nodes, self._front.directory.refresh, self._keep_on, self._tell_trouble)
         watching = asyncio.create_task(watch.run(), name="watch-ray")
         self._parts.at_end("watching Ray", watching.cancel)
+
+    async def _place(self, wanted: list[WantedNode], left: Kept | None) -> RayNodes:
+        """The placement of ``wanted`` on Ray: a new one, or the one that was left. It ends with ``parts``."""
+        from cluster.nodes.launch import PLACE_S, RayNodes
+        from cluster.nodes.places import ray_hosts
+        from cluster.nodes.ray_session import within
+
+        places = [wanted_place(node, self.config) for node in wanted]
+        with self._parts.waiting_for("Ray to place nodes"):
+            if left is None:
+                check_room(places, await asyncio.to_thread(ray_hosts), fixed=self.config.ray_address == "local")
+            interface, identity, directory = self.config.node_interface, self._front.identity, self._front.directory
+            nodes = await asyncio.to_thread(
+                within, PLACE_S, lambda: RayNodes(places, self._registry, interface, identity, left, directory.record)
+            )
+        self._parts.at_end("placement", lambda: None if self._goes_on() else nodes.close())
+        return nodes
+
+    def _supervisor(self, wanted: list[WantedNode], nodes: RayNodes) -> Supervisor:
+        """Starts and replaces ``wanted``, and takes changes of them. A node that stopped without dying is replaced
+        too."""
+        make_config = self._node_configs(wanted, nodes.name.rpartition("-")[2])
+        directory = self._front.directory
+
+        def launch(role: str, node_id: str, generation: int) -> RayNode:
+            return nodes.launch(role, node_id, generation, make_config(self.changes.of(node_id), role))
+
+        supervisor = Supervisor(
+            launch,
+            issue=self._lease.issue,
+            has_lease=directory.holds,
+            heard=directory.heard,
+            reachable=host_answers,
+            may_act=self._lease.held if self._outlive else lambda: True,
+        )
+        supervisor.slots += [Slot(n.role, n.node_id, wish="rest" if n.drained else "run") for n in wanted]
+        resources = {"prefill": self.config.prefill_resource, "decode": self.config.decode_resource}
+        self.changes = NodeChanges(supervisor, _Places(nodes, self.config), wanted, self._keep, resources)
+        return supervisor
 
     def _left(self) -> Kept | None:
         """What an earlier supervisor left, where its nodes outlived it and were started as these would be. Others of

@@ -97,10 +97,12 @@ class DecodeNode:
 
     def counts(self) -> dict[str, Any]:
         """What routers show of this node besides its load, by field of the registry's record."""
+        counts = self.shell.counts()
         return {
+            **counts,
             "missing_drafts": self._engine.missing_drafts,
             "copies": self._runner.drafter.copies(),
-            "refused_calls": self.shell.guard.refused + self._links.refused,
+            "refused_calls": counts["refused_calls"] + self._links.refused,
         }
 
     # -- insides -----------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ class PrefillNode:
 
     def counts(self) -> dict[str, Any]:
         """What routers show of this node besides its load, by field of the registry's record."""
-        return {"refused_calls": self.shell.guard.refused}
+        return self.shell.counts()
 
     # -- insides -----------------------------------------------------------------------------------------------
 

@@ -94,10 +94,34 @@ _NODE_GAUGES: dict[str, tuple[str, str]] = {  # and the field of the node's reco
     "node_kv_pages": ("KV pages of a node (option kv_cache_tokens over page_size).", "total_pages"),
     "node_kv_pages_free": ("KV pages that new sequences can get on a node; cached prefixes give way.", "free_pages"),
 }
+_NODE_COUNTERS: dict[str, tuple[str, str, float]] = {  # likewise, and what one of it is worth
+    "node_missing_drafts": (
+        "Sequences that reached a decode node without the state of their drafter, so that speculation began late.",
+        "missing_drafts",
+        1,
+    ),
+    "node_refused_calls": (
+        "Calls and hand-offs that a node refused because of who made them. The audit log has a line of each.",
+        "refused_calls",
+        1,
+    ),
+    "node_shared_seconds": (
+        "Seconds of steps that several threads of a node shared; 0 where it has cores of its own.",
+        "shared_ms",
+        1e-3,
+    ),
+    "node_missed_seconds": (
+        "Seconds of these in which one of the threads had no core. Above 40 %, other programs crowd the cores.",
+        "missed_ms",
+        1e-3,
+    ),
+}
 
 
 class Metrics:
     """One registry per deployment, so that two in one process do not mix."""
+
+    # It has over 20 methods, since each event that is counted has one, of two lines.
 
     def __init__(self) -> None:
         self.registry = into = CollectorRegistry()
@@ -253,18 +277,11 @@ class NodeMetrics(Collector):
             for node in nodes:
                 gauge.add_metric([node.id], getattr(node, field))
             yield gauge
-        missing = CounterMetricFamily(
-            "paceline_node_missing_drafts",
-            "Sequences that reached a decode node without the state of their drafter, so that speculation began late.",
-            None,
-            ["node"],
-        )
-        refused = CounterMetricFamily(
-            "paceline_node_refused_calls",
-            "Calls and hand-offs that a node refused because of who made them. The audit log has a line of each.",
-            None,
-            ["node"],
-        )
+        for name, (text, field, unit) in _NODE_COUNTERS.items():
+            counter = CounterMetricFamily(f"paceline_{name}", text, None, ["node"])
+            for node in nodes:
+                counter.add_metric([node.id], getattr(node, field) * unit)
+            yield counter
         copies = CounterMetricFamily(
             "paceline_node_copy_rounds",
             "Rounds in which a drafter of the node looked for text to copy, by result: hit (it drafted) or miss.",
@@ -272,11 +289,7 @@ class NodeMetrics(Collector):
             ["node", "drafter", "result"],
         )
         for node in nodes:
-            missing.add_metric([node.id], node.missing_drafts)
-            refused.add_metric([node.id], node.refused_calls)
             for drafter, (hits, misses) in node.copies.items():
                 copies.add_metric([node.id, drafter, "hit"], hits)
                 copies.add_metric([node.id, drafter, "miss"], misses)
-        yield missing
-        yield refused
         yield copies

@@ -62,6 +62,8 @@ class NodeRecord:
     free_pages: Count = 0
     total_pages: Count = 0
     missing_drafts: Count = 0  # sequences that came without the state of their drafter, since the node started
+    shared_ms: Count = 0  # of steps that several threads shared, since the node started
+    missed_ms: Count = 0  # of these in which one of them had no core
     refused_calls: Count = 0  # whose caller may not make them, since the node started
     # Rounds in which a drafter that copies found something, and in which it did not, by its name; likewise.
     copies: Mapping[str, Annotated[Sequence[Count], Field(min_length=2, max_length=2)]] = field(default_factory=dict)

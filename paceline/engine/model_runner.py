@@ -114,6 +114,8 @@ class KvMemory:
 class ModelRunner:
     """Target, drafter and pool of one node."""
 
+    # It has 21 methods, six of which are a name for one field of a part.
+
     def __init__(
         self,
         model: TargetModel,

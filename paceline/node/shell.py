@@ -121,6 +121,11 @@ class NodeShell:
         """Whether the node can never serve again: one of its ranks is lost."""
         return not self._runner.alive()
 
+    def counts(self) -> dict[str, int]:
+        """What both roles count, by field of the registry's record."""
+        cores = self._cores.counts() if self._cores is not None else {}
+        return {"refused_calls": self.guard.refused, **cores}
+
     # -- calls -------------------------------------------------------------------------------------------------
 
     @contextmanager

@@ -85,6 +85,7 @@ class CoreShare:
         self._map = _map(self._path)
         self._slot = slot
         self._crowd = Crowd()
+        self._shared_s = self._missed_s = 0.0  # since the start
         self.busy = False
         share_cores(self._map, MAX_NODES, slot, num_cores())
 
@@ -104,10 +105,17 @@ class CoreShare:
             yield
         finally:
             most = self._crowd.most
-            self._crowd.stepped(time.monotonic(), *take_regions(), current_threads())
+            took_s, missed_s = take_regions()
+            self._shared_s, self._missed_s = self._shared_s + took_s, self._missed_s + missed_s
+            self._crowd.stepped(time.monotonic(), took_s, missed_s, current_threads())
             if self._crowd.most != most:
                 limit_threads(self._crowd.most)
                 log.debug("threads of a step, as other processes crowd the cores: %s", self._crowd.most or "any number")
+
+    def counts(self) -> dict[str, int]:
+        """Milliseconds of steps that several threads shared, and those in which one of them had no core, by field of
+        the registry's record. From any thread."""
+        return {"shared_ms": int(1e3 * self._shared_s), "missed_ms": int(1e3 * self._missed_s)}
 
     def close(self) -> None:
         """Give the place back; the last one removes the file. The map stays for as long as the process lives, since

@@ -135,6 +135,8 @@ def test_a_node_whose_threads_miss_much_works_on_fewer_for_a_while(
     thread.start()
     thread.join(30)
     assert found == [1, 2]  # and it tries again
+    counts = share.counts()
+    assert 0.4 * counts["shared_ms"] < counts["missed_ms"] <= counts["shared_ms"]
     share.close()
 
 

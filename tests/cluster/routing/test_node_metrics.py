@@ -21,7 +21,14 @@ def samples(metrics: Metrics, prefix: str = "paceline_node") -> dict[tuple[str, 
 def test_series_follow_the_nodes() -> None:
     nodes = [
         NodeRecord("prefill-0", "prefill", 1, "h:1", ranks=4, running=1, waiting=2, free_pages=3, total_pages=4),
-        NodeRecord("decode-0", "decode", 1, "h:2", missing_drafts=5, copies={"ngram": (6, 7), "suffix": (8, 9)}),
+        NodeRecord(
+            *("decode-0", "decode", 1, "h:2"),
+            missing_drafts=5,
+            refused_calls=10,
+            shared_ms=1500,
+            missed_ms=250,
+            copies={"ngram": (6, 7), "suffix": (8, 9)},
+        ),
     ]
     metrics = Metrics()
     metrics.watch_nodes(lambda: nodes)
@@ -35,7 +42,13 @@ def test_series_follow_the_nodes() -> None:
         ("kv_pages", 4),
     ):
         assert found[f"paceline_node_{name}", "prefill-0"] == value
-    assert found["paceline_node_missing_drafts_total", "decode-0"] == 5
+    for name, value in (
+        ("missing_drafts", 5),
+        ("refused_calls", 10),
+        ("shared_seconds", 1.5),
+        ("missed_seconds", 0.25),
+    ):
+        assert found[f"paceline_node_{name}_total", "decode-0"] == value
     copies = {key[1:]: value for key, value in found.items() if key[0] == "paceline_node_copy_rounds_total"}
     assert copies == {
         ("ngram", "decode-0", "hit"): 6,

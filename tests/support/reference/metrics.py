@@ -49,6 +49,10 @@ QUERIES = (
     ),
     ("share of a node's KV pages in use", "1 - paceline_node_kv_pages_free / paceline_node_kv_pages"),
     (
+        "share of their time that a node's threads had no core",
+        "rate(paceline_node_missed_seconds_total[5m]) / rate(paceline_node_shared_seconds_total[5m])",
+    ),
+    (
         "share of rounds in which copying found something",
         'sum by (drafter) (rate(paceline_node_copy_rounds_total{result="hit"}[5m]))'
         " / sum by (drafter) (rate(paceline_node_copy_rounds_total[5m]))",
