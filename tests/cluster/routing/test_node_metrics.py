@@ -42,13 +42,13 @@ def test_series_follow_the_nodes() -> None:
         ("kv_pages", 4),
     ):
         assert found[f"paceline_node_{name}", "prefill-0"] == value
-    for name, value in (
+    for name, total in (
         ("missing_drafts", 5),
         ("refused_calls", 10),
         ("shared_seconds", 1.5),
         ("missed_seconds", 0.25),
     ):
-        assert found[f"paceline_node_{name}_total", "decode-0"] == value
+        assert found[f"paceline_node_{name}_total", "decode-0"] == total
     copies = {key[1:]: value for key, value in found.items() if key[0] == "paceline_node_copy_rounds_total"}
     assert copies == {
         ("ngram", "decode-0", "hit"): 6,
