@@ -10,7 +10,7 @@ WIDTHS ?=
 # longer than the import itself, so the files are written whatever the caller's environment says.
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder  # as tests/support/whole_suite.py
+SIDE_BY_SIDE := -n 4 --dist loadfile --no-loadscope-reorder  # as tests/support/whole_suite.py
 
 .PHONY: setup demo serve test quick check check-types check-style docs fuzz fuzz-surface chaos hosts soak clients proto bench pictures clean help
 
