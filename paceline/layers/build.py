@@ -152,13 +152,13 @@ def load_kernels(extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL | None:
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    ptr, i64, i32, f32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+    ptr, i64, i32, f32, f64 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_double
     signatures: dict[str, tuple[list[Any], Any]] = {
         "pl_init": ([], i32),
         "pl_isa": ([], ctypes.c_char_p),
         "pl_threads": ([], i32),
         "pl_set_threads": ([i32], None),
-        "pl_share_cores": ([ptr, i32, i32, i32], None),
+        "pl_share_cores": ([ptr, i32, i32, i32, i64, f64, f64], None),
         "pl_limit_threads": ([i32], None),
         "pl_take_regions": ([ptr, ptr], None),
         "pl_read": ([ptr, i64], f32),
@@ -210,17 +210,19 @@ def set_threads(count: int) -> None:
         library.pl_set_threads(count)
 
 
-def share_cores(busy: mmap.mmap, slots: int, own: int, cores: int) -> None:
+def share_cores(busy: mmap.mmap, slots: int, own: int, cores: int, over_s: float, share: float, fewer: float) -> None:
     """Threads follow ``busy`` from now on: a byte for each of ``slots`` processes of this host, not 0 while it works;
-    this process is number ``own``. All use ``cores`` together (``kernels/host.cpp``). The map must stay open."""
+    this process is number ``own``. All use ``cores`` together (``kernels/host.cpp``). The map must stay open. Kernels
+    whose threads miss more than ``share`` of ``over_s`` seconds go on with ``fewer`` of them, a share too."""
     library = load_kernels()
     if library is not None:
         address = ctypes.addressof(ctypes.c_char.from_buffer(busy))
-        library.pl_share_cores(address, slots, own, cores)
+        library.pl_share_cores(address, slots, own, cores, int(1e9 * over_s), share, fewer)
 
 
 def limit_threads(most: int) -> None:
-    """Kernels begin with no more than ``most`` threads, although more cores are shared; 0: with any number."""
+    """Kernels begin with no more than ``most`` threads, although more cores are shared; 0: with any number. It ends
+    what they decided by themselves."""
     library = load_kernels()
     if library is not None:
         library.pl_limit_threads(most)

@@ -9,7 +9,8 @@ millisecond. Results do not depend on the number of threads.
 
 Other processes may want the cores too. A step is hundreds of parallel regions, and each ends when its last thread has
 done its part: where a core is taken, a region of 30 microseconds waits for milliseconds, and two threads take longer
-than one. A node whose threads miss too much works on fewer for a while, then tries again (`Crowd`).
+than one. A step whose threads miss too much goes on with fewer, and so does the node for a while, then it tries again
+(`Crowd`).
 
 A node that is killed while it works leaves its byte at 1: the others then keep to a smaller part until its successor,
 which has the same byte, is there. The file goes with the last node that closes it; one that a crash left behind goes
@@ -87,7 +88,7 @@ class CoreShare:
         self._crowd = Crowd()
         self._shared_s = self._missed_s = 0.0  # since the start
         self.busy = False
-        share_cores(self._map, MAX_NODES, slot, num_cores())
+        share_cores(self._map, MAX_NODES, slot, num_cores(), JUDGED_S, CROWDED_SHARE, FEWER)
 
     @property
     def busy(self) -> bool:
@@ -106,6 +107,7 @@ class CoreShare:
         finally:
             most = self._crowd.most
             took_s, missed_s = take_regions()
+            limit_threads(most)  # kernels that found the cores crowded took fewer for the rest of the step
             self._shared_s, self._missed_s = self._shared_s + took_s, self._missed_s + missed_s
             self._crowd.stepped(time.monotonic(), took_s, missed_s, current_threads())
             if self._crowd.most != most:

@@ -140,6 +140,29 @@ def test_a_node_whose_threads_miss_much_works_on_fewer_for_a_while(
     share.close()
 
 
+def test_a_step_that_is_crowded_goes_on_with_fewer_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt is one long step. Mutants: it has all threads until it ends; what it decided stays when it has ended."""
+    monkeypatch.setattr(cores, "num_cores", lambda: 2)
+    share, work = CoreShare("test", 0, tmp_path), _linear_of(64)
+    monkeypatch.setattr(cores, "JUDGED_S", 1e9)  # so that the next step is judged anew
+    found: list[int] = []
+
+    def step() -> None:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        deadline = time.monotonic() + 20
+        with share.step():
+            while build.current_threads() > 1 and time.monotonic() < deadline:
+                work()
+            found.append(build.current_threads())
+        found.append(build.current_threads())
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    thread.join(30)
+    assert found == [1, 2]
+    share.close()
+
+
 def test_time_outside_of_kernels_is_no_crowd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "num_cores", lambda: CORES)
     share = CoreShare("test", 0, tmp_path)

@@ -39,27 +39,24 @@ static inline int64_t clock_ns(clockid_t clock) {
   return at.tv_sec * 1000000000L + at.tv_nsec;
 }
 
-// A parallel region of several threads took took_ns, for missed_ns of which one of them was off its core, or came late (host.cpp).
-void note_region(int64_t took_ns, int64_t missed_ns);
+// Whether somebody wants to know what threads miss (host.cpp).
+bool notes_regions();
+// A parallel region of several threads took took_ns, for missed_ns of which one of them was off its core, or came late.
+void note_region(int threads, int64_t took_ns, int64_t missed_ns);
 
 // Runs `work` in a parallel region of its own and notes what the region waited for. Threads that wait for each other look
 // for the end of that wait all the time, so that what a thread misses is what its core did for somebody else.
 template <class Work>
 static inline void in_region(int threads, Work work) {
-  if (threads <= 1) {
-#pragma omp parallel num_threads(1)
-    work();
-    return;
-  }
-  int64_t began = clock_ns(CLOCK_MONOTONIC), missed = 0;
+  const bool noted = threads > 1 && notes_regions();
+  int64_t began = noted ? clock_ns(CLOCK_MONOTONIC) : 0, missed = 0;
 #pragma omp parallel num_threads(threads) reduction(max : missed)
   {
-    int64_t ran = clock_ns(CLOCK_THREAD_CPUTIME_ID);
+    int64_t ran = noted ? clock_ns(CLOCK_THREAD_CPUTIME_ID) : 0;
     work();
-    ran = clock_ns(CLOCK_THREAD_CPUTIME_ID) - ran;
-    missed = clock_ns(CLOCK_MONOTONIC) - began - ran;
+    if (noted) missed = clock_ns(CLOCK_MONOTONIC) - began - (clock_ns(CLOCK_THREAD_CPUTIME_ID) - ran);
   }
-  note_region(clock_ns(CLOCK_MONOTONIC) - began, missed);
+  if (noted) note_region(threads, clock_ns(CLOCK_MONOTONIC) - began, missed);
 }
 
 // Runs `work`, which shares its loops out with `omp for`: on all threads of the region that the caller is in, each of which

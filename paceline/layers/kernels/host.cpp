@@ -5,15 +5,27 @@
 #include <unistd.h>
 #endif
 
+struct Crowded {  // over so many nanoseconds of regions, by the share of them that is missed; then so many of the threads
+  int64_t over_ns;
+  double share, fewer;
+};
+
 static int g_threads = 1;  // where the cores are not shared
 static const volatile uint8_t* g_busy = nullptr;
 static int g_slots = 0, g_own = 0, g_cores = 1;
 static volatile int g_most = 0;           // threads where shared cores are crowded by others; 0: they are not
 static int64_t g_took = 0, g_missed = 0;  // of the regions since they were last asked for: see note_region
+static Crowded g_crowded = {0, 1, 1};
 
-// Where cores are shared, one thread calls the kernels.
-void note_region(int64_t took_ns, int64_t missed_ns) {
-  if (g_busy) { g_took += took_ns; g_missed += missed_ns; }
+bool notes_regions() { return g_busy; }
+
+// Where cores are shared, one thread calls the kernels. A step may be hundreds of regions: one that finds the cores crowded
+// goes on with fewer threads at once.
+void note_region(int threads, int64_t took_ns, int64_t missed_ns) {
+  g_took += took_ns;
+  g_missed += missed_ns;
+  if (!g_most && g_took > g_crowded.over_ns && g_missed > g_crowded.share * g_took)
+    g_most = std::max(1, (int)(g_crowded.fewer * threads));
 }
 
 extern "C" {
@@ -32,8 +44,9 @@ int pl_threads() {
 void pl_set_threads(int n) { g_busy = nullptr; g_threads = n > 1 ? n : 1; }
 
 // From now on threads follow `busy`, a byte of shared memory for each of `slots` processes of this host, of which `own` is
-// this one's; it counts as busy whatever its byte says.
-void pl_share_cores(const uint8_t* busy, int slots, int own, int cores) {
+// this one's; it counts as busy whatever its byte says. The rest: see Crowded.
+void pl_share_cores(const uint8_t* busy, int slots, int own, int cores, int64_t over_ns, double share, double fewer) {
+  g_crowded = {over_ns, share, fewer};
   g_slots = slots; g_own = own; g_cores = cores; g_busy = busy;
 }
 
