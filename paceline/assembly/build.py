@@ -16,6 +16,7 @@ from paceline.assembly.kept_figures import Figures, figures_key, keep_figures, r
 from paceline.assembly.measure import measure_costs
 from paceline.assembly.selfcheck import is_bit_exact
 from paceline.assembly.shipped import with_real_drafter
+from paceline.assembly.warm import warm_kernels
 from paceline.attention.base import AttentionBackend
 from paceline.attention.select import attention_for, tell_what_serves
 from paceline.config import NodeConfig
@@ -37,7 +38,6 @@ from paceline.models.registry import DTYPES, load_target
 from paceline.phases import phase
 from paceline.ranks.load import load_parallel
 from paceline.ranks.options import threads_per_rank
-from paceline.sampling.device import warm_sampling
 from paceline.spec_decode.drafters.plan import budget_of
 from paceline.spec_decode.length.adaptive import make_policy
 from paceline.spec_decode.length.cost import CostTable
@@ -79,8 +79,8 @@ def _ready(config: NodeConfig, folder: Path, model: TargetModel, *, decodes: boo
     identity = RunnerIdentity(Path(config.model).name, weights_digest(folder), kernel_set(), config.quantize)
     runner = assemble(config, model, identity, decodes=decodes)
     runner.grammars = GrammarCompiler(folder, runner.vocab_size)
-    with phase("compiling the sampler"):
-        warm_sampling(model.device, runner.vocab_size)
+    with phase("compiling kernels"):
+        warm_kernels(runner, config.prefill_chunk_tokens, config.max_running, decodes=decodes)
     if decodes:
         _measure(runner, config, folder)
     return runner
