@@ -41,7 +41,7 @@ def warm_walk(device: torch.device, most_nodes: int) -> None:
     """Launch every kernel that trees of up to ``most_nodes`` nodes may take: their size is rounded up to a power of
     two."""
     for nodes in {min(1 << power, most_nodes) for power in range(most_nodes.bit_length() + 1)}:
-        chain = DraftTree((0,) * nodes, tuple(range(-1, nodes - 1)))
+        chain = DraftTree((0,) * nodes, tuple(range(-1, nodes - 1)), tuple(range(nodes)))
         walk_device(upload_trees([chain], [()], [1], device), torch.zeros(nodes, dtype=torch.int64, device=device))
 
 
