@@ -80,7 +80,7 @@ def _ready(config: NodeConfig, folder: Path, model: TargetModel, *, decodes: boo
     runner = assemble(config, model, identity, decodes=decodes)
     runner.grammars = GrammarCompiler(folder, runner.vocab_size)
     with phase("compiling kernels"):
-        warm_kernels(runner, config.prefill_chunk_tokens, config.max_running, decodes=decodes)
+        warm_kernels(runner, config.chunk_tokens, config.max_running, decodes=decodes)
     if decodes:
         _measure(runner, config, folder)
     return runner
