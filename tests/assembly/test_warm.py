@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from paceline.assembly import build
 from paceline.assembly.warm import row_counts, warm_kernels
 from paceline.engine.colocated import ColocatedEngine
 from paceline.engine.model_runner import ModelRunner
+from paceline.kvcache import pool
+from paceline.kvcache.device_pages import DevicePages
+from paceline.kvcache.layout import KvLayout
+from paceline.kvcache.unit_table import UnitTable
+from paceline.layers.bits import layer_bits
+from paceline.models import moe
 from paceline.request import SamplingParams, SequenceRequest, SpeculationParams
+from paceline.sampling.device import draft_topk
+from paceline.spec_decode.drafters import candidates
 from tests.support.device_runner import device_runner, with_heads, write_heads
 from tests.support.interpreter import INTERPRETED, run_again_interpreted
+from tests.support.launches import Key, recorded_launches
 from tests.support.needs import needs_triton
-from tests.support.tiny_deepseek import tiny_deepseek_runner
+from tests.support.recording import plain_torch
+from tests.support.tiny_deepseek import tiny_deepseek_runner, write_mtp_folder
 
-CHUNK, RUNNING = 20, 2
+CPU, CHUNK, RUNNING = torch.device("cpu"), 20, 2
+Make = Callable[[Path, dict[str, object]], ModelRunner]
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with the interpreter")
 
 
@@ -49,35 +64,65 @@ def mix() -> list[SequenceRequest]:
     ]
 
 
-def as_on_a_device(runner: ModelRunner) -> ModelRunner:
-    runner.samples_on_device = True
-    return runner
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Drafts and pages by the kernels. The self-check would take minutes."""
+
+    def pages(flats: Sequence[torch.Tensor], layout: KvLayout, page_size: int) -> DevicePages:
+        return DevicePages(UnitTable.of(flats, layout, page_size))
+
+    with (
+        mock.patch.object(build, "is_bit_exact", return_value=True),
+        mock.patch.object(candidates, "perturbed_topk", draft_topk),
+        mock.patch.object(pool, "make_device_pages", pages),
+    ):
+        yield
+
+
+def llama(folder: Path, options: dict[str, object]) -> ModelRunner:
+    """EAGLE-3, dynamic trees."""
+    options = options | {"drafter": "eagle3", "tree": "dynamic", "tree_width": 3, "num_draft_tokens": 3}
+    return device_runner("cpu", "narrow", "bf16", **with_heads(options, write_heads(folder, "narrow")))
+
+
+def deepseek(folder: Path, options: dict[str, object]) -> ModelRunner:
+    """MLA and experts, chains of its own MTP module."""
+    options = options | {"drafter": "mtp", "drafter_path": str(write_mtp_folder(folder / "mtp", 1, torch.bfloat16))}
+    with mock.patch.object(
+        moe, "SeparateExperts", lambda take, prefix, count, _: moe.GroupedExperts(take, prefix, count)
+    ):
+        return tiny_deepseek_runner("bf16", **options)
 
 
 @interpreted
+@pytest.mark.parametrize("make", [llama, deepseek])
 @pytest.mark.parametrize("bits", ["fast", "exact"])
-def test_no_request_meets_a_new_kernel(bits: str, tmp_path: Path) -> None:
-    """EAGLE-3 with dynamic trees."""
-    from tests.support.launches import recorded_launches
+def test_no_request_meets_a_new_kernel(make: Make, bits: str, tmp_path: Path) -> None:
+    """Mutants: a greedy batch alone is warmed; prompts of one length are; one width of a tree is; a kernel looks at
+    where a batch's positions begin, or at the number of a layer."""
+    options: dict[str, object] = {"attention": "triton", "bits": bits, "max_running": RUNNING, "kv_cache_tokens": 1024}
+    with plain_torch(), layer_bits(bits, CPU), as_on_a_gpu():
+        runner = make(tmp_path, options)
+        runner.samples_on_device = True
+        with recorded_launches() as warmed:
+            warm_kernels(runner, CHUNK, RUNNING, decodes=True)
+        assert runner.allocator.check_integrity() == []
+        with recorded_launches() as served:
+            done = ColocatedEngine(runner, chunk_tokens=CHUNK, max_running=RUNNING).generate(mix())
+            slots = torch.arange(7, dtype=torch.int32)
+            for layers in (range(1), range(1, 3)):
+                runner.kv.scatter(layers, slots[1:4], runner.kv.gather(layers, slots[3:6]))
+    assert [len(each.token_ids) for each in done] == [5] * len(done)
+    named = {key[0] for key in served}
+    assert {"'_topk_kernel'", "'_walk_kernel'", "'_move_kernel'", "'_cut_kernel'"} <= named
+    assert ("'_product'" in named) == (bits == "exact")
+    assert ("'_compact_kernel'" in named) == (make is llama)
+    new = {key[0]: key for key in served - warmed}
+    assert not new, "\n".join(f"{key}\nnearest: {nearest(key, warmed)}" for key in new.values())
 
-    options: dict[str, object] = {"drafter": "eagle3", "tree": "dynamic", "tree_width": 3, "num_draft_tokens": 3}
-    options |= {"attention": "triton", "bits": bits, "max_running": RUNNING, "kv_cache_tokens": 1024}
-    heads = write_heads(tmp_path, "narrow")
-    runner = as_on_a_device(device_runner("cpu", "narrow", "fp32", **with_heads(options, heads)))
-    check(runner, mix())
 
-
-def check(runner: ModelRunner, requests: list[SequenceRequest]) -> None:
-    from tests.support.launches import recorded_launches
-
-    with recorded_launches() as warmed:
-        warm_kernels(runner, CHUNK, RUNNING, decodes=True)
-    assert runner.allocator.check_integrity() == []
-    with recorded_launches() as served:
-        done = ColocatedEngine(runner, chunk_tokens=CHUNK, max_running=RUNNING).generate(requests)
-        slots = torch.arange(7, dtype=torch.int32)
-        for layers in (range(1), range(1, 3)):
-            runner.kv.scatter(layers, slots[1:4], runner.kv.gather(layers, slots[3:6]))
-    assert len(done) == len(requests)
-    assert len(served) > 10
-    assert not sorted(served - warmed)
+def nearest(key: Key, warmed: set[Key]) -> list[object]:
+    """What a warmed key of the same kernel has in its place."""
+    alike = [other for other in warmed if other[0] == key[0]]
+    differs = [[(a, b) for a, b in zip(key, other, strict=True) if a != b] for other in alike]
+    return list(min(differs, key=len, default=[]))
