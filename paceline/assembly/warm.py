@@ -28,7 +28,9 @@ from paceline.triton_support import runs_triton
 
 log = logging.getLogger(__name__)
 
-TILES = (1, 17, 33)  # rows from which on products take another tile (layers/exact_products.py)
+# From 1, 17 and 33 rows on products take another tile (layers/exact_products.py), and of widths that are no multiple of
+# 16 another kernel for 16 rows.
+TILES = (1, 16, 17, 32, 33)
 PROMPT_TOKENS, ROUNDS = 3, 2
 MAX_TOKENS = 4096  # of a request that never runs so far
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=MAX_TOKENS)
@@ -58,14 +60,14 @@ def row_counts(most: int) -> list[int]:
     """Numbers of rows up to ``most``, one at least for each kernel that some number of rows takes: experts divide the
     rows among them, so that their tiles change at larger numbers."""
     doubled = [1 << power for power in range(6, most.bit_length())]
-    return sorted({rows for rows in (*TILES, *doubled, most) if rows <= most})
+    return sorted({rows for rows in (*TILES, *doubled, most - 1, most) if 0 < rows <= most})
 
 
 def warm_pages(pool: KvPool) -> None:
-    """Rows of pages to a link's buffer and back; those of a layer at a time, since its width chooses the kernel."""
-    slots = torch.zeros(1, dtype=torch.int32)
-    for layer in range(len(pool.held.layers)):
-        one = range(layer, layer + 1)
+    """Rows of pages to a link's buffer and back, by layers of every width, which chooses the kernel."""
+    slots, layers = torch.zeros(1, dtype=torch.int32), pool.held.layers
+    for kind in set(layers):
+        one = range(first := layers.index(kind), first + 1)
         pool.scatter(one, slots, pool.gather(one, slots))
 
 

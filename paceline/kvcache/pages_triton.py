@@ -16,9 +16,7 @@ TILE = 2048  # units that one program moves at a time
 ROW = 256  # of them, at most this many of one row of K, V or latent
 
 
-# What differs from call to call is not looked at, or it compiles anew for one token, for a multiple of 16, and for slots
-# that begin elsewhere.
-@triton.jit(do_not_specialize=["num_tokens", "first_layer"], do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize=["num_tokens", "first_layer"])  # or it compiles anew for 1, and for a multiple of 16
 def _move_kernel(
     table, first_layer, pool, slots, flat, num_tokens, page_size, num_slots,
     WORDS: tl.constexpr, TO_FLAT: tl.constexpr, TOKENS: tl.constexpr, UNITS: tl.constexpr, EVEN: tl.constexpr,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from paceline.models import moe
 from paceline.request import SamplingParams, SequenceRequest, SpeculationParams
 from paceline.sampling.device import draft_topk
 from paceline.spec_decode.drafters import candidates
+from paceline.triton_support import has_triton
 from tests.support.device_runner import device_runner, with_heads, write_heads
 from tests.support.interpreter import INTERPRETED, run_again_interpreted
 from tests.support.launches import Key, recorded_launches
@@ -30,8 +32,12 @@ from tests.support.needs import needs_triton
 from tests.support.recording import plain_torch
 from tests.support.tiny_deepseek import tiny_deepseek_runner, write_mtp_folder
 
-CPU, CHUNK, RUNNING = torch.device("cpu"), 20, 2
+CPU, CHUNK, RUNNING = torch.device("cpu"), 70, 5
+DEPTH = 13  # the stride of a walk's results is a multiple of 16 at full depth alone
+ONE_FOR_ALL_ROWS = ("_rope_write_kernel", "_latent_write", "_attend_kernel", "_finish_kernel", "_compact_kernel")
 Make = Callable[[Path, dict[str, object]], ModelRunner]
+if has_triton():
+    from paceline.layers import exact_products
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with the interpreter")
 
 
@@ -42,8 +48,8 @@ def test_in_tritons_interpreter() -> None:
 
 def test_row_counts() -> None:
     assert row_counts(1) == [1]
-    assert row_counts(20) == [1, 17, 20]
-    assert row_counts(300) == [1, 17, 33, 64, 128, 256, 300]
+    assert row_counts(20) == [1, 16, 17, 19, 20]
+    assert row_counts(300) == [1, 16, 17, 32, 33, 64, 128, 256, 299, 300]
 
 
 def asked(index: int, prompt: int, width: int | None = None, **params: object) -> SequenceRequest:
@@ -60,7 +66,8 @@ def mix() -> list[SequenceRequest]:
         asked(2, 13, temperature=0.8, top_k=5),
         asked(3, 16, temperature=1.0, top_p=0.7, min_p=0.02, width=2),
         asked(4, 27, temperature=0.7, repetition_penalty=1.3, logit_bias={3: 2.0}),
-        asked(5, 19, frequency_penalty=0.4, min_tokens=3, stop_token_ids=(4,)),
+        asked(5, 49, frequency_penalty=0.4, min_tokens=3, stop_token_ids=(4,)),
+        asked(6, 100, width=1, max_tokens=30),
     ]
 
 
@@ -75,13 +82,15 @@ def as_on_a_gpu() -> Iterator[None]:
         mock.patch.object(build, "is_bit_exact", return_value=True),
         mock.patch.object(candidates, "perturbed_topk", draft_topk),
         mock.patch.object(pool, "make_device_pages", pages),
+        mock.patch.object(exact_products, "LEAF", 16),
+        mock.patch.object(exact_products, "WANTED_PROGRAMS", 8),  # leaves are programs of their own for few rows alone
     ):
         yield
 
 
 def llama(folder: Path, options: dict[str, object]) -> ModelRunner:
     """EAGLE-3, dynamic trees."""
-    options = options | {"drafter": "eagle3", "tree": "dynamic", "tree_width": 3, "num_draft_tokens": 3}
+    options = options | {"drafter": "eagle3", "tree": "dynamic", "tree_width": 3, "num_draft_tokens": DEPTH, "tree_nodes": 20}
     return device_runner("cpu", "narrow", "bf16", **with_heads(options, write_heads(folder, "narrow")))
 
 
@@ -100,7 +109,7 @@ def deepseek(folder: Path, options: dict[str, object]) -> ModelRunner:
 def test_no_request_meets_a_new_kernel(make: Make, bits: str, tmp_path: Path) -> None:
     """Mutants: a greedy batch alone is warmed; prompts of one length are; one width of a tree is; a kernel looks at
     where a batch's positions begin, or at the number of a layer."""
-    options: dict[str, object] = {"attention": "triton", "bits": bits, "max_running": RUNNING, "kv_cache_tokens": 1024}
+    options: dict[str, object] = {"attention": "triton", "bits": bits, "max_running": RUNNING, "kv_cache_tokens": 2048}
     with plain_torch(), layer_bits(bits, CPU), as_on_a_gpu():
         runner = make(tmp_path, options)
         runner.samples_on_device = True
@@ -108,13 +117,16 @@ def test_no_request_meets_a_new_kernel(make: Make, bits: str, tmp_path: Path) ->
             warm_kernels(runner, CHUNK, RUNNING, decodes=True)
         assert runner.allocator.check_integrity() == []
         with recorded_launches() as served:
-            done = ColocatedEngine(runner, chunk_tokens=CHUNK, max_running=RUNNING).generate(mix())
+            for running in (1, 3):
+                done = ColocatedEngine(runner, chunk_tokens=CHUNK, max_running=running).generate(mix())
             slots = torch.arange(7, dtype=torch.int32)
             for layers in (range(1), range(1, 3)):
                 runner.kv.scatter(layers, slots[1:4], runner.kv.gather(layers, slots[3:6]))
-    assert [len(each.token_ids) for each in done] == [5] * len(done)
-    named = {key[0] for key in served}
-    assert {"'_topk_kernel'", "'_walk_kernel'", "'_move_kernel'", "'_cut_kernel'"} <= named
+    assert [len(each.token_ids) for each in done] == [5] * (len(done) - 1) + [30]
+    named = Counter(str(key[0]) for key in warmed | served)
+    assert max(named[f"'{name}'"] for name in ONE_FOR_ALL_ROWS) == 1
+    assert named["'_walk_kernel'"] <= 2  # by the size of a tree alone
+    assert {"'_topk_kernel'", "'_walk_kernel'", "'_move_kernel'", "'_cut_kernel'"} <= set(named)
     assert ("'_product'" in named) == (bits == "exact")
     assert ("'_compact_kernel'" in named) == (make is llama)
     new = {key[0]: key for key in served - warmed}
