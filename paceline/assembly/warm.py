@@ -21,7 +21,6 @@ from paceline.kvcache.pool import KvPool
 from paceline.request import SamplingParams, SpeculationParams
 from paceline.sampling.device import warm_sampling
 from paceline.spec_decode.accept.device_walk import warm_walk
-from paceline.spec_decode.base import TreeKind
 from paceline.spec_decode.drafters.feature import FeatureDrafter
 from paceline.spec_decode.length.adaptive import FixedLength
 from paceline.triton_support import runs_triton
@@ -86,31 +85,20 @@ def _prefill(runner: ModelRunner, rows: int) -> None:
 
 
 def _rounds(runner: ModelRunner, max_running: int) -> None:
-    """Rounds of several numbers of sequences, of every width of tree that a request may ask for."""
-    budget = runner.limits.budget
-    branching = budget.tree is not TreeKind.CHAIN
+    """Rounds of several numbers of sequences, greedy and sampled."""
     for batch in row_counts(max_running):
-        widths = range(1, budget.tree_width + 1) if branching and batch == 1 else (None,)
-        for width in widths:
-            for params in (GREEDY, SAMPLED) if batch == 1 else (GREEDY,):
-                prompts = [_prompt(runner, i, PROMPT_TOKENS) for i in range(batch)]
-                _tried(runner, prompts, ROUNDS, SpeculationParams(tree_width=width), params)
+        for params in (GREEDY, SAMPLED):
+            _tried(runner, [_prompt(runner, i, PROMPT_TOKENS) for i in range(batch)], ROUNDS, params)
 
 
-def _tried(
-    runner: ModelRunner,
-    prompts: list[list[int]],
-    rounds: int,
-    speculation: SpeculationParams = SpeculationParams(),
-    params: SamplingParams = GREEDY,
-) -> None:
+def _tried(runner: ModelRunner, prompts: list[list[int]], rounds: int, params: SamplingParams = GREEDY) -> None:
     """Prefill ``prompts`` together and decode them."""
     slots = rounds * (1 + runner.spec_slots)
     needed = sum(-(-(len(prompt) + slots) // runner.page_size) for prompt in prompts)
     if needed > runner.allocator.num_free:
         log.info("no room to warm %d prompts of %d tokens", len(prompts), sum(map(len, prompts)))
         return
-    speculation = replace(speculation, drafter=runner.drafter.name)
+    speculation = SpeculationParams(drafter=runner.drafter.name)
     with TrialSequences(runner) as trial:
         trial.add(prompts, MAX_TOKENS, slots, speculation, params)
         for _ in range(rounds):
