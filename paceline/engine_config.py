@@ -148,8 +148,8 @@ class EngineConfig(Frozen):
     """Longest prompt and output together, in tokens. 0 takes what the model was trained for."""
 
     prefill_chunk_tokens: int = Field(default=0, ge=0)
-    """Prompt tokens computed in one step. Smaller chunks delay running streams less; larger ones prefill faster. 0 takes
-    256 on CPUs and 2048 on GPUs."""
+    """Prompt tokens computed in one step. Smaller chunks delay running streams less; larger ones prefill faster. 0
+    takes 256 on CPUs and 2048 on GPUs."""
 
     max_running: int = Field(default=32, ge=1)
     """Sequences that one node works on together. More give a higher throughput and slower single streams."""

@@ -52,8 +52,18 @@ KEPT_SOURCES = re.compile(r"csrc/(batch_(prefill|mla|decode|attention)\w*\.\w+|[
 # Methods of FlashInfer's classes, by file, and the parameters that Paceline hopes for: without them it plans worse, or
 # not at all.
 CALLED = (
-    ("prefill.py", "BatchPrefillWithPagedKVCacheWrapper", "plan", ("packed_custom_mask", "non_blocking", "uniform_q_len")),
-    ("prefill.py", "BatchPrefillWithPagedKVCacheWrapper", "__init__", ("backend", "custom_mask_buf", "mask_indptr_buf")),
+    (
+        "prefill.py",
+        "BatchPrefillWithPagedKVCacheWrapper",
+        "plan",
+        ("packed_custom_mask", "non_blocking", "uniform_q_len"),
+    ),
+    (
+        "prefill.py",
+        "BatchPrefillWithPagedKVCacheWrapper",
+        "__init__",
+        ("backend", "custom_mask_buf", "mask_indptr_buf"),
+    ),
     ("decode.py", "BatchDecodeWithPagedKVCacheWrapper", "_plan_impl", ("sm_scale", "non_blocking", "q_data_type")),
 )
 IMPORTED = (
@@ -72,7 +82,10 @@ IMPORTED = (
     "benchmarks.gpu.tour",
     "tests.support.device_runner",
 )
-VERSIONS = "import sys, torch, triton; print(f'Python {sys.version.split()[0]}, torch {torch.__version__}, triton {triton.__version__}')"
+VERSIONS = (
+    "import sys, torch, triton\n"
+    "print(f'imported: Python {sys.version.split()[0]}, torch {torch.__version__}, triton {triton.__version__}')"
+)
 TRY_TIMEOUT_S = 240
 COMPILED = DATA + "aot/"  # where FlashInfer looks for a kernel before it compiles one
 UNUSED_CODE = ("flashinfer/experimental/", "flashinfer/moe_ep/")  # imported with the rest, their sources are not
@@ -155,7 +168,9 @@ def try_imports(python: str, archives: Sequence[Path]) -> bool:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         environment["PYTHONPATH"] = os.pathsep.join(map(str, places))
         script = f"import importlib\nfor name in {IMPORTED!r}:\n    importlib.import_module(name)\n{VERSIONS}"
-        done = subprocess.run([python, "-c", script], cwd=places[0], env=environment, timeout=TRY_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            [python, "-c", script], cwd=places[0], env=environment, timeout=TRY_TIMEOUT_S, check=False
+        )
     return done.returncode == 0
 
 

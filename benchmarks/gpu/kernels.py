@@ -36,9 +36,7 @@ def specs() -> list[Any]:
         gen_batch_prefill_module("fa2", *types, dim, dim, NO_POSITIONS, False, False, False)  # no window, no cap
         for dim in HEAD_DIMS
     ]
-    long = [
-        gen_batch_prefill_module("fa3", *types, dim, dim, NO_POSITIONS, False, False, False) for dim in HEAD_DIMS
-    ]
+    long = [gen_batch_prefill_module("fa3", *types, dim, dim, NO_POSITIONS, False, False, False) for dim in HEAD_DIMS]
     return [*pages, gen_batch_mla_module("fa2", *types, LATENT, ROPE, False), *long]
 
 

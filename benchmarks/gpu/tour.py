@@ -1,8 +1,9 @@
 """The first thirty minutes on a GPU, in one command: ``python -m benchmarks.gpu.tour --out FOLDER``.
 
-It runs the stages of ``benchmarks.gpu.stages`` one by one, without Ray and network, and writes as it goes: ``tour.json``
-says after each stage what became of it, ``tour.log`` has what the stages print, and rows and probes have files of their
-own. So a call that is cut short leaves what it had. A stage that fails or takes too long takes no other with it.
+It runs the stages of ``benchmarks.gpu.stages`` one by one, without Ray and network, and writes as it goes:
+``tour.json`` says after each stage what became of it, ``tour.log`` has what the stages print, and rows and probes have
+files of their own. So a call that is cut short leaves what it had. A stage that fails or takes too long takes no other
+with it.
 
 A call ends after ``--minutes``; ``--from STAGE`` goes on where the last one stopped, and says so itself.
 """
@@ -55,7 +56,9 @@ class Running:
         log.write(f"\n===== {stage.name}: {stage.shows} (at most {limit_s:.0f} s)\n".encode())
         log.flush()
         self._starts_at = log.tell()
-        environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
+        environment = (
+            os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
+        )
         self._process = subprocess.Popen(
             command, cwd=ROOT, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
         )

@@ -1,7 +1,7 @@
 """A GPU node meets every kernel that serving may launch before it says that it is ready.
 
-Triton compiles a kernel at the first call with new constants, and FlashInfer and cuBLAS load theirs likewise: that takes
-a second or more, on the engine's thread. Which kernel a step takes follows from the model, the options, and a few
+Triton compiles a kernel at the first call with new constants, and FlashInfer and cuBLAS load theirs likewise: that
+takes a second or more, on the engine's thread. Which kernel a step takes follows from the model, the options, and a few
 thresholds in numbers of rows. So forwards of some sizes and rounds of the node's own sequences meet them all, outside
 of CUDA graphs too, since what fits no graph runs without.
 """

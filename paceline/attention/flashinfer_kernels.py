@@ -1,8 +1,8 @@
 """FlashInfer's wrappers behind one small interface. The only file that calls FlashInfer.
 
-Kernels are of its ``fa2`` family: it alone has tree masks, and decode, chain and tree rows of one model should come from
-the same arithmetic. (Decode on tensor cores is that family too, and any ratio of query to KV heads is served.) Long
-prompts on Hopper are the exception: ``LongPrefillKernel`` is of the ``fa3`` family.
+Kernels are of its ``fa2`` family: it alone has tree masks, and decode, chain and tree rows of one model should come
+from the same arithmetic. (Decode on tensor cores is that family too, and any ratio of query to KV heads is served.)
+Long prompts on Hopper are the exception: ``LongPrefillKernel`` is of the ``fa3`` family.
 
 Two habits of FlashInfer shape this file. ``plan`` writes page-locked memory whose copy to the device may still be
 waiting when the next ``plan`` of the same wrapper comes: ``Kernel.plan`` waits for that copy, and no other. And for a

@@ -90,7 +90,13 @@ def as_on_a_gpu() -> Iterator[None]:
 
 def llama(folder: Path, options: dict[str, object]) -> ModelRunner:
     """EAGLE-3, dynamic trees."""
-    options = options | {"drafter": "eagle3", "tree": "dynamic", "tree_width": 3, "num_draft_tokens": DEPTH, "tree_nodes": 40}
+    options = options | {
+        "drafter": "eagle3",
+        "tree": "dynamic",
+        "tree_width": 3,
+        "num_draft_tokens": DEPTH,
+        "tree_nodes": 40,
+    }
     return device_runner("cpu", "narrow", "bf16", **with_heads(options, write_heads(folder, "narrow")))
 
 

@@ -3,8 +3,8 @@
 A key is what the compiler looks at: the kernel, its compile-time values, the types of its other arguments, whether a
 number is 1 or a multiple of 16, where a tensor begins, and the options of the launch.
 
-Nothing is computed, which would take minutes: memory that a kernel would fill holds zeros, and drafts are 0, 1, 2, ... A
-walk alone is computed, since it says when a text ends.
+Nothing is computed, which would take minutes: memory that a kernel would fill holds zeros, and drafts are 0, 1, 2 and
+so on. A walk alone is computed, since it says when a text ends.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ def key_of(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key:
     values = dict(zip(kernel.arg_names, args, strict=False))
     options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
     values |= {name: value for name, value in kwargs.items() if name in kernel.arg_names}
-    as_it_is, anywhere = (
-        kernel.kwargs[name] or () for name in ("do_not_specialize", "do_not_specialize_on_alignment")
-    )
+    as_it_is, anywhere = (kernel.kwargs[name] or () for name in ("do_not_specialize", "do_not_specialize_on_alignment"))
     found: list[object] = [kernel.fn.__name__, tuple(sorted(options.items()))]
     for name in kernel.arg_names:
         value = values[name]
