@@ -198,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wheels = sorted(given.wheels.glob("*.whl")) if given.wheels else download(folder, given.python)
         site = folder / "site"
         unpack(wheels, site)
-        if missing := lacking(site) if (site / "flashinfer/prefill.py").is_file() else []:
+        if missing := lacking(site):
             print(f"error: this FlashInfer lacks {', '.join(missing)}", file=sys.stderr)
             return 1
         if given.kernels:

@@ -314,7 +314,8 @@ def test_a_row_that_fails_takes_no_other_with_it(bench: Bench) -> None:
 
 
 def test_a_row_whose_attention_fell_back_fails(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Target's or drafter's, by a forward or by name. Mutant: only the target's attention is watched."""
+    """Target's or drafter's, by a forward or by name, and sampling. Mutants: only the target's attention is watched;
+    torch may sample."""
 
     def measured(bench: Bench) -> Figure:
         runner = bench.runner("tiny", 1, 64, 2, "eagle3")
@@ -324,10 +325,12 @@ def test_a_row_whose_attention_fell_back_fails(bench: Bench, monkeypatch: pytest
 
     asked = [replace(row("falls", 1), measure=measured), row("works", 1)]
     results = gpu.measure(bench, asked, 60, lambda results: None)
-    assert [r.missing for r in results] == ["FAILED: attention fell back: tree rows", ""]
+    assert [r.missing for r in results] == ["FAILED: fell back: tree rows", ""]
     runner = bench.runner("tiny", 1, 64, 0)
     monkeypatch.setattr(bench.clock, "on_gpu", True)
-    assert bench.fell_back() == [f"{runner.attention.name} in place of auto"]
+    by_torch = "sampling is not the kernels'"
+    assert bench.fell_back() == [f"{runner.attention.name} in place of auto", by_torch]
+    assert bench.fell_back() == []
 
 
 def test_verdicts_and_notes() -> None:
