@@ -24,6 +24,7 @@ from benchmarks.gpu.report import Host, Result, table, to_json
 from benchmarks.gpu.rows import Row, fit, rows, select
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.speculation.synthetic import RATES, Rates
+from paceline.assembly.build import set_queues
 from paceline.attention.flashinfer_kernels import load_flashinfer
 from paceline.errors import ConfigError
 from paceline.layers.build import set_threads
@@ -136,6 +137,7 @@ def run(arguments: Sequence[str] | None = None, console: Console | None = None) 
             console.print(f"{row.key:16} {row.title}  {row.reach or ''}")
         return 0
     device = torch.device(given.device)
+    set_queues(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", "cuda needs a CUDA build of torch and a GPU; --device cpu goes with --target tiny")
     if device.type == "cuda":

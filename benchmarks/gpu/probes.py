@@ -25,7 +25,7 @@ from paceline.attention.base import ForwardBatch, Segment
 from paceline.attention.flashinfer import FlashInferAttention
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
-from paceline.models.moe import GroupedExperts, grouped
+from paceline.models.moe import Experts, GroupedExperts, grouped
 from paceline.triton_support import runs_triton
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ PAGE = 16
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a Llama-8B's layer, or of something that a CPU does at once."""
+    """A Llama-8B's layer, or something that a CPU does at once."""
 
     hidden: int
     widths: MappingProxyType[str, int]  # outputs of a layer's products
@@ -93,14 +93,18 @@ class Probes:
         }
 
     def experts(self) -> Answer:
-        """Seconds of torch's grouped product, and of the whole of a layer's experts, eight of them a row."""
+        """Seconds of a layer's experts, eight of them a row: by torch's grouped product, that product alone, and by the
+        exact products, which read and write rows where they lie."""
         sizes, found = self.sizes, Answer()
         made = _experts(sizes, self.dtype, self.device)
+        exact = _exact_experts(made) if runs_triton(self.device) else None
         top_k = min(8, sizes.experts)
         for rows in sizes.rows:
             x = torch.randn(rows, sizes.hidden, device=self.device).to(self.dtype)
             ids = torch.rand(rows, sizes.experts, device=self.device).topk(top_k).indices
             found[f"{rows} rows, whole"] = self.clock.events(lambda x=x, ids=ids: made(x, ids)).median
+            if exact is not None:
+                found[f"{rows} rows, exact"] = self.clock.events(lambda x=x, ids=ids: exact(x, ids)).median
             flat = torch.randn(rows * top_k, sizes.hidden, device=self.device).to(self.dtype)
             ends = torch.linspace(0, rows * top_k, sizes.experts + 1, device=self.device)[1:].long()
             weights = made._gate_up
@@ -161,6 +165,13 @@ def _exact(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], object]:
 
     matrices = Matrices.of(weight)
     return lambda: product(x, matrices, None, x.dtype)
+
+
+def _exact_experts(made: GroupedExperts) -> Experts:
+    from paceline.layers.exact_products import Matrices
+    from paceline.models.exact_experts import ExactExperts
+
+    return ExactExperts(Matrices(made._gate_up), Matrices(made._down))
 
 
 def _experts(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> GroupedExperts:

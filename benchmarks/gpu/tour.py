@@ -30,7 +30,7 @@ MINUTES = 9.5  # of a call: a machine that is lent for ten minutes at a time
 MARGIN_S = 20.0  # that a stage is given to tell what it has, once it was interrupted
 POLL_S = 0.05
 TAIL_BYTES = 6000
-ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32", "TOKENIZERS_PARALLELISM": "false"}
+ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
 PASSED, FAILED, CUT, LEFT_OUT, NEXT = "passed", "failed", "cut short", "left out", "not begun"
 
 

@@ -60,8 +60,7 @@ def build_runner(config: NodeConfig, *, decodes: bool = True) -> ModelRunner:
     torch.set_num_threads(threads)
     set_threads(threads)
     device = torch.device(config.device)
-    if device.type == "cuda":  # read when the device is first used; a kernel that waits must not hold up the others
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", CUDA_CONNECTIONS)
+    set_queues(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", NCCL_NOTE)
     folder = resolve_model(config.model)
@@ -73,6 +72,13 @@ def build_runner(config: NodeConfig, *, decodes: bool = True) -> ModelRunner:
         except BaseException:
             model.close()
             raise
+
+
+def set_queues(device: torch.device) -> None:
+    """Give a GPU enough queues that a kernel which waits, of a link's say, holds up no other. The device reads it when
+    this process first uses it."""
+    if device.type == "cuda":
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", CUDA_CONNECTIONS)
 
 
 def _ready(config: NodeConfig, folder: Path, model: TargetModel, *, decodes: bool) -> ModelRunner:
