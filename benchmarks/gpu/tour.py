@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -71,6 +72,7 @@ class Running:
                 cut = True
                 self._stop()
             time.sleep(POLL_S)
+        self._send(signal.SIGKILL)  # to what the stage started and left
         code = self._process.returncode
         state = CUT if cut else PASSED if code == 0 else FAILED
         took = time.monotonic() - self._began
@@ -78,18 +80,15 @@ class Running:
 
     def _stop(self) -> None:
         """An interrupt first, upon which pytest tells what failed so far."""
-        for sent, grace_s in ((signal.SIGINT, MARGIN_S), (signal.SIGKILL, MARGIN_S)):
-            try:
-                os.killpg(self._process.pid, sent)
-                self._process.wait(grace_s)
-            except ProcessLookupError:
+        for sent in (signal.SIGINT, signal.SIGKILL):
+            self._send(sent)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(MARGIN_S)
                 return
-            except subprocess.TimeoutExpired:
-                continue
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)  # what the stage started
-        except ProcessLookupError:
-            return
+
+    def _send(self, sent: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, sent)
 
     def _tail(self) -> str:
         self._log.flush()

@@ -32,15 +32,17 @@ def test_a_stage_takes_no_other_with_it(tmp_path: Path, monkeypatch: pytest.Monk
     told = tmp_path / "seen"
     hangs = (
         "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "child = subprocess.Popen(['sh', '-c', 'trap true INT; sleep 50; sleep 50'])\n"
         "print('child', child.pid, flush=True)\n"
-        "try:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('so far', flush=True); time.sleep(60)\n"
+        "try:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('so far', flush=True)\n"
     )
+    deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
     reads = f"import shutil; shutil.copy({str(tmp_path / 'tour.json')!r}, {str(told)!r})"
     asked = [
         stage("beside", "import time; time.sleep(0.2); print('compiled')", beside=True, until="reads"),
         stage("fails", "print('it broke'); raise SystemExit(4)"),
         stage("hangs", hangs, limit_s=1.0),
+        stage("deaf", deaf, limit_s=0.5),
         stage("reads", reads),
         stage("large", "pass", least_s=500.0),
         stage("small", "pass"),
@@ -49,10 +51,10 @@ def test_a_stage_takes_no_other_with_it(tmp_path: Path, monkeypatch: pytest.Monk
     assert tour.Tour(tmp_path, "cpu", 60.0).run(asked) == "large"
     assert time.monotonic() - began < 15.0
     assert states(tmp_path) == {
-        "fails": "failed", "hangs": "cut short", "beside": "passed", "reads": "passed", "large": "not begun",
-        "small": "not begun",
+        "fails": "failed", "hangs": "cut short", "deaf": "cut short", "beside": "passed", "reads": "passed",
+        "large": "not begun", "small": "not begun",
     }  # fmt: skip
-    assert [each["name"] for each in json.loads(told.read_text())["stages"]] == ["fails", "hangs", "beside"]
+    assert [each["name"] for each in json.loads(told.read_text())["stages"]] == ["fails", "hangs", "deaf", "beside"]
     found = {each["name"]: each for each in json.loads((tmp_path / "tour.json").read_text())["stages"]}
     assert (found["fails"]["code"], found["fails"]["tail"]) == (4, "it broke\n")
     assert "so far" in found["hangs"]["tail"]
