@@ -1,6 +1,7 @@
 """Small questions that decide what comes next on a GPU: ``python -m benchmarks.gpu.probes --out FILE``.
 
-Each probe answers one, and a probe that fails takes no other with it. The JSON is rewritten after every answer.
+Each probe answers one, and a probe that fails takes no other with it. The JSON is rewritten after every answer; what
+another call has found stays in it.
 """
 
 from __future__ import annotations
@@ -201,7 +202,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     device = torch.device(given.device)
     probes = Probes(device, torch.bfloat16 if device.type == "cuda" else torch.float32, given.sample_seconds)
-    answers, failed = Answer(), False
+    known = json.loads(given.out.read_text(encoding="utf-8")) if given.out.is_file() else {}
+    answers, failed = Answer(known), False
     for name in given.only:
         try:
             answers[name] = getattr(probes, name)()

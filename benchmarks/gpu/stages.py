@@ -14,6 +14,7 @@ TABLE_ROWS = (
     "decode_b1,decode_b64,verify_b1,verify_b32,draft_step,round_overhead,speedup_b1,speedup_b32,prefill_4k,pages"
 )
 SMALL_ROWS = "qwen_decode_b1,qwen_verify_b1,qwen_round,qwen_speedup_b1"
+QUESTIONS = ("products", "bits", "experts", "prompts", "profile")
 EXACT_ROWS = "exact_decode_b1,exact_decode_b64,exact_prefill_4k"
 
 
@@ -47,8 +48,7 @@ def _rows(rows: str, minutes: float, out: str, *more: str) -> tuple[str, ...]:
 TINY = ("--device", "cpu", "--dtype", "fp32", "--target", "tiny", "--sample-seconds", "0.01", "--no-transformers")
 STAGES = (
     Stage("machine", "versions, memory, both ceilings", 60,
-          _module("probes", "--only", "machine", "--out", "OUT/machine.json"),
-          _module("probes", "--device", "cpu", "--only", "machine", "--out", "OUT/machine.json")),
+          _module("probes", "--only", "machine", "--out", "OUT/probes.json"), None),
     Stage("kernels", "FlashInfer's kernels compile, and are kept", 560,
           _module("kernels", "--keep", "OUT/kernels.tar.xz"), None, beside=True, until="flashinfer"),
     Stage("ops", "layer operations, pages, sampling, walk and rounds on the device", 150,
@@ -71,6 +71,6 @@ STAGES = (
           _rows(SMALL_ROWS, 2.3, "small.json"), None, least_s=60),
     Stage("bits", "what exact bits cost", 200, _rows(EXACT_ROWS, 3.2, "exact.json"), None, least_s=60),
     Stage("probes", "products over numbers of rows, experts, FA2 beside FA3, bits, a profile", 170,
-          _module("probes", "--out", "OUT/probes.json"),
+          _module("probes", "--only", *QUESTIONS, "--out", "OUT/probes.json"),
           _module("probes", "--device", "cpu", "--out", "OUT/probes.json")),
 )  # fmt: skip
