@@ -68,14 +68,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     from flashinfer.jit import env
 
+    failed = False
     for spec in specs():
-        began = time.monotonic()
-        spec.build(verbose=False)
-        print(f"{time.monotonic() - began:6.0f} s  {spec.name}", flush=True)
+        began, said = time.monotonic(), ""
+        try:
+            spec.build(verbose=False)
+        except RuntimeError as error:  # the others are worth having
+            failed, said = True, f"  FAILED: {error}"
+        print(f"{time.monotonic() - began:6.0f} s  {spec.name}{said}", flush=True)
         if given.keep is not None:
             keep(env.FLASHINFER_JIT_DIR, given.keep)
     print(env.FLASHINFER_JIT_DIR)
-    return 0
+    return int(failed)
 
 
 if __name__ == "__main__":

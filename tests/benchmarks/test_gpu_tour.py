@@ -71,7 +71,7 @@ def test_what_stages_name_is_there() -> None:
             if part.startswith("tests/"):
                 assert (tour.ROOT / part).is_file(), part
         for command in (each.command, each.on_cpu or ()):
-            if command[3] == "benchmarks.gpu.probes":
+            if command[3:4] == ("benchmarks.gpu.probes",):
                 asked = command[command.index("--only") + 1 : command.index("--out")] if "--only" in command else ()
                 assert {*asked} <= {*probes.NAMES}
             if command[2:4] == ("-m", "benchmarks.gpu"):
