@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -76,7 +77,7 @@ class Probes:
             weight = torch.randn(width, self.sizes.hidden, device=self.device).to(self.dtype)
             for rows in self.sizes.rows:
                 x = torch.randn(rows, self.sizes.hidden, device=self.device).to(self.dtype)
-                found[f"{name} {rows} torch"] = self._rate(weight, lambda x=x, w=weight: F.linear(x, w))
+                found[f"{name} {rows} torch"] = self._rate(weight, partial(F.linear, x, weight))
                 if runs_triton(self.device):
                     found[f"{name} {rows} exact"] = self._rate(weight, _exact(x, weight))
         return found
@@ -103,15 +104,13 @@ class Probes:
         for rows in sizes.rows:
             x = torch.randn(rows, sizes.hidden, device=self.device).to(self.dtype)
             ids = torch.rand(rows, sizes.experts, device=self.device).topk(top_k).indices
-            found[f"{rows} rows, whole"] = self.clock.events(lambda x=x, ids=ids: made(x, ids)).median
+            found[f"{rows} rows, whole"] = self.clock.events(partial(made, x, ids)).median
             if exact is not None:
-                found[f"{rows} rows, exact"] = self.clock.events(lambda x=x, ids=ids: exact(x, ids)).median
+                found[f"{rows} rows, exact"] = self.clock.events(partial(exact, x, ids)).median
             flat = torch.randn(rows * top_k, sizes.hidden, device=self.device).to(self.dtype)
             ends = torch.linspace(0, rows * top_k, sizes.experts + 1, device=self.device)[1:].long()
             weights = made._gate_up
-            found[f"{rows} rows, one product"] = self.clock.events(
-                lambda flat=flat, ends=ends, weights=weights: grouped(flat, weights, ends)
-            ).median
+            found[f"{rows} rows, one product"] = self.clock.events(partial(grouped, flat, weights, ends)).median
         return found
 
     def prompts(self) -> Answer:
@@ -131,8 +130,8 @@ class Probes:
             attention = FlashInferAttention(self.device, dim)
             attention.hopper = hopper
             plan = attention.plan(batch)
-            outputs[name] = attention.attend(query, kv, 0, plan, dim**-0.5)
-            found[name] = self.clock.events(lambda a=attention, p=plan: a.attend(query, kv, 0, p, dim**-0.5)).median
+            attend = partial(attention.attend, query, kv, 0, plan, dim**-0.5)
+            outputs[name], found[name] = attend(), self.clock.events(attend).median
         found["largest difference"] = float((outputs["fa2"] - outputs["fa3"]).abs().max())
         return found
 

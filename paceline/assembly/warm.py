@@ -116,7 +116,7 @@ def _eagerly(runner: ModelRunner) -> Iterator[None]:
     """Without graphs, and nothing is learnt of how drafts fare."""
     drafter = runner.drafter.primary
     stepping = drafter if isinstance(drafter, FeatureDrafter) else None
-    graphs, policy, own = runner.graphs, runner.policy, stepping and stepping.graphs
+    graphs, policy, own = runner.graphs, runner.policy, None if stepping is None else stepping.graphs
     runner.graphs, runner.policy = None, FixedLength()
     if stepping is not None:
         stepping.graphs = None

@@ -139,8 +139,8 @@ def test_no_request_meets_a_new_kernel(make: Make, bits: str, tmp_path: Path) ->
     assert not new, "\n".join(f"{key}\nnearest: {nearest(key, warmed)}" for key in new.values())
 
 
-def nearest(key: Key, warmed: set[Key]) -> list[object]:
+def nearest(key: Key, warmed: set[Key]) -> list[tuple[object, object]]:
     """What a warmed key of the same kernel has in its place."""
     alike = [other for other in warmed if other[0] == key[0]]
     differs = [[(a, b) for a, b in zip(key, other, strict=True) if a != b] for other in alike]
-    return list(min(differs, key=len, default=[]))
+    return sorted(differs, key=len)[0] if differs else []

@@ -131,8 +131,8 @@ def test_a_communicator_has_longer_to_start_than_a_message(
 ) -> None:
     """And not for ever. Mutant: the message's timeout."""
     monkeypatch.setattr(nccl, "JOIN_TIMEOUT_S", 20.0 if comes else 0.2)
-    monkeypatch.setattr(nccl.torch, "zeros", lambda *_, **__: Bytes(1), raising=False)
-    monkeypatch.setattr(nccl.torch, "uint8", None, raising=False)
+    stand_in = SimpleNamespace(cuda=torch.cuda, zeros=lambda *_, **__: Bytes(1), uint8=torch.uint8)
+    monkeypatch.setattr(nccl, "torch", stand_in)
     transport = transport_of(cuda, 0.05)
     if comes:
         threading.Timer(0.3, lambda: setattr(cuda, "finished", 1)).start()
