@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from paceline.assembly import build
+from paceline.assembly.trial_sequences import TrialSequences
 from paceline.assembly.warm import row_counts, warm_kernels
 from paceline.engine.colocated import ColocatedEngine
 from paceline.engine.model_runner import ModelRunner
@@ -31,6 +32,7 @@ from tests.support.launches import Key, recorded_launches
 from tests.support.needs import needs_triton
 from tests.support.recording import plain_torch
 from tests.support.tiny_deepseek import tiny_deepseek_runner, write_mtp_folder
+from tests.support.tiny_model import tiny_prefill_runner
 
 CPU, CHUNK, RUNNING = torch.device("cpu"), 70, 5
 DEPTH = 13  # the stride of a walk's results is a multiple of 16 at full depth alone
@@ -137,6 +139,22 @@ def test_no_request_meets_a_new_kernel(make: Make, bits: str, tmp_path: Path) ->
     assert ("'_compact_kernel'" in named) == (make is llama)
     new = {key[0]: key for key in served - warmed}
     assert not new, "\n".join(f"{key}\nnearest: {nearest(key, warmed)}" for key in new.values())
+
+
+@interpreted
+def test_a_prefill_node_warms_no_round() -> None:
+    options: dict[str, object] = {"attention": "triton", "drafter": "ngram", "kv_cache_tokens": 2048}
+    with plain_torch(), as_on_a_gpu():
+        runner = tiny_prefill_runner("bf16", **options)
+        runner.samples_on_device = True
+        with recorded_launches() as warmed:
+            warm_kernels(runner, CHUNK, RUNNING, decodes=False)
+        with recorded_launches() as served, TrialSequences(runner) as trial:
+            for request in mix():
+                trial.add([request.prompt_token_ids], 5, 0, SpeculationParams(), request.params)
+    assert served
+    assert not served - warmed
+    assert "'_walk_kernel'" not in {key[0] for key in warmed}
 
 
 def nearest(key: Key, warmed: set[Key]) -> list[tuple[object, object]]:
