@@ -53,7 +53,7 @@ class DecodeNode:
         sink = ReservedPages(runner, streams, self._ready, self._failed)
         permits = Permits(self._node_id, config, streams)
         self._links = LinkHost(HostContext(self._node_id, fingerprint, config, runner.kv.device, sink, permits))
-        limits = DecodeLimits(config.max_running, config.max_waiting, config.prefill_chunk_tokens)
+        limits = DecodeLimits(config.max_running, config.max_waiting, config.chunk_tokens)
         deadlines = HandoffDeadlines(config.reserve_deadline_s, config.handoff_deadline_s)
         self._engine = DecodeEngine(runner, limits, deadlines, streams, self._links)
         self.shell = NodeShell("decode", self._node_id, config, runner, fingerprint, self._engine)

@@ -241,6 +241,7 @@ class ServeConfig(EngineConfig):
     def node(self, threads: int, cores_group: str = "", weight_file: str = "") -> NodeConfig:
         """The part that one node needs."""
         shared = {name: getattr(self, name) for name in EngineConfig.model_fields}
+        shared["prefill_chunk_tokens"] = self.chunk_tokens  # a node of an older build knows no 0
         return NodeConfig(
             **shared,
             threads=threads,

@@ -50,7 +50,7 @@ class PrefillNode:
         runner = self._given_runner or await load_model(config, decodes=False)
         self._runner = runner
         fingerprint = fingerprint_of(runner)
-        limits = PrefillLimits(config.prefill_chunk_tokens, config.max_running, config.max_waiting)
+        limits = PrefillLimits(config.chunk_tokens, config.max_running, config.max_waiting)
         # Decode answers at its own hand-off deadline at the latest; one message may be late by its timeout.
         answer_timeout_s = config.handoff_deadline_s + 2 * config.transfer_timeout_s
         self._engine = PrefillEngine(runner, limits, answer_timeout_s)

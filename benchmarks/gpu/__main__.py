@@ -24,6 +24,7 @@ from benchmarks.gpu.report import Host, Result, table, to_json
 from benchmarks.gpu.rows import Row, fit, rows, select
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.speculation.synthetic import RATES, Rates
+from paceline.assembly.build import set_queues
 from paceline.attention.flashinfer_kernels import load_flashinfer
 from paceline.errors import ConfigError
 from paceline.layers.build import set_threads
@@ -73,7 +74,7 @@ def _measure(bench: Bench, row: Row, clock: Callable[[], float]) -> Result:
         log.exception("row %s failed", row.key)
         figure, missing = None, f"FAILED: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if fell_back := bench.fell_back():
-        figure, missing = None, f"FAILED: attention fell back: {'; '.join(fell_back)}"
+        figure, missing = None, f"FAILED: fell back: {'; '.join(fell_back)}"
     bench.free()
     return Result(row, figure, missing, clock() - began)
 
@@ -118,11 +119,12 @@ def parse_rates(text: str) -> Rates:
 
 
 def check_attention(device: torch.device, wanted: str) -> None:
-    """Figures of another backend would say nothing. Raises ConfigError where ``wanted`` cannot run."""
+    """Figures of another backend would say nothing. Raises ConfigError where ``wanted`` cannot run, and without Triton,
+    which layers and sampling take whatever the attention is."""
     if wanted == "flashinfer":
         load_flashinfer()
-    if wanted == "triton" and not runs_triton(device):
-        raise ConfigError("attention", "triton is not installed")
+    if not runs_triton(device):
+        raise ConfigError("attention", "triton is not installed: layers and sampling would be torch's")
 
 
 def run(arguments: Sequence[str] | None = None, console: Console | None = None) -> int:
@@ -135,6 +137,7 @@ def run(arguments: Sequence[str] | None = None, console: Console | None = None) 
             console.print(f"{row.key:16} {row.title}  {row.reach or ''}")
         return 0
     device = torch.device(given.device)
+    set_queues(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", "cuda needs a CUDA build of torch and a GPU; --device cpu goes with --target tiny")
     if device.type == "cuda":

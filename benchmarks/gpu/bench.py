@@ -27,6 +27,7 @@ from paceline.request import SamplingParams, SequenceRequest
 from paceline.spec_decode.drafters.select import SelectingDrafter
 from paceline.spec_decode.heads.formats.config import Eagle3Config
 from paceline.spec_decode.sequence import Sequence
+from paceline.triton_support import runs_triton
 
 HEADROOM = 512  # tokens that a planted sequence may still grow by
 LAST_ROWS = 16  # of a planted prompt that are computed, so that the drafter has its state
@@ -76,6 +77,7 @@ class Bench:
         self.dtype = DTYPES[options.dtype]
         self._loaded: tuple[str, LlamaModel] | None = None
         self._watched: list[tuple[AttentionBackend, str]] = []  # and the one that was asked for
+        self._sampled_by_kernels: list[bool] = []  # of each runner
 
     # -- sizes
 
@@ -115,7 +117,7 @@ class Bench:
         """The same with other ``bits`` and no target loaded; this one's goes."""
         self.unload()
         other = Bench(replace(self.options, bits=bits), self.clock, self.ceilings, self.scratch)
-        other._watched = self._watched
+        other._watched, other._sampled_by_kernels = self._watched, self._sampled_by_kernels
         return other
 
     def unload(self) -> None:
@@ -176,12 +178,16 @@ class Bench:
         drafter = runner.drafter.primary if isinstance(runner.drafter, SelectingDrafter) else runner.drafter
         both = (runner.attention, getattr(drafter, "attention", runner.attention))
         self._watched += [(attention, wanted) for attention in both]
+        self._sampled_by_kernels.append(runner.samples_on_device and runs_triton(self.clock.device))
         return runner
 
     def fell_back(self) -> list[str]:
-        """Forwards on a GPU since the last call that another attention computed than the one that was asked for. Their
-        figures would say nothing of it."""
+        """Forwards on a GPU since the last call that another attention computed than the one that was asked for, and
+        sampling that was not the kernels'. Their figures would say nothing of either."""
         found: set[str] = set()
+        if self.clock.on_gpu and not all(self._sampled_by_kernels):
+            found.add("sampling is not the kernels'")
+        self._sampled_by_kernels.clear()
         for attention, wanted in self._watched:
             found |= attention.left
             if self.clock.on_gpu and attention.name != wanted:

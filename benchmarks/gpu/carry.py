@@ -4,12 +4,16 @@
 packages that such machines lack, unpacked, by the versions of ``requirements.lock``. FlashInfer's wheel is mostly
 sources of kernels that Paceline never compiles: of those, ``data/`` keeps what prefill, decode and MLA are made of.
 ``--kernels`` carries what ``benchmarks.gpu.kernels`` compiled, which FlashInfer then loads without a compiler.
+``--try PYTHON`` unpacks both archives elsewhere and imports with that Python what the tour of a GPU imports; it should
+have the torch and the triton of the GPU machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import lzma
+import os
 import re
 import shutil
 import subprocess
@@ -45,6 +49,44 @@ KEPT_FOLDERS = (  # of FlashInfer's data: what its compiler is told to look in
     "cccl/thrust/",
 )
 KEPT_SOURCES = re.compile(r"csrc/(batch_(prefill|mla|decode|attention)\w*\.\w+|[\w.]+\.(h|cuh|inc))")
+# Methods of FlashInfer's classes, by file, and the parameters that Paceline hopes for: without them it plans worse, or
+# not at all.
+CALLED = (
+    (
+        "prefill.py",
+        "BatchPrefillWithPagedKVCacheWrapper",
+        "plan",
+        ("packed_custom_mask", "non_blocking", "uniform_q_len"),
+    ),
+    (
+        "prefill.py",
+        "BatchPrefillWithPagedKVCacheWrapper",
+        "__init__",
+        ("backend", "custom_mask_buf", "mask_indptr_buf"),
+    ),
+    ("decode.py", "BatchDecodeWithPagedKVCacheWrapper", "_plan_impl", ("sm_scale", "non_blocking", "q_data_type")),
+)
+IMPORTED = (
+    "torch",
+    "triton",
+    "flashinfer",
+    "flashinfer.jit.attention",
+    "paceline.assembly.build",
+    "paceline.attention.flashinfer",
+    "paceline.attention.triton_paged",
+    "prefill_node.engine.engine",
+    "decode_node.engine.engine",
+    "kv_transfer.transports.nccl",
+    "benchmarks.gpu.__main__",
+    "benchmarks.gpu.probes",
+    "benchmarks.gpu.tour",
+    "tests.support.device_runner",
+)
+VERSIONS = (
+    "import sys, torch, triton\n"
+    "print(f'imported: Python {sys.version.split()[0]}, torch {torch.__version__}, triton {triton.__version__}')"
+)
+TRY_TIMEOUT_S = 240
 COMPILED = DATA + "aot/"  # where FlashInfer looks for a kernel before it compiles one
 UNUSED_CODE = ("flashinfer/experimental/", "flashinfer/moe_ep/")  # imported with the rest, their sources are not
 
@@ -103,6 +145,35 @@ def pack(files: Sequence[Path], root: Path, archive: Path) -> float:
     return archive.stat().st_size / 2**20
 
 
+def lacking(site: Path) -> list[str]:
+    """What Paceline calls FlashInfer with and its unpacked source does not have, as ``class.method parameter``. It is
+    read and not imported: that needs a CUDA build of torch."""
+    found = []
+    for file, kind, method, names in CALLED:
+        tree = ast.parse((site / "flashinfer" / file).read_text(encoding="utf-8"))
+        classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind]
+        defined = [d for c in classes for d in c.body if isinstance(d, ast.FunctionDef) and d.name == method]
+        there = {each.arg for d in defined for each in (*d.args.args, *d.args.kwonlyargs)}
+        found += [f"{kind}.{method} {name}" for name in names if name not in there]
+    return found
+
+
+def try_imports(python: str, archives: Sequence[Path]) -> bool:
+    """Unpack the archives and import what the tour needs with another Python; prints versions."""
+    with tempfile.TemporaryDirectory(prefix="paceline-try-") as scratch:
+        places = [Path(scratch) / name for name in ("tree", "site")]
+        for archive, place in zip(archives, places, strict=True):
+            with tarfile.open(archive) as packed:
+                packed.extractall(place, filter="data")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, places))
+        script = f"import importlib\nfor name in {IMPORTED!r}:\n    importlib.import_module(name)\n{VERSIONS}"
+        done = subprocess.run(
+            [python, "-c", script], cwd=places[0], env=environment, timeout=TRY_TIMEOUT_S, check=False
+        )
+    return done.returncode == 0
+
+
 def tracked(heads: bool) -> list[Path]:
     """The repository's files as git has them."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
@@ -118,6 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--wheels", type=Path, default=None, help="a folder that has them already: nothing is fetched")
     parser.add_argument("--kernels", type=Path, default=None, help="the folder that benchmarks.gpu.kernels names")
     parser.add_argument("--heads", action="store_true", help="carry the trained heads as well")
+    parser.add_argument("--try", dest="tried", default="", metavar="PYTHON", help="import what was packed with it")
     parser.add_argument("--limit-mib", type=float, default=LIMIT_MIB)
     given = parser.parse_args(arguments)
     given.into.mkdir(parents=True, exist_ok=True)
@@ -126,6 +198,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wheels = sorted(given.wheels.glob("*.whl")) if given.wheels else download(folder, given.python)
         site = folder / "site"
         unpack(wheels, site)
+        if missing := lacking(site):
+            print(f"error: this FlashInfer lacks {', '.join(missing)}", file=sys.stderr)
+            return 1
         if given.kernels:
             add_kernels(given.kernels, site)
         sizes = {
@@ -138,6 +213,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{total:6.1f} MiB  of {given.limit_mib:g}")
     if total > given.limit_mib:
         print("error: this is more than can be carried", file=sys.stderr)
+        return 1
+    if given.tried and not try_imports(given.tried, [given.into / name for name in sizes]):
+        print(f"error: {given.tried} cannot import what was packed", file=sys.stderr)
         return 1
     print("there: mkdir site && tar xf tree.tar.xz && tar xf site.tar.xz -C site && export PYTHONPATH=$PWD:$PWD/site")
     return 0

@@ -8,10 +8,13 @@ names is for ``benchmarks.gpu.carry --kernels``.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import sys
+import tarfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,8 @@ NO_POSITIONS = 0  # FlashInfer's mode: rows come with their rotation
 
 
 def specs() -> list[Any]:
-    """What Paceline launches for bf16: pages of each head width, decode by tensor cores included, and latents."""
+    """What Paceline launches for bf16: pages of each head width, decode by tensor cores included, latents, and long
+    prompts on Hopper."""
     from flashinfer.jit.attention import gen_batch_mla_module, gen_batch_prefill_module
 
     types = (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.int32)
@@ -32,7 +36,8 @@ def specs() -> list[Any]:
         gen_batch_prefill_module("fa2", *types, dim, dim, NO_POSITIONS, False, False, False)  # no window, no cap
         for dim in HEAD_DIMS
     ]
-    return [*pages, gen_batch_mla_module("fa2", *types, LATENT, ROPE, False)]
+    long = [gen_batch_prefill_module("fa3", *types, dim, dim, NO_POSITIONS, False, False, False) for dim in HEAD_DIMS]
+    return [*pages, gen_batch_mla_module("fa2", *types, LATENT, ROPE, False), *long]
 
 
 def set_compiler() -> None:
@@ -45,20 +50,36 @@ def set_compiler() -> None:
             os.environ.setdefault("CUDA_HOME", str(home))
 
 
-def main() -> int:
+def keep(compiled: Path, archive: Path) -> None:
+    """The libraries alone, for ``benchmarks.gpu.carry --kernels`` once they are unpacked."""
+    with tarfile.open(archive, "w:xz") as packed:
+        for library in sorted(file for file in compiled.glob("*/*.so") if file.stem == file.parent.name):
+            packed.add(library, library.relative_to(compiled))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.kernels", description=__doc__)
+    parser.add_argument("--keep", type=Path, default=None, help="archive to write the libraries to, after each")
+    given = parser.parse_args(arguments)
     set_compiler()
     if importlib.util.find_spec("flashinfer") is None:
         print("error: FlashInfer is not installed (flashinfer-python)", file=sys.stderr)
         return 1
     from flashinfer.jit import env
 
+    failed = False
     for spec in specs():
-        began = time.monotonic()
-        spec.build(verbose=False)
-        print(f"{time.monotonic() - began:6.0f} s  {spec.name}", flush=True)
+        began, said = time.monotonic(), ""
+        try:
+            spec.build(verbose=False)
+        except RuntimeError as error:  # the others are worth having
+            failed, said = True, f"  FAILED: {error}"
+        print(f"{time.monotonic() - began:6.0f} s  {spec.name}{said}", flush=True)
+        if given.keep is not None:
+            keep(env.FLASHINFER_JIT_DIR, given.keep)
     print(env.FLASHINFER_JIT_DIR)
-    return 0
+    return int(failed)
 
 
 if __name__ == "__main__":

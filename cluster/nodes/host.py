@@ -28,12 +28,13 @@ from paceline.config import NodeConfig
 from paceline.errors import NodeUnavailable
 from paceline.logs import configure_logging
 from paceline.phases import current_phase, phase
+from paceline.role_options import kind_of
 from paceline.v1.inference_pb2 import NodeInfo
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-START_TIMEOUT_S = 300.0  # loads the model
+START_TIMEOUT_S = {"cpu": 300.0, "cuda": 1800.0}  # loads the model; a GPU's compiles kernels and captures graphs
 STOP_MARGIN_S = 15.0  # past the grace
 LOOP_STALL_S = 2.0
 REGISTER_TIMEOUT_S = 10.0
@@ -145,7 +146,7 @@ class NodeHost:
         NodeUnavailable when it cannot be registered. After a failure the process is of no use: end it."""
         self._thread.start()
         self._config.check_known()
-        self._address = self._run(self._node.start(), START_TIMEOUT_S)
+        self._address = self._run(self._node.start(), START_TIMEOUT_S[kind_of(self._config.device)])
         registry = self._registry
         keeper = LeaseKeeper(
             registry.url,

@@ -181,7 +181,7 @@ class RayNode:
     def start(self) -> str:
         """Start the node; returns its gRPC address. Raises the node's own PacelineError, else NodeUnavailable."""
         try:
-            address: str = get(self._actor.start.remote(), START_TIMEOUT_S + STOP_MARGIN_S)
+            address: str = get(self._actor.start.remote(), max(START_TIMEOUT_S.values()) + STOP_MARGIN_S)
         except ray.exceptions.RayTaskError as error:  # str() of it is the remote traceback: for the log only
             cause = error.cause
             if isinstance(cause, PacelineError):  # its message is all that there is to say

@@ -16,6 +16,7 @@ from paceline.assembly.kept_figures import Figures, figures_key, keep_figures, r
 from paceline.assembly.measure import measure_costs
 from paceline.assembly.selfcheck import is_bit_exact
 from paceline.assembly.shipped import with_real_drafter
+from paceline.assembly.warm import warm_kernels
 from paceline.attention.base import AttentionBackend
 from paceline.attention.select import attention_for, tell_what_serves
 from paceline.config import NodeConfig
@@ -37,7 +38,6 @@ from paceline.models.registry import DTYPES, load_target
 from paceline.phases import phase
 from paceline.ranks.load import load_parallel
 from paceline.ranks.options import threads_per_rank
-from paceline.sampling.device import warm_sampling
 from paceline.spec_decode.drafters.plan import budget_of
 from paceline.spec_decode.length.adaptive import make_policy
 from paceline.spec_decode.length.cost import CostTable
@@ -60,8 +60,7 @@ def build_runner(config: NodeConfig, *, decodes: bool = True) -> ModelRunner:
     torch.set_num_threads(threads)
     set_threads(threads)
     device = torch.device(config.device)
-    if device.type == "cuda":  # read when the device is first used; a kernel that waits must not hold up the others
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", CUDA_CONNECTIONS)
+    set_queues(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", NCCL_NOTE)
     folder = resolve_model(config.model)
@@ -75,12 +74,19 @@ def build_runner(config: NodeConfig, *, decodes: bool = True) -> ModelRunner:
             raise
 
 
+def set_queues(device: torch.device) -> None:
+    """Give a GPU enough queues that a kernel which waits, of a link's say, holds up no other. The device reads it when
+    this process first uses it."""
+    if device.type == "cuda":
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", CUDA_CONNECTIONS)
+
+
 def _ready(config: NodeConfig, folder: Path, model: TargetModel, *, decodes: bool) -> ModelRunner:
     identity = RunnerIdentity(Path(config.model).name, weights_digest(folder), kernel_set(), config.quantize)
     runner = assemble(config, model, identity, decodes=decodes)
     runner.grammars = GrammarCompiler(folder, runner.vocab_size)
-    with phase("compiling the sampler"):
-        warm_sampling(model.device, runner.vocab_size)
+    with phase("compiling kernels"):
+        warm_kernels(runner, config.chunk_tokens, config.max_running, decodes=decodes)
     if decodes:
         _measure(runner, config, folder)
     return runner

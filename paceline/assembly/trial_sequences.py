@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -13,7 +14,7 @@ from paceline.spec_decode.sequence import Sequence
 
 
 class TrialSequences:
-    """Greedy sequences on a runner; leaving the ``with`` block gives all pages back.
+    """Sequences on a runner, greedy unless said otherwise; leaving the ``with`` block gives all pages back.
 
     They pass by ``new_sequence`` and ``release``, so neither the prefix cache nor a drafter that learns sees them.
     """
@@ -31,10 +32,17 @@ class TrialSequences:
         for seq in self.seqs:
             seq.table.release()
 
-    def add(self, prompts: Seq[Seq[int]], max_tokens: int, num_slots: int, speculation: SpeculationParams) -> None:
+    def add(
+        self,
+        prompts: Seq[Seq[int]],
+        max_tokens: int,
+        num_slots: int,
+        speculation: SpeculationParams,
+        params: SamplingParams = SamplingParams(temperature=0.0, seed=0),
+    ) -> None:
         """Prefill ``prompts`` in one forward; each has ``num_slots`` slots past its prompt. Raises Overloaded."""
         runner, chunks = self._runner, []
-        params = SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens)
+        params = replace(params, max_tokens=max_tokens)
         for prompt in prompts:
             request = SequenceRequest("trial", tuple(prompt), params, speculation=speculation)
             seq = Sequence.start(request, PageTable(runner.allocator, runner.page_size))

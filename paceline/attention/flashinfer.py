@@ -7,6 +7,7 @@ forward, and to the torch reference only where Triton is not installed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
@@ -26,6 +27,7 @@ from paceline.attention.flashinfer_kernels import (
     Geometry,
     Kernel,
     LatentKernel,
+    LongPrefillKernel,
     PrefillKernel,
     StaticBuffers,
     load_flashinfer,
@@ -38,11 +40,15 @@ from paceline.kvcache.pool import KvPool
 from paceline.layers.upload import Int64
 from paceline.triton_support import runs_triton
 
+log = logging.getLogger(__name__)
+
 # FlashInfer's own advice is half of it. A captured wrapper plans for the most that its shape may need: 149 MiB for 256
 # requests of 5 rows over 8 KV heads.
 WORKSPACE_BYTES = 256 << 20
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256)
+LONG_ROWS = 64  # of a request, on average: from there on Hopper's kernels, whose tiles are of 128 rows, pay
+HOPPER = 9  # major compute capability of the GPUs that have them
 KERNELS_PER_KIND = 3  # planned in turn, so that one forward can be planned while the one before still runs
 MakeKernel = Callable[[ModuleType, torch.Tensor, StaticBuffers | None], Kernel]
 
@@ -73,10 +79,17 @@ def other_attention(device: torch.device) -> AttentionBackend:
     return TritonAttention()
 
 
-def kernel_for(geometry: Geometry, kind: PagedKind) -> MakeKernel:
-    """The wrapper for a batch of ``kind``."""
+def is_hopper(device: torch.device) -> bool:
+    """Whether the device is of the generation that FlashInfer's ``fa3`` kernels are made for."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
+
+
+def kernel_for(geometry: Geometry, kind: PagedKind, rows_each: float = 0.0) -> MakeKernel:
+    """The wrapper for a batch of ``kind``. rows_each: of a request on average, where Hopper's kernels may be taken."""
     if geometry.value_dim:
         return LatentKernel
+    if kind is PagedKind.CAUSAL and rows_each >= LONG_ROWS:
+        return LongPrefillKernel
     return DecodeKernel if kind is PagedKind.DECODE else PrefillKernel
 
 
@@ -121,8 +134,7 @@ class FlashInferPlan(AttentionPlan):
         assert self._rows is not None
         batch = paged_batch(self._rows.segments, geometry.page_size)
         if has_kernel(geometry, batch.kind):
-            self._kernel = self._backend.next_kernel(kernel_for(geometry, batch.kind))
-            self._kernel.plan(batch, geometry)
+            self._kernel = self._backend.planned(batch, geometry)
         else:
             self._backend.left.add(described(geometry, batch.kind))
 
@@ -192,6 +204,7 @@ class FlashInferAttention(AttentionBackend):
         self.library = library or load_flashinfer()
         self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self.others = other_attention(device)
+        self.hopper = is_hopper(device)
         self.left: set[str] = set()
         self._kernels: dict[MakeKernel, list[Kernel]] = {}
 
@@ -210,7 +223,22 @@ class FlashInferAttention(AttentionBackend):
                     unserved[described(geometry, kind)] = self.others.name
         return unserved
 
-    def next_kernel(self, make: MakeKernel) -> Kernel:
+    def planned(self, batch: PagedBatch, geometry: Geometry) -> Kernel:
+        """A kernel that is planned for ``batch``. Where Hopper's cannot be made, from then on the others."""
+        rows_each = batch.num_rows / batch.num_requests if self.hopper else 0.0
+        make = kernel_for(geometry, batch.kind, rows_each)
+        try:
+            kernel = self._next_kernel(make)
+            kernel.plan(batch, geometry)
+        except RuntimeError as error:
+            if make is not LongPrefillKernel:
+                raise
+            log.warning("FlashInfer's kernels for Hopper cannot be had, long prompts take the others: %s", error)
+            self.hopper = False
+            return self.planned(batch, geometry)
+        return kernel
+
+    def _next_kernel(self, make: MakeKernel) -> Kernel:
         """The kernel of a kind that was planned longest ago."""
         kernels = self._kernels.setdefault(make, [])
         if len(kernels) < KERNELS_PER_KIND:

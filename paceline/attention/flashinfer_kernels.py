@@ -1,7 +1,8 @@
 """FlashInfer's wrappers behind one small interface. The only file that calls FlashInfer.
 
-All kernels are of its ``fa2`` family: it alone has tree masks, and decode, chain and tree rows of one model should come
+Kernels are of its ``fa2`` family: it alone has tree masks, and decode, chain and tree rows of one model should come
 from the same arithmetic. (Decode on tensor cores is that family too, and any ratio of query to KV heads is served.)
+Long prompts on Hopper are the exception: ``LongPrefillKernel`` is of the ``fa3`` family.
 
 Two habits of FlashInfer shape this file. ``plan`` writes page-locked memory whose copy to the device may still be
 waiting when the next ``plan`` of the same wrapper comes: ``Kernel.plan`` waits for that copy, and no other. And for a
@@ -27,7 +28,7 @@ from paceline.attention.paged import PagedBatch
 from paceline.errors import ConfigError
 from paceline.layers.upload import pinned, staged_together
 
-BACKEND = "fa2"
+BACKEND, HOPPER_BACKEND = "fa2", "fa3"
 MASK_INDPTR = "_mask_indptr_buf"  # of the prefill wrapper, where its kernel reads the beginnings of the masks
 STATIC_INT_BYTES = 1 << 20  # of a captured wrapper's index workspace; FlashInfer's own 8 MiB are for long prefills
 
@@ -162,9 +163,11 @@ class DecodeKernel(Kernel):
 class PrefillKernel(Kernel):
     """Several rows a request: causal and aligned to the end, or as a mask says."""
 
+    family = BACKEND
+
     def __init__(self, library: ModuleType, workspace: torch.Tensor, static: StaticBuffers | None) -> None:
         super().__init__(workspace, static)
-        options: dict[str, Any] = {"backend": BACKEND}
+        options: dict[str, Any] = {"backend": self.family}
         if static is not None:
             options |= {
                 "use_cuda_graph": True,
@@ -226,6 +229,12 @@ class PrefillKernel(Kernel):
     def run(self, query: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         """See Kernel."""
         return self._wrapper.run(query, pages)  # type: ignore[no-any-return]
+
+
+class LongPrefillKernel(PrefillKernel):
+    """Many rows a request, without masks, by kernels for Hopper's matrix units; never captured."""
+
+    family = HOPPER_BACKEND
 
 
 class LatentKernel(Kernel):

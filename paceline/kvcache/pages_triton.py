@@ -16,7 +16,7 @@ TILE = 2048  # units that one program moves at a time
 ROW = 256  # of them, at most this many of one row of K, V or latent
 
 
-@triton.jit(do_not_specialize=["num_tokens"])  # or it compiles anew for one token, and for a multiple of 16
+@triton.jit(do_not_specialize=["num_tokens", "first_layer"])  # or it compiles anew for 1, and for a multiple of 16
 def _move_kernel(
     table, first_layer, pool, slots, flat, num_tokens, page_size, num_slots,
     WORDS: tl.constexpr, TO_FLAT: tl.constexpr, TOKENS: tl.constexpr, UNITS: tl.constexpr, EVEN: tl.constexpr,
@@ -46,7 +46,7 @@ def _move_kernel(
                 tl.store(in_pages, tl.load(in_flat, mask=mask), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length_stride", "path_stride"])
 def _compact_kernel(
     table, first_layer, pool, slots, starts, lengths, length_stride, paths, path_stride, page_size,
     WORDS: tl.constexpr, UNITS: tl.constexpr,

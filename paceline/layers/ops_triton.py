@@ -146,7 +146,10 @@ def _copy(source, dest, mask):
     tl.store(dest, _rounded(tl.load(source, mask=mask, other=0.0).to(tl.float32), dest.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+ROWS_OF_A_BATCH = ["positions", "slots"]  # where they lie follows from the number of rows: no kernel is to depend on it
+
+
+@triton.jit(do_not_specialize_on_alignment=ROWS_OF_A_BATCH)
 def _rope_write_kernel(
     query, key, value, table, positions, slots, out, pages, query_row, query_head, key_row, key_head, value_row,
     value_head, table_row, page_stride, part_stride, slot_stride, page_size, num_slots,
@@ -207,9 +210,9 @@ def _latent_write(
 
 
 LATENT_STRIDES = ["latent_row", "page_stride", "slot_stride"]
-_latent_write_kernel = triton.jit(_latent_write, do_not_specialize_on_alignment=LATENT_STRIDES)
+_latent_write_kernel = triton.jit(_latent_write, do_not_specialize_on_alignment=[*ROWS_OF_A_BATCH, *LATENT_STRIDES])
 _latent_write_anywhere_kernel = triton.jit(
-    _latent_write, do_not_specialize_on_alignment=["latent", "norm", "pages", *LATENT_STRIDES]
+    _latent_write, do_not_specialize_on_alignment=["latent", "norm", "pages", *ROWS_OF_A_BATCH, *LATENT_STRIDES]
 )
 
 

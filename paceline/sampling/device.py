@@ -69,8 +69,8 @@ def sample_rows_device(logits: torch.Tensor, rows: Sequence[RowContext]) -> torc
 
 
 def warm_sampling(device: torch.device, vocab_size: int) -> None:
-    """Compile what ``sample_rows_device`` may launch, so that no request waits for it: a row with penalties, a bias,
-    top-k and top-p meets every kernel. Does nothing where no kernel has to be compiled."""
+    """Launch every kernel of ``sample_rows_device``: a row with penalties, a bias, top-k and top-p meets all of them.
+    Nothing where no kernel has to be compiled."""
     if not runs_triton(device):
         return
     params = SamplingParams(

@@ -153,9 +153,13 @@ def test_an_error_gives_the_pages_back(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_nodes_that_weigh_costs_pay(
     options: dict[str, str], decodes: bool, measured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Every node warms its kernels, for steps of its own sizes. Mutant: a node that is built does not."""
     write_tiny_head(tmp_path / "model", "draft_model")  # a whole folder of a tiny Llama
     called: list[int] = []
+    warmed: list[tuple[int, int, bool]] = []
     monkeypatch.setattr(build, "measure_costs", lambda runner, max_batch: called.append(max_batch))
+    monkeypatch.setattr(build, "warm_kernels", lambda _, *sizes, decodes: warmed.append((*sizes, decodes)))
     values = {"model": str(tmp_path / "model"), "drafter": "ngram", "dtype": "fp32", "max_running": 7} | options
     build_runner(NodeConfig.model_validate(values | {"kv_cache_tokens": 1024}), decodes=decodes)
     assert called == ([7] if measured else [])
+    assert warmed == [(256, 7, decodes)]

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from paceline.attention.base import AttentionPlan, ForwardBatch, Segment, StaticShape
 from paceline.attention.flashinfer import FlashInferAttention, has_kernel
-from paceline.attention.flashinfer_kernels import Geometry, load_flashinfer
+from paceline.attention.flashinfer_kernels import Geometry, LongPrefillKernel, load_flashinfer
 from paceline.attention.mask_bits import pack_masks
 from paceline.attention.padding import Scratch, pad_segments, real_rows
 from paceline.attention.paged import PagedBatch, PagedKind, pack_reference, paged_batch
@@ -163,6 +163,31 @@ def test_latent_attention(seed: int, static: bool, kinds: str) -> None:
     found = backend.attend_latent(query, LATENT, 0, plan, 0.1, VALUE)
     expected = plain_attention(query[index], LATENT, segments, 0.1, VALUE)
     torch.testing.assert_close(found[index], expected, **BF16)
+
+
+@pytest.mark.parametrize(
+    ("hopper", "rows", "family"), [(True, (90, 60), "fa3"), (True, (90, 20), "fa2"), (False, (90, 60), "fa2")]
+)
+def test_long_prompts_take_hoppers_kernels(
+    hopper: bool, rows: tuple[int, ...], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the others where they cannot be made. Mutants: short prompts take them; a failure ends the forward."""
+    backend, kv, tables = backend_of(), POOLS[16], Tables(random.Random(3), PAGES, 16)
+    backend.hopper = hopper
+    segments = [tables.linear(count, 0) for count in rows]
+    query = torch.randn(num_rows(segments), HEADS, DIM).bfloat16()
+    plan = backend.plan(ForwardBatch.build(segments))
+    found = backend.attend(query, kv, 0, plan, 0.125)
+    torch.testing.assert_close(found, plain_attention(query, kv, segments, 0.125), **BF16)
+    assert plan._kernel._wrapper.family == family  # type: ignore[union-attr]
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("ninja: build stopped")
+
+    monkeypatch.setattr(LongPrefillKernel, "_plan", fails)
+    again = backend.plan(ForwardBatch.build(segments))
+    assert torch.equal(backend.attend(query, kv, 0, again, 0.125), found)
+    assert again._kernel._wrapper.family == "fa2"  # type: ignore[union-attr]
 
 
 def test_one_plan_serves_all_layers_of_one_geometry() -> None:

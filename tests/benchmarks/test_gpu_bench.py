@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +38,7 @@ from benchmarks.gpu.shapes import SHAPES, eagle3_config, load_shape, next_token
 from benchmarks.gpu.speed import generate, over_transformers, same_so_far, synthetic_speedup
 from benchmarks.gpu.steps import NeverRight, round_overhead
 from benchmarks.speculation.synthetic import LABEL, RATES, Rates, SyntheticDrafts
-from paceline.assembly.build import assemble
+from paceline.assembly.build import assemble, build_runner
 from paceline.config import NodeConfig
 from paceline.engine.model_runner import RunnerIdentity
 from paceline.errors import ConfigError
@@ -314,7 +316,8 @@ def test_a_row_that_fails_takes_no_other_with_it(bench: Bench) -> None:
 
 
 def test_a_row_whose_attention_fell_back_fails(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Target's or drafter's, by a forward or by name. Mutant: only the target's attention is watched."""
+    """Target's or drafter's, by a forward or by name, and sampling. Mutants: only the target's attention is watched;
+    torch may sample."""
 
     def measured(bench: Bench) -> Figure:
         runner = bench.runner("tiny", 1, 64, 2, "eagle3")
@@ -324,10 +327,12 @@ def test_a_row_whose_attention_fell_back_fails(bench: Bench, monkeypatch: pytest
 
     asked = [replace(row("falls", 1), measure=measured), row("works", 1)]
     results = gpu.measure(bench, asked, 60, lambda results: None)
-    assert [r.missing for r in results] == ["FAILED: attention fell back: tree rows", ""]
+    assert [r.missing for r in results] == ["FAILED: fell back: tree rows", ""]
     runner = bench.runner("tiny", 1, 64, 0)
     monkeypatch.setattr(bench.clock, "on_gpu", True)
-    assert bench.fell_back() == [f"{runner.attention.name} in place of auto"]
+    by_torch = "sampling is not the kernels'"
+    assert bench.fell_back() == [f"{runner.attention.name} in place of auto", by_torch]
+    assert bench.fell_back() == []
 
 
 def test_verdicts_and_notes() -> None:
@@ -365,6 +370,24 @@ def test_unexchanged_drafts_are_no_measurement(bench: Bench, monkeypatch: pytest
 
 
 # ---- the command
+
+
+def test_a_gpu_has_its_queues_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node's, and the benchmark's. Mutant: they are set behind the first look at the device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(pytest.fail("too early")) if not queues() else False)
+    starts: list[Callable[[], object]] = [
+        lambda: gpu.run(["--device", "cuda"]),
+        lambda: build_runner(NodeConfig(model="tiny", device="cuda:0", drafter="none")),
+    ]
+    for start in starts:
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+        with pytest.raises(ConfigError, match="CUDA build"):
+            start()
+        assert queues() == "32"
+
+
+def queues() -> str:
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -35,27 +36,40 @@ def test_archives_and_their_limit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mutants: the heads are carried; the whole wheel is; what is too large is no fault; a library that FlashInfer does
-    not look for is carried."""
+    not look for is carried; a FlashInfer that plans otherwise is."""
     folders = {file.relative_to(carry.ROOT).parts[0] for file in carry.tracked(heads=False)}
     assert {"paceline", "tests", "benchmarks", "pyproject.toml"} <= folders
     assert "heads" not in folders
     monkeypatch.setattr(carry, "tracked", lambda heads: [carry.LOCK])  # packing all of it takes seconds
     wheels, there = tmp_path / "wheels", tmp_path / "there"
+    sources = {f"flashinfer/{file}": "" for file, *_ in carry.CALLED}
+    for file, kind, method, names in carry.CALLED:
+        sources[f"flashinfer/{file}"] += f"class {kind}:\n def {method}(self, *, {', '.join(names)}): ...\n"
     wheels.mkdir()
     with zipfile.ZipFile(wheels / "flashinfer_python-0-py3-none-any.whl", "w") as wheel:
-        for name in ("flashinfer/prefill.py", "flashinfer/data/csrc/kda/large.cu"):
-            wheel.writestr(name, "text")
+        wheel.writestr("flashinfer/data/csrc/kda/large.cu", "text")
+        for name, source in sources.items():
+            wheel.writestr(name, source)
     for name in ("one/one.so", "one/part.o", "two/half.so"):
         (compiled := tmp_path / "compiled" / name).parent.mkdir(parents=True, exist_ok=True)
         compiled.touch()
     asked = ["--into", str(there), "--wheels", str(wheels), "--kernels", str(tmp_path / "compiled")]
     assert carry.main(asked) == 0
     with tarfile.open(there / "site.tar.xz") as site:
-        assert site.getnames() == ["flashinfer/data/aot/one/one.so", "flashinfer/prefill.py"]
+        assert site.getnames() == ["flashinfer/data/aot/one/one.so", "flashinfer/decode.py", "flashinfer/prefill.py"]
     with tarfile.open(there / "tree.tar.xz") as tree:
         assert tree.getnames() == [carry.LOCK.name]
+    for imported, code in (("flashinfer.prefill", 0), ("nowhere", 1)):
+        monkeypatch.setattr(carry, "IMPORTED", (imported,))
+        monkeypatch.setattr(carry, "VERSIONS", "")
+        assert carry.main([*asked, "--try", sys.executable]) == code
     assert carry.main([*asked, "--limit-mib", "0.01"]) == 1
     assert "more than can be carried" in capsys.readouterr().err
+    with zipfile.ZipFile(wheels / "flashinfer_python-0-py3-none-any.whl", "w") as wheel:
+        for name, source in sources.items():
+            wheel.writestr(name, source.replace(", uniform_q_len", ""))
+    assert carry.main(asked) == 1
+    assert "lacks BatchPrefillWithPagedKVCacheWrapper.plan uniform_q_len" in capsys.readouterr().err
 
 
 def test_every_package_is_locked() -> None:

@@ -16,6 +16,8 @@ ENGINE = (
     "kv_transfer.transports.torch_dist",
     "kv_transfer.transports.loopback",
     "benchmarks.gpu.__main__",
+    "benchmarks.gpu.probes",
+    "benchmarks.gpu.tour",
     "benchmarks.pack_weights",
 )
 NODES = ("prefill_node.engine.engine", "prefill_node.feeder", "decode_node.engine.engine", "decode_node.sink")

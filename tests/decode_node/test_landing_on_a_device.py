@@ -16,12 +16,14 @@ import torch
 import kv_transfer.transports.side_stream as side_stream
 from decode_node.sink import ReservedPages
 from decode_node.stream import HiddenRows
+from kv_transfer.handoff import receiver
 from kv_transfer.handoff.block import TARGET_KV, RowBlock
 from kv_transfer.transports.side_stream import held_work, own_stream
 from paceline.assembly.build import device_kernels
 from paceline.attention.flashinfer import FlashInferAttention
 from paceline.triton_support import has_triton
 from paceline.v1 import handoff_pb2
+from prefill_node import feeder
 from tests.support.tiny_model import tiny_runner
 
 CUDA = torch.device("cuda:0")
@@ -118,6 +120,31 @@ def test_a_ready_hand_off_is_complete(
         write()
         pages.ready("t", handoff_pb2.State(first_token_id=1), cast("Any", hidden))
     assert streams.calls[-2:] == ["link is done", "ready"]
+
+
+@pytest.mark.parametrize(
+    ("pool", "wire", "locked"), [("cuda:0", "cpu", True), ("cuda:0", "cuda:0", False), ("cpu", "cpu", False)]
+)
+def test_host_memory_beside_a_gpu_is_page_locked(
+    pool: str, wire: str, locked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At both ends of a link. Mutant: pageable memory, which the device copies at half the speed, and waits."""
+
+    class Seen(Exception):
+        pass
+
+    def staging(*_: object, pinned: bool) -> None:
+        raise Seen(pinned)
+
+    monkeypatch.setattr(receiver, "Staging", staging)
+    monkeypatch.setattr(feeder, "StagingRing", staging)
+    source: Any = SimpleNamespace(device=torch.device(pool))
+    with pytest.raises(Seen, match=str(locked)):
+        feeder.RowFeeder(cast("Any", None), source, torch.device(wire), lambda *_: None)
+    with pytest.raises(Seen, match=str(locked)):
+        receiver.HandoffReceiver(
+            cast("Any", None), cast("Any", None), lambda *_: None, device=wire, pool_device=torch.device(pool)
+        )
 
 
 def test_kernels_of_a_device_do_not_name_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:

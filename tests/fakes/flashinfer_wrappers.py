@@ -100,7 +100,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
     ) -> None:
         buffers = (paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
         super().__init__(float_workspace_buffer, *buffers, use_cuda_graph)
-        assert (kv_layout, backend) == ("NHD", "fa2")
+        assert kv_layout == "NHD"
+        assert backend == "fa2" or (backend == "fa3" and not use_cuda_graph)
+        self.family = backend
         assert not use_cuda_graph or qo_indptr_buf is not None
         self._qo_indptr, self._custom_mask_buf, self._mask_indptr_buf = qo_indptr_buf, custom_mask_buf, mask_indptr_buf
         self._total_rows: int | None = None
@@ -137,6 +139,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
             self._custom_mask_buf = self._mask_indptr_buf = None
             return
         assert packed_custom_mask.dtype is torch.uint8
+        assert self.family == "fa2", "fa3 has no masks"
         pages = paged_kv_indptr.diff() - 1
         elements = (qo_indptr.diff() * (pages * page_size + paged_kv_last_page_len)).cumsum(0)
         self._put("_custom_mask_buf", packed_custom_mask, exact=False)

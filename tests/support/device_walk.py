@@ -12,6 +12,7 @@ from paceline.spec_decode.accept.verify import Verdict, walk
 from paceline.spec_decode.trees.tree import DraftTree, build_tree
 
 VOCAB = 6  # few tokens, so that walks go deep
+MORE_STOPS = 100  # ids that never come, among which a stop token lies anywhere
 
 
 def random_tree(rng: random.Random) -> DraftTree:
@@ -37,7 +38,7 @@ def check_walks(device: torch.device, num_trees: int, seed: int) -> list[Verdict
     rng = random.Random(seed)
     trees = [random_tree(rng) for _ in range(num_trees)]
     sampled = [likely_samples(rng, tree) for tree in trees]
-    stops = [tuple(rng.sample(range(VOCAB), rng.choice([0, 0, 1, 2]))) for _ in trees]
+    stops = [tuple(rng.sample(range(VOCAB + MORE_STOPS), rng.choice([0, 0, 1, 40]))) for _ in trees]
     most = [rng.choice([1, 2, 3, 50]) for _ in trees]
     flat = torch.tensor([token for tokens in sampled for token in tokens], device=device)
     walked = walk_device(upload_trees(trees, stops, most, device), flat)

@@ -17,8 +17,10 @@ from paceline.spec_decode.accept.device_trees import (
     STOP,
     TOO_LONG,
     DeviceTrees,
+    upload_trees,
 )
 from paceline.spec_decode.accept.verify import Verdict
+from paceline.spec_decode.trees.tree import DraftTree
 from paceline.triton_support import runs_triton
 
 
@@ -33,6 +35,14 @@ def walk_device(trees: DeviceTrees, sampled: torch.Tensor) -> torch.Tensor:
 
         return walk(trees, sampled)
     return walk_torch(trees, sampled)
+
+
+def warm_walk(device: torch.device, most_nodes: int) -> None:
+    """Launch every kernel that trees of up to ``most_nodes`` nodes may take: their size is rounded up to a power of
+    two."""
+    for nodes in {min(1 << power, most_nodes) for power in range(most_nodes.bit_length() + 1)}:
+        chain = DraftTree((0,) * nodes, tuple(range(-1, nodes - 1)), tuple(range(nodes)))
+        walk_device(upload_trees([chain], [()], [1], device), torch.zeros(nodes, dtype=torch.int64, device=device))
 
 
 def read_verdicts(walked: torch.Tensor) -> list[Verdict]:

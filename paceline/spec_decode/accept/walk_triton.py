@@ -13,9 +13,10 @@ from paceline.spec_decode.accept.device_trees import PATH, STOP, TOO_LONG, Devic
 from paceline.triton_support import EXACT, next_power_of_2, on_device_of
 
 MIN_BLOCK = 16  # small trees share one compiled kernel
+STOPS = 16  # stop tokens that are looked at together
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["result_stride"])
 def _walk_kernel(
     token_ids, parents, starts, max_new_tokens, stop_starts, stop_ids, sampled, result, result_stride,
     PATH: tl.constexpr, STOP: tl.constexpr, TOO_LONG: tl.constexpr, NODES: tl.constexpr, STOPS: tl.constexpr,
@@ -28,9 +29,7 @@ def _walk_kernel(
     carried = tl.load(token_ids + start + nodes, mask=exists, other=-2)
     parent = tl.load(parents + start + nodes, mask=exists, other=-2)
     first_stop = tl.load(stop_starts + seq)
-    stops = tl.arange(0, STOPS)
-    is_stop_id = stops < tl.load(stop_starts + seq + 1) - first_stop
-    stop_id = tl.load(stop_ids + first_stop + stops, mask=is_stop_id, other=-2)
+    last_stop = tl.load(stop_starts + seq + 1)
     most = tl.load(max_new_tokens + seq)
     out = result + seq * result_stride
     node = tl.full((), 0, tl.int32)
@@ -40,7 +39,11 @@ def _walk_kernel(
     walking = tl.full((), 1, tl.int32)
     while walking > 0:
         token = tl.load(sampled + start + node).to(tl.int32)
-        stopped = tl.max((is_stop_id & (stop_id == token)).to(tl.int32), axis=0)
+        stopped = tl.full((), 0, tl.int32)
+        for first in range(first_stop, last_stop, STOPS):
+            at = first + tl.arange(0, STOPS)
+            stop_id = tl.load(stop_ids + at, mask=at < last_stop, other=-2)
+            stopped = tl.maximum(stopped, tl.max((stop_id == token).to(tl.int32), axis=0))
         finish = tl.where(stopped > 0, STOP, tl.where(length + 1 >= most, TOO_LONG, 0))
         child = tl.min(tl.where((parent == node) & (carried == token), nodes, NODES), axis=0)
         walking = ((finish == 0) & (child < NODES)).to(tl.int32)
@@ -61,7 +64,6 @@ def walk(trees: DeviceTrees, sampled: torch.Tensor) -> torch.Tensor:
         _walk_kernel[(num_seqs,)](
             trees.token_ids, trees.parents, trees.starts, trees.max_new_tokens, trees.stop_starts, trees.stop_ids,
             sampled, result, result.stride(0), PATH=PATH, STOP=STOP, TOO_LONG=TOO_LONG,
-            NODES=next_power_of_2(max(trees.max_nodes, MIN_BLOCK)),
-            STOPS=next_power_of_2(max(trees.max_stops, MIN_BLOCK)), num_warps=1, **EXACT,
+            NODES=next_power_of_2(max(trees.max_nodes, MIN_BLOCK)), STOPS=STOPS, num_warps=1, **EXACT,
         )  # fmt: skip
     return result

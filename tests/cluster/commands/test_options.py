@@ -95,6 +95,13 @@ def test_a_role_has_options_of_its_own_over_the_common_ones(file: Callable[[str]
     assert {*ROLES} <= SHARED_OPTIONS & NODE_OPTIONS
 
 
+def test_a_gpu_takes_longer_chunks(file: Callable[[str], Path]) -> None:
+    """Where nothing else is said. Mutant: a node is sent 0, which one of an older build does not know."""
+    found = load_config({}, file("device: cuda:1\ndecode: {prefill_chunk_tokens: 300}\n"), {})
+    assert [found.of_role(role).node(1).prefill_chunk_tokens for role in ROLES] == [2048, 300]
+    assert found.chunk_tokens == 2048
+
+
 @pytest.mark.parametrize(
     ("text", "key", "message"),
     [

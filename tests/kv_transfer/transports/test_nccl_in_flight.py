@@ -125,6 +125,24 @@ def test_a_message_that_never_comes_ends_the_pipe(cuda: Cuda, cut: bool) -> None
         transport.start_recv(cast("Any", Bytes(1)))
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_communicator_has_longer_to_start_than_a_message(
+    cuda: Cuda, comes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not for ever. Mutant: the message's timeout."""
+    monkeypatch.setattr(nccl, "JOIN_TIMEOUT_S", 20.0 if comes else 0.2)
+    stand_in = SimpleNamespace(cuda=torch.cuda, zeros=lambda *_, **__: Bytes(1), uint8=torch.uint8)
+    monkeypatch.setattr(nccl, "torch", stand_in)
+    transport = transport_of(cuda, 0.05)
+    if comes:
+        threading.Timer(0.3, lambda: setattr(cuda, "finished", 1)).start()
+        transport.join()
+        assert transport._dead is None
+        return
+    with pytest.raises(TransportError, match=r"message timeout of 0.2 s"):
+        transport.join()
+
+
 def test_rows_that_are_being_computed_are_posted_and_awaited_in_order(cuda: Cuda) -> None:
     """The wire waits for them on the device; the sender's thread counts a message's time from when they are there.
     Mutants: the host waits before it posts; nobody waits for the rows."""
