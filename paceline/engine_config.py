@@ -63,6 +63,11 @@ class EngineConfig(Frozen):
     """Ranks of one node: processes of one host that each hold a part of every layer. The text is the same for every
     number. Raise it where a model does not fit one device."""
 
+    attention_dp: int = Field(default=1, ge=1, le=64)
+    """Pools of one node among which sequences are dealt, for models with latent attention (MLA): 1, or as many as `tp`.
+    Then each rank attends its own sequences and `kv_cache_tokens` are those of each rank, so a node holds `tp` times as
+    many. For CPUs."""
+
     rank_sums: Literal["auto", "sockets", "collective"] = "auto"
     """How ranks of a node put parts together: `sockets` through the host, `collective` by torch.distributed (NCCL on
     GPUs, gloo on CPUs). `auto` takes sockets on CPUs. No bit depends on it."""

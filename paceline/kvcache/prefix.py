@@ -90,7 +90,8 @@ class PrefixCache:
         token_ids: committed tokens, prompt first. pages: the sequence's, from position 0. num_computed: valid
         target rows, whose draft rows were rewritten with true hidden states: module k of a chained drafter is
         then exact on rows up to num_computed - k (algorithms.md E9), which bounds what may enter.
-        The cache takes its own reference to each new page. Where a key is cached already the first page stays.
+        The cache takes its own reference to each new page. Where a key is cached already the first page stays, and
+        where that lies in another part of the pool no page enters behind it: a run is of one part.
         """
         num_pages = self.scheme.num_pages(len(token_ids), min(num_computed, num_computed + 1 - self.lookahead))
         if num_pages > len(pages):
@@ -99,7 +100,9 @@ class PrefixCache:
         with self._lock:
             present = self._cached_run(iter(keys))
             self._touch(present)
-            num_new = self._make_room(len(keys) - len(present), present[-1] if present else None)
+            last = present[-1] if present else None
+            near = last is None or self._is_near(self._entries[last].page, pages[0])
+            num_new = self._make_room(len(keys) - len(present), last) if near else 0
             start, end = len(present), len(present) + num_new
             self._allocator.share(pages[start:end])
             for i in range(start, end):
@@ -111,11 +114,19 @@ class PrefixCache:
             self._touch(keys[:end])
         return num_new
 
-    def evict(self, n: int) -> int:
-        """Free up to ``n`` pages that no one but the cache holds, least recently used first and no page before
-        the cached pages that continue it. Returns how many."""
+    def evict(self, n: int, part: int = 0) -> int:
+        """Free up to ``n`` pages of a part that no one but the cache holds, least recently used first and no page
+        before the cached pages that continue it. Returns how many."""
         with self._lock:
-            return self._evict(n, None)
+            return self._evict(n, None, part)
+
+    def idle(self, part: int) -> int:
+        """Pages of a part that ``evict`` could free."""
+        with self._lock:
+            pages = [entry.page for entry in self._entries.values()]
+            return sum(
+                1 for ref in pages if self._allocator.part_of(ref) == part and self._allocator.refcount(ref) == 1
+            )
 
     def clear(self) -> None:
         """Forget every page. Those that a sequence holds live on with it."""
@@ -156,6 +167,8 @@ class PrefixCache:
                 problems.append(f"cached {error}")
             if entry.parent is not None and entry.parent not in self._entries:
                 problems.append(f"{entry.page} has lost its parent")
+            elif entry.parent is not None and not self._is_near(self._entries[entry.parent].page, entry.page):
+                problems.append(f"{entry.page} lies in another part than its parent")
             if entry.parent in seen:
                 problems.append(f"{entry.page} would outlive its parent")
             if seen_children.get(key, 0) != entry.num_children:
@@ -173,6 +186,9 @@ class PrefixCache:
             run.append(key)
         return run
 
+    def _is_near(self, one: PageRef, other: PageRef) -> bool:
+        return self._allocator.part_of(one) == self._allocator.part_of(other)
+
     def _touch(self, run: Sequence[bytes]) -> None:
         """Mark pages 0.. of one sequence as just used, the deepest first so that each stays before its parent."""
         for key in reversed(run):
@@ -185,12 +201,14 @@ class PrefixCache:
             self._evict(excess, parent)
         return min(num_new, self.max_pages - len(self._entries))
 
-    def _evict(self, n: int, keep: bytes | None) -> int:
+    def _evict(self, n: int, keep: bytes | None, part: int | None = None) -> int:
         victims: list[tuple[bytes, _Entry]] = []
         for key, entry in self._entries.items():
             if len(victims) >= n:
                 break
             if key == keep or entry.num_children or self._allocator.refcount(entry.page) > 1:
+                continue
+            if part is not None and self._allocator.part_of(entry.page) != part:
                 continue
             victims.append((key, entry))
             if entry.parent is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -25,15 +26,20 @@ class ForwardContext:
     batch: ForwardBatch
     kv: KvPool
     attention: AttentionBackend
-    plan: AttentionPlan
+    planned: AttentionPlan | None = None  # where it was made before, as for a graph
     after_layer: AfterLayer | None = None
 
     @classmethod
     def build(
         cls, batch: ForwardBatch, kv: KvPool, attention: AttentionBackend, after_layer: AfterLayer | None = None
     ) -> ForwardContext:
-        """Plan ``batch`` once for all layers."""
-        return cls(batch, kv, attention, attention.plan(batch), after_layer)
+        """Over ``batch``, which is planned once for all layers, when the first of them asks."""
+        return cls(batch, kv, attention, None, after_layer)
+
+    @cached_property
+    def plan(self) -> AttentionPlan:
+        """What ``attention`` has derived from ``batch``."""
+        return self.attention.plan(self.batch) if self.planned is None else self.planned
 
     def layer_done(self, layer: int) -> None:
         """A model calls it after each of its layers (0-based): the layer's KV rows of the batch are in the pool, or on

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from paceline.layers.linear import Linear
 from paceline.layers.quantized import LinearWeight
-from paceline.models.one_rank import OneRank
+from paceline.models.one_rank import ONE_RANK, OneRank
+from paceline.ranks.dealt import DealtAttention, dealt
 from paceline.ranks.group import Group
 from paceline.ranks.linear import RowParallelLinear
 from paceline.ranks.shard import Shard
+
+if TYPE_CHECKING:
+    from paceline.models.base import ForwardContext
+    from paceline.models.one_rank import Attention
 
 
 class ShardRanks(OneRank):
@@ -34,6 +40,14 @@ class ShardRanks(OneRank):
     def share(self, mlp: str) -> bool:
         """See OneRank."""
         return mlp in self._shard.shared_mlps
+
+    def attention(self, make: Callable[[OneRank], Attention]) -> Attention:
+        """See OneRank. Where sequences are dealt, this rank has the whole layer."""
+        return DealtAttention(make(ONE_RANK), self._group) if self._shard.dealt else make(self)
+
+    def context(self, context: ForwardContext) -> ForwardContext:
+        """See OneRank."""
+        return dealt(context) if self._shard.dealt else context
 
     def experts(self, count: int) -> range:
         """See OneRank."""

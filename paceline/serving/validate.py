@@ -42,8 +42,9 @@ def check_request(runner: ModelRunner, request: SequenceRequest, num_slots: int)
             "max_tokens", f"prompt and max_tokens are {total} tokens, the model takes {runner.max_model_len}"
         )
     pages = -(-num_slots // runner.page_size)
-    if pages > runner.allocator.num_pages:
-        raise InvalidRequest("max_tokens", f"needs {pages} KV pages, the node has {runner.allocator.num_pages}")
+    if pages > (most := runner.allocator.part_pages):
+        who = "the node" if runner.allocator.parts == 1 else "each rank of the node"
+        raise InvalidRequest("max_tokens", f"needs {pages} KV pages, {who} has {most}")
 
 
 async def compiled_grammar(runner: ModelRunner, request: SequenceRequest) -> CompiledGrammar | None:
