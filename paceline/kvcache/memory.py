@@ -43,7 +43,9 @@ class KvMemory:
         if len(parts) == 1:
             return [(0, 0)]  # who asks has no choice
         rooms = [self.allocator.free_in(part) + (prefix.idle(part) if prefix else 0) for part in parts]
-        return sorted(((room, part) for room, part in zip(rooms, parts, strict=True)), key=lambda one: (-one[0], one[1]))
+        return sorted(
+            ((room, part) for room, part in zip(rooms, parts, strict=True)), key=lambda one: (-one[0], one[1])
+        )
 
     def _in(self, part: int) -> PageTable:
         prefix = self.prefix

@@ -36,8 +36,8 @@ def check_degree(degree: int, spec: ModelSpec) -> None:
 
 
 def check_ranks(config: EngineConfig, spec: ModelSpec) -> None:
-    """Raise ConfigError naming ``tp`` or ``attention_dp`` for what nodes of several ranks cannot serve, before anything is loaded. Whether
-    ranks part the groups of a quantised checkpoint is seen when it is read."""
+    """Raise ConfigError naming ``tp`` or ``attention_dp`` for what nodes of several ranks cannot serve, before anything
+    is loaded. Whether ranks part the groups of a quantised checkpoint is seen when it is read."""
     _check_dealt(config, spec)
     if config.tp == 1:
         return
@@ -55,7 +55,7 @@ def _check_dealt(config: EngineConfig, spec: ModelSpec) -> None:
     if pools != ranks:
         raise ConfigError("attention_dp", f"{asked}, but {ranks} ranks (tp) have 1 or {ranks}")
     if spec.mla is None:
-        raise ConfigError("attention_dp", f"{asked}, but the {spec.family} family has KV heads, which ranks share: set 1")
+        raise ConfigError("attention_dp", f"{asked}, but {spec.family} has KV heads, which ranks share: set 1")
     if config.device != "cpu":
         raise ConfigError("attention_dp", f"{asked}, but on {config.device} a node has 1: only CPUs deal sequences")
 
