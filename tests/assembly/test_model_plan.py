@@ -119,6 +119,16 @@ def test_a_rank_has_a_whole_kv_head_though_there_are_more_ranks_than_heads() -> 
     assert [plan.target_kv_bytes(degree) for degree in (1, 2, 8)] == [plan.token_bytes // n for n in (1, 2, 4)]
 
 
+def test_ranks_among_which_sequences_are_dealt_have_whole_attention() -> None:
+    """Mutants: attention is cut all the same; rank 0 has the drafter's KV of its own sequences alone."""
+    plan, heads = planned("deepseek-v3"), next(p for p in planned("deepseek-v3").parts if p.name == "attention")
+    more = plan.dealt(8).weight_bytes(8) - plan.weight_bytes(8)
+    assert more == heads.num_bytes - heads.of_rank(8)
+    assert plan.dealt(8).kv_bytes(8) == plan.token_bytes + 8 * plan.draft_token_bytes
+    done = CliRunner().invoke(app, ["plan", str(index("deepseek-v3")), "--tp", "8", "--attention-dp", "4"])
+    assert "4 pools are asked for, but 8 ranks (tp) can have 1 or 8" in str(done.exception)
+
+
 def test_the_command() -> None:
     done = CliRunner().invoke(app, ["plan", str(index("glm-4.5-air")), "--tp", "8", "--context", "1000"])
     assert done.exit_code == 0, done.output
