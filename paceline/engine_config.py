@@ -144,8 +144,8 @@ class EngineConfig(Frozen):
     """Tokens per page of the KV cache. The prefix cache keeps whole pages."""
 
     kv_cache_tokens: int = Field(default=32768, ge=64)
-    """Tokens that the KV cache of one node holds. Raise it when requests wait for pages; its memory is reserved at
-    start."""
+    """Tokens that the KV cache of one node holds, or of each of its ranks with `attention_dp`. Raise it when requests
+    wait for pages; its memory is reserved at start."""
 
     max_model_len: int = Field(default=0, ge=0)
     """Longest prompt and output together, in tokens. 0 takes what the model was trained for."""

@@ -24,7 +24,7 @@ TOKENS = 640  # that the cache of a rank holds
 
 
 def test_more_sequences_than_a_rank_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The MTP modules draft trees, with KV of their own on rank 0. The second turn finds prompts cached on both ranks."""
+    """MTP modules draft trees, with KV of their own on rank 0. The second turn finds prompts cached on both ranks."""
     folder = write_folder(tmp_path / "tiny", spec=ranks_deepseek_spec())
     options = {"model": str(folder), "drafter": "mtp", "tree": "dynamic", "head_check": False, "max_model_len": 200}
     options |= {"kv_cache_tokens": TOKENS}
