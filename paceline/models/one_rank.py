@@ -6,18 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.layers.linear import Linear
 from paceline.layers.quantized import LinearWeight
+from paceline.models.context import ForwardContext
 from paceline.models.row_parallel import row_parallel
 
-if TYPE_CHECKING:
-    from paceline.models.base import ForwardContext
-
-    Attention = Callable[[torch.Tensor, torch.Tensor, ForwardContext], torch.Tensor]  # see PreNormLayer
+Attention = Callable[[torch.Tensor, torch.Tensor, ForwardContext], torch.Tensor]  # of one layer, see PreNormLayer
 
 
 class OneRank:

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.attention.base import ForwardBatch, Segment
-from paceline.models.base import ForwardContext
+from paceline.models.context import ForwardContext
+from paceline.models.one_rank import Attention
 from paceline.ranks.dealt_pool import OwnedPool
 from paceline.ranks.group import Group
-
-if TYPE_CHECKING:
-    from paceline.models.one_rank import Attention
 
 
 @dataclass(frozen=True)

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from paceline.layers.linear import Linear
 from paceline.layers.quantized import LinearWeight
-from paceline.models.one_rank import ONE_RANK, OneRank
+from paceline.models.context import ForwardContext
+from paceline.models.one_rank import ONE_RANK, Attention, OneRank
 from paceline.ranks.dealt import DealtAttention, dealt
 from paceline.ranks.group import Group
 from paceline.ranks.linear import RowParallelLinear
 from paceline.ranks.shard import Shard
-
-if TYPE_CHECKING:
-    from paceline.models.base import ForwardContext
-    from paceline.models.one_rank import Attention
 
 
 class ShardRanks(OneRank):
