@@ -1,8 +1,7 @@
 """A pool of several parts: a sequence lives in one of them, with all of its pages.
 
 Mutants that fail: pages freed into the first part; a full part evicts another one's pages; a run of cached pages goes
-over two parts; a sequence without a cached prefix always goes to the first part; a cached prefix is taken along to
-another part.
+over two parts; a sequence without a cached prefix always goes to the first part; room that others read counts as room.
 """
 
 from __future__ import annotations

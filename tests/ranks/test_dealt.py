@@ -1,11 +1,14 @@
 """Sequences dealt to ranks that are processes: the tokens of one rank, from a cache that is as large as all of theirs.
 
 Mutants that fail: followers are not told that sequences are dealt; a rank attends the rows of all; a rank without rows
-leaves the exchange out; rows of a tree keep their slots of the node; copies of other ranks' rows are made too.
+leaves the exchange out; rows of a tree keep their slots of the node; copies of other ranks' rows are made too; a
+sequence that goes to another rank takes the count of its cached rows along.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ import pytest
 from paceline.assembly.build import build_runner
 from paceline.config import NodeConfig
 from paceline.engine.model_runner import ModelRunner
+from paceline.request import SequenceRequest
 from tests.support.exactness import run
 from tests.support.needs import needs_kernels
 from tests.support.tiny_deepseek import ranks_deepseek_spec, write_folder
@@ -38,7 +42,24 @@ def test_more_sequences_than_a_rank_holds(tmp_path: Path, monkeypatch: pytest.Mo
     assert lived == [0, 1] * 6
     assert runner.prefix is not None
     assert runner.prefix.hit_tokens > 0
+    with rank_without_room(runner, requests[0]) as part:
+        assert run(runner, requests[:1]) == alone[:1]
+    assert lived[-1] == 1 - part
     runner.close()
+
+
+@contextmanager
+def rank_without_room(runner: ModelRunner, request: SequenceRequest) -> Iterator[int]:
+    """The part of the pool where a prompt is cached has no page to give."""
+    reader = runner.new_sequence(request)
+    assert runner.prefix is not None
+    assert reader.cached_tokens
+    part = reader.table.part
+    runner.prefix.evict(1000, part)
+    held = runner.allocator.allocate(runner.allocator.free_in(part), part)
+    yield part
+    runner.allocator.release(held)
+    reader.table.release()
 
 
 def parts_of(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
