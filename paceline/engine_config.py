@@ -64,9 +64,8 @@ class EngineConfig(Frozen):
     number. Raise it where a model does not fit one device."""
 
     attention_dp: int = Field(default=1, ge=1, le=64)
-    """Pools of one node among which sequences are dealt, for models with latent attention (MLA): 1, or as many as `tp`.
-    Then each rank attends its own sequences and `kv_cache_tokens` are those of each rank, so a node holds `tp` times as
-    many. For CPUs."""
+    """Pools among which a node deals its sequences: 1, or one on each rank of `tp`, which then attends its own
+    sequences. The node holds `tp` times the KV tokens. For latent attention (MLA), on CPUs."""
 
     rank_sums: Literal["auto", "sockets", "collective"] = "auto"
     """How ranks of a node put parts together: `sockets` through the host, `collective` by torch.distributed (NCCL on

@@ -41,9 +41,9 @@ def dealt(context: ForwardContext) -> DealtContext:
     assert isinstance(kv, OwnedPool)
     rows_of: list[list[int]] = [[] for _ in range(kv.degree)]
     own: list[Segment] = []
-    for segment, rows in zip(batch.segments, batch.row_ranges(), strict=True):
+    for segment, run in zip(batch.segments, batch.row_ranges(), strict=True):
         owner = segment.write_slots[0] // kv.own_slots
-        rows_of[owner] += rows
+        rows_of[owner] += run
         if owner == kv.rank:
             own.append(_shifted(segment, kv.first_slot))
     order = torch.tensor([row for rows in rows_of for row in rows], dtype=torch.int64, device=batch.token_ids.device)

@@ -43,8 +43,8 @@ def check_request(runner: ModelRunner, request: SequenceRequest, num_slots: int)
         )
     pages = -(-num_slots // runner.page_size)
     if pages > (most := runner.allocator.part_pages):
-        who = "the node" if runner.allocator.parts == 1 else "each rank of the node"
-        raise InvalidRequest("max_tokens", f"needs {pages} KV pages, {who} has {most}")
+        where = "" if runner.allocator.parts == 1 else " on each rank"
+        raise InvalidRequest("max_tokens", f"needs {pages} KV pages, the node has {most}{where}")
 
 
 async def compiled_grammar(runner: ModelRunner, request: SequenceRequest) -> CompiledGrammar | None:

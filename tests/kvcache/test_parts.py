@@ -61,6 +61,17 @@ def test_a_sequence_goes_where_there_is_room_and_grows_there() -> None:
     assert whole(made)
 
 
+def test_cached_pages_are_room_but_for_those_that_somebody_reads() -> None:
+    made = memory()
+    assert made.prefix is not None
+    end(made, held(made, 3), PROMPT)  # in part 0
+    reader = made.table(pages := made.prefix.match(PROMPT, "", len(PROMPT))[0])
+    reader.adopt(pages)
+    assert [held(made, 1).part, held(made, 2).part] == [1, 1]  # 3 pages of part 0 are read
+    reader.release()
+    assert held(made, 1).part == 0
+
+
 def test_a_cached_prefix_draws_to_its_part_or_is_left() -> None:
     made = memory()
     assert made.prefix is not None

@@ -31,7 +31,7 @@ pytestmark = needs_kernels
         ((1, 4), "hidden_states", ranks_spec(1), "auto", (1, 1)),
         ((2, 4), "draft_kv", ranks_spec(2), "int8", (1, 1)),
         ((4, 2), "draft_kv", family_spec("deepseek_v3"), "auto", (1, 1)),
-        ((4, 2), "draft_kv", family_spec("deepseek_v3"), "auto", (4, 2)),
+        ((2, 4), "draft_kv", family_spec("deepseek_v3"), "auto", (2, 4)),
     ],
     ids=["llama", "one KV head", "int8", "latents and experts", "sequences dealt"],
 )

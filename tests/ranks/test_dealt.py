@@ -32,7 +32,9 @@ def test_more_sequences_than_a_rank_holds(tmp_path: Path, monkeypatch: pytest.Mo
     folder = write_folder(tmp_path / "tiny", spec=ranks_deepseek_spec())
     options = {"model": str(folder), "drafter": "mtp", "tree": "dynamic", "head_check": False, "max_model_len": 200}
     options |= {"kv_cache_tokens": TOKENS}
-    requests = [tiny_request(range(3 + i, 130 + i), index=i, max_tokens=20, temperature=float(i % 2)) for i in range(6)]
+    requests = [
+        tiny_request([*range(3 + i, 130 + i)], index=i, max_tokens=20, temperature=float(i % 2)) for i in range(6)
+    ]
     alone = run(build_runner(NodeConfig.model_validate(options)), requests)
     runner = build_runner(NodeConfig.model_validate(options | {"tp": 2, "attention_dp": 2}))
     lived = parts_of(runner, monkeypatch)

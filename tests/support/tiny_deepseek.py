@@ -162,7 +162,7 @@ def config_json(spec: ModelSpec) -> dict[str, object]:
 
 
 def ranks_deepseek_spec() -> ModelSpec:
-    """Of a folder that 1, 2, 4 or 8 ranks can serve."""
+    """A model that 1, 2, 4 or 8 ranks can serve, with the vocabulary of a folder."""
     spec = tiny_deepseek_spec(FOLDER_VOCAB)
     assert spec.mla is not None
     mla = replace(spec.mla, value_dim=32)
