@@ -170,9 +170,10 @@ class ModelRunner:
             most = most if most_cached is None else min(most, most_cached)
             if request.params.prompt_logprobs is not None:
                 most = 0  # cached rows have KV but no hidden rows, of which logits are made
-            pages, tokens = self.prefix.match(seq.token_ids, request.cache_salt, max(most, 0))
-            if pages:
-                seq.table = self.memory.table(pages)
+            asked = (seq.token_ids, request.cache_salt, max(most, 0))
+            if self.allocator.parts > 1:
+                seq.table = self.memory.table(self.prefix.cached_pages(*asked))
+            pages, tokens = self.prefix.match(*asked, seq.table.part)
             seq.table.adopt(pages)
             seq.num_computed = seq.cached_tokens = seq.draft_rows = tokens
         return seq

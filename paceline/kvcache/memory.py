@@ -1,15 +1,17 @@
 """The pages of a node, and in which part of its pool a sequence lives.
 
 A pool has one part, or one on each rank where attention is data-parallel (docs/internals/parallel.md#sequences-dealt).
-A sequence lives in one part from its first page to its end: a cached prefix draws it to the part where that lies, else
-the part with the most room has it.
+A sequence lives in one part from its first page to its end: where there is the most room, and a cached page of its
+prompt counts as one page of room. So a prefix draws its prompts, until another part is emptier by as many pages; then
+that part computes it too, and has it from then on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.kvcache.allocator import PageAllocator, PageRef
+from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.pool import KvPool
 from paceline.kvcache.prefix import PrefixCache
 from paceline.kvcache.table import PageTable
@@ -23,29 +25,28 @@ class KvMemory:
     allocator: PageAllocator
     prefix: PrefixCache | None
 
-    def table(self, prefix: list[PageRef] | None = None) -> PageTable:
-        """An empty table where the pages of ``prefix`` lie, else where there is the most room."""
-        return self._in(self.allocator.part_of(prefix[0]) if prefix else self._by_room()[0][1])
+    def table(self, cached: Sequence[int] = ()) -> PageTable:
+        """An empty table in the part for a new sequence. cached: pages of its prompt in the cache of each part."""
+        rooms = self._rooms()
+        wanted = [room + pages for room, pages in zip(rooms, cached, strict=True)] if cached else rooms
+        return self._in(max(range(len(wanted)), key=wanted.__getitem__))
 
     def elsewhere(self, table: PageTable, num_tokens: int) -> PageTable | None:
         """A table with room for ``num_tokens`` in another part than that of ``table``; None where no other has it."""
         needed = -(-num_tokens // table.page_size)
-        for room, part in self._by_room():
-            if part != table.part and room >= needed:
-                found = self._in(part)
-                found.ensure(num_tokens)
-                return found
-        return None
+        others = {part: room for part, room in enumerate(self._rooms()) if part != table.part and room >= needed}
+        if not others:
+            return None
+        found = self._in(max(others, key=others.__getitem__))
+        found.ensure(num_tokens)
+        return found
 
-    def _by_room(self) -> list[tuple[int, int]]:
-        """Pages that new sequences can get in each part, and the part; the most first."""
-        parts, prefix = range(self.allocator.parts), self.prefix
-        if len(parts) == 1:
-            return [(0, 0)]  # who asks has no choice
-        rooms = [self.allocator.free_in(part) + (prefix.idle(part) if prefix else 0) for part in parts]
-        return sorted(
-            ((room, part) for room, part in zip(rooms, parts, strict=True)), key=lambda one: (-one[0], one[1])
-        )
+    def _rooms(self) -> list[int]:
+        """Pages that new sequences can get in each part."""
+        allocator, prefix = self.allocator, self.prefix
+        if allocator.parts == 1:
+            return [0]  # who asks has no choice
+        return [allocator.free_in(part) + (prefix.idle(part) if prefix else 0) for part in range(allocator.parts)]
 
     def _in(self, part: int) -> PageTable:
         prefix = self.prefix

@@ -1,7 +1,8 @@
 """A pool of several parts: a sequence lives in one of them, with all of its pages.
 
-Mutants that fail: pages freed into the first part; a full part evicts another one's pages; a run of cached pages goes
-over two parts; a sequence without a cached prefix always goes to the first part; room that others read counts as room.
+Mutants that fail: pages freed into the first part; a full part evicts another one's pages; a page is found from another
+part; a sequence always goes to the first part; pages that others read count as room; a prefix draws for ever; a key is
+told as gone that another part has.
 """
 
 from __future__ import annotations
@@ -65,23 +66,44 @@ def test_cached_pages_are_room_but_for_those_that_somebody_reads() -> None:
     made = memory()
     assert made.prefix is not None
     end(made, held(made, 3), PROMPT)  # in part 0
-    reader = made.table(pages := made.prefix.match(PROMPT, "", len(PROMPT))[0])
-    reader.adopt(pages)
+    reader = made.table((3, 0))
+    reader.adopt(made.prefix.match(PROMPT, "", len(PROMPT), reader.part)[0])
     assert [held(made, 1).part, held(made, 2).part] == [1, 1]  # 3 pages of part 0 are read
     reader.release()
     assert held(made, 1).part == 0
 
 
-def test_a_cached_prefix_draws_to_its_part_or_is_left() -> None:
+def test_a_prefix_draws_until_another_part_is_emptier_by_its_pages() -> None:
     made = memory()
     assert made.prefix is not None
     end(made, held(made, 3), PROMPT)  # in part 0
-    filler = made.table(made.prefix.pages)
+    assert made.prefix.take_changes(False, 9).stored
+    running, lived = [], []
+    for _ in range(3):
+        table = made.table(made.prefix.cached_pages(PROMPT, "", len(PROMPT)))
+        table.adopt(made.prefix.match(PROMPT, "", len(PROMPT), table.part)[0])
+        table.ensure(4 * PAGE)
+        running.append(table)
+        lived.append((table.part, made.prefix.hit_tokens))
+    assert lived == [(0, 12), (1, 12), (0, 24)]
+    for table in running:
+        end(made, table, PROMPT)
+    assert made.prefix.cached_pages(PROMPT, "", 99) == [3, 3]
+    assert made.prefix.evict(9, 0) == 3
+    assert made.prefix.take_changes(False, 9).removed == ()  # routers know the node by keys, and part 1 has them
+    assert made.prefix.evict(9, 1) == 3
+    assert len(made.prefix.take_changes(False, 9).removed) == 3
+    assert whole(made)
+
+
+def test_a_full_part_is_left_without_its_prefix() -> None:
+    made = memory()
+    assert made.prefix is not None
+    end(made, held(made, 3), PROMPT)  # in part 0
+    filler = made.table((9, 0))
     filler.ensure(2 * PAGE)
-    pages, tokens = made.prefix.match(PROMPT, "", len(PROMPT))
-    table = made.table(pages)
-    table.adopt(pages)
-    assert (table.part, tokens) == (0, 12)
+    table = made.table((9, 0))
+    table.adopt(made.prefix.match(PROMPT, "", len(PROMPT))[0])
     with pytest.raises(Overloaded):
         table.ensure(5 * PAGE)
     assert made.elsewhere(table, 7 * PAGE) is None  # no part has as many
@@ -89,12 +111,10 @@ def test_a_cached_prefix_draws_to_its_part_or_is_left() -> None:
     assert other is not None
     assert (other.part, other.capacity) == (1, 5 * PAGE)
     table.release()
-    end(made, other, [*PROMPT, *range(100, 108)])  # behind the same prefix, which lies in part 0
-    assert made.prefix.num_pages == 3
-    end(made, held(made, 6), list(range(200, 224)))  # part 1 is cached now, and has room all the same
-    assert made.prefix.num_pages == 9
-    full = made.table(made.prefix.pages[-1:])
-    full.ensure(6 * PAGE)
+    end(made, other, list(range(200, 220)))
+    full = made.table((0, 9))
+    full.ensure(6 * PAGE)  # takes what is cached in part 1, and nothing of part 0
+    assert made.prefix.cached_pages(PROMPT, "", 99) == [3, 0]
     assert made.prefix.num_pages == 3
     for left in (full, filler):
         left.release()

@@ -7,8 +7,6 @@ sequence that goes to another rank takes the count of its cached rows along.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,9 @@ import pytest
 from paceline.assembly.build import build_runner
 from paceline.config import NodeConfig
 from paceline.engine.model_runner import ModelRunner
+from paceline.kvcache.allocator import PageRef
 from paceline.request import SequenceRequest
+from paceline.spec_decode.sequence import Sequence
 from tests.support.exactness import run
 from tests.support.needs import needs_kernels
 from tests.support.tiny_deepseek import ranks_deepseek_spec, write_folder
@@ -44,24 +44,28 @@ def test_more_sequences_than_a_rank_holds(tmp_path: Path, monkeypatch: pytest.Mo
     assert lived == [0, 1] * 6
     assert runner.prefix is not None
     assert runner.prefix.hit_tokens > 0
-    with rank_without_room(runner, requests[0]) as part:
-        assert run(runner, requests[:1]) == alone[:1]
-    assert lived[-1] == 1 - part
+    held = full_before_it_has_pages(runner, monkeypatch)
+    assert run(runner, requests[:1]) == alone[:1]
+    assert {runner.allocator.part_of(page) for page in held} == {1 - lived[-1]}
+    runner.allocator.release(held)
     runner.close()
 
 
-@contextmanager
-def rank_without_room(runner: ModelRunner, request: SequenceRequest) -> Iterator[int]:
-    """The part of the pool where a prompt is cached has no page to give."""
-    reader = runner.new_sequence(request)
-    assert runner.prefix is not None
-    assert reader.cached_tokens
-    part = reader.table.part
-    runner.prefix.evict(1000, part)
-    held = runner.allocator.allocate(runner.allocator.free_in(part), part)
-    yield part
-    runner.allocator.release(held)
-    reader.table.release()
+def full_before_it_has_pages(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[PageRef]:
+    """Others take all pages of the rank that a sequence was to live on, while it waits for pages; they are returned."""
+    held: list[PageRef] = []
+    new_sequence, allocator, prefix = runner.new_sequence, runner.allocator, runner.prefix
+    assert prefix is not None
+
+    def waiting(request: SequenceRequest) -> Sequence:
+        seq = new_sequence(request)
+        assert seq.cached_tokens
+        prefix.evict(1000, seq.table.part)
+        held.extend(allocator.allocate(allocator.free_in(seq.table.part), seq.table.part))
+        return seq
+
+    monkeypatch.setattr(runner, "new_sequence", waiting)
+    return held
 
 
 def parts_of(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
