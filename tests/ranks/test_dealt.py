@@ -37,16 +37,15 @@ def test_more_sequences_than_a_rank_holds(tmp_path: Path, monkeypatch: pytest.Mo
     ]
     alone = run(build_runner(NodeConfig.model_validate(options)), requests)
     runner = build_runner(NodeConfig.model_validate(options | {"tp": 2, "attention_dp": 2}))
-    lived = parts_of(runner, monkeypatch)
+    lived = places(runner, monkeypatch)
     for _ in range(2):
         assert run(runner, requests, batch=6) == alone
     assert sum(len(request.prompt_token_ids) for request in requests) > TOKENS
-    assert lived == [0, 1] * 6
-    assert runner.prefix is not None
-    assert runner.prefix.hit_tokens > 0
+    assert [part for part, _ in lived[:6]] == [0, 1] * 3
+    assert {part for part, cached in lived[6:] if cached} == {0, 1}
     held = full_before_it_has_pages(runner, monkeypatch)
     assert run(runner, requests[:1]) == alone[:1]
-    assert {runner.allocator.part_of(page) for page in held} == {1 - lived[-1]}
+    assert lived[-1] == (1 - runner.allocator.part_of(held[0]), 0)
     runner.allocator.release(held)
     runner.close()
 
@@ -68,14 +67,14 @@ def full_before_it_has_pages(runner: ModelRunner, monkeypatch: pytest.MonkeyPatc
     return held
 
 
-def parts_of(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Filled with the part of the pool in which each sequence gets its pages."""
-    lived: list[int] = []
+def places(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Filled with the part of the pool in which each sequence gets its pages, and its cached tokens."""
+    lived: list[tuple[int, int]] = []
     take_pages = runner.take_pages
 
-    def watched(*arguments: object) -> None:
-        take_pages(*arguments)  # type: ignore[arg-type]
-        lived.append(arguments[0].table.part)  # type: ignore[attr-defined]
+    def watched(seq: Sequence, num_slots: int) -> None:
+        take_pages(seq, num_slots)
+        lived.append((seq.table.part, seq.cached_tokens))
 
     monkeypatch.setattr(runner, "take_pages", watched)
     return lived
