@@ -1,9 +1,9 @@
 """Sequences dealt to ranks: the tokens of one rank, from a cache that is as large as all of theirs.
 
-Mutants that fail: rows of a hand-off are asked of rank 0, or told to the next rank; followers are not told that sequences
-are dealt; a rank attends the rows of all; a rank without rows leaves the exchange out; rows of a tree keep their slots
-of the node; copies of other ranks' rows are made too; a prefix is looked for on rank 0 alone; a sequence that goes to
-another rank takes the count of its cached rows along.
+Mutants that fail: rows of a hand-off are asked of rank 0, or told to the next rank; followers are not told that
+sequences are dealt; a rank attends the rows of all; a rank without rows leaves the exchange out; rows of a tree keep
+their slots of the node; copies of other ranks' rows are made too; a prefix is looked for on rank 0 alone; a sequence
+that goes to another rank takes the count of its cached rows along.
 """
 
 from __future__ import annotations
