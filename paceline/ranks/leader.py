@@ -80,6 +80,21 @@ class Followers:
             for channel in self._rows:
                 self._frame(channel, Kind.DONE)
 
+    def gather_of(self, rank: int, layers: range, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """``gather`` of rows that one follower alone has."""
+        with self._asking():
+            self.group.finish()
+            channel = self._rows[rank - 1]
+            channel.send(Kind.GATHER, 0, RowsCommand(layers, slots, self._done).fields())
+            return self._answer(channel, Kind.ROWS, dtype)
+
+    def scatter_of(self, rank: int, layers: range, slots: torch.Tensor, part: torch.Tensor) -> None:
+        """``scatter`` of rows that one follower alone is to have."""
+        with self._asking():
+            channel = self._rows[rank - 1]
+            channel.send(Kind.SCATTER, 0, RowsCommand(layers, slots, self._done).fields(bytes_of(part)))
+            self._frame(channel, Kind.DONE)
+
     def finish(self) -> None:
         """Wait until what the caller's stream holds is done. Raises NodeUnavailable where ranks were lost before: then
         it is not to be used."""

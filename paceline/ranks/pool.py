@@ -9,6 +9,7 @@ from paceline.kvcache.layout import KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.ranks.channel import Kind
 from paceline.ranks.commands import copy_fields, host_slots
+from paceline.ranks.dealt_pool import FollowerPool
 from paceline.ranks.leader import Followers
 from paceline.ranks.shard import Shard
 
@@ -21,6 +22,13 @@ def held_layout(layout: KvLayout, shard: Shard) -> KvLayout:
         if layer.owner is LayerOwner.TARGET or shard.rank == 0
     )
     return layout.with_layers(layers)
+
+
+def follower_pool(layout: KvLayout, num_pages: int, page_size: int, device: torch.device, shard: Shard) -> KvPool:
+    """The pool of another rank than 0. layout: of the target's layers, as ``shard`` holds them."""
+    if shard.dealt:
+        return FollowerPool(layout, num_pages, page_size, device, shard.rank, shard.degree)
+    return KvPool(layout, num_pages, page_size, device)
 
 
 class ShardedPool(KvPool):

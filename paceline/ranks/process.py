@@ -20,7 +20,6 @@ import torch
 from paceline.attention.select import attention_for
 from paceline.errors import NodeUnavailable
 from paceline.kvcache.layout import KvLayout
-from paceline.kvcache.pool import KvPool
 from paceline.layers.bits import layer_bits
 from paceline.layers.build import set_threads
 from paceline.layers.shared_weights import shared_weights
@@ -35,6 +34,7 @@ from paceline.ranks.group import Group
 from paceline.ranks.leader import RANK_TIMEOUT_S
 from paceline.ranks.load import load_shard
 from paceline.ranks.options import FollowerOptions
+from paceline.ranks.pool import follower_pool
 from paceline.ranks.shard import Shard
 
 PR_SET_PDEATHSIG = 1
@@ -76,12 +76,12 @@ def load(options: FollowerOptions, group: Group, commands: Channel, rows: Channe
     set_threads(options.threads)
     device, dtype = rank_device(options.device, options.rank), DTYPES[options.dtype]
     take_device(device)
-    shard = Shard(ModelSpec.from_folder(Path(options.folder)), options.degree, options.rank)
+    shard = Shard(ModelSpec.from_folder(Path(options.folder)), options.degree, options.rank, options.dealt)
     with shared_weights(options.weight_file), layer_bits(options.bits, device):
         model = load_shard(Path(options.folder), dtype, device, shard, group, options.quantize)
     spec = shard.local_spec
     layout = KvLayout.of(model.kv_layers, dtype, options.kv_dtype)
-    pool = KvPool(layout, options.num_pages, options.page_size, device)
+    pool = follower_pool(layout, options.num_pages, options.page_size, device, shard)
     geometry = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
     longest = options.longest or spec.max_model_len
     special = spec.special_attention(longest)
