@@ -1,4 +1,4 @@
-"""What came of the grid's answers, drafter by drafter: each is judged by its schema, and compared with plain decoding's."""
+"""What came of the grid's answers by drafter: each is judged by its schema, and compared with plain decoding's."""
 
 from __future__ import annotations
 
