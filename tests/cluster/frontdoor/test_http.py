@@ -21,7 +21,8 @@ async def test_completion_body(client: httpx.AsyncClient, router: FakeRouter) ->
     assert body["id"].startswith("cmpl-")
     assert body["id"] == router.asked[0].request_id == response.headers["x-request-id"]
     assert (body["object"], body["model"]) == ("text_completion", MODEL)
-    assert body["choices"] == [{"index": 0, "text": "Hello you", "logprobs": None, "finish_reason": "stop"}]
+    ended = {"finish_reason": "stop", "stop_reason": None}
+    assert body["choices"] == [{"index": 0, "text": "Hello you", "logprobs": None, **ended}]
     assert body["usage"] == {
         "prompt_tokens": 5,
         "completion_tokens": 9,

@@ -168,7 +168,7 @@ async def test_wrong_chats(client: httpx.AsyncClient, body: dict[str, Any], para
         (b'{"prompt": "hi", "metadata": "' + b"\\" * MAX_CONTAINERS + b"[" * MAX_CONTAINERS, "body"),
         (b'{"prompt": "hi", "structured_outputs": {"json": {"enum": [' + b"1," * MAX_COMMAS + b"1]}}}", "body"),
         (b'{"prompt": "hi", "metadata": {' + b'"a": "",' * (MAX_TEXTS // 2) + b'"a": ""}}', "body"),
-        (b'{"prompt": "hi", "metadata": [' + b"1.5," * MAX_FRACTIONS + b"1]}", "body"),
+        (b'{"prompt": "hi", "metadata": [' + b"1.5," * MAX_FRACTIONS + b"1.5]}", "body"),
         (b'{"prompt": "hi", "guided_json": {"enum": [' + b"1," * 30_000 + b"1]}}", "guided_json"),
     ],
 )
