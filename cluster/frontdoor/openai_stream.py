@@ -318,9 +318,7 @@ class Answer:
         return {**each[0], "token_ids": [choice.token_ids for choice in self._choices], **more}
 
 
-def _delta(
-    index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, ended: dict[str, Any]
-) -> dict[str, Any]:
+def _delta(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, ended: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, **ended}
 
 
