@@ -235,6 +235,8 @@ class Model(TypedDict):
     """When the server started, Unix time in seconds."""
     owned_by: str
     """Always paceline."""
+    root: str
+    """The same as `id`: no model stands on another one."""
     max_model_len: int
     """Tokens of prompt and output that the model takes together."""
 

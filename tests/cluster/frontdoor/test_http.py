@@ -213,7 +213,7 @@ async def test_chat_messages(client: httpx.AsyncClient, router: FakeRouter) -> N
 
 async def test_models(client: httpx.AsyncClient) -> None:
     listed = (await client.get("/v1/models")).json()
-    assert [model["id"] for model in listed["data"]] == [MODEL]
+    assert [(model["id"], model["root"]) for model in listed["data"]] == [(MODEL, MODEL)]
     assert (await client.get(f"/v1/models/{MODEL}")).json() == listed["data"][0]
     missing = await client.get("/v1/models/other")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
