@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.errors import InvalidRequest
 
@@ -19,6 +19,17 @@ MAX_TEXTS = 120_000  # keys and texts; a chat of 8,192 turns with a call each ha
 MAX_COMMAS = 600_000  # 128 prompts of 4,096 token ids have 524,000
 MAX_FRACTIONS = 100_000  # numbers with a point or an exponent
 MAX_SCHEMA_VALUES = 20_000  # of one schema, or of the arguments of a call
+
+
+class _Bound(NamedTuple):
+    """How often some characters may stand outside of texts."""
+
+    marks: tuple[bytes, ...]
+    most: int
+    what: str
+
+
+_BOUNDS = (_Bound((b"[", b"{"), MAX_CONTAINERS, "lists and objects"), _Bound((b",",), MAX_COMMAS, "values"))
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -59,17 +70,21 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 def _check_size(body: bytes) -> None:
     """Counted before anything is read. What lies within texts is told apart only where it matters."""
-    counts = body.count(b"[") + body.count(b"{"), body.count(b","), body.count(b'"') / 2
-    if counts[0] <= MAX_CONTAINERS and counts[1] <= MAX_COMMAS and counts[2] <= MAX_TEXTS:
+    over = [bound for bound in _BOUNDS if _count(body, bound.marks) > bound.most]
+    many_texts = body.count(b'"') / 2 > MAX_TEXTS
+    if not over and not many_texts:
         return
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
-    if unescaped.count(b'"') / 2 > MAX_TEXTS:
+    if many_texts and unescaped.count(b'"') / 2 > MAX_TEXTS:
         raise InvalidRequest("body", f"has more than {MAX_TEXTS} keys and texts")
-    bare = b"".join(unescaped.split(b'"')[::2])  # every other piece lies between two texts
-    if bare.count(b"[") + bare.count(b"{") > MAX_CONTAINERS:
-        raise InvalidRequest("body", f"has more than {MAX_CONTAINERS} lists and objects")
-    if bare.count(b",") > MAX_COMMAS:
-        raise InvalidRequest("body", f"has more than {MAX_COMMAS} values")
+    bare = b"".join(unescaped.split(b'"')[::2]) if over else b""  # every other piece lies between two texts
+    for bound in over:
+        if _count(bare, bound.marks) > bound.most:
+            raise InvalidRequest("body", f"has more than {bound.most} {bound.what}")
+
+
+def _count(body: bytes, marks: tuple[bytes, ...]) -> int:
+    return sum(map(body.count, marks))
 
 
 def check_values(field: str, root: object) -> None:
