@@ -151,7 +151,14 @@ def _add_models(app: FastAPI, router: Serving) -> None:
     def model() -> Model:
         info = router.model_info()
         longest = info.max_model_len
-        return Model(id=info.model, object="model", created=started, owned_by="paceline", max_model_len=longest)
+        return Model(
+            id=info.model,
+            object="model",
+            created=started,
+            owned_by="paceline",
+            root=info.model,
+            max_model_len=longest,
+        )
 
     @app.get("/v1/models", **openapi.MODELS)
     async def models() -> Response:

@@ -33,6 +33,7 @@ OTHERS = {
     "docs/extend/drafter.md": {"--speculative-config"},  # vLLM
     "docs/guides/gpu.md": {"--drafts", "--limit-mib", "--python", "--xz"},  # benchmarks.gpu
     "docs/guides/operations.md": {"--install"},  # benchmarks.pictures
+    "docs/guides/structured_output.md": {"--library"},  # benchmarks.schema_suite
     "docs/guides/security.md": {"--disable-pip", "--requirement"},  # pip-audit
     "docs/guides/quantised.md": {"--quality"},  # benchmarks.quantised
     "docs/internals/decisions.md": {"--crowd"},  # benchmarks.mixed
