@@ -49,9 +49,10 @@ disconnects, or does not read for {read_s:g} s in all (`--read-timeout-s`), ends
 another one of the same model, with the header `{resume}` set to the id that came last. The answer is the events that
 are missing, and no character comes twice. The text up to there comes from the [journal](../concepts.md#journal), or is
 made again. Status 409 says that the body, or the deployment, would make another text. Send `x-request-id` too, and the
-answer keeps its id. An event without an id belongs to the next one that has one: act on it when that has come. Streams
-have no ids with `echo`, with several prompts, with more than {choices} choices, and under an `--acceptance` other than
-`sample`.
+answer keeps its id. An event without an id belongs to the next one that has one: act on it when that has come.
+
+Streams have no ids with `echo`, with several prompts, with more than {choices} choices, and under an `--acceptance`
+other than `sample`.
 
 `GET {document}` answers this page's facts as OpenAPI 3.1.
 """
