@@ -43,7 +43,7 @@ def test_commands_say_what_their_page_shows(page: str, tmp_path: Path, monkeypat
             continue
         said = ""
         for command in filter(alone, commands(body)):
-            words = [ID.sub(lambda found: ids[found[1]], word) for word in command[1:]]
+            words = [ids[word.partition("-")[0]] if ID.fullmatch(word) else word for word in command[1:]]
             done = CliRunner().invoke(app, words)
             assert done.exit_code == 0, f"{command}: {done.output}"
             ids |= {found[1]: found[0] for found in ID.finditer(done.output)}
