@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import typer.main
 from typer.testing import CliRunner
 
 from cluster.commands.cli import app
@@ -49,3 +50,7 @@ def test_commands_say_what_their_page_shows(page: str, tmp_path: Path, monkeypat
             ids |= {found[1]: found[0] for found in ID.finditer(done.output)}
             said, num_run = said + done.output, num_run + 1
     assert (num_run, num_shown) == (PAGES[page], 1)
+
+
+def test_help_begins_with_what_the_quickstart_types() -> None:
+    assert list(typer.main.get_command(app).commands)[:4] == ["demo", "serve", "generate", "trace"]  # type: ignore[attr-defined]
