@@ -126,6 +126,20 @@ def test_json_is_json() -> None:
         assert [json.loads(line) for line in lines]
 
 
+NO_BENCHMARKS = {"pack_weights", "peers", "pictures"}  # what prepares one, or draws its results
+
+
+def test_every_benchmark_that_a_page_names_is_listed() -> None:
+    """In the table of docs/guides/benchmarks.md."""
+    pattern = re.compile(r"python -m benchmarks\.(\w+)|paceline (bench \w+)")
+    table = texts()["docs/guides/benchmarks.md"].partition("\n## ")[0]
+    listed, named = (
+        {module or command for module, command in pattern.findall(text)} for text in (table, "".join(texts().values()))
+    )
+    assert len(listed) > 12
+    assert named - listed == NO_BENCHMARKS
+
+
 def test_the_table_of_checks_names_what_is_there() -> None:
     """That of CONTRIBUTING.md: pages, folders and tests; every test of pages stands in it."""
     table = texts()["CONTRIBUTING.md"].partition("## What checks each page")[2].partition("\n## ")[0]
