@@ -123,6 +123,8 @@ def main() -> None:
     parser.add_argument("--optional", action="store_true", help="the folder `optional` too")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
+    if not any(options.folder.glob("*.json")):
+        parser.error(f"{options.folder} has no schemas; give a draft's folder of the suite, such as tests/draft2020-12")
     found = coverage(options.folder, options.model, options.optional)
     show(found)
     if options.json is not None:
