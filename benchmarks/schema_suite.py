@@ -159,6 +159,8 @@ def main() -> None:
     parser.add_argument("--optional", action="store_true", help="the folder `optional` too")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
+    if not any(options.folder.glob("*.json")):
+        parser.error(f"{options.folder} has no schemas; give a draft's folder of the suite, such as tests/draft2020-12")
     compile_schema = ours(options.model) if options.library == "ours" else xgrammars()
     found = coverage(options.folder, compile_schema, options.optional)
     show(found)
