@@ -177,6 +177,10 @@ class EngineConfig(Frozen):
     """Sends a CRC-32 with every hand-off message, which decode checks before it uses the bytes. Needs transport
     `gloo`."""
 
+    rank_links: Literal["direct", "through-0"] = "through-0"
+    """How rows of several ranks cross: `direct`, from each rank to those that hold its heads, or `through-0`, all by
+    way of the first rank of each node. Set it alike on both sides."""
+
     reserve_deadline_s: float = Field(default=120.0, gt=0)
     """Seconds that a request may wait on a node for pages, and a reserved one for the first byte of its KV."""
 
@@ -225,6 +229,11 @@ class EngineConfig(Frozen):
             raise ValueError(
                 f"handoff_checksum sums bytes in host memory, where transport {self.transport!r} never has them: set "
                 "transport to gloo, or handoff_checksum to false"
+            )
+        if self.handoff_checksum and self.rank_links == "direct" and self.tp > 1:
+            raise ValueError(
+                "handoff_checksum covers what passes through the first rank: set rank_links to through-0, or "
+                "handoff_checksum to false"
             )
         if self.exact_on_gpu and self.attention in ("flashinfer", "torch"):
             raise ValueError(

@@ -24,6 +24,12 @@ from tests.support.untrained_heads import write_tiny_head
 pytestmark = needs_kernels
 
 
+def copies_kept(spec: ModelSpec, degree: int) -> int:
+    """How often the ranks of a node hold each head or latent: as often it crosses (algorithms.md H4)."""
+    return degree if spec.mla else max(1, degree // spec.num_kv_heads)
+
+
+@pytest.mark.parametrize("rank_links", ["direct", "through-0"])
 @pytest.mark.parametrize(
     ("degrees", "handoff", "spec", "kv_dtype"),
     [
@@ -35,7 +41,7 @@ pytestmark = needs_kernels
     ids=["llama", "one KV head", "int8", "latents and experts"],
 )
 async def test_degrees_may_differ(
-    degrees: tuple[int, int], handoff: str, spec: ModelSpec, kv_dtype: str, tmp_path: Path
+    degrees: tuple[int, int], handoff: str, spec: ModelSpec, kv_dtype: str, rank_links: str, tmp_path: Path
 ) -> None:
     """Each prompt is sent twice, so that the second finds its prefix cached on both sides."""
     drafter = "mtp" if spec.mla else "eagle3"
@@ -45,7 +51,7 @@ async def test_degrees_may_differ(
         write_tiny_head(tmp_path / "heads", drafter, spec)
     options: dict[str, object] = {
         "drafter": drafter, "drafter_path": str(tmp_path / "heads"), "head_check": False, "handoff": handoff,
-        "prefill_chunk_tokens": 16, "kv_dtype": kv_dtype,
+        "prefill_chunk_tokens": 16, "kv_dtype": kv_dtype, "rank_links": rank_links,
     }  # fmt: skip
     requests = [tiny_request(list(range(3 + i, 60 + i)), index=i, temperature=float(i % 2)) for i in range(3)]
     alone = ranks_runner(1, spec, "bf16", **options)
@@ -63,5 +69,8 @@ async def test_degrees_may_differ(
                 assert answer.handed_off is not None
                 cached = 48 if turn else 0  # whole pages on both sides
                 rows = len(request.prompt_token_ids) - cached
-                assert answer.handed_off.bytes.target_kv == rows * alone.kv.layout.token_bytes(LayerOwner.TARGET)
+                copies = copies_kept(spec, degrees[1]) if rank_links == "direct" else 1
+                assert answer.handed_off.bytes.target_kv == rows * copies * alone.kv.layout.token_bytes(
+                    LayerOwner.TARGET
+                )
         await nodes.all_released()
