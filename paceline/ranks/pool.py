@@ -41,7 +41,7 @@ class ShardedPool(KvPool):
         here = super().gather(layers, slots)
         target = self._of_target(layers)
         if not target or not len(slots) or self._latent:
-            self._followers.finish()
+            self.followers.finish()
             return here
         shape, size = self._shape_of(target, slots)
         others = self.followers.gather(target, host_slots(slots), self.layout.dtype)
