@@ -26,7 +26,7 @@ from decode_node.sink import ReservedPages
 from kv_transfer.handoff.receiver import HandoffReceiver
 from kv_transfer.lanes.arrivals import Arrivals
 from kv_transfer.lanes.leader import degree_of
-from kv_transfer.lanes.pairing import degrees, make_lanes, open_with
+from kv_transfer.lanes.pairing import degrees, make_lanes, open_with, wanted_by
 from kv_transfer.layout.compat import check_pairing, handoff_layout
 from kv_transfer.transports.base import Transport, TransportError
 from kv_transfer.transports.registry import open_transport, staging_device
@@ -86,7 +86,7 @@ class LinkHost:
             fingerprint=context.fingerprint,
             decode_node_id=context.node_id,
             ranks=degree_of(context.sink.pool),
-            rank_links=config.rank_links,
+            rank_links=wanted_by(config),
         )
         ranks = degrees(request, answer)
         link_id = f"{request.prefill_node_id}/{context.node_id}/{uuid.uuid4().hex}"

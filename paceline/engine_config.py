@@ -177,9 +177,9 @@ class EngineConfig(Frozen):
     """Sends a CRC-32 with every hand-off message, which decode checks before it uses the bytes. Needs transport
     `gloo`."""
 
-    rank_links: Literal["direct", "through-0"] = "through-0"
+    rank_links: Literal["auto", "direct", "through-0"] = "auto"
     """How rows of several ranks cross: `direct`, from each rank to those that hold its heads, or `through-0`, all by
-    way of the first rank of each node. Set it alike on both sides."""
+    way of the first rank of each node. `auto` is direct between nodes on CPUs unless the other side says through-0."""
 
     reserve_deadline_s: float = Field(default=120.0, gt=0)
     """Seconds that a request may wait on a node for pages, and a reserved one for the first byte of its KV."""
@@ -230,10 +230,9 @@ class EngineConfig(Frozen):
                 f"handoff_checksum sums bytes in host memory, where transport {self.transport!r} never has them: set "
                 "transport to gloo, or handoff_checksum to false"
             )
-        if self.handoff_checksum and self.rank_links == "direct" and self.tp > 1:
+        if self.rank_links == "direct" and self.device != "cpu":
             raise ValueError(
-                "handoff_checksum covers what passes through the first rank: set rank_links to through-0, or "
-                "handoff_checksum to false"
+                f"rank_links 'direct' is for ranks on CPUs, and device is {self.device!r}: set rank_links to auto"
             )
         if self.exact_on_gpu and self.attention in ("flashinfer", "torch"):
             raise ValueError(

@@ -19,7 +19,7 @@ import torch
 from kv_transfer.handoff.block import ByteClass, RowBlock
 from kv_transfer.handoff.sender import HandoffSender
 from kv_transfer.lanes.leader import Lanes, degree_of
-from kv_transfer.lanes.pairing import degrees, make_lanes, open_with
+from kv_transfer.lanes.pairing import degrees, make_lanes, open_with, wanted_by
 from kv_transfer.layout.compat import check_pairing, decode_layout
 from kv_transfer.layout.reshard import Side, reshard
 from kv_transfer.layout.rows import RowSource
@@ -184,7 +184,7 @@ class LinkPool:
             prefill_node_id=context.node_id,
             fingerprint=context.fingerprint,
             ranks=degree_of(context.kv),
-            rank_links=config.rank_links,
+            rank_links=wanted_by(config),
         )
         paired = await control.stub.Pair(asked, timeout=timeout, metadata=context.identity.metadata)
         check_pairing(context.fingerprint, paired.fingerprint, dtype_cast=config.handoff_dtype_cast)

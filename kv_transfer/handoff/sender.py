@@ -26,12 +26,12 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 
 from kv_transfer.handoff.block import HIDDEN, ByteClass, RowBlock
-from kv_transfer.handoff.checksum import crc32
 from kv_transfer.handoff.cut import message_sizes
 from kv_transfer.handoff.outbox import Beside, Outbox, Outgoing, Payload, nothing
 from kv_transfer.handoff.pump import WirePump
 from kv_transfer.handoff.tickets import Phase, TicketBook, tell_owner
 from kv_transfer.transports.base import Transport, TransportError
+from kv_transfer.transports.crc import crc32
 from paceline.errors import DeadlineExceeded
 from paceline.v1.handoff_pb2 import Begin, HandoffAck, HandoffMessage, State
 

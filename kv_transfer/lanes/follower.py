@@ -17,7 +17,7 @@ from kv_transfer.lanes.ends import LaneEnds
 from kv_transfer.lanes.options import LaneOptions
 from kv_transfer.transports.base import TransportError
 from kv_transfer.transports.rendezvous import LinkStore
-from paceline.errors import NodeUnavailable, PacelineError
+from paceline.errors import HandoffFailed, NodeUnavailable, PacelineError
 from paceline.kvcache.pool import KvPool
 from paceline.ranks.channel import Array, Channel, Closed, Frame, Kind
 from paceline.ranks.commands import MAX_ERROR_BYTES, LaneCommand, link_fields, read_link, text_fields
@@ -84,17 +84,17 @@ class LaneServer:
         link = self._links.get(command.link)
         ends = None if link is None else link.ends
         if link is None or ends is None:
-            self._answer(frame.number, "the link has ended")
+            self._answer(frame.number, Kind.LANES_BROKEN, "the link has ended")
             return
         if frame.kind is Kind.LANES_GATHER:
             self._wait_for(command.after)
             ends.gather(command.number, command.layers, command.slots)
-            self._answer(frame.number, "")
+            self._answer(frame.number, Kind.LANES_DONE)
             return
         try:
             link.do(frame.number, self._started(frame.kind, command, ends))
         except TransportError as error:
-            self._answer(frame.number, str(error))
+            self._answer(frame.number, Kind.LANES_BROKEN, str(error))
 
     def _started(self, kind: Kind, command: LaneCommand, ends: LaneEnds) -> Callable[[], None]:
         """Begin what a command says; returns what may have to wait. TransportError: the link broke."""
@@ -112,8 +112,8 @@ class LaneServer:
         self._wait_for(command.after)
         ends.scatter(command.number, command.layers, command.slots)
 
-    def _answer(self, number: int, problem: str) -> None:
-        self._send(Kind.LANES_DONE, number, text_fields(problem[:MAX_ERROR_BYTES]))
+    def _answer(self, number: int, kind: Kind, problem: str = "") -> None:
+        self._send(kind, number, text_fields(problem[:MAX_ERROR_BYTES]))
 
     def _tell(self, link: int, key: str, value: bytes) -> None:
         self._send(Kind.LANES_KEY, 0, link_fields(link, key.encode(), value))
@@ -124,10 +124,10 @@ class LaneServer:
 
 
 class _Link:
-    """One link's lanes and the thread that waits for them. ``answer(number, problem)``: ends a command."""
+    """One link's lanes and the thread that waits for them. ``answer(number, kind, problem)``: ends a command."""
 
     def __init__(
-        self, store: LinkStore, answer: Callable[[int, str], None], broken: Callable[[Exception], None]
+        self, store: LinkStore, answer: Callable[[int, Kind, str], None], broken: Callable[[Exception], None]
     ) -> None:
         self.store = store
         self.ends: LaneEnds | None = None  # once all are open
@@ -162,16 +162,18 @@ class _Link:
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
             number, rest = work
-            problem = ""
+            said, problem = Kind.LANES_DONE, ""
             try:
                 rest()
+            except HandoffFailed as error:
+                said, problem = Kind.LANES_CORRUPT, str(error)
             except PacelineError as error:
-                problem = str(error) or repr(error)
+                said, problem = Kind.LANES_BROKEN, str(error) or repr(error)
             except Exception as error:
                 log.exception("lanes cannot be served")
                 self._broken(error)
                 return
-            self._answer(number, problem)
+            self._answer(number, said, problem)
 
 
 def serve(

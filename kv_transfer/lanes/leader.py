@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from kv_transfer.lanes.options import LaneOptions
 from kv_transfer.transports.base import NUM_BUFFERS, Pending, Transport, TransportError
 from kv_transfer.transports.rendezvous import LinkStore
 from kv_transfer.transports.side_stream import finish_queued
+from paceline.errors import HandoffFailed
 from paceline.kvcache.layout import LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.ranks.asker import Answer, Asker
@@ -44,7 +46,7 @@ def degree_of(pool: KvPool) -> int:
 
 class Lanes:
     """Made before the link's own pipe is opened, then `open`ed behind it, which blocks. Errors of a link are
-    TransportError, those of a rank of this node NodeUnavailable."""
+    TransportError, those of a rank of this node NodeUnavailable; HandoffFailed is of one hand-off alone."""
 
     def __init__(self, options: LaneOptions, pool: KvPool, store: LinkStore) -> None:
         """pool: rank 0's, of the whole model. store: of the link."""
@@ -56,6 +58,9 @@ class Lanes:
         self._ranks = [rank for rank in range(1, len(askers) + 1) if options.of_rank(rank)]
         side = options.lead.source if options.sends else options.lead.dest
         self.own_pool = pool.held_as_pool(side.local)
+        # A follower's answer may be as late as its peers are, one after the other.
+        lanes_of_a_rank = [len(options.of_rank(rank)) for rank in self._ranks]
+        self._patience_s = RANK_TIMEOUT_S + options.timeout_s * max(lanes_of_a_rank, default=0)
         self._link = next(_numbers)
         self._target = side.layout.layer_range(LayerOwner.TARGET)
         self._ends: LaneEnds | None = None
@@ -99,11 +104,10 @@ class Lanes:
     def gather(self, number: int, layers: range, slots: Tensor) -> None:
         """Fill the buffers of every rank with the rows at ``slots`` [T], which all ranks have computed."""
         finish_queued(self.own_pool.device)
-        asked = self._ask(Kind.LANES_GATHER, number, layers, slots)
-        try:
+        with self._answered(self._ask(Kind.LANES_GATHER, number, layers, slots)):
             self._own.gather(number, layers, slots)
-        finally:
-            self._wait(asked)
+        if self._followers is not None:
+            self._followers.finish()  # rows of ranks that were lost meanwhile are not to be used
 
     def send(self, number: int, layers: range, count: int) -> Pending:
         """Let the buffers of every rank leave; what is returned waits until they are off."""
@@ -119,13 +123,10 @@ class Lanes:
 
     def scatter(self, number: int, layers: range, slots: Tensor, arrived: Pending) -> None:
         """Store what ``arrived``, of `receive`, waits for at ``slots`` [T] of every rank's pool; it lies there when
-        this returns, and nothing is written any more when it raises."""
-        asked = self._ask(Kind.LANES_SCATTER, number, layers, slots)
-        try:
+        this returns, and nothing is written any more when it raises. HandoffFailed when a checksum does not hold."""
+        with self._answered(self._ask(Kind.LANES_SCATTER, number, layers, slots)):
             arrived()
             self._own.scatter(number, layers, slots)
-        finally:
-            self._wait(asked)
 
     # -- end of the link ---------------------------------------------------------------------------------------
 
@@ -167,19 +168,32 @@ class Lanes:
         return [asker.ask(kind, fields) for asker in self._askers]
 
     def _wait(self, asked: Sequence[Answer]) -> None:
-        """Until every follower has answered. TransportError with what the first says that could not."""
+        """Until every follower has answered. Raises what the first says that could not: TransportError, or
+        HandoffFailed where all lanes go on."""
         answers = zip(self._ranks, self._askers, asked, strict=False)
-        said = [(rank, asker.wait(answer, RANK_TIMEOUT_S)) for rank, asker, answer in answers]
-        for rank, problem in said:
-            if problem:
-                raise TransportError(f"rank {rank}: {problem}")
+        said = [(rank, *asker.wait(answer, self._patience_s)) for rank, asker, answer in answers]
+        for kind, error in ((Kind.LANES_BROKEN, TransportError), (Kind.LANES_CORRUPT, HandoffFailed)):
+            for rank, answered, problem in said:
+                if answered is kind:
+                    raise error(f"rank {rank}: {problem}")
+
+    @contextmanager
+    def _answered(self, asked: Sequence[Answer]) -> Iterator[None]:
+        """Around what rank 0 does of a question to all: leaves when every follower has answered."""
+        try:
+            yield
+        except BaseException as error:
+            try:
+                self._wait(asked)
+            except HandoffFailed:
+                raise error from None  # it may be of the link
+            raise
+        self._wait(asked)
 
     def _both(self, own: Pending, asked: Sequence[Answer]) -> Pending:
         def wait() -> None:
-            try:
+            with self._answered(asked):
                 own()
-            finally:
-                self._wait(asked)
 
         return wait
 

@@ -18,7 +18,8 @@ class LaneOptions:
     """Crosses to a follower as JSON. No key of a lane is in it.
 
     ``layers``: of the whole model, each as kind, owner, heads and width. ``dtypes``: of the rows at the source, at the
-    destination, and of hidden rows where it is another. ``timeout_s``: of joining, and of one message.
+    destination, and of hidden rows where it is another. ``timeout_s``: of joining, and of one message. ``sealed``,
+    ``checksums``: as of the link's own pipe.
     """
 
     link_id: str
@@ -31,12 +32,14 @@ class LaneOptions:
     host: str
     timeout_s: float
     sealed: bool
+    checksums: bool
 
     @classmethod
     def of(
         cls, link_id: str, degrees: tuple[int, int], layouts: tuple[KvLayout, KvLayout], *, sends: bool, **wire: Any
     ) -> LaneOptions:
-        """degrees, layouts: of the source and of the destination, whole. wire: transport, host, timeout_s, sealed."""
+        """degrees, layouts: of the source and of the destination, whole. wire: transport, host, timeout_s, sealed,
+        checksums."""
         source, dest = layouts
         return cls(
             link_id=link_id,

@@ -14,25 +14,27 @@ from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.pool import KvPool
 from paceline.v1.handoff_pb2 import PairRequest, PairResponse
 
-DIRECT = "direct"
+DIRECT, THROUGH_0 = "direct", "through-0"
+
+
+def wanted_by(config: NodeConfig) -> str:
+    """What a node says of its lanes when it pairs. No GPU has them."""
+    return config.rank_links if config.device == "cpu" else THROUGH_0
 
 
 def degrees(prefill: PairRequest, decode: PairResponse) -> tuple[int, int] | None:
     """Ranks of both nodes where these have lanes; None where all rows go over the link's own pipe. PairingRefused when
-    the two nodes do not want the same, or sum bytes, which lanes do not."""
+    one node insists on lanes and the other has none."""
     ranks = max(1, prefill.ranks), max(1, decode.ranks)
     if ranks == (1, 1):
         return None
-    wanted = prefill.rank_links == DIRECT, decode.rank_links == DIRECT
-    if wanted[0] != wanted[1]:
-        raise PairingRefused(["rank_links"], _said(prefill.rank_links, ranks[0]), _said(decode.rank_links, ranks[1]))
-    if wanted[0] and prefill.fingerprint.checksum:
-        raise PairingRefused(["rank_links"], "handoff_checksum does not cover lanes", f"rank_links={DIRECT!r}")
-    return ranks if wanted[0] else None
-
-
-def _said(rank_links: str, ranks: int) -> str:
-    return f"rank_links={rank_links or 'through-0'!r} ranks={ranks}"
+    wanted = prefill.rank_links or THROUGH_0, decode.rank_links or THROUGH_0
+    if THROUGH_0 not in wanted:
+        return ranks
+    if DIRECT in wanted:
+        prefill_says, decode_says = (f"rank_links={want!r} ranks={n}" for want, n in zip(wanted, ranks, strict=True))
+        raise PairingRefused(["rank_links"], prefill_says, decode_says)
+    return None
 
 
 def make_lanes(
@@ -58,6 +60,7 @@ def make_lanes(
         host=config.host,
         timeout_s=config.transfer_timeout_s,
         sealed=bool(config.tls_dir),
+        checksums=config.handoff_checksum,
     )
     return Lanes(options, pool, store)
 

@@ -11,7 +11,9 @@ from paceline.errors import NodeUnavailable
 from paceline.ranks.channel import Array, Channel, Frame, Kind
 from paceline.ranks.commands import link_fields, read_link, read_text
 
-Answer = Future[str]  # what went wrong, empty when nothing did
+Said = tuple[Kind, str]  # LANES_DONE; or LANES_BROKEN, LANES_CORRUPT and what went wrong, in the follower's words
+Answer = Future[Said]
+ANSWERS = (Kind.LANES_DONE, Kind.LANES_BROKEN, Kind.LANES_CORRUPT)
 OnKey = Callable[[str, bytes], None]
 
 
@@ -46,9 +48,8 @@ class Asker:
             self._send(kind, number, fields)
         return answer
 
-    def wait(self, answer: Answer, timeout_s: float) -> str:
-        """What went wrong, in the follower's words; empty when nothing did. NodeUnavailable, and the follower is given
-        up, when no answer comes in time."""
+    def wait(self, answer: Answer, timeout_s: float) -> Said:
+        """What the follower says. NodeUnavailable, and it is given up, when no answer comes in time."""
         try:
             return answer.result(timeout_s)
         except FutureTimeoutError:
@@ -114,6 +115,6 @@ class Asker:
             return
         with self._lock:
             answer = self._open.pop(frame.number, None)
-        if frame.kind is not Kind.LANES_DONE or answer is None:
+        if frame.kind not in ANSWERS or answer is None:
             raise ValueError(f"{frame.kind.name} {frame.number} answers no question")
-        answer.set_result(read_text(frame))
+        answer.set_result((frame.kind, read_text(frame)))

@@ -53,6 +53,8 @@ class Kind(IntEnum):
     LANES_SCATTER = 69
     LANES_END = 70
     LANES_DONE = 71
+    LANES_BROKEN = 72
+    LANES_CORRUPT = 73
 
 
 @dataclass(frozen=True)

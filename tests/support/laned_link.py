@@ -156,18 +156,22 @@ def laned_link(
     dtypes: tuple[torch.dtype, torch.dtype] = (torch.bfloat16, torch.bfloat16),
     page_sizes: tuple[int, int] = (16, 7),
     sealed: bool = False,
+    checksums: bool = False,
     ran: tuple[Ran, Ran] | None = None,
     timeout_s: float = TIMEOUT_S,
+    into: Ranks | None = None,
 ) -> Iterator[LanedLink]:
-    """An open link. layers: of the whole model."""
+    """An open link. layers: of the whole model. into: the decode node of another link, which serves this one too."""
     layouts = KvLayout(layers, dtypes[0]), KvLayout(layers, dtypes[1])
-    nodes = tuple(Ranks(spec, layouts[i], degrees[i], page_sizes[i], (ran or (_at_once, _at_once))[i]) for i in (0, 1))
+    made_here = [Ranks(spec, layouts[i], degrees[i], page_sizes[i], (ran or (_at_once, _at_once))[i]) for i in (0, 1)
+                 if i == 0 or into is None]  # fmt: skip
+    nodes = (*made_here, into) if into else tuple(made_here)
     stores, link_id = store_pair(timeout_s), f"laned/{next(_ids)}"
 
     def open_end(end: int) -> tuple[Lanes, Transport]:
         options = LaneOptions.of(
             link_id, degrees, layouts, sends=end == 0, transport="gloo", host="127.0.0.1", timeout_s=timeout_s,
-            sealed=sealed,
+            sealed=sealed, checksums=checksums,
         )  # fmt: skip
         lanes = Lanes(options, nodes[end].pool, stores[end])
 
@@ -195,7 +199,7 @@ def laned_link(
         sender.close(10)
         feeder.close(10)
         receiver.close(10)
-        for node in nodes:
+        for node in made_here:
             node.close()
 
 

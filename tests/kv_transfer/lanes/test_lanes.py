@@ -1,7 +1,8 @@
 """Hand-offs between nodes of any numbers of ranks: every rank's pool holds what that of one rank would, byte for byte.
 
 Mutants that fail here: every source that holds a head or a latent sends it; a message counts before the lanes' parts
-have come; a follower gathers before it has run what rank 0 has run.
+have come; a follower gathers before it has run what rank 0 has run; nobody looks at a lane's checksum; one that does
+not hold, or a lane that breaks, ends hand-offs beside its own; lanes are not sealed; a silent follower is waited for.
 """
 
 from __future__ import annotations
@@ -12,15 +13,21 @@ import time
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from kv_transfer.handoff.block import DRAFT_KV, TARGET_KV
+from kv_transfer.lanes import leader
+from kv_transfer.lanes.ends import LaneEnds
 from kv_transfer.lanes.pairing import degrees as degrees_of_pair
-from kv_transfer.transports.base import MESSAGE_BYTES, byte_view
+from kv_transfer.lanes.pairing import wanted_by
+from kv_transfer.transports.base import MESSAGE_BYTES, Pending, byte_view
+from kv_transfer.transports.gloo import GlooTransport
+from paceline.config import NodeConfig
 from paceline.errors import PairingRefused
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.models.config import ModelSpec
-from paceline.v1.handoff_pb2 import Fingerprint, PairRequest, PairResponse, State
+from paceline.v1.handoff_pb2 import PairRequest, PairResponse, State
 from tests.kv_transfer.layout.sharded import cut, fill, random_rows, read
 from tests.support.laned_link import LanedLink, laned_link
 from tests.support.thread_ranks import family_spec, ranks_spec
@@ -208,6 +215,93 @@ def test_a_lane_that_breaks_fails_the_hand_offs_of_its_link_in_time(side: int) -
         assert "ready" not in link.landing.outcomes.values()
 
 
+def test_a_lane_that_breaks_leaves_the_other_links_of_a_decode_node() -> None:
+    """Two prefill nodes send into the same ranks; the lanes of one are cut."""
+    spec, layers = MODELS["2 heads"]
+    rows = random_rows(KvLayout(layers, torch.bfloat16), TOTAL, 3)
+    with (
+        laned_link(spec, layers, (2, 2), timeout_s=1.0) as hurt,
+        laned_link(spec, layers, (2, 2), timeout_s=1.0, into=hurt.nodes[1]) as whole,
+    ):
+        for link, ticket in ((hurt, "hurt"), (whole, "whole")):
+            fill_source(link, rows, 2)
+            send(link, ticket, range(TOTAL), upto=20)
+        hurt.nodes[0].followers.lanes[0].end(hurt.lanes[0]._link)
+        send(hurt, "late", range(TOTAL))
+        assert hurt.landing.outcome("hurt") != "ready"
+        send(whole, "t", range(TOTAL))
+        assert whole.landing.outcome("t") == "ready"
+        assert whole.receiver.alive
+        check_landed(whole, rows, 2, range(TOTAL))
+
+
+def test_a_byte_that_changes_on_a_lane_fails_its_hand_off_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, layers = MODELS["2 heads"]
+    rows = random_rows(KvLayout(layers, torch.bfloat16), TOTAL, 3)
+    hit: list[int] = []
+
+    def send_changed(ends: LaneEnds, number: int, layers: range, count: int) -> Pending:
+        for lane in ends._lanes:
+            if lane.rows.plan.source.rank == 1 and not hit:
+                hit.append(number)
+                lane.message(number, layers, count)[3] ^= 1
+        return send_whole(ends, number, layers, count)
+
+    send_whole = LaneEnds.send
+    with laned_link(spec, layers, (2, 2), checksums=True) as link:
+        fill_source(link, rows, 2)
+        send(link, "before", range(TOTAL))
+        assert link.landing.outcome("before") == "ready"
+        monkeypatch.setattr(LaneEnds, "send", send_changed)
+        send(link, "hurt", range(TOTAL))
+        send(link, "after", range(TOTAL))
+        assert "rank 1: checksum of 7 rows from rank 1 for rank 1" in link.landing.outcome("hurt")
+        assert link.landing.outcome("after") == "ready"
+        assert link.receiver.alive
+        check_landed(link, rows, 2, range(TOTAL))
+
+
+def test_rows_on_lanes_are_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What gloo gets of any pair of ranks does not show the rows, which are all alike."""
+    spec, layers = MODELS["8 heads"]
+    rows = [torch.ones_like(full) for full in random_rows(KvLayout(layers, torch.bfloat16), TOTAL, 3)]
+    seen: list[bytes] = []
+
+    def start_send(transport: GlooTransport, tensor: torch.Tensor) -> Pending:
+        seen.append(byte_view(tensor).numpy().tobytes())
+        return start(transport, tensor)
+
+    start = GlooTransport.start_send
+    monkeypatch.setattr(GlooTransport, "start_send", start_send)
+    plain = byte_view(torch.ones(8, dtype=torch.bfloat16)).numpy().tobytes()
+    for sealed in (False, True):
+        seen.clear()
+        with laned_link(spec, layers, (2, 4), sealed=sealed) as link:
+            fill_source(link, rows, 2)
+            send(link, "t", range(TOTAL))
+            assert link.landing.outcome("t") == "ready"
+        assert any(plain in message for message in seen) is not sealed
+
+
+def test_a_silent_follower_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is alive and says nothing, in the midst of a hand-off."""
+    monkeypatch.setattr(leader, "RANK_TIMEOUT_S", 0.3)
+    spec, layers = MODELS["2 heads"]
+    rows = random_rows(KvLayout(layers, torch.bfloat16), TOTAL, 3)
+    goes_on = threading.Event()
+    with laned_link(
+        spec, layers, (2, 1), ran=(lambda _: goes_on.wait(10) and None, lambda _: None), timeout_s=0.4
+    ) as link:
+        fill_source(link, rows, 2)
+        began = time.monotonic()
+        send(link, "t", range(TOTAL))
+        link.wait_ended("t")
+        assert link.landing.outcome("t") != "ready"
+        assert time.monotonic() - began < 3
+        assert "does not answer about its lanes" in link.nodes[0].followers.failure
+        goes_on.set()
+
+
 def test_a_follower_that_is_gone_ends_the_wait_at_once() -> None:
     spec, layers = MODELS["2 heads"]
     rows = random_rows(KvLayout(layers, torch.bfloat16), TOTAL, 3)
@@ -228,9 +322,12 @@ def test_both_nodes_must_want_the_same() -> None:
         degrees_of_pair(direct, other)
     with pytest.raises(PairingRefused, match="through-0"):
         degrees_of_pair(direct, PairResponse())
-    summed = PairRequest(ranks=2, rank_links="direct", fingerprint=Fingerprint(checksum="crc32"))
-    with pytest.raises(PairingRefused, match="handoff_checksum does not cover lanes"):
-        degrees_of_pair(summed, PairResponse(rank_links="direct"))
     assert degrees_of_pair(direct, PairResponse(rank_links="direct")) == (2, 1)
     assert degrees_of_pair(PairRequest(ranks=2, rank_links="through-0"), PairResponse()) is None
     assert degrees_of_pair(PairRequest(rank_links="direct"), PairResponse(ranks=1)) is None
+    auto = PairRequest(ranks=2, rank_links="auto")
+    assert degrees_of_pair(auto, PairResponse(ranks=4, rank_links="direct")) == (2, 4)
+    assert degrees_of_pair(auto, other) is None
+    assert wanted_by(NodeConfig(tp=2, device="cuda")) == "through-0"
+    with pytest.raises(ValidationError, match="'direct' is for ranks on CPUs"):
+        NodeConfig(tp=2, device="cuda", rank_links="direct")
