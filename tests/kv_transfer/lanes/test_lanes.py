@@ -289,9 +289,11 @@ def test_a_silent_follower_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) 
     spec, layers = MODELS["2 heads"]
     rows = random_rows(KvLayout(layers, torch.bfloat16), TOTAL, 3)
     goes_on = threading.Event()
-    with laned_link(
-        spec, layers, (2, 1), ran=(lambda _: goes_on.wait(10) and None, lambda _: None), timeout_s=0.4
-    ) as link:
+
+    def silent(number: int) -> None:
+        assert goes_on.wait(10)
+
+    with laned_link(spec, layers, (2, 1), ran=(silent, silent), timeout_s=0.4) as link:
         fill_source(link, rows, 2)
         began = time.monotonic()
         send(link, "t", range(TOTAL))
