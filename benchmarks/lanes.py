@@ -15,7 +15,7 @@ import asyncio
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -117,9 +117,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     options = parser.parse_args()
-    with Bench.open(config_of(options, WAYS[0]), computes=True) as direct:
-        with Bench.open(config_of(options, WAYS[1]), computes=True) as through:
-            found = asyncio.run(measure({WAYS[0]: direct, WAYS[1]: through}, options))
+    with ExitStack() as stack:
+        benches = {way: stack.enter_context(Bench.open(config_of(options, way), computes=True)) for way in WAYS}
+        found = asyncio.run(measure(benches, options))
     show(found, options)
     if options.json:
         settings = {key: value for key, value in vars(options).items() if key != "json"}
