@@ -88,6 +88,8 @@ class Intake:
     def settle(self) -> None:
         """See `Staging.settle`."""
         self._staging.settle()
+        if self._arrivals is not None:
+            self._arrivals.settle()
 
     def give_credit(self) -> None:
         """Tell the sender that it may send more, when it is worth a message."""

@@ -174,7 +174,12 @@ class WirePump:
         if payload is None:
             return lambda: None
         sent = self._start_data(payload)
-        return sent if payload.beside is None else _both(sent, payload.beside.start())
+        if payload.beside is None:
+            return sent
+        try:
+            return _both(sent, payload.beside.start())
+        except Exception as error:
+            return _both(sent, _raising(error))  # what has started is awaited all the same
 
     def _start_data(self, payload: Payload) -> Pending:
         if payload.produced is not None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
 from torch import Tensor
 
 from kv_transfer.lanes.leader import Lanes
 from kv_transfer.layout.rows import RowTarget
 from kv_transfer.transports.base import NUM_BUFFERS, Pending, TransportError
+from paceline.errors import PacelineError
 
 Message = tuple[range, int, int]  # layers, tokens, and bytes on the link's own pipe
 
@@ -60,6 +62,15 @@ class Arrivals:
         if self._current is not None:
             (_, wait), self._current = self._current, None
             wait()
+
+    def settle(self) -> None:
+        """The link is dead: wait until no message is written into a buffer any more. Call nothing else afterwards."""
+        pending = [] if self._current is None else [self._current[1]]
+        for wait in (*pending, *(wait for *_, wait in self._expected)):
+            with suppress(PacelineError):
+                wait()
+        self._current = None
+        self._expected.clear()
 
     def num_bytes(self, layers: range, count: int) -> int:
         """Bytes of ``count`` tokens on all lanes together."""

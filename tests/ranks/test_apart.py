@@ -52,6 +52,7 @@ async def test_degrees_may_differ(
     options: dict[str, object] = {
         "drafter": drafter, "drafter_path": str(tmp_path / "heads"), "head_check": False, "handoff": handoff,
         "prefill_chunk_tokens": 16, "kv_dtype": kv_dtype, "rank_links": rank_links,
+        "rank_sums": "collective" if kv_dtype == "int8" else "auto",
     }  # fmt: skip
     requests = [tiny_request(list(range(3 + i, 60 + i)), index=i, temperature=float(i % 2)) for i in range(3)]
     alone = ranks_runner(1, spec, "bf16", **options)
