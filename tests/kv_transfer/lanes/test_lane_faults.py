@@ -1,7 +1,7 @@
 """Lanes that break, change bytes or stall end what they must, in time, and nothing else.
 
 Mutants that fail here: nobody looks at a lane's checksum; one that does not hold ends its link; a link that ends takes
-the other links of its followers with it; a silent follower is waited for.
+the other links of its followers with it; a silent follower is waited for; rows of ranks that were lost are sent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import torch
 from kv_transfer.lanes import leader
 from kv_transfer.lanes.ends import LaneEnds
 from kv_transfer.transports.base import Pending
+from paceline.errors import NodeUnavailable
 from paceline.kvcache.layout import KvLayout
+from paceline.ranks.sockets import SocketGroup
 from tests.kv_transfer.layout.sharded import random_rows
 from tests.support.laned_link import laned_link
 from tests.support.laned_rows import MODELS, TOTAL, check_landed, fill_source, send
@@ -122,3 +124,18 @@ def test_a_follower_that_is_gone_ends_the_wait_at_once() -> None:
         link.wait_ended("t")
         assert time.monotonic() - began < 2
         assert "ranks of this node are lost" in link.nodes[0].followers.failure
+
+
+def test_rows_of_ranks_that_were_lost_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An aborted collective ends as one that was right, with undefined data: the group says so afterwards."""
+    spec, layers = MODELS["2 heads"]
+
+    def finish(group: SocketGroup) -> None:
+        raise NodeUnavailable("the ranks have ended")
+
+    with laned_link(spec, layers, (2, 1)) as link:
+        monkeypatch.setattr(SocketGroup, "finish", finish)
+        send(link, "t", range(TOTAL))
+        link.wait_ended("t")
+        assert link.landing.outcome("t") != "ready"
+        assert "the ranks have ended" in link.nodes[0].followers.failure
