@@ -42,7 +42,7 @@ class Turn:
 
 
 def config_of(options: argparse.Namespace, way: str) -> NodeConfig:
-    """Of both nodes of a pair."""
+    """The options of both nodes of a pair."""
     return NodeConfig.model_validate(
         {
             "model": options.model,

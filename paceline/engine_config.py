@@ -178,8 +178,8 @@ class EngineConfig(Frozen):
     `gloo`."""
 
     rank_links: Literal["auto", "direct", "through-0"] = "auto"
-    """How rows of several ranks cross: `direct`, from each rank to those that hold its heads, or `through-0`, all by
-    way of the first rank of each node. `auto` is direct between nodes on CPUs unless the other side says through-0."""
+    """How rows of several ranks cross: `direct` from rank to rank, or `through-0`, by way of each node's first one.
+    `auto` is direct between CPUs, unless the other side says through-0."""
 
     reserve_deadline_s: float = Field(default=120.0, gt=0)
     """Seconds that a request may wait on a node for pages, and a reserved one for the first byte of its KV."""

@@ -76,7 +76,7 @@ class Lane:
             self.rows.scatter(layers, slots, data)
 
     def _parts(self, number: int, layers: range, count: int) -> tuple[Tensor, Tensor]:
-        """Of a message: its rows, of the destination's dtype, and what follows them."""
+        """The rows of a message, in the destination's dtype, and what follows them."""
         message, rows_bytes = self.message(number, layers, count), self._rows_bytes(layers, count)
         return message[:rows_bytes].view(self._wire.dtype), message[rows_bytes:]
 
