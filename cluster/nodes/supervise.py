@@ -170,7 +170,9 @@ class Supervisor:
     async def _replace(self, slot: Slot, kind: Literal["died", "lease_lost"] | None) -> None:
         if slot.handle is not None and kind is not None:
             if self.clock() - slot.started_at >= HEALTHY_AFTER_S:
-                slot.backoff_s = FIRST_BACKOFF_S
+                slot.backoff_s, slot.failures = FIRST_BACKOFF_S, 0
+            else:
+                slot.failures += 1
             slot.replaced_for_lease = kind == "lease_lost"
             self.tell(NodeEvent(kind, slot.node_id, slot.role, slot.generation, "", slot.backoff_s))
             await self.discard(slot)
@@ -185,6 +187,7 @@ class Supervisor:
 
     async def _start_failed(self, slot: Slot, error: Exception) -> None:
         slot.last_error = str(error) or repr(error)
+        slot.failures += 1
         wait_s = slot.backoff_s
         self.tell(NodeEvent("start_failed", slot.node_id, slot.role, slot.generation, slot.last_error, wait_s))
         await self.discard(slot)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import threading
 import time
 from concurrent.futures import Future
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
@@ -16,6 +18,7 @@ from cluster.nodes.ray_session import RayLost, RaySession, get, within
 from cluster.nodes.ray_watch import RayWatch
 from cluster.nodes.supervise import Supervisor
 from paceline.errors import NodeUnavailable
+from tests.fakes.supervised import until
 
 
 @pytest.fixture
@@ -71,6 +74,27 @@ def test_a_call_that_waits_for_a_dead_gcs_is_given_up() -> None:
 
 def _late() -> None:
     raise TimeoutError("its own")
+
+
+async def test_a_ray_that_somebody_stopped_is_let_go_on(
+    session: RaySession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A real process in place of its raylet. Mutant: whatever lives is well."""
+    monkeypatch.setattr(ray_watch, "POLL_S", 0.001)
+    session._address = "local"
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        raylet = psutil.Process(process.pid)
+        session._own = [raylet]
+        raylet.suspend()
+        nobody: Any = None  # nothing is renewed
+        try:
+            await until(lambda: raylet.status() == psutil.STATUS_STOPPED)
+            task = asyncio.create_task(RayWatch(Supervisor(nobody), nobody, nobody, nobody).run())
+            await until(lambda: raylet.status() != psutil.STATUS_STOPPED)
+            task.cancel()
+        finally:
+            process.kill()
+    assert f"(process {process.pid}) of this deployment's own Ray was stopped" in caplog.text
 
 
 class Lost:
