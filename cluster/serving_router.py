@@ -28,6 +28,8 @@ from paceline.rpc.tls import TlsFolder
 
 if TYPE_CHECKING:
     from cluster.access.access import Access
+    from cluster.frontdoor.http_server import HttpServer
+    from cluster.frontdoor.service import GrpcServer
     from cluster.routing.metrics import Metrics
     from cluster.routing.router import Router
     from paceline.text.tokenizer import Tokenizer
@@ -168,11 +170,16 @@ class ServingRouter:
             lambda: self.trouble,
         )
         http = await serve_http(create_app(self.router, metrics, options), host, port, tls)
-        parts.at_end("http", lambda: http.stop(parts.grace_s))
+        parts.at_end("http", http.stop)
         server = await serve_grpc(self.router, config.grpc, access, tls=tls)
-        parts.at_end("grpc", lambda: server.stop(parts.grace_s))
+        parts.at_end("the front door", lambda: self._drain(http, server))
         self.http_address = f"{host}:{http.port}"
         self.grpc_address = f"{split_address(config.grpc)[0]}:{server.port}"
+
+    async def _drain(self, http: HttpServer, server: GrpcServer) -> None:
+        """Take nothing new, and let what runs end, over gRPC and HTTP alike."""
+        self.router.drain()
+        await asyncio.gather(http.stop(self._parts.grace_s), server.stop(self._parts.grace_s))
 
     @property
     def public_tls(self) -> TlsFolder | None:

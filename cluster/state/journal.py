@@ -160,7 +160,7 @@ class Journal:
         return self._held.get(kept.key) is kept
 
     def update(self, kept: Kept, entry: bytes) -> None:
-        """What is kept is ``entry`` from now on, unless another stream has a longer one. Where that is too large, nothing
+        """What is kept is ``entry`` from now on, unless another stream has a longer one. Where it is too large, nothing
         is kept any more."""
         if not self.holds(kept) or len(entry) < len(kept.entry):
             return
