@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from cluster.access.keys import read_keys
 from cluster.nodes.listening import check_addresses, check_free, raise_open_files, split_address, warn_of_clear_keys
 from cluster.parts import Parts
+from cluster.state.connection import check_url
 from cluster.state.published import Served
 from cluster.state.registry import NodeDirectory
 from cluster.state.registry_types import Registry
@@ -189,8 +190,10 @@ class ServingRouter:
 
 
 async def check_front(config: ServeConfig) -> None:
-    """Raise ConfigError for addresses and keys that cannot be used, before anything starts."""
+    """Raise ConfigError for addresses, keys and a Redis that cannot be used, before anything starts."""
     check_addresses(config)
+    if config.redis:
+        check_url("redis", config.redis)
     await asyncio.to_thread(check_free, config)  # a host name may have to be looked up
     if config.api_keys:
         await asyncio.to_thread(read_keys, Path(config.api_keys))
