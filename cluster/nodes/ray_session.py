@@ -27,6 +27,7 @@ from cluster.nodes.ray_processes import (
     AGENT_TIMEOUT_S,
     children_of,
     kill_all,
+    listens,
     lives,
     name_of,
     of_ray,
@@ -44,6 +45,7 @@ QUIET_S = 5.0  # for the waits under way to end
 CALL_S = 15.0  # for a call that may wait for the GCS
 RENEW_S = 20.0  # that the end of this process waits for a new Ray under way
 GCS_S = 1.0  # for the GCS to say that it lives
+OWN_RAYLET = "the raylet of this host is gone, and with it this process's part in Ray: start this process again"
 WRONG_CLUSTER = "WrongClusterID"  # in what another GCS answers
 
 
@@ -57,6 +59,7 @@ class RaySession:
     def __init__(self) -> None:
         self.epoch = 0  # grows whenever another Ray is joined
         self._address, self._cpus, self._gcs_address = "", 1, ""
+        self._raylet_socket, self._raylet_lost = "", False  # of this host's raylet in a cluster
         self._own: list[psutil.Process] = []  # Ray's own processes of a private one
         self._raylets: list[psutil.Process] = []  # of all private ones that this process had
         self._state = threading.Condition()
@@ -83,6 +86,8 @@ class RaySession:
             self._raylets += [process for process in self._own if process.name() == "raylet"]
         else:
             _join(self._address)
+            self._raylet_socket = str(ray._private.worker.global_worker.node.raylet_socket_name)
+            self._raylet_lost = False
         self._gcs_address = str(ray.get_runtime_context().gcs_address)
 
     def trouble(self) -> str:
@@ -95,7 +100,8 @@ class RaySession:
             within(GCS_S, lambda: ray._private.worker.global_worker.gcs_client.check_alive([], timeout=GCS_S))
         except Exception as error:  # Ray's own are of many kinds
             return f"Ray's head at {self._gcs_address} does not answer: {error}"
-        return ""
+        self._raylet_lost = self._raylet_lost or not listens(self._raylet_socket)  # another one there is not joined
+        return OWN_RAYLET if self._raylet_lost else ""
 
     def wake(self) -> list[str]:
         """Let those of a private Ray's processes go on that somebody stopped; returns which. They live, so that whoever

@@ -32,7 +32,7 @@ def connect(url: str) -> redis.Redis:
 
 
 def check_url(option: str, url: str) -> None:
-    """Raises ConfigError naming ``option`` for what is no URL of a Redis. It is not repeated: it may have a password."""
+    """Raises ConfigError naming ``option`` for what is no URL of a Redis; never repeats it: it may have a password."""
     try:
         redis.Redis.from_url(url).close()
     except ValueError:

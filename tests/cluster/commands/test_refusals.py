@@ -100,7 +100,7 @@ def test_keys_that_cross_the_network_in_the_clear_are_told(caplog: pytest.LogCap
 @pytest.mark.parametrize("url", ["rediz://:p4ss@host/0", "redis://:p4/ss@host/0", "redis://:p4ss@host:99999/0"])
 async def test_what_is_no_redis_is_named_and_not_repeated(url: str) -> None:
     """Mutants: a traceback; the URL, or the part of the password that was taken for a port, in the message."""
-    with pytest.raises(ConfigError, match="^redis: is no URL of a Redis") as told:
+    with pytest.raises(ConfigError, match=r"^redis: is no URL of a Redis") as told:
         await check_front(ServeConfig(redis=url))
     assert "p4" not in str(told.value)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import threading
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -95,6 +97,22 @@ async def test_a_ray_that_somebody_stopped_is_let_go_on(
         finally:
             process.kill()
     assert f"(process {process.pid}) of this deployment's own Ray was stopped" in caplog.text
+
+
+def test_the_raylet_of_this_host_is_lost_for_good(
+    session: RaySession, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its GCS answers on. Mutants: the GCS alone is asked; another raylet at the socket counts as the one before."""
+    monkeypatch.setattr(ray_session, "check_listens", lambda address: None)
+    monkeypatch.setattr(ray_session, "within", lambda timeout_s, call: None)
+    session._address, session._raylet_socket = "head:6379", str(tmp_path / "raylet")
+    for trouble in ("", ray_session.OWN_RAYLET):
+        with socket.socket(socket.AF_UNIX) as raylet:
+            raylet.bind(session._raylet_socket)
+            raylet.listen(1)
+            assert [session.trouble() for _ in range(4)] == [trouble] * 4  # though nobody accepts
+        assert session.trouble() == ray_session.OWN_RAYLET
+        (tmp_path / "raylet").unlink()
 
 
 class Lost:
