@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -104,7 +105,7 @@ async def watchers(doors: Doors, count: int = 1024) -> AsyncIterator[None]:
     calls: list[Any] = []
     for number in range(count // WATCHES_OF_CHANNEL):
         channels.append(grpc.aio.insecure_channel(doors.grpc, [("grpc.channel_id", number)]))
-        watch: Any = health_pb2_grpc.HealthStub(channels[-1]).Watch  # type: ignore[no-untyped-call]
+        watch: Any = health_pb2_grpc.HealthStub(channels[-1]).Watch
         calls += [watch(health_pb2.HealthCheckRequest()) for _ in range(WATCHES_OF_CHANNEL)]
 
     async def read(call: Any) -> None:
@@ -154,6 +155,6 @@ async def false_tenants(doors: Doors, count: int = 100) -> AsyncIterator[None]:
             key = dict(doors.key) if number % 10 == 0 else {}
             return str((await client.post("/v1/completions", json=body, headers=key)).status_code)
 
-        tasks = [asyncio.create_task(_again_and_again(lambda n=n: ask(n), doors.told)) for n in range(count)]  # type: ignore[misc]
+        tasks = [asyncio.create_task(_again_and_again(partial(ask, number), doors.told)) for number in range(count)]
         async with _beside(tasks):
             yield
