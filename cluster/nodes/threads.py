@@ -16,6 +16,6 @@ A = TypeVarTuple("A")
 _POOL = ThreadPoolExecutor(2 * MAX_NODES, "nodes")  # a thread is made when none is free
 
 
-async def in_thread(call: Callable[[Unpack[A]], T], *arguments: Unpack[A]) -> T:
+async def in_thread(call: Callable[[Unpack[A]], T], *arguments: *A) -> T:
     """What ``call`` returns or raises. It goes on when who awaits it is cancelled, and this process ends after it."""
     return await asyncio.get_running_loop().run_in_executor(_POOL, call, *arguments)
