@@ -33,7 +33,6 @@ OTHERS = {
     "docs/extend/drafter.md": {"--speculative-config"},  # vLLM
     "docs/guides/gpu.md": {"--drafts", "--limit-mib", "--python", "--xz"},  # benchmarks.gpu
     "docs/guides/operations.md": {"--install"},  # benchmarks.pictures
-    "docs/guides/security.md": {"--disable-pip", "--requirement"},  # pip-audit
     "docs/guides/quantised.md": {"--quality"},  # benchmarks.quantised
     "docs/internals/decisions.md": {"--crowd"},  # benchmarks.mixed
     "docs/internals/parallel.md": {"--kills", "--streams"},  # tests/chaos
