@@ -34,6 +34,7 @@ from cluster.nodes.ray_processes import (
     resumed,
     started_by,
 )
+from cluster.nodes.ray_token import keep_private, warn_where_open
 from paceline.errors import NodeUnavailable
 
 log = logging.getLogger(__name__)
@@ -204,8 +205,11 @@ def start_ray(address: str, num_cpus: int | None = None) -> None:
     with token authentication, Ray's default, wants ``RAY_AUTH_MODE=token`` and the token on this host. Signals are
     handled as before: Ray would end this process at once, and print its stack.
     """
+    warn_where_open()
+    keep_private()
     with same_signals():
         SESSION.start(address, num_cpus or os.cpu_count() or 1)
+    keep_private()  # Ray may have made it
 
 
 def stop_ray() -> None:

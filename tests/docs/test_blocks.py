@@ -33,6 +33,9 @@ OTHERS = {
     "docs/extend/drafter.md": {"--speculative-config"},  # vLLM
     "docs/guides/gpu.md": {"--drafts", "--limit-mib", "--python", "--xz"},  # benchmarks.gpu
     "docs/guides/operations.md": {"--install"},  # benchmarks.pictures
+    "docs/guides/security.md": {  # ray
+        *("--max-worker-port", "--min-worker-port", "--node-manager-port", "--object-manager-port"),
+    },
     "docs/guides/quantised.md": {"--quality"},  # benchmarks.quantised
     "docs/internals/decisions.md": {"--crowd"},  # benchmarks.mixed
     "docs/internals/parallel.md": {"--kills", "--streams"},  # tests/chaos

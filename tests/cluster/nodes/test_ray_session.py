@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from cluster.nodes import ray_session, ray_watch
-from cluster.nodes.ray_session import RayLost, RaySession, get, within
+from cluster.nodes.ray_session import SESSION, RayLost, RaySession, get, start_ray, within
 from cluster.nodes.ray_watch import RayWatch
 from cluster.nodes.supervise import Supervisor
 from paceline.errors import NodeUnavailable
@@ -158,3 +158,19 @@ async def test_another_ray_is_tried_for_until_it_has_the_nodes(
     assert lost.tries == 3
     assert read == [0, 1, 2]
     assert told[0] == "raylet is gone"
+
+
+def test_rays_token_is_its_owners(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Others on the host would run code with it. Mutants: it stays as Ray made it; Ray without a token is not told."""
+    monkeypatch.setattr(SESSION, "start", lambda address, cpus: token.write_text("made by Ray"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    token = tmp_path / ".ray" / "auth_token"
+    token.parent.mkdir()
+    for mode, warned in (("token", 0), ("disabled", 1)):
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+        start_ray("local", 1)
+        assert token.stat().st_mode & 0o777 == 0o600
+        assert caplog.text.count("INSECURE") == warned
