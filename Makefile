@@ -78,7 +78,7 @@ fuzz-surface: $(VENV)/.dev
 	PACELINE_FUZZ_SURFACE=10000 $(BIN)/python -m pytest tests/fuzz -s -o timeout=7200 $(ARGS)
 
 # Programs have environments of their own; guidellm's holds torch.
-CLIENT_PROGRAMS := guidellm==0.8.1 aiperf==0.13.0 lm-eval[api]==0.4.13
+CLIENT_PROGRAMS := guidellm==0.8.1 aiperf==0.13.0 lm-eval[api]==0.4.13 schemathesis==4.32.5
 CLIENTS := build/clients
 
 clients: $(VENV)/.dev  # other people's clients against a deployment; ARGS='-k litellm'
