@@ -164,10 +164,10 @@ def test_rays_token_is_its_owners(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Others on the host would run code with it. Mutants: it stays as Ray made it; Ray without a token is not told."""
-    monkeypatch.setattr(SESSION, "start", lambda address, cpus: token.write_text("made by Ray"))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
     token = tmp_path / ".ray" / "auth_token"
+    monkeypatch.setattr(SESSION, "start", lambda address, cpus: token.write_text("made by Ray"))
     token.parent.mkdir()
     for mode, warned in (("token", 0), ("disabled", 1)):
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
