@@ -1,4 +1,4 @@
-"""Crowds that take what there is: clients that do not read, idle connections, watchers, large bodies, false tenants.
+"""Crowds that take what there is: clients that do not read, idle connections, watchers.
 
 Each is a context: the crowd is there while the block runs. Addresses are ``host:port``.
 """
@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -20,7 +19,6 @@ import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 SLOW_BUFFER = 4096  # bytes that the kernel takes for a client that does not read
-BODY_BYTES = 8 * 2**20
 WATCHES_OF_CHANNEL = 64
 PAUSE_S = 0.01  # after a refusal
 
@@ -120,41 +118,3 @@ async def watchers(doors: Doors, count: int = 1024) -> AsyncIterator[None]:
         yield
     finally:
         await asyncio.gather(*(channel.close() for channel in channels))
-
-
-@asynccontextmanager
-async def large_bodies(doors: Doors, count: int = 4096, at_once: int = 512) -> AsyncIterator[None]:
-    """Bodies of 8 MiB, each sent as far as it is taken."""
-    host, _, port = doors.http.rpartition(":")
-    left = iter(range(count))
-
-    async def ask() -> str:
-        if next(left, None) is None:
-            await asyncio.Event().wait()
-        reader, writer = await asyncio.open_connection(host, int(port))
-        try:
-            writer.write(_post("/v1/completions", doors.key, BODY_BYTES))
-            for _ in range(BODY_BYTES // 65536):
-                writer.write(b" " * 65536)
-                await writer.drain()
-            return (await reader.readline()).decode().strip()
-        finally:
-            writer.close()
-
-    async with _beside([asyncio.create_task(_again_and_again(ask, doors.told)) for _ in range(at_once)]):
-        yield
-
-
-@asynccontextmanager
-async def false_tenants(doors: Doors, count: int = 100) -> AsyncIterator[None]:
-    """Clients that claim a tenant each, with no key and with another's."""
-    async with httpx.AsyncClient(base_url=f"http://{doors.http}", timeout=30.0) as client:
-
-        async def ask(number: int) -> str:
-            body = {"prompt": "x", "max_tokens": 64, "ignore_eos": True, "cache_salt": f"tenant-{number}"}
-            key = dict(doors.key) if number % 10 == 0 else {}
-            return str((await client.post("/v1/completions", json=body, headers=key)).status_code)
-
-        tasks = [asyncio.create_task(_again_and_again(partial(ask, number), doors.told)) for number in range(count)]
-        async with _beside(tasks):
-            yield

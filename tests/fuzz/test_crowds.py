@@ -15,7 +15,7 @@ from cluster.nodes.listening import raise_open_files
 from paceline.client import AsyncClient
 from tests.chaos.report import percentile
 from tests.fuzz.campaign import FULL
-from tests.fuzz.crowds import Doors, false_tenants, idle_sockets, large_bodies, non_readers, watchers
+from tests.fuzz.crowds import Doors, idle_sockets, non_readers, watchers
 from tests.multihost.small_model import write_model
 from tests.support.server import Server, serve
 
@@ -23,8 +23,6 @@ CROWDS = {
     "5 that do not read": non_readers,
     "1,100 idle connections": idle_sockets,
     "1,024 watchers": watchers,
-    "4,096 bodies of 8 MiB": large_bodies,
-    "100 false tenants": false_tenants,
 }
 WINDOW_S = 15.0
 TOKENS = 48
