@@ -78,7 +78,7 @@ fuzz-surface: $(VENV)/.dev
 	PACELINE_FUZZ_SURFACE=10000 $(BIN)/python -m pytest tests/fuzz -s -o timeout=7200 $(ARGS)
 
 # Programs have environments of their own; guidellm's holds torch.
-CLIENT_PROGRAMS := guidellm==0.8.1 aiperf==0.13.0 lm-eval[api]==0.4.13
+CLIENT_PROGRAMS := guidellm==0.8.1 aiperf==0.13.0 lm-eval[api]==0.4.13 schemathesis==4.32.5
 NODE_CLIENTS := ai@6.0.326 @ai-sdk/openai-compatible@2.0.92 zod@4.6.7
 CLIENTS := build/clients
 

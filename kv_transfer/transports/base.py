@@ -56,6 +56,8 @@ class Transport(ABC):
     ``close`` and ``abort`` may be called from any thread, and more than once.
     """
 
+    takes_less = False  # whether a message may be shorter than the bytes that its receive waits for
+
     def send(self, tensor: Tensor) -> None:
         """Hand the bytes of ``tensor`` (contiguous, any dtype) to the wire; blocks, each message for at most the
         message timeout. TransportError if the pipe is or becomes dead."""

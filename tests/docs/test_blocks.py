@@ -34,7 +34,11 @@ OTHERS = {
     "docs/guides/gpu.md": {"--drafts", "--limit-mib", "--python", "--xz"},  # benchmarks.gpu
     "docs/guides/operations.md": {"--install"},  # benchmarks.pictures
     "docs/guides/structured_output.md": {"--library"},  # benchmarks.schema_suite
-    "docs/guides/security.md": {"--disable-pip", "--requirement"},  # pip-audit
+    "docs/guides/security.md": {  # ray, pip-audit
+        *("--max-worker-port", "--min-worker-port", "--node-manager-port", "--object-manager-port"),
+        *("--disable-pip", "--requirement"),
+    },
+    "docs/guides/quantised.md": {"--quality"},  # benchmarks.quantised
     "docs/internals/decisions.md": {"--crowd"},  # benchmarks.mixed
     "docs/internals/parallel.md": {"--kills", "--streams"},  # tests/chaos
     "docs/troubleshooting.md": {"--head"},  # ray
