@@ -189,11 +189,11 @@ class LinkPool:
         paired = await control.stub.Pair(asked, timeout=timeout, metadata=context.identity.metadata)
         check_pairing(context.fingerprint, paired.fingerprint, dtype_cast=config.handoff_dtype_cast)
         layouts = context.kv.layout, decode_layout(context.kv.layout, paired.fingerprint)
+        control.open(paired.link_id)  # its first message comes before what the lanes tell their peers
         lanes = make_lanes(
             paired.link_id, degrees(asked, paired), layouts, context.kv, control.store, config, sends=True
         )
         rows = _source(context.kv, layouts, lanes)
-        control.open(paired.link_id)
 
         def open_own() -> Transport:
             return open_transport(
