@@ -4,6 +4,7 @@ gpt-oss."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from paceline.assembly.build import build_runner
 from paceline.config import NodeConfig
+from paceline.engine.model_runner import ModelRunner
 from paceline.models.config import ModelSpec
 from paceline.models.gpt_oss import from_mxfp4
 from paceline.models.registry import load_target
+from paceline.spec_decode.base import DraftBudget
+from paceline.spec_decode.sequence import Sequence
+from paceline.spec_decode.trees.tree import DraftTree
 from tests.support.exactness import run
 from tests.support.needs import needs_kernels
 from tests.support.node_pair import pair
@@ -142,8 +147,9 @@ def test_drafts_chunks_and_the_prefix_cache_change_no_bit(case: str, tmp_path: P
 
 @pytest.mark.parametrize(("case", "handoff"), [("gemma", "draft_kv"), ("gpt-oss", "hidden_states")])
 async def test_apart_as_together(case: str, handoff: str, tmp_path: Path) -> None:
-    """Draft heads over windows, in both ways to hand their state off; the second time prompts are cached. Mutants: a
-    window by the position in the pages that were handed off; the head's rows are those of another layer."""
+    """Draft heads over windows, in both ways to hand their state off; the second time prompts are cached. Untrained
+    heads are rarely right, so what they propose is compared. Mutants: hidden rows cross in another order; draft rows
+    stay behind."""
     write_reference(tmp_path / "target", *CASES[case])
     write_tiny_head(tmp_path / "head", "eagle3", ModelSpec.from_folder(tmp_path / "target"))
     requests = [tiny_request(index=i, max_tokens=12, temperature=0.7 * i) for i in range(2)]
@@ -151,9 +157,27 @@ async def test_apart_as_together(case: str, handoff: str, tmp_path: Path) -> Non
     plain = run(build_runner(NodeConfig.model_validate(options | {"drafter": "none"})), requests)
     options |= {"drafter": "eagle3", "drafter_path": str(tmp_path / "head"), "num_draft_tokens": 3, "handoff": handoff}
     config = NodeConfig.model_validate(options | {"prefill_chunk_tokens": 5, "head_check": False})
-    together = run(build_runner(config), requests)
+    alone, decode = build_runner(config), build_runner(config)
+    proposed, apart = _proposed(alone), _proposed(decode)
+    together = run(alone, requests)
     assert [(t.token_ids, t.logit_bits) for t in together] == [(p.token_ids, p.logit_bits) for p in plain]
-    async with pair(config, build_runner(config, decodes=False), build_runner(config)) as nodes:
+    async with pair(config, build_runner(config, decodes=False), decode) as nodes:
         for _ in range(2):
             assert [outcome for outcome, _ in await nodes.run(requests, concurrent=2)] == together
+            assert sorted(apart) == sorted(proposed) != []
+            apart.clear()
         await nodes.all_released()
+
+
+def _proposed(runner: ModelRunner) -> list[tuple[int, ...]]:
+    """Tokens of every tree that ``runner``'s drafter will propose, each behind its root."""
+    seen: list[tuple[int, ...]] = []
+    propose = runner.drafter.propose
+
+    def noted(seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[DraftTree]:
+        trees = propose(seqs, budgets)
+        seen.extend(tuple(tree.token_ids) for tree in trees)
+        return trees
+
+    runner.drafter.propose = noted  # type: ignore[method-assign]
+    return seen
