@@ -275,7 +275,7 @@ def weights_digest(folder: Path) -> str:
             digest.update(opened.read(EDGE_BYTES))
             opened.seek(max(size - EDGE_BYTES, 0))
             digest.update(opened.read(EDGE_BYTES))
-            for middle in _middles(file, header):
+            for middle in _middles(file, header, size):
                 opened.seek(middle)
                 digest.update(opened.read(SAMPLE_BYTES))
     return digest.hexdigest()
@@ -298,11 +298,17 @@ def _gguf_digest(file: Path, digest: hashlib.blake2b) -> str:
     return digest.hexdigest()
 
 
-def _middles(file: Path, header: bytes) -> list[int]:
-    """Byte offset in the file of the middle of every tensor."""
+def _middles(file: Path, header: bytes, size: int) -> list[int]:
+    """Byte offset in the file, of ``size`` bytes, of the middle of every tensor. Raises ConfigError for a header whose
+    offsets are none: whoever asks for a digest need not have opened the file as safetensors."""
+    begin = 8 + len(header)
     try:
         entries = json.loads(header)
         ranges = [entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"]
-        return [8 + len(header) + (low + high) // 2 for low, high in ranges]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if all(isinstance(at, int) for low_high in ranges for at in low_high) and all(
+            0 <= low <= high <= size - begin for low, high in ranges
+        ):
+            return [begin + (low + high) // 2 for low, high in ranges]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError("model", f"{file} has a damaged safetensors header") from error
+    raise ConfigError("model", f"{file} has a safetensors header whose offsets do not fit the file")

@@ -173,3 +173,20 @@ def test_digest_sees_a_fine_tune_that_kept_both_ends(tmp_path: Path) -> None:
 def test_digest_sees_a_renamed_tensor(tmp_path: Path) -> None:
     one, other = {"a": torch.zeros(4)}, {"b": torch.zeros(4)}
     assert weights_digest(single(tmp_path / "a", one)) != weights_digest(single(tmp_path / "b", other))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[" * 200_000,
+        b'{"a": {"data_offsets": [0, 9' + b"9" * 40 + b"]}}",
+        b'{"a": {"data_offsets": [-4096, -4096]}}',
+        b'{"a": {"data_offsets": [0.5, NaN]}}',
+        b'{"a": {"data_offsets": [0]}}',
+    ],
+)
+def test_digest_of_a_header_that_lies(header: bytes, tmp_path: Path) -> None:
+    """Mutant: offsets are taken as they are, and the file is read at a place that no file has."""
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
+    with pytest.raises(ConfigError, match=r"model\.safetensors has a"):
+        weights_digest(tmp_path)
