@@ -66,8 +66,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_integer_kernels_give_the_bits_of_the_reference(
     kind: str, out_features: int, in_features: int, dtype: torch.dtype
 ) -> None:
-    """Mutants: a scale for a whole tensor, groups added in the order of threads, vpmaddubsw in place of vpdpbusd, groups
-    of 16 in tiles of 32, a table of float32 minimums read as far behind the scales as one of float16."""
+    """Mutants: a scale for a whole tensor, groups added in the order of threads, vpmaddubsw in place of vpdpbusd,
+    groups of 16 in tiles of 32, a table of float32 minimums read as far behind the scales as one of float16."""
     weight, x = OF_INTEGERS[kind](random_weight(out_features, in_features)), random_rows(ROWS, in_features).to(dtype)
     for bias, out_float32 in ((None, False), (torch.randn(out_features), True)):
         expected = integer_linear_reference(x, weight, bias, torch.float32 if out_float32 else dtype)

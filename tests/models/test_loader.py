@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from paceline.errors import ConfigError
 from paceline.layers.quantized import QuantizedWeight
-from paceline.models.loader import LazyTensors, WeightBag, weight_files, weights_digest
+from paceline.models.digest import weights_digest
+from paceline.models.loader import LazyTensors, WeightBag, weight_files
 
 
 def load_weights(folder: Path, dtype: torch.dtype) -> LazyTensors:

@@ -22,7 +22,8 @@ from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.pool import KvPool
 from paceline.layers.quantized import LinearWeight, QuantizedWeight
-from paceline.models.loader import WeightBag, weights_digest
+from paceline.models.digest import weights_digest
+from paceline.models.loader import WeightBag
 from paceline.models.quantization.fusing import fuse_layers, reordered
 from paceline.models.registry import load_target, open_checkpoint
 from paceline.spec_decode.heads.mtp import load_mtp
