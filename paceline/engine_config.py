@@ -184,6 +184,10 @@ class EngineConfig(Frozen):
     """Sends a CRC-32 with every hand-off message, which decode checks before it uses the bytes. Needs transport
     `gloo`."""
 
+    rank_links: Literal["auto", "direct", "through-0"] = "auto"
+    """How rows of several ranks cross: `direct` from rank to rank, or `through-0`, by way of each node's first one.
+    `auto` is direct between CPUs, unless the other side says through-0 or deals its sequences (attention_dp)."""
+
     reserve_deadline_s: float = Field(default=120.0, gt=0)
     """Seconds that a request may wait on a node for pages, and a reserved one for the first byte of its KV."""
 
@@ -232,6 +236,11 @@ class EngineConfig(Frozen):
             raise ValueError(
                 f"handoff_checksum sums bytes in host memory, where transport {self.transport!r} never has them: set "
                 "transport to gloo, or handoff_checksum to false"
+            )
+        if self.rank_links == "direct" and (self.device != "cpu" or self.attention_dp > 1):
+            raise ValueError(
+                "rank_links 'direct' is for CPUs whose ranks share their sequences, and device is "
+                f"{self.device!r} and attention_dp {self.attention_dp}: set rank_links to auto"
             )
         if self.exact_on_gpu and self.attention in ("flashinfer", "torch"):
             raise ValueError(

@@ -1,4 +1,5 @@
-"""One follower as a process: ``python -m paceline.ranks.process COMMANDS ROWS [SUMS] PARENT``, which rank 0 starts.
+"""One follower as a process: ``python -m paceline.ranks.process COMMANDS ROWS LANES [SUMS] PARENT``, which rank 0
+starts.
 
 The first are open sockets that it inherits, SUMS where parts cross on sockets; the last is the process that it must not
 outlive.
@@ -45,12 +46,12 @@ def main() -> int:
     *ends, parent = map(int, sys.argv[1:])
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: rank 0 decides when the node ends
-    channel, rows, *sums = (Channel(socket.socket(fileno=end)) for end in ends)
+    channel, rows, lanes, *sums = (Channel(socket.socket(fileno=end)) for end in ends)
     try:
         options = FollowerOptions.read(read_text(channel.receive(RANK_TIMEOUT_S)))
         configure_logging(options.log_level, options.log_format, f"rank-{options.rank}")
         group = make_group(options, options.rank, sums, RANK_TIMEOUT_S)
-        follower = load(options, group, channel, rows)
+        follower = load(options, group, channel, rows, lanes)
     except Exception as error:
         told(channel, error)
         return 1
@@ -70,7 +71,7 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def load(options: FollowerOptions, group: Group, commands: Channel, rows: Channel) -> Follower:
+def load(options: FollowerOptions, group: Group, commands: Channel, rows: Channel, lanes: Channel) -> Follower:
     """The follower of ``options`` with its part of the model."""
     torch.set_num_threads(options.threads)
     set_threads(options.threads)
@@ -86,7 +87,7 @@ def load(options: FollowerOptions, group: Group, commands: Channel, rows: Channe
     longest = options.longest or spec.max_model_len
     special = spec.special_attention(longest)
     attention = attention_for(device, *geometry, options.attention, special=special, longest=longest)
-    return Follower(model, pool, attention, commands, rows, group)
+    return Follower(model, pool, attention, commands, rows, lanes, group)
 
 
 def settle() -> None:

@@ -142,8 +142,14 @@ class PairRequest(_message.Message):
 
     PREFILL_NODE_ID_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    RANK_LINKS_FIELD_NUMBER: _builtins.int
     prefill_node_id: _builtins.str
     """Its id."""
+    ranks: _builtins.int
+    """Ranks of the node; 0 means 1."""
+    rank_links: _builtins.str
+    """How rows of several ranks cross: direct or through-0."""
     @_builtins.property
     def fingerprint(self) -> Global___Fingerprint:
         """What it serves."""
@@ -153,10 +159,12 @@ class PairRequest(_message.Message):
         *,
         prefill_node_id: _builtins.str = ...,
         fingerprint: Global___Fingerprint | None = ...,
+        ranks: _builtins.int = ...,
+        rank_links: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "prefill_node_id", b"prefill_node_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "prefill_node_id", b"prefill_node_id", "rank_links", b"rank_links", "ranks", b"ranks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -171,10 +179,16 @@ class PairResponse(_message.Message):
     LINK_ID_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     DECODE_NODE_ID_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    RANK_LINKS_FIELD_NUMBER: _builtins.int
     link_id: _builtins.str
     """Names the link. 122 bits of it are random: only who paired can claim the link."""
     decode_node_id: _builtins.str
     """Its id."""
+    ranks: _builtins.int
+    """The same as in PairRequest, of the decode node."""
+    rank_links: _builtins.str
+    """Likewise."""
     @_builtins.property
     def fingerprint(self) -> Global___Fingerprint:
         """What the decode node serves."""
@@ -185,10 +199,12 @@ class PairResponse(_message.Message):
         link_id: _builtins.str = ...,
         fingerprint: Global___Fingerprint | None = ...,
         decode_node_id: _builtins.str = ...,
+        ranks: _builtins.int = ...,
+        rank_links: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_node_id", b"decode_node_id", "fingerprint", b"fingerprint", "link_id", b"link_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_node_id", b"decode_node_id", "fingerprint", b"fingerprint", "link_id", b"link_id", "rank_links", b"rank_links", "ranks", b"ranks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

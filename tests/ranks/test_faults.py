@@ -141,6 +141,6 @@ def test_tokens_of_a_step_in_which_a_rank_was_lost_are_not_told(monkeypatch: pyt
 
 
 def test_an_error_without_a_text_has_its_name() -> None:
-    followers = Followers([], [], SocketGroup(0, 1, [], TIMEOUT_S))
+    followers = Followers([], [], [], SocketGroup(0, 1, [], TIMEOUT_S))
     with pytest.raises(NodeUnavailable, match="MemoryError"), followers.running(Kind.LOGITS, []):
         raise MemoryError

@@ -58,6 +58,7 @@ def thread_target(
     places = [rank_device(config.device, rank) for rank in range(degree)]
     meet = cache(torch_dist.HashStore)  # one for all of them
     (commands, their_commands), (rows, their_rows) = channels(degree), channels(degree)
+    lanes, their_lanes = channels(degree)
     sums, their_sums = channels(degree) if sums_of(config) == SOCKETS else ([], [])
     shards = [Shard(spec, degree, rank, config.attention_dp > 1) for rank in range(degree)]
     models, groups = [], []
@@ -70,11 +71,12 @@ def thread_target(
         models.append(make_shard(bag, dtype, places[shard.rank], shard))
         groups.append(group)
         bag.finish()
-    followers = Followers(commands, rows, groups[0], timeout_s=TIMEOUT_S)
+    followers = Followers(commands, rows, lanes, groups[0], timeout_s=TIMEOUT_S)
     threads: list[threading.Thread] = []
     target = ParallelTarget(models[0], shards[0], followers, lambda: _end(threads, followers))
     layout = KvLayout.of(target.kv_layers, dtype, config.kv_dtype)
-    for shard, model, *ends in zip(shards[1:], models[1:], their_commands, their_rows, groups[1:], strict=True):
+    theirs = (their_commands, their_rows, their_lanes, groups[1:])
+    for shard, model, *ends in zip(shards[1:], models[1:], *theirs, strict=True):
         device, geometry = places[shard.rank], (len(shard.heads), len(shard.kv_heads))
         pool = follower_pool(held_layout(layout, shard), *pages, device, shard)
         special = spec.special_attention(spec.max_model_len)
