@@ -4,7 +4,6 @@ gpt-oss."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from paceline.assembly.build import build_runner
 from paceline.config import NodeConfig
-from paceline.engine.model_runner import ModelRunner
 from paceline.models.config import ModelSpec
 from paceline.models.gpt_oss import from_mxfp4
 from paceline.models.registry import load_target
-from paceline.spec_decode.base import DraftBudget
-from paceline.spec_decode.sequence import Sequence
-from paceline.spec_decode.trees.tree import DraftTree
 from tests.support.exactness import run
 from tests.support.needs import needs_kernels
 from tests.support.node_pair import pair
 from tests.support.parity import VOCAB, logits_of, worst_difference, write_reference
+from tests.support.proposed import proposed_by
 from tests.support.tiny_model import tiny_request
 from tests.support.untrained_heads import write_tiny_head
 
@@ -158,7 +154,7 @@ async def test_apart_as_together(case: str, handoff: str, tmp_path: Path) -> Non
     options |= {"drafter": "eagle3", "drafter_path": str(tmp_path / "head"), "num_draft_tokens": 3, "handoff": handoff}
     config = NodeConfig.model_validate(options | {"prefill_chunk_tokens": 5, "head_check": False})
     alone, decode = build_runner(config), build_runner(config)
-    proposed, apart = _proposed(alone), _proposed(decode)
+    proposed, apart = proposed_by(alone), proposed_by(decode)
     together = run(alone, requests)
     assert [(t.token_ids, t.logit_bits) for t in together] == [(p.token_ids, p.logit_bits) for p in plain]
     async with pair(config, build_runner(config, decodes=False), decode) as nodes:
@@ -167,17 +163,3 @@ async def test_apart_as_together(case: str, handoff: str, tmp_path: Path) -> Non
             assert sorted(apart) == sorted(proposed) != []
             apart.clear()
         await nodes.all_released()
-
-
-def _proposed(runner: ModelRunner) -> list[tuple[int, ...]]:
-    """Tokens of every tree that ``runner``'s drafter will propose, each behind its root."""
-    seen: list[tuple[int, ...]] = []
-    propose = runner.drafter.propose
-
-    def noted(seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[DraftTree]:
-        trees = propose(seqs, budgets)
-        seen.extend(tuple(tree.token_ids) for tree in trees)
-        return trees
-
-    runner.drafter.propose = noted  # type: ignore[method-assign]
-    return seen
