@@ -149,7 +149,7 @@ def test_the_module_is_given_rows_before_the_final_norm(folder: Path, monkeypatc
 @pytest.mark.parametrize("handoff", ["draft_kv", "hidden_states"])
 async def test_apart_as_together(folder: Path, handoff: str) -> None:
     """What the module proposes on the decode node is what it proposes in one process. Mutants: hidden rows cross in
-    another order; draft rows do."""
+    another order; one draft row crosses in place of all."""
     requests = [tiny_request(index=i, max_tokens=12) for i in range(2)]
     options = {"drafter": "mtp", "num_draft_tokens": 3, "head_check": False, "handoff": handoff}
     shared = {"model": str(folder), "dtype": "bf16", "kv_cache_tokens": 2048, "prefill_chunk_tokens": 5}

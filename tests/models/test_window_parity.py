@@ -144,8 +144,8 @@ def test_drafts_chunks_and_the_prefix_cache_change_no_bit(case: str, tmp_path: P
 @pytest.mark.parametrize(("case", "handoff"), [("gemma", "draft_kv"), ("gpt-oss", "hidden_states")])
 async def test_apart_as_together(case: str, handoff: str, tmp_path: Path) -> None:
     """Draft heads over windows, in both ways to hand their state off; the second time prompts are cached. Untrained
-    heads are rarely right, so what they propose is compared. Mutants: hidden rows cross in another order; draft rows
-    stay behind."""
+    heads are rarely right, so what they propose is compared. Mutants: hidden rows cross in another order; one draft
+    row crosses in place of all."""
     write_reference(tmp_path / "target", *CASES[case])
     write_tiny_head(tmp_path / "head", "eagle3", ModelSpec.from_folder(tmp_path / "target"))
     requests = [tiny_request(index=i, max_tokens=12, temperature=0.7 * i) for i in range(2)]
