@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from paceline.errors import ConfigError
 from paceline.layers.quantized import QuantizedWeight
+from paceline.models import loader
 from paceline.models.digest import weights_digest
 from paceline.models.loader import LazyTensors, WeightBag, weight_files
 
@@ -91,6 +92,16 @@ def test_linear_weights_are_rounded_as_they_are_taken() -> None:
     assert torch.equal(bag.take("b"), weight)
     with pytest.raises(ConfigError, match="quantised already"):
         WeightBag({"a": linear}).rounded("w8a8").take_linear("a")
+
+
+def test_progress_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Mutant: what is left is told in place of what was loaded."""
+    monkeypatch.setattr(loader, "REPORT_EVERY_S", 0.0)
+    bag = WeightBag({f"layer.{i}": torch.zeros(1) for i in range(12)})
+    with caplog.at_level("INFO"):
+        for i in range(3):
+            bag.take(f"layer.{i}")
+    assert [record.message for record in caplog.records] == [f"{i} of 12 weights are loaded" for i in (1, 2, 3)]
 
 
 def test_every_left_over_is_named() -> None:
