@@ -18,8 +18,8 @@ from draft_training.plot import draw_history
 from draft_training.start import HeadOptions, Source, aux_layers_of, build_head
 from draft_training.train import Data, Progress, TrainConfig, Trainer
 from paceline.layers.build import set_threads
+from paceline.models.digest import weights_digest
 from paceline.models.hub import resolve_model
-from paceline.models.loader import weights_digest
 from paceline.models.registry import load_target
 
 MAX_SAMPLE_TOKENS = 1024

@@ -16,7 +16,7 @@ from paceline.engine.model_runner import ModelRunner, RunnerIdentity
 from paceline.errors import ConfigError
 from paceline.layers.build import kernel_set, set_threads
 from paceline.models.base import TargetModel
-from paceline.models.loader import weights_digest
+from paceline.models.digest import weights_digest
 from paceline.models.registry import DTYPES, load_target
 
 BASELINE = "none"

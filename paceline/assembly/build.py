@@ -25,7 +25,7 @@ from paceline.engine.model_runner import ModelRunner, RunnerIdentity, RunnerLimi
 from paceline.errors import ConfigError
 from paceline.grammar.compile import GrammarCompiler
 from paceline.kvcache.allocator import PageAllocator
-from paceline.kvcache.layout import KvLayout
+from paceline.kvcache.layout import KvLayout, latents_refused
 from paceline.kvcache.memory import KvMemory
 from paceline.kvcache.prefix import PrefixCache
 from paceline.layers.bits import layer_bits, products_name
@@ -33,8 +33,8 @@ from paceline.layers.build import kernel_set, set_threads
 from paceline.layers.shared_weights import shared_weights
 from paceline.models.base import TargetModel
 from paceline.models.config import ModelSpec
+from paceline.models.digest import weights_digest
 from paceline.models.hub import resolve_model
-from paceline.models.loader import weights_digest
 from paceline.models.registry import DTYPES, load_target
 from paceline.phases import phase
 from paceline.ranks.load import load_parallel
@@ -94,6 +94,8 @@ def _ready(config: NodeConfig, folder: Path, model: TargetModel, *, decodes: boo
 
 
 def _load(config: NodeConfig, folder: Path, device: torch.device) -> TargetModel:
+    if config.kv_dtype != "auto" and ModelSpec.from_folder(folder).mla is not None:
+        raise latents_refused()  # before hundreds of gigabytes are read
     with layer_bits(config.bits, device):
         if config.tp > 1:
             return load_parallel(config, folder, num_pages_of(config))

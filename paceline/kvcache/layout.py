@@ -77,7 +77,7 @@ class KvLayout:
         if kv_dtype == "auto":
             return cls(layers, dtype)
         if any(layer.kind is LayerKind.MLA for layer in layers):
-            raise ConfigError("kv_dtype", "int8 is for keys and values of heads, and this model keeps latents (MLA)")
+            raise latents_refused()
         return cls(tuple(replace(layer, head_dim=layer.head_dim + SCALE_BYTES) for layer in layers), torch.int8, dtype)
 
     @property
@@ -98,3 +98,8 @@ class KvLayout:
         """Equal if and only if the bytes of a row mean the same: ``bfloat16 target:gqa:3x64*30 draft:gqa:3x64*1``."""
         runs = (f"{layer.text()}*{len(list(run))}" for layer, run in groupby(self.layers))
         return " ".join([str(self.dtype).removeprefix("torch."), *runs])
+
+
+def latents_refused() -> ConfigError:
+    """What is said to ``kv_dtype`` int8 for a model with latent attention."""
+    return ConfigError("kv_dtype", "int8 is for keys and values of heads, and this model keeps latents (MLA)")

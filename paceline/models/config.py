@@ -23,6 +23,7 @@ ROPE_SCALINGS = {
 }
 YARN_OPTIONS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")  # absent or null: default
 MAX_LAYERS, MAX_HEAD_DIM = 1 << 12, 1 << 16
+MAX_POSITIONS = 1 << 24  # a table of angles has a row for each
 DEFAULT_ROPE_THETA = 10000.0  # this and the next are Hugging Face's own defaults
 DEFAULT_RMS_NORM_EPS = 1e-6
 SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers
@@ -157,6 +158,8 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
         raise ConfigError("model", f"num_hidden_layers {layers} is not between 1 and {MAX_LAYERS}")
     if (dim := int(raw.get("head_dim") or 1)) > MAX_HEAD_DIM:
         raise ConfigError("model", f"head_dim {dim} is more than {MAX_HEAD_DIM}")
+    if not 1 <= (longest := int(raw["max_position_embeddings"])) <= MAX_POSITIONS:
+        raise ConfigError("model", f"max_position_embeddings {longest} is not between 1 and {MAX_POSITIONS}")
     if (activation := raw.get("hidden_act", "silu")) != "silu":
         raise ConfigError("model", f"hidden_act {activation!r} is not supported (silu)")
 

@@ -6,8 +6,6 @@ Quantised layers arrive as ``QuantizedWeight`` under the name that their weight 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -21,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from paceline.errors import ConfigError
 from paceline.layers.quantized import LinearWeight, QuantizedWeight
 from paceline.layers.shared_weights import SMALLEST, kept
-from paceline.model_files import quantization_config, read_json
+from paceline.model_files import read_json
 from paceline.models.one_rank import ONE_RANK, OneRank
 from paceline.models.quantization.round_to_nearest import head_scheme, round_to_nearest
 
@@ -31,8 +29,6 @@ NOT_ROUNDED = "none"
 HARMLESS = ("rotary_emb.inv_freq",)  # derived from the config, written by old versions of transformers
 TIED = "lm_head.weight"
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-EDGE_BYTES = 64 * 1024
-SAMPLE_BYTES = 512
 REPORT_EVERY_S = 2.0
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
@@ -251,58 +247,3 @@ def _open(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         raise ConfigError("model", f"{file} is not a readable safetensors file: {error}") from error
-
-
-def weights_digest(folder: Path) -> str:
-    """Identity of a folder's weights: cheap, stable across copies, 32 hex digits.
-
-    Hashes names, sizes, headers, the first and last 64 KiB of each file, and 512 bytes in the middle of every tensor:
-    a fine-tune that kept the embeddings and norms differs from its base only there. Where layers are quantised, also
-    what config.json says about them, which decides what their codes mean.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    if (quantised := quantization_config(config)) is not None:
-        digest.update(json.dumps(quantised, sort_keys=True).encode())
-    if (gguf := gguf_file(folder)) is not None:
-        return _gguf_digest(gguf, digest)
-    for file in weight_files(folder):
-        size = file.stat().st_size
-        digest.update(f"{file.name}\0{size}\0".encode())
-        with file.open("rb") as opened:
-            header = opened.read(min(int.from_bytes(opened.read(8), "little"), MAX_HEADER_BYTES))
-            digest.update(header)
-            digest.update(opened.read(EDGE_BYTES))
-            opened.seek(max(size - EDGE_BYTES, 0))
-            digest.update(opened.read(EDGE_BYTES))
-            for middle in _middles(file, header):
-                opened.seek(middle)
-                digest.update(opened.read(SAMPLE_BYTES))
-    return digest.hexdigest()
-
-
-def _gguf_digest(file: Path, digest: hashlib.blake2b) -> str:
-    from paceline.models.gguf.file import GgufFile
-
-    opened = GgufFile(file)
-    places = sorted(opened.tensors.values(), key=lambda tensor: tensor.offset)
-    size, begin = file.stat().st_size, places[0].offset if places else 0
-    digest.update(f"gguf\0{size}\0".encode())
-    with file.open("rb") as stream:
-        digest.update(stream.read(begin))
-        for tensor in places:
-            stream.seek(tensor.offset + tensor.num_bytes // 2)
-            digest.update(stream.read(min(SAMPLE_BYTES, tensor.num_bytes)))
-        stream.seek(max(size - EDGE_BYTES, 0))
-        digest.update(stream.read(EDGE_BYTES))
-    return digest.hexdigest()
-
-
-def _middles(file: Path, header: bytes) -> list[int]:
-    """Byte offset in the file of the middle of every tensor."""
-    try:
-        entries = json.loads(header)
-        ranges = [entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"]
-        return [8 + len(header) + (low + high) // 2 for low, high in ranges]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError("model", f"{file} has a damaged safetensors header") from error

@@ -46,6 +46,8 @@ class ChatTemplate:
         if isinstance(source, str):
             source = [{"name": "default", "template": source}]
         named = source if isinstance(source, list) else []
+        if not all(isinstance(entry, Mapping) and {"name", "template"} <= entry.keys() for entry in named):
+            raise ConfigError("model", "the chat template cannot be read: what its list holds lacks name or template")
         self._sources = {str(entry["name"]): str(entry["template"]) for entry in named}
         self._compiled = {name: _compile(text) for name, text in self._sources.items()}
         self._specials = dict(specials)

@@ -11,7 +11,8 @@ import torch
 from pydantic import ValidationError
 
 from kv_transfer.layout.compat import check_pairing
-from paceline.config import ServeConfig
+from paceline.assembly.build import build_runner
+from paceline.config import NodeConfig, ServeConfig
 from paceline.engine.fingerprint import fingerprint_of
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import ConfigError, PairingRefused
@@ -21,6 +22,7 @@ from tests.e2e.test_disaggregated_tiny import node_config
 from tests.support.exactness import Outcome, run
 from tests.support.needs import needs_kernels
 from tests.support.node_pair import pair
+from tests.support.tiny_deepseek import write_folder
 from tests.support.tiny_model import tiny_prefill_runner, tiny_request, tiny_runner
 from tests.support.untrained_heads import write_tiny_head
 
@@ -120,6 +122,14 @@ def test_codes_are_not_cast() -> None:
 def test_latents_are_refused() -> None:
     with pytest.raises(ConfigError, match="MLA"):
         KvLayout.of([KvLayer(LayerKind.MLA, LayerOwner.TARGET, 1, 576)], torch.bfloat16, "int8")
+
+
+def test_latents_are_refused_before_weights_are_read(tmp_path: Path) -> None:
+    """Mutant: the refusal comes with the KV cache, once all weights are there."""
+    (write_folder(tmp_path) / "model.safetensors").unlink()
+    config = NodeConfig.model_validate({"model": str(tmp_path), "drafter": "none"} | INT8)
+    with pytest.raises(ConfigError, match=r"kv_dtype.*MLA"):
+        build_runner(config)
 
 
 @pytest.mark.parametrize(

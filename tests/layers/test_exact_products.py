@@ -63,7 +63,7 @@ def test_a_rows_bits_are_its_own(dtype: torch.dtype, width: int, slabs: int) -> 
 
 
 @interpreted
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "Q6_K", "int8 with zero points"])
 def test_codes_are_read_as_they_lie(kind: str) -> None:
     with exact_products.short_leaves(LEAF):
         exact_products.check_codes(CPU, kind, 200 if kind == "w8a8" else 256)

@@ -19,9 +19,11 @@ from paceline.layers.quantized_reference import integer_linear_reference, round_
 from paceline.models.quantization.round_to_nearest import SCHEMES, round_to_nearest
 from paceline.parallel.slabs import slabs_of
 from tests.support.needs import needs_kernels
-from tests.support.quantized_weights import INTEGER, KINDS
+from tests.support.quantized_weights import INTEGER, KINDS, OF_FILES
 
+OF_INTEGERS = INTEGER | OF_FILES
 SHAPES = [(96, 576), (40, 1536), (33, 100), (5, 24)]
+ROWS = 40  # more than tiles of AMX begin at, for codes of 8 bits and of 4
 DTYPES = [torch.bfloat16, torch.float32]
 # What the sources of integer products export as C++; host.cpp has the threads.
 SOURCES, OF_FLOATS = ["integer_linear.cpp", "integer_pack.cpp", "host.cpp"], "dequantised_linear.cpp"
@@ -60,12 +62,13 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
-@pytest.mark.parametrize("kind", INTEGER)
+@pytest.mark.parametrize("kind", OF_INTEGERS)
 def test_integer_kernels_give_the_bits_of_the_reference(
     kind: str, out_features: int, in_features: int, dtype: torch.dtype
 ) -> None:
-    """Mutants: a scale for a whole tensor, groups added in the order of threads, vpmaddubsw in place of vpdpbusd."""
-    weight, x = INTEGER[kind](random_weight(out_features, in_features)), random_rows(40, in_features).to(dtype)
+    """Mutants: a scale for a whole tensor, groups added in the order of threads, vpmaddubsw in place of vpdpbusd,
+    groups of 16 in tiles of 32, a table of float32 minimums read as far behind the scales as one of float16."""
+    weight, x = OF_INTEGERS[kind](random_weight(out_features, in_features)), random_rows(ROWS, in_features).to(dtype)
     for bias, out_float32 in ((None, False), (torch.randn(out_features), True)):
         expected = integer_linear_reference(x, weight, bias, torch.float32 if out_float32 else dtype)
         linear = Linear(weight, bias, out_float32)
@@ -89,12 +92,12 @@ def test_every_instruction_set_gives_the_same_bits(name: str, tmp_path: Path, mo
     run, address = getattr(library, LINEAR_F32), ctypes.c_void_p
     library.pl_panels_bytes.restype, library.pl_panels_bytes.argtypes = ctypes.c_int64, [address]
     library.pl_pack_panels.argtypes, run.argtypes = [address] * 5, [address] * 2 + [ctypes.c_int64] * 2 + [address]
-    for kind, make in INTEGER.items():
+    for kind, make in OF_INTEGERS.items():
         for width, slabs in ((200, 1), (256, 1), (256, 2), (896, 7)):
-            weight, x, out = make(random_weight(40, width)), random_rows(21, width), torch.empty(21, 40)
+            weight, x, out = make(random_weight(40, width)), random_rows(ROWS, width), torch.empty(ROWS, 40)
             slabs = slabs_of(width, slabs, weight.kept_together)
             matrix = PackedMatrix(library, weight, None, slabs)
-            run(matrix.address, x.data_ptr(), 21, width, out.data_ptr())
+            run(matrix.address, x.data_ptr(), ROWS, width, out.data_ptr())
             assert same_bits(out, integer_linear_reference(x, weight, None, torch.float32, slabs)), kind
     if OF_FLOATS in sources:
         _check_products_of_floats(library)

@@ -13,7 +13,9 @@ from safetensors.torch import save_file
 
 from paceline.errors import ConfigError
 from paceline.layers.quantized import QuantizedWeight
-from paceline.models.loader import LazyTensors, WeightBag, weight_files, weights_digest
+from paceline.models import loader
+from paceline.models.digest import weights_digest
+from paceline.models.loader import LazyTensors, WeightBag, weight_files
 
 
 def load_weights(folder: Path, dtype: torch.dtype) -> LazyTensors:
@@ -90,6 +92,16 @@ def test_linear_weights_are_rounded_as_they_are_taken() -> None:
     assert torch.equal(bag.take("b"), weight)
     with pytest.raises(ConfigError, match="quantised already"):
         WeightBag({"a": linear}).rounded("w8a8").take_linear("a")
+
+
+def test_progress_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Mutant: what is left is told in place of what was loaded."""
+    monkeypatch.setattr(loader, "REPORT_EVERY_S", 0.0)
+    bag = WeightBag({f"layer.{i}": torch.zeros(1) for i in range(12)})
+    with caplog.at_level("INFO"):
+        for i in range(3):
+            bag.take(f"layer.{i}")
+    assert [record.message for record in caplog.records] == [f"{i} of 12 weights are loaded" for i in (1, 2, 3)]
 
 
 def test_every_left_over_is_named() -> None:
@@ -173,3 +185,20 @@ def test_digest_sees_a_fine_tune_that_kept_both_ends(tmp_path: Path) -> None:
 def test_digest_sees_a_renamed_tensor(tmp_path: Path) -> None:
     one, other = {"a": torch.zeros(4)}, {"b": torch.zeros(4)}
     assert weights_digest(single(tmp_path / "a", one)) != weights_digest(single(tmp_path / "b", other))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[" * 200_000,
+        b'{"a": {"data_offsets": [0, 9' + b"9" * 40 + b"]}}",
+        b'{"a": {"data_offsets": [-4096, -4096]}}',
+        b'{"a": {"data_offsets": [0.5, NaN]}}',
+        b'{"a": {"data_offsets": [0]}}',
+    ],
+)
+def test_digest_of_a_header_that_lies(header: bytes, tmp_path: Path) -> None:
+    """Mutant: offsets are taken as they are, and the file is read at a place that no file has."""
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
+    with pytest.raises(ConfigError, match=r"model\.safetensors has a"):
+        weights_digest(tmp_path)

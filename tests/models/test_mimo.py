@@ -23,6 +23,7 @@ from tests.support.exactness import run
 from tests.support.needs import needs_kernels
 from tests.support.node_pair import pair
 from tests.support.parity import TOKENS, VOCAB, logits_of, worst_difference
+from tests.support.proposed import proposed_by
 from tests.support.tiny_model import tiny_request
 
 pytestmark = needs_kernels
@@ -147,16 +148,20 @@ def test_the_module_is_given_rows_before_the_final_norm(folder: Path, monkeypatc
 
 @pytest.mark.parametrize("handoff", ["draft_kv", "hidden_states"])
 async def test_apart_as_together(folder: Path, handoff: str) -> None:
-    """Rounds too: what the module drafts on the decode node is what it drafts in one process."""
+    """What the module proposes on the decode node is what it proposes in one process. Mutants: hidden rows cross in
+    another order; one draft row crosses in place of all."""
     requests = [tiny_request(index=i, max_tokens=12) for i in range(2)]
     options = {"drafter": "mtp", "num_draft_tokens": 3, "head_check": False, "handoff": handoff}
     shared = {"model": str(folder), "dtype": "bf16", "kv_cache_tokens": 2048, "prefill_chunk_tokens": 5}
     config = NodeConfig.model_validate(shared | options)
-    together = run(build_runner(config), requests)
-    async with pair(config, build_runner(config, decodes=False), build_runner(config)) as nodes:
+    alone, decode = build_runner(config), build_runner(config)
+    proposed, apart = proposed_by(alone), proposed_by(decode)
+    together = run(alone, requests)
+    async with pair(config, build_runner(config, decodes=False), decode) as nodes:
         answers = await nodes.run(requests, concurrent=2)
         await nodes.all_released()
     assert [outcome for outcome, _ in answers] == together
+    assert sorted(apart) == sorted(proposed) != []
 
 
 @pytest.mark.parametrize("tree", ["chain", "dynamic"])

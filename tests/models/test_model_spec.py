@@ -131,6 +131,8 @@ def test_end_of_sequence_ids(tmp_path: Path, config: Any, generation: Any, expec
         ({"vocab_size": float("inf")}, "infinity"),
         ({"eos_token_id": "end"}, "end"),
         ({"num_hidden_layers": 1 << 62, "architectures": ["MistralForCausalLM"], "sliding_window": 9}, "num_hidden"),
+        ({"max_position_embeddings": 1 << 39}, "max_position_embeddings 549755813888"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings 0"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": -5}, "sliding_window -5"),
     ],
 )

@@ -14,7 +14,9 @@ from paceline.assembly.shipped import resolve_drafter
 from paceline.config import NodeConfig
 from tests.support.exactness import run
 from tests.support.needs import needs_kernels
+from tests.support.node_pair import pair
 from tests.support.parity import VOCAB, worst_difference, write_reference
+from tests.support.proposed import proposed_by
 from tests.support.tiny_model import tiny_request
 
 pytestmark = [
@@ -65,9 +67,10 @@ def test_tiny_checkpoints(case: str, tmp_path: Path) -> None:
     assert expected.std() > 0.5  # the comparison is of something
 
 
-@pytest.mark.parametrize("tree", ["chain", "dynamic"])
-def test_the_module_of_glm_drafts_and_changes_nothing(tmp_path: Path, tree: str) -> None:
-    """A checkpoint with a layer after its last, as GLM-4.5 has: the target leaves it, ``default`` drafts with it."""
+@pytest.mark.parametrize(("tree", "handoff"), [("chain", "draft_kv"), ("dynamic", "hidden_states")])
+async def test_the_module_of_glm_drafts_and_changes_nothing(tmp_path: Path, tree: str, handoff: str) -> None:
+    """A checkpoint with a layer after its last, as GLM-4.5 has: the target leaves it, ``default`` drafts with it, and
+    proposes the same where prefill and decode are apart. Mutants: see test_mimo."""
     write_reference(tmp_path, "Glm4Moe", GLM | {"num_nextn_predict_layers": 1})
     tensors = load_file(tmp_path / "model.safetensors")
     last = {name: value for name, value in tensors.items() if name.startswith("model.layers.2.")}
@@ -82,6 +85,12 @@ def test_the_module_of_glm_drafts_and_changes_nothing(tmp_path: Path, tree: str)
     assert resolve_drafter(NodeConfig.model_validate(options)) == "mtp"
     requests = [tiny_request(index=i, max_tokens=12, temperature=0.7 * i) for i in range(2)]
     plain = run(build_runner(NodeConfig.model_validate(options | {"drafter": "none"})), requests)
-    heads = {"drafter": "mtp", "num_draft_tokens": 3, "tree": tree, "head_check": False}
-    drafted = run(build_runner(NodeConfig.model_validate(options | heads)), requests, batch=2, chunk_tokens=7)
+    heads = {"drafter": "mtp", "num_draft_tokens": 3, "tree": tree, "head_check": False, "handoff": handoff}
+    config = NodeConfig.model_validate(options | heads | {"prefill_chunk_tokens": 7})
+    alone, decode = build_runner(config), build_runner(config)
+    proposed, apart = proposed_by(alone), proposed_by(decode)
+    drafted = run(alone, requests, batch=2, chunk_tokens=7)
     assert [(d.token_ids, d.logit_bits) for d in drafted] == [(p.token_ids, p.logit_bits) for p in plain]
+    async with pair(config, build_runner(config, decodes=False), decode) as nodes:
+        assert [outcome for outcome, _ in await nodes.run(requests, concurrent=2)] == drafted
+    assert sorted(apart) == sorted(proposed) != []

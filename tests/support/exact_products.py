@@ -17,7 +17,7 @@ from paceline.layers.quantized import QuantizedWeight
 from paceline.layers.quantized_reference import integer_linear_reference
 from paceline.layers.routing import RoutingRule
 from paceline.parallel.slabs import tree_sum
-from tests.support.quantized_weights import KINDS
+from tests.support.quantized_weights import KINDS, OF_FILES
 
 ROWS = 65  # past the largest tile
 COUNTS = (1, 3, 16, 17, 64)
@@ -67,7 +67,7 @@ def check_linear(device: torch.device, dtype: torch.dtype, width: int, slabs: in
 
 def check_codes(device: torch.device, kind: str, width: int) -> None:
     """Integers: the bits of the reference, on a CPU. Other codes: those of the weight as floats of x's dtype."""
-    weight = KINDS[kind](torch.randn(40, width))
+    weight = (KINDS | OF_FILES)[kind](torch.randn(40, width))
     x, bias = torch.randn(19, width).bfloat16(), torch.randn(40)
     x[3] = 0
     if weight.int8_activations:

@@ -20,6 +20,17 @@ def grouped(weight: torch.Tensor, group_size: int, bits: int) -> QuantizedWeight
     return QuantizedWeight(torch.cat(codes, dim=1), scales, None, bits, group_size, True)
 
 
+def shifted(weight: torch.Tensor, group_size: int, bits: int) -> QuantizedWeight:
+    """Integer products; a scale and a minimum that float16 does not hold for each group."""
+    groups = torch.split(weight.float(), group_size, dim=1)
+    low, high = (torch.stack(list(ends), dim=1) for ends in zip(*(g.aminmax(dim=1) for g in groups), strict=True))
+    scales = ((high - low) / ((1 << bits) - 1)).clamp(min=1e-6)
+    minimums, columns = low + (1 << (bits - 1)) * scales, torch.arange(weight.shape[1]) // group_size
+    codes = ((weight.float() - minimums[:, columns]) / scales[:, columns]).round()
+    codes = codes.clamp(-(1 << (bits - 1)), (1 << (bits - 1)) - 1).to(torch.int8)
+    return QuantizedWeight(codes, scales, minimums, bits, group_size, True)
+
+
 def float8(weight: torch.Tensor) -> QuantizedWeight:
     """e4m3 codes, a scale for each group of 128."""
     scales = torch.stack([g.float().abs().amax(dim=1) / 448 for g in torch.split(weight, 128, dim=1)], dim=1)
@@ -39,3 +50,10 @@ INTEGER: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
     "w4a8 groups of 64": lambda weight: grouped(weight, 64, 4),
 }
 KINDS = INTEGER | {scheme: _scheme(scheme) for scheme in SCHEMES if scheme.endswith("a16")} | {"float8": float8}
+# Integer products that only files have: a GGUF type's groups and tables, and zero points of whole rows.
+OF_FILES: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
+    "Q8_0": lambda weight: grouped(weight, 32, 8),
+    "Q6_K": lambda weight: grouped(weight, 16, 8),
+    "Q4_K": lambda weight: shifted(weight, 32, 4),
+    "int8 with zero points": lambda weight: shifted(weight, weight.shape[1], 8),
+}

@@ -91,6 +91,7 @@ class TestChatTemplate:
         with pytest.raises(InvalidRequest, match="no chat template"):
             tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
 
-    def test_broken_template(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("template", ["{% for %}", ["{{ x }}"], [{"name": "default"}]])
+    def test_broken_template(self, template: Any, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="chat template"):
-            Tokenizer.from_folder(write_folder(tmp_path, byte_level(), template="{% for %}"))
+            Tokenizer.from_folder(write_folder(tmp_path, byte_level(), template=template))

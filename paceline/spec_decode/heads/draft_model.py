@@ -6,9 +6,10 @@ from paceline.errors import ConfigError
 from paceline.kvcache.layout import LayerOwner
 from paceline.models.base import TargetModel
 from paceline.models.config import ModelSpec
+from paceline.models.digest import weights_digest
 from paceline.models.hub import resolve_model
 from paceline.models.llama import LlamaModel
-from paceline.models.loader import WeightBag, weights_digest
+from paceline.models.loader import WeightBag
 from paceline.models.registry import model_class, open_checkpoint
 
 

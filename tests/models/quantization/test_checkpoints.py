@@ -12,18 +12,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from paceline.assembly.build import build_runner
 from paceline.assembly.model_plan import plan_model
 from paceline.assembly.selfcheck import logits_in_chunks
 from paceline.attention.select import attention_for
+from paceline.config import NodeConfig
 from paceline.errors import ConfigError
 from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.pool import KvPool
-from paceline.layers.quantized import QuantizedWeight
-from paceline.models.loader import weights_digest
+from paceline.layers.quantized import LinearWeight, QuantizedWeight
+from paceline.models.digest import weights_digest
+from paceline.models.loader import WeightBag
 from paceline.models.quantization.fusing import fuse_layers, reordered
 from paceline.models.registry import load_target, open_checkpoint
 from paceline.spec_decode.heads.mtp import load_mtp
+from tests.support.exactness import run
+from tests.support.needs import needs_kernels
 from tests.support.quantised_files import (
     Draw,
     awq,
@@ -37,6 +42,7 @@ from tests.support.quantised_files import (
     write_quantised,
 )
 from tests.support.tiny_deepseek import write_folder
+from tests.support.tiny_model import tiny_request
 
 CPU = torch.device("cpu")
 TOKENS = [(17 * i + 3) % 211 for i in range(12)]
@@ -218,9 +224,11 @@ def test_layers_that_are_multiplied_together(tmp_path: Path) -> None:
         fuse_layers(parts | {"k": QuantizedWeight(parts["k"].codes, parts["k"].scales, None, 8, 16, True)})
 
 
-def test_deepseek_with_its_mtp_modules(tmp_path: Path) -> None:
+@needs_kernels
+def test_deepseek_with_its_mtp_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Latent attention, experts and modules in fp8 blocks give what the floats that they mean give; rope rows are put
-    in order as codes are, and kv_b_proj is folded as floats."""
+    in order as codes are, and kv_b_proj is folded as floats. The modules draft as they are stored and change no bit.
+    Mutant: a module's layers become floats when they are taken."""
     for name in ("quantised", "floats"):
         write_folder(tmp_path / name)
     random, stored = torch.Generator().manual_seed(2), load_file(tmp_path / "floats" / "model.safetensors")
@@ -240,6 +248,22 @@ def test_deepseek_with_its_mtp_modules(tmp_path: Path) -> None:
     mine, theirs = logits(tmp_path / "quantised"), logits(tmp_path / "floats")
     assert ((mine - theirs).norm() / theirs.norm()).item() < 1e-4
     model = load_target(tmp_path / "quantised", torch.float32, CPU)
+    taken, take_linear = {}, WeightBag.take_linear
+
+    def noted(bag: WeightBag, name: str, shape: tuple[int, int] | None = None) -> LinearWeight:
+        taken[name] = take_linear(bag, name, shape)
+        return taken[name]
+
+    monkeypatch.setattr(WeightBag, "take_linear", noted)
     modules, digest = load_mtp(str(tmp_path / "quantised"), model, 2, model.rope_table())
     assert len(modules) == 2
+    assert len(taken) > 2 * 8 * 3  # of the experts alone
+    plain = [name for name, weight in taken.items() if isinstance(weight, torch.Tensor)]
+    assert plain == [f"model.layers.{i}.eh_proj.weight" for i in (3, 4)]
     assert digest == weights_digest(tmp_path / "quantised")
+    requests = [tiny_request(index=i, max_tokens=12, temperature=0.7 * i) for i in range(2)]
+    options = {"model": str(tmp_path / "quantised"), "dtype": "bf16", "kv_cache_tokens": 1024, "head_check": False}
+    undrafted = run(build_runner(NodeConfig.model_validate(options | {"drafter": "none"})), requests)
+    heads = {"drafter": "mtp", "num_draft_tokens": 2}
+    drafted = run(build_runner(NodeConfig.model_validate(options | heads)), requests, batch=2, chunk_tokens=7)
+    assert [(d.token_ids, d.logit_bits) for d in drafted] == [(u.token_ids, u.logit_bits) for u in undrafted]

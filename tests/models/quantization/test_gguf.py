@@ -19,11 +19,11 @@ from paceline.layers.build import load_kernels
 from paceline.layers.quantized import QuantizedWeight
 from paceline.models import hub
 from paceline.models.config import ModelSpec
+from paceline.models.digest import weights_digest
 from paceline.models.gguf.blocks import KEPT, weight_of_blocks
 from paceline.models.gguf.file import GgufFile
 from paceline.models.gguf.tensors import GgufTensors
 from paceline.models.gguf.tokenizer import PRE_TOKENIZERS
-from paceline.models.loader import weights_digest
 from paceline.models.registry import open_checkpoint
 from paceline.text.tokenizer import Tokenizer
 from tests.models.quantization.test_checkpoints import logits

@@ -15,7 +15,8 @@ import torch
 from paceline.errors import ConfigError
 from paceline.layers.quantized import QuantizedWeight
 from paceline.model_files import read_json
-from paceline.models.loader import HARMLESS, moved, weights_digest
+from paceline.models.digest import weights_digest
+from paceline.models.loader import HARMLESS, moved
 from paceline.models.registry import KEPT_FLOAT32, open_checkpoint
 from paceline.spec_decode.heads.formats.layer import Shapes, refused
 
