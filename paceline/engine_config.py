@@ -186,7 +186,7 @@ class EngineConfig(Frozen):
 
     rank_links: Literal["auto", "direct", "through-0"] = "auto"
     """How rows of several ranks cross: `direct` from rank to rank, or `through-0`, by way of each node's first one.
-    `auto` is direct between CPUs, unless the other side says through-0 or deals its sequences (attention_dp)."""
+    `auto` is direct where both sides' ranks share sequences on CPUs."""
 
     reserve_deadline_s: float = Field(default=120.0, gt=0)
     """Seconds that a request may wait on a node for pages, and a reserved one for the first byte of its KV."""

@@ -117,8 +117,8 @@ def upgrade(
     tls_dir: AdminTls = None,
     api_key_file: ApiKeyFile = None,
 ) -> None:
-    """Start every node anew, one after the other, from what is installed on its host now. Streams go on meanwhile. It
-    ends at the first node that fails to start three times in a row, or does not come back in time."""
+    """Start every node anew, one by one, from what is installed on its host now. Streams go on. It ends at a node that
+    fails to start three times in a row, or is not back in time."""
     with _calling(admin, tls_dir, api_key_file) as call:
         nodes = [node for node in call.list() if node.state not in ("drained", "draining", "removing")]
         helper = None

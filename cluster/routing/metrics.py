@@ -111,7 +111,7 @@ _NODE_COUNTERS: dict[str, tuple[str, str, float]] = {  # likewise, and what one 
         1e-3,
     ),
     "node_missed_seconds": (
-        "Seconds of these in which one of the threads had no core. Above 40 %, other programs crowd the cores.",
+        "Seconds of these in which one of the threads of the node had no core. Above 40 %, others crowd the cores.",
         "missed_ms",
         1e-3,
     ),

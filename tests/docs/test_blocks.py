@@ -31,15 +31,16 @@ OTHERS = {
     "CONTRIBUTING.md": {"--https", "--upgrade-package", "--write"},  # tests/clients, uv, tests/support
     "deploy/README.md": {"--generate"},  # ray
     "docs/extend/drafter.md": {"--speculative-config"},  # vLLM
-    "docs/guides/gpu.md": {"--drafts", "--limit-mib", "--python", "--xz"},  # benchmarks.gpu
+    "docs/guides/gpu.md": {  # benchmarks.gpu
+        *("--drafts", "--from", "--keep", "--limit-mib", "--python", "--try", "--xz"),
+    },
     "docs/guides/operations.md": {"--install"},  # benchmarks.pictures
     "docs/guides/structured_output.md": {"--library"},  # benchmarks.schema_suite
-    "docs/guides/security.md": {  # ray, pip-audit
+    "docs/guides/security.md": {  # ray
         *("--max-worker-port", "--min-worker-port", "--node-manager-port", "--object-manager-port"),
-        *("--disable-pip", "--requirement"),
     },
-    "docs/guides/quantised.md": {"--quality"},  # benchmarks.quantised
     "docs/internals/decisions.md": {"--crowd"},  # benchmarks.mixed
+    "docs/internals/first_device.md": {"--keep", "--try"},  # benchmarks.gpu
     "docs/internals/parallel.md": {"--kills", "--streams"},  # tests/chaos
     "docs/troubleshooting.md": {"--head"},  # ray
 }

@@ -7,10 +7,13 @@ latents: they are scattered to rank 0 alone.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from kv_transfer.lanes.leader import Lanes
+from kv_transfer.lanes.pairing import make_lanes
 from paceline.kvcache.layout import LayerOwner
 from paceline.models.config import ModelSpec
 from tests.support.exactness import run
@@ -35,11 +38,24 @@ MODELS: dict[str, tuple[tuple[int, int], str, ModelSpec, str]] = {  # degrees, h
     "int8": ((2, 4), "draft_kv", ranks_spec(2), "int8"),
     "latents and experts": ((4, 2), "draft_kv", family_spec("deepseek_v3"), "auto"),
 }
+
+
+def early_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A follower of the prefill node tells its peer something at once. Mutant: lanes are made before the link's first
+    message is queued."""
+
+    def early(*args: Any, **kwargs: Any) -> Lanes | None:
+        args[4].set("early", b"")
+        return make_lanes(*args, **kwargs)
+
+    monkeypatch.setattr("prefill_node.links.make_lanes", early)
+
+
 CASES = [*((name, "direct") for name in MODELS), *((name, "through-0") for name in MODELS if name != "int8")]
 
 
 @pytest.mark.parametrize(("name", "rank_links"), CASES)
-async def test_degrees_may_differ(name: str, rank_links: str, tmp_path: Path) -> None:
+async def test_degrees_may_differ(name: str, rank_links: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each prompt is sent twice, so that the second finds its prefix cached on both sides."""
     degrees, handoff, spec, kv_dtype = MODELS[name]
     drafter = "mtp" if spec.mla else "eagle3"
@@ -58,6 +74,7 @@ async def test_degrees_may_differ(name: str, rank_links: str, tmp_path: Path) ->
         ranks_runner(degree, spec, "bf16", **options | {"page_size": size, "decodes": size == 16})
         for degree, size in zip(degrees, (8, 16), strict=True)
     ]
+    early_lanes(monkeypatch)
     async with pair(tiny_config("bf16", options), *runners) as nodes:
         for turn in range(2):
             apart = await nodes.run(requests, concurrent=2)
