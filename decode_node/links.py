@@ -24,8 +24,8 @@ from decode_node.permits import Permits
 from kv_transfer.handoff.receiver import HandoffReceiver
 from kv_transfer.handoff.sink import HandoffSink
 from kv_transfer.layout.compat import check_pairing
-from kv_transfer.transports.base import TransportError
-from kv_transfer.transports.registry import open_transport, staging_device
+from kv_transfer.transports.base import MESSAGE_BYTES, TransportError
+from kv_transfer.transports.registry import agreed_multiple, offered_bytes, open_transport, staging_device
 from kv_transfer.transports.rendezvous import LinkStore
 from kv_transfer.transports.sentinel import Sentinel
 from paceline.config import NodeConfig
@@ -52,6 +52,7 @@ class _Link:
     peer: str
     deadline: float  # to be claimed, monotonic clock
     loop: asyncio.AbstractEventLoop
+    multiple: int  # see `Transport`
     store: LinkStore = field(init=False)
     acks: asyncio.Queue[handoff_pb2.HandoffAck | None] = field(default_factory=asyncio.Queue)
     opening: asyncio.Future[None] | None = None  # once it is claimed
@@ -114,7 +115,8 @@ class LinkHost:
             raise InvalidRequest("prefill_node_id", f"must be at most {MAX_ID_CHARS} printable characters")
         link_id = f"{request.prefill_node_id}/{context.node_id}/{uuid.uuid4().hex}"
         deadline = time.monotonic() + 2 * config.transfer_timeout_s
-        link = _Link(link_id, request.prefill_node_id, deadline, asyncio.get_running_loop())
+        multiple = agreed_multiple(offered_bytes(config.transport, len(self._links)), request.message_bytes)
+        link = _Link(link_id, request.prefill_node_id, deadline, asyncio.get_running_loop(), multiple)
         link.store = LinkStore(
             lambda key, value: link.ack(
                 handoff_pb2.HandoffAck(rendezvous=handoff_pb2.Rendezvous(key=key, value=value))
@@ -123,7 +125,10 @@ class LinkHost:
         )
         self._links[link_id] = link
         return handoff_pb2.PairResponse(
-            link_id=link_id, fingerprint=context.fingerprint, decode_node_id=context.node_id
+            link_id=link_id,
+            fingerprint=context.fingerprint,
+            decode_node_id=context.node_id,
+            message_bytes=multiple * MESSAGE_BYTES,
         )
 
     async def handoff(
@@ -194,8 +199,9 @@ class LinkHost:
         device = staging_device(config.transport, context.device)
         timeout = config.transfer_timeout_s
         transport = open_transport(
-            config.transport, link.store, link.link_id, 1, config.host, timeout, device, sealed=bool(config.tls_dir)
-        )
+            config.transport, link.store, link.link_id, 1, config.host, timeout, device,
+            sealed=bool(config.tls_dir), multiple=link.multiple,
+        )  # fmt: skip
         receiver = HandoffReceiver(
             transport,
             context.sink,

@@ -21,7 +21,7 @@ from kv_transfer.handoff.sender import HandoffSender
 from kv_transfer.layout.compat import check_pairing, decode_layout
 from kv_transfer.layout.reshard import Side, reshard
 from kv_transfer.layout.rows import RowSource
-from kv_transfer.transports.registry import open_transport, staging_device
+from kv_transfer.transports.registry import agreed_multiple, offered_bytes, open_transport, staging_device
 from kv_transfer.transports.sentinel import Sentinel
 from paceline.config import NodeConfig
 from paceline.errors import NodeUnavailable, Overloaded, PacelineError
@@ -176,8 +176,11 @@ class LinkPool:
         """Pair, then open control stream, pipe and sentinel, in the order in which the decode node opens them."""
         context, config = self._context, self._context.config
         timeout = config.transfer_timeout_s
+        offered = offered_bytes(config.transport, len(self._links) + len(self._opening) - 1)  # but for this one
         paired = await control.stub.Pair(
-            handoff_pb2.PairRequest(prefill_node_id=context.node_id, fingerprint=context.fingerprint),
+            handoff_pb2.PairRequest(
+                prefill_node_id=context.node_id, fingerprint=context.fingerprint, message_bytes=offered
+            ),
             timeout=timeout,
             metadata=context.identity.metadata,
         )
@@ -187,7 +190,7 @@ class LinkPool:
         control.open(paired.link_id)
         transport = await asyncio.to_thread(
             open_transport, config.transport, control.store, paired.link_id, 0, config.host, timeout, context.device,
-            sealed=bool(config.tls_dir),
+            sealed=bool(config.tls_dir), multiple=agreed_multiple(offered, paired.message_bytes),
         )  # fmt: skip
         loop = asyncio.get_running_loop()
         sender = HandoffSender(

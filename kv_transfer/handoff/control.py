@@ -6,7 +6,6 @@ import threading
 from collections import deque
 from itertools import islice
 
-from kv_transfer.handoff.cut import message_sizes
 from kv_transfer.transports.base import TransportError
 from paceline.errors import Overloaded
 from paceline.v1.handoff_pb2 import HandoffMessage
@@ -72,9 +71,7 @@ class ControlQueue:
         """`next` would not wait, on a live link."""
         return bool(self._messages or self._to_fail)
 
-    def announced_sizes(self, most: int) -> list[int]:
-        """Bytes of the messages that the next ``most`` control messages announce: they follow, whatever becomes of
-        their tickets."""
+    def announced(self, most: int) -> list[HandoffMessage]:
+        """The next ``most`` control messages, which stay queued."""
         with self._cond:
-            announced = list(islice(self._messages, most))
-        return [size for message in announced for size in message_sizes(message)]
+            return list(islice(self._messages, most))

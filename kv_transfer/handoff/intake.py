@@ -49,14 +49,14 @@ class Intake:
         ticket, num_bytes = message.ticket, message.chunk.num_bytes
         handoff = self._in_flight.get(ticket)
         if handoff is None or self._in_flight.is_cancelled(ticket):
-            self._staging.drain(message_sizes(message))
+            self._staging.drain(self._sizes(message))
             return
         block = RowBlock.of(message.chunk)
         problem = handoff.chunk_problem(block, num_bytes)
-        if problem is None and self._checksums and len(message_sizes(message)) > 1:
+        if problem is None and self._checksums and len(self._sizes(message)) > 1:
             problem = "a checksum over several messages, whose rows are used as they come"
         if problem is not None:
-            self._staging.drain(message_sizes(message))
+            self._staging.drain(self._sizes(message))
             self._in_flight.fail(ticket, problem)
             return
         self._take_rows(message, block, handoff)
@@ -70,7 +70,7 @@ class Intake:
             drafts = state.proposal_depth > 0
             problem = handoff.state_problem(state.num_hidden_rows, state.num_bytes, drafts=drafts)
         if handoff is None or problem is not None:
-            self._staging.drain(message_sizes(message))
+            self._staging.drain(self._sizes(message))
             self._in_flight.fail_or_disown(ticket, problem or "")
             return
         began, expected = time.monotonic(), handoff.expected
@@ -92,13 +92,13 @@ class Intake:
     def _take_rows(self, message: HandoffMessage, block: RowBlock, handoff: Handoff) -> None:
         """The rows of a chunk that `Handoff.chunk_problem` has passed, message by message. Those behind one that ends
         the ticket are received and thrown away."""
-        ticket, parts = message.ticket, messages(block, message.chunk.num_bytes)
+        ticket, parts = message.ticket, messages(block, message.chunk.num_bytes, self._staging.multiple)
         layout, began = handoff.expected.layout, time.monotonic()
         dtype = layout.hidden_dtype if block.byte_class == HIDDEN else layout.dtype
         for i, (part, num_bytes) in enumerate(parts):
             data = self._staging.receive(num_bytes).view(dtype)
             rest = [size for _, size in parts[i + 1 :]]
-            self._staging.expect(chain(rest, self._control.announced_sizes(NUM_BUFFERS)))
+            self._staging.expect(chain(rest, self._announced()))
             if self._is_corrupt(message, data):
                 return
             try:
@@ -114,6 +114,13 @@ class Intake:
                 self._staging.drain(rest)
                 return
         handoff.trace.record("chunk received", began, time.monotonic(), **described(message))
+
+    def _announced(self) -> list[int]:
+        """Bytes of the messages behind those of this chunk: they follow, whatever becomes of their tickets."""
+        return [size for message in self._control.announced(NUM_BUFFERS) for size in self._sizes(message)]
+
+    def _sizes(self, message: HandoffMessage) -> tuple[int, ...]:
+        return message_sizes(message, self._staging.multiple)
 
     def _is_corrupt(self, message: HandoffMessage, data: Tensor) -> bool:
         """Fail the ticket of bytes whose checksum is asked for and does not hold."""

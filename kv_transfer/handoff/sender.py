@@ -66,7 +66,8 @@ class HandoffSender:
         self._enqueue_timeout_s = enqueue_timeout_s
         self.checksums = checksums
         self._closing = False
-        self._outbox = Outbox(max_queued_bytes)
+        self.multiple = transport.multiple
+        self._outbox = Outbox(max_queued_bytes, self.multiple)
         self._book = TicketBook(self._outbox, on_ended)
         self._pump = WirePump(
             transport,
@@ -102,7 +103,7 @@ class HandoffSender:
         """
         body = block.to_proto(data.nbytes, crc32(data) if self.checksums else None)
         item = Outgoing.of(ticket, body, block.byte_class, data.nbytes)
-        sizes = message_sizes(item.message)
+        sizes = message_sizes(item.message, self.multiple)
         if len(sizes) > 1:
             done()
             raise ValueError(f"{data.nbytes} bytes are several messages: open the chunk and give them one by one")

@@ -142,8 +142,11 @@ class PairRequest(_message.Message):
 
     PREFILL_NODE_ID_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     prefill_node_id: _builtins.str
     """Its id."""
+    message_bytes: _builtins.int
+    """That a message on the data link may have at its end; 0: 4 MiB."""
     @_builtins.property
     def fingerprint(self) -> Global___Fingerprint:
         """What it serves."""
@@ -153,10 +156,11 @@ class PairRequest(_message.Message):
         *,
         prefill_node_id: _builtins.str = ...,
         fingerprint: Global___Fingerprint | None = ...,
+        message_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "prefill_node_id", b"prefill_node_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "message_bytes", b"message_bytes", "prefill_node_id", b"prefill_node_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -171,10 +175,13 @@ class PairResponse(_message.Message):
     LINK_ID_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     DECODE_NODE_ID_FIELD_NUMBER: _builtins.int
+    MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     link_id: _builtins.str
     """Names the link. 122 bits of it are random: only who paired can claim the link."""
     decode_node_id: _builtins.str
     """Its id."""
+    message_bytes: _builtins.int
+    """That a message on the data link may have: what both ends can take; 0: 4 MiB."""
     @_builtins.property
     def fingerprint(self) -> Global___Fingerprint:
         """What the decode node serves."""
@@ -185,10 +192,11 @@ class PairResponse(_message.Message):
         link_id: _builtins.str = ...,
         fingerprint: Global___Fingerprint | None = ...,
         decode_node_id: _builtins.str = ...,
+        message_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_node_id", b"decode_node_id", "fingerprint", b"fingerprint", "link_id", b"link_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_node_id", b"decode_node_id", "fingerprint", b"fingerprint", "link_id", b"link_id", "message_bytes", b"message_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
