@@ -31,7 +31,17 @@ OTHERS = {
     "CONTRIBUTING.md": {"--https", "--upgrade-package", "--write"},  # tests/clients, uv, tests/support
     "deploy/README.md": {"--generate"},  # ray
     "docs/extend/drafter.md": {"--speculative-config"},  # vLLM
-    "docs/guides/gpu.md": {"--drafts", "--limit-mib", "--python", "--xz"},  # benchmarks.gpu
+    "docs/guides/gpu.md": {
+        "--drafts",
+        "--from",
+        "--keep",
+        "--limit-mib",
+        "--list",
+        "--python",
+        "--try",
+        "--xz",
+    },  # benchmarks.gpu
+    "docs/internals/first_device.md": {"--keep", "--try"},  # benchmarks.gpu
     "docs/guides/operations.md": {"--install"},  # benchmarks.pictures
     "docs/guides/security.md": {"--disable-pip", "--requirement"},  # pip-audit
     "docs/guides/quantised.md": {"--quality"},  # benchmarks.quantised
