@@ -17,10 +17,12 @@ import grpc.aio
 import torch
 
 from kv_transfer.handoff.block import ByteClass, RowBlock
-from kv_transfer.handoff.sender import HandoffSender
+from kv_transfer.handoff.sender import MAX_QUEUED_BYTES, HandoffSender
+from kv_transfer.handoff.staging import NUM_BUFFERS
 from kv_transfer.layout.compat import check_pairing, decode_layout
 from kv_transfer.layout.reshard import Side, reshard
 from kv_transfer.layout.rows import RowSource
+from kv_transfer.transports.base import MESSAGE_BYTES
 from kv_transfer.transports.registry import agreed_multiple, offered_bytes, open_transport, staging_device
 from kv_transfer.transports.sentinel import Sentinel
 from paceline.config import NodeConfig
@@ -199,6 +201,7 @@ class LinkPool:
             on_ended=lambda ticket, end: context.ended(ticket, _failure(end)),
             on_link_lost=lambda reason: notify(loop, self._lost, address, paired.link_id, reason),
             on_sent=context.sent,
+            max_queued_bytes=max(MAX_QUEUED_BYTES, NUM_BUFFERS * MESSAGE_BYTES * transport.multiple),
             checksums=config.handoff_checksum,
         )
         sentinel: Sentinel | None = None

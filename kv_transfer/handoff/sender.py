@@ -35,6 +35,8 @@ from kv_transfer.transports.base import Transport, TransportError
 from paceline.errors import DeadlineExceeded
 from paceline.v1.handoff_pb2 import Begin, HandoffAck, HandoffMessage, State
 
+MAX_QUEUED_BYTES = 64 * 1024 * 1024  # of a link whose messages are small
+
 
 class HandoffSender:
     """One link's sender.
@@ -57,7 +59,7 @@ class HandoffSender:
         on_ended: Callable[[str, HandoffAck | str], None],
         on_link_lost: Callable[[str], None],
         on_sent: Callable[[HandoffMessage, float], None] | None = None,
-        max_queued_bytes: int = 64 * 1024 * 1024,
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
         enqueue_timeout_s: float = 10.0,
         checksums: bool = False,
     ) -> None:

@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from kv_transfer.handoff.staging import NUM_BUFFERS
 from kv_transfer.transports.base import MESSAGE_BYTES
 from paceline.request import SpeculationParams
 from paceline.v1 import common_pb2
@@ -33,11 +34,12 @@ async def test_whole_handoff_gives_the_expected_tokens_once() -> None:
         await nodes.wait_for_release()
 
 
-@pytest.mark.parametrize(("prefill_mib", "decode_mib", "multiple"), [(8, 16, 2), (16, 8, 2), (0, 32, 1), (32, 0, 1)])
+@pytest.mark.parametrize(("prefill_mib", "decode_mib", "multiple"), [(32, 48, 8), (16, 8, 2), (0, 32, 1), (32, 0, 1)])
 async def test_both_ends_of_a_link_agree_on_the_size_of_a_message(
     prefill_mib: int, decode_mib: int, multiple: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A build that offers nothing does not ask. Mutants: an end takes its own offer, or does not tell it."""
+    """A build that offers nothing does not ask. Mutants: an end takes its own offer, or does not tell it; fewer
+    messages may wait than there are buffers."""
     monkeypatch.setattr("prefill_node.links.offered_bytes", lambda *_: prefill_mib << 20)
     monkeypatch.setattr("decode_node.links.offered_bytes", lambda *_: decode_mib << 20)
     async with cluster() as nodes:
@@ -47,6 +49,7 @@ async def test_both_ends_of_a_link_agree_on_the_size_of_a_message(
         (receiving,) = nodes.decode._links._links.values()
         assert receiving.receiver is not None
         assert sending._sender.multiple == receiving.receiver._intake._staging.multiple == multiple
+        assert sending._sender._outbox._max_bytes >= NUM_BUFFERS * multiple * MESSAGE_BYTES
         assert sending._feeder._staging.take(1).numel() == multiple * MESSAGE_BYTES
 
 

@@ -93,7 +93,7 @@ def test_rows_are_written_message_by_message() -> None:
 
 
 def test_both_ends_of_a_link_with_larger_messages_cut_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice as many tokens a message. Mutants: the receiver cuts or expects as ever, its buffers are as small as ever."""
+    """Twice as many tokens a message. Mutants: the receiver cuts or expects as ever; its buffers are as ever."""
     monkeypatch.setattr(kv_transfer.handoff.staging, "MESSAGE_BYTES", 10 * TOKEN_BYTES)
     ends = loopback_pair(max_messages=2)
     for end in ends:
