@@ -78,12 +78,14 @@ fuzz-surface: $(VENV)/.dev
 	PACELINE_FUZZ_SURFACE=10000 $(BIN)/python -m pytest tests/fuzz -s -o timeout=7200 $(ARGS)
 
 # Programs have environments of their own; guidellm's holds torch.
-CLIENT_PROGRAMS := guidellm==0.8.1 aiperf==0.13.0 lm-eval[api]==0.4.13
+CLIENT_PROGRAMS := guidellm==0.8.1 aiperf==0.13.0 lm-eval[api]==0.4.13 schemathesis==4.32.5
+NODE_CLIENTS := ai@6.0.326 @ai-sdk/openai-compatible@2.0.92 zod@4.6.7
 CLIENTS := build/clients
 
 clients: $(VENV)/.dev  # other people's clients against a deployment; ARGS='-k litellm'
 	UV_SYSTEM_CERTS=1 $(BIN)/uv venv -q --allow-existing $(CLIENTS)
 	UV_SYSTEM_CERTS=1 $(BIN)/uv pip install -q --python $(CLIENTS) -r tests/clients/requirements.txt
+	-npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(CLIENTS) $(NODE_CLIENTS)
 	for program in $(CLIENT_PROGRAMS); do \
 	  UV_SYSTEM_CERTS=1 UV_TOOL_DIR=$(CLIENTS)/programs UV_TOOL_BIN_DIR=$(CLIENTS)/bin $(BIN)/uv tool install -q --with transformers $$program; done
 	$(BIN)/paceline pull smollm2-135m-instruct

@@ -22,8 +22,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.schemas import SCHEMAS, Json
 from benchmarks.common.timing import median_s
-from paceline.assembly.build import assemble, build_runner
+from paceline.assembly.build import build_runner
 from paceline.config import NodeConfig
 from paceline.engine.colocated import ColocatedEngine
 from paceline.engine.model_runner import ModelRunner
@@ -33,72 +34,7 @@ from paceline.models.hub import resolve_model
 from paceline.request import Grammar, GrammarKind, SamplingParams, SequenceRequest, SpeculationParams
 from paceline.text.tokenizer import Tokenizer
 
-Json = dict[str, Any]
 OUTPUT_TOKENS = 128
-
-
-def _object(**properties: object) -> Json:
-    """A schema whose properties all must come, and no others."""
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
-
-
-TEXT = {"type": "string", "maxLength": 24}
-SCHEMAS: dict[str, tuple[Json, Json]] = {  # a schema, and a value of it
-    "weather tool": (
-        _object(
-            location=TEXT,
-            temperature_unit={"enum": ["celsius", "fahrenheit"]},
-            include_hourly_forecast={"type": "boolean"},
-        ),
-        {"location": "Reykjavik", "temperature_unit": "celsius", "include_hourly_forecast": True},
-    ),
-    "contact": (
-        _object(
-            first_name=TEXT,
-            last_name=TEXT,
-            email_address={"type": "string", "format": "email"},
-            age_in_years={"type": "integer", "minimum": 0, "maximum": 150},
-        ),
-        {"first_name": "Ada", "last_name": "Lovelace", "email_address": "ada@example.org", "age_in_years": 36},
-    ),
-    "order": (
-        _object(
-            order_number={"type": "string", "pattern": "^[A-Z]{2}-[0-9]{6}$"},
-            line_items={
-                "type": "array",
-                "minItems": 1,
-                "maxItems": 3,
-                "items": _object(product_name=TEXT, quantity={"type": "integer"}, unit_price={"type": "number"}),
-            },
-            shipping_address=_object(street=TEXT, city=TEXT, postal_code=TEXT),
-        ),
-        {
-            "order_number": "AB-123456",
-            "line_items": [{"product_name": "lamp", "quantity": 2, "unit_price": 19.5}],
-            "shipping_address": {"street": "Main Street 1", "city": "Springfield", "postal_code": "12345"},
-        },
-    ),
-    "sentiment": (
-        _object(
-            overall_sentiment={"enum": ["positive", "negative", "neutral", "mixed"]},
-            confidence_score={"type": "number", "minimum": 0, "maximum": 1},
-            supporting_quotes={"type": "array", "items": TEXT, "maxItems": 3},
-        ),
-        {"overall_sentiment": "positive", "confidence_score": 0.9, "supporting_quotes": ["well made"]},
-    ),
-    "tree": (
-        {
-            "$defs": {"node": _object(label=TEXT, children={"type": "array", "items": {"$ref": "#/$defs/node"}})},
-            "$ref": "#/$defs/node",
-        },
-        {"label": "root", "children": [{"label": "left", "children": []}, {"label": "right", "children": []}]},
-    ),
-}
 
 
 # Masks ----------------------------------------------------------------------------------------------------------------
@@ -191,26 +127,30 @@ def _xgrammar(folder: Path, vocab_size: int, eos: tuple[int, ...]) -> Callable[[
 # Text -----------------------------------------------------------------------------------------------------------------
 
 
+PLAIN = "plain, grammar"  # what every other way is compared with
+
+
 @dataclass(frozen=True)
 class TextFigures:
-    """One way to generate, over all schemas."""
+    """One way to generate, over all schemas. Rounds alone: prompts, and the first tokens that they bring, do not
+    count."""
 
     way: str
     tokens: int
     tokens_per_s: float
-    tokens_per_round: float
-    mask_share: float  # of the seconds of decoding that went to masks
+    against_plain: float  # times the tokens/s of PLAIN
+    tokens_per_round: float  # the bonus counted
+    mask_share: float  # of the seconds of the rounds that went to masks
 
 
 def text(model: str, threads: int, repeats: int) -> list[TextFigures]:
     """Plain and drafted, with and without grammar; the ways take turns within each repetition."""
     folder = resolve_model(model)
-    plain = build_runner(NodeConfig(model=str(folder), drafter="none", threads=threads, kv_cache_tokens=4096))
-    auto = assemble(plain_config(folder, threads, "auto"), plain.model, plain.identity)
-    auto.grammars = plain.grammars
+    plain = build_runner(plain_config(folder, threads, "none"))
+    auto = build_runner(plain_config(folder, threads, "auto"))
     ways = {
         "plain, no grammar": (plain, False, 0),
-        "plain, grammar": (plain, True, 0),
+        PLAIN: (plain, True, 0),
         "forced drafts": (plain, True, None),
         "auto, no grammar": (auto, False, None),
         "auto, grammar": (auto, True, None),
@@ -221,7 +161,9 @@ def text(model: str, threads: int, repeats: int) -> list[TextFigures]:
             one = _generate(way, runner, folder, masked=masked, depth=depth)
             if repeat:  # the first one warms up
                 runs[way].append(one)
-    return [sorted(some, key=lambda one: one.tokens_per_s)[len(some) // 2] for some in runs.values()]
+    middle = [sorted(some, key=lambda one: one.tokens_per_s)[len(some) // 2] for some in runs.values()]
+    (base,) = [one.tokens_per_s for one in middle if one.way == PLAIN]
+    return [replace(one, against_plain=one.tokens_per_s / base) for one in middle]
 
 
 def plain_config(folder: Path, threads: int, drafter: str) -> NodeConfig:
@@ -231,14 +173,14 @@ def plain_config(folder: Path, threads: int, drafter: str) -> NodeConfig:
 
 def _generate(way: str, runner: ModelRunner, folder: Path, *, masked: bool, depth: int | None) -> TextFigures:
     """One answer per schema, one after the other."""
-    engine, spent = ColocatedEngine(runner, max_running=1), [0.0]
+    engine = ColocatedEngine(runner, max_running=1)
     began, tokens, rounds = time.perf_counter(), 0, 0
-    with _timed_masks(spent):
+    with _timed(GrammarCursor, "allowed") as masks_s, _timed(ColocatedEngine, "_prefill") as prompts_s:
         for request in _requests(folder, masked=masked, depth=depth):
             (done,) = engine.generate([request])
-            tokens, rounds = tokens + len(done.token_ids), rounds + done.stats.rounds + 1
-    seconds = time.perf_counter() - began
-    return TextFigures(way, tokens, tokens / seconds, tokens / rounds, spent[0] / seconds)
+            tokens, rounds = tokens + len(done.token_ids) - 1, rounds + done.stats.rounds
+    seconds = time.perf_counter() - began - prompts_s[0]
+    return TextFigures(way, tokens, tokens / seconds, 1.0, tokens / rounds, masks_s[0] / seconds)
 
 
 def _requests(folder: Path, *, masked: bool, depth: int | None) -> list[SequenceRequest]:
@@ -258,22 +200,22 @@ def _requests(folder: Path, *, masked: bool, depth: int | None) -> list[Sequence
 
 
 @contextmanager
-def _timed_masks(spent: list[float]) -> Iterator[None]:
-    """Add the seconds of every mask to ``spent[0]``."""
-    inner = GrammarCursor.allowed
+def _timed(kind: type, name: str) -> Iterator[list[float]]:
+    """Yields a list of one number: the seconds of every call of the method."""
+    inner, spent = getattr(kind, name), [0.0]
 
-    def timed(self: GrammarCursor, *args: Any) -> Any:
+    def timed(*args: Any) -> Any:
         began = time.perf_counter()
         try:
-            return inner(self, *args)
+            return inner(*args)
         finally:
             spent[0] += time.perf_counter() - began
 
-    GrammarCursor.allowed = timed  # type: ignore[method-assign,assignment]
+    setattr(kind, name, timed)
     try:
-        yield
+        yield spent
     finally:
-        GrammarCursor.allowed = inner  # type: ignore[method-assign]
+        setattr(kind, name, inner)
 
 
 # Output ---------------------------------------------------------------------------------------------------------------

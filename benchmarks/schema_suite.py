@@ -9,9 +9,10 @@ A valid value that no answer can be is *narrow*: e.g. an object whose properties
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.errors import InvalidRequest
-from paceline.grammar.compile import CompiledGrammar, GrammarCompiler
+from paceline.grammar.compile import GrammarCompiler
 from paceline.models.config import ModelSpec
 from paceline.models.hub import resolve_model
 from paceline.request import Grammar, GrammarKind
@@ -51,23 +52,24 @@ class Coverage:
         return {**{name: getattr(self, name) for name in COUNTS}, "wrong_values": self.wrong_values, **counts}
 
 
-def coverage(folder: Path, model: str, optional: bool) -> Coverage:
+MayBe = Callable[[str], bool]  # whether an answer may be this text, however it is cut into tokens
+Compile = Callable[[str], MayBe]  # of a schema; raises InvalidRequest for one that is not taken
+
+
+def coverage(folder: Path, compile_schema: Compile, optional: bool) -> Coverage:
     """Every schema below ``folder``. optional: also those of formats and more that a validator may leave out."""
-    home = resolve_model(model)
-    tokenizer = Tokenizer.from_folder(home)
-    compiler = GrammarCompiler(home, ModelSpec.from_folder(home).vocab_size)
     found = Coverage()
     for name, group in _groups(folder, optional):
         found.schemas += 1
         try:
-            compiled = compiler.compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(group["schema"])))
+            may_be = compile_schema(json.dumps(group["schema"]))
         except InvalidRequest as error:
             found.refused += 1
             found.reasons[_reason(error.message)] += 1
             continue
         found.taken += 1
         for test in group["tests"]:
-            _judge(found, f"{name}: {group['description']}: {test['description']}", compiled, tokenizer, test)
+            _judge(found, f"{name}: {group['description']}: {test['description']}", may_be, test)
     return found
 
 
@@ -77,9 +79,9 @@ def _groups(folder: Path, optional: bool) -> Iterator[tuple[str, dict[str, Any]]
             yield str(file.relative_to(folder)), group
 
 
-def _judge(found: Coverage, name: str, compiled: CompiledGrammar, tokenizer: Tokenizer, test: dict[str, Any]) -> None:
+def _judge(found: Coverage, name: str, may_be: MayBe, test: dict[str, Any]) -> None:
     found.values += 1
-    allowed = _may_be(compiled, tokenizer, json.dumps(test["data"], ensure_ascii=False))
+    allowed = may_be(json.dumps(test["data"], ensure_ascii=False))
     if allowed == test["valid"]:
         found.right += 1
     elif allowed:
@@ -90,11 +92,44 @@ def _judge(found: Coverage, name: str, compiled: CompiledGrammar, tokenizer: Tok
         found.narrow_files[name.partition(":")[0]] += 1
 
 
-def _may_be(compiled: CompiledGrammar, tokenizer: Tokenizer, text: str) -> bool:
-    """Whether an answer may be this text, however it is cut into tokens."""
-    matcher = compiled.matcher()
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
+def ours(model: str) -> Compile:
+    """As nodes compile schemas and mask with them."""
+    home = resolve_model(model)
+    tokenizer = Tokenizer.from_folder(home)
+    compiler = GrammarCompiler(home, ModelSpec.from_folder(home).vocab_size)
+
+    def compile_schema(schema: str) -> MayBe:
+        compiled = compiler.compile(Grammar(GrammarKind.JSON_SCHEMA, schema))
+
+        def may_be(text: str) -> bool:
+            matcher = compiled.matcher()
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
+
+        return may_be
+
+    return compile_schema
+
+
+def xgrammars() -> Compile:
+    """xgrammar's own grammars of schemas, where it can be imported; over a vocabulary of bytes."""
+    xgrammar: Any = importlib.import_module("xgrammar")
+    vocabulary = [bytes([i]) for i in range(256)]
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(vocabulary, stop_token_ids=[0]), max_threads=1)
+
+    def compile_schema(schema: str) -> MayBe:
+        try:
+            compiled = compiler.compile_json_schema(schema, strict_mode=False)
+        except Exception as error:  # of the library's own kinds
+            raise InvalidRequest("grammar", str(error)) from None
+
+        def may_be(text: str) -> bool:
+            matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=True)
+            return bool(matcher.accept_string(text) and matcher.is_terminated())
+
+        return may_be
+
+    return compile_schema
 
 
 def _reason(message: str) -> str:
@@ -120,13 +155,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.schema_suite", description=__doc__)
     parser.add_argument("folder", type=Path, help="a draft's folder of JSON-Schema-Test-Suite")
     parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--library", choices=["ours", "xgrammar"], default="ours", help="whose grammars")
     parser.add_argument("--optional", action="store_true", help="the folder `optional` too")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
-    found = coverage(options.folder, options.model, options.optional)
+    if not any(options.folder.glob("*.json")):
+        parser.error(f"{options.folder} has no schemas; give a draft's folder of the suite, such as tests/draft2020-12")
+    compile_schema = ours(options.model) if options.library == "ours" else xgrammars()
+    found = coverage(options.folder, compile_schema, options.optional)
     show(found)
     if options.json is not None:
-        kept = {"draft": options.folder.name, "model": options.model, **found.figures()}
+        kept = {"draft": options.folder.name, "library": options.library, **found.figures()}
         options.json.write_text(json.dumps(kept, indent=1) + "\n")
 
 

@@ -21,6 +21,7 @@ from cluster.nodes.listening import split_address
 from cluster.option_sets import ROUTER_OPTIONS, SHARED_OPTIONS
 from cluster.parts import Parts, Tell
 from cluster.serving_router import ServingRouter, check_front
+from cluster.state.connection import check_url
 from cluster.state.holder import DeploymentLease, Holder, read_holder
 from cluster.state.published import Published, read_published, say_routed, wait_for_published
 from cluster.state.registry_types import NodeRecord, Registry
@@ -65,6 +66,7 @@ class JoinedRouter:
     async def _start(self) -> None:
         own = self._own
         await check_front(own)
+        check_url("join", self._url)
         with self._parts.waiting_for(f"deployment {own.deployment}"):
             told = self._told = await wait_for_published(self._url, own.deployment)
         self.config = _joined_config(own, self._url, told)

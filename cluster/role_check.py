@@ -12,7 +12,7 @@ from paceline.role_options import ROLES, Role
 def check_roles(config: ServeConfig) -> None:
     """Raise ConfigError naming the role's option, with the numbers, for ranks that the model cannot be dealt to and for
     prefill nodes that hold less than decode nodes take. Blocks; reads the model's config.json."""
-    if config.tp == 1 and not config.prefill.given() and not config.decode.given():
+    if config.tp == config.attention_dp == 1 and not config.prefill.given() and not config.decode.given():
         return
     from paceline.models.hub import resolve_model
 
@@ -37,7 +37,8 @@ def check_spec(config: ServeConfig, spec: ModelSpec) -> None:
         try:
             check_ranks(config.of_role(role), spec)
         except ConfigError as error:
-            raise ConfigError(f"{role}_tp" if getattr(config, role).tp else "tp", error.message) from None
+            key = f"{role}_{error.key}" if getattr(getattr(config, role), error.key) else error.key
+            raise ConfigError(key, error.message) from None
     if config.prefill_nodes:
         _check_memory(config, spec)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from cluster.access.keys import read_keys
 from cluster.nodes.listening import check_addresses, check_free, raise_open_files, split_address, warn_of_clear_keys
 from cluster.parts import Parts
+from cluster.state.connection import check_url
 from cluster.state.published import Served
 from cluster.state.registry import NodeDirectory
 from cluster.state.registry_types import Registry
@@ -28,6 +29,8 @@ from paceline.rpc.tls import TlsFolder
 
 if TYPE_CHECKING:
     from cluster.access.access import Access
+    from cluster.frontdoor.http_server import HttpServer
+    from cluster.frontdoor.service import GrpcServer
     from cluster.routing.metrics import Metrics
     from cluster.routing.router import Router
     from paceline.text.tokenizer import Tokenizer
@@ -168,11 +171,16 @@ class ServingRouter:
             lambda: self.trouble,
         )
         http = await serve_http(create_app(self.router, metrics, options), host, port, tls)
-        parts.at_end("http", lambda: http.stop(parts.grace_s))
+        parts.at_end("http", http.stop)
         server = await serve_grpc(self.router, config.grpc, access, tls=tls)
-        parts.at_end("grpc", lambda: server.stop(parts.grace_s))
+        parts.at_end("the front door", lambda: self._drain(http, server))
         self.http_address = f"{host}:{http.port}"
         self.grpc_address = f"{split_address(config.grpc)[0]}:{server.port}"
+
+    async def _drain(self, http: HttpServer, server: GrpcServer) -> None:
+        """Take nothing new, and let what runs end, over gRPC and HTTP alike."""
+        self.router.drain()
+        await asyncio.gather(http.stop(self._parts.grace_s), server.stop(self._parts.grace_s))
 
     @property
     def public_tls(self) -> TlsFolder | None:
@@ -182,8 +190,10 @@ class ServingRouter:
 
 
 async def check_front(config: ServeConfig) -> None:
-    """Raise ConfigError for addresses and keys that cannot be used, before anything starts."""
+    """Raise ConfigError for addresses, keys and a Redis that cannot be used, before anything starts."""
     check_addresses(config)
+    if config.redis:
+        check_url("redis", config.redis)
     await asyncio.to_thread(check_free, config)  # a host name may have to be looked up
     if config.api_keys:
         await asyncio.to_thread(read_keys, Path(config.api_keys))

@@ -16,15 +16,19 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
+from decode_node.link import Link
 from decode_node.permits import Permits
+from decode_node.sink import ReservedPages
 from kv_transfer.handoff.receiver import HandoffReceiver
-from kv_transfer.handoff.sink import HandoffSink
-from kv_transfer.layout.compat import check_pairing
-from kv_transfer.transports.base import MESSAGE_BYTES, TransportError
+from kv_transfer.lanes.arrivals import Arrivals
+from kv_transfer.lanes.leader import degree_of
+from kv_transfer.lanes.pairing import degrees, make_lanes, open_with, wanted_by
+from kv_transfer.layout.compat import check_pairing, handoff_layout
+from kv_transfer.transports.base import MESSAGE_BYTES, Transport, TransportError
 from kv_transfer.transports.registry import agreed_multiple, offered_bytes, open_transport, staging_device
 from kv_transfer.transports.rendezvous import LinkStore
 from kv_transfer.transports.sentinel import Sentinel
@@ -44,41 +48,6 @@ CLOSE_TIMEOUT_S = 2.0  # each, for the threads of a link that ends
 CLOSED = "the prefill node closed the link"  # in order: not worth a warning
 
 
-@dataclass(eq=False)
-class _Link:
-    """One link. The event loop owns it; ``acks`` gets None at the end."""
-
-    link_id: str
-    peer: str
-    deadline: float  # to be claimed, monotonic clock
-    loop: asyncio.AbstractEventLoop
-    multiple: int  # see `Transport`
-    store: LinkStore = field(init=False)
-    acks: asyncio.Queue[handoff_pb2.HandoffAck | None] = field(default_factory=asyncio.Queue)
-    opening: asyncio.Future[None] | None = None  # once it is claimed
-    problem: PacelineError | None = None  # to be told on the control stream
-    receiver: HandoffReceiver | None = None  # the opening thread, when all is open but the answer to Hello
-    sentinel: Sentinel | None = None  # the opening thread
-
-    def end(self, problem: PacelineError) -> None:
-        """The control stream cannot go on: whatever waits for it ends. From any thread."""
-        self.problem = self.problem or problem
-        self.store.close(str(problem))
-        if self.receiver is not None:
-            self.receiver.link_lost(str(problem))
-        else:
-            self.ack(None)
-
-    def refuse(self, problem: PacelineError) -> None:
-        """Tell the peer why; the pipe is cut a moment later, so that it hears that first."""
-        self.problem = problem
-        self.ack(None)
-
-    def ack(self, ack: handoff_pb2.HandoffAck | None) -> None:
-        """Queue an acknowledgement. Thread-safe; bounded by the tickets of the link."""
-        notify(self.loop, self.acks.put_nowait, ack)
-
-
 @dataclass(frozen=True)
 class HostContext:
     """What all links of a node share."""
@@ -87,7 +56,7 @@ class HostContext:
     fingerprint: handoff_pb2.Fingerprint
     config: NodeConfig
     device: torch.device  # of the pool
-    sink: HandoffSink
+    sink: ReservedPages
     permits: Permits
 
 
@@ -97,7 +66,7 @@ class LinkHost:
 
     def __init__(self, context: HostContext) -> None:
         self._context = context
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, Link] = {}
         self._threads = ThreadPoolExecutor(MAX_OPENING, thread_name_prefix="link-open")
         self._closing: set[asyncio.Task[None]] = set()
         self._audit = Audit()
@@ -113,10 +82,18 @@ class LinkHost:
             raise Overloaded(f"{MAX_LINKS} links are open on this decode node")
         if len(request.prefill_node_id) > MAX_ID_CHARS or not request.prefill_node_id.isprintable():  # it is logged
             raise InvalidRequest("prefill_node_id", f"must be at most {MAX_ID_CHARS} printable characters")
+        answer = handoff_pb2.PairResponse(
+            fingerprint=context.fingerprint,
+            decode_node_id=context.node_id,
+            ranks=degree_of(context.sink.pool),
+            rank_links=wanted_by(config),
+        )
+        ranks = degrees(request, answer)
         link_id = f"{request.prefill_node_id}/{context.node_id}/{uuid.uuid4().hex}"
         deadline = time.monotonic() + 2 * config.transfer_timeout_s
         multiple = agreed_multiple(offered_bytes(config.transport, len(self._links)), request.message_bytes)
-        link = _Link(link_id, request.prefill_node_id, deadline, asyncio.get_running_loop(), multiple)
+        multiple = multiple if ranks is None else 1  # lanes have messages of one size
+        link = Link(link_id, request.prefill_node_id, deadline, asyncio.get_running_loop(), multiple, ranks=ranks)
         link.store = LinkStore(
             lambda key, value: link.ack(
                 handoff_pb2.HandoffAck(rendezvous=handoff_pb2.Rendezvous(key=key, value=value))
@@ -124,12 +101,8 @@ class LinkHost:
             config.transfer_timeout_s,
         )
         self._links[link_id] = link
-        return handoff_pb2.PairResponse(
-            link_id=link_id,
-            fingerprint=context.fingerprint,
-            decode_node_id=context.node_id,
-            message_bytes=multiple * MESSAGE_BYTES,
-        )
+        answer.link_id, answer.message_bytes = link_id, multiple * MESSAGE_BYTES
+        return answer
 
     async def handoff(
         self, messages: AsyncIterable[handoff_pb2.HandoffMessage]
@@ -192,25 +165,35 @@ class LinkHost:
         link = self._links.get(link_id)
         return None if link is None else link.receiver
 
-    def _open(self, link: _Link, hello: handoff_pb2.HandoffMessage) -> None:
+    def _open(self, link: Link, hello: handoff_pb2.HandoffMessage) -> None:
         """Open pipe and sentinel, in the order in which the prefill node does, then answer its Hello; blocks until it
         has opened its own."""
         context, config = self._context, self._context.config
         device = staging_device(config.transport, context.device)
         timeout = config.transfer_timeout_s
-        transport = open_transport(
-            config.transport, link.store, link.link_id, 1, config.host, timeout, device,
-            sealed=bool(config.tls_dir), multiple=link.multiple,
-        )  # fmt: skip
+        layout = handoff_layout(context.sink.pool.layout, context.fingerprint)
+        lanes = make_lanes(
+            link.link_id, link.ranks, (layout, layout), context.sink.pool, link.store, config, sends=False
+        )
+
+        arrivals = None if lanes is None else Arrivals(lanes)
+
+        def open_own() -> Transport:
+            return open_transport(
+                config.transport, link.store, link.link_id, 1, config.host, timeout, device,
+                sealed=bool(config.tls_dir), multiple=link.multiple,
+            )  # fmt: skip
+
         receiver = HandoffReceiver(
-            transport,
-            context.sink,
+            open_with(lanes, open_own),
+            context.sink.over(arrivals),
             link.ack,
             link_id=link.link_id,
             on_link_lost=lambda reason: self._lost(link, reason),
             device=device,
             pool_device=context.device,
             checksums=config.handoff_checksum,
+            arrivals=arrivals,
         )
         try:
             link.sentinel = Sentinel(
@@ -228,7 +211,7 @@ class LinkHost:
         link.receiver = receiver
         receiver.feed(hello)
 
-    async def _feed(self, messages: AsyncIterator[handoff_pb2.HandoffMessage], link: _Link) -> None:
+    async def _feed(self, messages: AsyncIterator[handoff_pb2.HandoffMessage], link: Link) -> None:
         """Take what comes on the control stream; when it cannot go on, neither does the link."""
         try:
             async for message in messages:
@@ -246,19 +229,19 @@ class LinkHost:
         else:
             link.end(NodeUnavailable("control stream ended"))
 
-    def _opened(self, link: _Link, done: asyncio.Future[None]) -> None:
+    def _opened(self, link: Link, done: asyncio.Future[None]) -> None:
         if not done.cancelled() and (error := done.exception()) is not None:
             link.end(NodeUnavailable(f"link {link.link_id} did not open: {error}"))
             self._drop(link, f"{link.peer} did not come: {error}")
 
-    def _lost(self, link: _Link, reason: str) -> None:
+    def _lost(self, link: Link, reason: str) -> None:
         """The receiver's thread has failed every ticket of the link and ends."""
         level = logging.INFO if reason == CLOSED else logging.WARNING
         log.log(level, "link %s from prefill node %s lost: %s", link.link_id, link.peer, reason)
         link.ack(None)
         notify(link.loop, self._drop, link, reason)
 
-    def _drop(self, link: _Link, reason: str) -> None:
+    def _drop(self, link: Link, reason: str) -> None:
         """Forget the link and tear it down in the background."""
         if self._links.pop(link.link_id, None) is None:
             return
@@ -267,7 +250,7 @@ class LinkHost:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def _tear_down(self, link: _Link, reason: str) -> None:
+    async def _tear_down(self, link: Link, reason: str) -> None:
         link.store.close(reason)
         if link.opening is not None:
             await asyncio.wait([link.opening])  # bounded by its own timeouts
@@ -275,7 +258,7 @@ class LinkHost:
         await asyncio.to_thread(_close, link, reason)
 
 
-def _close(link: _Link, reason: str) -> None:
+def _close(link: Link, reason: str) -> None:
     if link.receiver is not None:
         link.receiver.link_lost(reason)
         if not link.receiver.close(CLOSE_TIMEOUT_S):
@@ -284,7 +267,7 @@ def _close(link: _Link, reason: str) -> None:
         link.sentinel.close(CLOSE_TIMEOUT_S)
 
 
-def _take(message: handoff_pb2.HandoffMessage, link: _Link) -> None:
+def _take(message: handoff_pb2.HandoffMessage, link: Link) -> None:
     """One message of the control stream. PacelineError when it ends the link."""
     if message.WhichOneof("body") == "rendezvous":
         try:

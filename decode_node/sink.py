@@ -8,17 +8,20 @@ its own: behind what the engine had queued when it reserved the pages, and done 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 
 import torch
 
 from decode_node.stream import Stream
 from kv_transfer.handoff.block import HIDDEN, RowBlock
 from kv_transfer.handoff.state import Handoff
+from kv_transfer.lanes.arrivals import Arrivals, LaneTarget
 from kv_transfer.layout.reshard import Side, reshard
 from kv_transfer.layout.rows import RowTarget
 from kv_transfer.transports.side_stream import finish_queued, go_on_after, read_by_the_model
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import HandoffFailed
+from paceline.kvcache.pool import KvPool
 from paceline.spec_decode.sequence import DraftState
 from paceline.v1 import handoff_pb2
 from paceline.wire import finish_reason_from_proto
@@ -41,10 +44,23 @@ class ReservedPages:
     ) -> None:
         self._runner = runner
         side = Side(runner.kv.layout)
-        self._target = RowTarget(runner.kv, reshard(side, side))
+        self._target: RowTarget | LaneTarget = RowTarget(runner.kv, reshard(side, side))
         self._streams = streams
         self._on_ready = on_ready
         self._on_failed = on_failed
+
+    @property
+    def pool(self) -> KvPool:
+        """The node's."""
+        return self._runner.kv
+
+    def over(self, arrivals: Arrivals | None) -> ReservedPages:
+        """The same pages, where rows come over the lanes of a link too."""
+        if arrivals is None:
+            return self
+        found = copy(self)
+        found._target = LaneTarget(arrivals)
+        return found
 
     def lookup(self, ticket: str) -> Handoff | None:
         """The hand-off of a ticket that holds pages."""

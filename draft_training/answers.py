@@ -119,7 +119,7 @@ class AnswerMaker:
         if not mark:
             raise ConfigError("model", "its chat template does not carry the user's text as it is")
         pages = -(-(options.max_tokens + runner.spec_slots) // runner.page_size)
-        if pages * options.batch > runner.allocator.num_free:
+        if runner.allocator.fits(pages) < options.batch:
             raise ConfigError("batch", f"{options.batch} sequences of {options.max_tokens} tokens do not fit the pool")
 
     def run(self, prompts: Sequence[tuple[str, str]], out: Path, report: Callable[[Made], None]) -> Made:

@@ -164,7 +164,7 @@ class Trainer:
         return self.out / "state.pt"
 
     def _resume(self) -> None:
-        state = torch.load(self._state_path, map_location=self.device, weights_only=True)
+        state = torch.load(self._state_path, map_location=self.device, weights_only=True)  # noqa: TID251 - tensors alone
         self.mixed.load(state["mixed"])
         self.progress = Progress(**state["progress"])
 

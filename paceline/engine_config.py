@@ -65,6 +65,10 @@ class EngineConfig(Frozen):
     """Ranks of one node: processes of one host that each hold a part of every layer. The text is the same for every
     number. Raise it where a model does not fit one device."""
 
+    attention_dp: int = Field(default=1, ge=1, le=64)
+    """Pools among which a node deals its sequences: 1, or one on each rank of `tp`, which then attends its own
+    sequences. The node holds `tp` times the KV tokens. For latent attention (MLA), on CPUs."""
+
     rank_sums: Literal["auto", "sockets", "collective"] = "auto"
     """How ranks of a node put parts together: `sockets` through the host, `collective` by torch.distributed (NCCL on
     GPUs, gloo on CPUs). `auto` takes sockets on CPUs. No bit depends on it."""
@@ -141,8 +145,8 @@ class EngineConfig(Frozen):
     """Tokens per page of the KV cache. The prefix cache keeps whole pages."""
 
     kv_cache_tokens: int = Field(default=32768, ge=64)
-    """Tokens that the KV cache of one node holds. Raise it when requests wait for pages; its memory is reserved at
-    start."""
+    """Tokens that the KV cache of one node holds, or of each of its ranks with `attention_dp`. Raise it when requests
+    wait for pages; its memory is reserved at start."""
 
     max_model_len: int = Field(default=0, ge=0)
     """Longest prompt and output together, in tokens. 0 takes what the model was trained for."""
@@ -179,6 +183,10 @@ class EngineConfig(Frozen):
     handoff_checksum: bool = False
     """Sends a CRC-32 with every hand-off message, which decode checks before it uses the bytes. Needs transport
     `gloo`."""
+
+    rank_links: Literal["auto", "direct", "through-0"] = "auto"
+    """How rows of several ranks cross: `direct` from rank to rank, or `through-0`, by way of each node's first one.
+    `auto` is direct between CPUs, unless the other side says through-0 or deals its sequences (attention_dp)."""
 
     reserve_deadline_s: float = Field(default=120.0, gt=0)
     """Seconds that a request may wait on a node for pages, and a reserved one for the first byte of its KV."""
@@ -228,6 +236,11 @@ class EngineConfig(Frozen):
             raise ValueError(
                 f"handoff_checksum sums bytes in host memory, where transport {self.transport!r} never has them: set "
                 "transport to gloo, or handoff_checksum to false"
+            )
+        if self.rank_links == "direct" and (self.device != "cpu" or self.attention_dp > 1):
+            raise ValueError(
+                "rank_links 'direct' is for CPUs whose ranks share their sequences, and device is "
+                f"{self.device!r} and attention_dp {self.attention_dp}: set rank_links to auto"
             )
         if self.exact_on_gpu and self.attention in ("flashinfer", "torch"):
             raise ValueError(

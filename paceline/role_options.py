@@ -15,12 +15,13 @@ CAST = ("fp32", "bf16")  # dtypes of prefill and decode nodes whose rows can be 
 
 class RoleOptions(BaseModel):
     """Values for the nodes of one role. Each option has the name, the meaning and the range of the deployment's; None,
-    or 0 ranks, takes that one's value."""
+    or 0 ranks or pools, takes that one's value."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     device: str | None = None
     tp: int | None = None
+    attention_dp: int | None = None
     threads_per_node: int | None = None
     dtype: DtypeName | None = None
     attention: Literal["auto", "flashinfer", "triton", "torch"] | None = None
@@ -32,7 +33,7 @@ class RoleOptions(BaseModel):
     max_running: int | None = None
     max_waiting: int | None = None
 
-    @field_validator("tp")
+    @field_validator("tp", "attention_dp")
     @classmethod
     def _as_the_deployment(cls, value: int | None) -> int | None:
         return value or None

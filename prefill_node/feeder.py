@@ -16,15 +16,17 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from kv_transfer.handoff.block import HIDDEN, NO_LAYERS, RowBlock
 from kv_transfer.handoff.cut import chunks, messages
-from kv_transfer.handoff.outbox import Outgoing
+from kv_transfer.handoff.outbox import Beside, Outgoing
 from kv_transfer.handoff.sender import HandoffSender
 from kv_transfer.handoff.staging import StagingRing
+from kv_transfer.lanes.leader import Lanes
 from kv_transfer.layout.rows import RowSource
 from kv_transfer.transports.base import MESSAGE_BYTES, TransportError
 from kv_transfer.transports.side_stream import SideStream
@@ -35,17 +37,34 @@ from prefill_node.groups import layer_groups
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Room:
+    """A staging buffer of the rows' dtype, the number of those that lanes have of the same rows, and how to give them
+    back."""
+
+    data: torch.Tensor
+    number: int | None
+    done: Callable[[], None]
+
+
 class RowFeeder:
     """One link's feeder. No method blocks, but ``close``.
 
     ``device`` is where the transport reads from. ``refused(ticket, reason)`` tells that a hand-off could not even
-    begin, so that the sender will never report it; it is called on the feeder thread or on the caller's.
+    begin, so that the sender will never report it; it is called on the feeder thread or on the caller's. ``lanes``:
+    over which ranks send to ranks what ``source`` does not.
     """
 
     def __init__(
-        self, sender: HandoffSender, source: RowSource, device: torch.device, refused: Callable[[str, str], None]
+        self,
+        sender: HandoffSender,
+        source: RowSource,
+        device: torch.device,
+        refused: Callable[[str, str], None],
+        lanes: Lanes | None = None,
     ) -> None:
         self._sender = sender
+        self._lanes = lanes
         self._source = source
         self._device = device
         self._refused = refused
@@ -149,44 +168,70 @@ class RowFeeder:
 
     def _send_message(self, ticket: str, chunk: RowBlock, slots: torch.Tensor, num_bytes: int) -> None:
         """A chunk of one message is announced with its bytes, and not at all once its ticket has ended."""
-        data, done = self._take(num_bytes)
+        room = self._take(chunk, num_bytes)
         try:
-            wanted = self._gather(ticket, chunk, slots, data)
+            wanted = self._gather(ticket, chunk, slots, room)
         except BaseException:
-            done()
+            room.done()
             raise
         if wanted:
-            self._sender.chunk(ticket, chunk, data, done)
+            self._sender.chunk(ticket, chunk, room.data, room.done, self._beside(chunk, room))
         else:
-            done()
+            room.done()
 
     def _send_messages(self, ticket: str, opened: Outgoing, parts: list[tuple[RowBlock, torch.Tensor, int]]) -> None:
         """The messages of an announced chunk. All of them leave, with whatever is in the buffer once the ticket has
         ended: the receiver counts on the bytes. A link that cannot go on is lost."""
         try:
             for part, slots, num_bytes in parts:
-                data, done = self._take(num_bytes)
+                room = self._take(part, num_bytes)
                 try:
-                    self._gather(ticket, part, slots, data)
+                    self._gather(ticket, part, slots, room)
                 except Exception as error:
                     log.exception("hand-off %s: rows could not be read", ticket)
                     self._sender.abort(ticket, f"rows could not be read: {error}")
-                if not self._sender.give(opened, data, done):
+                if not self._sender.give(opened, room.data, room.done, self._beside(part, room)):
                     return
         except PacelineError as error:
             self._sender.link_lost(f"an announced chunk could not be sent: {error}")
 
-    def _take(self, num_bytes: int) -> tuple[torch.Tensor, Callable[[], None]]:
-        """A staging buffer of the rows' dtype, and how to give it back."""
-        buffer = self._staging.take(num_bytes)
-        return buffer[:num_bytes].view(self._source.dtype), partial(self._staging.give_back, buffer)
+    def _take(self, block: RowBlock, num_bytes: int) -> Room:
+        """Where the rows of a message are gathered."""
+        buffer, lanes = self._staging.take(num_bytes), self._lanes
+        number = lanes.take() if lanes is not None and lanes.carry(block.layers) else None
 
-    def _gather(self, ticket: str, block: RowBlock, slots: torch.Tensor, data: torch.Tensor) -> bool:
-        """Fill ``data`` with the rows; False when the ticket has ended: they may be somebody else's by now."""
+        def done() -> None:
+            if lanes is not None and number is not None:
+                lanes.give_back(number)
+            self._staging.give_back(buffer)
+
+        return Room(buffer[:num_bytes].view(self._source.dtype), number, done)
+
+    def _beside(self, block: RowBlock, room: Room) -> Beside | None:
+        """What leaves over lanes with the rows of a message."""
+        lanes, number, layers, count = self._lanes, room.number, block.layers, len(block.tokens)
+        if lanes is None or number is None:
+            return None
+        return Beside(partial(lanes.send, number, layers, count), lanes.num_bytes(layers, count))
+
+    def _gather(self, ticket: str, block: RowBlock, slots: torch.Tensor, room: Room) -> bool:
+        """Fill ``room`` with the rows, on every rank; False when the ticket has ended: they may be somebody else's by
+        now."""
         with self._sender.reading(ticket) as wanted:
             if wanted:
-                self._source.gather(block.layers, slots, data)
+                self._gather_beside(block, slots, room)
+                self._source.gather(block.layers, slots, room.data)
             return wanted
+
+    def _gather_beside(self, block: RowBlock, slots: torch.Tensor, room: Room) -> None:
+        """On the other ranks. A link whose lanes cannot go on is lost."""
+        if self._lanes is None or room.number is None:
+            return
+        try:
+            self._lanes.gather(room.number, block.layers, slots)
+        except PacelineError as error:
+            self._sender.link_lost(f"lanes: {error}")
+            raise
 
     def _put(self, ticket: str, work: Callable[[], None]) -> bool:
         with self._lock:

@@ -18,15 +18,17 @@ import torch
 
 from kv_transfer.handoff.block import ByteClass, RowBlock
 from kv_transfer.handoff.sender import MAX_QUEUED_BYTES, HandoffSender
-from kv_transfer.handoff.staging import NUM_BUFFERS
+from kv_transfer.lanes.leader import Lanes, degree_of
+from kv_transfer.lanes.pairing import degrees, make_lanes, open_with, wanted_by
 from kv_transfer.layout.compat import check_pairing, decode_layout
 from kv_transfer.layout.reshard import Side, reshard
 from kv_transfer.layout.rows import RowSource
-from kv_transfer.transports.base import MESSAGE_BYTES
+from kv_transfer.transports.base import MESSAGE_BYTES, NUM_BUFFERS, Transport
 from kv_transfer.transports.registry import agreed_multiple, offered_bytes, open_transport, staging_device
 from kv_transfer.transports.sentinel import Sentinel
 from paceline.config import NodeConfig
 from paceline.errors import NodeUnavailable, Overloaded, PacelineError
+from paceline.kvcache.layout import KvLayout
 from paceline.kvcache.pool import KvPool
 from paceline.rpc.calls import error_from_peer
 from paceline.rpc.identity import Identity
@@ -179,21 +181,29 @@ class LinkPool:
         context, config = self._context, self._context.config
         timeout = config.transfer_timeout_s
         offered = offered_bytes(config.transport, len(self._links) + len(self._opening) - 1)  # but for this one
-        paired = await control.stub.Pair(
-            handoff_pb2.PairRequest(
-                prefill_node_id=context.node_id, fingerprint=context.fingerprint, message_bytes=offered
-            ),
-            timeout=timeout,
-            metadata=context.identity.metadata,
+        asked = handoff_pb2.PairRequest(
+            prefill_node_id=context.node_id,
+            fingerprint=context.fingerprint,
+            ranks=degree_of(context.kv),
+            rank_links=wanted_by(config),
+            message_bytes=offered,
         )
+        paired = await control.stub.Pair(asked, timeout=timeout, metadata=context.identity.metadata)
         check_pairing(context.fingerprint, paired.fingerprint, dtype_cast=config.handoff_dtype_cast)
-        layout = decode_layout(context.kv.layout, paired.fingerprint)
-        rows = RowSource(context.kv, reshard(Side(context.kv.layout), Side(layout)))
+        layouts = context.kv.layout, decode_layout(context.kv.layout, paired.fingerprint)
+        lanes = make_lanes(
+            paired.link_id, degrees(asked, paired), layouts, context.kv, control.store, config, sends=True
+        )
+        rows = _source(context.kv, layouts, lanes)
         control.open(paired.link_id)
-        transport = await asyncio.to_thread(
-            open_transport, config.transport, control.store, paired.link_id, 0, config.host, timeout, context.device,
-            sealed=bool(config.tls_dir), multiple=agreed_multiple(offered, paired.message_bytes),
-        )  # fmt: skip
+
+        def open_own() -> Transport:
+            return open_transport(
+                config.transport, control.store, paired.link_id, 0, config.host, timeout, context.device,
+                sealed=bool(config.tls_dir), multiple=agreed_multiple(offered, paired.message_bytes),
+            )  # fmt: skip
+
+        transport = await asyncio.to_thread(open_with, lanes, open_own)
         loop = asyncio.get_running_loop()
         sender = HandoffSender(
             transport,
@@ -222,7 +232,7 @@ class LinkPool:
             if sentinel is not None:
                 await asyncio.to_thread(sentinel.close, CLOSE_TIMEOUT_S)
             raise
-        feeder = RowFeeder(sender, rows, context.device, context.ended)
+        feeder = RowFeeder(sender, rows, context.device, context.ended, lanes)
         return Link(paired.link_id, paired.decode_node_id, sender, feeder, sentinel)
 
     def _lost(self, address: str, link_id: str, reason: str) -> None:
@@ -243,6 +253,14 @@ class LinkPool:
 async def _tear_down(link: Link, control: ControlStream) -> None:
     await asyncio.to_thread(link.close)
     await control.close()
+
+
+def _source(pool: KvPool, layouts: tuple[KvLayout, KvLayout], lanes: Lanes | None) -> RowSource:
+    """What the link's own pipe carries: all rows, or with lanes those of rank 0 for rank 0."""
+    if lanes is None:
+        source, dest = layouts
+        return RowSource(pool, reshard(Side(source), Side(dest)))
+    return RowSource(lanes.own_pool, lanes.options.lead)
 
 
 def _failure(end: handoff_pb2.HandoffAck | str) -> str | None:

@@ -1,4 +1,5 @@
-"""docs/internals/failures.md and the tests agree: what it names exists, and a test cites each thread that applies."""
+"""docs/internals/failures.md and the tests agree: what it names exists, and a test cites each thread that applies. The
+tests that docs/guides/security.md names exist too."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 INDEX = (ROOT / "docs" / "internals" / "failures.md").read_text()
+SECURITY = (ROOT / "docs" / "guides" / "security.md").read_text()
 TESTS, NOT_APPLICABLE = INDEX.split("## Threads that do not apply")
 
 THREADS = {
@@ -26,7 +28,7 @@ THREADS = {
     "production-stack": "1035",
 }
 CITED = [f"{project} #{number}" for project, numbers in THREADS.items() for number in numbers.split()]
-SITUATIONS = 35  # entries of the first part, and the one of all of them together
+SITUATIONS = 36  # entries of the first part, and the one of all of them together
 
 
 @cache
@@ -62,8 +64,8 @@ def threads() -> list[tuple[str, list[str]]]:
     return [(row.split("|")[1].strip(), ids(row)) for row in rows]
 
 
-@pytest.mark.parametrize("test_id", sorted(set(ids(TESTS))))
-def test_every_test_it_names_exists(test_id: str) -> None:
+@pytest.mark.parametrize("test_id", sorted({*ids(TESTS), *ids(SECURITY)}))
+def test_every_test_that_is_named_exists(test_id: str) -> None:
     assert body(test_id) is not None
 
 

@@ -179,7 +179,7 @@ class Pair:
                 handed_off = await self._prefill(asked, event.reserved)
         if handed_off is None:
             raise PacelineError("the hand-off did not end")
-        traces = [await self._trace(asked, stub) for stub in (self.prefill, self.decode)]
+        traces = [await self.trace(asked, stub) for stub in (self.prefill, self.decode)]
         return crossing([event for trace in traces for event in trace], handed_off.exposed_s)
 
     async def move(self, asked: Asked) -> Move:
@@ -192,9 +192,9 @@ class Pair:
                 handed = await asyncio.to_thread(self.processes.hand_over, order)
         if handed is None:
             raise PacelineError("the hand-off did not end")
-        return Move(last_received_s(await self._trace(asked, self.decode)) - handed.began_s, handed.sizes)
+        return Move(last_received_s(await self.trace(asked, self.decode)) - handed.began_s, handed.sizes)
 
-    async def _trace(
+    async def trace(
         self, asked: Asked, stub: node_pb2_grpc.PrefillNodeAsyncStub | node_pb2_grpc.DecodeNodeAsyncStub
     ) -> tuple[TraceEvent, ...]:
         """What a node recorded of a request."""

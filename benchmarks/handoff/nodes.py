@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import multiprocessing
+import multiprocessing  # noqa: TID251 - pipes to its own two processes
 import os
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection  # noqa: TID251 - the same
 from pathlib import Path
 from typing import Any, Literal
 

@@ -122,7 +122,7 @@ def digest(key: str) -> str:
 def parse_keys(text: str, where: str) -> tuple[Key, ...]:
     """The keys of a file's text. Raises ConfigError naming the first entry that is wrong."""
     try:
-        content = yaml.load(text, Loader=_Loader)
+        content = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
         raise ConfigError("api_keys", f"{where} is not YAML: {error}") from None
     try:

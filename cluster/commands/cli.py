@@ -161,7 +161,7 @@ def with_serve_options(
     return command
 
 
-@app.command()
+@app.command("pull")
 def pull(model: Annotated[str, typer.Argument(help="A known model, e.g. smollm2-135m-instruct, or a hub id.")]) -> None:
     """Fetch a model, convert it if need be, print its folder."""
     typer.echo(fetch_model(model))
@@ -274,3 +274,8 @@ def demo(config: ServeConfig) -> None:
 app.command("serve", cls=ServeHelp)(with_serve_options(serve, first=[DRY_RUN, HOSTS]))
 app.command("router", cls=ServeHelp)(with_serve_options(router, ROUTER_OPTIONS, [JOIN]))
 app.command("demo", cls=ServeHelp)(with_serve_options(demo))
+
+# `paceline --help` lists commands in this order: those that a newcomer types come first.
+ORDER = ["demo", "serve", "generate", "trace", "verify", "pull", "plan", "router", "role"]
+ORDER += ["quantize", "make-corpus", "train-drafter"]
+app.registered_commands.sort(key=lambda one: ORDER.index(str(one.name)))

@@ -24,6 +24,7 @@ app = typer.Typer(help="Nodes of a running deployment.", no_args_is_help=True)
 ADMIN = "127.0.0.1:50052"
 ASK_TIMEOUT_S = 10.0
 MARGIN_S = 60.0  # past the grace of a drain: the process ends, or is killed
+MOST_FAILURES = 3  # starts in a row of a node, after which an upgrade ends
 MAX_AT_ONCE = 4  # nodes added side by side; the admin service takes 8 calls
 
 NodeId = Annotated[str, typer.Argument(help="Id of the node, e.g. decode-1. `paceline nodes list` has them.")]
@@ -117,12 +118,12 @@ def upgrade(
     api_key_file: ApiKeyFile = None,
 ) -> None:
     """Start every node anew, one after the other, from what is installed on its host now. Streams go on meanwhile. It
-    ends at the first node that does not come back."""
+    ends at the first node that fails to start three times in a row, or does not come back in time."""
     with _calling(admin, tls_dir, api_key_file) as call:
         nodes = [node for node in call.list() if node.state not in ("drained", "draining", "removing")]
         helper = None
         if sum(node.role == "decode" for node in nodes) == 1:
-            helper = call.add("decode", timeout)
+            helper = call.add("decode", timeout, most_failures=MOST_FAILURES)
         for old in nodes:
             new = call.renew(old.node_id, grace, timeout)
             was, now = f"generation {old.generation}, build {old.build}", f"{new.generation}, {new.build}"
@@ -145,11 +146,13 @@ class Calls:
             request = admin_pb2.ListNodesRequest()
             return list(self._stub.ListNodes(request, timeout=ASK_TIMEOUT_S, metadata=self._metadata).nodes)
 
-    def add(self, role: str, timeout_s: float, host: str = "") -> AdminNode:
-        """One more node, which serves."""
+    def add(self, role: str, timeout_s: float, host: str = "", most_failures: int = 0) -> AdminNode:
+        """One more node, which serves. most_failures: starts in a row that fail until nobody waits any more; 0: any
+        number."""
         from paceline.v1 import admin_pb2
 
-        return self._follow(self._stub.AddNode, admin_pb2.AddNodeRequest(role=role, host=host), timeout_s)
+        request = admin_pb2.AddNodeRequest(role=role, host=host, most_failures=most_failures)
+        return self._follow(self._stub.AddNode, request, timeout_s)
 
     def drain(self, node_id: str, grace: float | None) -> None:
         """Until its process has ended."""
@@ -158,11 +161,12 @@ class Calls:
         request = admin_pb2.DrainNodeRequest(node_id=node_id, grace_s=grace)
         self._follow(self._stub.DrainNode, request, _drain_timeout(grace))
 
-    def start(self, node_id: str, timeout_s: float) -> AdminNode:
-        """Until it serves."""
+    def start(self, node_id: str, timeout_s: float, most_failures: int = 0) -> AdminNode:
+        """Until it serves. most_failures: as of ``add``."""
         from paceline.v1 import admin_pb2
 
-        return self._follow(self._stub.StartNode, admin_pb2.StartNodeRequest(node_id=node_id), timeout_s)
+        request = admin_pb2.StartNodeRequest(node_id=node_id, most_failures=most_failures)
+        return self._follow(self._stub.StartNode, request, timeout_s)
 
     def remove(self, node_id: str, grace: float | None) -> None:
         """Until it is gone."""
@@ -174,7 +178,7 @@ class Calls:
     def renew(self, node_id: str, grace: float | None, timeout_s: float) -> AdminNode:
         """A new process in a node's place."""
         self.drain(node_id, grace)
-        return self.start(node_id, timeout_s)
+        return self.start(node_id, timeout_s, MOST_FAILURES)
 
     def _follow(self, change: Callable[..., Any], request: Any, timeout_s: float) -> AdminNode:
         """Make a change, and print what its node is at on stderr until it is over. Returns the node then."""

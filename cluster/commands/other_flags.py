@@ -64,6 +64,7 @@ OURS: Mapping[str, str] = {
     "--enable-expert-parallel": "--tp",
     "--tp-size": "--tp",
     "--ep-size": "--tp",
+    "--enable-dp-attention": "--attention-dp",
     "--shutdown-timeout": "--drain-timeout-s",
 }
 ABSENT: Mapping[str, str] = {

@@ -96,6 +96,8 @@ def _planned(config: ServeConfig) -> dict[Role, RankBytes]:
 
 def _bytes_of(plan: ModelPlan, config: ServeConfig) -> RankBytes:
     """config: the role's."""
+    if config.attention_dp > 1:
+        plan = plan.dealt(config.tp)
     tokens = -(-config.kv_cache_tokens // config.page_size) * config.page_size
     others = sum(part.of_rank(config.tp, first=False) for part in plan.parts)
     return RankBytes(

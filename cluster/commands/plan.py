@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 GIB, KIB = 2**30, 2**10
 MAX_CONTEXT = 2**31
 Degree = Annotated[int, typer.Option("--tp", help="Ranks that share the model; memory is printed for one of them.")]
+Pools = Annotated[int, typer.Option("--attention-dp", help="Pools of a node: 1, or one on each rank, as in serve.")]
 Context = Annotated[int, typer.Option(help="Tokens of context to hold; 0 for the longest that the model takes.")]
 PageSize = Annotated[int, typer.Option(help="Tokens of a page, as in serve.")]
 Dtype = Annotated[Literal["bf16", "fp32"], typer.Option(help="Number format of weights and KV, as in serve.")]
@@ -25,6 +26,7 @@ KvDtype = Annotated[Literal["auto", "int8"], typer.Option(help="Number format of
 def plan(
     model: Annotated[Path, typer.Argument(help="A model folder, or a JSON file that lists a checkpoint's tensors.")],
     tp: Degree = 1,
+    attention_dp: Pools = 1,
     context: Context = 0,
     page_size: PageSize = 16,
     dtype: Dtype = "bf16",
@@ -33,11 +35,15 @@ def plan(
     """Say what a model takes: memory by part, KV of a token, pages of a context, its drafter. Reads no weights."""
     from paceline.assembly.model_plan import plan_model
     from paceline.models.registry import DTYPES
+    from paceline.ranks.degrees import check_pools
 
     if page_size < 1 or not 0 <= context <= MAX_CONTEXT:
         raise ConfigError("page_size" if page_size < 1 else "context", "must be a positive number")
     found = plan_model(model, DTYPES[dtype], kv_dtype)
     found.check_degree(tp)
+    check_pools(attention_dp, tp, found.spec)
+    if attention_dp > 1:
+        found = found.dealt(tp)
     for line in lines_of(found, tp, context, page_size):
         typer.echo(line)
 

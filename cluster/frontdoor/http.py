@@ -31,7 +31,7 @@ from cluster.frontdoor.held_bodies import HeldBodies
 from cluster.frontdoor.http_errors import HttpProblem, check_model, dumps, model_not_found, problem_for
 from cluster.frontdoor.http_exchange import ClientGone, Sender, read_body, while_connected
 from cluster.frontdoor.http_server import HttpServer, serve_http
-from cluster.frontdoor.http_surface import IGNORED, SurfaceApp, request_id
+from cluster.frontdoor.http_surface import IGNORED, SurfaceApp, methods_of, request_id
 from cluster.frontdoor.http_tokens import add_tokens
 from cluster.frontdoor.json_body import parse_object
 from cluster.frontdoor.messages.routes import add_messages
@@ -91,9 +91,10 @@ def create_app(
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return refusal(
-            request.url.path, HttpProblem(error.status_code, str(error.detail), headers=dict(error.headers or {}))
-        )
+        headers = dict(error.headers or {})
+        if error.status_code == 405:  # Starlette names the methods of the first route of the path alone
+            headers = {"allow": ", ".join(methods_of(app, request.scope))}
+        return refusal(request.url.path, HttpProblem(error.status_code, str(error.detail), headers=headers))
 
     async def on_error(request: Request, error: Exception) -> Response:
         return refusal(request.url.path, problem_for(error))
@@ -151,7 +152,14 @@ def _add_models(app: FastAPI, router: Serving) -> None:
     def model() -> Model:
         info = router.model_info()
         longest = info.max_model_len
-        return Model(id=info.model, object="model", created=started, owned_by="paceline", max_model_len=longest)
+        return Model(
+            id=info.model,
+            object="model",
+            created=started,
+            owned_by="paceline",
+            root=info.model,
+            max_model_len=longest,
+        )
 
     @app.get("/v1/models", **openapi.MODELS)
     async def models() -> Response:

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.frontdoor.held_bodies import HeldBody
@@ -38,6 +39,12 @@ def request_id(scope: Mapping[str, Any], prefix: str) -> str:
 def hold_body(scope: Mapping[str, Any], body: HeldBody) -> None:
     """Have the body's bytes counted until the answer begins."""
     scope[_STATE][_BODY] = body
+
+
+def methods_of(app: FastAPI, scope: Scope) -> list[str]:
+    """The methods that the path of a request takes."""
+    there = [route for route in app.routes if route.matches(scope)[0] is not Match.NONE]
+    return sorted({method for route in there for method in getattr(route, "methods", None) or ()})
 
 
 class SurfaceApp(FastAPI):

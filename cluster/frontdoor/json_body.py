@@ -8,17 +8,33 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.errors import InvalidRequest
 
 MAX_KEY_CHARS, MAX_PATH_CHARS = 100, 400  # as far as an error names where it is
-MAX_CONTAINERS = 100_000  # lists and objects of a body: millions of them keep Python busy for seconds
+# Of a body. Python holds up every other stream while it reads them.
+MAX_CONTAINERS = 100_000  # lists and objects
+MAX_TEXTS = 120_000  # keys and texts; a chat of 8,192 turns with a call each has 107,000
+MAX_COMMAS = 600_000  # 128 prompts of 4,096 token ids have 524,000
+MAX_FRACTIONS = 100_000  # numbers with a point or an exponent
+MAX_SCHEMA_VALUES = 20_000  # of one schema, or of the arguments of a call
+
+
+class _Bound(NamedTuple):
+    """How often some characters may stand outside of texts."""
+
+    marks: tuple[bytes, ...]
+    most: int
+    what: str
+
+
+_BOUNDS = (_Bound((b"[", b"{"), MAX_CONTAINERS, "lists and objects"), _Bound((b",",), MAX_COMMAS, "values"))
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
     """The object that ``body`` holds. Raises InvalidRequest; a number that is not finite is named by its path."""
-    suspicious = False
+    suspicious, fractions = False, 0
 
     def constant(name: str) -> float:
         nonlocal suspicious
@@ -26,15 +42,17 @@ def parse_object(body: bytes) -> dict[str, Any]:
         return math.nan
 
     def number(text: str) -> float:
-        nonlocal suspicious
+        nonlocal suspicious, fractions
+        fractions += 1
+        if fractions > MAX_FRACTIONS:
+            raise InvalidRequest("body", f"has more than {MAX_FRACTIONS} numbers with a fraction or an exponent")
         value = float(text)
         if value.is_integer():
             return int(value)
         suspicious |= not math.isfinite(value)  # 1e999
         return value
 
-    if _containers(body) > MAX_CONTAINERS:
-        raise InvalidRequest("body", f"has more than {MAX_CONTAINERS} lists and objects")
+    _check_size(body)
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=constant, parse_float=number)
     except UnicodeDecodeError as error:
@@ -50,14 +68,35 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _containers(body: bytes) -> int:
-    """Lists and objects that ``body`` begins. Brackets within strings are told apart only where it matters."""
-    count = body.count(b"[") + body.count(b"{")
-    if count <= MAX_CONTAINERS:
-        return count
-    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    bare = b"".join(unescaped.split(b'"')[::2])  # every other piece lies between two texts
-    return bare.count(b"[") + bare.count(b"{")
+def _check_size(body: bytes) -> None:
+    """Counted before anything is read. What lies within texts is told apart only where it matters."""
+    over = [bound for bound in _BOUNDS if _count(body, bound.marks) > bound.most]
+    many_texts = body.count(b'"') / 2 > MAX_TEXTS
+    if not over and not many_texts:
+        return
+    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
+    if many_texts and unescaped.count(b'"') / 2 > MAX_TEXTS:
+        raise InvalidRequest("body", f"has more than {MAX_TEXTS} keys and texts")
+    bare = b"".join(unescaped.split(b'"')[::2]) if over else b""  # every other piece lies between two texts
+    for bound in over:
+        if _count(bare, bound.marks) > bound.most:
+            raise InvalidRequest("body", f"has more than {bound.most} {bound.what}")
+
+
+def _count(body: bytes, marks: tuple[bytes, ...]) -> int:
+    return sum(map(body.count, marks))
+
+
+def check_values(field: str, root: object) -> None:
+    """Raise InvalidRequest for ``field`` where a schema has more than MAX_SCHEMA_VALUES, before all are looked at."""
+    open_, values = [root], 0
+    while open_:
+        value = open_.pop()
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        values += len(items)
+        if values > MAX_SCHEMA_VALUES:
+            raise InvalidRequest(field, f"has more than {MAX_SCHEMA_VALUES} values")
+        open_ += items
 
 
 def _not_finite(root: dict[str, Any]) -> Iterator[str]:

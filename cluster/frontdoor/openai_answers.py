@@ -111,6 +111,8 @@ class CompletionChoice(TypedDict):
     """Log-probabilities in OpenAI's shape, when the request asks for them. With echo those of the prompt come first."""
     finish_reason: FinishReason
     """Why the choice ended: a stop text or token, the length, a cancellation, or calls of tools."""
+    stop_reason: str | int | None
+    """Which of the request's stop texts or stop token ids ended it; null where none of them did."""
     prompt_logprobs: NotRequired[PromptLogprobs]
     """Log-probabilities of the prompt's tokens, when the request asks for them."""
     token_ids: NotRequired[list[int]]
@@ -189,6 +191,8 @@ class ChatChoice(TypedDict):
     """Log-probabilities in OpenAI's shape, when the request asks for them."""
     finish_reason: FinishReason
     """Why the choice ended: a stop text or token, the length, a cancellation, or calls of tools."""
+    stop_reason: str | int | None
+    """Which of the request's stop texts or stop token ids ended it; null where none of them did."""
     token_ids: NotRequired[list[int]]
     """Its token ids, with `return_token_ids`."""
 
@@ -231,6 +235,8 @@ class Model(TypedDict):
     """When the server started, Unix time in seconds."""
     owned_by: str
     """Always paceline."""
+    root: str
+    """The same as `id`: no model stands on another one."""
     max_model_len: int
     """Tokens of prompt and output that the model takes together."""
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from cluster.frontdoor.json_body import check_values
 from cluster.frontdoor.json_models import BRANCH, Ignored, JsonObject, Neutral, Text
 from paceline.errors import InvalidRequest
 from paceline.request import Grammar, GrammarKind
@@ -170,6 +171,7 @@ def _source(name: str, said: Any) -> str:
         return ""
     if isinstance(said, str):
         return said
+    check_values(name, said)
     try:
         return json.dumps(said, separators=(",", ":"))
     except RecursionError:

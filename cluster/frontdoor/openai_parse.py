@@ -197,7 +197,7 @@ def _chat(asked: ChatRequest) -> Chat:
     values = asked.chat_template_kwargs
     return Chat(
         tuple(chat_message(i, message) for i, message in enumerate(asked.messages)),
-        tools=tuple(map(tool, asked.tools or ())),
+        tools=tuple(tool(i, model) for i, model in enumerate(asked.tools or ())),
         tool_choice=choice,
         tool_name=name,
         one_tool_call=asked.parallel_tool_calls is False,

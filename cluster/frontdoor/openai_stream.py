@@ -140,7 +140,7 @@ class Answer:
             "index": index,
             **said,
             "logprobs": logprobs,
-            "finish_reason": _completed(choice).finish_reason.value,
+            **self._ended(choice, _completed(choice)),
             **({"token_ids": choice.token_ids} if self._request.return_token_ids else {}),
         }
 
@@ -153,7 +153,8 @@ class Answer:
         events = []
         if self._request.chat and not choice.role_sent:
             choice.role_sent = True
-            events.append(self._event([_delta(chunk.choice, {"role": "assistant", "content": ""}, None, None)]))
+            begins = {"role": "assistant", "content": ""}
+            events.append(self._event([_delta(chunk.choice, begins, None, {"finish_reason": None})]))
         if self._request.echo:
             events += self._echo_events(choice, chunk)
         ready = self._ready(choice)
@@ -225,16 +226,22 @@ class Answer:
         return known
 
     def _part(self, choice: _Choice, chunk: Chunk, ready: list[Placed]) -> dict[str, Any]:
-        reason = chunk.completion.finish_reason.value if chunk.completion else None
+        ended = self._ended(choice, chunk.completion) if chunk.completion else {"finish_reason": None}
         logprobs = self._logprobs(ready, choice.characters) if ready else None
         if self._request.chat:
-            part = _delta(chunk.choice, openai_tools.delta(chunk), logprobs, reason)
+            part = _delta(chunk.choice, openai_tools.delta(chunk), logprobs, ended)
         else:
-            part = {"index": chunk.choice, "text": chunk.text, "logprobs": logprobs, "finish_reason": reason}
+            part = {"index": chunk.choice, "text": chunk.text, "logprobs": logprobs, **ended}
         if self._request.return_token_ids:
             part["token_ids"] = choice.token_ids[choice.told :]
         choice.told = len(choice.token_ids)
         return part
+
+    def _ended(self, choice: _Choice, completion: Completion) -> dict[str, Any]:
+        """Why it ended, and by which of the request's stop texts or tokens, as vLLM says it."""
+        own = self._request.generation.sampling.stop_token_ids
+        token = next((token for token in choice.token_ids[-1:] if token in own), None)
+        return {"finish_reason": completion.finish_reason.value, "stop_reason": completion.stop_string or token}
 
     # -- the prompts -------------------------------------------------------------------------------------------
 
@@ -313,8 +320,8 @@ class Answer:
         return {**each[0], "token_ids": [choice.token_ids for choice in self._choices], **more}
 
 
-def _delta(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+def _delta(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, ended: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, **ended}
 
 
 def _completed(choice: _Choice) -> Completion:

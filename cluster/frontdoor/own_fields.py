@@ -24,6 +24,7 @@ from cluster.contract.generation import (
     ToolChoice,
     check_unicode,
 )
+from cluster.frontdoor.json_body import check_values
 from cluster.frontdoor.json_models import JsonObject, Text, at_most
 from cluster.frontdoor.openai_parse import speculation_of
 from cluster.frontdoor.openai_requests import Speculation
@@ -110,9 +111,10 @@ def check_tools(tools: tuple[Tool, ...], choice: ToolChoice, name: str) -> None:
 
 def json_text(where: str, value: Mapping[str, Any] | None) -> str:
     """An object as text, as the router takes schemas and arguments; empty for none. Raises InvalidRequest for what is
-    no Unicode."""
+    no Unicode, or too much."""
     if value is None:
         return ""
+    check_values(where, value)
     text = json.dumps(value, ensure_ascii=False)
     check_unicode(where, text)
     return text

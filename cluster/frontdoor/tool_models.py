@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from cluster.contract.generation import MAX_NAME_CHARS, MAX_TOOLS, Tool, ToolChoice
+from cluster.frontdoor.json_body import check_values
 from cluster.frontdoor.json_models import Ignored, JsonObject, Text, at_most
 from paceline.results import ToolCall
 
@@ -116,9 +117,10 @@ class CallModel(JsonObject):
 Calls = Annotated[list[CallModel], Field(fail_fast=True, max_length=MAX_TOOLS), at_most(MAX_TOOLS)]
 
 
-def tool(model: ToolModel) -> Tool:
-    """A tool as the router takes it."""
+def tool(index: int, model: ToolModel) -> Tool:
+    """A tool as the router takes it. Raises InvalidRequest for a schema that is too large."""
     function = model.function
+    check_values(f"tools[{index}].function.parameters", function.parameters)
     parameters = "" if function.parameters is None else json.dumps(function.parameters)
     return Tool(function.name, function.description or "", parameters, bool(function.strict))
 

@@ -27,6 +27,7 @@ FOLLOW_S = 1800.0  # longest that a change is followed; it goes on
 MAX_GRACE_S = 86_400.0
 SERVES, RESTS, LEFT = ("ready", "kept"), ("drained", "gone"), ("gone",)
 FOREIGN = "{} serves another model, weights or kernels than this deployment: no request reaches it"
+FAILING = "{} did not start {} times in a row, and is tried again and again"
 _SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
 METHODS = tuple(f"/{_SERVICE.full_name}/{method.name}" for method in _SERVICE.methods)
 
@@ -61,7 +62,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def AddNode(self, request: admin_pb2.AddNodeRequest, context: Context) -> Answers:
         adding = self._changes.add(request.role, request.host)
-        async for told in self._follow(context, f"add {request.role} {request.host}", adding, SERVES):
+        act, most = f"add {request.role} {request.host}", request.most_failures
+        async for told in self._follow(context, act, adding, SERVES, most):
             yield told
 
     async def DrainNode(self, request: admin_pb2.DrainNodeRequest, context: Context) -> Answers:
@@ -71,7 +73,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def StartNode(self, request: admin_pb2.StartNodeRequest, context: Context) -> Answers:
         starting = self._changes.start(request.node_id)
-        async for told in self._follow(context, f"start {request.node_id}", starting, SERVES):
+        act, most = f"start {request.node_id}", request.most_failures
+        async for told in self._follow(context, act, starting, SERVES, most):
             yield told
 
     async def RemoveNode(self, request: admin_pb2.RemoveNodeRequest, context: Context) -> Answers:
@@ -108,9 +111,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             making.exception()  # the audit has it, and the caller, where there still is one
 
     async def _follow(
-        self, context: Context, act: str, change: Coroutine[Any, Any, Slot], ends: Sequence[str]
+        self, context: Context, act: str, change: Coroutine[Any, Any, Slot], ends: Sequence[str], most_failures: int = 0
     ) -> AsyncIterator[admin_pb2.NodeProgress]:
-        """Make a change, then tell the node's state whenever that changes, until it is one of ``ends``."""
+        """Make a change, then tell the node's state whenever that changes, until it is one of ``ends``. most_failures:
+        starts in a row that may fail meanwhile; 0: any number."""
         async with answering_errors(context):
             slot, last = await self._audited(context, act, change), None
             supervisor, end = self._changes.supervisor, time.monotonic() + FOLLOW_S
@@ -123,6 +127,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                     return
                 if node.state == "foreign":
                     raise NodeUnavailable(FOREIGN.format(slot.node_id))
+                if 0 < most_failures <= slot.failures:
+                    raise NodeUnavailable(FAILING.format(slot.node_id, slot.failures))
                 if supervisor.superseded:
                     raise NodeUnavailable("another process supervises this deployment now, and goes on with this")
                 if time.monotonic() >= end:

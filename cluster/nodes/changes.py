@@ -96,7 +96,7 @@ class NodeChanges:
             wanted[index] = replace(wanted[index], drained=False)
             await self._keep(wanted)
             if slot.wish == "rest":
-                slot.backoff_s = FIRST_BACKOFF_S
+                slot.backoff_s, slot.failures = FIRST_BACKOFF_S, 0
             return _wish(slot, "run", 0.0)
 
     async def remove(self, node_id: str, grace_s: float) -> Slot:

@@ -22,22 +22,32 @@ import psutil
 import ray
 
 from cluster.nodes.addresses import check_listens
-from cluster.nodes.private_ray import STAND_IN, start_private_ray
+from cluster.nodes.private_ray import start_private_ray
+from cluster.nodes.ray_processes import (
+    AGENT_TIMEOUT_S,
+    children_of,
+    kill_all,
+    listens,
+    lives,
+    name_of,
+    of_ray,
+    resumed,
+    started_by,
+)
+from cluster.nodes.ray_token import keep_private, warn_where_open
 from paceline.errors import NodeUnavailable
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 NAMESPACE = "paceline"  # one for all, so that a supervisor finds the placement groups of the one before it
-AGENT_TIMEOUT_S = 2.0  # for Ray's helpers to end by themselves
 SLICE_S = 0.5  # that one wait for an answer may hold the connection
 QUIET_S = 5.0  # for the waits under way to end
 CALL_S = 15.0  # for a call that may wait for the GCS
 RENEW_S = 20.0  # that the end of this process waits for a new Ray under way
 GCS_S = 1.0  # for the GCS to say that it lives
+OWN_RAYLET = "the raylet of this host is gone, and with it this process's part in Ray: start this process again"
 WRONG_CLUSTER = "WrongClusterID"  # in what another GCS answers
-RAYS = ("gcs_server", "raylet")  # what runs of a private one
-RAYLET_PID = "RAY_RAYLET_PID"  # in the environment of what a raylet starts
 
 
 class RayLost(NodeUnavailable):
@@ -50,6 +60,7 @@ class RaySession:
     def __init__(self) -> None:
         self.epoch = 0  # grows whenever another Ray is joined
         self._address, self._cpus, self._gcs_address = "", 1, ""
+        self._raylet_socket, self._raylet_lost = "", False  # of this host's raylet in a cluster
         self._own: list[psutil.Process] = []  # Ray's own processes of a private one
         self._raylets: list[psutil.Process] = []  # of all private ones that this process had
         self._state = threading.Condition()
@@ -70,25 +81,33 @@ class RaySession:
             try:
                 start_private_ray(self._cpus, again=again)
             except Exception as error:  # Ray raises these as they are, and leaves what it has started
-                _kill([child for child in psutil.Process().children() if child not in before and _of_ray(child)])
+                kill_all([child for child in psutil.Process().children() if child not in before and of_ray(child)])
                 raise NodeUnavailable(f"Ray did not start: {error}") from error
-            self._own = [child for child in psutil.Process().children() if child not in before and _of_ray(child)]
+            self._own = [child for child in psutil.Process().children() if child not in before and of_ray(child)]
             self._raylets += [process for process in self._own if process.name() == "raylet"]
         else:
             _join(self._address)
+            self._raylet_socket = str(ray._private.worker.global_worker.node.raylet_socket_name)
+            self._raylet_lost = False
         self._gcs_address = str(ray.get_runtime_context().gcs_address)
 
     def trouble(self) -> str:
         """What is wrong with Ray, as far as it shows; empty where nothing is. Takes 2 s at most."""
         if self.private:
             lost = [process for process in self._own if not lives(process)]
-            return f"{_name(lost[0])} of this deployment's own Ray is gone" if lost else ""
+            return f"{name_of(lost[0])} of this deployment's own Ray is gone" if lost else ""
         try:
             check_listens(self._gcs_address)
             within(GCS_S, lambda: ray._private.worker.global_worker.gcs_client.check_alive([], timeout=GCS_S))
         except Exception as error:  # Ray's own are of many kinds
             return f"Ray's head at {self._gcs_address} does not answer: {error}"
-        return ""
+        self._raylet_lost = self._raylet_lost or not listens(self._raylet_socket)  # another one there is not joined
+        return OWN_RAYLET if self._raylet_lost else ""
+
+    def wake(self) -> list[str]:
+        """Let those of a private Ray's processes go on that somebody stopped; returns which. They live, so that whoever
+        asks them would wait."""
+        return [name_of(process) for process in {*self._own, *self._raylets} if resumed(process)]
 
     def is_another(self, trouble: str) -> bool:
         """Whether the trouble is that a cluster's head is another one than this process has joined."""
@@ -148,12 +167,12 @@ class RaySession:
 
     def _leave_private(self, keep: Collection[int]) -> None:
         """End all but raylets that have nodes which live, and these."""
-        _kill([process for process in self._own if process not in self._raylets])
+        kill_all([process for process in self._own if process not in self._raylets])
         ray._private.worker._global_node = None  # or ``shutdown`` would end the raylet
         self._own = []
-        _kill(_started_by(self._raylets, keep))
-        idle = [raylet for raylet in self._raylets if not _started_by([raylet], ())]
-        _kill(idle)
+        kill_all(started_by(self._raylets, keep))
+        idle = [raylet for raylet in self._raylets if not started_by([raylet], ())]
+        kill_all(idle)
         self._raylets = [raylet for raylet in self._raylets if raylet not in idle]
 
     def stop(self) -> None:
@@ -162,9 +181,9 @@ class RaySession:
         Ray's own shutdown leaves agents behind for a while, or for good: they are waited for, then killed."""
         self._stopped = True
         renewed = self._renewing.acquire(timeout=RENEW_S)
-        ours = [*self._own, *(child for parent in self._own for child in _children(parent))]
+        ours = [*self._own, *(child for parent in self._own for child in children_of(parent))]
         if any(not lives(raylet) for raylet in self._raylets) or len(self._raylets) > 1:
-            ours += [*self._raylets, *_started_by(self._raylets, ())]
+            ours += [*self._raylets, *started_by(self._raylets, ())]
         self._own, self._raylets = [], []
         with suppress(NodeUnavailable):
             self.close()
@@ -173,7 +192,7 @@ class RaySession:
         if renewed:
             self._renewing.release()
         _, alive = psutil.wait_procs(ours, timeout=AGENT_TIMEOUT_S)
-        _kill(alive)
+        kill_all(alive)
 
 
 SESSION = RaySession()
@@ -186,8 +205,11 @@ def start_ray(address: str, num_cpus: int | None = None) -> None:
     with token authentication, Ray's default, wants ``RAY_AUTH_MODE=token`` and the token on this host. Signals are
     handled as before: Ray would end this process at once, and print its stack.
     """
+    warn_where_open()
+    keep_private()
     with same_signals():
         SESSION.start(address, num_cpus or os.cpu_count() or 1)
+    keep_private()  # Ray may have made it
 
 
 def stop_ray() -> None:
@@ -284,54 +306,3 @@ def _join(address: str) -> None:
             f"cannot join the Ray cluster at {address} (RAY_AUTH_MODE is {mode}; a cluster with token authentication "
             f"needs RAY_AUTH_MODE=token here too): {error}"
         ) from error
-
-
-def lives(process: psutil.Process) -> bool:
-    """Whether it runs, or is stopped; one that nobody has waited for is dead."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _of_ray(process: psutil.Process) -> bool:
-    """Whether a process that was started meanwhile is of Ray, and not of another part of this process."""
-    with suppress(psutil.NoSuchProcess):
-        return process.name() in RAYS
-    return False
-
-
-def _name(process: psutil.Process) -> str:
-    with suppress(psutil.Error):
-        return f"{process.name()} (process {process.pid})"
-    return f"process {process.pid}"
-
-
-def _children(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _started_by(raylets: Collection[psutil.Process], keep: Collection[int]) -> list[psutil.Process]:
-    """What raylets have started, without nodes that are kept and what these have started: a raylet that is gone takes
-    its nodes along within seconds. Without the stand-ins of agents too: a raylet ends with its agents."""
-    kept = {*keep, *(child.pid for pid in keep if psutil.pid_exists(pid) for child in _children(psutil.Process(pid)))}
-    known = {str(raylet.pid): raylet for raylet in raylets}
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            raylet = known.get(process.environ().get(RAYLET_PID, ""))
-            if raylet is None or process.create_time() < raylet.create_time() or process.name() == STAND_IN:
-                continue
-            if process.pid not in kept or not lives(raylet):
-                found.append(process)
-    return found
-
-
-def _kill(processes: Collection[psutil.Process]) -> None:
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(processes, timeout=AGENT_TIMEOUT_S)

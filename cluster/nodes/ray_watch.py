@@ -51,6 +51,8 @@ class RayWatch:
                 log.exception("watching Ray failed")
 
     async def _look(self) -> None:
+        for stopped in await asyncio.to_thread(SESSION.wake):
+            log.error("%s of this deployment's own Ray was stopped; it was let go on", stopped)
         supervisor, trouble = self._supervisor, await asyncio.to_thread(SESSION.trouble)
         if not trouble and (SESSION.lost or self._unplaced):
             trouble = supervisor.trouble or "another Ray has no places for the nodes yet"

@@ -69,6 +69,7 @@ class Slot:
     replaced_for_lease: bool = False  # it was killed for its lease, and has not started anew
     backoff_s: float = FIRST_BACKOFF_S
     starts: int = 0
+    failures: int = 0  # starts in a row that failed, or whose process did not live for HEALTHY_AFTER_S
     last_error: str = ""  # of its latest start
     wish: Literal["run", "rest", "leave"] = "run"  # of the operators: rest is without a process, leave for good
     grace_s: float = 0.0  # what its streams get when it rests or leaves

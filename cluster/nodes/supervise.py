@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cluster.nodes.slots import FIRST_BACKOFF_S, MAX_BACKOFF_S, Launch, NodeEvent, NodeHandle, NotPlaced, Slot
+from cluster.nodes.threads import in_thread
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +86,8 @@ class Supervisor:
 
     async def start_slot(self, slot: Slot) -> None:
         """Start the next generation of a node; whoever calls has its lock. Raises what the start raises."""
-        slot.generation = await asyncio.to_thread(self.issue, slot.node_id, slot.generation)
-        slot.address = await asyncio.to_thread(self._launch_and_start, slot)
+        slot.generation = await in_thread(self.issue, slot.node_id, slot.generation)
+        slot.address = await in_thread(self._launch_and_start, slot)
         slot.started_at = slot.leased_at = self.clock()
         slot.cut_off = slot.kept = slot.replaced_for_lease = False
         slot.last_error = ""
@@ -111,7 +112,7 @@ class Supervisor:
                     await self._look_after(slot)
                 if slot.wish == "leave" and slot.handle is None:
                     try:
-                        await asyncio.to_thread(self.on_left, slot)
+                        await in_thread(self.on_left, slot)
                     finally:  # no earlier: who takes its name is to get a place of its own
                         self.slots.remove(slot)
             except Exception:  # a fault in here must not leave the node unwatched
@@ -170,7 +171,9 @@ class Supervisor:
     async def _replace(self, slot: Slot, kind: Literal["died", "lease_lost"] | None) -> None:
         if slot.handle is not None and kind is not None:
             if self.clock() - slot.started_at >= HEALTHY_AFTER_S:
-                slot.backoff_s = FIRST_BACKOFF_S
+                slot.backoff_s, slot.failures = FIRST_BACKOFF_S, 0
+            else:
+                slot.failures += 1
             slot.replaced_for_lease = kind == "lease_lost"
             self.tell(NodeEvent(kind, slot.node_id, slot.role, slot.generation, "", slot.backoff_s))
             await self.discard(slot)
@@ -185,6 +188,7 @@ class Supervisor:
 
     async def _start_failed(self, slot: Slot, error: Exception) -> None:
         slot.last_error = str(error) or repr(error)
+        slot.failures += 1
         wait_s = slot.backoff_s
         self.tell(NodeEvent("start_failed", slot.node_id, slot.role, slot.generation, slot.last_error, wait_s))
         await self.discard(slot)
@@ -196,7 +200,7 @@ class Supervisor:
         handle, slot.handle, slot.address = slot.handle, None, ""
         try:
             async with asyncio.timeout(KILL_TIMEOUT_S):
-                await asyncio.to_thread(handle.kill)
+                await in_thread(handle.kill)
         except Exception as error:
             log.warning("%s generation %d could not be killed: %r", slot.node_id, slot.generation, error)
 
@@ -250,7 +254,7 @@ class Supervisor:
             return
         try:
             async with asyncio.timeout(grace_s + STOP_MARGIN_S):
-                await asyncio.to_thread(handle.stop, grace_s)
+                await in_thread(handle.stop, grace_s)
             slot.handle, slot.address = None, ""
         except Exception as error:
             log.warning("%s did not stop, killing it: %r", slot.node_id, error)

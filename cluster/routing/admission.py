@@ -73,16 +73,19 @@ class Admission:
         self._queue = FairQueue()
         self._places: dict[Waiting, Place] = {}  # queued ones
         self._ended: deque[float] = deque(maxlen=DRAIN_SAMPLES)  # when requests that ran were over
-        self._closed = False
+        self._draining = self._closed = False
         self._look_at: asyncio.TimerHandle | None = None  # whether who is kept back may run
         self.waiting = 0  # requests entered or queued
         self.running_slots = 0
         self.slots = 0  # sequences of all places
 
     def enter(self, slots: int, tenant: str = "") -> Place:
-        """A place for a request of ``slots`` sequences. Raises Overloaded. A request alone always has one; in a full
-        queue one of the tenant that has the most there gives way to a tenant that has fewer. Where names are clients'
-        own words only what a tenant has beyond half of the queue gives way, or invented tenants would empty it."""
+        """A place for a request of ``slots`` sequences. Raises Overloaded, and NodeUnavailable in a drain. A request
+        alone always has one; in a full queue one of the tenant that has the most there gives way to a tenant that has
+        fewer. Where names are clients' own words only what a tenant has beyond half of the queue gives way, or invented
+        tenants would empty it."""
+        if self._draining:
+            raise NodeUnavailable("the router stops, and takes no new requests")
         self._note_seen(tenant)
         if self.slots and self.slots + slots > self._max_running and self.waiting >= self._max_queued:
             last = self._queue.last_of_most(tenant, 0 if self._bounds.trusted else self._max_queued // 2)
@@ -142,6 +145,10 @@ class Admission:
             return RETRY_AFTER_S
         rate = len(self._ended) / max(now - self._ended[0], 0.1)
         return min((self.waiting + 1) / rate, MAX_RETRY_AFTER_S)
+
+    def drain(self) -> None:
+        """Take no new requests. Those that run or wait go on."""
+        self._draining = True
 
     def close(self) -> None:
         """End every wait. Idempotent."""

@@ -137,8 +137,10 @@ class Pairing:
     @contextmanager
     def judged(self, attempt: Attempt, suspicion: Suspicion) -> Iterator[None]:
         """Around an attempt of a request: tells the breakers how the nodes of its pair did. suspicion: of the request.
-        The caller's fault and want of room are no fault of a node; of a pair that failed only the one to blame is
-        judged, of one cancelled neither, and never one that the attempt came to do without."""
+
+        A fault of the caller and want of room count against no node. When the pair failed, the node to blame is judged
+        alone. When the attempt was cancelled, no node is. A node that the attempt went on without is never judged.
+        """
         nodes, decode = _members(attempt.pair), attempt.pair.decode
         verdict = self.breakers.left
         for node in nodes:
@@ -148,7 +150,7 @@ class Pairing:
                 yield
             verdict = self.breakers.succeeded
         except NodeFailure as failure:
-            # One whose connection is gone is suspected for as long as it is: who has one again is well.
+            # A node whose connection is gone is suspected elsewhere, until it has one again.
             if not failure.gone and not isinstance(failure.error, (InvalidRequest, Overloaded)):
                 nodes = [node for node in nodes if key_of(node) != key_of(failure.node)]
                 self.breakers.failed(failure.node)

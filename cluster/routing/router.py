@@ -228,6 +228,10 @@ class Router:
         """Whether a decode node is there to serve."""
         return bool(self._pairing.alive("decode"))
 
+    def drain(self) -> None:
+        """Refuse new requests with NodeUnavailable, at whichever door they come. Those that are there go on."""
+        self._admission.drain()
+
     async def close(self) -> None:
         """Cancel what waits or is in progress and close the connections to the nodes. Idempotent."""
         self._admission.close()

@@ -12,6 +12,8 @@ import redis.asyncio.retry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from paceline.errors import ConfigError
+
 T = TypeVar("T")
 
 OPERATION_TIMEOUT_S = 1.0
@@ -27,6 +29,14 @@ def connect(url: str) -> redis.Redis:
         socket_connect_timeout=OPERATION_TIMEOUT_S,
         retry=Retry(NoBackoff(), RETRIES),
     )
+
+
+def check_url(option: str, url: str) -> None:
+    """Raises ConfigError naming ``option`` for what is no URL of a Redis; never repeats it: it may have a password."""
+    try:
+        redis.Redis.from_url(url).close()
+    except ValueError:
+        raise ConfigError(option, "is no URL of a Redis: redis://, rediss:// or unix://, then where it is") from None
 
 
 def connect_async(url: str, timeout_s: float = OPERATION_TIMEOUT_S, retries: int = RETRIES) -> Any:

@@ -44,6 +44,14 @@ REFRESHES_PER_TTL = 4
 BATCH_ENTRIES = 64
 BATCH_BYTES = 1024 * 1024  # packing a batch holds up the event loop, so it is small
 ENTRY_OVERHEAD_BYTES = 512  # charged for each entry, which bounds their number too
+# Told tokens of one plan are alike, whoever told them: another router's entry that has more of them stays.
+_KEEP_LONGEST = """
+if redis.call('STRLEN', KEYS[1]) > #ARGV[1] then
+  redis.call('PEXPIRE', KEYS[1], ARGV[2])
+else
+  redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+end
+"""
 
 
 @dataclass
@@ -54,6 +62,7 @@ class Kept:
     entry: bytes
     size: int
     ttl_s: float
+    streams: int = 1  # that share it
     live: bool = True
     complete: bool = False
     released_at: float = math.inf
@@ -117,11 +126,16 @@ class Journal:
 
     def keep(self, key: str, entry: bytes, *, spare: bool = False) -> Kept | None:
         """Have ``entry`` in the journal until ``release``. None when it is too large. spare: it gives way before others
-        do, since it can be made again."""
+        do, since it can be made again; streams of one key share an entry, which is the longest of theirs."""
         size = len(entry) + ENTRY_OVERHEAD_BYTES
         if len(entry) > self._entry_bytes or size > self._total_bytes:
             self._dropped.labels("size").inc()
             return None
+        held = self._held.get(key)
+        if spare and held is not None and held.live:
+            held.streams += 1
+            self.update(held, entry)
+            return held
         self._forget(key)  # an earlier stream of the same generation
         kept = self._held[key] = Kept(key, entry, size, self._ttl_s)
         if spare:
@@ -133,7 +147,8 @@ class Journal:
 
     def release(self, kept: Kept, *, complete: bool) -> None:
         """Its stream is over; the client may come back for what is missing, soon when the answer is complete."""
-        if not self.holds(kept):
+        kept.streams -= 1
+        if not self.holds(kept) or kept.streams:
             return
         kept.live, kept.complete, kept.released_at = False, complete, time.monotonic()
         if complete:
@@ -145,8 +160,9 @@ class Journal:
         return self._held.get(kept.key) is kept
 
     def update(self, kept: Kept, entry: bytes) -> None:
-        """What is kept is ``entry`` from now on. Where that is too large, nothing is kept any more."""
-        if not self.holds(kept):
+        """What is kept is ``entry`` from now on, unless another stream has a longer one. Where it is too large, nothing
+        is kept any more."""
+        if not self.holds(kept) or len(entry) < len(kept.entry):
             return
         size = len(entry) + ENTRY_OVERHEAD_BYTES
         if len(entry) > self._entry_bytes or size > self._total_bytes:
@@ -246,8 +262,12 @@ class Journal:
         doomed = list(self._evicted)[:BATCH_ENTRIES]
         pipe = self._client.pipeline(transaction=False)
         for kept, ttl_s, _ in batch:
-            name = self._prefix + kept.key
-            pipe.set(name, self.seal.seal(name, kept.entry), px=max(1, int(ttl_s * 1000)))
+            name, ttl_ms = self._prefix + kept.key, max(1, int(ttl_s * 1000))
+            sealed = self.seal.seal(name, kept.entry)
+            if kept.key in self._spare:
+                pipe.eval(_KEEP_LONGEST, 1, name, sealed, ttl_ms)
+            else:
+                pipe.set(name, sealed, px=ttl_ms)
         for key in doomed:
             pipe.delete(self._prefix + key)
         started = time.monotonic()

@@ -55,7 +55,7 @@ class Reservations:
             stream.seq = self._runner.new_sequence(stream.request, grammar=stream.grammar)
         seq = stream.seq
         try:
-            seq.table.ensure(num_slots(self._runner, stream))
+            self._runner.take_pages(seq, num_slots(self._runner, stream))
         except Overloaded:
             return False
         stream.trace.record("queued", stream.queued_at, time.monotonic(), cached_tokens=seq.cached_tokens)

@@ -6,18 +6,11 @@ changes them in between (a network card, a switch, memory, a transport of ours).
 
 from __future__ import annotations
 
-import zlib
-
 from torch import Tensor
 
 from kv_transfer.handoff.block import described
-from kv_transfer.transports.base import byte_view
+from kv_transfer.transports.crc import crc32
 from paceline.v1.handoff_pb2 import HandoffMessage
-
-
-def crc32(data: Tensor) -> int:
-    """Sum the bytes of a contiguous tensor in host memory. Other Python threads run meanwhile."""
-    return zlib.crc32(byte_view(data).numpy().data)
 
 
 def checksum_problem(message: HandoffMessage, data: Tensor) -> str | None:

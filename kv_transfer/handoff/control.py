@@ -72,6 +72,6 @@ class ControlQueue:
         return bool(self._messages or self._to_fail)
 
     def announced(self, most: int) -> list[HandoffMessage]:
-        """The next ``most`` control messages, which stay queued."""
+        """The next ``most`` control messages: what they announce follows, whatever becomes of their tickets."""
         with self._cond:
             return list(islice(self._messages, most))

@@ -14,8 +14,7 @@ _OWNER = {TARGET_KV: LayerOwner.TARGET, DRAFT_KV: LayerOwner.DRAFT}
 class ExpectedRows:
     """What the decode node expects to cross for one ticket.
 
-    ``layout``: of the rows on the wire; the pool's own, or ``ReshardPlan.wire`` where a side is sharded. A layer of
-    width 0 does not cross: nothing of it is expected. ``reshard``: the name of that plan, which Begin must carry.
+    ``layout``: of the rows on the link's own pipe; the pool's own, or ``ReshardPlan.wire`` where ranks send to ranks.
     ``tokens``: those whose KV rows it reserved and lacks; it already holds the prefix before them. ``draft_required``
     False: the draft rows may be left out, all or none of them, or any of them where State brings no draft (decode then
     starts without a drafter). ``hidden_size``: width of one hidden row of the State, of the layout's hidden dtype.
@@ -27,7 +26,6 @@ class ExpectedRows:
     tokens: range
     hidden_size: int
     draft_required: bool = True
-    reshard: str = ""
     row_width: int = 0
 
 

@@ -49,6 +49,14 @@ def message_sizes(message: HandoffMessage, multiple: int = 1) -> tuple[int, ...]
     return tuple(size for _, size in parts if size)
 
 
+def message_rows(message: HandoffMessage) -> tuple[tuple[range, int, int], ...]:
+    """Layers, tokens and bytes of each message of a chunk; hidden rows have no layers. None of other messages."""
+    if message.WhichOneof("body") != "chunk":
+        return ()
+    parts = messages(RowBlock.of(message.chunk), message.chunk.num_bytes)
+    return tuple((part.layers, len(part.tokens), size) for part, size in parts)
+
+
 def announcement_problem(message: HandoffMessage, max_bytes: int) -> str | None:
     """Why no sender of ours can have written this message, whatever its ticket, or None. Looked at before anything is
     derived from the message: its numbers say how much the receiver cuts, allocates and waits for.

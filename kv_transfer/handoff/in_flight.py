@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kv_transfer.handoff.sink import HandoffSink
 from kv_transfer.handoff.state import Handoff
+from kv_transfer.layout.reshard import ReshardPlan
 from paceline.errors import HandoffFailed
 from paceline.v1.handoff_pb2 import Cancelled, Failed, HandoffAck, HandoffMessage, Ready
 
@@ -26,8 +27,15 @@ class InFlight:
     """Changed by the receiver thread alone, but for `cancel`. Tells each end once, to the sink and to the sender, when
     no write of that ticket can happen any more."""
 
-    def __init__(self, sink: HandoffSink, ack: Callable[[HandoffAck], None], link_id: str) -> None:
-        self._sink = sink
+    def __init__(
+        self,
+        sink: HandoffSink,
+        ack: Callable[[HandoffAck], None],
+        link_id: str,
+        plan: ReshardPlan | None = None,
+    ) -> None:
+        """plan: how the link's own pipe cuts rows; None: it does not."""
+        self._sink, self._plan = sink, plan
         self._ack = ack
         self.link_id = link_id
         self._lock = threading.Lock()  # taken before a hand-off's own
@@ -81,7 +89,7 @@ class InFlight:
         tokens = range(begin.first_token, begin.first_token + begin.num_tokens)
         try:
             with self._lock:
-                handoff.begin(tokens, self.link_id, begin.reshard)
+                handoff.begin(tokens, self.link_id, begin.reshard, self._plan)
                 handoff.count_meta(message.ByteSize())
                 self._handoffs[ticket] = handoff
         except HandoffFailed as error:

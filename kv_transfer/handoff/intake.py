@@ -16,18 +16,21 @@ from torch import Tensor
 from kv_transfer.handoff.block import HIDDEN, RowBlock, described
 from kv_transfer.handoff.checksum import checksum_problem
 from kv_transfer.handoff.control import ControlQueue
-from kv_transfer.handoff.cut import message_sizes, messages
+from kv_transfer.handoff.cut import message_rows, message_sizes, messages
 from kv_transfer.handoff.in_flight import InFlight
 from kv_transfer.handoff.sink import HandoffSink
-from kv_transfer.handoff.staging import NUM_BUFFERS, Staging
+from kv_transfer.handoff.staging import Staging
 from kv_transfer.handoff.state import Handoff
+from kv_transfer.lanes.arrivals import Arrivals
+from kv_transfer.transports.base import NUM_BUFFERS, TransportError
 from paceline.v1.handoff_pb2 import Credit, HandoffAck, HandoffMessage
 
 log = logging.getLogger(__name__)
 
 
 class Intake:
-    """``checksums``: see HandoffReceiver. TransportError from any method: the link broke."""
+    """``checksums``: see HandoffReceiver. ``arrivals``: what comes over lanes beside, in the same messages.
+    TransportError from any method: the link broke."""
 
     def __init__(
         self,
@@ -37,8 +40,10 @@ class Intake:
         in_flight: InFlight,
         *,
         checksums: bool,
+        arrivals: Arrivals | None = None,
     ) -> None:
         self._staging = staging
+        self._arrivals = arrivals
         self._sink = sink
         self._control = control
         self._in_flight = in_flight
@@ -49,14 +54,14 @@ class Intake:
         ticket, num_bytes = message.ticket, message.chunk.num_bytes
         handoff = self._in_flight.get(ticket)
         if handoff is None or self._in_flight.is_cancelled(ticket):
-            self._staging.drain(self._sizes(message))
+            self._drain(message)
             return
         block = RowBlock.of(message.chunk)
         problem = handoff.chunk_problem(block, num_bytes)
         if problem is None and self._checksums and len(self._sizes(message)) > 1:
             problem = "a checksum over several messages, whose rows are used as they come"
         if problem is not None:
-            self._staging.drain(self._sizes(message))
+            self._drain(message)
             self._in_flight.fail(ticket, problem)
             return
         self._take_rows(message, block, handoff)
@@ -70,7 +75,7 @@ class Intake:
             drafts = state.proposal_depth > 0
             problem = handoff.state_problem(state.num_hidden_rows, state.num_bytes, drafts=drafts)
         if handoff is None or problem is not None:
-            self._staging.drain(self._sizes(message))
+            self._drain(message)
             self._in_flight.fail_or_disown(ticket, problem or "")
             return
         began, expected = time.monotonic(), handoff.expected
@@ -83,6 +88,8 @@ class Intake:
     def settle(self) -> None:
         """See `Staging.settle`."""
         self._staging.settle()
+        if self._arrivals is not None:
+            self._arrivals.settle()
 
     def give_credit(self) -> None:
         """Tell the sender that it may send more, when it is worth a message."""
@@ -95,32 +102,47 @@ class Intake:
         ticket, parts = message.ticket, messages(block, message.chunk.num_bytes, self._staging.multiple)
         layout, began = handoff.expected.layout, time.monotonic()
         dtype = layout.hidden_dtype if block.byte_class == HIDDEN else layout.dtype
+        rows = message_rows(message)
         for i, (part, num_bytes) in enumerate(parts):
+            if self._arrivals is not None:
+                self._arrivals.take(rows[i])
             data = self._staging.receive(num_bytes).view(dtype)
             rest = [size for _, size in parts[i + 1 :]]
-            self._staging.expect(chain(rest, self._announced()))
+            announced = self._control.announced(NUM_BUFFERS)
+            self._staging.expect(chain(rest, chain.from_iterable(map(self._sizes, announced))))
+            if self._arrivals is not None:
+                self._arrivals.expect([*rows[i + 1 :], *chain.from_iterable(map(message_rows, announced))])
             if self._is_corrupt(message, data):
                 return
             try:
                 if i == 0:
-                    handoff.chunk(block, message.chunk.num_bytes)
+                    beside = 0 if self._arrivals is None else self._arrivals.num_bytes(block.layers, len(block.tokens))
+                    handoff.chunk(block, message.chunk.num_bytes, beside)
                     handoff.count_meta(message.ByteSize())
                 self._sink.write_kv(ticket, part, data)
+            except TransportError:
+                raise
             except Exception as error:
                 self._in_flight.fail(ticket, f"writing rows failed: {error}")
             self.give_credit()
             self._fail_overdue()
             if self._in_flight.get(ticket) is None:
-                self._staging.drain(rest)
+                self._drain(message, i + 1)
                 return
         handoff.trace.record("chunk received", began, time.monotonic(), **described(message))
 
-    def _announced(self) -> list[int]:
-        """Bytes of the messages behind those of this chunk: they follow, whatever becomes of their tickets."""
-        return [size for message in self._control.announced(NUM_BUFFERS) for size in self._sizes(message)]
-
     def _sizes(self, message: HandoffMessage) -> tuple[int, ...]:
         return message_sizes(message, self._staging.multiple)
+
+    def _drain(self, message: HandoffMessage, first: int = 0) -> None:
+        """Take in what a control message announces, from its message ``first`` on, and throw it away."""
+        if self._arrivals is None or not message.HasField("chunk"):
+            self._staging.drain(self._sizes(message)[first:])
+            return
+        for rows in message_rows(message)[first:]:
+            self._arrivals.take(rows)
+            self._staging.drain([rows[2]])
+        self._arrivals.drop()
 
     def _is_corrupt(self, message: HandoffMessage, data: Tensor) -> bool:
         """Fail the ticket of bytes whose checksum is asked for and does not hold."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kv_transfer.handoff.block import META, ByteClass
-from kv_transfer.transports.base import WINDOW_BYTES
+from kv_transfer.transports.base import WINDOW_BYTES, Pending
 from paceline.v1.handoff_pb2 import Abort, Begin, Chunk, HandoffMessage, State
 
 MAX_QUEUED_MESSAGES = 4096
@@ -24,15 +24,25 @@ def nothing() -> None:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """What goes over the lanes of a link together with a message (kv_transfer/lanes). ``start``: as
+    `Transport.start_send`; ``num_bytes``: on all lanes."""
+
+    start: Callable[[], Pending]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
 class Payload:
     """The bytes of one message."""
 
     data: Tensor  # flat and contiguous
     produced: torch.cuda.Event | None  # has happened when ``data`` is filled
     done: Callable[[], None]  # told once, when ``data`` is sent or dropped; must not block
+    beside: Beside | None = None
 
     @classmethod
-    def of(cls, data: Tensor, done: Callable[[], None] = nothing) -> Payload:
+    def of(cls, data: Tensor, done: Callable[[], None] = nothing, beside: Beside | None = None) -> Payload:
         """``data`` is filled when what the caller's current stream holds is done. ValueError when it has gaps."""
         if data.dim() != 1 or not data.is_contiguous():
             raise ValueError("chunk data must be flat and contiguous")
@@ -40,7 +50,7 @@ class Payload:
         if data.is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        return cls(data, event, done)
+        return cls(data, event, done, beside)
 
 
 @dataclass(eq=False)

@@ -46,6 +46,12 @@ class Started:
         """Bytes of this message."""
         return self.payload.data.nbytes if self.payload is not None else 0
 
+    @property
+    def bytes_beside(self) -> int:
+        """Bytes that lanes move with it."""
+        beside = None if self.payload is None else self.payload.beside
+        return 0 if beside is None else beside.num_bytes
+
 
 class WirePump:
     """A link's transport and its sender thread.
@@ -167,6 +173,15 @@ class WirePump:
     def _start_payload(self, payload: Payload | None) -> Pending:
         if payload is None:
             return lambda: None
+        sent = self._start_data(payload)
+        if payload.beside is None:
+            return sent
+        try:
+            return _both(sent, payload.beside.start())
+        except Exception as error:
+            return _both(sent, _raising(error))  # what has started is awaited all the same
+
+    def _start_data(self, payload: Payload) -> Pending:
         if payload.produced is not None:
             return self._start_from_gpu(payload.data, payload.produced)
         return self._transport.start_send(payload.data)
@@ -251,7 +266,7 @@ class WirePump:
             if not item.unsent and not item.dropped:
                 outbox.sent(item)
             if took_s is not None:
-                self._book.count(item, started.num_bytes, took_s)
+                self._book.count(item, started.num_bytes + started.bytes_beside, took_s)
             if started.payload is not None:
                 started.payload.done()
             outbox.changed.notify_all()
@@ -265,5 +280,17 @@ class WirePump:
 def _raising(error: Exception) -> Pending:
     def wait() -> None:
         raise error
+
+    return wait
+
+
+def _both(first: Pending, second: Pending) -> Pending:
+    """Waits for both, whatever becomes of the first."""
+
+    def wait() -> None:
+        try:
+            first()
+        finally:
+            second()
 
     return wait

@@ -22,6 +22,7 @@ from kv_transfer.handoff.in_flight import InFlight
 from kv_transfer.handoff.intake import Intake
 from kv_transfer.handoff.sink import HandoffSink
 from kv_transfer.handoff.staging import Staging
+from kv_transfer.lanes.arrivals import Arrivals
 from kv_transfer.transports.base import Transport, TransportError
 from kv_transfer.transports.side_stream import own_stream
 from paceline.v1.handoff_pb2 import HandoffAck, HandoffMessage, Ready
@@ -40,6 +41,7 @@ class HandoffReceiver:
     ``max_chunk_bytes``: a message that announces more ends the link; bounds the staging buffer.
     ``device``: where bytes are received (a CUDA device for NCCL).
     ``pool_device``: where the sink puts them. On a GPU the receiver's thread has a stream of its own there.
+    ``arrivals``: what ranks get from ranks beside what the transport brings, in step with it.
     ``checksums``: bytes whose sum is missing or wrong fail their ticket before any of them is used; host memory only.
     """
 
@@ -55,12 +57,13 @@ class HandoffReceiver:
         device: torch.device | str = "cpu",
         pool_device: torch.device | str = "cpu",
         checksums: bool = False,
+        arrivals: Arrivals | None = None,
     ) -> None:
         self._transport = transport
         self._max_chunk_bytes = max_chunk_bytes
         self._on_link_lost = on_link_lost
         self._control = ControlQueue()
-        self._in_flight = InFlight(sink, ack, link_id)
+        self._in_flight = InFlight(sink, ack, link_id, None if arrivals is None else arrivals.lanes.options.lead)
         self._pool_device = torch.device(pool_device)
         pinned = self._pool_device.type == "cuda" and torch.device(device).type == "cpu"
         self._intake = Intake(
@@ -69,6 +72,7 @@ class HandoffReceiver:
             self._control,
             self._in_flight,
             checksums=checksums,
+            arrivals=arrivals,
         )
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="handoff-receiver", daemon=True)

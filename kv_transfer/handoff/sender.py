@@ -26,12 +26,12 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 
 from kv_transfer.handoff.block import HIDDEN, ByteClass, RowBlock
-from kv_transfer.handoff.checksum import crc32
 from kv_transfer.handoff.cut import message_sizes
-from kv_transfer.handoff.outbox import Outbox, Outgoing, Payload, nothing
+from kv_transfer.handoff.outbox import Beside, Outbox, Outgoing, Payload, nothing
 from kv_transfer.handoff.pump import WirePump
 from kv_transfer.handoff.tickets import Phase, TicketBook, tell_owner
 from kv_transfer.transports.base import Transport, TransportError
+from kv_transfer.transports.crc import crc32
 from paceline.errors import DeadlineExceeded
 from paceline.v1.handoff_pb2 import Begin, HandoffAck, HandoffMessage, State
 
@@ -95,9 +95,17 @@ class HandoffSender:
             self._book.forget(ticket)
             raise
 
-    def chunk(self, ticket: str, block: RowBlock, data: Tensor, done: Callable[[], None] = nothing) -> None:
+    def chunk(
+        self,
+        ticket: str,
+        block: RowBlock,
+        data: Tensor,
+        done: Callable[[], None] = nothing,
+        beside: Beside | None = None,
+    ) -> None:
         """Queue rows of one message in canonical order; ``data``: flat, contiguous, not written to until ``done`` is
-        called, which happens once, whether it was sent, dropped or refused. ``done`` must not block.
+        called, which happens once, whether it was sent, dropped or refused. ``done`` must not block. ``beside``: of the
+        same rows, what leaves with them over lanes.
 
         Blocks while ``max_queued_bytes`` wait (DeadlineExceeded after ``enqueue_timeout_s``). Dropped without an error
         when the receiver cancelled; HandoffFailed when the ticket is not open (any more), TransportError when the
@@ -110,7 +118,7 @@ class HandoffSender:
             done()
             raise ValueError(f"{data.nbytes} bytes are several messages: open the chunk and give them one by one")
         if sizes:
-            item.give(Payload.of(data, done))
+            item.give(Payload.of(data, done, beside))
         queued = False
         try:
             queued = self._enqueue(item)
@@ -126,9 +134,9 @@ class HandoffSender:
         item = Outgoing.of(ticket, block.to_proto(num_bytes), block.byte_class, num_bytes)
         return item if self._enqueue(item) else None
 
-    def give(self, chunk: Outgoing, data: Tensor, done: Callable[[], None]) -> bool:
+    def give(self, chunk: Outgoing, data: Tensor, done: Callable[[], None], beside: Beside | None = None) -> bool:
         """The next message of an open chunk; as `chunk`'s data. False: the chunk was dropped, no more is wanted."""
-        return self._pump.give(chunk, Payload.of(data, done))
+        return self._pump.give(chunk, Payload.of(data, done, beside))
 
     def reading(self, ticket: str) -> AbstractContextManager[bool]:
         """Hold back the end of an open ticket, inside, while its source rows are read. False when it is not open (any

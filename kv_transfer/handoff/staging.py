@@ -15,11 +15,10 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from kv_transfer.transports.base import MESSAGE_BYTES, Pending, Transport, TransportError, message_slices
+from kv_transfer.transports.base import MESSAGE_BYTES, NUM_BUFFERS, Pending, Transport, TransportError, message_slices
 from paceline.errors import DeadlineExceeded
 from paceline.host_memory import host_zeros
 
-NUM_BUFFERS = 4  # one on the wire, one being filled or scattered, two ready
 CREDIT_BYTES = 4 * MESSAGE_BYTES  # times the link's multiple: credit is told when so many bytes have come together
 
 

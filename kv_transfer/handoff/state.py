@@ -26,10 +26,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from enum import StrEnum
 
 from kv_transfer.handoff.block import DRAFT_KV, HIDDEN, META, TARGET_KV, ByteClass, RowBlock
 from kv_transfer.handoff.coverage import Coverage, ExpectedRows
+from kv_transfer.layout.reshard import ReshardPlan
 from paceline.errors import HandoffFailed
 from paceline.tracing import NO_TRACE, Trace
 
@@ -122,10 +124,11 @@ class Handoff:
 
     # -- events ------------------------------------------------------------------------------------------------
 
-    def begin(self, tokens: range, link_id: str = "", reshard: str = "") -> None:
-        """RESERVED -> SENDING on link ``link_id``; the announced tokens, and the plan that cuts their rows, must be the
-        ones that were reserved. HandoffFailed if refused, and nothing happens."""
-        reserved, plan = self.expected.tokens, self.expected.reshard
+    def begin(self, tokens: range, link_id: str = "", reshard: str = "", plan: ReshardPlan | None = None) -> None:
+        """RESERVED -> SENDING on link ``link_id``; the announced tokens must be the ones that were reserved, and the
+        announced plan that of the link, which cuts the rows of its own pipe. HandoffFailed if refused, and nothing
+        happens. plan: None when every row crosses whole."""
+        reserved, name = self.expected.tokens, "" if plan is None else plan.name
         with self._lock:
             if self.status is not HandoffState.RESERVED:
                 raise HandoffFailed(f"hand-off {self.ticket}: begin while {self.status}")
@@ -134,21 +137,24 @@ class Handoff:
                     f"hand-off {self.ticket}: rows {tokens.start}..{tokens.stop} announced where "
                     f"{reserved.start}..{reserved.stop} are reserved"
                 )
-            if reshard != plan:
+            if reshard != name:
                 raise HandoffFailed(
-                    f"hand-off {self.ticket}: cut by plan {reshard or 'unsharded'} where {plan or 'unsharded'} "
-                    "is reserved"
+                    f"hand-off {self.ticket}: cut by plan {reshard or 'unsharded'} where {name or 'unsharded'} "
+                    "is that of the link"
                 )
+            if plan is not None:
+                self.expected = replace(self.expected, layout=plan.wire)
+                self._coverage = Coverage(self.expected)
             self.link_id = link_id
             self._enter(HandoffState.SENDING)
 
-    def chunk(self, block: RowBlock, num_bytes: int) -> None:
+    def chunk(self, block: RowBlock, num_bytes: int, beside: int = 0) -> None:
         """These rows, ``num_bytes`` in all, arrived. HandoffFailed if refused (wrong size, out of range, or a row that
-        was there already)."""
+        was there already). beside: bytes that came over lanes with them."""
         with self._lock:
             self._refuse_if(self.chunk_problem(block, num_bytes))
             self._coverage.add(block)
-            self.bytes_by_class[block.byte_class] += num_bytes
+            self.bytes_by_class[block.byte_class] += num_bytes + beside
 
     def state(self, num_hidden_rows: int, num_bytes: int, *, drafts: bool = True) -> None:
         """SENDING -> READY. HandoffFailed if a row is missing or the hidden rows have a wrong size."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from kv_transfer.layout.reshard import CASTS
 from paceline.errors import PairingRefused
-from paceline.kvcache.layout import KvLayout
+from paceline.kvcache.layout import KvLayout, LayerOwner
 from paceline.v1.handoff_pb2 import Fingerprint
 
 
@@ -45,6 +45,13 @@ def decode_layout(prefill: KvLayout, decode: Fingerprint) -> KvLayout:
         if layout.text() == decode.layout:
             return layout
     raise PairingRefused(["layout"], prefill.text(), decode.layout)
+
+
+def handoff_layout(held: KvLayout, mine: Fingerprint) -> KvLayout:
+    """What of a pool may cross, as a node's own fingerprint says: the drafter's layers only where their rows do."""
+    target = held.layer_range(LayerOwner.TARGET)
+    alone = held.with_layers(held.layers[target.start : target.stop])
+    return alone if alone.text() == mine.layout else held
 
 
 def _only_cast(prefill: Fingerprint, decode: Fingerprint) -> bool:

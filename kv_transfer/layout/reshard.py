@@ -4,7 +4,7 @@ docs/internals/handoff.md#what-crosses says what travels, algorithms.md H4 in wh
 
 A side runs on ``degree`` ranks. A rank holds a run of the heads of a GQA layer: ``num_kv_heads / degree`` of them or,
 with more ranks than heads, a single one, which ``degree / num_kv_heads`` neighbouring ranks hold alike. An MLA latent
-is one head that every rank holds.
+is one head that every rank holds. Layers of the drafter lie on rank 0 alone, whole.
 
 A destination rank gets each of its heads from exactly one source rank. Where several hold a head, the destinations
 that need it are dealt to them in order and evenly: with N destinations and R sources, the i-th one is served by source
@@ -15,9 +15,8 @@ heads it covers (the number of pieces, not of bytes, is what a copy costs). On t
 token, then K heads, then V heads) over the heads of the slice. Both ends call `reshard` with the same two sides and get
 the same plan; its ``name`` crosses in Begin and a different one is refused.
 
-Rank 0 of a node gathers the heads of all of its ranks, so nodes call `reshard` alone, and every head crosses.
-`plans_into`, `plans_from` and `ReshardPlan.lead` wait for links between pairs of ranks; the tests run them over real
-links.
+Where all rows pass through rank 0 of a node, it gathers the heads of all of its ranks: one plan of one rank a side, in
+which every head crosses. Where ranks have lanes to ranks (kv_transfer/lanes/), each pair has a plan.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from functools import cached_property
 import torch
 
 from paceline.errors import ConfigError
-from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind
+from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 
 # (source, destination): rows may be rounded on the way, where the deployment allows it (kv_transfer/layout/compat.py).
 CASTS = frozenset({(torch.float32, torch.bfloat16)})
@@ -38,6 +37,11 @@ CASTS = frozenset({(torch.float32, torch.bfloat16)})
 def num_heads(layer: KvLayer) -> int:
     """How many heads of a layer can be dealt to ranks; a latent cannot be cut."""
     return 1 if layer.kind is LayerKind.MLA else layer.num_kv_heads
+
+
+def is_draft(layer: KvLayer) -> bool:
+    """Whether rank 0 alone holds a layer."""
+    return layer.owner is LayerOwner.DRAFT
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Side:
             raise ConfigError("shard_rank", f"{self.rank} is outside the {self.degree} ranks of its side")
         for index, layer in enumerate(self.layout.layers):
             heads = num_heads(layer)
-            if heads % self.degree and self.degree % heads:
+            if heads % self.degree and self.degree % heads and not is_draft(layer):
                 raise ConfigError(
                     "shard_degree",
                     f"{self.degree} ranks neither divide nor are a multiple of the {heads} KV heads of layer {index} "
@@ -72,6 +76,8 @@ class Side:
 
     def heads(self, layer: int) -> range:
         """The heads of ``layer`` that this rank holds, numbered over the whole model."""
+        if is_draft(self.layout.layers[layer]):
+            return range(0 if self.rank else num_heads(self.layout.layers[layer]))
         held = max(1, num_heads(self.layout.layers[layer]) // self.degree)
         first = self.rank // self.replicas(layer) * held
         return range(first, first + held)
@@ -82,6 +88,7 @@ class Side:
         layers = (
             layer if layer.kind is LayerKind.MLA else replace(layer, num_kv_heads=len(self.heads(index)))
             for index, layer in enumerate(self.layout.layers)
+            if self.rank == 0 or not is_draft(layer)
         )
         return self.layout.with_layers(layers)
 
@@ -119,11 +126,6 @@ class ReshardPlan:
             layers[part.layer] = layer if layer.kind is LayerKind.MLA else replace(layer, num_kv_heads=part.num_heads)
         return self.dest.layout.with_layers(layers)
 
-    @property
-    def lead(self) -> bool:
-        """This source sends what every rank of its side holds: latents, hidden rows. One source per destination."""
-        return self.source.rank == self.dest.rank * self.source.degree // self.dest.degree
-
     @cached_property
     def name(self) -> str:
         """Equal at both ends if and only if they mean the same bytes; empty when neither side is sharded.
@@ -143,6 +145,8 @@ class ReshardPlan:
 
 def sending_rank(source_degree: int, dest: Side, layer: int, head: int) -> int:
     """The one source rank that sends ``head`` of ``layer`` to ``dest``, which must hold it."""
+    if is_draft(dest.layout.layers[layer]):
+        return 0
     source = Side(dest.layout, source_degree)
     held = max(1, num_heads(dest.layout.layers[layer]) // source_degree)
     copies = source.replicas(layer)

@@ -14,7 +14,7 @@ from paceline.errors import PacelineError
 MESSAGE_BYTES = 4 * 1024 * 1024  # of a message, at most, times the link's `Transport.multiple`
 WINDOW_BYTES = 8 * MESSAGE_BYTES  # a chunk leaves while less than this, times that, waits for the receiver's credit
 CHUNK_BYTES = 8 * MESSAGE_BYTES  # that one descriptor announces, at most, or one message
-
+NUM_BUFFERS = 4  # of each end: one on the wire, one being filled or scattered, two ready
 
 Rank = Literal[0, 1]  # of a link: 0 is prefill and sends, 1 is decode and receives
 Pending = Callable[[], None]  # waits until a started send or receive is done; TransportError as those raise it
@@ -59,6 +59,7 @@ class Transport(ABC):
     """
 
     multiple: int = 1  # of MESSAGE_BYTES that a message may have, as both ends agreed when they paired
+    takes_less = False  # whether a message may be shorter than the bytes that its receive waits for
 
     def send(self, tensor: Tensor) -> None:
         """Hand the bytes of ``tensor`` (contiguous, any dtype) to the wire; blocks, each message for at most the

@@ -47,6 +47,8 @@ def poison(group: Any) -> None:
 class GlooTransport(TorchDistTransport):
     """CPU tensors; the group's timeout is the message timeout, from the start of each wait."""
 
+    takes_less = True
+
     def start_send(self, tensor: Tensor) -> Pending:
         """See Transport. Posted at once: gloo asks the receiver whether it is there before a byte leaves."""
         return self._start("send", tensor)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-MAX_KEYS = 64  # of one link; a pipe and a sentinel take 4
+MAX_KEYS = 64  # of one link; a pipe and a sentinel take 5, each lane of several ranks 3
 MAX_KEY_CHARS = 1024
 MAX_VALUE_BYTES = 16 * 1024
 
@@ -35,6 +35,8 @@ class LinkStore(torch_dist.Store):  # type: ignore[misc]
         self._tell = tell
         self._timeout_s = timeout_s
         self._values: dict[str, bytes] = {}
+        self._peers: list[str] = []  # keys that the peer set
+        self._relays: list[tuple[str, Callable[[str, bytes], None]]] = []
         self._closed: str | None = None
         self._changed = threading.Condition()
 
@@ -46,6 +48,18 @@ class LinkStore(torch_dist.Store):  # type: ignore[misc]
             if key in self._values:
                 raise ValueError("a rendezvous key was set twice")
             self._put(key, value)
+            self._peers.append(key)
+            relays = [relay for prefix, relay in self._relays if key.startswith(prefix)]
+        for relay in relays:
+            relay(key, value)
+
+    def relay(self, prefix: str, relay: Callable[[str, bytes], None]) -> None:
+        """Pass what the peer sets under ``prefix``, now or before, to who needs it. ``relay`` must not block."""
+        with self._changed:
+            self._relays.append((prefix, relay))
+            known = [(key, self._values[key]) for key in self._peers if key.startswith(prefix)]
+        for key, value in known:
+            relay(key, value)
 
     def close(self, reason: str) -> None:
         """Nothing comes from the peer any more: end the waits. Idempotent."""

@@ -2,7 +2,8 @@
 
 Rank 0 draws the key and tells it on the link's control stream, so whoever reads that stream reads the rows: it must be
 encrypted itself. A message is sealed with its number, so one that was changed, left out, repeated or put in another
-place is refused, and the link ends.
+place is refused, and the link ends. Over gloo each receive waits for as much as a message may be: gloo ends the process
+where more comes than is waited for, as from a peer that announces less than it sends.
 """
 
 from __future__ import annotations
@@ -59,12 +60,13 @@ class SealedTransport(Transport):
     def start_recv(self, tensor: Tensor) -> Pending:
         """See Transport."""
         data = byte_view(tensor)
-        buffer, sealed = self._buffer(data.numel())
+        stride = MESSAGE_BYTES if self._inner.takes_less else 0
+        buffer, sealed = self._buffer(data.numel(), stride)
         received = self._inner.start_recv(sealed)
 
         def wait() -> None:
             received()
-            for message, piece in _messages(sealed, data):
+            for message, piece in _messages(sealed, data, stride):
                 self._open(message, piece)
             self._keep(buffer)
 
@@ -89,10 +91,11 @@ class SealedTransport(Transport):
         """Sets a message apart from all others of the link's key: bytes go one way alone."""
         return message.to_bytes(NUMBER_BYTES, "big")
 
-    def _buffer(self, num_bytes: int) -> tuple[Tensor, Tensor]:
+    def _buffer(self, num_bytes: int, stride: int = 0) -> tuple[Tensor, Tensor]:
         """Memory, new or used before, and of it what ``num_bytes`` take with a tag for each message. The system takes
-        its time to give new memory."""
-        wanted = num_bytes + TAG_BYTES * -(-num_bytes // PLAIN_BYTES)
+        its time to give new memory. stride: as of ``_messages``."""
+        count = -(-num_bytes // PLAIN_BYTES)
+        wanted = count * stride or num_bytes + TAG_BYTES * count
         fitting = next((i for i, spare in enumerate(self._spare) if spare.numel() >= wanted), None)
         buffer = torch.empty(wanted, dtype=torch.uint8) if fitting is None else self._spare.pop(fitting)
         return buffer, buffer[:wanted]
@@ -109,13 +112,14 @@ class SealedTransport(Transport):
         self.recv(data)
 
 
-def _messages(sealed: Tensor, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each message in ``sealed``, and the bytes of ``data`` that it is made of."""
+def _messages(sealed: Tensor, data: Tensor, stride: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each message in ``sealed``, and the bytes of ``data`` that it is made of. stride: from one to the next, in bytes;
+    0: they lie one behind the other."""
     at = 0
     for start in range(0, data.numel(), PLAIN_BYTES):
         piece = data[start : start + PLAIN_BYTES]
         yield sealed[at : at + piece.numel() + TAG_BYTES], piece
-        at += piece.numel() + TAG_BYTES
+        at += stride or piece.numel() + TAG_BYTES
 
 
 def sealed_end(inner: Transport, store: Any, link_id: str, rank: Rank) -> SealedTransport:

@@ -21,11 +21,12 @@ from paceline.attention.base import AttentionBackend
 from paceline.attention.select import attention_for, tell_what_serves
 from paceline.config import NodeConfig
 from paceline.engine.handoff_contents import HandoffContents
-from paceline.engine.model_runner import KvMemory, ModelRunner, RunnerIdentity, RunnerLimits
+from paceline.engine.model_runner import ModelRunner, RunnerIdentity, RunnerLimits
 from paceline.errors import ConfigError
 from paceline.grammar.compile import GrammarCompiler
 from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.layout import KvLayout
+from paceline.kvcache.memory import KvMemory
 from paceline.kvcache.prefix import PrefixCache
 from paceline.layers.bits import layer_bits, products_name
 from paceline.layers.build import kernel_set, set_threads
@@ -100,7 +101,7 @@ def _load(config: NodeConfig, folder: Path, device: torch.device) -> TargetModel
 
 
 def num_pages_of(config: NodeConfig) -> int:
-    """Pages of a node's KV cache."""
+    """Pages of a node's KV cache, or of each rank's where each has sequences of its own."""
     return -(-config.kv_cache_tokens // config.page_size)
 
 
@@ -138,10 +139,10 @@ def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity, *
     with phase("loading the drafter"), layer_bits(config.bits, model.device):
         plan = plan_drafter(config, model, costs) if drafts else plan_export(config, model)
     layout = KvLayout.of((*model.kv_layers, *plan.kv_layers), model.dtype, config.kv_dtype)
-    num_pages = num_pages_of(config)
+    num_pages = num_pages_of(config) * config.attention_dp
     graphs = decodes and wants_graphs(config)
     kv = model.make_pool(layout, num_pages + (SCRATCH_PAGES if graphs else 0), config.page_size)
-    allocator = PageAllocator(num_pages)
+    allocator = PageAllocator(num_pages, config.attention_dp)
     spec, attention = model.spec, _attention(config, model)
     if model.device.type == "cuda":
         tell_what_serves(attention, layout, spec.num_heads)

@@ -99,9 +99,9 @@ def try_heads(
     tokens were drafted, or the pool has no room."""
     end = clock() + limit_s
     slots = MAX_TOKENS + runner.spec_slots
-    pages = 2 * sum(-(-(len(prompt) + slots) // runner.page_size) for prompt in prompts)
-    longest = max(len(prompt) for prompt in prompts) + MAX_TOKENS
-    if pages > runner.allocator.num_free or longest > runner.max_model_len:
+    most = max(len(prompt) for prompt in prompts)
+    pages, longest = -(-(most + slots) // runner.page_size), most + MAX_TOKENS
+    if runner.allocator.fits(pages) < 2 * len(prompts) or longest > runner.max_model_len:
         return None
     policy, runner.policy = runner.policy, FixedLength()  # what is learnt here is nobody's
     try:

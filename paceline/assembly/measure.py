@@ -42,7 +42,7 @@ def measure_costs(runner: ModelRunner, max_batch: int, grid: MeasureGrid = Measu
     rows = tuple(n for n in grid.rows_per_seq if n < max(2 * most, 3))  # of a tree, and once past it
     slots = max(rows[-1], runner.spec_slots)
     pages = -(-(PROMPT_TOKENS + slots) // runner.page_size)
-    fits = min(max_batch, runner.allocator.num_free // pages)
+    fits = min(max_batch, runner.allocator.fits(pages))
     batches = tuple(b for b in grid.batches if b <= fits)
     if not batches:
         log.warning("the KV pool is too small to measure step costs in: they stay assumed until rounds show them")

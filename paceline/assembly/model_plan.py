@@ -8,7 +8,7 @@ heads read one row. The drafter is on the first rank, and so are MLPs of a famil
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from paceline.speculation import DRAFTERS
 
 META = torch.device("meta")
 EVERYWHERE = "norms and routers"
+ATTENTION = "attention"
 LATENTS = "latent projections"  # that make the latents, and the input of the queries
 DRAFTER = "drafter"
 FIRST_MLPS = "MLPs of the first rank"
@@ -64,6 +65,12 @@ class ModelPlan:
     draft_token_bytes: int  # the same of the drafter
     drafter: str  # what ``default`` drafts with
     refusals: tuple[str, ...]  # why a node would not load it
+
+    def dealt(self, degree: int) -> ModelPlan:
+        """Where sequences are dealt to the ranks (--attention-dp): each has whole attention layers, and rank 0 the
+        drafter's KV of all."""
+        parts = tuple(replace(part, is_split=part.is_split and part.name != ATTENTION) for part in self.parts)
+        return replace(self, parts=parts, draft_token_bytes=degree * self.draft_token_bytes)
 
     def check_degree(self, degree: int) -> None:
         """Raise ConfigError, with the numbers, for a degree that the model cannot have."""
@@ -156,7 +163,7 @@ def _part_of(name: str, mlps: frozenset[str]) -> str:
     if "norm" in name or ".gate." in name or ".router." in name or name.endswith("sinks"):
         return EVERYWHERE
     if ".self_attn." in name:
-        return LATENTS if "_a_proj" in name else "attention"
+        return LATENTS if "_a_proj" in name else ATTENTION
     return "MLPs" if (SHARED if f".{SHARED}." in name else DENSE) in mlps else FIRST_MLPS
 
 

@@ -24,9 +24,11 @@ def logits_in_chunks(
     attention: AttentionBackend,
     token_ids: list[int],
     chunks: tuple[int, ...],
+    part: int = 0,
 ) -> torch.Tensor:
-    """Logits of every row, float32 [len(token_ids), vocab_size], run in chunks of the given sizes."""
-    table = PageTable(allocator, kv.page_size)
+    """Logits of every row, float32 [len(token_ids), vocab_size], run in chunks of the given sizes. part: of the pool,
+    where the rows lie."""
+    table = PageTable(allocator, kv.page_size, part=part)
     try:
         table.ensure(len(token_ids))
         rows, start = [], 0
@@ -41,7 +43,8 @@ def logits_in_chunks(
 
 
 def is_bit_exact(model: TargetModel, kv: KvPool, allocator: PageAllocator, attention: AttentionBackend) -> bool:
-    """Whether all chunkings of one text give the same bits."""
+    """Whether all chunkings of one text give the same bits, on whichever rank its rows lie."""
     tokens = [(7919 * i + 13) % model.spec.vocab_size for i in range(PROBE_TOKENS)]
-    first, *others = (logits_in_chunks(model, kv, allocator, attention, tokens, chunks) for chunks in CHUNKINGS)
+    places = [(chunks, i % allocator.parts) for i, chunks in enumerate(CHUNKINGS)]
+    first, *others = (logits_in_chunks(model, kv, allocator, attention, tokens, *place) for place in places)
     return all(torch.equal(first, other) for other in others)

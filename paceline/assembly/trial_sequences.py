@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import Self
 
 from paceline.engine.model_runner import ModelRunner, PrefillChunk
-from paceline.kvcache.table import PageTable
 from paceline.request import SamplingParams, SequenceRequest, SpeculationParams
 from paceline.spec_decode.sequence import Sequence
 
@@ -45,7 +44,7 @@ class TrialSequences:
         params = replace(params, max_tokens=max_tokens)
         for prompt in prompts:
             request = SequenceRequest("trial", tuple(prompt), params, speculation=speculation)
-            seq = Sequence.start(request, PageTable(runner.allocator, runner.page_size))
+            seq = Sequence.start(request, runner.memory.table())
             self.seqs.append(seq)
             seq.table.ensure(seq.num_prefill + num_slots)
             chunks.append(PrefillChunk(seq, 0, seq.num_prefill))

@@ -55,7 +55,7 @@ class ColocatedEngine:
 
     def _prefill(self, request: SequenceRequest, done: Completed) -> Sequence:
         seq = self.runner.new_sequence(request)
-        seq.table.ensure(seq.num_prefill + request.params.max_tokens + self.runner.spec_slots)
+        self.runner.take_pages(seq, seq.num_prefill + request.params.max_tokens + self.runner.spec_slots)
         for chunk in self._chunks(seq):
             token = self.runner.prefill([chunk])[0]
             done.prompt_logprobs += seq.take_prompt_logprobs()[1]

@@ -22,13 +22,10 @@ from paceline.engine.host_round import HostJudge
 from paceline.engine.prompt_logprobs import add_prompt_logprobs
 from paceline.engine.rounds import Drafted, Judge, Judged, accepted_rows, commit, counted
 from paceline.engine.tree_rows import ObserveLogits
-from paceline.errors import NodeUnavailable
+from paceline.errors import NodeUnavailable, Overloaded
 from paceline.grammar.compile import CompiledGrammar, GrammarCompiler
 from paceline.grammar.cursor import GrammarCursor
-from paceline.kvcache.allocator import PageAllocator
-from paceline.kvcache.pool import KvPool
-from paceline.kvcache.prefix import PrefixCache
-from paceline.kvcache.table import PageTable
+from paceline.kvcache.memory import KvMemory
 from paceline.models.base import AfterLayer, AuxCapture, ForwardContext, TargetModel
 from paceline.models.late_tokens import LateTokens
 from paceline.request import FinishReason, SequenceRequest, TokenLogprobs
@@ -102,15 +99,6 @@ class RunnerIdentity:
         return f"{self.model}/{self.weights}/{self.quantize}/{self.drafter_weights}{kept}"
 
 
-@dataclass(frozen=True)
-class KvMemory:
-    """The pages of a node, who holds them, and which of them may be met again."""
-
-    pool: KvPool
-    allocator: PageAllocator
-    prefix: PrefixCache | None
-
-
 class ModelRunner:
     """Target, drafter and pool of one node."""
 
@@ -129,7 +117,7 @@ class ModelRunner:
     ) -> None:
         """policy: how many tokens to draft; None: as many as a request may have. graphs: of the same model and pool."""
         self.model, self.drafter, self.attention, self.graphs = model, drafter, attention, graphs
-        self.kv, self.allocator, self.prefix = memory.pool, memory.allocator, memory.prefix
+        self.memory, self.kv, self.allocator, self.prefix = memory, memory.pool, memory.allocator, memory.prefix
         self.alive, self.close = model.alive, model.close  # the ranks that share the model
         self.limits, self.identity, self.bit_exact = limits, identity, identity.bit_exact
         self.handoff = limits.handoff
@@ -174,8 +162,7 @@ class ModelRunner:
         most_cached: adopt no more tokens than these, because hidden rows are needed of all others. grammar: the
         request's, compiled; one that is not given is compiled here. Raises InvalidRequest where that cannot be.
         """
-        evict = self.prefix.evict if self.prefix is not None else None
-        seq = Sequence.start(request, PageTable(self.allocator, self.page_size, evict))
+        seq = Sequence.start(request, self.memory.table())
         if request.params.grammar is not None:
             grammar = grammar or self.grammars.compile(request.params.grammar)
             seq.grammar = GrammarCursor(grammar, ignore_eos=request.params.ignore_eos)
@@ -185,10 +172,26 @@ class ModelRunner:
             most = most if most_cached is None else min(most, most_cached)
             if request.params.prompt_logprobs is not None:
                 most = 0  # cached rows have KV but no hidden rows, of which logits are made
-            pages, tokens = self.prefix.match(seq.token_ids, request.cache_salt, max(most, 0))
+            asked = (seq.token_ids, request.cache_salt, max(most, 0))
+            if self.allocator.parts > 1:
+                seq.table = self.memory.table(self.prefix.cached_pages(*asked))
+            pages, tokens = self.prefix.match(*asked, seq.table.part)
             seq.table.adopt(pages)
             seq.num_computed = seq.cached_tokens = seq.draft_rows = tokens
         return seq
+
+    def take_pages(self, seq: Sequence, num_slots: int) -> None:
+        """Pages for all slots of a new sequence. Where the rank that it was to live on has too few and another one has
+        enough, it goes there without its cached prefix. Raises Overloaded; then it stays as it is."""
+        try:
+            seq.table.ensure(num_slots)
+        except Overloaded:
+            table = self.memory.elsewhere(seq.table, num_slots)
+            if table is None:
+                raise
+            seq.table.release()
+            seq.table = table
+            seq.num_computed = seq.cached_tokens = seq.draft_rows = 0
 
     def release(self, seq: Sequence) -> None:
         """Enter the committed pages in the prefix cache and give all pages back. Idempotent."""

@@ -6,6 +6,8 @@ A page is free, or held by one or more owners (sequences, the prefix cache, a tr
 
 Each time a page becomes free its generation increases, so a reference from an earlier life is told from the present
 one and refused.
+
+The pages of a node whose ranks have pools of their own are in as many *parts*, one after another. Each has a free list.
 """
 
 from __future__ import annotations
@@ -37,28 +39,43 @@ class PageAllocator:
     that is not current and for giving back more references than are held.
     """
 
-    def __init__(self, num_pages: int) -> None:
-        if num_pages < 1:
-            raise ValueError(f"num_pages must be at least 1, got {num_pages}")
-        self.num_pages = num_pages
+    def __init__(self, num_pages: int, parts: int = 1) -> None:
+        """num_pages: of all parts, which have equally many."""
+        if num_pages < 1 or parts < 1 or num_pages % parts:
+            raise ValueError(f"num_pages must be at least 1 and a multiple of {parts} parts, got {num_pages}")
+        self.num_pages, self.parts, self.part_pages = num_pages, parts, num_pages // parts
         self._lock = threading.Lock()
-        self._free = list(range(num_pages - 1, -1, -1))  # the page freed last goes out first: its memory is warm
+        # The page freed last goes out first: its memory is warm.
+        self._free = [list(range(end - 1, end - self.part_pages - 1, -1)) for end in self._ends()]
         self._generation = [0] * num_pages
         self._refcount = [0] * num_pages
 
     @property
     def num_free(self) -> int:
-        """Pages that can be allocated now."""
-        return len(self._free)
+        """Pages that can be allocated now, of all parts."""
+        return sum(map(len, self._free))
 
-    def allocate(self, n: int) -> list[PageRef]:
-        """``n`` free pages with one reference each. Raises Overloaded when fewer are free."""
+    def free_in(self, part: int) -> int:
+        """The same of one part."""
+        return len(self._free[part])
+
+    def fits(self, n: int) -> int:
+        """Runs of ``n`` pages, each of one part, that can be allocated now."""
+        return sum(len(free) // n for free in self._free)
+
+    def part_of(self, ref: PageRef) -> int:
+        """Where a page lies."""
+        return ref.page // self.part_pages
+
+    def allocate(self, n: int, part: int = 0) -> list[PageRef]:
+        """``n`` free pages of a part with one reference each. Raises Overloaded when fewer are free there."""
         if n < 0:
             raise ValueError(f"cannot allocate {n} pages")
         with self._lock:
-            if n > len(self._free):
-                raise Overloaded(f"{n} KV pages needed, {len(self._free)} of {self.num_pages} free")
-            pages = [self._free.pop() for _ in range(n)]
+            free = self._free[part]
+            if n > len(free):
+                raise Overloaded(f"{n} KV pages needed, {len(free)} of {self.part_pages} free")
+            pages = [free.pop() for _ in range(n)]
             for page in pages:
                 self._refcount[page] = 1
             return [PageRef(page, self._generation[page]) for page in pages]
@@ -101,9 +118,13 @@ class PageAllocator:
             return problems
 
     def _check_books(self) -> list[str]:
-        free = Counter(self._free)
-        problems = [f"page {page} is {count} times in the free list" for page, count in free.items() if count > 1]
-        problems += [f"page {page} in the free list is not of the pool" for page in free if page >= self.num_pages]
+        free: Counter[int] = Counter()
+        problems = []
+        for end, pages in zip(self._ends(), self._free, strict=True):
+            own = range(end - self.part_pages, end)
+            problems += [f"page {page} in the free list is not of the pool" for page in pages if page not in own]
+            free.update(pages)
+        problems += [f"page {page} is {count} times in the free list" for page, count in free.items() if count > 1]
         for page, references in enumerate(self._refcount):
             if page in free and references:
                 problems.append(f"page {page} is free with {references} references")
@@ -141,7 +162,11 @@ class PageAllocator:
         self._refcount[page] -= 1
         if self._refcount[page] == 0:
             self._generation[page] += 1
-            self._free.append(page)
+            self._free[page // self.part_pages].append(page)
+
+    def _ends(self) -> range:
+        """Past the last page of each part."""
+        return range(self.part_pages, self.num_pages + 1, self.part_pages)
 
 
 def _count(pages: Iterable[PageRef]) -> Counter[int]:

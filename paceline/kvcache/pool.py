@@ -40,8 +40,10 @@ class KvPool:
         page_size: int,
         device: torch.device | str = "cpu",
         held: KvLayout | None = None,
+        data: list[torch.Tensor] | None = None,
     ) -> None:
-        """held: what of ``layout`` lies here, where a subclass has the other heads elsewhere; None: all of it."""
+        """held: what of ``layout`` lies here, where a subclass has the other heads elsewhere; None: all of it. data: of
+        another pool, to be used here too; None: new memory."""
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"num_pages and page_size must be at least 1, got {num_pages} and {page_size}")
         if num_pages * page_size > MAX_SLOTS:
@@ -52,7 +54,7 @@ class KvPool:
         self.device = torch.device(device)
         self.alone = held is None  # no other rank holds any of these rows, be it another head or a copy
         self.held = held or layout
-        self.data: list[torch.Tensor] = [
+        self.data: list[torch.Tensor] = data or [
             _zeros(self._shape(layer), layout.dtype, self.device) for layer in self.held.layers
         ]
         # The same memory as rows that lie together: [num_pages * 2 * page_size, num_kv_heads * head_dim] (GQA),
@@ -62,6 +64,13 @@ class KvPool:
             for data, layer in zip(self.data, self.held.layers, strict=True)
         ]
         self._kernels = make_device_pages(self._flat, self.held, page_size)
+
+    def held_as_pool(self, layout: KvLayout) -> KvPool:
+        """What lies here of the first layers, which ``layout`` says, as a pool of its own over the same memory."""
+        count = len(layout.layers)
+        if layout.layers != self.held.layers[:count] or layout.dtype is not self.layout.dtype:
+            raise ValueError(f"{layout.text()} is asked for, {self.held.text()} lies here")
+        return KvPool(layout, self.num_pages, self.page_size, self.device, data=self.data[:count])
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of key and value, [T, num_kv_heads, head_dim] each, of a GQA layer at ``slots`` [T]: of the heads that

@@ -18,11 +18,14 @@ class PageTable:
     Not thread-safe: it belongs to its node's loop.
     """
 
-    def __init__(self, allocator: PageAllocator, page_size: int, evict: Callable[[int], int] | None = None) -> None:
+    def __init__(
+        self, allocator: PageAllocator, page_size: int, evict: Callable[[int], int] | None = None, part: int = 0
+    ) -> None:
+        """part: of the pool, where all of its pages lie."""
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
         self.pages: list[PageRef] = []
-        self.page_size = page_size
+        self.page_size, self.part = page_size, part
         self._allocator = allocator
         self._evict = evict
         self._buffer = torch.empty(0, dtype=torch.int32)  # [at least capacity], doubled when full
@@ -52,6 +55,8 @@ class PageTable:
             raise ValueError(f"shared pages come first, but the table has {len(self.pages)} pages")
         for ref in pages:
             self._allocator.check(ref)
+            if self._allocator.part_of(ref) != self.part:
+                raise ValueError(f"{ref} is not of part {self.part} of the pool")
         self._append(pages)
 
     def release(self) -> None:
@@ -70,12 +75,12 @@ class PageTable:
 
     def _allocate(self, n: int) -> list[PageRef]:
         try:
-            return self._allocator.allocate(n)
+            return self._allocator.allocate(n, self.part)
         except Overloaded:
             if self._evict is None:
                 raise
-            self._evict(n - self._allocator.num_free)
-        return self._allocator.allocate(n)
+            self._evict(n - self._allocator.free_in(self.part))
+        return self._allocator.allocate(n, self.part)
 
     def _append(self, pages: Sequence[PageRef]) -> None:
         start = self.capacity

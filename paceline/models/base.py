@@ -3,43 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from paceline.attention.base import AttentionBackend, AttentionPlan, ForwardBatch
 from paceline.kvcache.layout import KvLayer, KvLayout
 from paceline.kvcache.pool import KvPool
 from paceline.models.config import ModelSpec
+from paceline.models.context import AfterLayer as AfterLayer
+from paceline.models.context import ForwardContext as ForwardContext
 from paceline.models.loader import WeightBag
-
-AfterLayer = Callable[[int], None]
-
-
-@dataclass(frozen=True)
-class ForwardContext:
-    """Everything one forward passes down; nothing is global."""
-
-    batch: ForwardBatch
-    kv: KvPool
-    attention: AttentionBackend
-    plan: AttentionPlan
-    after_layer: AfterLayer | None = None
-
-    @classmethod
-    def build(
-        cls, batch: ForwardBatch, kv: KvPool, attention: AttentionBackend, after_layer: AfterLayer | None = None
-    ) -> ForwardContext:
-        """Plan ``batch`` once for all layers."""
-        return cls(batch, kv, attention, attention.plan(batch), after_layer)
-
-    def layer_done(self, layer: int) -> None:
-        """A model calls it after each of its layers (0-based): the layer's KV rows of the batch are in the pool, or on
-        a GPU will be once what the current stream holds is done."""
-        if self.after_layer is not None:
-            self.after_layer(layer)
 
 
 class AuxCapture:

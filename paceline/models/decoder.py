@@ -74,7 +74,7 @@ class DecoderModel(TargetModel, Generic[Layer]):
         """See TargetModel."""
         x = self.embed(context.batch.token_ids)
         residual = torch.zeros_like(x)
-        x = self.run_layers(x, residual, context, aux)
+        x = self.run_layers(x, residual, self.ranks.context(context), aux)
         return add_rms_norm(x, residual, self.norm, self.spec.rms_norm_eps)
 
     def run_layers(

@@ -123,7 +123,7 @@ class DeepseekDecoderLayer(PreNormLayer):
             return weights.take_linear(f"{prefix}.{name}", (rows, columns))
 
         self.eps = spec.rms_norm_eps
-        self.attention = LatentAttention(spec, take, linear, kv_layer, weights.ranks)
+        self.attention = weights.ranks.attention(lambda ranks: LatentAttention(spec, take, linear, kv_layer, ranks))
         self.input_norm = take("input_layernorm.weight")
         self.post_norm = take("post_attention_layernorm.weight")
         moe = moe_of(spec)

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from paceline.layers.linear import Linear
 from paceline.layers.quantized import LinearWeight
+from paceline.models.context import ForwardContext
 from paceline.models.row_parallel import row_parallel
+
+Attention = Callable[[torch.Tensor, torch.Tensor, ForwardContext], torch.Tensor]  # of one layer, see PreNormLayer
 
 
 class OneRank:
@@ -30,6 +33,14 @@ class OneRank:
         """A layer whose inner dimension the ranks share. slabs: see row_parallel. With ``out_float32`` rank 0 alone
         has the sum: what others get is not to be used."""
         return row_parallel(weight, slabs, bias, out_float32)
+
+    def attention(self, make: Callable[[OneRank], Attention]) -> Attention:
+        """Latent attention of one layer. make: it, as the ranks that share its heads have it."""
+        return make(self)
+
+    def context(self, context: ForwardContext) -> ForwardContext:
+        """What the layers of this rank are given of a forward."""
+        return context
 
     def experts(self, count: int) -> range:
         """Those of ``count`` experts that this rank has."""

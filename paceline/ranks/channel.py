@@ -45,11 +45,21 @@ class Kind(IntEnum):
     ROWS = 34
     DONE = 35
     PART = 48
+    LANES_OPEN = 64
+    LANES_KEY = 65
+    LANES_GATHER = 66
+    LANES_SEND = 67
+    LANES_RECEIVE = 68
+    LANES_SCATTER = 69
+    LANES_END = 70
+    LANES_DONE = 71
+    LANES_BROKEN = 72
+    LANES_CORRUPT = 73
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One frame as it came. ``number``: of commands, counted from 1."""
+    """One frame as it came. ``number``: of commands and of questions about lanes, counted from 1."""
 
     kind: Kind
     number: int
@@ -103,6 +113,10 @@ class Channel:
             raise NodeUnavailable(f"{kind.name} was not taken within {FRAME_TIMEOUT_S:g} s") from error
         except OSError as error:
             raise Closed(f"{kind.name} cannot be sent: {error}") from error
+
+    def wait(self) -> None:
+        """Until there is something to receive, or the other end is gone."""
+        self._wait(None)
 
     def receive(self, timeout_s: float | None) -> Frame:
         """The next frame; waits ``timeout_s`` for its first byte, for ever with None. Raises Closed when the other end

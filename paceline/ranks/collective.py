@@ -88,6 +88,11 @@ class CollectiveGroup(Group):
         """See Group. Every rank makes it, of the same parts in the same order."""
         return make(self._all_gather(part))
 
+    def share_rows(self, part: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """See Group. One collective; parts are as long as the longest on their way."""
+        every = self._all_gather(F.pad(part, (0, 0, 0, max(counts) - part.shape[0])))
+        return torch.cat([rows[:count] for rows, count in zip(every, counts, strict=True)])
+
     def finish(self) -> None:
         """See Group."""
         self._finish_within(self._timeout_s)

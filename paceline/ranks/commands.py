@@ -122,6 +122,43 @@ class RowsCommand:
         return cls(range(start, stop), torch.from_numpy(slots), after)
 
 
+@dataclass(frozen=True)
+class LaneCommand:
+    """What a rank does with its lanes of a link (kv_transfer/lanes): rows of ``count`` tokens of ``layers``, in the
+    buffers of one number. ``slots``: int64 [count] where rows leave or enter the pool, else [0]. ``after``: see
+    RowsCommand."""
+
+    link: int
+    number: int
+    layers: range
+    count: int
+    after: int
+    slots: torch.Tensor
+
+    def fields(self) -> list[Array]:
+        """LANES_GATHER, LANES_SEND, LANES_RECEIVE, LANES_SCATTER."""
+        numbers = [self.link, self.number, self.layers.start, self.layers.stop, self.count, self.after]
+        return [np.array(numbers, dtype=np.int64), self.slots.numpy()]
+
+    @classmethod
+    def read(cls, frame: Frame) -> LaneCommand:
+        """See fields."""
+        head, slots = frame.fields(np.int64, np.int64)
+        link, number, start, stop, count, after = head.tolist()
+        return cls(link, number, range(start, stop), count, after, torch.from_numpy(slots))
+
+
+def link_fields(link: int, *more: bytes) -> list[Array]:
+    """LANES_END: the link's number. LANES_OPEN: with its options. LANES_KEY: with a key and its value."""
+    return [np.array([link], dtype=np.int64), *(np.frombuffer(some, dtype=np.uint8) for some in more)]
+
+
+def read_link(frame: Frame, num_more: int) -> tuple[int, list[bytes]]:
+    """See link_fields."""
+    head, *more = frame.fields(np.int64, *[np.uint8] * num_more)
+    return int(head[0]), [some.tobytes() for some in more]
+
+
 def copy_fields(layers: range, source: torch.Tensor, dest: torch.Tensor) -> list[Array]:
     """COPY_SLOTS: the layers' range; source and dest [n]."""
     return [np.array([layers.start, layers.stop], dtype=np.int64), *(slots.numpy() for slots in (source, dest))]

@@ -35,9 +35,26 @@ def check_degree(degree: int, spec: ModelSpec) -> None:
         )
 
 
+def check_pools(pools: int, ranks: int, spec: ModelSpec) -> None:
+    """Raise ConfigError naming ``attention_dp`` where the ranks of a node cannot have ``pools`` pools."""
+    if pools == 1:
+        return
+    asked = f"{pools} pools are asked for"
+    if pools != ranks:
+        raise ConfigError("attention_dp", f"{asked}, but {ranks} ranks (tp) can have 1 or {ranks}")
+    if spec.mla is None:
+        raise ConfigError("attention_dp", f"{asked}, but {spec.family} has KV heads, which ranks share: it can have 1")
+
+
 def check_ranks(config: EngineConfig, spec: ModelSpec) -> None:
-    """Raise ConfigError naming ``tp`` for what nodes of several ranks cannot serve, before anything is loaded. Whether
-    ranks part the groups of a quantised checkpoint is seen when it is read."""
+    """Raise ConfigError naming ``tp`` or ``attention_dp`` for what nodes of several ranks cannot serve, before anything
+    is loaded. Whether ranks part the groups of a quantised checkpoint is seen when it is read."""
+    check_pools(config.attention_dp, config.tp, spec)
+    if config.attention_dp > 1 and config.device != "cpu":
+        raise ConfigError(
+            "attention_dp",
+            f"{config.attention_dp} pools are asked for, but on {config.device} a node has 1: only CPUs deal sequences",
+        )
     if config.tp == 1:
         return
     asked = f"{config.tp} ranks are asked for, but "

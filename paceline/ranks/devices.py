@@ -82,8 +82,8 @@ def meeting(config: NodeConfig) -> Iterator[str]:
 
 
 def channels_of(options: FollowerOptions) -> int:
-    """Channels to each follower: commands, rows, and parts where no collective carries them."""
-    return 2 if options.meeting else 3
+    """Channels to each follower: commands, rows, lanes, and parts where no collective carries them."""
+    return 3 if options.meeting else 4
 
 
 def make_group(options: FollowerOptions, rank: int, channels: Sequence[Channel], timeout_s: float) -> Group:

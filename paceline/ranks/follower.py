@@ -1,4 +1,5 @@
-"""What every rank but the first does: it runs the commands of rank 0, in their order, and serves its rows beside them.
+"""What every rank but the first does: it runs the commands of rank 0, in their order, and serves its rows and its lanes
+beside them.
 
 It holds no sequence and decides nothing. It ends when rank 0 says so, when rank 0 is gone, and after its first error.
 """
@@ -9,6 +10,7 @@ import logging
 import threading
 from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 
 import numpy as np
 import torch
@@ -33,6 +35,7 @@ from paceline.ranks.group import Group
 
 log = logging.getLogger(__name__)
 
+LANES = "kv_transfer.lanes.follower:serve"  # imported for the first link with lanes
 ORDER_TIMEOUT_S = 30.0  # that rows wait for commands which rank 0 has run already
 
 
@@ -46,19 +49,22 @@ class Follower:
         attention: AttentionBackend,
         commands: Channel,
         rows: Channel,
+        lanes: Channel,
         group: Group,
     ) -> None:
         """model: this rank's part; pool: with this rank's heads."""
         self._model, self._pool, self._attention, self._group = model, pool, attention, group
-        self._commands, self._rows, self._device = commands, rows, pool.device
+        self._commands, self._rows, self._lanes, self._device = commands, rows, lanes, pool.device
         self._done = 0  # commands
         self._stepped = threading.Condition()
 
     def run(self) -> None:
         """Serve until rank 0 has gone or says stop, and close what connects it. What fails is raised, and told to
         rank 0."""
-        serving = threading.Thread(target=self._serve_rows, name="rank-rows", daemon=True)
-        serving.start()
+        work = (self._serve_rows, self._serve_lanes)
+        serving = [threading.Thread(target=serve, name="rank-rows", daemon=True) for serve in work]
+        for thread in serving:
+            thread.start()
         try:
             take_device(self._device)
             self._group.join()
@@ -70,10 +76,11 @@ class Follower:
             self._tell(error)
             raise
         finally:
-            for channel in (self._commands, self._rows, self._group):
+            for channel in (self._commands, self._rows, self._lanes, self._group):
                 channel.shut()
-            serving.join()
-            for end in (self._commands, self._rows, self._group):
+            for thread in serving:
+                thread.join()
+            for end in (self._commands, self._rows, self._lanes, self._group):
                 end.close()
 
     def _run(self, frame: Frame) -> None:
@@ -110,9 +117,7 @@ class Follower:
         except Closed:
             return
         except Exception as error:
-            log.exception("rows cannot be served")
-            self._tell(error)
-            self._commands.shut()
+            self._broken(error)
 
     def _move(self, frame: Frame) -> None:
         if frame.kind is Kind.GATHER:
@@ -129,6 +134,26 @@ class Follower:
             self._rows.send(Kind.DONE)
         else:
             raise ValueError(f"{frame.kind.name} is no command for rows")
+
+    # ---- lanes, likewise
+
+    def _serve_lanes(self) -> None:
+        try:
+            self._lanes.wait()  # what serves them is loaded for the first link that has any
+        except NodeUnavailable:
+            return
+        module, _, function = LANES.partition(":")
+        try:
+            serve = getattr(import_module(module), function)
+            serve(self._lanes, self._group.rank, self._pool, self._wait_for, self._broken)
+        except Exception as error:
+            self._broken(error)
+
+    def _broken(self, error: Exception) -> None:
+        """Rows or lanes cannot be served: this rank ends."""
+        log.error("rows cannot be served", exc_info=error)
+        self._tell(error)
+        self._commands.shut()
 
     def _wait_for(self, number: int) -> None:
         """Until that command has run here too."""

@@ -46,6 +46,13 @@ class Group(ABC):
         every = self.gather(part)
         return self.broadcast(None if every is None else make(every), like)
 
+    def share_rows(self, part: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """part, counts: see ``gather_rows`` -> the rows of all ranks, in order of rank, [sum of counts, width], on
+        every rank. One whose count is 0 calls it too."""
+        every = self.gather_rows(part, counts)
+        like = part.new_empty(sum(counts), part.shape[1])
+        return self.broadcast(None if every is None else torch.cat(every), like)
+
     def finish(self) -> None:  # noqa: B027  (some have nothing under way when they return)
         """Wait until what the caller's stream holds is done; then every rank has done its part of it. Raises
         NodeUnavailable once the group was shut, as what is computed with it is not to be used."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from paceline.errors import NodeUnavailable
+from paceline.ranks.asker import Asker
 from paceline.ranks.channel import Array, Channel, Frame, Kind
 from paceline.ranks.commands import RowsCommand, bytes_of, read_text
 from paceline.ranks.group import Group
@@ -27,15 +28,21 @@ LAST_WORD_S = 0.5  # that all ranks get to say why one failed
 class Followers:
     """The other ranks of a node, as rank 0 talks to them.
 
-    Three channels to each: ``commands`` is served in order, ``rows`` beside it; the third is the group's. After the
-    first error every call raises NodeUnavailable with what that was. Thread-safe.
+    Four channels to each: ``commands`` is served in order, ``rows`` and ``lanes`` beside it; the last is the group's.
+    After the first error every call raises NodeUnavailable with what that was. Thread-safe.
     """
 
     def __init__(
-        self, commands: Sequence[Channel], rows: Sequence[Channel], group: Group, timeout_s: float = RANK_TIMEOUT_S
+        self,
+        commands: Sequence[Channel],
+        rows: Sequence[Channel],
+        lanes: Sequence[Channel],
+        group: Group,
+        timeout_s: float = RANK_TIMEOUT_S,
     ) -> None:
-        """commands, rows: by rank, from rank 1 on. timeout_s: of an answer."""
+        """commands, rows, lanes: by rank, from rank 1 on. timeout_s: of an answer."""
         self._commands, self._rows, self.group, self._timeout_s = commands, rows, group, timeout_s
+        self.lanes = [Asker(channel, self.fail) for channel in lanes]
         self._sent = 0
         self._done = 0  # commands that rank 0 has run to the end
         self._computing, self._moving, self._failing = threading.RLock(), threading.Lock(), threading.Lock()
@@ -45,6 +52,11 @@ class Followers:
     def degree(self) -> int:
         """Ranks, rank 0 with them."""
         return len(self._commands) + 1
+
+    @property
+    def done(self) -> int:
+        """The number of the last command that rank 0 has run to the end."""
+        return self._done
 
     @contextmanager
     def running(self, kind: Kind, fields: Sequence[Array]) -> Iterator[None]:
@@ -80,6 +92,21 @@ class Followers:
             for channel in self._rows:
                 self._frame(channel, Kind.DONE)
 
+    def gather_of(self, rank: int, layers: range, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """``gather`` of rows that one follower alone has."""
+        with self._asking():
+            self.group.finish()
+            channel = self._rows[rank - 1]
+            channel.send(Kind.GATHER, 0, RowsCommand(layers, slots, self._done).fields())
+            return self._answer(channel, Kind.ROWS, dtype)
+
+    def scatter_of(self, rank: int, layers: range, slots: torch.Tensor, part: torch.Tensor) -> None:
+        """``scatter`` of rows that one follower alone is to have."""
+        with self._asking():
+            channel = self._rows[rank - 1]
+            channel.send(Kind.SCATTER, 0, RowsCommand(layers, slots, self._done).fields(bytes_of(part)))
+            self._frame(channel, Kind.DONE)
+
     def finish(self) -> None:
         """Wait until what the caller's stream holds is done. Raises NodeUnavailable where ranks were lost before: then
         it is not to be used."""
@@ -104,6 +131,8 @@ class Followers:
         with self._computing, self._moving:
             for channel in (*self._commands, *self._rows):
                 channel.close()
+            for asker in self.lanes:
+                asker.close()
             self.group.close()
 
     def fail(self, error: BaseException) -> NodeUnavailable:
@@ -153,4 +182,6 @@ class Followers:
     def _shut(self) -> None:
         for channel in (*self._commands, *self._rows):
             channel.shut()
+        for asker in self.lanes:
+            asker.shut()
         self.group.shut()

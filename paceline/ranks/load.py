@@ -30,7 +30,8 @@ def load_parallel(config: NodeConfig, folder: Path, num_pages: int) -> ParallelT
     """
     check_folder(config, folder)
     check_devices(config)
-    shard, device = Shard(ModelSpec.from_folder(folder), config.tp, 0), rank_device(config.device, 0)
+    shard = Shard(ModelSpec.from_folder(folder), config.tp, 0, config.attention_dp > 1)
+    device = rank_device(config.device, 0)
     with meeting(config) as place:
         processes = FollowerProcesses(
             [FollowerOptions.of(config, str(folder), rank, num_pages, place) for rank in range(1, config.tp)]

@@ -19,6 +19,7 @@ class FollowerOptions:
     quantize: str
     degree: int
     rank: int
+    dealt: bool  # see Shard
     device: str  # the node's
     bits: str
     meeting: str  # path of a file where the ranks meet; empty: their sockets are all they need
@@ -41,6 +42,7 @@ class FollowerOptions:
             quantize=config.quantize,
             degree=config.tp,
             rank=rank,
+            dealt=config.attention_dp > 1,
             device=config.device,
             bits=config.bits,
             meeting=meeting,

@@ -9,6 +9,7 @@ from paceline.kvcache.layout import KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.ranks.channel import Kind
 from paceline.ranks.commands import copy_fields, host_slots
+from paceline.ranks.dealt_pool import FollowerPool
 from paceline.ranks.leader import Followers
 from paceline.ranks.shard import Shard
 
@@ -23,6 +24,13 @@ def held_layout(layout: KvLayout, shard: Shard) -> KvLayout:
     return layout.with_layers(layers)
 
 
+def follower_pool(layout: KvLayout, num_pages: int, page_size: int, device: torch.device, shard: Shard) -> KvPool:
+    """The pool of another rank than 0. layout: of the target's layers, as ``shard`` holds them."""
+    if shard.dealt:
+        return FollowerPool(layout, num_pages, page_size, device, shard.rank, shard.degree)
+    return KvPool(layout, num_pages, page_size, device)
+
+
 class ShardedPool(KvPool):
     """See KvPool. ``layout`` is the whole model's; ``data`` and ``read`` have this rank's heads. ``gather`` and
     ``scatter`` go to the followers beside what they compute; NodeUnavailable where a follower does not answer."""
@@ -31,7 +39,7 @@ class ShardedPool(KvPool):
         self, layout: KvLayout, num_pages: int, page_size: int, device: torch.device, shard: Shard, followers: Followers
     ) -> None:
         super().__init__(layout, num_pages, page_size, device, held_layout(layout, shard))
-        self._followers, self._replicas = followers, shard.replicas
+        self.followers, self._replicas = followers, shard.replicas
         self._target = layout.layer_range(LayerOwner.TARGET)
         self._here = self.held.layers[0]  # of a target layer; they are alike
         self._latent = self._here.kind is LayerKind.MLA  # every rank holds all of it
@@ -41,10 +49,10 @@ class ShardedPool(KvPool):
         here = super().gather(layers, slots)
         target = self._of_target(layers)
         if not target or not len(slots) or self._latent:
-            self._followers.finish()
+            self.followers.finish()
             return here
         shape, size = self._shape_of(target, slots)
-        others = self._followers.gather(target, host_slots(slots), self.layout.dtype)
+        others = self.followers.gather(target, host_slots(slots), self.layout.dtype)
         parts = [here[:size], *(part.to(self.device) for part in others)]
         whole = torch.stack([part.view(shape) for part in parts[:: self._replicas]], dim=3)
         return torch.cat((whole.view(-1), here[size:])) if size < len(here) else whole.view(-1)
@@ -57,17 +65,17 @@ class ShardedPool(KvPool):
         if self._latent:
             super().scatter(layers, slots, data)  # checks it
             rows = data[: len(target) * len(slots) * self._here.row_elems]
-            return self._followers.scatter(target, host_slots(slots), [rows] * (self._followers.degree - 1))
+            return self.followers.scatter(target, host_slots(slots), [rows] * (self.followers.degree - 1))
         shape, size = self._shape_of(target, slots)
-        runs = self._followers.degree // self._replicas
+        runs = self.followers.degree // self._replicas
         whole = size * runs
         rest = self._elems(range(target.stop, layers.stop)) * len(slots)
         self._check(f"data for {len(slots)} tokens of layers {layers}", data, (whole + rest,))
         heads = data[:whole].view(*shape[:3], runs, *shape[3:]).unbind(3)
         parts = [part.contiguous().view(-1) for part in heads]
         super().scatter(layers, slots, torch.cat((parts[0], data[whole:])))
-        others = [parts[rank // self._replicas] for rank in range(1, self._followers.degree)]
-        return self._followers.scatter(target, host_slots(slots), others)
+        others = [parts[rank // self._replicas] for rank in range(1, self.followers.degree)]
+        return self.followers.scatter(target, host_slots(slots), others)
 
     def copy_slots(self, layers: range, source: torch.Tensor, dest: torch.Tensor) -> None:
         """See KvPool. In the order of the commands: forwards that come later find the copies."""
@@ -75,7 +83,7 @@ class ShardedPool(KvPool):
         if not target or not len(source):
             return super().copy_slots(layers, source, dest)
         self._check_slots(source, dest)
-        with self._followers.running(Kind.COPY_SLOTS, copy_fields(target, host_slots(source), host_slots(dest))):
+        with self.followers.running(Kind.COPY_SLOTS, copy_fields(target, host_slots(source), host_slots(dest))):
             return super().copy_slots(layers, source, dest)
 
     def _of_target(self, layers: range) -> range:

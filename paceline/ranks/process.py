@@ -1,4 +1,5 @@
-"""One follower as a process: ``python -m paceline.ranks.process COMMANDS ROWS [SUMS] PARENT``, which rank 0 starts.
+"""One follower as a process: ``python -m paceline.ranks.process COMMANDS ROWS LANES [SUMS] PARENT``, which rank 0
+starts.
 
 The first are open sockets that it inherits, SUMS where parts cross on sockets; the last is the process that it must not
 outlive.
@@ -20,7 +21,6 @@ import torch
 from paceline.attention.select import attention_for
 from paceline.errors import NodeUnavailable
 from paceline.kvcache.layout import KvLayout
-from paceline.kvcache.pool import KvPool
 from paceline.layers.bits import layer_bits
 from paceline.layers.build import set_threads
 from paceline.layers.shared_weights import shared_weights
@@ -35,6 +35,7 @@ from paceline.ranks.group import Group
 from paceline.ranks.leader import RANK_TIMEOUT_S
 from paceline.ranks.load import load_shard
 from paceline.ranks.options import FollowerOptions
+from paceline.ranks.pool import follower_pool
 from paceline.ranks.shard import Shard
 
 PR_SET_PDEATHSIG = 1
@@ -45,12 +46,12 @@ def main() -> int:
     *ends, parent = map(int, sys.argv[1:])
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: rank 0 decides when the node ends
-    channel, rows, *sums = (Channel(socket.socket(fileno=end)) for end in ends)
+    channel, rows, lanes, *sums = (Channel(socket.socket(fileno=end)) for end in ends)
     try:
         options = FollowerOptions.read(read_text(channel.receive(RANK_TIMEOUT_S)))
         configure_logging(options.log_level, options.log_format, f"rank-{options.rank}")
         group = make_group(options, options.rank, sums, RANK_TIMEOUT_S)
-        follower = load(options, group, channel, rows)
+        follower = load(options, group, channel, rows, lanes)
     except Exception as error:
         told(channel, error)
         return 1
@@ -70,23 +71,23 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def load(options: FollowerOptions, group: Group, commands: Channel, rows: Channel) -> Follower:
+def load(options: FollowerOptions, group: Group, commands: Channel, rows: Channel, lanes: Channel) -> Follower:
     """The follower of ``options`` with its part of the model."""
     torch.set_num_threads(options.threads)
     set_threads(options.threads)
     device, dtype = rank_device(options.device, options.rank), DTYPES[options.dtype]
     take_device(device)
-    shard = Shard(ModelSpec.from_folder(Path(options.folder)), options.degree, options.rank)
+    shard = Shard(ModelSpec.from_folder(Path(options.folder)), options.degree, options.rank, options.dealt)
     with shared_weights(options.weight_file), layer_bits(options.bits, device):
         model = load_shard(Path(options.folder), dtype, device, shard, group, options.quantize)
     spec = shard.local_spec
     layout = KvLayout.of(model.kv_layers, dtype, options.kv_dtype)
-    pool = KvPool(layout, options.num_pages, options.page_size, device)
+    pool = follower_pool(layout, options.num_pages, options.page_size, device, shard)
     geometry = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
     longest = options.longest or spec.max_model_len
     special = spec.special_attention(longest)
     attention = attention_for(device, *geometry, options.attention, special=special, longest=longest)
-    return Follower(model, pool, attention, commands, rows, group)
+    return Follower(model, pool, attention, commands, rows, lanes, group)
 
 
 def settle() -> None:

@@ -2,7 +2,7 @@
 
 Nothing of them can outlive rank 0. The kernel kills them when the thread that started them ends (PR_SET_PDEATHSIG);
 hence that thread lives until they are gone. Should that fail, the end of file on their command channel ends them.
-Commands and rows cross on socket pairs that they inherit, and parts too unless a collective carries them.
+Commands, rows and lanes have socket pairs that they inherit, and parts too unless a collective carries them.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class FollowerProcesses:
         when one does not come up."""
         kinds = channels_of(options[0])
         pairs = [[socket.socketpair() for _ in options] for _ in range(kinds)]
-        commands, rows, *sums = ([Channel(ours) for ours, _ in kind] for kind in pairs)
+        commands, rows, lanes, *sums = ([Channel(ours) for ours, _ in kind] for kind in pairs)
         self._theirs = [[theirs for _, theirs in ends] for ends in zip(*pairs, strict=True)]
         self._commands = commands
         self.group = make_group(options[0], 0, [channel for kind in sums for channel in kind], RANK_TIMEOUT_S)
-        self.followers = Followers(commands, rows, self.group)
+        self.followers = Followers(commands, rows, lanes, self.group)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ended, self._started = threading.Event(), threading.Event()
         self._start_error: OSError | None = None

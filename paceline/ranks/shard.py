@@ -40,6 +40,7 @@ class Shard:
     spec: ModelSpec
     degree: int
     rank: int
+    dealt: bool = False  # sequences are, to the ranks: each has whole attention layers (dealt.py)
 
     @property
     def slabs(self) -> int:
@@ -62,12 +63,16 @@ class Shard:
     @property
     def heads(self) -> range:
         """Query heads."""
+        if self.dealt:
+            return range(self.spec.num_heads)
         return _part(self.spec.num_heads, self.degree, self.rank)
 
     @property
     def kv_heads(self) -> range:
         """KV heads: a run of them or, with more ranks than heads, a single one, as kv_transfer.layout.reshard deals
         them."""
+        if self.dealt:
+            return range(self.spec.num_kv_heads)
         held = max(1, self.spec.num_kv_heads // self.degree)
         first = self.rank // self.replicas * held
         return range(first, first + held)
@@ -116,14 +121,17 @@ class Shard:
         spec, mla = self.spec, self.spec.mla
         query, value = (spec.head_dim, spec.head_dim) if mla is None else (mla.query_dim, mla.value_dim)
         vocab = Cut(self.vocab, spec.vocab_size)
+        dense = self._of_width(spec.intermediate_size) if DENSE in self.shared_mlps else {}
+        every = dense | {"embed_tokens": vocab, "lm_head": vocab}
+        if self.dealt:
+            return every
         found = {"q_proj": self._of_heads(query), "o_proj": self._of_heads(value, columns=True)}
         if mla is None:
             kv_heads = Cut(_times(self.kv_heads, query), spec.num_kv_heads * query)
             found |= {"k_proj": kv_heads, "v_proj": kv_heads, "sinks": self._of_heads(1)}
         else:
             found |= {"q_b_proj": self._of_heads(query), "kv_b_proj": self._of_heads(mla.nope_dim + value)}
-        dense = self._of_width(spec.intermediate_size) if DENSE in self.shared_mlps else {}
-        return found | dense | {"embed_tokens": vocab, "lm_head": vocab}
+        return found | every
 
     def _of_heads(self, size: int, *, columns: bool = False) -> Cut:
         """size: elements of a head."""

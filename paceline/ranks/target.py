@@ -13,6 +13,7 @@ from paceline.models.base import AfterLayer, AuxCapture, DecoderBlock, ForwardCo
 from paceline.models.loader import WeightBag
 from paceline.ranks.channel import Kind
 from paceline.ranks.commands import batch_fields, id_fields, row_fields
+from paceline.ranks.dealt_pool import LeaderPool
 from paceline.ranks.leader import Followers
 from paceline.ranks.pool import ShardedPool
 from paceline.ranks.shard import Shard
@@ -39,7 +40,7 @@ class ParallelTarget(TargetModel):
         return torch.cat([self._embed(some) for some in torch.split(token_ids, EMBED_ROWS)])
 
     def forward(self, context: ForwardContext, aux: AuxCapture | None = None) -> torch.Tensor:
-        """See TargetModel. ``context.kv`` is a ShardedPool."""
+        """See TargetModel. ``context.kv`` is of ``make_pool``."""
         heard = None if context.after_layer is None else Hearer(context.after_layer)
         with self.followers.running(Kind.FORWARD, batch_fields(context.batch, self.followers.group.carries)):
             self._carry(context.batch.token_ids)
@@ -64,6 +65,8 @@ class ParallelTarget(TargetModel):
 
     def make_pool(self, layout: KvLayout, num_pages: int, page_size: int) -> KvPool:
         """See TargetModel."""
+        if self.shard.dealt:
+            return LeaderPool(layout, num_pages, page_size, self.device, self.followers)
         return ShardedPool(layout, num_pages, page_size, self.device, self.shard, self.followers)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:

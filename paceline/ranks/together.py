@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
 from paceline.layers.linear import Linear
 from paceline.layers.quantized import LinearWeight
-from paceline.models.one_rank import OneRank
+from paceline.models.context import ForwardContext
+from paceline.models.one_rank import ONE_RANK, Attention, OneRank
+from paceline.ranks.dealt import DealtAttention, dealt
 from paceline.ranks.group import Group
 from paceline.ranks.linear import RowParallelLinear
 from paceline.ranks.shard import Shard
@@ -34,6 +36,14 @@ class ShardRanks(OneRank):
     def share(self, mlp: str) -> bool:
         """See OneRank."""
         return mlp in self._shard.shared_mlps
+
+    def attention(self, make: Callable[[OneRank], Attention]) -> Attention:
+        """See OneRank. Where sequences are dealt, this rank has the whole layer."""
+        return DealtAttention(make(ONE_RANK), self._group) if self._shard.dealt else make(self)
+
+    def context(self, context: ForwardContext) -> ForwardContext:
+        """See OneRank."""
+        return dealt(context) if self._shard.dealt else context
 
     def experts(self, count: int) -> range:
         """See OneRank."""

@@ -42,8 +42,9 @@ def check_request(runner: ModelRunner, request: SequenceRequest, num_slots: int)
             "max_tokens", f"prompt and max_tokens are {total} tokens, the model takes {runner.max_model_len}"
         )
     pages = -(-num_slots // runner.page_size)
-    if pages > runner.allocator.num_pages:
-        raise InvalidRequest("max_tokens", f"needs {pages} KV pages, the node has {runner.allocator.num_pages}")
+    if pages > (most := runner.allocator.part_pages):
+        where = "" if runner.allocator.parts == 1 else " on each rank"
+        raise InvalidRequest("max_tokens", f"needs {pages} KV pages, the node has {most}{where}")
 
 
 async def compiled_grammar(runner: ModelRunner, request: SequenceRequest) -> CompiledGrammar | None:

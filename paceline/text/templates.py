@@ -1,13 +1,16 @@
 """Chat templates: the model's own programs, which make one text of a conversation.
 
-They run in jinja2's sandbox. A template that knows no tools gets them as text: a system turn tells of them in the
-Hermes format, calls stand in the assistant's turns, and what tools return stands in turns of the user.
+They run in jinja2's sandbox, for a bounded time. A template that knows no tools gets them as text: a system turn tells
+of them in the Hermes format, calls stand in the assistant's turns, and what tools return stands in turns of the user.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from datetime import datetime
 from typing import Any
 
@@ -22,6 +25,7 @@ from paceline.errors import ConfigError, InvalidRequest
 
 Message = Mapping[str, Any]
 MAX_RENDERED_CHARS = 32 * 1024 * 1024  # of one prompt; no context is as long
+MAX_RENDER_S = 10.0  # for one prompt
 TOOLS_INTRO = """You may call tools. Each line between <tools> and </tools> describes one as JSON:
 <tools>
 {tools}
@@ -78,6 +82,7 @@ class ChatTemplate:
     def _run(self, template: jinja2.Template, values: Mapping[str, Any]) -> str:
         pieces: list[str] = []
         room = MAX_RENDERED_CHARS
+        ends_at = _ENDS_AT.set(time.monotonic() + MAX_RENDER_S)
         try:
             for piece in template.generate(**{**self._specials, **values}):
                 pieces.append(piece)
@@ -88,6 +93,8 @@ class ChatTemplate:
             raise
         except Exception as error:  # the template is the model's own program: it may fail in any way
             raise InvalidRequest("messages", f"the chat template refused them: {error}") from None
+        finally:
+            _ENDS_AT.reset(ends_at)
         return "".join(pieces)
 
 
@@ -139,11 +146,30 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+_ENDS_AT: ContextVar[float] = ContextVar("ends_at", default=math.inf)  # of a rendering, monotonic clock
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """jinja2's, whose every turn of a loop and every call of a macro looks at the clock."""
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        bodies: list[nodes.For | nodes.Macro] = [*tree.find_all(nodes.For), *tree.find_all(nodes.Macro)]
+        for node in bodies:
+            tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
+            node.body.insert(0, nodes.ExprStmt(tick).set_lineno(node.lineno))
+        return tree
+
+    @staticmethod
+    def tick() -> None:
+        """Raises TemplateError once the time is over."""
+        if time.monotonic() > _ENDS_AT.get():
+            raise jinja2.TemplateError(f"it takes more than {MAX_RENDER_S:g} s")
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     """The sandbox, with the functions that Hugging Face templates are written for."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

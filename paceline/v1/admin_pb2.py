@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/admin.proto\x12\x0bpaceline.v1\"/\n\x0eSetRoleRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\"U\n\x0fSetRoleResponse\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\"\x12\n\x10ListNodesRequest\":\n\x11ListNodesResponse\x12%\n\x05nodes\x18\x01 \x03(\x0b\x32\x16.paceline.v1.AdminNode\"\x93\x02\n\tAdminNode\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x0c\n\x04host\x18\x06 \x01(\t\x12\x0b\n\x03pid\x18\x07 \x01(\r\x12\x0f\n\x07running\x18\x08 \x01(\r\x12\x0f\n\x07waiting\x18\t \x01(\r\x12\x12\n\nfree_pages\x18\n \x01(\r\x12\x13\n\x0btotal_pages\x18\x0b \x01(\r\x12\r\n\x05since\x18\x0c \x01(\x01\x12\r\n\x05\x62uild\x18\r \x01(\t\x12\x10\n\x08restarts\x18\x0e \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x0f \x01(\t\x12\r\n\x05ranks\x18\x10 \x01(\r\",\n\x0e\x41\x64\x64NodeRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\"E\n\x10\x44rainNodeRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x14\n\x07grace_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_grace_s\"#\n\x10StartNodeRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\"F\n\x11RemoveNodeRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x14\n\x07grace_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_grace_s\"B\n\x0cNodeProgress\x12$\n\x04node\x18\x01 \x01(\x0b\x32\x16.paceline.v1.AdminNode\x12\x0c\n\x04\x64one\x18\x02 \x01(\x08\x32\xbb\x03\n\x05\x41\x64min\x12\x44\n\x07SetRole\x12\x1b.paceline.v1.SetRoleRequest\x1a\x1c.paceline.v1.SetRoleResponse\x12J\n\tListNodes\x12\x1d.paceline.v1.ListNodesRequest\x1a\x1e.paceline.v1.ListNodesResponse\x12\x43\n\x07\x41\x64\x64Node\x12\x1b.paceline.v1.AddNodeRequest\x1a\x19.paceline.v1.NodeProgress0\x01\x12G\n\tDrainNode\x12\x1d.paceline.v1.DrainNodeRequest\x1a\x19.paceline.v1.NodeProgress0\x01\x12G\n\tStartNode\x12\x1d.paceline.v1.StartNodeRequest\x1a\x19.paceline.v1.NodeProgress0\x01\x12I\n\nRemoveNode\x12\x1e.paceline.v1.RemoveNodeRequest\x1a\x19.paceline.v1.NodeProgress0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/admin.proto\x12\x0bpaceline.v1\"/\n\x0eSetRoleRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\"U\n\x0fSetRoleResponse\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\"\x12\n\x10ListNodesRequest\":\n\x11ListNodesResponse\x12%\n\x05nodes\x18\x01 \x03(\x0b\x32\x16.paceline.v1.AdminNode\"\x93\x02\n\tAdminNode\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x0c\n\x04host\x18\x06 \x01(\t\x12\x0b\n\x03pid\x18\x07 \x01(\r\x12\x0f\n\x07running\x18\x08 \x01(\r\x12\x0f\n\x07waiting\x18\t \x01(\r\x12\x12\n\nfree_pages\x18\n \x01(\r\x12\x13\n\x0btotal_pages\x18\x0b \x01(\r\x12\r\n\x05since\x18\x0c \x01(\x01\x12\r\n\x05\x62uild\x18\r \x01(\t\x12\x10\n\x08restarts\x18\x0e \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x0f \x01(\t\x12\r\n\x05ranks\x18\x10 \x01(\r\"C\n\x0e\x41\x64\x64NodeRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x15\n\rmost_failures\x18\x03 \x01(\r\"E\n\x10\x44rainNodeRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x14\n\x07grace_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_grace_s\":\n\x10StartNodeRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x15\n\rmost_failures\x18\x02 \x01(\r\"F\n\x11RemoveNodeRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x14\n\x07grace_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_grace_s\"B\n\x0cNodeProgress\x12$\n\x04node\x18\x01 \x01(\x0b\x32\x16.paceline.v1.AdminNode\x12\x0c\n\x04\x64one\x18\x02 \x01(\x08\x32\xbb\x03\n\x05\x41\x64min\x12\x44\n\x07SetRole\x12\x1b.paceline.v1.SetRoleRequest\x1a\x1c.paceline.v1.SetRoleResponse\x12J\n\tListNodes\x12\x1d.paceline.v1.ListNodesRequest\x1a\x1e.paceline.v1.ListNodesResponse\x12\x43\n\x07\x41\x64\x64Node\x12\x1b.paceline.v1.AddNodeRequest\x1a\x19.paceline.v1.NodeProgress0\x01\x12G\n\tDrainNode\x12\x1d.paceline.v1.DrainNodeRequest\x1a\x19.paceline.v1.NodeProgress0\x01\x12G\n\tStartNode\x12\x1d.paceline.v1.StartNodeRequest\x1a\x19.paceline.v1.NodeProgress0\x01\x12I\n\nRemoveNode\x12\x1e.paceline.v1.RemoveNodeRequest\x1a\x19.paceline.v1.NodeProgress0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,15 +42,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ADMINNODE']._serialized_start=257
   _globals['_ADMINNODE']._serialized_end=532
   _globals['_ADDNODEREQUEST']._serialized_start=534
-  _globals['_ADDNODEREQUEST']._serialized_end=578
-  _globals['_DRAINNODEREQUEST']._serialized_start=580
-  _globals['_DRAINNODEREQUEST']._serialized_end=649
-  _globals['_STARTNODEREQUEST']._serialized_start=651
-  _globals['_STARTNODEREQUEST']._serialized_end=686
-  _globals['_REMOVENODEREQUEST']._serialized_start=688
-  _globals['_REMOVENODEREQUEST']._serialized_end=758
-  _globals['_NODEPROGRESS']._serialized_start=760
-  _globals['_NODEPROGRESS']._serialized_end=826
-  _globals['_ADMIN']._serialized_start=829
-  _globals['_ADMIN']._serialized_end=1272
+  _globals['_ADDNODEREQUEST']._serialized_end=601
+  _globals['_DRAINNODEREQUEST']._serialized_start=603
+  _globals['_DRAINNODEREQUEST']._serialized_end=672
+  _globals['_STARTNODEREQUEST']._serialized_start=674
+  _globals['_STARTNODEREQUEST']._serialized_end=732
+  _globals['_REMOVENODEREQUEST']._serialized_start=734
+  _globals['_REMOVENODEREQUEST']._serialized_end=804
+  _globals['_NODEPROGRESS']._serialized_start=806
+  _globals['_NODEPROGRESS']._serialized_end=872
+  _globals['_ADMIN']._serialized_start=875
+  _globals['_ADMIN']._serialized_end=1318
 # @@protoc_insertion_point(module_scope)

@@ -211,19 +211,25 @@ class AddNodeRequest(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
+    MOST_FAILURES_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """prefill or decode."""
     host: _builtins.str
     """Address by which Ray knows the host that it is to run on; empty lets Ray choose."""
+    most_failures: _builtins.int
+    """Answers end with an error once so many starts in a row have failed, or ended within ten seconds; 0: they go on. The
+    node is tried again and again all the same.
+    """
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         host: _builtins.str = ...,
+        most_failures: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "most_failures", b"most_failures", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -264,16 +270,20 @@ class StartNodeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NODE_ID_FIELD_NUMBER: _builtins.int
+    MOST_FAILURES_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Id of the node."""
+    most_failures: _builtins.int
+    """As in AddNodeRequest."""
     def __init__(
         self,
         *,
         node_id: _builtins.str = ...,
+        most_failures: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["most_failures", b"most_failures", "node_id", b"node_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -98,7 +98,7 @@ class PrefillEngine:
             most = job.first_token if self._runner.handoff.row_width else None
             job.seq = self._runner.new_sequence(job.request, most, grammar=job.grammar)
         try:
-            job.seq.table.ensure(job.seq.num_prefill + 1)
+            self._runner.take_pages(job.seq, job.seq.num_prefill + 1)
         except Overloaded:
             return False
         self._count_pages()

@@ -14,7 +14,7 @@ from cluster.commands.cli import app
 from paceline.assembly.model_plan import DRAFTER, ModelPlan, plan_model
 from paceline.errors import ConfigError
 from paceline.models.announced import read_announced
-from tests.support.tiny_deepseek import write_folder
+from tests.support.tiny_deepseek import ranks_deepseek_spec, write_folder
 
 INDEXES = Path(__file__).parents[1] / "models" / "indexes"
 # Tensors, KV bytes of a token in bf16, and the drafter.
@@ -117,6 +117,17 @@ def test_a_rank_has_a_whole_kv_head_though_there_are_more_ranks_than_heads() -> 
     plan.check_degree(8)
     assert planned("deepseek-v3").target_kv_bytes(8) == planned("deepseek-v3").token_bytes  # a latent is not cut
     assert [plan.target_kv_bytes(degree) for degree in (1, 2, 8)] == [plan.token_bytes // n for n in (1, 2, 4)]
+
+
+def test_ranks_among_which_sequences_are_dealt_have_whole_attention(tmp_path: Path) -> None:
+    """Mutants: attention is cut all the same; rank 0 has the drafter's KV of its own sequences alone."""
+    folder = write_folder(tmp_path / "tiny", spec=ranks_deepseek_spec())
+    plan = plan_model(folder, torch.bfloat16)
+    heads = next(part for part in plan.parts if part.name == "attention")
+    assert plan.dealt(8).weight_bytes(8) - plan.weight_bytes(8) == heads.num_bytes - heads.of_rank(8)
+    assert plan.dealt(8).kv_bytes(8) == plan.token_bytes + 8 * plan.draft_token_bytes
+    done = CliRunner().invoke(app, ["plan", str(folder), "--tp", "8", "--attention-dp", "4"])
+    assert "4 pools are asked for, but 8 ranks (tp) can have 1 or 8" in str(done.exception)
 
 
 def test_the_command() -> None:

@@ -29,7 +29,8 @@ TURNS = 3  # of kills that found no victim
 NODES = ("--prefill-nodes", "1", "--prefill-tp", "4", "--decode-tp", "2", "--no-standby")
 
 
-async def test_kills_of_ranks_lose_nothing(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank_links", ["direct", "through-0"])
+async def test_kills_of_ranks_lose_nothing(rank_links: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Mutants: a node lives on without a follower; a follower outlives rank 0; rows of a lost hand-off are used."""
     kills = request.config.getoption("kills", default=None)
     if kills is None:
@@ -40,7 +41,7 @@ async def test_kills_of_ranks_lose_nothing(request: pytest.FixtureRequest, tmp_p
     requests = make_requests(seed, 18)
     write_tiny_head(tmp_path / "eagle3", "eagle3", RANKED_SPEC)
     model = write_ranked_model(tmp_path / "model")
-    with serving(*options_of("spare", model), *NODES) as server:
+    with serving(*options_of("spare", model), *NODES, "--rank-links", rank_links) as server:
         async with AsyncClient(server.grpc) as client:
             nodes = [node.id for node in (await client.model_info()).nodes]
 

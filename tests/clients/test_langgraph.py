@@ -1,4 +1,4 @@
-"""A LangGraph graph of a model that calls a tool, the tool, and the model that is told."""
+"""LangGraph: a model that calls a tool, the tool, and the model that is told; a streamed graph, and an object."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.other_clients import KEY, QUESTION, client
+from tests.clients.test_own_clients import Capital
+from tests.support.other_clients import ASKED, KEY, QUESTION, client
 
 pytestmark = pytest.mark.client("langgraph")
 
@@ -36,3 +37,27 @@ def test_a_graph_with_a_tool(url: str, model: str) -> None:
     assert [turn.type for turn in turns][:3] == ["human", "ai", "tool"]
     assert turns[2].content.endswith("sunny")
     assert turns[-1].content
+
+
+def test_streams_and_objects(url: str, model: str) -> None:
+    graphs = client("langgraph.graph")
+    kind = client("langchain_openai").ChatOpenAI
+    chat = kind(model=model, base_url=f"{url}/v1", api_key=KEY, temperature=0, max_tokens=64, max_retries=0)
+    found: list[Any] = []
+
+    def answers(state: Any) -> Any:
+        return {"messages": [chat.invoke(state["messages"])]}
+
+    def reads(state: Any) -> Any:
+        found.append(chat.with_structured_output(Capital, method="json_schema").invoke(ASKED))
+        return {"messages": []}
+
+    graph = graphs.StateGraph(graphs.MessagesState)
+    graph.add_node("answers", answers)
+    graph.add_node("reads", reads)
+    for edge in ((graphs.START, "answers"), ("answers", "reads")):
+        graph.add_edge(*edge)
+    parts = graph.compile().stream({"messages": [("user", QUESTION)]}, stream_mode="messages")
+    text = "".join(part.content for part, about in parts if about["langgraph_node"] == "answers")
+    assert text == chat.invoke(QUESTION).content
+    assert found[0].city in ("Paris", "Rome")

@@ -1,4 +1,4 @@
-"""pydantic-ai agents: text, streams, objects by schema and by tool, and a tool of the user."""
+"""pydantic-ai agents: text, streams, and objects by schema and by tool."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from kv_transfer.handoff.staging import NUM_BUFFERS
-from kv_transfer.transports.base import MESSAGE_BYTES
+from kv_transfer.transports.base import MESSAGE_BYTES, NUM_BUFFERS
 from paceline.request import SpeculationParams
 from paceline.v1 import common_pb2
 from tests.fakes.nodes import cluster, node_config, sequence_request

@@ -43,7 +43,11 @@ OTHERS = {
     },  # benchmarks.gpu
     "docs/internals/first_device.md": {"--keep", "--try"},  # benchmarks.gpu
     "docs/guides/operations.md": {"--install"},  # benchmarks.pictures
-    "docs/guides/security.md": {"--disable-pip", "--requirement"},  # pip-audit
+    "docs/guides/structured_output.md": {"--library"},  # benchmarks.schema_suite
+    "docs/guides/security.md": {  # ray, pip-audit
+        *("--max-worker-port", "--min-worker-port", "--node-manager-port", "--object-manager-port"),
+        *("--disable-pip", "--requirement"),
+    },
     "docs/guides/quantised.md": {"--quality"},  # benchmarks.quantised
     "docs/internals/decisions.md": {"--crowd"},  # benchmarks.mixed
     "docs/internals/parallel.md": {"--kills", "--streams"},  # tests/chaos
@@ -135,6 +139,20 @@ def test_json_is_json() -> None:
     for body in found:
         lines = [body] if body.startswith("{\n") else body.splitlines()
         assert [json.loads(line) for line in lines]
+
+
+NO_BENCHMARKS = {"pack_weights", "peers", "pictures"}  # what prepares one, or draws its results
+
+
+def test_every_benchmark_that_a_page_names_is_listed() -> None:
+    """In the table of docs/guides/benchmarks.md."""
+    pattern = re.compile(r"python -m benchmarks\.(\w+)|paceline (bench \w+)")
+    table = texts()["docs/guides/benchmarks.md"].partition("\n## ")[0]
+    listed, named = (
+        {module or command for module, command in pattern.findall(text)} for text in (table, "".join(texts().values()))
+    )
+    assert len(listed) > 12
+    assert named - listed == NO_BENCHMARKS
 
 
 def test_the_table_of_checks_names_what_is_there() -> None:

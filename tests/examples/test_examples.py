@@ -1,4 +1,4 @@
-"""Every program of examples/, and what the quickstart has its reader type, against one deployment."""
+"""Every program of examples/, and what pages have their reader type, against one deployment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from tests.support.tiny_checkpoint import write_tiny_llama
 pytestmark = [pytest.mark.e2e, pytest.mark.real_model, pytest.mark.timeout(400)]
 
 EXAMPLES = ROOT / "examples"
-QUICKSTART = ROOT / "docs/quickstart.md"
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -129,29 +128,41 @@ def here(text: str, server: Server) -> str:
     return text.replace("127.0.0.1:50051", server.grpc).replace("127.0.0.1:8000", server.http)
 
 
-def test_the_quickstart_asks_as_it_says(server: Server, tmp_path: Path) -> None:
+def typed(block: str, server: Server) -> str:
+    """A block of commands that ask a deployment, for this one; empty where it has none, or starts one."""
+    block = block.replace(". .venv/bin/activate\n", "")
+    if not re.search(r"^paceline (generate|trace) |^curl -s 127", block, re.MULTILINE) or "paceline serve" in block:
+        return ""
+    for command, option in (("generate", "--server"), ("trace", "--router")):
+        block = block.replace(f"paceline {command}", f"paceline {command} {option} {server.grpc}")
+    return here(block, server)
+
+
+@pytest.mark.parametrize(
+    ("page", "told"),
+    [
+        ("quickstart.md", ['"object":"chat.completion"', "paceline_completion_tokens_total", "events of 3 processes"]),
+        ("guides/structured_output.md", ['"finish_reason":"stop"']),
+        ("guides/operations.md", ['"status"', 'paceline_nodes{role="decode"} 1.0', "events of 3 processes"]),
+    ],
+)
+def test_a_page_asks_as_it_says(page: str, told: list[str], server: Server, tmp_path: Path) -> None:
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     ran = ""
-    for block in shell_blocks(QUICKSTART):
-        if not re.search(r"^paceline (generate|trace) |^curl ", block, re.MULTILINE):
-            continue
-        block = block.replace(". .venv/bin/activate\n", "")
-        if "paceline trace" in block:
-            block = block.replace("paceline trace", f"paceline trace --router {server.grpc}")
-        elif "paceline generate" in block:
-            block = block.replace("paceline generate", f"paceline generate --server {server.grpc}")
+    for block in filter(None, (typed(block, server) for block in shell_blocks(ROOT / "docs" / page))):
         done = subprocess.run(
-            ["bash", "-euc", here(block, server)], cwd=tmp_path, env=environment, capture_output=True, text=True,
+            ["bash", "-euc", block], cwd=tmp_path, env=environment, capture_output=True, text=True,
             timeout=100, check=False,
         )  # fmt: skip
         assert done.returncode == 0, block + done.stdout + done.stderr
         ran += done.stdout
-    assert '"object":"chat.completion"' in ran
-    assert "paceline_completion_tokens_total" in ran
-    assert "events of 3 processes" in ran
+    assert [text for text in told if text not in ran] == [], ran
 
 
-PAGES = ("quickstart.md", "guides/structured_output.md", "guides/tools.md", "guides/other_apis.md")
+PAGES = (
+    "quickstart.md",
+    *(f"guides/{name}.md" for name in ("structured_output", "tools", "other_apis", "drafters")),
+)
 
 
 @pytest.mark.parametrize("page", PAGES)

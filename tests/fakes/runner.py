@@ -108,6 +108,9 @@ class FakeRunner:
             seq.num_computed = seq.draft_rows = seq.cached_tokens
         return seq
 
+    def take_pages(self, seq: Sequence, num_slots: int) -> None:
+        seq.table.ensure(num_slots)
+
     def prefill(self, chunks: Seq[PrefillChunk], after_layer: AfterLayer | None = None) -> list[SampledToken | None]:
         self._forward()
         self.prefill_sizes.append(len(chunks))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kv_transfer.handoff.staging import NUM_BUFFERS, Staging, StagingRing
-from kv_transfer.transports.base import MESSAGE_BYTES
+from kv_transfer.handoff.staging import Staging, StagingRing
+from kv_transfer.transports.base import MESSAGE_BYTES, NUM_BUFFERS
 from kv_transfer.transports.loopback import loopback_pair
 from paceline.host_memory import ALIGNMENT, HUGE_PAGE, host_zeros
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner

@@ -75,7 +75,7 @@ def test_integrity_reports_lost_and_doubly_owned_pages() -> None:
     assert "stale" in allocator.check_integrity([page, PageRef(1, 7)])[0]
     allocator._refcount[page.page] = 0
     assert allocator.check_integrity() == ["page 0 is lost: neither free nor referenced"]
-    allocator._free += [1, 1]
+    allocator._free[0] += [1, 1]
     assert "page 1 is 3 times in the free list" in allocator.check_integrity()
     allocator._refcount[1] = 1
     assert "page 1 is free with 1 references" in allocator.check_integrity()

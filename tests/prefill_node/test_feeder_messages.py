@@ -10,8 +10,8 @@ import torch
 
 import kv_transfer.handoff.cut
 from kv_transfer.handoff.block import TARGET_KV
-from kv_transfer.handoff.staging import NUM_BUFFERS
 from kv_transfer.layout.rows import RowSource
+from kv_transfer.transports.base import NUM_BUFFERS
 from paceline.v1 import handoff_pb2
 from tests.fakes.wait import wait_for
 from tests.support.feeder_wire import TOKEN_BYTES, Wire, open_wire

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from paceline.ranks.target import ParallelTarget
 from tests.support import thread_ranks
 from tests.support.exactness import run
 from tests.support.needs import needs_kernels
-from tests.support.thread_ranks import ranks_runner, ranks_spec
+from tests.support.thread_ranks import family_spec, ranks_runner, ranks_spec
 from tests.support.tiny_model import tiny_request
 
 pytestmark = needs_kernels
@@ -61,6 +62,35 @@ class RunsAnother(Faulty):
 
     def fault(self, frame: Frame) -> None:
         Follower._run(self, Frame(Kind.EMBED, frame.number, bytearray(2 * (b"\x08" + bytes(15)))))
+
+
+class LeavesOut(Follower):
+    """It has no row, and takes no part in the exchange of one layer: what data-parallel attention hangs on."""
+
+    def _run(self, frame: Frame) -> None:
+        share = self._group.share_rows
+
+        def leave_out(part: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+            assert part.shape[0] == counts[self._group.rank] == 0
+            return part.new_empty(sum(counts), part.shape[1])
+
+        if frame.number >= 30:
+            self._group.share_rows = leave_out  # type: ignore[method-assign]
+        super()._run(frame)
+        self._group.share_rows = share  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("sums", ["sockets", "collective"])
+def test_a_rank_without_rows_must_take_part(sums: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence lives on rank 0, so rank 1 has nothing to attend."""
+    monkeypatch.setattr(thread_ranks, "TIMEOUT_S", TIMEOUT_S)
+    options = {"drafter": "none", "prefix_cache": False, "rank_sums": sums, "attention_dp": 2}
+    runner = ranks_runner(2, family_spec("deepseek_v3"), "fp32", LeavesOut, **options)
+    began = time.monotonic()
+    with pytest.raises(NodeUnavailable, match="ranks of this node are lost"):
+        run(runner, [tiny_request(max_tokens=40)])
+    assert time.monotonic() - began < TIMEOUT_S + 1.0
+    runner.close()
 
 
 @pytest.mark.parametrize(
@@ -111,6 +141,6 @@ def test_tokens_of_a_step_in_which_a_rank_was_lost_are_not_told(monkeypatch: pyt
 
 
 def test_an_error_without_a_text_has_its_name() -> None:
-    followers = Followers([], [], SocketGroup(0, 1, [], TIMEOUT_S))
+    followers = Followers([], [], [], SocketGroup(0, 1, [], TIMEOUT_S))
     with pytest.raises(NodeUnavailable, match="MemoryError"), followers.running(Kind.LOGITS, []):
         raise MemoryError

@@ -65,6 +65,9 @@ MODELS: dict[str, tuple[ModelSpec, str, str, tuple[int, ...]]] = {
     "deepseek-fp32": (family_spec("deepseek_v3"), "fp32", "none", (1, 2, 4)),
     "deepseek-bf16": (family_spec("deepseek_v3"), "bf16", "none", (1, 4)),
     "deepseek-w8a16": (family_spec("deepseek_v3"), "bf16", "w8a16", (1, 2)),
+    "deepseek-fp32 dealt": (family_spec("deepseek_v3"), "fp32", "none", (1, 2)),
+    "deepseek-bf16 dealt collective": (family_spec("deepseek_v3"), "bf16", "none", (1, 4)),
+    "deepseek-w8a16 dealt": (family_spec("deepseek_v3"), "bf16", "w8a16", (1, 2)),
     "qwen3-moe-bf16": (family_spec("qwen3_moe"), "bf16", "none", (1, 2, 8)),
     "glm4-moe-fp32": (family_spec("glm4_moe"), "fp32", "none", (1, 4)),
     "glm4-moe-alone": (family_spec("glm4_moe, MLPs on rank 0"), "bf16", "none", (1, 4)),
@@ -91,7 +94,10 @@ def runners(request: pytest.FixtureRequest) -> Iterator[dict[int, ModelRunner]]:
         options["kv_dtype"] = "int8"
     elif kind not in (*SCHEMES, "none"):
         weights |= {name: KINDS[kind](tensor) for name, tensor in floats.items() if "_proj.w" in name}
-    made = {degree: ranks_runner(degree, spec, dtype, Follower, weights, **options) for degree in degrees}
+    made = {}
+    for degree in degrees:
+        options["attention_dp"] = degree if "dealt" in request.param else 1
+        made[degree] = ranks_runner(degree, spec, dtype, Follower, weights, **options)
     yield made
     for runner in made.values():
         runner.close()
@@ -106,7 +112,8 @@ def test_logits_and_rows(runners: dict[int, ModelRunner], cuts: set[int], seed: 
     seen = {}
     for degree, runner in runners.items():
         assert runner.bit_exact
-        logits = logits_in_chunks(runner.model, runner.kv, runner.allocator, runner.attention, ids, chunks)
+        last = runner.allocator.parts - 1  # where sequences are dealt, rank 0 attends none of these rows
+        logits = logits_in_chunks(runner.model, runner.kv, runner.allocator, runner.attention, ids, chunks, last)
         seen[degree] = logits, rows_of(runner)
     for logits, rows in seen.values():
         assert torch.equal(logits, seen[1][0])
@@ -134,7 +141,7 @@ def test_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def rows_of(runner: ModelRunner) -> list[torch.Tensor]:
     """What the pool gives, after rows were moved, stored and read again."""
     kv, layers = runner.kv, range(2)
-    table = PageTable(runner.allocator, kv.page_size)
+    table = PageTable(runner.allocator, kv.page_size, part=runner.allocator.parts - 1)
     try:
         table.ensure(3 * ROWS)
         slots = table.slots.to(torch.int64)
@@ -152,21 +159,27 @@ def rows_of(runner: ModelRunner) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("family", "drafter", "tree"),
-    [("llama", "eagle3", "dynamic"), ("deepseek_v3", "mtp", "chain"), ("deepseek_v3", "mtp", "dynamic")],
+    ("family", "drafter", "tree", "pools"),
+    [
+        ("llama", "eagle3", "dynamic", 1),
+        ("deepseek_v3", "mtp", "chain", 1),
+        ("deepseek_v3", "mtp", "dynamic", 1),
+        ("deepseek_v3", "mtp", "dynamic", 4),
+    ],
 )
-def test_drafts_are_the_same(family: str, drafter: str, tree: str, tmp_path: Path) -> None:
+def test_drafts_are_the_same(family: str, drafter: str, tree: str, pools: int, tmp_path: Path) -> None:
     """Rounds, and logits behind every token: trees are verified and compacted on all ranks, heads run on rank 0."""
     spec = family_spec(family)
     if drafter == "mtp":
         write_mtp_folder(tmp_path / "heads", 1, torch.bfloat16, spec=spec)
     else:
         write_tiny_head(tmp_path / "heads", drafter, spec)
-    options = {"drafter": drafter, "drafter_path": str(tmp_path / "heads"), "head_check": False, "tree": tree}
+    options: dict[str, object] = {"drafter": drafter, "drafter_path": str(tmp_path / "heads")}
+    options |= {"head_check": False, "tree": tree}
     requests = [tiny_request(index=i, max_tokens=12, temperature=float(i % 2)) for i in range(4)]
     outcomes = []
     for degree in (1, 4):
-        runner = ranks_runner(degree, spec, "bf16", **options)
+        runner = ranks_runner(degree, spec, "bf16", **options, attention_dp=pools if degree > 1 else 1)
         outcomes.append(run(runner, requests, batch=3, chunk_tokens=7))
         runner.close()
     assert outcomes[1] == outcomes[0]

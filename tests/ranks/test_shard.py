@@ -52,13 +52,16 @@ def test_degrees(changes: dict[str, int], fitting: tuple[int, ...]) -> None:
     [
         ({"tp": 3}, "llama", "3 ranks .* 8 heads, 2 KV heads, 8 slabs and sums over 256 and 512 .* have 1, 2, 4, 8"),
         ({"tp": 3}, "deepseek_v3", "8 heads, 8 experts, 8 slabs and sums over 256 and 512 and 256 .* 1, 2, 4, 8"),
+        ({"tp": 4, "attention_dp": 2}, "deepseek_v3", "2 pools are asked for, but 4 ranks .* can have 1 or 4"),
+        ({"tp": 2, "attention_dp": 2}, "llama", "2 pools .* llama has KV heads"),
+        ({"tp": 2, "attention_dp": 2, "device": "cuda"}, "deepseek_v3", "2 pools .* on cuda a node has 1"),
         ({"tp": 2, "quantize": "w8a8"}, "llama", "w8a8 .* can have 1: 256 columns are not 8 slabs of .* groups of 64"),
     ],
 )
 def test_refused(options: dict[str, object], family: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why) as refused:
         check_ranks(NodeConfig.model_validate(options), family_spec(family))
-    assert refused.value.key == "tp"
+    assert refused.value.key == ("attention_dp" if "attention_dp" in options else "tp")
 
 
 def test_groups_of_a_checkpoint_that_ranks_would_part_are_refused() -> None:

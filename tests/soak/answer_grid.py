@@ -24,8 +24,9 @@ from paceline.grammar.compile import GrammarCompiler
 from paceline.models.config import ModelSpec
 from paceline.models.hub import resolve_model
 from tests.multihost.small_model import write_model
-from tests.soak.grid import GRIDS, GridRun, Outcome, Tally, table
+from tests.soak.grid import GRIDS, GridRun
 from tests.soak.json_asks import make_json_asks, public_schemas
+from tests.soak.tally import Outcome, Tally, table
 from tests.support.tiny_chat import CHAT_VOCAB
 from tests.support.tiny_model import tiny_spec
 from tests.support.untrained_heads import write_tiny_head
@@ -33,6 +34,7 @@ from tests.support.untrained_heads import write_tiny_head
 TINY = "tiny"
 SPEC = replace(tiny_spec(CHAT_VOCAB), max_position_embeddings=4096)
 SHOWN = 50  # of what failed
+MANY = 500  # answers of a drafter among which some must have lost their node in mid-stream
 BLUR = 0.01  # of the draft model's weights: it is right often, and not always
 
 
@@ -89,8 +91,11 @@ def totals_of(runs: Iterable[dict[str, Any]]) -> dict[str, Tally]:
 def failed(outcome: Outcome) -> list[str]:
     """Why a run does not pass; empty when it does."""
     why = list(outcome.wrong)
-    if not outcome.running_when_killed:
+    if not outcome.streams.running_when_killed:
         why.append("no kill hit a sequence that ran: the run shows nothing about kills")
+    for name, tally in outcome.by_drafter.items():
+        if tally.answers >= MANY and not tally.moved:
+            why.append(f"{name}: no stream lost its node after its first token")
     return why
 
 
@@ -101,6 +106,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default=TINY, help="tiny (random weights, untrained heads), or a model's name")
     parser.add_argument("--suite", type=Path, help="draft's folder of JSON-Schema-Test-Suite, for more schemas")
     parser.add_argument("--results", type=Path, help="file of results to which the run is added")
+    parser.add_argument("--at-once", type=int, default=GridRun.at_once, help="streams")
+    parser.add_argument("--kill-every", type=float, default=GridRun.kill_every_s, help="seconds, about, to the next")
     names = [grid.drafter for grid in GRIDS]
     parser.add_argument("--deployments", nargs="+", choices=names, default=names, help="by their own drafter")
     return parser.parse_args()
@@ -110,6 +117,7 @@ async def _run(arguments: argparse.Namespace, folder: Path) -> list[str]:
     """Returns what failed."""
     given = arguments.seed, arguments.requests, arguments.suite
     run = tiny_run(folder, *given) if arguments.model == TINY else real_run(arguments.model, *given)
+    run = replace(run, at_once=arguments.at_once, kill_every_s=arguments.kill_every)
     why: list[str] = []
     runs: list[dict[str, Any]] = []
     for grid in (grid for grid in GRIDS if grid.drafter in arguments.deployments):
@@ -121,7 +129,7 @@ async def _run(arguments: argparse.Namespace, folder: Path) -> list[str]:
         if arguments.results:
             add_to_file(arguments.results, figures)
         print(
-            f"{grid.drafter}: {figures['kills']}, {outcome.running_when_killed} sequences on killed nodes", flush=True
+            f"{grid.drafter}: {figures['seconds']} s, {outcome.streams.running_when_killed} sequences on killed nodes"
         )
         why += failed(outcome)
     print(f"\n{table(totals_of(runs))}")

@@ -5,27 +5,31 @@ is judged by its schema, and compared with that of one plain process. ``tests.so
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import random
-from collections import Counter
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import psutil
+import torch
 
-from cluster.verification.answers import Answer, largest_gap, parting
+from cluster.verification.answers import Answer
 from cluster.verification.sides import Plain
-from paceline.client import AsyncClient, choices_of
+from paceline.client import AsyncClient, Chunk, ModelInfo, choices_of
 from paceline.errors import PacelineError
-from paceline.results import Choice
 from paceline.text.tokenizer import Tokenizer
 from tests.soak.json_asks import JsonAsk
-from tests.support.server import Server, serve
+from tests.soak.kills import nodes_killed
+from tests.soak.tally import Outcome, request_id_of
+from tests.support.server import serve
 
-AT_ONCE = 8
-KILL_EVERY_S = (2.0, 6.0)
+PLAIN_PROCESSES, PLAIN_PART = 2, 50  # of the plain side; requests from which on a process of its own pays
+TELL_EVERY_S = 15.0
 PATIENCE_S = 240.0
 PREDICTION = "prediction"
 SPOILED = 0.05  # of a prediction's tokens are missing, and as many are others
@@ -60,90 +64,31 @@ NODES = 3
 FIXED |= {"kv-cache-tokens": 16384, "request-timeout-s": 230}
 
 
-@dataclass
-class Tally:
-    """What came of the answers of one drafter."""
-
-    answers: int = 0
-    valid: int = 0
-    cut: int = 0  # by its length, or by a stop text
-    invalid: int = 0
-    different: int = 0
-    lost: int = 0  # ended by an error
-    rounds: int = 0
-    committed: int = 0  # tokens of these rounds
-    accepted: int = 0
-
-    def add(self, other: Mapping[str, int]) -> None:
-        """Count another run's as well."""
-        for name, value in other.items():
-            setattr(self, name, getattr(self, name) + value)
-
-
-@dataclass
-class Outcome:
-    """What came of a run. ``wrong`` tells each answer that is."""
-
-    by_drafter: dict[str, Tally] = field(default_factory=dict)
-    wrong: list[str] = field(default_factory=list)
-    kills: Counter[str] = field(default_factory=Counter)  # by role
-    running_when_killed: int = 0  # sequences on nodes that were killed
-
-    def of(self, drafter: str) -> Tally:
-        """The tally of a drafter."""
-        return self.by_drafter.setdefault(drafter, Tally())
-
-    def note(self, ask: JsonAsk, drafter: str, got: Sequence[Choice], right: Sequence[Answer]) -> None:
-        """Judge and compare one answer."""
-        tally, answers = self.of(drafter), [Answer.of(choice) for choice in got]
-        tally.answers += 1
-        for choice in got:
-            stats = choice.completion.speculation
-            tally.rounds += stats.rounds
-            tally.accepted += stats.accepted_tokens
-            tally.committed += stats.rounds + stats.accepted_tokens
-        found = parting(answers, right) or (largest_gap(answers, right) and "log-probabilities")
-        if found:
-            tally.different += 1
-            self.wrong.append(f"{drafter}, {ask.asked.told}: {found}")
-        words = {ask.judge(answer) for answer in answers}
-        if wrong := words - {"valid", "cut"}:
-            tally.invalid += 1
-            self.wrong.append(f"{drafter}, {ask.asked.told}: {wrong}")
-        elif "cut" in words:
-            tally.cut += 1
-        else:
-            tally.valid += 1
-
-    def lose(self, ask: JsonAsk, drafter: str, error: PacelineError) -> None:
-        """An answer that was not whole."""
-        self.of(drafter).answers += 1
-        self.of(drafter).lost += 1
-        self.wrong.append(f"{drafter}, {ask.asked.told}: {type(error).__name__}: {error}")
-
-    def figures(self) -> dict[str, Any]:
-        """For a file of results."""
-        return {
-            "kills": dict(self.kills),
-            "sequences_on_killed_nodes": self.running_when_killed,
-            "by_drafter": {name: asdict(tally) for name, tally in self.by_drafter.items()},
-        }
-
-
-def table(tallies: Mapping[str, Tally]) -> str:
-    """One line a drafter."""
-    lines = ["| drafter | answers | valid | cut | invalid | different | lost | tokens a round |", "|---|" + "---|" * 7]
-    for name, t in tallies.items():
-        a_round = f"{t.committed / t.rounds:.2f}" if t.rounds else "-"
-        cells = (name, t.answers, t.valid, t.cut, t.invalid, t.different, t.lost, a_round)
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
-
-
 async def plain_answers(folder: Path, address: str, asks: Sequence[JsonAsk]) -> list[list[Answer]]:
-    """What one process without a drafter answers. address: of a deployment of the same model, for its limits."""
+    """What one process without a drafter answers, one sequence at a time. Many requests are dealt to two of them.
+
+    address: of a deployment of the same model, for its limits.
+    """
     async with AsyncClient(address) as client:
-        plain = Plain(folder, await client.model_info())
+        info = await client.model_info()
+    if len(asks) < PLAIN_PART * PLAIN_PROCESSES:
+        return await _plain_part(folder, info, asks)
+    parts = [asks[i::PLAIN_PROCESSES] for i in range(PLAIN_PROCESSES)]
+    with ProcessPoolExecutor(PLAIN_PROCESSES, multiprocessing.get_context("spawn")) as pool:
+        loop = asyncio.get_running_loop()
+        work = [loop.run_in_executor(pool, _plain_process, folder, info, part) for part in parts]
+        answered = dict(chain.from_iterable(await asyncio.gather(*work)))
+    return [answered[ask.asked.number] for ask in asks]
+
+
+def _plain_process(folder: Path, info: ModelInfo, asks: Sequence[JsonAsk]) -> list[tuple[int, list[Answer]]]:
+    torch.set_num_threads(1)
+    right = asyncio.run(_plain_part(folder, info, asks))
+    return [(ask.asked.number, answers) for ask, answers in zip(asks, right, strict=True)]
+
+
+async def _plain_part(folder: Path, info: ModelInfo, asks: Sequence[JsonAsk]) -> list[list[Answer]]:
+    plain = Plain(folder, info)
     await plain.load([ask.asked for ask in asks])
     return [await plain.answer(ask.asked, {}) for ask in asks]
 
@@ -165,65 +110,67 @@ async def ask_all(
     right: Sequence[list[Answer]],
     drafters: Sequence[str],
     outcome: Outcome,
-    predicted: Mapping[int, str] | None = None,
+    predicted: Mapping[int, str],
+    at_once: int,
 ) -> None:
-    """Every request with every drafter. predicted: what requests predict by their place, for PREDICTION."""
+    """Every request with every drafter, ``at_once`` streams at a time. predicted: what requests predict by their
+    place, for PREDICTION."""
     turns = iter([(drafter, at) for at in range(len(asks)) for drafter in drafters])
     async with AsyncClient(address) as client:
 
         async def work() -> None:
             for drafter, at in turns:
-                extra = {"drafter": drafter} if drafter != PREDICTION else {"prediction": (predicted or {})[at]}
-                options: Any = {**asks[at].asked.options, **extra}
+                extra = {"drafter": drafter} if drafter != PREDICTION else {"prediction": predicted[at]}
+                options = {**asks[at].asked.options, **extra, "request_id": request_id_of(drafter, at)}
                 try:
-                    stream = client.stream(asks[at].asked.prompt, timeout=PATIENCE_S, **options)
-                    got = choices_of([chunk async for chunk in stream])
+                    got = choices_of(await _heard(client, asks[at], options, outcome.streams.with_tokens))
                 except PacelineError as error:
                     outcome.lose(asks[at], drafter, error)
                 else:
                     outcome.note(asks[at], drafter, got, right[at])
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(AT_ONCE):
+            for _ in range(at_once):
                 group.create_task(work())
 
 
+async def _heard(client: AsyncClient, ask: JsonAsk, options: Any, with_tokens: set[str]) -> list[Chunk]:
+    """A whole stream. It is among ``with_tokens`` from its first chunk on."""
+    name, chunks = options["request_id"], list[Chunk]()
+    try:
+        async for chunk in client.stream(ask.asked.prompt, timeout=PATIENCE_S, **options):
+            chunks.append(chunk)
+            with_tokens.add(name)
+    finally:
+        with_tokens.discard(name)
+    return chunks
+
+
 @asynccontextmanager
-async def nodes_killed(server: Server, rng: random.Random, outcome: Outcome) -> AsyncIterator[None]:
-    """Now and then, while all nodes are there, one that works is killed, by SIGKILL."""
-    killing = asyncio.create_task(_kill_nodes(server, rng, outcome))
+async def _told(name: str, due: int, outcome: Outcome) -> AsyncIterator[None]:
+    """A line of progress now and then."""
+    began = time.monotonic()
+
+    def tell() -> None:
+        rate, kills = outcome.answers / (time.monotonic() - began), outcome.streams.kills.total()
+        print(
+            f"{name}: {outcome.answers:,} of {due:,} answers, {rate:.1f} a second, {kills} kills, "
+            f"{len(outcome.wrong)} wrong",
+            flush=True,
+        )
+
+    async def tell_on() -> None:
+        while True:
+            await asyncio.sleep(TELL_EVERY_S)
+            tell()
+
+    telling = asyncio.create_task(tell_on())
     try:
         yield
+        tell()
     finally:
-        killing.cancel()
-        await asyncio.gather(killing, return_exceptions=True)
-
-
-async def _kill_nodes(server: Server, rng: random.Random, outcome: Outcome) -> None:
-    killed: set[str] = set()  # addresses, which are listed until their lease has run out
-    async with AsyncClient(server.grpc) as client:
-        while True:
-            await asyncio.sleep(rng.uniform(*KILL_EVERY_S))
-            nodes = (await client.model_info()).nodes
-            busy = [node for node in nodes if node.running] or list(nodes)
-            if len({node.address for node in nodes} - killed) < NODES:
-                continue
-            node = rng.choice(busy)
-            port = int(node.address.rpartition(":")[2])
-            if (process := await asyncio.to_thread(_listens, server, port)) is not None:
-                process.kill()
-                killed.add(node.address)
-                outcome.kills[node.role] += 1
-                outcome.running_when_killed += node.running
-
-
-def _listens(server: Server, port: int) -> psutil.Process | None:
-    for process in server.processes():
-        with suppress(psutil.Error):
-            connections = process.net_connections()
-            if any(c.laddr and c.laddr.port == port and c.status == psutil.CONN_LISTEN for c in connections):
-                return process
-    return None
+        telling.cancel()
+        await asyncio.gather(telling, return_exceptions=True)
 
 
 @dataclass
@@ -236,6 +183,8 @@ class GridRun:
     dtype: str
     asks: Sequence[JsonAsk]
     seed: int
+    at_once: int = 16  # streams
+    kill_every_s: float = 4.0  # while all nodes are there
     _right: list[list[Answer]] = field(default_factory=list)
 
     async def ask(self, grid: Grid) -> Outcome:
@@ -249,7 +198,10 @@ class GridRun:
         flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
         with serve(*flags, "--no-head-check") as server:
             self._right = self._right or await plain_answers(self.folder, server.grpc, self.asks)
-            predicted = predictions(self.folder, self._right, self.seed)
-            async with nodes_killed(server, random.Random(self.seed), outcome):
-                await ask_all(server.grpc, self.asks, self._right, grid.asked, outcome, predicted)
+            predicted, rng = predictions(self.folder, self._right, self.seed), random.Random(self.seed)
+            due = len(self.asks) * len(grid.asked)
+            killed = nodes_killed(server, NODES, self.kill_every_s, rng, outcome.streams)
+            async with _told(grid.drafter, due, outcome), killed:
+                await ask_all(server.grpc, self.asks, self._right, grid.asked, outcome, predicted, self.at_once)
+            outcome.count_moved(server.log.read_text())
         return outcome

@@ -14,14 +14,15 @@ import torch
 
 from tests.multihost.small_model import write_model
 from tests.soak.answer_grid import SPEC, failed, tiny_run
-from tests.soak.grid import GRIDS, PREDICTION, Outcome, ask_all, plain_answers, predictions, table
+from tests.soak.grid import GRIDS, PREDICTION, ask_all, plain_answers, predictions
 from tests.soak.json_asks import make_json_asks
+from tests.soak.tally import Outcome, table
 from tests.support.folder_deployment import deployed
 from tests.support.needs import needs_kernels
 
 pytestmark = needs_kernels
 
-SHORT_REQUESTS, SHORT_SEED = 12, 15
+SHORT_REQUESTS, SHORT_SEED, AT_ONCE = 12, 15, 8
 SHARE = 10  # of --requests: the other parts of the soak ask each request once, this one asks it of every drafter
 
 
@@ -48,5 +49,5 @@ async def _short(tmp_path: Path, seed: int) -> Outcome:
     async with deployed(folder, drafter="ngram", tree="static", tree_width=2) as address:
         right = await plain_answers(folder, address, asks)
         predicted = predictions(folder, right, seed)
-        await ask_all(address, asks, right, ("ngram", PREDICTION), outcome, predicted)
+        await ask_all(address, asks, right, ("ngram", PREDICTION), outcome, predicted, AT_ONCE)
     return outcome

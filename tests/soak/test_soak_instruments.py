@@ -13,6 +13,7 @@ import pytest
 
 from tests.soak.answers import Answer, Heard, wrong_when_complete, wrong_when_cut
 from tests.soak.asks import KINDS, MOMENTS, WAYS, make_asks, make_turn
+from tests.soak.kills import Streams
 from tests.soak.processes import Sample, Watch, grown, slope_per_1000, table, trends
 
 RIGHT = Heard(2, {0: Answer([5, 6, 7], "abc", "stop"), 1: Answer([8, 9], "de", "length")}, closed=True)
@@ -135,3 +136,16 @@ def test_a_process_that_keeps_something_of_each_request_is_found(word: str) -> N
         assert slopes["private"].per_1000 == pytest.approx(62.5, rel=0.2)
         assert slopes["files"].per_1000 == pytest.approx(1000.0)
     assert "child" in table({"child": slopes})
+
+
+def test_streams_that_lost_their_node() -> None:
+    """Those that had a token at a kill, and that the router tried again. Mutant: all that were open at a kill."""
+    streams = Streams(with_tokens={"eagle3-1", "mtp-2", "none-3"})
+    streams.killed("decode", 2)
+    streams.with_tokens = {"ngram-4"}
+    tried = ("eagle3-1", "mtp-2#1", "ngram-4", "suffix-5")
+    assert streams.moved("".join(f"WARNING {name}: trying again after a loss\n" for name in tried)) == {
+        "eagle3-1",
+        "mtp-2",
+    }
+    assert (streams.kills, streams.running_when_killed) == ({"decode": 1}, 2)

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from pydantic import SecretStr
 
@@ -38,9 +39,9 @@ def identity(role: Role, tls: TlsFolder | None, token: str = SECRET.call_token) 
 
 
 @asynccontextmanager
-async def secured(tls: TlsFolder | None) -> AsyncIterator[Cluster]:
-    """Both nodes of a deployment with a secret, and with certificates where there are some."""
-    options = {"tls_dir": str(tls.path) if tls else "", "call_token": SecretStr(SECRET.call_token)}
+async def secured(tls: TlsFolder | None, **more: Any) -> AsyncIterator[Cluster]:
+    """Both nodes of a deployment with a secret, and with certificates where there are some. more: options of both."""
+    options = more | {"tls_dir": str(tls.path) if tls else "", "call_token": SecretStr(SECRET.call_token)}
     prefill = node_config(**options)
     decode = node_config(page_size=8, ticket_key=SecretStr(SECRET.ticket_key), **options)
     async with cluster(prefill, decode, identity=identity("router", tls), grants=Grants(SECRET.ticket_key)) as nodes:

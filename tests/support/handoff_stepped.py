@@ -20,7 +20,7 @@ from kv_transfer.handoff.sender import HandoffSender
 from kv_transfer.handoff.staging import StagingRing
 from kv_transfer.transports.base import Transport
 from paceline.v1.handoff_pb2 import HandoffMessage
-from prefill_node.feeder import RowFeeder
+from prefill_node.feeder import Room, RowFeeder
 
 MOST_MESSAGES = 6  # of a chunk: a turn of the feeder finds buffers for all of them
 
@@ -152,9 +152,9 @@ class SteppedFeeder(RowFeeder):
         self.lost_target: set[str] = set()  # tickets that cannot become ready any more
         self.gathering = ""  # the ticket
 
-    def _gather(self, ticket: str, block: RowBlock, slots: torch.Tensor, data: torch.Tensor) -> bool:
+    def _gather(self, ticket: str, block: RowBlock, slots: torch.Tensor, room: Room) -> bool:
         self.gathering = ticket
-        return super()._gather(ticket, block, slots, data)
+        return super()._gather(ticket, block, slots, room)
 
     def rows(self, ticket: str, block: RowBlock, slots: torch.Tensor) -> None:
         fault = self.leave_out.get(ticket)

@@ -18,7 +18,7 @@ import psutil
 
 READY_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 60.0
-FOR_TESTS = ("PACELINE_COMMAND", "PACELINE_URL")  # a deployment knows no such options, and would refuse them
+FOR_TESTS = ("PACELINE_COMMAND", "PACELINE_URL", "PACELINE_FUZZ")  # and what begins so: no options of a deployment
 SECRET = "the secret of a deployment that tests ask about its nodes"
 
 
@@ -52,7 +52,7 @@ def serve(*options: str, end_with: signal.Signals = signal.SIGINT, verb: str = "
         secret.write_text(SECRET)
         command = [paceline(), verb, "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", "--verbose"]
         command += ["--secret-file", str(secret), *options]
-        env = {name: value for name, value in os.environ.items() if name not in FOR_TESTS}
+        env = {name: value for name, value in os.environ.items() if not name.startswith(FOR_TESTS)}
         with log.open("w") as errors:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env)
         server = Server(process, "", "", log)

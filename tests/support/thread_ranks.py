@@ -17,7 +17,6 @@ from paceline.attention.select import attention_for
 from paceline.config import NodeConfig
 from paceline.engine.model_runner import ModelRunner, RunnerIdentity
 from paceline.kvcache.layout import KvLayout
-from paceline.kvcache.pool import KvPool
 from paceline.layers.quantized import LinearWeight
 from paceline.models import deepseek_shapes, gemma3, gpt_oss, moe_decoder
 from paceline.models.base import TargetModel
@@ -35,7 +34,7 @@ from paceline.ranks.follower import Follower
 from paceline.ranks.group import Group
 from paceline.ranks.leader import Followers
 from paceline.ranks.load import make_shard
-from paceline.ranks.pool import held_layout
+from paceline.ranks.pool import follower_pool, held_layout
 from paceline.ranks.shard import Shard
 from paceline.ranks.sockets import SocketGroup
 from paceline.ranks.target import ParallelTarget
@@ -59,8 +58,9 @@ def thread_target(
     places = [rank_device(config.device, rank) for rank in range(degree)]
     meet = cache(torch_dist.HashStore)  # one for all of them
     (commands, their_commands), (rows, their_rows) = channels(degree), channels(degree)
+    lanes, their_lanes = channels(degree)
     sums, their_sums = channels(degree) if sums_of(config) == SOCKETS else ([], [])
-    shards = [Shard(spec, degree, rank) for rank in range(degree)]
+    shards = [Shard(spec, degree, rank, config.attention_dp > 1) for rank in range(degree)]
     models, groups = [], []
     for shard in shards:
         group: Group = CollectiveGroup(shard.rank, degree, places[shard.rank], meet, TIMEOUT_S)
@@ -71,13 +71,14 @@ def thread_target(
         models.append(make_shard(bag, dtype, places[shard.rank], shard))
         groups.append(group)
         bag.finish()
-    followers = Followers(commands, rows, groups[0], timeout_s=TIMEOUT_S)
+    followers = Followers(commands, rows, lanes, groups[0], timeout_s=TIMEOUT_S)
     threads: list[threading.Thread] = []
     target = ParallelTarget(models[0], shards[0], followers, lambda: _end(threads, followers))
     layout = KvLayout.of(target.kv_layers, dtype, config.kv_dtype)
-    for shard, model, *ends in zip(shards[1:], models[1:], their_commands, their_rows, groups[1:], strict=True):
+    theirs = (their_commands, their_rows, their_lanes, groups[1:])
+    for shard, model, *ends in zip(shards[1:], models[1:], *theirs, strict=True):
         device, geometry = places[shard.rank], (len(shard.heads), len(shard.kv_heads))
-        pool = KvPool(held_layout(layout, shard), *pages, device)
+        pool = follower_pool(held_layout(layout, shard), *pages, device, shard)
         special = spec.special_attention(spec.max_model_len)
         sees = attention_for(device, *geometry, spec.head_dim, config.attention_wanted, special=special)
         loop = follower(model, pool, sees, *ends)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -160,9 +161,18 @@ def config_json(spec: ModelSpec) -> dict[str, object]:
     }
 
 
-def write_folder(folder: Path, seed: int = 0) -> Path:
-    """A bf16 checkpoint as DeepSeek's: target, two MTP modules with their copies, tokenizer. Returns ``folder``."""
+def ranks_deepseek_spec() -> ModelSpec:
+    """A model that 1, 2, 4 or 8 ranks can serve, with the vocabulary of a folder."""
     spec = tiny_deepseek_spec(FOLDER_VOCAB)
+    assert spec.mla is not None
+    mla = replace(spec.mla, value_dim=32)
+    return replace(spec, num_heads=8, num_kv_heads=8, intermediate_size=256, mla=mla)
+
+
+def write_folder(folder: Path, seed: int = 0, spec: ModelSpec | None = None) -> Path:
+    """A bf16 checkpoint as DeepSeek's: target, two MTP modules with their copies, tokenizer. spec: with a vocabulary of
+    FOLDER_VOCAB. Returns ``folder``."""
+    spec = spec or tiny_deepseek_spec(FOLDER_VOCAB)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = target_tensors(spec, torch.bfloat16, seed)
     tensors |= random_tensors(module_shapes(spec, spec.num_mtp_modules), torch.bfloat16, seed + 1)

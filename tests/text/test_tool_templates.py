@@ -109,6 +109,18 @@ def test_more_values(tmp_path: Path) -> None:
     assert rendered(tokenizer, TURNS[:1], values={"enable_thinking": True}) == "on"
 
 
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+RECURSION = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}"
+
+
+@pytest.mark.parametrize("source", [LOOPS, RECURSION])
+def test_a_template_that_takes_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    """It says nothing, so that no length ends it. Mutants: loops, or macros, that do not look at the clock."""
+    monkeypatch.setattr(templates, "MAX_RENDER_S", 0.1)
+    with pytest.raises(InvalidRequest, match=r"more than 0\.1 s"):
+        tokenizer_of(tmp_path, source).apply_chat_template(TURNS[:1])
+
+
 def test_a_template_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(templates, "MAX_RENDERED_CHARS", 10_000)
     tokenizer = tokenizer_of(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,11 +17,14 @@ from cluster.state.registry_types import Registry
 from cluster.supervision import Supervision
 from paceline.client import AsyncClient
 from paceline.config import ServeConfig
+from paceline.errors import NodeUnavailable
 from paceline.v1 import admin_pb2, admin_pb2_grpc
 from tests.fakes.redis_servers import Embedded
 from tests.support.api_keys import Keys, write_keys
 from tests.support.scripted_nodes import MAX_MODEL_LEN, VOCAB, ByteTokenizer, FakeRegistry
 from tests.support.tiny_http import MODEL, served
+
+GRACE_S = 6.0
 
 
 async def test_no_tenant_learns_what_another_has_cached(tmp_path: Path) -> None:
@@ -89,3 +94,41 @@ async def test_a_deployment_asks_for_keys_at_all_its_doors(tmp_path: Path, caplo
         "peer=127.0.0.1 key=operator act='/paceline.v1.Admin/SetRole' outcome='allowed'",
         "peer=127.0.0.1 key=- act='nodes role n decode' outcome=\"failed: KeyError('n')\"",
     ]
+
+
+async def _told(client: httpx.AsyncClient, url: str) -> str:
+    """The answer to a request; empty where there is none, since nobody listens any more."""
+    try:
+        return (await client.post(url, json={"prompt": "hi"})).text
+    except httpx.TransportError:
+        return ""
+
+
+async def test_a_front_door_that_drains_takes_nothing_new_and_ends_what_runs() -> None:
+    """Mutants: HTTP goes on while gRPC drains; new requests are taken until the grace is over; both graces, one after
+    the other."""
+    redis = Embedded()
+    free = dict.fromkeys(("grpc", "http"), "127.0.0.1:0")
+    made: Any = Deployment(ServeConfig.model_validate({"model": "tiny", "drafter": "none"} | free))
+    front = made.front
+    front.directory, front.registry = FakeRegistry(), Registry(redis.url, 2.0)
+    front._tokenizer, front._folder = ByteTokenizer(), None
+    try:
+        await front.open(Served(MAX_MODEL_LEN, VOCAB, True))
+        place = front.router._admission.enter(1)  # a request that runs
+        url = f"http://{front.http_address}/v1/completions"
+        async with httpx.AsyncClient() as client, AsyncClient(front.grpc_address, retries=0) as sdk:
+            assert (await client.post(url, json={"prompt": "hi"})).status_code == 503  # there is no node
+            began = time.monotonic()
+            ending = asyncio.create_task(made.stop(GRACE_S))
+            with pytest.raises(NodeUnavailable, match="takes no new requests"):
+                await sdk.generate("hi")
+            while told := await _told(client, url):
+                assert "takes no new requests" in told
+            assert not ending.done()
+            front.router._admission.leave(place)
+            await ending
+        assert time.monotonic() - began < GRACE_S
+    finally:
+        await made.stop(0.0)
+        redis.close()

@@ -11,6 +11,7 @@ import pytest
 from cluster.commands import cli
 from cluster.commands.reach import next_step
 from cluster.nodes.listening import check_addresses, check_free, warn_of_clear_keys
+from cluster.serving_router import check_front
 from paceline.client import Client
 from paceline.config import ServeConfig
 from paceline.errors import ConfigError, NodeUnavailable, PacelineError, Unauthenticated
@@ -94,6 +95,14 @@ def test_keys_that_cross_the_network_in_the_clear_are_told(caplog: pytest.LogCap
     warn_of_clear_keys(config, clients_tls=True, parts_tls=True)
     told = [record.getMessage().partition("clear: ")[2].partition(" have")[0] for record in caplog.records]
     assert told == ["grpc 0.0.0.0:1, admin 10.0.0.1:3", "admin 10.0.0.1:3"]
+
+
+@pytest.mark.parametrize("url", ["rediz://:p4ss@host/0", "redis://:p4/ss@host/0", "redis://:p4ss@host:99999/0"])
+async def test_what_is_no_redis_is_named_and_not_repeated(url: str) -> None:
+    """Mutants: a traceback; the URL, or the part of the password that was taken for a port, in the message."""
+    with pytest.raises(ConfigError, match=r"^redis: is no URL of a Redis") as told:
+        await check_front(ServeConfig(redis=url))
+    assert "p4" not in str(told.value)
 
 
 def test_a_command_that_reaches_nobody_says_what_to_try() -> None:

@@ -21,7 +21,8 @@ async def test_completion_body(client: httpx.AsyncClient, router: FakeRouter) ->
     assert body["id"].startswith("cmpl-")
     assert body["id"] == router.asked[0].request_id == response.headers["x-request-id"]
     assert (body["object"], body["model"]) == ("text_completion", MODEL)
-    assert body["choices"] == [{"index": 0, "text": "Hello you", "logprobs": None, "finish_reason": "stop"}]
+    ended = {"finish_reason": "stop", "stop_reason": None}
+    assert body["choices"] == [{"index": 0, "text": "Hello you", "logprobs": None, **ended}]
     assert body["usage"] == {
         "prompt_tokens": 5,
         "completion_tokens": 9,
@@ -212,7 +213,7 @@ async def test_chat_messages(client: httpx.AsyncClient, router: FakeRouter) -> N
 
 async def test_models(client: httpx.AsyncClient) -> None:
     listed = (await client.get("/v1/models")).json()
-    assert [model["id"] for model in listed["data"]] == [MODEL]
+    assert [(model["id"], model["root"]) for model in listed["data"]] == [(MODEL, MODEL)]
     assert (await client.get(f"/v1/models/{MODEL}")).json() == listed["data"][0]
     missing = await client.get("/v1/models/other")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")

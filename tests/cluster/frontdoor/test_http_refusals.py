@@ -12,7 +12,7 @@ import pytest
 
 from cluster.contract.generation import MAX_MESSAGES
 from cluster.frontdoor import http_exchange
-from cluster.frontdoor.json_body import MAX_CONTAINERS
+from cluster.frontdoor.json_body import MAX_COMMAS, MAX_CONTAINERS, MAX_FRACTIONS, MAX_TEXTS
 from paceline.errors import (
     DeadlineExceeded,
     HandoffFailed,
@@ -166,6 +166,10 @@ async def test_wrong_chats(client: httpx.AsyncClient, body: dict[str, Any], para
         (b"[" * 100_000, "body"),
         (b'{"prompt": "hi", "metadata": [' + b"[]," * MAX_CONTAINERS + b"[]]}", "body"),
         (b'{"prompt": "hi", "metadata": "' + b"\\" * MAX_CONTAINERS + b"[" * MAX_CONTAINERS, "body"),
+        (b'{"prompt": "hi", "structured_outputs": {"json": {"enum": [' + b"1," * MAX_COMMAS + b"1]}}}", "body"),
+        (b'{"prompt": "hi", "metadata": {' + b'"a": "",' * (MAX_TEXTS // 2) + b'"a": ""}}', "body"),
+        (b'{"prompt": "hi", "metadata": [' + b"1.5," * MAX_FRACTIONS + b"1.5]}", "body"),
+        (b'{"prompt": "hi", "guided_json": {"enum": [' + b"1," * 30_000 + b"1]}}", "guided_json"),
     ],
 )
 async def test_wrong_json(client: httpx.AsyncClient, router: FakeRouter, content: bytes, param: str) -> None:
@@ -173,8 +177,8 @@ async def test_wrong_json(client: httpx.AsyncClient, router: FakeRouter, content
     assert router.asked == []
 
 
-async def test_brackets_within_a_text_are_no_lists(client: httpx.AsyncClient, router: FakeRouter) -> None:
-    text = '[{"\\' * MAX_CONTAINERS
+async def test_what_a_text_spells_is_not_counted(client: httpx.AsyncClient, router: FakeRouter) -> None:
+    text = '[{"\\' * MAX_CONTAINERS + '",' * MAX_COMMAS
     assert (await client.post(COMPLETIONS, json={"prompt": text})).status_code == 200
     assert router.asked[0].prompt == text
 

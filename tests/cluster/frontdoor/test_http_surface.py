@@ -100,6 +100,13 @@ async def test_head_is_get_without_a_body(address: str, router: FakeRouter) -> N
         assert (await client.head(COMPLETIONS)).status_code == 405
 
 
+async def test_a_refused_method_is_told_all_that_the_path_takes(address: str) -> None:
+    """Mutant: those of the path's first route alone."""
+    async with httpx.AsyncClient(base_url=address) as client:
+        told = [(await client.put(path)).headers["allow"] for path in ("/ping", COMPLETIONS, "/v1/responses/x")]
+    assert told == ["GET, POST", "POST", "DELETE, GET"]
+
+
 # -- other origins -----------------------------------------------------------------------------------------------
 
 

@@ -41,15 +41,16 @@ async def ask(client: httpx.AsyncClient, prompt: Any, **body: Any) -> dict[str, 
 
 def streamed(got: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
     """The choices of a stream, put together."""
-    texts, ends = [""] * count, [""] * count
+    texts, ends = [""] * count, [{"finish_reason": None}] * count
     logprobs: list[dict[str, list[Any]]] = [{name: [] for name in LISTS} for _ in range(count)]
     for choice in (choice for event in got for choice in event["choices"]):
         at = choice["index"]
         texts[at] += choice["text"]
-        ends[at] = choice["finish_reason"] or ends[at]
+        if choice["finish_reason"]:
+            ends[at] = {name: choice[name] for name in ("finish_reason", "stop_reason")}
         for name, values in (choice["logprobs"] or {}).items():
             logprobs[at][name] += values
-    return [{"index": i, "text": texts[i], "logprobs": logprobs[i], "finish_reason": ends[i]} for i in range(count)]
+    return [{"index": i, "text": texts[i], "logprobs": logprobs[i], **ends[i]} for i in range(count)]
 
 
 # -- several prompts -----------------------------------------------------------------------------------------------

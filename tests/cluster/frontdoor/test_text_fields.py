@@ -57,6 +57,24 @@ async def test_the_stop_text_is_part_of_the_answer(tmp_path: Path, monkeypatch: 
         assert (done.text, done.completion.stop_string) == ("one. ", ". ")
 
 
+async def test_what_ended_the_answer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's stop_reason. Mutant: the model's own end is told as a stop token of the request."""
+    says(monkeypatch, "one. two")
+    token = ord("t") - 0x21
+    cases: list[tuple[dict[str, Any], str | int | None]] = [
+        ({"stop": ["two", ". "]}, ". "),
+        ({"stop_token_ids": [token]}, token),
+        ({"stop_token_ids": [token], "max_tokens": 2}, None),
+        ({}, None),
+    ]
+    async with served(tmp_path) as (_, client, _):
+        for fields, reason in cases:
+            asked = {"prompt": "x", "seed": 5, "max_tokens": 30, **fields}
+            (choice,) = (await client.post(COMPLETIONS, json=asked)).json()["choices"]
+            got = events(await client.post(COMPLETIONS, json=asked | {"stream": True}))
+            assert (choice["stop_reason"], got[-1]["choices"][0]["stop_reason"]) == (reason, reason)
+
+
 async def test_special_tokens_are_shown_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     says(monkeypatch, "ab")
     async with served(tmp_path) as (_, client, sdk):

@@ -201,6 +201,30 @@ async def test_a_change_is_made_as_a_whole_though_its_caller_leaves(case: Case) 
     await server.stop()
 
 
+async def test_who_waits_for_a_node_hears_that_it_fails_again_and_again(case: Case) -> None:
+    """As ``paceline nodes upgrade`` does. It is tried on, and counts anew when it is started anew. Mutants: nobody
+    counts; failures of before count; a process that dies at once is no failure."""
+    slot = await case.changes.drain("decode-1", 0.0)
+    await until(lambda: case.state("decode-1") == "drained")
+    case.room = False
+    server = await serve_admin(AdminService(case.changes, case, 1.0), "127.0.0.1:0", Identity("router"))
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        asked = admin_pb2.StartNodeRequest(node_id="decode-1", most_failures=2)
+        call = admin_pb2_grpc.AdminStub(channel).StartNode(asked, timeout=5.0)
+        with pytest.raises(grpc.aio.AioRpcError, match="times in a row, and is tried again and again"):
+            _ = [told async for told in call]
+    await server.stop()
+    assert slot.failures >= 2
+    case.room = True
+    await until(lambda: case.state("decode-1") == "ready")
+    failed = slot.failures
+    case.handle("decode-1").dead = True
+    await until(lambda: slot.failures == failed + 1)
+    await until(lambda: case.state("decode-1") == "ready")
+    await case.changes.drain("decode-1", 0.0)
+    assert (await case.changes.start("decode-1")).failures == 0
+
+
 # ---- roles
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import subprocess
 import threading
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
 from cluster.nodes import ray_session, ray_watch
-from cluster.nodes.ray_session import RayLost, RaySession, get, within
+from cluster.nodes.ray_session import SESSION, RayLost, RaySession, get, start_ray, within
 from cluster.nodes.ray_watch import RayWatch
 from cluster.nodes.supervise import Supervisor
 from paceline.errors import NodeUnavailable
+from tests.fakes.supervised import until
 
 
 @pytest.fixture
@@ -73,6 +78,43 @@ def _late() -> None:
     raise TimeoutError("its own")
 
 
+async def test_a_ray_that_somebody_stopped_is_let_go_on(
+    session: RaySession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A real process in place of its raylet. Mutant: whatever lives is well."""
+    monkeypatch.setattr(ray_watch, "POLL_S", 0.001)
+    session._address = "local"
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        raylet = psutil.Process(process.pid)
+        session._own = [raylet]
+        raylet.suspend()
+        nobody: Any = None  # nothing is renewed
+        try:
+            await until(lambda: raylet.status() == psutil.STATUS_STOPPED)
+            task = asyncio.create_task(RayWatch(Supervisor(nobody), nobody, nobody, nobody).run())
+            await until(lambda: raylet.status() != psutil.STATUS_STOPPED)
+            task.cancel()
+        finally:
+            process.kill()
+    assert f"(process {process.pid}) of this deployment's own Ray was stopped" in caplog.text
+
+
+def test_the_raylet_of_this_host_is_lost_for_good(
+    session: RaySession, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its GCS answers on. Mutants: the GCS alone is asked; another raylet at the socket counts as the one before."""
+    monkeypatch.setattr(ray_session, "check_listens", lambda address: None)
+    monkeypatch.setattr(ray_session, "within", lambda timeout_s, call: None)
+    session._address, session._raylet_socket = "head:6379", str(tmp_path / "raylet")
+    for trouble in ("", ray_session.OWN_RAYLET):
+        with socket.socket(socket.AF_UNIX) as raylet:
+            raylet.bind(session._raylet_socket)
+            raylet.listen(1)
+            assert [session.trouble() for _ in range(4)] == [trouble] * 4  # though nobody accepts
+        assert session.trouble() == ray_session.OWN_RAYLET
+        (tmp_path / "raylet").unlink()
+
+
 class Lost:
     """A Ray that is found lost; another one is there at the third try."""
 
@@ -116,3 +158,19 @@ async def test_another_ray_is_tried_for_until_it_has_the_nodes(
     assert lost.tries == 3
     assert read == [0, 1, 2]
     assert told[0] == "raylet is gone"
+
+
+def test_rays_token_is_its_owners(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Others on the host would run code with it. Mutants: it stays as Ray made it; Ray without a token is not told."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    token = tmp_path / ".ray" / "auth_token"
+    monkeypatch.setattr(SESSION, "start", lambda address, cpus: token.write_text("made by Ray"))
+    token.parent.mkdir()
+    for mode, warned in (("token", 0), ("disabled", 1)):
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+        start_ray("local", 1)
+        assert token.stat().st_mode & 0o777 == 0o600
+        assert caplog.text.count("INSECURE") == warned

@@ -362,3 +362,25 @@ async def test_a_node_without_a_place_is_tried_again_while_others_serve(missing:
         room = True
         await until(lambda: len(nodes.handles) == 3)
     await supervisor.stop(0.0)
+
+
+async def test_nodes_that_start_keep_no_thread_from_requests() -> None:
+    """A long prompt is made tokens of in a thread of the event loop's. Mutant: nodes are started there."""
+    go_on = threading.Event()
+
+    class Slow(Handle):
+        def start(self) -> str:
+            go_on.wait(5.0)
+            return super().start()
+
+    supervisor = Supervisor(lambda role, node_id, generation: Slow(node_id, generation))
+    supervisor.want("decode", 40)
+    starting = asyncio.create_task(supervisor.start())
+    try:
+        await until(lambda: sum(slot.handle is not None for slot in supervisor.slots) == 40)
+        async with asyncio.timeout(2.0):
+            await asyncio.to_thread(int)
+    finally:
+        go_on.set()
+    await starting
+    await supervisor.stop(0.0)

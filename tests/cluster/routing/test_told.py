@@ -113,3 +113,21 @@ async def test_what_is_not_known_is_made_again(
         monkeypatch.setattr(journal, "read", read)
     received = {0: ReceivedChoice(0, 5)}
     assert await recall(journal, plan, received) == received
+
+
+async def test_streams_of_one_plan_share_what_the_longest_was_told(journal: Journal, plan: Plan) -> None:
+    """The same body and seed, asked twice at once. Mutants: the later stream takes the entry over, with less, and the
+    first gives up; the end of one ends what the other needs; the shorter one counts."""
+    first, second = ToldTokens(journal, plan, {}), ToldTokens(journal, plan, {})
+    first.note(tokens(0, 4 * FEW_TOKENS))
+    second.note(tokens(0, FEW_TOKENS))
+    assert written(journal) == list(range(4 * FEW_TOKENS))
+    first.note(tokens(4 * FEW_TOKENS, FEW_TOKENS))
+    assert written(journal) == list(range(5 * FEW_TOKENS))
+    first.end(complete=True)
+    (kept,) = journal._held.values()
+    assert (kept.live, len(kept.entry) > 0) == (True, True)
+    second.note(tokens(FEW_TOKENS, FEW_TOKENS))
+    assert written(journal) == list(range(5 * FEW_TOKENS))
+    second.end(complete=False)
+    assert not kept.live

@@ -316,3 +316,16 @@ async def test_an_entry_that_grows_is_written_and_counted_anew(embedded: Embedde
         assert (journal._bytes, made.dropped("size")) == (0, 1)
         journal.update(kept, b"d")
         assert not journal._held
+
+
+async def test_the_longest_of_two_routers_stays(embedded: Embedded) -> None:
+    """What they were told of one plan is alike. Mutants: the last one to write counts; the longer one expires."""
+    async with running(embedded.url) as one, running(embedded.url, ttl_s=300.0) as two:
+        one.journal.keep(KEYS[0], 50 * b"a", spare=True)
+        await until(lambda: stored(embedded) == {KEYS[0]: 50 * b"a"})
+        kept = two.journal.keep(KEYS[0], 20 * b"a", spare=True)
+        assert kept is not None
+        await until(lambda: ttl_s(embedded, KEYS[0]) > 200)
+        assert stored(embedded) == {KEYS[0]: 50 * b"a"}
+        two.journal.update(kept, 60 * b"a")
+        await until(lambda: stored(embedded) == {KEYS[0]: 60 * b"a"})

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from cluster.commands.cli import app
 from cluster.contract.generation import GenerationRequest
 from kv_transfer.handoff.block import DRAFT_KV, HIDDEN, META, TARGET_KV
-from kv_transfer.handoff.checksum import crc32
 from kv_transfer.handoff.state import HandoffState
 from kv_transfer.transports.base import Pending, Transport, byte_view
+from kv_transfer.transports.crc import crc32
 from kv_transfer.transports.loopback import loopback_pair
 from kv_transfer.transports.registry import open_transport
 from paceline.config import NodeConfig, ServeConfig

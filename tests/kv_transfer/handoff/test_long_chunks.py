@@ -10,8 +10,8 @@ import kv_transfer.handoff.cut
 import kv_transfer.handoff.staging
 from kv_transfer.handoff.block import TARGET_KV, RowBlock
 from kv_transfer.handoff.outbox import Outgoing
-from kv_transfer.handoff.staging import NUM_BUFFERS
 from kv_transfer.handoff.state import HandoffState
+from kv_transfer.transports.base import NUM_BUFFERS
 from kv_transfer.transports.loopback import loopback_pair
 from paceline.v1.handoff_pb2 import HandoffMessage, State
 from tests.support.handoff_link import (

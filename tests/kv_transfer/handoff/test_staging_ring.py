@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kv_transfer.handoff import staging
-from kv_transfer.handoff.staging import NUM_BUFFERS, Staging, StagingRing
-from kv_transfer.transports.base import MESSAGE_BYTES, TransportError
+from kv_transfer.handoff.staging import Staging, StagingRing
+from kv_transfer.transports.base import MESSAGE_BYTES, NUM_BUFFERS, TransportError
 from kv_transfer.transports.loopback import loopback_pair
 from paceline.errors import DeadlineExceeded
 

@@ -23,7 +23,7 @@ LAYOUT = KvLayout(
         KvLayer(LayerKind.GQA, LayerOwner.TARGET, 4, 5),
         KvLayer(LayerKind.MLA, LayerOwner.TARGET, 1, 24),
         KvLayer(LayerKind.GQA, LayerOwner.TARGET, 8, 4),
-        KvLayer(LayerKind.GQA, LayerOwner.DRAFT, 4, 8),
+        KvLayer(LayerKind.GQA, LayerOwner.TARGET, 4, 8),
     ),
     torch.bfloat16,
 )

@@ -43,9 +43,9 @@ PAIRS = [
     for heads, source, dest in itertools.product((1, 2, 3, 4, 8), DEGREES, DEGREES)
     if divides(heads, source) and divides(heads, dest)
 ]
-LATENT = layout(mla(6), mla(6), mla(10, LayerOwner.DRAFT))
-MIXED = layout(gqa(8), mla(6), gqa(4, 2), gqa(2, 8, LayerOwner.DRAFT), gqa(1, 8, LayerOwner.DRAFT))
-LAYOUTS = {f"{h} heads {s}>{d}": (layout(gqa(h), gqa(h, 2, LayerOwner.DRAFT)), s, d) for h, s, d in PAIRS}
+LATENT = layout(mla(6), mla(6), mla(10))
+MIXED = layout(gqa(8), mla(6), gqa(4, 2), gqa(2, 8), gqa(1, 8))
+LAYOUTS = {f"{h} heads {s}>{d}": (layout(gqa(h), gqa(h, 2)), s, d) for h, s, d in PAIRS}
 LAYOUTS |= {f"latent {s}>{d}": (LATENT, s, d) for s, d in itertools.product(DEGREES, DEGREES)}
 LAYOUTS |= {f"mixed {s}>{d}": (MIXED, s, d) for s, d in itertools.product(DEGREES, DEGREES)}
 every_pair = pytest.mark.parametrize(("whole", "sources", "dests"), LAYOUTS.values(), ids=LAYOUTS.keys())
@@ -88,14 +88,12 @@ def test_every_destination_element_is_written_once_with_its_value(whole: KvLayou
 @every_pair
 def test_bytes_over_all_pairs_are_what_the_destinations_hold(whole: KvLayout, sources: int, dests: int) -> None:
     plans = [plan for rank in range(dests) for plan in plans_into(whole, sources, Side(whole, dests, rank))]
-    for owner in LayerOwner:
-        layers = [x for x in whole.layers if x.owner is owner]
-        # algorithms.md H4, times the copies that destinations keep: a latent on every rank, a head on dests / heads.
-        elems = sum(
-            dests * x.head_dim if x.kind is LayerKind.MLA else 2 * max(x.num_kv_heads, dests) * x.head_dim
-            for x in layers
-        )
-        assert sum(plan.wire.token_bytes(owner) for plan in plans) == 2 * elems
+    # algorithms.md H4, times the copies that destinations keep: a latent on every rank, a head on dests / heads.
+    elems = sum(
+        dests * x.head_dim if x.kind is LayerKind.MLA else 2 * max(x.num_kv_heads, dests) * x.head_dim
+        for x in whole.layers
+    )
+    assert sum(plan.wire.token_bytes(LayerOwner.TARGET) for plan in plans) == 2 * elems
 
 
 @every_pair
@@ -139,7 +137,6 @@ def test_a_pair_has_few_slices_in_order_of_layer(whole: KvLayout, sources: int, 
         source = Side(whole, sources)
         layers_of = range(len(whole.layers))
         assert len(plans) == max(-(-len(dest.heads(i)) // len(source.heads(i))) for i in layers_of)
-        assert [plan.source.rank for plan in plans if plan.lead] == [rank * sources // dests]
         if sources == dests:
             assert [plan.source.rank for plan in plans] == [rank]
 
@@ -154,13 +151,14 @@ def test_both_ends_derive_the_same_plans(whole: KvLayout, sources: int, dests: i
 
 
 @every_pair
-def test_every_latent_comes_from_the_lead(whole: KvLayout, sources: int, dests: int) -> None:
+def test_every_latent_comes_from_one_source(whole: KvLayout, sources: int, dests: int) -> None:
     shared = [i for i, layer in enumerate(whole.layers) if layer.kind is LayerKind.MLA]
     for rank in range(dests):
         dest = Side(whole, dests, rank)
         for plan in plans_into(whole, sources, dest):
             crossing = {part.layer for part in plan.slices}
-            assert len(crossing) == len(whole.layers) if plan.lead else not crossing & set(shared)
+            lead = plan.source.rank == rank * sources // dests
+            assert len(crossing) == len(whole.layers) if lead else not crossing & set(shared)
         assert {sending_rank(sources, dest, i, 0) for i in shared} <= {rank * sources // dests}
 
 
@@ -186,7 +184,6 @@ def test_unsharded_sides_move_whole_rows_under_no_name() -> None:
     plan = reshard(Side(MIXED), Side(MIXED))
     assert plan.wire == MIXED
     assert plan.name == ""
-    assert plan.lead
     assert [part.num_heads for part in plan.slices] == [8, 1, 4, 2, 1]  # neighbouring heads are one slice
 
 
@@ -235,3 +232,23 @@ def test_sides_of_different_models_or_dtypes_are_refused_by_name() -> None:
     for source, dest in ((torch.bfloat16, torch.float32), (torch.float32, torch.float16)):
         with pytest.raises(ConfigError, match="dtype: rows of"):
             reshard(Side(layout(gqa(4), dtype=source)), Side(layout(gqa(4), dtype=dest)))
+
+
+def test_layers_of_the_drafter_go_from_rank_0_to_rank_0_whole() -> None:
+    """Three heads, which neither side could deal, and a latent."""
+    whole = layout(gqa(4), gqa(3, owner=LayerOwner.DRAFT), mla(6, LayerOwner.DRAFT))
+    for source, dest in itertools.product(range(2), range(4)):
+        plan = reshard(Side(whole, 2, source), Side(whole, 4, dest))
+        drafts = [(part.layer, part.num_heads) for part in plan.slices if part.layer]
+        assert drafts == ([] if source or dest else [(1, 3), (2, 1)])
+    assert [len(Side(whole, 4, rank).local.layers) for rank in range(4)] == [3, 1, 1, 1]
+
+
+def test_no_pair_moves_more_of_a_layer_than_the_first_ranks_do() -> None:
+    """A message of rank 0 to rank 0 bounds that of every other pair (kv_transfer/lanes)."""
+    for whole, sources, dests in LAYOUTS.values():
+        lead = reshard(Side(whole, sources), Side(whole, dests)).wire
+        for rank in range(dests):
+            for plan in plans_into(whole, sources, Side(whole, dests, rank)):
+                pairs = zip(plan.wire.layers, lead.layers, strict=True)
+                assert all(layer.row_elems <= most.row_elems for layer, most in pairs)

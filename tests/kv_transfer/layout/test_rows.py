@@ -26,8 +26,8 @@ LAYOUT = KvLayout(
         KvLayer(LayerKind.GQA, LayerOwner.TARGET, 4, 8),
         KvLayer(LayerKind.MLA, LayerOwner.TARGET, 1, 24),
         KvLayer(LayerKind.GQA, LayerOwner.TARGET, 8, 4),
-        KvLayer(LayerKind.GQA, LayerOwner.DRAFT, 1, 8),
-        KvLayer(LayerKind.GQA, LayerOwner.DRAFT, 2, 8),
+        KvLayer(LayerKind.GQA, LayerOwner.TARGET, 1, 8),
+        KvLayer(LayerKind.GQA, LayerOwner.TARGET, 2, 8),
     ),
     torch.bfloat16,
 )
@@ -104,8 +104,7 @@ def test_unsharded_bytes_are_the_pools_own() -> None:
     fill(pool, slots, random_rows(LAYOUT, 20, 4))
     source = RowSource(pool, reshard(Side(LAYOUT), Side(LAYOUT)))
     assert torch.equal(byte_view(source.gather(EVERYTHING, slots)), byte_view(pool.gather(EVERYTHING, slots)))
-    owners = (LayerOwner.TARGET, LayerOwner.DRAFT)
-    assert source.token_bytes(EVERYTHING) == sum(LAYOUT.token_bytes(owner) for owner in owners)
+    assert source.token_bytes(EVERYTHING) == LAYOUT.token_bytes(LayerOwner.TARGET)
 
 
 def test_wire_order_of_a_slice_is_layer_token_k_heads_v_heads() -> None:
@@ -137,9 +136,7 @@ def test_cast_rows_round_as_torch_does() -> None:
 
 
 def test_a_layer_that_does_not_cross_takes_no_bytes() -> None:
-    plan = reshard(
-        Side(LAYOUT, 2, 1), Side(LAYOUT, 1)
-    )  # rank 0 is the lead: it sends the latent and the one draft head
+    plan = reshard(Side(LAYOUT, 2, 1), Side(LAYOUT, 1))  # rank 0 sends the latent and the one head of layer 3
     pool = make_pool(Side(LAYOUT, 2, 1), 4, 4)
     source = RowSource(pool, plan)
     assert [source.token_bytes(range(i, i + 1)) for i in EVERYTHING] == [64, 0, 64, 0, 32]

@@ -155,7 +155,7 @@ def test_rows_that_are_being_computed_are_posted_and_awaited_in_order(cuda: Cuda
     produced = SimpleNamespace(name="rows", synchronize=lambda: cuda.calls.append("the host waits for rows"))
     data = cast("Any", Bytes(7))
     data.device = "cuda:0"
-    waiting = WirePump._start_payload(pump, Payload(data, cast("Any", produced), lambda: None))
+    waiting = WirePump._start_data(pump, Payload(data, cast("Any", produced), lambda: None))
     assert cuda.calls == ["wire waits for rows", "wire waits for wire", "7 bytes on wire"]
     cuda.finished = 1
     waiting()

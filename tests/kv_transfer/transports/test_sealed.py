@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor
 
-from kv_transfer.transports.base import MESSAGE_BYTES, TransportError, byte_view
+from kv_transfer.transports.base import MESSAGE_BYTES, Transport, TransportError, byte_view
 from kv_transfer.transports.loopback import loopback_pair
 from kv_transfer.transports.registry import open_transport
 from kv_transfer.transports.rendezvous import store_pair
@@ -21,13 +22,22 @@ SIZES = (0, 1, 1000, PLAIN_BYTES, PLAIN_BYTES + 1, MESSAGE_BYTES, 2 * MESSAGE_BY
 KEY = bytes(range(32))
 
 
-def test_bytes_cross_gloo_in_several_pieces_under_way() -> None:
-    """Mutants: a buffer that is given back before its bytes have left; messages that are larger than the pipe's."""
+@contextmanager
+def gloo() -> Iterator[tuple[ThreadPoolExecutor, Transport, Transport]]:
+    """A pool, and the ends of a pipe."""
     first, second = store_pair(5.0)
     with ThreadPoolExecutor(2) as pool:
         opening = pool.submit(open_transport, "gloo", first, LINK, 0, HOST, 5.0, sealed=True)
         decode = open_transport("gloo", second, LINK, 1, HOST, 5.0, sealed=True)
         prefill = opening.result(20)
+        yield pool, prefill, decode
+        prefill.close()
+        decode.close()
+
+
+def test_bytes_cross_gloo_in_several_pieces_under_way() -> None:
+    """Mutants: a buffer that is given back before its bytes have left; messages that are larger than the pipe's."""
+    with gloo() as (pool, prefill, decode):
         sent = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in SIZES]
 
         def send_all() -> None:
@@ -43,8 +53,15 @@ def test_bytes_cross_gloo_in_several_pieces_under_way() -> None:
                     arrived()
             sending.result(10)
             assert all(torch.equal(mine, its) for mine, its in zip(got, sent, strict=True))
-    prefill.close()
-    decode.close()
+
+
+def test_more_bytes_than_are_waited_for_end_the_link_and_not_the_process() -> None:
+    """Mutant: a receive waits for the bytes that were announced, and gloo ends this process."""
+    with gloo() as (pool, prefill, decode):
+        sending = pool.submit(prefill.send, torch.zeros(2000, dtype=torch.uint8))
+        with pytest.raises(TransportError, match="not what the peer sealed"):
+            decode.recv(torch.zeros(100, dtype=torch.uint8))
+        sending.result(10)
 
 
 def changed(messages: deque[Tensor]) -> None:

@@ -9,6 +9,7 @@ from cluster.contract.plan import CONTEXT_LENGTH_EXCEEDED
 from cluster.frontdoor import http, http_errors, http_exchange, http_surface, openapi, resuming
 from cluster.frontdoor.json_models import IGNORED_WORDS
 from cluster.routing.metrics import Metrics
+from paceline.config import ServeConfig
 from tests.support.reference.comments import field_comments
 from tests.support.reference.markdown import bounds, made_from, one_line, table
 
@@ -25,8 +26,9 @@ have are those of vLLM and SGLang. [Responses and Messages](../guides/other_apis
 Anthropic's Messages API. A deployment with [API keys](../guides/security.md) wants one as
 `authorization: Bearer KEY`.
 
-A body is JSON of at most {mib} MiB, with the content type `application/json`, and arrives within {body_s:g} s. A field
-that is null counts as absent, and a whole number is an integer however it is written (`16.0`).
+A body is JSON of at most {mib} MiB, with the content type `application/json`, and arrives within {body_s:g} s
+([limits](../guides/security.md#limits)). A field that is null counts as absent, and a whole number is an integer
+however it is written (`16.0`).
 
 A field of OpenAI, vLLM or SGLang that cannot change the text and is not offered is ignored. The answer's header
 `{ignored}` names it, and so does the metric `paceline_ignored_fields_total`. One that would change the
@@ -41,15 +43,16 @@ A path may end with a slash, and HEAD is answered wherever GET is. Web pages of 
 With `"stream": true` the answer is server-sent events: lines `data: {{...}}`, each a part of the answer, and
 `data: [DONE]` as the last. An error after the first byte is a line `event: error` and a `data:` line with an
 [Error](#error). Events of `/v1/responses` and `/v1/messages` have a name each, as their APIs say. A client that
-disconnects, or that takes nothing for {send_s:g} s, ends its generation.
+disconnects, or does not read for {read_s:g} s in all (`--read-timeout-s`), ends its generation.
 
-**A stream that broke goes on.** Events of answers have an `id:` line. Send the
-same body again, to this router or another one of the same model, with the header `{resume}` set to the id that came
-last. The answer is the events that are missing, and no character comes twice. The text up to there comes from the
-[journal](../concepts.md#journal), or is made again. Status 409 says that the body, or the deployment, would make
-another text. Send `x-request-id` too, and the answer keeps its id. An event without an id belongs to the next one that
-has one: act on it when that has come. Streams have no ids with `echo`, with several prompts, with more than {choices}
-choices, and under an `--acceptance` other than `sample`.
+**A stream that broke goes on.** Events of answers have an `id:` line. Send the same body again, to this router or
+another one of the same model, with the header `{resume}` set to the id that came last. The answer is the events that
+are missing, and no character comes twice. The text up to there comes from the [journal](../concepts.md#journal), or is
+made again. Status 409 says that the body, or the deployment, would make another text. Send `x-request-id` too, and the
+answer keeps its id. An event without an id belongs to the next one that has one: act on it when that has come.
+
+Streams have no ids with `echo`, with several prompts, with more than {choices} choices, and under an `--acceptance`
+other than `sample`.
 
 `GET {document}` answers this page's facts as OpenAPI 3.1.
 """
@@ -75,10 +78,10 @@ def http_page() -> str:
         made=made,
         mib=http_exchange.MAX_BODY_BYTES // 2**20,
         body_s=http_exchange.BODY_TIMEOUT_S,
-        send_s=http_exchange.SEND_TIMEOUT_S,
+        read_s=ServeConfig.model_fields["read_timeout_s"].default,
         document=openapi.PATH,
         ignored=http_surface.IGNORED,
-        resume=resuming.HEADER.title(),
+        resume=resuming.HEADER.title().replace("Id", "ID"),
         choices=resuming.MAX_CHOICES,
     )
     operations = [

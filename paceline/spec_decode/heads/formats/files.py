@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError  # noqa: TID251 - what torch raises
 from typing import Any
 
 import torch
@@ -69,8 +69,8 @@ def _pickle(folder: Path) -> Path | None:
 
 def _unpickle(file: Path) -> dict[str, torch.Tensor]:
     try:
-        loaded = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        loaded = torch.load(file, map_location="cpu", weights_only=True)  # noqa: TID251 - tensors alone
+    except (UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
         raise refused(f"{file} is not a readable file of weights: {error}") from error
     if not isinstance(loaded, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in loaded.values()):
         raise refused(f"{file} does not hold tensors by name")

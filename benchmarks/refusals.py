@@ -1,0 +1,176 @@
+"""``python -m benchmarks.refusals``: how soon bad input is refused over HTTP, and what a stream beside it notices.
+
+A deployment answers a stream all the while. Each bad body is sent several times; what is read is the time until its
+error, the field that the error names, and the longest gap between two events of the stream. The first row sends good
+requests, for comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common.processes import serving_paceline
+
+Json = dict[str, Any]
+CHATS = "/v1/chat/completions"
+STREAM_TOKENS = 1500
+GOOD = "good requests"
+
+
+def _tool(schema: Json, name: str = "f") -> Json:
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+def _schema(schema: Json) -> Json:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+
+
+def _doubled(count: int) -> Json:
+    """Definitions, each of which asks twice for the one before it."""
+    defs: Json = {"d0": {"type": "string", "pattern": "a.*"}}
+    defs |= {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i - 1}"}] * 2} for i in range(1, count)}
+    return {"$defs": defs, "$ref": f"#/$defs/d{count - 1}"}
+
+
+def _said(*turns: Json) -> Json:
+    return {"messages": [{"role": "user", "content": "a"}, *turns]}
+
+
+SLOW = [{"type": "string", "pattern": f".*{chr(97 + i)}.{{{200 + i}}}"} for i in range(26)]
+BAD: dict[str, Json] = {
+    GOOD: {"max_tokens": 1},
+    "a product of branches": _schema(
+        {"allOf": [{"anyOf": [{"pattern": f"a{i}{j}"} for j in range(4)]} for i in range(9)]}
+    ),
+    "doubled conjunctions": _schema(_doubled(20)),
+    "a reference to itself": _schema({"$ref": "#"}),
+    "a circle of references": _schema(
+        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+    ),
+    "a regex that explodes": {"structured_outputs": {"regex": "((a{1,100}){1,100}){1,100}"}},
+    "the same in a schema": _schema({"type": "string", "pattern": "^((a{100}){100}){100}$"}),
+    "an unknown keyword": _schema({"not": {"type": "string"}}),
+    "500,000 enum values": _schema({"enum": list(range(500_000))}),
+    "a million enum values": _schema({"enum": list(range(1_000_000))}),
+    "a million in a tool": {"tools": [_tool({"properties": {"a": {"enum": list(range(1_000_000))}}})]},
+    "a bomb in a tool": {"tools": [_tool(_doubled(20) | {"type": "object"})], "tool_choice": "required"},
+    "tools with equal names": {"tools": [_tool({}), _tool({})]},
+    "a call that nobody made": _said({"role": "tool", "tool_call_id": "none", "content": "x"}),
+    "an image": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+    "half a character": _schema({"const": "\ud800"}),
+    "a compilation without end": _schema({"type": "string", "allOf": SLOW}),
+}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What came of one kind of body."""
+
+    what: str
+    status: int
+    field: str  # that the error names
+    median_ms: float  # until the answer
+    worst_ms: float
+    longest_gap_ms: float  # between two events of the stream meanwhile
+
+
+class Stream:
+    """A stream that runs on, and when its last event came."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client = client
+        self._last, self._longest = time.perf_counter(), 0.0
+
+    async def run(self) -> None:
+        """One answer after the other."""
+        body = {"prompt": "1, 2, 3,", "max_tokens": STREAM_TOKENS, "ignore_eos": True, "stream": True}
+        while True:
+            async with self._client.stream("POST", "/v1/completions", json=body) as reply:
+                reply.raise_for_status()
+                events = reply.aiter_lines()
+                await anext(events)
+                self._last = time.perf_counter()  # a prompt's time is no gap
+                async for _ in events:
+                    self._note()
+
+    def longest(self) -> float:
+        """Seconds, since this was asked last; a gap that has not ended counts as well."""
+        self._note()
+        found, self._longest = self._longest, 0.0
+        return found
+
+    def _note(self) -> None:
+        now = time.perf_counter()
+        self._longest, self._last = max(self._longest, now - self._last), now
+
+
+async def measure(address: str, repeats: int, pause_s: float) -> list[Figures]:
+    """Every kind of body, ``repeats`` times each."""
+    async with httpx.AsyncClient(base_url=f"http://{address}", timeout=60.0) as client:
+        await client.post(CHATS, content=_body(_schema({"type": "integer"}) | {"max_tokens": 1}))  # starts the trials
+        stream = Stream(client)
+        running = asyncio.create_task(stream.run())
+        await asyncio.sleep(1.0)
+        try:
+            return [await _measured(client, stream, what, repeats, pause_s) for what in BAD]
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+async def _measured(client: httpx.AsyncClient, stream: Stream, what: str, repeats: int, pause_s: float) -> Figures:
+    times, body = [], _body(BAD[what])
+    await asyncio.sleep(pause_s)
+    stream.longest()
+    for _ in range(repeats):
+        began = time.perf_counter()
+        reply = await client.post(CHATS, content=body)
+        times.append(1e3 * (time.perf_counter() - began))
+        await asyncio.sleep(pause_s)
+    gap_ms = 1e3 * stream.longest()
+    field = "" if reply.status_code == 200 else str(reply.json()["error"]["param"])
+    return Figures(what, reply.status_code, field, statistics.median(times), max(times), gap_ms)
+
+
+def _body(fields: Json) -> bytes:
+    return json.dumps(_said() | fields).encode()
+
+
+def show(rows: list[Figures]) -> None:
+    """Print a table."""
+    table = Table(title="bad input")
+    for column in asdict(rows[0]):
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*(f"{value:.1f}" if isinstance(value, float) else str(value) for value in asdict(row).values()))
+    Console(width=140).print(table)
+
+
+def main() -> None:
+    """Start a deployment, send everything, print, stop."""
+    parser = argparse.ArgumentParser(prog="benchmarks.refusals", description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--pause-s", type=float, default=0.2, help="between two requests")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    with serving_paceline(["--model", options.model, "--drafter", "none", "--no-standby"]) as addresses:
+        rows = asyncio.run(measure(addresses["http"], options.repeats, options.pause_s))
+    show(rows)
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

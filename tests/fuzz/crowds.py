@@ -1,0 +1,120 @@
+"""Crowds that take what there is: clients that do not read, idle connections, watchers.
+
+Each is a context: the crowd is there while the block runs. Addresses are ``host:port``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+import httpx
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+SLOW_BUFFER = 4096  # bytes that the kernel takes for a client that does not read
+WATCHES_OF_CHANNEL = 64
+PAUSE_S = 0.01  # after a refusal
+
+
+@dataclass
+class Doors:
+    """Where to, with whose key, and what the crowd was told."""
+
+    grpc: str
+    http: str
+    key: Mapping[str, str]  # header of another tenant's key
+    told: Counter[str] = field(default_factory=Counter)
+
+
+async def _again_and_again(ask: Callable[[], Awaitable[str]], told: Counter[str]) -> None:
+    while True:
+        try:
+            told[await ask()] += 1
+        except (OSError, httpx.HTTPError) as error:
+            told[type(error).__name__] += 1
+        await asyncio.sleep(PAUSE_S)
+
+
+@asynccontextmanager
+async def _beside(tasks: list[asyncio.Task[None]]) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _post(path: str, key: Mapping[str, str], length: int) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "host: x", "content-type: application/json", f"content-length: {length}"]
+    return "\r\n".join([*lines, *(f"{name}: {value}" for name, value in key.items()), "", ""]).encode()
+
+
+@asynccontextmanager
+async def non_readers(doors: Doors, count: int = 5) -> AsyncIterator[None]:
+    """Long streams that nobody reads; who is cut off comes again."""
+    host, _, port = doors.http.rpartition(":")
+    body = json.dumps({"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 5}).encode()
+
+    async def ask() -> str:
+        asking = socket.socket()
+        try:
+            asking.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SLOW_BUFFER)
+            asking.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(asking, (host, int(port)))
+            await loop.sock_sendall(asking, _post("/v1/completions", doors.key, len(body)) + body)
+            await asyncio.sleep(5.0)
+        finally:
+            asking.close()
+        return "did not read for 5 s"
+
+    async with _beside([asyncio.create_task(_again_and_again(ask, doors.told)) for _ in range(count)]):
+        yield
+
+
+@asynccontextmanager
+async def idle_sockets(doors: Doors, count: int = 1100) -> AsyncIterator[None]:
+    """Connections to either door that say nothing."""
+    writers = []
+    for number in range(count):
+        host, _, port = (doors.http, doors.grpc)[number % 2].rpartition(":")
+        with suppress(OSError):
+            writers.append((await asyncio.open_connection(host, int(port)))[1])
+    doors.told["connected"] += len(writers)
+    try:
+        yield
+    finally:
+        for writer in writers:
+            writer.close()
+
+
+@asynccontextmanager
+async def watchers(doors: Doors, count: int = 1024) -> AsyncIterator[None]:
+    """Watches of the health service, which needs no key."""
+    channels: list[Any] = []
+    calls: list[Any] = []
+    for number in range(count // WATCHES_OF_CHANNEL):
+        channels.append(grpc.aio.insecure_channel(doors.grpc, [("grpc.channel_id", number)]))
+        watch: Any = health_pb2_grpc.HealthStub(channels[-1]).Watch
+        calls += [watch(health_pb2.HealthCheckRequest()) for _ in range(WATCHES_OF_CHANNEL)]
+
+    async def read(call: Any) -> None:
+        try:
+            await call.read()
+            doors.told["watches"] += 1
+        except grpc.aio.AioRpcError as error:
+            doors.told[error.code().name] += 1
+
+    await asyncio.gather(*map(read, calls))
+    try:
+        yield
+    finally:
+        await asyncio.gather(*(channel.close() for channel in channels))
