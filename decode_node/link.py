@@ -21,6 +21,7 @@ class Link:
     peer: str
     deadline: float  # to be claimed, monotonic clock
     loop: asyncio.AbstractEventLoop
+    multiple: int  # see `Transport`
     store: LinkStore = field(init=False)
     ranks: tuple[int, int] | None = None  # of both nodes, where these have lanes
     acks: asyncio.Queue[handoff_pb2.HandoffAck | None] = field(default_factory=asyncio.Queue)

@@ -28,8 +28,8 @@ from kv_transfer.lanes.arrivals import Arrivals
 from kv_transfer.lanes.leader import degree_of
 from kv_transfer.lanes.pairing import degrees, make_lanes, open_with, wanted_by
 from kv_transfer.layout.compat import check_pairing, handoff_layout
-from kv_transfer.transports.base import Transport, TransportError
-from kv_transfer.transports.registry import open_transport, staging_device
+from kv_transfer.transports.base import MESSAGE_BYTES, Transport, TransportError
+from kv_transfer.transports.registry import agreed_multiple, offered_bytes, open_transport, staging_device
 from kv_transfer.transports.rendezvous import LinkStore
 from kv_transfer.transports.sentinel import Sentinel
 from paceline.config import NodeConfig
@@ -91,7 +91,9 @@ class LinkHost:
         ranks = degrees(request, answer)
         link_id = f"{request.prefill_node_id}/{context.node_id}/{uuid.uuid4().hex}"
         deadline = time.monotonic() + 2 * config.transfer_timeout_s
-        link = Link(link_id, request.prefill_node_id, deadline, asyncio.get_running_loop(), ranks=ranks)
+        multiple = agreed_multiple(offered_bytes(config.transport, len(self._links)), request.message_bytes)
+        multiple = multiple if ranks is None else 1  # lanes have messages of one size
+        link = Link(link_id, request.prefill_node_id, deadline, asyncio.get_running_loop(), multiple, ranks=ranks)
         link.store = LinkStore(
             lambda key, value: link.ack(
                 handoff_pb2.HandoffAck(rendezvous=handoff_pb2.Rendezvous(key=key, value=value))
@@ -99,7 +101,7 @@ class LinkHost:
             config.transfer_timeout_s,
         )
         self._links[link_id] = link
-        answer.link_id = link_id
+        answer.link_id, answer.message_bytes = link_id, multiple * MESSAGE_BYTES
         return answer
 
     async def handoff(
@@ -178,8 +180,9 @@ class LinkHost:
 
         def open_own() -> Transport:
             return open_transport(
-                config.transport, link.store, link.link_id, 1, config.host, timeout, device, sealed=bool(config.tls_dir)
-            )
+                config.transport, link.store, link.link_id, 1, config.host, timeout, device,
+                sealed=bool(config.tls_dir), multiple=link.multiple,
+            )  # fmt: skip
 
         receiver = HandoffReceiver(
             open_with(lanes, open_own),

@@ -18,11 +18,12 @@ class TransportRecord:
     name: str
     open: str
     needs_cuda: bool = False  # it moves tensors of a CUDA device, not of the host
+    message_mib: int = 4  # of a message, at most; a multiple of 4
 
 
 _RECORDS = (
     TransportRecord("gloo", "kv_transfer.transports.gloo:open_gloo"),
-    TransportRecord("nccl", "kv_transfer.transports.nccl:open_nccl", needs_cuda=True),
+    TransportRecord("nccl", "kv_transfer.transports.nccl:open_nccl", needs_cuda=True, message_mib=32),
 )
 TRANSPORTS: dict[str, TransportRecord] = {record.name: record for record in _RECORDS}
 

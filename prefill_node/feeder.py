@@ -28,7 +28,7 @@ from kv_transfer.handoff.sender import HandoffSender
 from kv_transfer.handoff.staging import StagingRing
 from kv_transfer.lanes.leader import Lanes
 from kv_transfer.layout.rows import RowSource
-from kv_transfer.transports.base import TransportError
+from kv_transfer.transports.base import MESSAGE_BYTES, TransportError
 from kv_transfer.transports.side_stream import SideStream
 from paceline.errors import HandoffFailed, PacelineError
 from paceline.v1 import handoff_pb2
@@ -68,7 +68,8 @@ class RowFeeder:
         self._source = source
         self._device = device
         self._refused = refused
-        self._staging = StagingRing(device, pinned=source.device.type == "cuda" and device.type == "cpu")
+        pinned = source.device.type == "cuda" and device.type == "cpu"
+        self._staging = StagingRing(device, pinned=pinned, num_bytes=MESSAGE_BYTES * sender.multiple)
         self._side = SideStream(source.device)
         self._queue: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = queue.SimpleQueue()
         self._given_up: set[str] = set()  # tickets whose descriptors are skipped
@@ -80,7 +81,7 @@ class RowFeeder:
     def groups(self, layers: range, num_tokens: int) -> tuple[range, ...]:
         """The layers whose rows of a chunk are to be given to `rows` together, as each group is computed."""
         sizes = [num_tokens * self._source.token_bytes(range(layer, layer + 1)) for layer in layers]
-        return layer_groups(sizes, layers.start)
+        return layer_groups(sizes, layers.start, self._sender.multiple)
 
     def begin(self, ticket: str, tokens: range, grant: bytes = b"") -> None:
         """Open the hand-off of the rows of ``tokens``. grant: the router's word that this node may."""
@@ -102,14 +103,16 @@ class RowFeeder:
             return
         mark = self._side.mark()
         slots = slots.clone()  # the table's own tensor is reused when the table goes
-        for chunk in chunks(block, token_bytes, one_message=self._sender.checksums):
+        whole, multiple = self._sender.checksums, self._sender.multiple
+        for chunk in chunks(block, token_bytes, one_message=whole, multiple=multiple):
             self._put(ticket, partial(self._send_rows, ticket, chunk, _rows_of(chunk, block, slots), mark))
 
     def hidden_rows(self, ticket: str, rows: torch.Tensor, first_token: int) -> None:
         """Send ``rows`` [T, row_width], which nobody writes to any more; the first of them is token ``first_token``."""
         mark = self._side.mark()
         block = RowBlock(HIDDEN, NO_LAYERS, range(first_token, first_token + rows.shape[0]))
-        for chunk in chunks(block, rows.shape[1] * self._source.hidden_dtype.itemsize, one_message=True):
+        row_bytes = rows.shape[1] * self._source.hidden_dtype.itemsize
+        for chunk in chunks(block, row_bytes, one_message=True, multiple=self._sender.multiple):
             self._put(ticket, partial(self._send_hidden, ticket, chunk, _rows_of(chunk, block, rows), mark))
 
     def state(self, ticket: str, state: handoff_pb2.State, hidden: torch.Tensor | None) -> None:
@@ -154,7 +157,7 @@ class RowFeeder:
         if ticket in self._given_up:
             return
         num_bytes = len(chunk.tokens) * self._source.token_bytes(chunk.layers)
-        parts = messages(chunk, num_bytes)
+        parts = messages(chunk, num_bytes, self._sender.multiple)
         with self._side.after(mark):
             if len(parts) == 1:
                 self._send_message(ticket, chunk, slots, num_bytes)

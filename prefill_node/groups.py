@@ -14,15 +14,15 @@ from kv_transfer.transports.base import MESSAGE_BYTES
 MIN_BYTES = 256 * 1024  # of a message, but for prompts and remainders that have no more
 
 
-def layer_groups(layer_bytes: Sequence[int], first_layer: int = 0) -> tuple[range, ...]:
+def layer_groups(layer_bytes: Sequence[int], first_layer: int = 0, multiple: int = 1) -> tuple[range, ...]:
     """Cut layers ``first_layer``, ... into groups, in order. ``layer_bytes``: what the rows of a chunk take
-    in each of them."""
+    in each of them; multiple: the link's, see `Transport`."""
     groups: list[range] = []
     stop = len(layer_bytes)
     while stop > 0:
         start = stop - 1
         size = layer_bytes[start]
-        limit = MESSAGE_BYTES if groups else MIN_BYTES
+        limit = MESSAGE_BYTES * multiple if groups else MIN_BYTES
         while start > 0 and (size < MIN_BYTES or size + layer_bytes[start - 1] <= limit):
             start -= 1
             size += layer_bytes[start]

@@ -17,14 +17,14 @@ import grpc.aio
 import torch
 
 from kv_transfer.handoff.block import ByteClass, RowBlock
-from kv_transfer.handoff.sender import HandoffSender
+from kv_transfer.handoff.sender import MAX_QUEUED_BYTES, HandoffSender
 from kv_transfer.lanes.leader import Lanes, degree_of
 from kv_transfer.lanes.pairing import degrees, make_lanes, open_with, wanted_by
 from kv_transfer.layout.compat import check_pairing, decode_layout
 from kv_transfer.layout.reshard import Side, reshard
 from kv_transfer.layout.rows import RowSource
-from kv_transfer.transports.base import Transport
-from kv_transfer.transports.registry import open_transport, staging_device
+from kv_transfer.transports.base import MESSAGE_BYTES, NUM_BUFFERS, Transport
+from kv_transfer.transports.registry import agreed_multiple, offered_bytes, open_transport, staging_device
 from kv_transfer.transports.sentinel import Sentinel
 from paceline.config import NodeConfig
 from paceline.errors import NodeUnavailable, Overloaded, PacelineError
@@ -180,11 +180,13 @@ class LinkPool:
         """Pair, then open control stream, pipe and sentinel, in the order in which the decode node opens them."""
         context, config = self._context, self._context.config
         timeout = config.transfer_timeout_s
+        offered = offered_bytes(config.transport, len(self._links) + len(self._opening) - 1)  # but for this one
         asked = handoff_pb2.PairRequest(
             prefill_node_id=context.node_id,
             fingerprint=context.fingerprint,
             ranks=degree_of(context.kv),
             rank_links=wanted_by(config),
+            message_bytes=offered,
         )
         paired = await control.stub.Pair(asked, timeout=timeout, metadata=context.identity.metadata)
         check_pairing(context.fingerprint, paired.fingerprint, dtype_cast=config.handoff_dtype_cast)
@@ -198,7 +200,7 @@ class LinkPool:
         def open_own() -> Transport:
             return open_transport(
                 config.transport, control.store, paired.link_id, 0, config.host, timeout, context.device,
-                sealed=bool(config.tls_dir),
+                sealed=bool(config.tls_dir), multiple=agreed_multiple(offered, paired.message_bytes),
             )  # fmt: skip
 
         transport = await asyncio.to_thread(open_with, lanes, open_own)
@@ -209,6 +211,7 @@ class LinkPool:
             on_ended=lambda ticket, end: context.ended(ticket, _failure(end)),
             on_link_lost=lambda reason: notify(loop, self._lost, address, paired.link_id, reason),
             on_sent=context.sent,
+            max_queued_bytes=max(MAX_QUEUED_BYTES, NUM_BUFFERS * MESSAGE_BYTES * transport.multiple),
             checksums=config.handoff_checksum,
         )
         sentinel: Sentinel | None = None

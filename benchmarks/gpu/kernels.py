@@ -3,7 +3,7 @@
 It needs FlashInfer, a CUDA build of torch, ninja and nvcc. The packages ``nvidia-cuda-nvcc``, ``nvidia-nvvm``,
 ``nvidia-cuda-crt``, ``nvidia-cuda-runtime`` and ``nvidia-cuda-cccl`` bring nvcc without an installation of CUDA. A
 kernel takes some minutes of a core; one that is there already is not compiled again. The folder that the last line
-names is for ``benchmarks.gpu.carry --kernels``.
+names is for ``benchmarks.gpu.carry --kernels``. ``--list`` names them and compiles nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from paceline.attention.flashinfer_kernels import BACKEND, HOPPER_BACKEND
+
 HOPPER = "9.0a"
 HEAD_DIMS = (64, 128)
 LATENT, ROPE = 512, 64  # of MLA
@@ -29,15 +31,18 @@ NO_POSITIONS = 0  # FlashInfer's mode: rows come with their rotation
 def specs() -> list[Any]:
     """What Paceline launches for bf16: pages of each head width, decode by tensor cores included, latents, and long
     prompts on Hopper."""
-    from flashinfer.jit.attention import gen_batch_mla_module, gen_batch_prefill_module
+    from flashinfer.jit.attention import modules
 
     types = (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.int32)
-    pages = [
-        gen_batch_prefill_module("fa2", *types, dim, dim, NO_POSITIONS, False, False, False)  # no window, no cap
+    anyhow = modules.gen_batch_prefill_module
+    # From 0.7.2 on its wrapper loads another library, for pages whose keys and values lie alike, as ours do.
+    alike = getattr(modules, "_gen_batch_prefill_primary_module", anyhow)
+    found = [
+        make(family, *types, dim, dim, NO_POSITIONS, False, False, False)  # no window, no cap
+        for family, make in ((BACKEND, alike), (HOPPER_BACKEND, anyhow))
         for dim in HEAD_DIMS
     ]
-    long = [gen_batch_prefill_module("fa3", *types, dim, dim, NO_POSITIONS, False, False, False) for dim in HEAD_DIMS]
-    return [*pages, gen_batch_mla_module("fa2", *types, LATENT, ROPE, False), *long]
+    return [*found, modules.gen_batch_mla_module(BACKEND, *types, LATENT, ROPE, False)]
 
 
 def set_compiler() -> None:
@@ -60,6 +65,7 @@ def keep(compiled: Path, archive: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.kernels", description=__doc__)
+    parser.add_argument("--list", action="store_true", help="name the kernels, and compile none")
     parser.add_argument("--keep", type=Path, default=None, help="archive to write the libraries to, after each")
     given = parser.parse_args(arguments)
     set_compiler()
@@ -68,6 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     from flashinfer.jit import env
 
+    if given.list:
+        print(*(spec.name for spec in specs()), sep="\n")
+        return 0
     failed = False
     for spec in specs():
         began, said = time.monotonic(), ""

@@ -108,7 +108,7 @@ class Probes:
             if exact is not None:
                 found[f"{rows} rows, exact"] = self.clock.events(partial(exact, x, ids)).median
             flat = torch.randn(rows * top_k, sizes.hidden, device=self.device).to(self.dtype)
-            ends = torch.linspace(0, rows * top_k, sizes.experts + 1, device=self.device)[1:].long()
+            ends = torch.linspace(0, rows * top_k, sizes.experts + 1, device=self.device)[1:].int()
             weights = made._gate_up
             found[f"{rows} rows, one product"] = self.clock.events(partial(grouped, flat, weights, ends)).median
         return found

@@ -16,34 +16,37 @@ from paceline.v1.handoff_pb2 import HandoffMessage
 MAX_CONTROL_BYTES = 64 * 1024  # of one control message: bounds every text and list in it
 
 
-def chunks(block: RowBlock, token_bytes: int, *, one_message: bool = False) -> tuple[RowBlock, ...]:
+def chunks(block: RowBlock, token_bytes: int, *, one_message: bool = False, multiple: int = 1) -> tuple[RowBlock, ...]:
     """The fewest blocks of at most ``CHUNK_BYTES`` (``one_message``: of one message each), of about equal size. A token
-    of ``token_bytes`` is never cut, however large it is. No tokens give no chunk."""
-    most, num_tokens = MESSAGE_BYTES if one_message else CHUNK_BYTES, len(block.tokens)
+    of ``token_bytes`` is never cut, however large it is. No tokens give no chunk. multiple: the link's."""
+    message, num_tokens = MESSAGE_BYTES * multiple, len(block.tokens)
+    most = message if one_message else max(CHUNK_BYTES, message)
     fit = max(1, most // token_bytes)
     count = max(1, -(-num_tokens // fit))
     bounds = [num_tokens * i // count for i in range(count + 1)]
     return tuple(block.part(range(start, stop)) for start, stop in pairwise(bounds) if start < stop)
 
 
-def messages(block: RowBlock, num_bytes: int) -> tuple[tuple[RowBlock, int], ...]:
+def messages(block: RowBlock, num_bytes: int, multiple: int = 1) -> tuple[tuple[RowBlock, int], ...]:
     """The rows and bytes of each message of a chunk of ``num_bytes``: as many tokens as fit, and in the last one what
     is left, since nothing hides its scattering. A chunk that no sender of ours would announce (no token, no byte, or
-    bytes that are no multiple of the tokens) is one message."""
+    bytes that are no multiple of the tokens) is one message. multiple: the link's."""
     num_tokens = len(block.tokens)
     if num_tokens == 0 or num_bytes == 0 or num_bytes % num_tokens:
         return ((block, num_bytes),)
     token_bytes = num_bytes // num_tokens
-    fit = max(1, MESSAGE_BYTES // token_bytes)
+    fit = max(1, MESSAGE_BYTES * multiple // token_bytes)
     parts = (block.part(range(start, min(start + fit, num_tokens))) for start in range(0, num_tokens, fit))
     return tuple((part, len(part.tokens) * token_bytes) for part in parts)
 
 
-def message_sizes(message: HandoffMessage) -> tuple[int, ...]:
-    """Bytes of each message that follows a control message on the wire; none when it announces none."""
+def message_sizes(message: HandoffMessage, multiple: int = 1) -> tuple[int, ...]:
+    """Bytes of each message that follows a control message on the wire; none when it announces none. multiple: the
+    link's."""
     if message.state.num_bytes:
         return (message.state.num_bytes,)
-    return tuple(size for _, size in messages(RowBlock.of(message.chunk), message.chunk.num_bytes) if size)
+    parts = messages(RowBlock.of(message.chunk), message.chunk.num_bytes, multiple)
+    return tuple(size for _, size in parts if size)
 
 
 def message_rows(message: HandoffMessage) -> tuple[tuple[range, int, int], ...]:

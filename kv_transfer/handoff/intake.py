@@ -58,7 +58,7 @@ class Intake:
             return
         block = RowBlock.of(message.chunk)
         problem = handoff.chunk_problem(block, num_bytes)
-        if problem is None and self._checksums and len(message_sizes(message)) > 1:
+        if problem is None and self._checksums and len(self._sizes(message)) > 1:
             problem = "a checksum over several messages, whose rows are used as they come"
         if problem is not None:
             self._drain(message)
@@ -99,7 +99,7 @@ class Intake:
     def _take_rows(self, message: HandoffMessage, block: RowBlock, handoff: Handoff) -> None:
         """The rows of a chunk that `Handoff.chunk_problem` has passed, message by message. Those behind one that ends
         the ticket are received and thrown away."""
-        ticket, parts = message.ticket, messages(block, message.chunk.num_bytes)
+        ticket, parts = message.ticket, messages(block, message.chunk.num_bytes, self._staging.multiple)
         layout, began = handoff.expected.layout, time.monotonic()
         dtype = layout.hidden_dtype if block.byte_class == HIDDEN else layout.dtype
         rows = message_rows(message)
@@ -109,7 +109,7 @@ class Intake:
             data = self._staging.receive(num_bytes).view(dtype)
             rest = [size for _, size in parts[i + 1 :]]
             announced = self._control.announced(NUM_BUFFERS)
-            self._staging.expect(chain(rest, chain.from_iterable(map(message_sizes, announced))))
+            self._staging.expect(chain(rest, chain.from_iterable(map(self._sizes, announced))))
             if self._arrivals is not None:
                 self._arrivals.expect([*rows[i + 1 :], *chain.from_iterable(map(message_rows, announced))])
             if self._is_corrupt(message, data):
@@ -131,10 +131,13 @@ class Intake:
                 return
         handoff.trace.record("chunk received", began, time.monotonic(), **described(message))
 
+    def _sizes(self, message: HandoffMessage) -> tuple[int, ...]:
+        return message_sizes(message, self._staging.multiple)
+
     def _drain(self, message: HandoffMessage, first: int = 0) -> None:
         """Take in what a control message announces, from its message ``first`` on, and throw it away."""
         if self._arrivals is None or not message.HasField("chunk"):
-            self._staging.drain(message_sizes(message)[first:])
+            self._staging.drain(self._sizes(message)[first:])
             return
         for rows in message_rows(message)[first:]:
             self._arrivals.take(rows)

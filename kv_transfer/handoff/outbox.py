@@ -87,10 +87,11 @@ class Outbox:
     notified of every change. Nothing is written to the wire under it.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, multiple: int = 1) -> None:
+        """multiple: see `Transport`."""
         self.changed = threading.Condition()
         self.closed: str | None = None  # why the link is dead
-        self._max_bytes = max_bytes
+        self._max_bytes, self._multiple = max_bytes, multiple
         self._queued: deque[Outgoing] = deque()
         self._announced: deque[Outgoing] = deque()
         self._in_hand: list[Outgoing] = []  # once for each message that the transport has, on a dead link too
@@ -118,7 +119,7 @@ class Outbox:
 
     def announce(self) -> Iterator[Outgoing]:
         """What to post and start now, in order, as far as the receiver's credit goes."""
-        while self._queued and (not self._queued[0].num_bytes or self._uncredited < WINDOW_BYTES):
+        while self._queued and (not self._queued[0].num_bytes or self._uncredited < WINDOW_BYTES * self._multiple):
             item = self._queued.popleft()
             self._uncredited += item.num_bytes
             self._announced.append(item)

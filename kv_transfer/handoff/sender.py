@@ -35,6 +35,8 @@ from kv_transfer.transports.crc import crc32
 from paceline.errors import DeadlineExceeded
 from paceline.v1.handoff_pb2 import Begin, HandoffAck, HandoffMessage, State
 
+MAX_QUEUED_BYTES = 64 * 1024 * 1024  # of a link whose messages are small
+
 
 class HandoffSender:
     """One link's sender.
@@ -57,7 +59,7 @@ class HandoffSender:
         on_ended: Callable[[str, HandoffAck | str], None],
         on_link_lost: Callable[[str], None],
         on_sent: Callable[[HandoffMessage, float], None] | None = None,
-        max_queued_bytes: int = 64 * 1024 * 1024,
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
         enqueue_timeout_s: float = 10.0,
         checksums: bool = False,
     ) -> None:
@@ -66,7 +68,8 @@ class HandoffSender:
         self._enqueue_timeout_s = enqueue_timeout_s
         self.checksums = checksums
         self._closing = False
-        self._outbox = Outbox(max_queued_bytes)
+        self.multiple = transport.multiple
+        self._outbox = Outbox(max_queued_bytes, self.multiple)
         self._book = TicketBook(self._outbox, on_ended)
         self._pump = WirePump(
             transport,
@@ -110,7 +113,7 @@ class HandoffSender:
         """
         body = block.to_proto(data.nbytes, crc32(data) if self.checksums else None)
         item = Outgoing.of(ticket, body, block.byte_class, data.nbytes)
-        sizes = message_sizes(item.message)
+        sizes = message_sizes(item.message, self.multiple)
         if len(sizes) > 1:
             done()
             raise ValueError(f"{data.nbytes} bytes are several messages: open the chunk and give them one by one")

@@ -19,7 +19,7 @@ from kv_transfer.transports.base import MESSAGE_BYTES, NUM_BUFFERS, Pending, Tra
 from paceline.errors import DeadlineExceeded
 from paceline.host_memory import host_zeros
 
-CREDIT_BYTES = 4 * MESSAGE_BYTES  # credit is told when so many bytes of it have come together
+CREDIT_BYTES = 4 * MESSAGE_BYTES  # times the link's multiple: credit is told when so many bytes have come together
 
 
 def _buffers(count: int, num_bytes: int, device: torch.device | str, pinned: bool = False) -> list[Tensor]:
@@ -88,8 +88,9 @@ class Staging:
 
     def __init__(self, transport: Transport, device: torch.device | str, *, pinned: bool = False) -> None:
         self._transport = transport
+        self.multiple = transport.multiple
         self._device, self._pinned = device, pinned
-        self._free = _buffers(NUM_BUFFERS, MESSAGE_BYTES, device, pinned)
+        self._free = _buffers(NUM_BUFFERS, MESSAGE_BYTES * self.multiple, device, pinned)
         self._expected: deque[tuple[int, Tensor, Pending]] = deque()  # bytes on their way, and into which buffer
         self._last: Tensor | None = None  # what the latest `receive` gave lies in
         self._taken = 0  # bytes received whose credit was not told yet
@@ -115,7 +116,7 @@ class Staging:
         `receive` are still in use. Those expected before are among ``sizes``. As many as there are buffers; nothing
         behind a size of more than one message, which is received when it is asked for."""
         for num_bytes in islice(sizes, len(self._expected), None):
-            if not self._free or num_bytes > MESSAGE_BYTES:
+            if not self._free or num_bytes > MESSAGE_BYTES * self.multiple:
                 return
             buffer = self._free.pop()
             self._expected.append((num_bytes, buffer, self._transport.start_recv(buffer[:num_bytes])))
@@ -132,7 +133,7 @@ class Staging:
             if self._expected:
                 self._free.append(self._await(num_bytes))
                 continue
-            for piece in message_slices(num_bytes):
+            for piece in message_slices(num_bytes, self.multiple):
                 self._receive(self._free[-1][: piece.stop - piece.start])
 
     def settle(self) -> None:
@@ -146,7 +147,7 @@ class Staging:
     def credit(self) -> int:
         """Bytes that the sender may send beyond those told before; 0 until it is worth a message. Called when what
         `receive` gave is not needed any more."""
-        if self._taken < CREDIT_BYTES:
+        if self._taken < CREDIT_BYTES * self.multiple:
             return 0
         taken, self._taken = self._taken, 0
         return taken

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from paceline.errors import PacelineError
 
-MESSAGE_BYTES = 4 * 1024 * 1024
-WINDOW_BYTES = 8 * MESSAGE_BYTES  # a chunk leaves while less than this waits for the receiver's credit
-CHUNK_BYTES = 8 * MESSAGE_BYTES  # that one descriptor announces, at most
+MESSAGE_BYTES = 4 * 1024 * 1024  # of a message, at most, times the link's `Transport.multiple`
+WINDOW_BYTES = 8 * MESSAGE_BYTES  # a chunk leaves while less than this, times that, waits for the receiver's credit
+CHUNK_BYTES = 8 * MESSAGE_BYTES  # that one descriptor announces, at most, or one message
 NUM_BUFFERS = 4  # of each end: one on the wire, one being filled or scattered, two ready
 
 Rank = Literal[0, 1]  # of a link: 0 is prefill and sends, 1 is decode and receives
@@ -29,13 +29,15 @@ class StillInFlight(TransportError):
     that again. The transport keeps it."""
 
 
-def message_slices(num_bytes: int) -> tuple[slice, ...]:
-    """Cut ``num_bytes`` into messages of at most 4 MiB, as byte ranges in order; no message for 0 bytes.
+def message_slices(num_bytes: int, multiple: int = 1) -> tuple[slice, ...]:
+    """Cut ``num_bytes`` into messages of at most ``multiple`` times 4 MiB, as byte ranges in order; no message for 0
+    bytes.
 
-    Both sides derive it from the byte count alone. Small messages keep the timeout of one message short, and
-    4 MiB of them cost no bandwidth.
+    Both sides derive it from the byte count and the link's multiple alone. Small messages keep the timeout of one
+    message short, and between hosts 4 MiB of them cost no bandwidth.
     """
-    return tuple(slice(start, min(start + MESSAGE_BYTES, num_bytes)) for start in range(0, num_bytes, MESSAGE_BYTES))
+    most = MESSAGE_BYTES * multiple
+    return tuple(slice(start, min(start + most, num_bytes)) for start in range(0, num_bytes, most))
 
 
 def byte_view(tensor: Tensor) -> Tensor:
@@ -56,20 +58,21 @@ class Transport(ABC):
     ``close`` and ``abort`` may be called from any thread, and more than once.
     """
 
+    multiple: int = 1  # of MESSAGE_BYTES that a message may have, as both ends agreed when they paired
     takes_less = False  # whether a message may be shorter than the bytes that its receive waits for
 
     def send(self, tensor: Tensor) -> None:
         """Hand the bytes of ``tensor`` (contiguous, any dtype) to the wire; blocks, each message for at most the
         message timeout. TransportError if the pipe is or becomes dead."""
         data = byte_view(tensor)
-        for piece in message_slices(data.numel()):
+        for piece in message_slices(data.numel(), self.multiple):
             self._send_message(data[piece])
 
     def recv(self, tensor: Tensor) -> None:
         """Fill ``tensor`` (contiguous) with the next ``tensor.nbytes`` bytes; blocks, each message for at most the
         message timeout. TransportError if the pipe is or becomes dead: the content is then undefined."""
         data = byte_view(tensor)
-        for piece in message_slices(data.numel()):
+        for piece in message_slices(data.numel(), self.multiple):
             self._recv_message(data[piece])
 
     def start_send(self, tensor: Tensor) -> Pending:
@@ -85,11 +88,12 @@ class Transport(ABC):
 
     @abstractmethod
     def _send_message(self, data: Tensor) -> None:
-        """Send one message; ``data`` is uint8 [1 to MESSAGE_BYTES]."""
+        """Send one message; ``data`` is uint8 [1 to multiple * MESSAGE_BYTES]."""
 
     @abstractmethod
     def _recv_message(self, data: Tensor) -> None:
-        """Receive one message of exactly ``data.numel()`` bytes into ``data``, uint8 [1 to MESSAGE_BYTES]."""
+        """Receive one message of exactly ``data.numel()`` bytes into ``data``, uint8 [1 to multiple *
+        MESSAGE_BYTES]."""
 
     @abstractmethod
     def close(self) -> None:

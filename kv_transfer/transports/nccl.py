@@ -54,7 +54,7 @@ class NcclTransport(TorchDistTransport):
         posted: list[torch.cuda.Event] = []
 
         def post(group: Any) -> None:
-            for piece in message_slices(data.numel()):
+            for piece in message_slices(data.numel(), self.multiple):
                 posted.append(self._post(group, verb, data[piece]))
 
         def wait() -> None:

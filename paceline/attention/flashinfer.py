@@ -8,7 +8,7 @@ forward, and to the torch reference only where Triton is not installed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 
 import numpy as np
@@ -22,20 +22,21 @@ from paceline.attention.base import (
     StaticPlan,
     StaticShape,
 )
-from paceline.attention.flashinfer_kernels import (
-    DecodeKernel,
-    Geometry,
-    Kernel,
-    LatentKernel,
-    LongPrefillKernel,
-    PrefillKernel,
-    StaticBuffers,
-    load_flashinfer,
+from paceline.attention.flashinfer_choice import (
+    DTYPES,
+    HEAD_DIMS,
+    MakeKernel,
+    described,
+    geometry_of_layer,
+    has_kernel,
+    is_hopper,
+    kernel_for,
 )
+from paceline.attention.flashinfer_kernels import Geometry, Kernel, LongPrefillKernel, StaticBuffers, load_flashinfer
 from paceline.attention.paged import PagedBatch, PagedKind, paged_batch
 from paceline.attention.placed import PlacedBatch, PlacedPlan, paged_ends
 from paceline.attention.torch_paged import TorchAttention
-from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind
+from paceline.kvcache.layout import KvLayout, LayerKind
 from paceline.kvcache.pool import KvPool
 from paceline.layers.upload import Int64
 from paceline.triton_support import runs_triton
@@ -45,29 +46,14 @@ log = logging.getLogger(__name__)
 # FlashInfer's own advice is half of it. A captured wrapper plans for the most that its shape may need: 149 MiB for 256
 # requests of 5 rows over 8 KV heads.
 WORKSPACE_BYTES = 256 << 20
-DTYPES = (torch.bfloat16, torch.float16)
-HEAD_DIMS = (64, 128, 256)
-LONG_ROWS = 64  # of a request, on average: from there on Hopper's kernels, whose tiles are of 128 rows, pay
-HOPPER = 9  # major compute capability of the GPUs that have them
+HOPPER_FAULTS = (RuntimeError, OSError)  # no compiler, a library that does not load, a launch that is refused
 KERNELS_PER_KIND = 3  # planned in turn, so that one forward can be planned while the one before still runs
-MakeKernel = Callable[[ModuleType, torch.Tensor, StaticBuffers | None], Kernel]
 
 
 def geometry_of(query: torch.Tensor, kv: KvPool, layer: int, scale: float, value_dim: int) -> Geometry:
     """The geometry of one call of ``attend`` (value_dim 0) or ``attend_latent``."""
     spec = kv.held.layers[layer]
     return Geometry(query.shape[1], spec.num_kv_heads, query.shape[2], value_dim, kv.page_size, scale, query.dtype)
-
-
-def has_kernel(geometry: Geometry, kind: PagedKind) -> bool:
-    """Whether FlashInfer serves it. MLA: whole tiles of heads (its causal bound is wrong otherwise), and no masks."""
-    if geometry.dtype not in DTYPES:
-        return False
-    if geometry.value_dim == 0:
-        return geometry.head_dim in HEAD_DIMS
-    rope_dim = geometry.head_dim - geometry.value_dim
-    fits = geometry.value_dim % 128 == 0 and rope_dim % 64 == 0 and 128 % geometry.num_heads == 0
-    return fits and kind is not PagedKind.MASKED
 
 
 def other_attention(device: torch.device) -> AttentionBackend:
@@ -77,32 +63,6 @@ def other_attention(device: torch.device) -> AttentionBackend:
     from paceline.attention.triton_paged import TritonAttention
 
     return TritonAttention()
-
-
-def is_hopper(device: torch.device) -> bool:
-    """Whether the device is of the generation that FlashInfer's ``fa3`` kernels are made for."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
-
-
-def kernel_for(geometry: Geometry, kind: PagedKind, rows_each: float = 0.0) -> MakeKernel:
-    """The wrapper for a batch of ``kind``. rows_each: of a request on average, where Hopper's kernels may be taken."""
-    if geometry.value_dim:
-        return LatentKernel
-    if kind is PagedKind.CAUSAL and rows_each >= LONG_ROWS:
-        return LongPrefillKernel
-    return DecodeKernel if kind is PagedKind.DECODE else PrefillKernel
-
-
-def described(geometry: Geometry, kind: PagedKind) -> str:
-    """A forward in words."""
-    layers = f"latents of {geometry.value_dim}" if geometry.value_dim else f"heads of {geometry.head_dim}"
-    return f"{kind} rows over {layers} in {str(geometry.dtype).removeprefix('torch.')}"
-
-
-def _geometry_of_layer(layer: KvLayer, dtype: torch.dtype, num_heads: int) -> Geometry:
-    """What `has_kernel` looks at, for a layer of a pool. Latents are taken for what their widths allow."""
-    value_dim = layer.head_dim // 128 * 128 if layer.kind is LayerKind.MLA else 0
-    return Geometry(num_heads, layer.num_kv_heads, layer.head_dim, value_dim, 1, 1.0, dtype)
 
 
 class FlashInferPlan(AttentionPlan):
@@ -121,6 +81,13 @@ class FlashInferPlan(AttentionPlan):
             self._bind(geometry)
         elif geometry != self._geometry:
             raise ValueError(f"one plan serves layers of one geometry: {self._geometry}, then {geometry}")
+        return self._kernel
+
+    def kernel_again(self) -> Kernel:
+        """The kernel once more, from what the backend has by now."""
+        assert self._geometry is not None
+        self._bind(self._geometry)
+        assert self._kernel is not None
         return self._kernel
 
     def other(self) -> AttentionPlan:
@@ -217,7 +184,7 @@ class FlashInferAttention(AttentionBackend):
         """See AttentionBackend."""
         unserved: dict[str, str] = {}
         for layer in dict.fromkeys(layout.layers):
-            geometry = _geometry_of_layer(layer, layout.dtype, num_heads)
+            geometry = geometry_of_layer(layer, layout.dtype, num_heads)
             for kind in PagedKind:
                 if not has_kernel(geometry, kind):
                     unserved[described(geometry, kind)] = self.others.name
@@ -230,13 +197,28 @@ class FlashInferAttention(AttentionBackend):
         try:
             kernel = self._next_kernel(make)
             kernel.plan(batch, geometry)
-        except RuntimeError as error:
+        except HOPPER_FAULTS as error:
             if make is not LongPrefillKernel:
                 raise
-            log.warning("FlashInfer's kernels for Hopper cannot be had, long prompts take the others: %s", error)
-            self.hopper = False
+            self._leave_hopper(error)
             return self.planned(batch, geometry)
         return kernel
+
+    def _run(self, plan: FlashInferPlan, kernel: Kernel, query: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        """A layer by the kernel of ``plan``. Where Hopper's does not run, from then on the others."""
+        try:
+            return kernel.run(query, pages)
+        except HOPPER_FAULTS as error:
+            if not isinstance(kernel, LongPrefillKernel):
+                raise
+            self._leave_hopper(error)
+            return plan.kernel_again().run(query, pages)
+
+    def _leave_hopper(self, error: Exception) -> None:
+        """Said once: plans that were made before may fail after."""
+        if self.hopper:
+            log.warning("FlashInfer's kernels for Hopper cannot be had, long prompts take the others: %s", error)
+        self.hopper = False
 
     def _next_kernel(self, make: MakeKernel) -> Kernel:
         """The kernel of a kind that was planned longest ago."""
@@ -279,7 +261,7 @@ class FlashInferAttention(AttentionBackend):
         if isinstance(plan, FlashInferPlan):
             kernel = plan.kernel(geometry_of(query, kv, layer, scale, 0))
             if kernel is not None:
-                return kernel.run(query, kv.data[layer])
+                return self._run(plan, kernel, query, kv.data[layer])
             plan = plan.other()
         return self.others.attend(query, kv, layer, plan, scale)
 

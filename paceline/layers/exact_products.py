@@ -52,7 +52,7 @@ def tile_of(rows: int, dtype: torch.dtype) -> Tile:
 class Grouping:
     """Rows that belong to one matrix each, sorted by it."""
 
-    ends: torch.Tensor  # int64 [matrices], past each matrix's last row
+    ends: torch.Tensor  # int32 [matrices], past each matrix's last row
     tiles: torch.Tensor  # int32 [?, 2], see products_triton._tiles_kernel
     tile: Tile
     rows: int

@@ -1,4 +1,4 @@
-"""Triton kernels around experts: which of them a row goes to, and the sum of what they answer."""
+"""Triton kernels around experts: which of them a row goes to, rows of one expert together, and the sum of answers."""
 
 # Kernels are written in Triton's language, not Python's.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,no-any-return"
@@ -13,6 +13,7 @@ from paceline.layers.ops_triton import _exp, _rounded
 from paceline.triton_support import EXACT, next_power_of_2, on_device_of
 
 SUM_BLOCK = 1024
+SORT_BLOCK = 1024  # choices that a program of the sort reads at once
 EXPERTS_PER_WARP = 256
 
 
@@ -105,6 +106,61 @@ def _weighted_sum_kernel(outputs, weights, out, TOP_K: tl.constexpr, WIDTH: tl.c
     for i in range(1, TOP_K):
         total = total + tl.load(source + i * WIDTH, mask=mask, other=0.0) * tl.load(weights + row * TOP_K + i)
     tl.store(out + row * WIDTH + column, _rounded(total, out.dtype.element_ty), mask=mask)
+
+
+def _by_expert(ids, order, sources, experts, ends, choices, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """One expert's places of ``by_expert.ByExpert``, behind those of the experts before it."""
+    mine = tl.program_id(0)
+    before = tl.zeros((BLOCK,), dtype=tl.int32)
+    for start in range(0, choices, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        expert = tl.load(ids + at, mask=at < choices, other=mine)
+        before += (expert < mine).to(tl.int32)
+    end = tl.sum(before, axis=0)
+    for start in range(0, choices, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        is_mine = (tl.load(ids + at, mask=at < choices, other=-1) == mine).to(tl.int32)
+        place = end + tl.cumsum(is_mine, axis=0) - 1
+        tl.store(order + place, at.to(tl.int64), mask=is_mine > 0)
+        tl.store(sources + place, (at // TOP_K).to(tl.int64), mask=is_mine > 0)
+        tl.store(experts + place, (at * 0 + mine).to(tl.int64), mask=is_mine > 0)
+        end += tl.sum(is_mine, axis=0)
+    tl.store(ends + mine, end)
+
+
+_by_expert_kernel = triton.jit(_by_expert, do_not_specialize=["choices"])
+
+
+@triton.jit
+def _put_rows_kernel(rows, order, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK columns of one row, to where ``order`` says."""
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    found = tl.load(rows + row.to(tl.int64) * WIDTH + column, mask=mask, other=0.0)
+    tl.store(out + tl.load(order + row) * WIDTH + column, found.to(tl.float32), mask=mask)
+
+
+def by_expert(
+    expert_ids: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The fields of ``by_expert.by_expert`` in one launch."""
+    order, sources, experts = (torch.empty_like(expert_ids).view(-1) for _ in range(3))  # each aligned
+    ends = torch.empty(num_experts, dtype=torch.int32, device=expert_ids.device)
+    with on_device_of(ends):
+        _by_expert_kernel[(num_experts,)](
+            expert_ids, order, sources, experts, ends, expert_ids.numel(), TOP_K=expert_ids.shape[1], BLOCK=SORT_BLOCK
+        )
+    return order, sources, experts, ends
+
+
+def put_rows(rows: torch.Tensor, order: torch.Tensor, out: torch.Tensor) -> None:
+    """Row r of ``rows`` [R, width] becomes row order[r] of ``out``, float32, in one launch. Both contiguous."""
+    count, width = rows.shape
+    block = min(SUM_BLOCK, next_power_of_2(width))
+    if out.numel():
+        with on_device_of(out):
+            _put_rows_kernel[(count, triton.cdiv(width, block))](rows, order, out, WIDTH=width, BLOCK=block)
 
 
 def route(

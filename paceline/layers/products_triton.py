@@ -205,7 +205,7 @@ def _merge_kernel(
 
 @triton.jit
 def _tiles_kernel(ends, tiles, MATRICES: tl.constexpr, BLOCK_M: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The tiles of rows that lie together by matrix. ends: int64 [MATRICES], past each one's last row.
+    """The tiles of rows that lie together by matrix. ends: int32 [MATRICES], past each one's last row.
 
     tiles: int32 [?, 2], matrix and first row of each tile, -1 and 0 past the last one. A program writes BLOCK of them.
     COUNT: a power of two, at least MATRICES.

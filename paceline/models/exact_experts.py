@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from paceline.layers.by_expert import by_expert
 from paceline.layers.exact_products import Grouping, Matrices, grouped_product
 from paceline.layers.ops import silu_mul
 from paceline.layers.quantized import LinearWeight
@@ -26,7 +27,7 @@ class ExactExperts:
         biases: Biases = (None, None),
     ) -> None:
         self._gate_up, self._down, self._activation, self._biases = gate_up, down, activation, biases
-        self._ids = torch.arange(down.values.shape[0], device=down.values.device)
+        self._num_experts = down.values.shape[0]
 
     @classmethod
     def load(cls, linear: Callable[[str], LinearWeight], prefix: str, num_experts: int) -> ExactExperts:
@@ -43,12 +44,11 @@ class ExactExperts:
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
         """x: [T, hidden]; expert_ids: int64 [T, top_k] -> float32 [T, top_k, hidden]."""
         rows, top_k = expert_ids.shape
-        flat = expert_ids.view(-1)
-        order = flat.argsort(stable=True)
-        grouping = Grouping.of(torch.searchsorted(flat[order], self._ids, right=True), rows * top_k, x.dtype)
+        sort = by_expert(expert_ids, self._num_experts)
+        grouping = Grouping.of(sort.ends, rows * top_k, x.dtype)
         gate_up = x.new_empty(rows * top_k, self._gate_up.shape[0])
-        grouped_product(x, self._gate_up, self._biases[0], grouping, gate_up, sources=order // top_k)
+        grouped_product(x, self._gate_up, self._biases[0], grouping, gate_up, sources=sort.sources)
         outputs = torch.empty(rows * top_k, self._down.shape[0], dtype=torch.float32, device=x.device)
         hidden = self._activation(gate_up)
-        grouped_product(hidden, self._down, self._biases[1], grouping, outputs, targets=order)
+        grouped_product(hidden, self._down, self._biases[1], grouping, outputs, targets=sort.order)
         return outputs.view(rows, top_k, -1)

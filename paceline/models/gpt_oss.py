@@ -9,6 +9,7 @@ import torch
 
 from paceline.kvcache.layout import KvLayer, LayerKind, LayerOwner
 from paceline.layers.bits import makes_exact
+from paceline.layers.by_expert import by_expert
 from paceline.layers.linear import Linear
 from paceline.layers.ops import clamped_swiglu
 from paceline.layers.quantized import LinearWeight
@@ -135,20 +136,13 @@ class GroupedClampedExperts:
         self._gate_up, self._gate_up_bias = (stacked(of, num_experts) for of in (weights.gate_up, weights.gate_up_bias))
         self._down = stacked(lambda i: (weights.down(i),), num_experts)
         self._down_bias, self._clamp = weights.down_bias, clamp
-        self._ids = torch.arange(num_experts, device=self._down.device)
 
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
         """See GroupedExperts."""
-        rows, top_k = expert_ids.shape
-        flat = expert_ids.view(-1)
-        order = flat.argsort(stable=True)
-        expert = flat[order]
-        ends = torch.searchsorted(expert, self._ids, right=True)
-        gate_up = grouped(x[order // top_k], self._gate_up, ends) + self._gate_up_bias[expert]
-        down = grouped(clamped_swiglu(gate_up, *self._clamp), self._down, ends) + self._down_bias[expert]
-        outputs = torch.empty(rows * top_k, x.shape[1], dtype=torch.float32, device=x.device)
-        outputs[order] = down.float()
-        return outputs.view(rows, top_k, -1)
+        sort = by_expert(expert_ids, self._down.shape[0])
+        gate_up = grouped(x[sort.sources], self._gate_up, sort.ends) + self._gate_up_bias[sort.experts]
+        down = grouped(clamped_swiglu(gate_up, *self._clamp), self._down, sort.ends) + self._down_bias[sort.experts]
+        return sort.in_rows(down, expert_ids.shape[1])
 
 
 def clamped_experts(

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from paceline.errors import ConfigError
 from paceline.layers.bits import makes_exact, reads_codes
+from paceline.layers.by_expert import by_expert
 from paceline.layers.linear import Linear
 from paceline.layers.ops import silu_mul
 from paceline.layers.quantized import LinearWeight, QuantizedWeight
@@ -132,18 +133,12 @@ class GroupedExperts:
 
         self._gate_up = stack("gate_proj", "up_proj")  # [experts, 2 * intermediate, hidden]
         self._down = stack("down_proj")  # [experts, hidden, intermediate]
-        self._ids = torch.arange(num_experts, device=self._down.device)
 
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
         """See SeparateExperts; sums are rounded to x's dtype."""
-        rows, top_k = expert_ids.shape
-        flat = expert_ids.view(-1)
-        order = flat.argsort(stable=True)
-        ends = torch.searchsorted(flat[order], self._ids, right=True)
-        hidden = silu_mul(grouped(x[order // top_k], self._gate_up, ends))
-        outputs = torch.empty(rows * top_k, x.shape[1], dtype=torch.float32, device=x.device)
-        outputs[order] = grouped(hidden, self._down, ends).float()
-        return outputs.view(rows, top_k, -1)
+        sort = by_expert(expert_ids, self._down.shape[0])
+        hidden = silu_mul(grouped(x[sort.sources], self._gate_up, sort.ends))
+        return sort.in_rows(grouped(hidden, self._down, sort.ends), expert_ids.shape[1])
 
 
 def stacked(parts_of: Callable[[int], Sequence[torch.Tensor]], num_experts: int) -> torch.Tensor:
@@ -158,11 +153,11 @@ def stacked(parts_of: Callable[[int], Sequence[torch.Tensor]], num_experts: int)
 
 
 def grouped(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """x: [R, in], rows of one expert together; weights: [experts, out, in]; ends: int64 [experts], past each expert's
+    """x: [R, in], rows of one expert together; weights: [experts, out, in]; ends: int32 [experts], past each expert's
     last row -> [R, out]. Float32 has no grouped product in torch: there every expert is run over every row."""
     if x.dtype is torch.bfloat16:
-        return F.grouped_mm(x, weights.transpose(1, 2), offs=ends.int())
-    expert = torch.searchsorted(ends, torch.arange(x.shape[0], device=x.device), right=True)
+        return F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
+    expert = torch.searchsorted(ends, torch.arange(x.shape[0], dtype=ends.dtype, device=x.device), right=True)
     every = torch.matmul(x, weights.transpose(1, 2))  # [experts, R, out]
     return every.gather(0, expert.view(1, -1, 1).expand(1, -1, every.shape[2]))[0]
 

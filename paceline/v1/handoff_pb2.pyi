@@ -144,12 +144,15 @@ class PairRequest(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     RANK_LINKS_FIELD_NUMBER: _builtins.int
+    MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     prefill_node_id: _builtins.str
     """Its id."""
     ranks: _builtins.int
     """Ranks of the node; 0 means 1."""
     rank_links: _builtins.str
     """How rows of several ranks cross: direct or through-0."""
+    message_bytes: _builtins.int
+    """That a message on the data link may have at its end; 0: 4 MiB."""
     @_builtins.property
     def fingerprint(self) -> Global___Fingerprint:
         """What it serves."""
@@ -161,10 +164,11 @@ class PairRequest(_message.Message):
         fingerprint: Global___Fingerprint | None = ...,
         ranks: _builtins.int = ...,
         rank_links: _builtins.str = ...,
+        message_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "prefill_node_id", b"prefill_node_id", "rank_links", b"rank_links", "ranks", b"ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "message_bytes", b"message_bytes", "prefill_node_id", b"prefill_node_id", "rank_links", b"rank_links", "ranks", b"ranks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -181,6 +185,7 @@ class PairResponse(_message.Message):
     DECODE_NODE_ID_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     RANK_LINKS_FIELD_NUMBER: _builtins.int
+    MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     link_id: _builtins.str
     """Names the link. 122 bits of it are random: only who paired can claim the link."""
     decode_node_id: _builtins.str
@@ -189,6 +194,8 @@ class PairResponse(_message.Message):
     """The same as in PairRequest, of the decode node."""
     rank_links: _builtins.str
     """Likewise."""
+    message_bytes: _builtins.int
+    """That a message on the data link may have: what both ends can take; 0: 4 MiB."""
     @_builtins.property
     def fingerprint(self) -> Global___Fingerprint:
         """What the decode node serves."""
@@ -201,10 +208,11 @@ class PairResponse(_message.Message):
         decode_node_id: _builtins.str = ...,
         ranks: _builtins.int = ...,
         rank_links: _builtins.str = ...,
+        message_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_node_id", b"decode_node_id", "fingerprint", b"fingerprint", "link_id", b"link_id", "rank_links", b"rank_links", "ranks", b"ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_node_id", b"decode_node_id", "fingerprint", b"fingerprint", "link_id", b"link_id", "message_bytes", b"message_bytes", "rank_links", b"rank_links", "ranks", b"ranks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.attention.base import AttentionPlan, ForwardBatch, Segment, StaticShape
-from paceline.attention.flashinfer import FlashInferAttention, has_kernel
+from paceline.attention.flashinfer import FlashInferAttention
+from paceline.attention.flashinfer_choice import has_kernel
 from paceline.attention.flashinfer_kernels import Geometry, LongPrefillKernel, load_flashinfer
 from paceline.attention.mask_bits import pack_masks
 from paceline.attention.padding import Scratch, pad_segments, real_rows
@@ -188,6 +189,33 @@ def test_long_prompts_take_hoppers_kernels(
     again = backend.plan(ForwardBatch.build(segments))
     assert torch.equal(backend.attend(query, kv, 0, again, 0.125), found)
     assert again._kernel._wrapper.family == "fa2"  # type: ignore[union-attr]
+
+
+def test_hoppers_kernels_that_do_not_run_are_left_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the midst of a forward, whose other layers and whose plans made before go on. Mutants: a failed run ends the
+    forward; the next layer fails again; it is said for each plan; the next prompt tries again."""
+    backend, kv, tables = backend_of(), POOLS[16], Tables(random.Random(3), PAGES, 16)
+    backend.hopper = True
+    segments = [tables.linear(count, 0) for count in (90, 60)]
+    query = torch.randn(num_rows(segments), HEADS, DIM).bfloat16()
+    plans = [backend.plan(ForwardBatch.build(segments)) for _ in range(2)]
+    found = [backend.attend(query, kv, 0, plan, 0.125) for plan in plans]
+    tried: list[int] = []
+
+    def fails(*_: object) -> None:
+        tried.append(1)
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(LongPrefillKernel, "run", fails)
+    for plan in [*plans, backend.plan(ForwardBatch.build(segments))]:
+        for _layer in range(2):
+            assert torch.equal(backend.attend(query, kv, 0, plan, 0.125), found[0])
+        assert plan._kernel._wrapper.family == "fa2"  # type: ignore[union-attr]
+    assert len(tried) == len(plans)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "no kernel image" in caplog.text
 
 
 def test_one_plan_serves_all_layers_of_one_geometry() -> None:

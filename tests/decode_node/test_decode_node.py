@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from kv_transfer.transports.base import MESSAGE_BYTES, NUM_BUFFERS
 from paceline.request import SpeculationParams
 from paceline.v1 import common_pb2
 from tests.fakes.nodes import cluster, node_config, sequence_request
@@ -30,6 +31,25 @@ async def test_whole_handoff_gives_the_expected_tokens_once() -> None:
         assert sent.meta > 0
         assert outcome.handed_off.exposed_s >= 0
         await nodes.wait_for_release()
+
+
+@pytest.mark.parametrize(("prefill_mib", "decode_mib", "multiple"), [(32, 48, 8), (16, 8, 2), (0, 32, 1), (32, 0, 1)])
+async def test_both_ends_of_a_link_agree_on_the_size_of_a_message(
+    prefill_mib: int, decode_mib: int, multiple: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build that offers nothing does not ask. Mutants: an end takes its own offer, or does not tell it; fewer
+    messages may wait than there are buffers."""
+    monkeypatch.setattr("prefill_node.links.offered_bytes", lambda *_: prefill_mib << 20)
+    monkeypatch.setattr("decode_node.links.offered_bytes", lambda *_: decode_mib << 20)
+    async with cluster() as nodes:
+        request = sequence_request()
+        assert (await nodes.generate(request)).output == expected_output(request)
+        ((sending, _),) = nodes.prefill._links._links.values()
+        (receiving,) = nodes.decode._links._links.values()
+        assert receiving.receiver is not None
+        assert sending._sender.multiple == receiving.receiver._intake._staging.multiple == multiple
+        assert sending._sender._outbox._max_bytes >= NUM_BUFFERS * multiple * MESSAGE_BYTES
+        assert sending._feeder._staging.take(1).numel() == multiple * MESSAGE_BYTES
 
 
 async def test_first_token_can_end_the_request() -> None:

@@ -133,18 +133,17 @@ def test_host_memory_beside_a_gpu_is_page_locked(
     class Seen(Exception):
         pass
 
-    def staging(*_: object, pinned: bool) -> None:
+    def staging(*_: object, pinned: bool, num_bytes: int = 0) -> None:
         raise Seen(pinned)
 
     monkeypatch.setattr(receiver, "Staging", staging)
     monkeypatch.setattr(feeder, "StagingRing", staging)
     source: Any = SimpleNamespace(device=torch.device(pool))
+    end: Any = SimpleNamespace(multiple=1)  # a sender, a transport
     with pytest.raises(Seen, match=str(locked)):
-        feeder.RowFeeder(cast("Any", None), source, torch.device(wire), lambda *_: None)
+        feeder.RowFeeder(end, source, torch.device(wire), lambda *_: None)
     with pytest.raises(Seen, match=str(locked)):
-        receiver.HandoffReceiver(
-            cast("Any", None), cast("Any", None), lambda *_: None, device=wire, pool_device=torch.device(pool)
-        )
+        receiver.HandoffReceiver(end, cast("Any", None), lambda *_: None, device=wire, pool_device=torch.device(pool))
 
 
 def test_kernels_of_a_device_do_not_name_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,3 +53,4 @@ def test_routing_and_the_sum_of_experts() -> None:
         exact_products.check_routing(CUDA, RoutingRule(8, 4, 8, True, 2.5), 256, tied)
         exact_products.check_routing(CUDA, RoutingRule(1, 1, 4, True, 1.0, softmax=True), 128, tied)
     exact_products.check_weighted_sum(CUDA)
+    exact_products.check_by_expert(CUDA, 256, 2048, 8, torch.bfloat16)

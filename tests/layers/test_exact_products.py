@@ -135,6 +135,13 @@ def test_an_experts_other_rows_change_nothing() -> None:
 
 
 @interpreted
+@pytest.mark.parametrize(("experts", "rows", "top_k"), [(6, 0, 2), (6, 1, 2), (9, 700, 4)])
+def test_rows_together_by_expert(experts: int, rows: int, top_k: int) -> None:
+    """Mutants: rows of one expert in no order; of the first block alone; to where they come from."""
+    exact_products.check_by_expert(CPU, experts, rows, top_k, torch.bfloat16)
+
+
+@interpreted
 def test_experts_of_unlike_kinds_are_refused() -> None:
     """Else codes would be taken for weights."""
     weights: list[LinearWeight] = [torch.randn(8, 64), KINDS["w8a16"](torch.randn(8, 64))]

@@ -25,7 +25,8 @@ def wire() -> Iterator[Wire]:
 
 
 def test_rows_leave_in_pieces_and_in_order(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_transfer.handoff.cut, "CHUNK_BYTES", 3 * TOKEN_BYTES)
+    for name in ("CHUNK_BYTES", "MESSAGE_BYTES"):
+        monkeypatch.setattr(kv_transfer.handoff.cut, name, 3 * TOKEN_BYTES)
     slots = torch.tensor([9, 2, 30, 31, 4, 17, 0], dtype=torch.int32)
     wire.feeder.begin("t", range(5, 12))
     wire.rows("t", slots, 5)

@@ -92,7 +92,7 @@ INTEGERS = "paceline.layers.integer_triton"
 MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"  # of every tile of bf16, or bits would differ
 PRODUCT = "*{x} *{w} {tables} *fp32 {out} {rows} i32 i32 i32 i32 i32 i32"
 INTEGER = "*i8 *fp32 *fp32 {w} *fp32 {minimums} - *bf16 {rows} i32 i32 i32"
-PLAIN, GROUPED = "- - - -", "*i32 *i64 *i64 *i64"
+PLAIN, GROUPED = "- - - -", "*i32 *i32 *i64 *i64"
 O_PROJ = {"COLUMNS": 4096, "WIDTH": 4096, "SLAB": 512, "LEAF": 1024, "PARTS": 8, "LEAF_EACH": False}
 QKV = {"COLUMNS": 6144, "WIDTH": 4096, "SLAB": 4096, "LEAF": 1024, "PARTS": 4, "LEAF_EACH": True}
 WHOLE = {"COLUMNS": 2000, "WIDTH": 2080, "SLAB": 2080, "LEAF": 1024, "PARTS": 1, "LEAF_EACH": False}
@@ -146,7 +146,7 @@ CALLS = [
     KernelCall(
         PRODUCTS, "_merge_kernel", "*fp32 i32 *fp32 *bf16", {"COLUMNS": 4096, "COUNT": 8, "LEAVES": 2, "BLOCK": 1024}
     ),
-    KernelCall(PRODUCTS, "_tiles_kernel", "*i64 *i32", {"MATRICES": 160, "BLOCK_M": 16, "COUNT": 256, "BLOCK": 32}),
+    KernelCall(PRODUCTS, "_tiles_kernel", "*i32 *i32", {"MATRICES": 160, "BLOCK_M": 16, "COUNT": 256, "BLOCK": 32}),
     KernelCall(
         INTEGERS,
         "_round_rows_kernel",
@@ -191,6 +191,8 @@ CALLS = [
         },
         num_warps=1,
     ),
+    KernelCall(EXPERTS, "_by_expert_kernel", "*i64 *i64 *i64 *i64 *i32 i32", {"TOP_K": 8, "BLOCK": 1024}),
+    KernelCall(EXPERTS, "_put_rows_kernel", "*bf16 *i64 *fp32", {"WIDTH": 7168, "BLOCK": 1024}),
     KernelCall(EXPERTS, "_weighted_sum_kernel", "*fp32 *fp32 *fp32", {"TOP_K": 8, "WIDTH": 7168, "BLOCK": 1024}),
     KernelCall(LAYERS, "_rms_norm_kernel", "*bf16 *bf16 *bf16 *bf16 i32 i32 fp32", {"ADD": True, **HIDDEN}, 8),
     KernelCall(

@@ -11,6 +11,7 @@ import torch
 
 from paceline.layers import exact_products, experts_triton
 from paceline.layers.bits import layer_bits
+from paceline.layers.by_expert import by_expert, by_expert_reference
 from paceline.layers.exact_products import Grouping, Matrices, grouped_product, heads_product, product
 from paceline.layers.linear import Linear
 from paceline.layers.quantized import QuantizedWeight
@@ -132,7 +133,7 @@ def check_grouped(device: torch.device, dtype: torch.dtype, width: int, kind: st
     for kept in (slice(0, tokens), slice(4, 5)):
         flat = ids[kept].reshape(-1)
         order = flat.argsort(stable=True)
-        ends = torch.searchsorted(flat[order], torch.arange(experts, device=device), right=True)
+        ends = torch.searchsorted(flat[order], torch.arange(experts, device=device), right=True, out_int32=True)
         grouping = Grouping.of(ends, flat.shape[0], dtype)
         out = torch.full((flat.shape[0], 24), 7.0, device=device)
         grouped_product(x[kept], matrices, biases, grouping, out, order // top_k, order)
@@ -182,6 +183,20 @@ def check_routing(device: torch.device, rule: RoutingRule, experts: int, tied: b
     alone = experts_triton.route(logits[2:3].to(device), None if bias is None else bias.to(device), **options)
     assert torch.equal(alone[0], ids[2:3])
     assert torch.equal(alone[1], weights[2:3])
+
+
+def check_by_expert(device: torch.device, experts: int, rows: int, top_k: int, dtype: torch.dtype) -> None:
+    """As torch sorts and scatters, an expert without rows too."""
+    chosen = torch.stack([torch.randperm(experts - 1)[:top_k] for _ in range(rows)]) if rows else torch.empty(0, top_k)
+    ids = chosen.long().to(device)
+    found, expected = by_expert(ids, experts), by_expert_reference(ids, experts)
+    for name, part in vars(expected).items():
+        assert torch.equal(getattr(found, name), part), name
+        assert getattr(found, name).dtype is part.dtype
+    answers = torch.randn(rows * top_k, 1100, device=device).to(dtype)
+    placed = torch.empty(answers.shape, device=device)
+    placed[expected.order] = answers.float()
+    assert torch.equal(found.in_rows(answers, top_k), placed.view(rows, top_k, 1100))
 
 
 def check_weighted_sum(device: torch.device) -> None:

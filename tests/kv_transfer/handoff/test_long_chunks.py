@@ -7,9 +7,12 @@ import pytest
 import torch
 
 import kv_transfer.handoff.cut
+import kv_transfer.handoff.staging
 from kv_transfer.handoff.block import TARGET_KV, RowBlock
 from kv_transfer.handoff.outbox import Outgoing
 from kv_transfer.handoff.state import HandoffState
+from kv_transfer.transports.base import NUM_BUFFERS
+from kv_transfer.transports.loopback import loopback_pair
 from paceline.v1.handoff_pb2 import HandoffMessage, State
 from tests.support.handoff_link import (
     DRAFT,
@@ -87,6 +90,35 @@ def test_rows_are_written_message_by_message() -> None:
         with pytest.raises(ValueError, match="24000 bytes are several messages"):
             link.sender.chunk("u", block, rows, lambda: refused.append("u"))
         assert refused == ["u"]
+
+
+def test_both_ends_of_a_link_with_larger_messages_cut_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice as many tokens a message. Mutants: the receiver cuts or expects as ever; its buffers are as ever."""
+    monkeypatch.setattr(kv_transfer.handoff.staging, "MESSAGE_BYTES", 10 * TOKEN_BYTES)
+    ends = loopback_pair(max_messages=2)
+    for end in ends:
+        end.multiple = 2
+    with open_link(transports=ends) as link:
+        made = [buffer.numel() for buffer in link.receiver._intake._staging._free]
+        assert made == [20 * TOKEN_BYTES] * NUM_BUFFERS
+        prompts = {ticket: Prompt(seed) for seed, ticket in enumerate("tu")}
+        for ticket, prompt in prompts.items():
+            link.sink.reserve(ticket)
+            link.sender.begin(ticket, TOKENS)
+            chunk = open_rows(link, ticket)
+            for tokens in (range(16, 36), range(36, 56), range(56, 66)):
+                assert link.sender.give(chunk, prompt.flat(TARGET, tokens), lambda: None)
+            for tokens in (range(16, 41), range(41, 66)):
+                link.put(ticket, prompt, DRAFT, tokens)
+            link.sender.state(ticket, State(first_token_id=7), prompt.hidden)
+        link.sender.begin("unknown", TOKENS)  # thrown away, in as many pieces
+        chunk = open_rows(link, "unknown")
+        for tokens in (range(16, 36), range(36, 56), range(56, 66)):
+            link.sender.give(chunk, Prompt(0).flat(TARGET, tokens), lambda: None)
+        wait_for(lambda: len(link.terminal) == 3, "the ends")
+        for ticket, prompt in prompts.items():
+            link.check_rows(ticket, prompt)
+        check_still_works(link)
 
 
 def test_an_abort_in_the_midst_ends_behind_the_last_message() -> None:

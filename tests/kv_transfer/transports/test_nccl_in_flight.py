@@ -107,6 +107,9 @@ def test_messages_are_posted_before_the_one_in_front_has_come(cuda: Cuda) -> Non
     cuda.finished = 3
     second()
     assert transport._dead is None
+    transport.multiple = 2  # mutant: cut as ever
+    transport.start_recv(cast("Any", Bytes(MESSAGE_BYTES + 1)))
+    assert cuda.calls[-1] == f"{MESSAGE_BYTES + 1} bytes on wire"
 
 
 @pytest.mark.parametrize("cut", [False, True])
