@@ -44,6 +44,7 @@ class WorkerMemory:
     def __init__(self) -> None:
         self.after_collection = self.between_files = memory("RssAnon")  # bytes that a collection left
         self.told = False
+        self.highest = 0  # bytes in memory at once, so far
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(
@@ -66,7 +67,11 @@ class WorkerMemory:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self) -> Generator[None]:
         yield
-        peak = memory("VmHWM") - memory("RssFile")  # libraries are there once for all workers
+        highest = memory("VmHWM")
+        if highest <= self.highest:
+            return  # it did not grow here, and which files it had in memory then is not known any more
+        self.highest = highest
+        peak = highest - memory("RssFile")  # libraries are there once for all workers
         torch = sys.modules.get("torch")
         on_gpu = torch is not None and torch.cuda.is_initialized()  # its driver alone maps gigabytes
         if peak > WORKER_LIMIT_BYTES and not self.told and not on_gpu:
