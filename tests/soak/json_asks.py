@@ -8,6 +8,7 @@ import random
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from decimal import Decimal, localcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ NAMES = ("name", "colour", "size_in_cm", "is_new", "tags", "origin", "items", "w
 WORDS = ("red", "reddish", "green", "a longer text, with a comma", "ä ☂", "none")
 TOOLS = ("get_weather", "book", "search")
 MAX_TOKENS = 160  # a byte each
+DIGITS = 1000  # of what numbers are divided to
 NOT_JUDGED = ("$ref", r"\\p{")  # others are fetched; Python's regular expressions have no Unicode classes
 SUITE_SHARE = 0.4  # of schemas, where the suite is there
 TOOL_SHARE = 0.3
@@ -57,13 +59,31 @@ class JsonAsk:
     def _judge_whole(self, answer: Answer) -> str:
         try:
             if self.schema is not None:
-                jsonschema.Draft202012Validator(self.schema).validate(json.loads(answer.text))
+                validate(self.schema, answer.text)
                 return "valid"
             for name, arguments in answer.tool_calls:
-                jsonschema.Draft202012Validator(self.tools[name]).validate(json.loads(arguments))
+                validate(self.tools[name], arguments)
         except (ValueError, KeyError, jsonschema.ValidationError) as error:
             return f"{type(error).__name__}: {str(error)[:200]}"
         return "valid" if answer.tool_calls else "no tool was called"
+
+
+def validate(schema: Schema, text: str) -> None:
+    """Raises ValidationError, or ValueError for what is no JSON. Numbers are decimals, as JSON has them: as floats
+    -5.1167 is no multiple of 0.0001."""
+    with localcontext(prec=DIGITS):
+        jsonschema.Draft202012Validator(decimals(json.dumps(schema))).validate(decimals(text))
+
+
+def decimals(text: str) -> Any:
+    """What a text of JSON says, with decimals for its fractions."""
+    return json.loads(text, parse_float=_number)
+
+
+def _number(text: str) -> int | Decimal:
+    number = Decimal(text)
+    whole = number.adjusted() < DIGITS and number == number.to_integral_value()
+    return int(number) if whole else number
 
 
 def make_json_asks(seed: int, count: int, public: Sequence[Schema] = ()) -> list[JsonAsk]:
