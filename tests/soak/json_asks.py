@@ -8,7 +8,7 @@ import random
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from decimal import Decimal, localcontext
+from decimal import Decimal, InvalidOperation, localcontext
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +80,11 @@ def decimals(text: str) -> Any:
     return json.loads(text, parse_float=_number)
 
 
-def _number(text: str) -> int | Decimal:
-    number = Decimal(text)
+def _number(text: str) -> int | float | Decimal:
+    try:
+        number = Decimal(text)
+    except InvalidOperation:  # its exponent is out of all bounds
+        return float(text)
     whole = number.adjusted() < DIGITS and number == number.to_integral_value()
     return int(number) if whole else number
 
