@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from paceline.errors import InvalidRequest
 
 MAX_KEY_CHARS, MAX_PATH_CHARS = 100, 400  # as far as an error names where it is
-# Of a body. Python holds up every other stream while it reads them.
+# Python reads a body in one go, and holds up every other stream meanwhile. So each of these is bounded in a body.
 MAX_CONTAINERS = 100_000  # lists and objects
 MAX_TEXTS = 120_000  # keys and texts; a chat of 8,192 turns with a call each has 107,000
 MAX_COMMAS = 600_000  # 128 prompts of 4,096 token ids have 524,000

@@ -25,6 +25,7 @@ from cluster.state.wanted import Kept
 from paceline.config import NodeConfig
 from paceline.errors import NodeUnavailable, PacelineError
 from paceline.ranks.options import threads_per_rank
+from paceline.role_options import kind_of
 from paceline.rpc.identity import Identity
 
 log = logging.getLogger(__name__)
@@ -134,7 +135,9 @@ class RayNodes:
         if SESSION.lost:
             raise RayLost(f"{node_id} is not started: Ray is lost; another is looked for")
         options = role, node_id, generation, config, self._registry, self._interface, environment
-        node = RayNode(node_id, role, generation, within(CALL_S, lambda: actor.remote(*options)), self._identity)
+        made = within(CALL_S, lambda: actor.remote(*options))
+        timeout_s = START_TIMEOUT_S[kind_of(config.device)]
+        node = RayNode(node_id, role, generation, made, self._identity, timeout_s)
         self._made.add(node)
         return node
 
@@ -168,9 +171,18 @@ class RayNode:
     """One node process. Calls block, each with a deadline: run them in threads. Once its Ray is lost it is known by its
     process alone."""
 
-    def __init__(self, node_id: str, role: str, generation: int, actor: Any, identity: Identity = ROUTER) -> None:
-        """identity: of who asks whether it lives."""
+    def __init__(
+        self,
+        node_id: str,
+        role: str,
+        generation: int,
+        actor: Any,
+        identity: Identity = ROUTER,
+        start_timeout_s: float = START_TIMEOUT_S["cpu"],
+    ) -> None:
+        """identity: of who asks whether it lives. start_timeout_s: that ``start`` gives the node itself."""
         self.node_id, self.role, self.generation, self._identity = node_id, role, generation, identity
+        self._start_timeout_s = start_timeout_s
         self.on_started: Callable[[], None] = lambda: None
         self._actor = actor
         self._epoch = SESSION.epoch
@@ -181,7 +193,7 @@ class RayNode:
     def start(self) -> str:
         """Start the node; returns its gRPC address. Raises the node's own PacelineError, else NodeUnavailable."""
         try:
-            address: str = get(self._actor.start.remote(), max(START_TIMEOUT_S.values()) + STOP_MARGIN_S)
+            address: str = get(self._actor.start.remote(), self._start_timeout_s + STOP_MARGIN_S)
         except ray.exceptions.RayTaskError as error:  # str() of it is the remote traceback: for the log only
             cause = error.cause
             if isinstance(cause, PacelineError):  # its message is all that there is to say

@@ -30,8 +30,11 @@ Work = tuple[int, Callable[[], None]]  # the number of a command, and what is le
 
 
 class LaneServer:
-    """Serves one follower's channel. ``wait_for(number)``: until that command of the model has run here. ``broken``:
-    told an error that is none of a link's."""
+    """Serves one follower's channel; `paceline.ranks.follower` finds it by its name.
+
+    ``wait_for(number)``: until that command of the model has run here. ``broken``: told an error that is none of a
+    link's.
+    """
 
     def __init__(
         self,
@@ -47,7 +50,7 @@ class LaneServer:
         self._sending = threading.Lock()
 
     def run(self) -> None:
-        """Serve until the channel ends, then end every link."""
+        """Serve until the channel has ended, then end every link."""
         try:
             while True:
                 self._take(self._channel.receive(None))
@@ -174,14 +177,3 @@ class _Link:
                 self._broken(error)
                 return
             self._answer(number, said, problem)
-
-
-def serve(
-    channel: Channel,
-    rank: int,
-    pool: KvPool,
-    wait_for: Callable[[int], None],
-    broken: Callable[[Exception], None],
-) -> None:
-    """See LaneServer; returns when the channel has ended. `paceline.ranks.follower` finds it by its name."""
-    LaneServer(channel, rank, pool, wait_for, broken).run()

@@ -35,7 +35,7 @@ from paceline.ranks.group import Group
 
 log = logging.getLogger(__name__)
 
-LANES = "kv_transfer.lanes.follower:serve"  # imported for the first link with lanes
+LANES = "kv_transfer.lanes.follower:LaneServer"  # imported for the first link with lanes
 ORDER_TIMEOUT_S = 30.0  # that rows wait for commands which rank 0 has run already
 
 
@@ -142,10 +142,10 @@ class Follower:
             self._lanes.wait()  # what serves them is loaded for the first link that has any
         except NodeUnavailable:
             return
-        module, _, function = LANES.partition(":")
+        module, _, name = LANES.partition(":")
         try:
-            serve = getattr(import_module(module), function)
-            serve(self._lanes, self._group.rank, self._pool, self._wait_for, self._broken)
+            server = getattr(import_module(module), name)
+            server(self._lanes, self._group.rank, self._pool, self._wait_for, self._broken).run()
         except Exception as error:
             self._broken(error)
 

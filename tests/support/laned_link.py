@@ -19,7 +19,7 @@ from kv_transfer.handoff.receiver import HandoffReceiver
 from kv_transfer.handoff.sender import HandoffSender
 from kv_transfer.handoff.state import Handoff
 from kv_transfer.lanes.arrivals import Arrivals, LaneTarget
-from kv_transfer.lanes.follower import serve
+from kv_transfer.lanes.follower import LaneServer
 from kv_transfer.lanes.leader import Lanes
 from kv_transfer.lanes.options import LaneOptions
 from kv_transfer.lanes.pairing import open_with
@@ -45,7 +45,7 @@ Ran = Callable[[int], None]
 
 class Ranks:
     """One node: the pool of rank 0, which knows of the others, and those of the followers. ``ran(number)``: see
-    `kv_transfer.lanes.follower.serve`'s ``wait_for``."""
+    `kv_transfer.lanes.follower.LaneServer`'s ``wait_for``."""
 
     def __init__(self, spec: ModelSpec, layout: KvLayout, degree: int, page_size: int, ran: Ran) -> None:
         pairs = [[tuple(map(Channel, socket.socketpair())) for _ in range(1, degree)] for _ in range(2)]
@@ -61,7 +61,7 @@ class Ranks:
         self.unused = [their for kind in pairs for _, their in kind]
         self.ends = [their for _, their in pairs[1]]
         self.threads = [
-            threading.Thread(target=serve, args=(end, rank, pool, ran, self.broken.append), daemon=True)
+            threading.Thread(target=LaneServer(end, rank, pool, ran, self.broken.append).run, daemon=True)
             for rank, (end, pool) in enumerate(zip(self.ends, self.theirs, strict=True), 1)
         ]
         for thread in self.threads:

@@ -13,6 +13,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayActorError
 
 from cluster.nodes import addresses, launch
+from cluster.nodes.host import STOP_MARGIN_S
 from cluster.nodes.launch import RayNode
 from cluster.nodes.ray_session import start_ray
 from paceline.errors import NodeUnavailable
@@ -49,7 +50,7 @@ class Actor:
     def __init__(self) -> None:
         self.asked: list[Reference] = []
         self.answer: dict[str, Any] | None = None
-        self.status = self.wait_stopped = self
+        self.start = self.status = self.wait_stopped = self
 
     def remote(self) -> Reference:
         reference = Reference()
@@ -130,6 +131,20 @@ def test_what_a_node_raised_while_it_was_made_is_one_line(
     died.error_msg, died._actor_init_failed = f"The actor died because of\n  File ...\n{last}\n", True
     assert RayNode("prefill-0", "prefill", 1, Actor())._reason(died) == told
     assert bool(caplog.records) == logged
+
+
+def test_a_start_has_the_time_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: a node on a CPU may hang for as long as a GPU's kernels take to compile."""
+    waited: list[float] = []
+
+    def get(reference: Reference, timeout_s: float) -> str:
+        waited.append(timeout_s)
+        return "host:1"
+
+    monkeypatch.setattr(launch, "get", get)
+    assert RayNode("decode-0", "decode", 1, Actor()).start() == "host:1"
+    assert RayNode("decode-0", "decode", 1, Actor(), start_timeout_s=1800.0).start() == "host:1"
+    assert waited == [300.0 + STOP_MARGIN_S, 1800.0 + STOP_MARGIN_S]
 
 
 def test_a_node_that_another_supervisor_watched_has_not_died(node: RayNode, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -379,7 +379,7 @@ async def test_nodes_that_start_keep_no_thread_from_requests() -> None:
     try:
         await until(lambda: sum(slot.handle is not None for slot in supervisor.slots) == 40)
         async with asyncio.timeout(2.0):
-            await asyncio.to_thread(int)
+            assert await asyncio.to_thread(int) == 0
     finally:
         go_on.set()
     await starting
