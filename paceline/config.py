@@ -158,7 +158,8 @@ class ServeConfig(EngineConfig):
     """Requests that may wait for their turn at the router. Further ones are refused with 429 or RESOURCE_EXHAUSTED."""
 
     queue_timeout_s: float = Field(default=30.0, gt=0)
-    """Seconds that a request may wait for its turn before it is refused."""
+    """Seconds that a request may wait for its turn, and then for a decode node where none is alive, before it is
+    refused. `GET /health` is 503 meanwhile."""
 
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds that a request may take from arrival to its last token; it then fails with a deadline error."""

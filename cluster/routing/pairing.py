@@ -25,7 +25,6 @@ from paceline.errors import InvalidRequest, NodeUnavailable, Overloaded, Pacelin
 MAX_FAILURES = 3  # of prefill nodes, or answers of decode nodes that it failed there; in a row, without a token between
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 2.0
 MAX_RETRY_AFTER_S = 2.0  # of what a full node wishes, when a stream waits to be resumed
-NODE_WAIT_S = 30.0  # longest wait for a decode node to come back, of a request that has not failed on one
 POLL_S = 0.05
 LEVELS: dict[State, float] = {"closed": 0.0, "half_open": 0.5, "open": 1.0}
 
@@ -85,10 +84,13 @@ class Pairing:
         calls: NodeCalls,
         page_size: int,
         prefixes: PrefixIndex | None = None,
+        *,
+        wait_s: float = 30.0,
     ) -> None:
-        """page_size: of decode nodes. prefixes: what the nodes have cached; None: they are chosen by load alone."""
+        """page_size: of decode nodes. prefixes: what the nodes have cached; None: they are chosen by load alone.
+        wait_s: how long a new request waits where no decode node is alive; they may all be starting."""
         self._nodes, self._calls, self._prefixes = nodes, calls, prefixes
-        self._page_size = page_size
+        self._page_size, self._wait_s = page_size, wait_s
         self._suspects: dict[Key, NodeRecord] = {}
         self._turn = 0
         self.breakers = Breakers()
@@ -117,8 +119,8 @@ class Pairing:
 
     async def pick(self, tries: Tries, num_tokens: int, token_ids: Sequence[int] = (), salt: str = "") -> Pair:
         """A pair for a sequence of at most ``num_tokens``, prompt and output. token_ids, salt: what is to be in its KV
-        before it decodes, and whose cache it may use. Overloaded when every node is full, NodeUnavailable when there
-        is no decode node, nor one coming back in time; InvalidRequest for a request that kills nodes."""
+        before it decodes, and whose cache it may use. Overloaded when every node is full, NodeUnavailable when no
+        decode node comes in time; InvalidRequest for a request that kills nodes."""
         while self.quarantine.unexplained(tries.suspicion):
             await asyncio.sleep(POLL_S)
         self.quarantine.check(tries.suspicion)
@@ -162,7 +164,7 @@ class Pairing:
 
     async def _pick_decode(self, tries: Tries, num_tokens: int, prompt: PromptHint) -> NodeRecord:
         pages = -(-num_tokens // self._page_size)
-        end = time.monotonic() + NODE_WAIT_S
+        end = time.monotonic() + self._wait_s
         while True:
             candidates = _preferred(self.breakers.usable_or_oldest(self.alive("decode")), tries)
             weight = TRANSFER_WEIGHT if self.alive("prefill") else PROMPT_WEIGHT
@@ -170,8 +172,8 @@ class Pairing:
             if node is not None:
                 return node
             failed = bool(tries.goes_on or tries.failures or tries.prefill_failures)  # it waits until its deadline
-            if not failed and (not self._suspects or time.monotonic() >= end):
-                raise NodeUnavailable("no decode node is alive")
+            if not failed and time.monotonic() >= end:
+                raise NodeUnavailable(f"no decode node is alive, nor came to life within {self._wait_s:g} s")
             await asyncio.sleep(POLL_S)
 
     def _pick_prefill(self, tries: Tries, prompt: PromptHint) -> NodeRecord | None:

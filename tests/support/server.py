@@ -64,7 +64,8 @@ def serve(*options: str, end_with: signal.Signals = signal.SIGINT, verb: str = "
             raise
         finally:
             left = _stop(server, end_with)
-        assert process.returncode == (-end_with if end_with is signal.SIGKILL else 0), log.read_text()[-3000:]
+        wanted = -end_with if end_with is signal.SIGKILL else 0
+        assert process.returncode == wanted, f"exit code {process.returncode}; {log.read_text()[-3000:]}"
         assert left == [], left
 
 

@@ -94,17 +94,24 @@ async def test_the_only_node_is_waited_for_and_taken_once_it_is_back(case: Case,
     assert asked > 3
 
 
-async def test_streams_wait_where_there_is_no_node_and_new_requests_do_not(case: Case) -> None:
-    """All nodes are being started. Mutant: both are refused at once."""
+@pytest.mark.parametrize(("tries", "ends"), [(Tries(), True), (Tries(goes_on=True), False)])
+async def test_requests_wait_where_all_nodes_start(case: Case, tries: Tries, ends: bool) -> None:
+    """New ones for a bounded time, streams until their deadline. Mutants: new ones are refused at once; they wait for
+    ever."""
+    starting = case.nodes.pop()
     case.nodes.clear()
-    with pytest.raises(NodeUnavailable, match="no decode node"):
-        await case.pairing.pick(Tries(), 10)
-    waiting = asyncio.create_task(case.pairing.pick(Tries(goes_on=True), 10))
-    done, _ = await asyncio.wait({waiting}, timeout=0.1)
+    case.pairing = Pairing(lambda: case.nodes, case.calls, page_size=16, wait_s=0.2)
+    waiting = [asyncio.create_task(case.pairing.pick(tries, 10)) for _ in range(2)]
+    done, _ = await asyncio.wait(waiting, timeout=0.1)
     assert not done
-    node = NodeRecord("decode-0", "decode", 2, "host:7", total_pages=9, free_pages=9)
-    case.nodes.append(node)
-    assert (await waiting).decode is node
+    if not ends:
+        await asyncio.sleep(0.2)
+    case.nodes.append(starting)
+    assert (await waiting[0]).decode is (await waiting[1]).decode is starting
+    case.nodes.clear()
+    if ends:
+        with pytest.raises(NodeUnavailable, match="nor came to life within 0.2 s"):
+            await asyncio.wait_for(case.pairing.pick(tries, 10), 5)
 
 
 def test_a_token_makes_failures_of_both_roles_forgotten() -> None:

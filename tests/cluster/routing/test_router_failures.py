@@ -202,7 +202,7 @@ async def test_admission() -> None:
 
 
 async def test_no_decode_node() -> None:
-    async with fleet(decode=0) as made:
+    async with fleet(decode=0, queue_timeout_s=0.1) as made:
         assert not made.router.ready()
         with pytest.raises(NodeUnavailable):
             await answer(made, ask())
