@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,14 +47,27 @@ def specs() -> list[Any]:
     return [*found, modules.gen_batch_mla_module(BACKEND, *types, LATENT, ROPE, False)]
 
 
-def set_compiler() -> None:
-    """Name the target and, where the packages are installed and nothing else was named, their nvcc."""
+def set_compiler(folder: Path) -> None:
+    """Name the target and, where the packages are installed and nothing else was named, their nvcc and what an
+    installation of CUDA may lack: headers, and libraries under the names that a linker looks for. folder: for these."""
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", HOPPER)
     found = importlib.util.find_spec("nvidia")
     homes = [Path(place) / "cu13" for place in found.submodule_search_locations or ()] if found else []
     for home in homes:
         if (home / "bin/nvcc").is_file():
             os.environ.setdefault("CUDA_HOME", str(home))
+        _also("CPATH", home / "include")
+        for runtime in sorted((home / "lib").glob("libcudart.so.*"))[:1]:
+            (folder / "libcudart.so").symlink_to(runtime)
+    # The driver's library is the GPU machine's own. What is linked here has its name and nothing else.
+    stub = ["c++", "-shared", "-x", "c++", os.devnull, "-Wl,-soname,libcuda.so.1", "-o", str(folder / "libcuda.so")]
+    subprocess.run(stub, check=True)
+    _also("LIBRARY_PATH", folder)
+
+
+def _also(name: str, folder: Path) -> None:
+    """Have the compiler look there, after where it was told to look."""
+    os.environ[name] = os.pathsep.join(filter(None, (os.environ.get(name), str(folder))))
 
 
 def keep(compiled: Path, archive: Path) -> None:
@@ -68,15 +83,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="name the kernels, and compile none")
     parser.add_argument("--keep", type=Path, default=None, help="archive to write the libraries to, after each")
     given = parser.parse_args(arguments)
-    set_compiler()
     if importlib.util.find_spec("flashinfer") is None:
         print("error: FlashInfer is not installed (flashinfer-python)", file=sys.stderr)
         return 1
+    with tempfile.TemporaryDirectory() as folder:
+        set_compiler(Path(folder))
+        if given.list:
+            print(*(spec.name for spec in specs()), sep="\n")
+            return 0
+        return build(given.keep)
+
+
+def build(archive: Path | None) -> int:
+    """Each library, and all of them into ``archive`` after each. Returns 1 when one could not be built."""
     from flashinfer.jit import env
 
-    if given.list:
-        print(*(spec.name for spec in specs()), sep="\n")
-        return 0
     failed = False
     for spec in specs():
         began, said = time.monotonic(), ""
@@ -85,8 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except RuntimeError as error:  # the others are worth having
             failed, said = True, f"  FAILED: {error}"
         print(f"{time.monotonic() - began:6.0f} s  {spec.name}{said}", flush=True)
-        if given.keep is not None:
-            keep(env.FLASHINFER_JIT_DIR, given.keep)
+        if archive is not None:
+            keep(env.FLASHINFER_JIT_DIR, archive)
     print(env.FLASHINFER_JIT_DIR)
     return int(failed)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cluster.access.caller import Caller
 from cluster.access.keys import KeyFile, RefusedKey, Scope
+from cluster.access.pace import Pace
 from cluster.access.quotas import AccessCounts, Quotas
 from cluster.access.redis_counters import RedisCounters
 from cluster.state.registry_types import Registry
@@ -14,6 +15,8 @@ from paceline.config import ServeConfig
 from paceline.errors import PermissionDenied, Unauthenticated
 from paceline.rpc.audit import Audit
 
+REFUSALS_PER_S, REFUSALS_AT_ONCE = 50.0, 200.0  # of one address; further ones are answered late
+REFUSAL_LATE_S = 5.0  # at most
 HOLD_MARGIN_S = 60.0  # a quota's hold outlives the longest request by so much
 
 
@@ -34,6 +37,7 @@ class Access:
         """model: the name that is served."""
         self.quotas, self.audit = quotas, audit
         self._keys, self._model, self._metrics = keys, model, metrics
+        self._refusals = Pace(REFUSALS_PER_S, REFUSALS_AT_ONCE, REFUSAL_LATE_S)
 
     async def admit(self, sent: str | None, peer: str, act: str, need: Need) -> Caller | None:
         """Who calls; None where anybody may. sent: the key, None without one. peer: the address. act: route or RPC.
@@ -53,6 +57,7 @@ class Access:
             self._metrics.access_refused(
                 "PermissionDenied" if isinstance(error, PermissionDenied) else "Unauthenticated"
             )
+            await self._refusals.take(peer)
             raise
         await self.quotas.request(caller)
         if need is Need.OPERATOR:

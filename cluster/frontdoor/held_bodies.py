@@ -1,4 +1,5 @@
-"""Bytes of HTTP bodies that are held before their requests are answered: bounded for all, and for each owner.
+"""Bytes of HTTP bodies that are held before their requests are answered: bounded for all, and for each owner, and so is
+how fast an owner's are read.
 
 A small body is always let in: there are no more of them than connections. So a client with large bodies keeps no other
 one out.
@@ -8,11 +9,15 @@ from __future__ import annotations
 
 from collections import Counter
 
+from cluster.access.pace import Pace
 from cluster.frontdoor.http_errors import HttpProblem
 
 MAX_HELD_BYTES = 256 * 2**20  # of all bodies above SMALL_BYTES
 OWNER_SHARE = 0.5  # of it, for one tenant, or one address where there are no keys
 SMALL_BYTES = 32 * 1024
+READ_PER_S = 16 * 2**20  # of one owner's bodies beyond SMALL_BYTES
+READ_AT_ONCE = 16 * 2**20
+PAUSE_S = 2.0  # longest wait before a further part of a body; who would wait longer is refused
 
 
 class HeldBodies:
@@ -22,14 +27,13 @@ class HeldBodies:
         self._most = most
         self._of: Counter[str] = Counter()
         self.total = 0
+        self.pace = Pace(READ_PER_S, READ_AT_ONCE, PAUSE_S)
 
     def take(self, owner: str, size: int) -> None:
         """``size`` bytes more. Raises HttpProblem."""
         of_owner = self._of[owner] + size
         if self.total + size > self._most or of_owner > self._most * OWNER_SHARE:
-            headers = {"retry-after": "1"}
-            text = "too many bytes of request bodies are held here"
-            raise HttpProblem(429, text, "rate_limit_error", code="overloaded", headers=headers)
+            raise overloaded("too many bytes of request bodies are held here")
         self.total += size
         self._of[owner] = of_owner
 
@@ -39,6 +43,11 @@ class HeldBodies:
         self._of[owner] -= size
         if not self._of[owner]:
             del self._of[owner]
+
+
+def overloaded(text: str) -> HttpProblem:
+    """Come again."""
+    return HttpProblem(429, text, "rate_limit_error", code="overloaded", headers={"retry-after": "1"})
 
 
 class HeldBody:
@@ -53,6 +62,10 @@ class HeldBody:
         if size > SMALL_BYTES:
             self._bodies.take(self._owner, size - self._taken)
             self._taken = size
+
+    def pause_s(self, size: int, part: int) -> float:
+        """How long to wait before more of it is read. size, part: bytes that came in all, and last."""
+        return self._bodies.pace.wait_s(self._owner, part) if size > SMALL_BYTES else 0.0
 
     def release(self) -> None:
         """Idempotent."""

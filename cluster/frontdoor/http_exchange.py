@@ -13,7 +13,7 @@ from fastapi import Request
 from starlette.types import Message, Receive, Send
 
 from cluster.access.caller import owner
-from cluster.frontdoor.held_bodies import HeldBody
+from cluster.frontdoor.held_bodies import PAUSE_S, HeldBody, overloaded
 from cluster.frontdoor.http_errors import HttpProblem, dumps
 from cluster.frontdoor.http_surface import hold_body
 from paceline.errors import quoted
@@ -53,12 +53,16 @@ async def read_body(request: Request) -> bytes:
                 deadline.reschedule(started + min(BODY_TIMEOUT_S, start_s + size / BODY_BYTES_PER_S))
                 if size > MAX_DISCARDED_BYTES:
                     break
-                refused = refused or _no_room(held, size)
+                pause_s = held.pause_s(size, len(part))
+                refused = refused or _no_room(held, size, pause_s)
                 if size > MAX_BODY_BYTES or refused:
                     body.clear()  # read on all the same: a client that is cut off while it sends misses the answer
                     held.release()
                 else:
                     body += part
+                    started += pause_s  # the client is not late
+                if pause_s:
+                    await asyncio.sleep(pause_s)
     except TimeoutError:
         if refused:
             raise refused from None
@@ -71,8 +75,10 @@ async def read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-def _no_room(held: HeldBody, size: int) -> HttpProblem | None:
-    """Why ``size`` bytes of the body cannot be held."""
+def _no_room(held: HeldBody, size: int, pause_s: float) -> HttpProblem | None:
+    """Why ``size`` bytes of the body cannot be held, or read after so long a pause."""
+    if pause_s >= PAUSE_S:
+        return overloaded("request bodies come faster than they are read here")
     try:
         held.grow(min(size, MAX_BODY_BYTES))
     except HttpProblem as problem:

@@ -2,7 +2,8 @@
 
 A death counts when the connection is gone, the next generation of the node has come, the node was not draining, and
 the attempt had brought few tokens: a request that kills does so where it stands. A cut cable, a host that is away and a
-node that an operator stops are no deaths. Routers tell each other of deaths under a request that comes back under the
+node that an operator stops are no deaths. Where decode nodes die without the request too, it needs more deaths to be
+the reason. Routers tell each other of deaths under a request that comes back under the
 same id, with what else was in progress there at any of them, and of prompts that they refuse
 (`cluster/state/evidence.py`); each looks itself whether a node died.
 """
@@ -14,7 +15,7 @@ import logging
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -27,6 +28,7 @@ from paceline.errors import InvalidRequest
 log = logging.getLogger(__name__)
 
 DEATHS = 3  # after which a request is refused
+MORE_DEATHS, MOST_DEATHS = 3, 9  # for each that came without it meanwhile, up to so many: two requests may both kill
 FEW_TOKENS = 16  # of an attempt that counts
 EXPLAIN_S = 10.0  # longest wait for what became of a node, before the request is given to one more
 FORGET_S = 600.0
@@ -44,6 +46,7 @@ class Death:
     node: Key
     at: float
     requests: set[Asked]  # that were in progress there; of all attempts that failed, behind other routers too
+    generations: Mapping[str, int]  # of all decode nodes then
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class Quarantine:
         self.tell: Callable[[bytes], None] = lambda note: None  # other routers
         self._heard: OrderedDict[Asked, list[Death]] = OrderedDict()
         self._running: dict[Key, list[Asked]] = {}
+        self._seen: dict[str, int] = {}  # latest generation by node
         self._lost: OrderedDict[Key, set[Asked]] = OrderedDict()
         self._refused: OrderedDict[str, tuple[float, str]] = OrderedDict()  # by prompt: when, and what is said
 
@@ -105,11 +109,12 @@ class Quarantine:
     def lost(self, node: NodeRecord, suspicion: Suspicion, num_tokens: int) -> None:
         """The connection to a decode node is gone. num_tokens: what the attempt had brought."""
         key = key_of(node)
+        self._seen[node.id] = max(node.generation, self._seen.get(node.id, 0))
         together = self._together(key, [suspicion.asked, *self._running.get(key, ())])
         seen = next((record for record in self._nodes() if key_of(record) == key), node)
         if num_tokens < FEW_TOKENS and seen.state != "draining":
             before = [death for death in suspicion.deaths if death.node != key]  # a process dies once
-            suspicion.deaths = [*before, Death(key, self._clock(), together)]
+            suspicion.deaths = [*before, Death(key, self._clock(), together, self._generations())]
             self._tell(Note(suspicion.prompt, asked=suspicion.asked, node=key, requests=tuple(together)))
 
     def _together(self, node: Key, requests: Iterable[Asked]) -> set[Asked]:
@@ -136,7 +141,7 @@ class Quarantine:
         together = self._together(note.node, note.requests)
         deaths = self._heard.setdefault(note.asked, [])
         if all(death.node != note.node for death in deaths) and len(deaths) < MAX_HEARD:
-            deaths.append(Death(note.node, self._clock(), together))
+            deaths.append(Death(note.node, self._clock(), together, self._generations()))
         while len(self._heard) > MAX_PROMPTS:
             self._heard.popitem(last=False)
 
@@ -163,7 +168,9 @@ class Quarantine:
             self._refused.popitem(last=False)
         if suspicion.prompt not in self._refused:
             deaths = [death for death in self._deaths(suspicion) if self._died(death)]
-            if len(deaths) < DEATHS or set.intersection(*(death.requests for death in deaths)) != {suspicion.asked}:
+            if len(deaths) < self._enough(deaths) or set.intersection(*(death.requests for death in deaths)) != {
+                suspicion.asked
+            }:
                 return
             nodes = ", ".join(f"{node_id} generation {generation}" for node_id, generation in (d.node for d in deaths))
             said = f"{suspicion.request_id!r} is quarantined: it was the one request in progress when {nodes} died"
@@ -171,6 +178,20 @@ class Quarantine:
             self._refuse(suspicion.prompt, said)
             self._tell(Note(suspicion.prompt, said))
         raise InvalidRequest("request", self._refused[suspicion.prompt][1], "quarantined")
+
+    def _enough(self, deaths: Sequence[Death]) -> int:
+        """How many deaths are proof, of those under a request."""
+        if not deaths:
+            return DEATHS
+        first, now = min(deaths, key=lambda death: death.at), self._generations()
+        since = sum(max(0, now.get(node, then) - then) for node, then in first.generations.items())
+        return min(DEATHS + MORE_DEATHS * max(0, since - len(deaths)), MOST_DEATHS)
+
+    def _generations(self) -> dict[str, int]:
+        """Of decode nodes, also of those that are away now."""
+        found = {record.id: record.generation for record in self._nodes() if record.role == "decode"}
+        self._seen = dict(list((self._seen | found).items())[-MAX_NODES:])
+        return self._seen
 
     def _refuse(self, prompt: str, said: str) -> None:
         self._refused.setdefault(prompt, (self._clock(), said))

@@ -115,9 +115,7 @@ class Router:
         self._calls = calls if calls is not None else NodeCalls()
         self._recorder = Recorder(config.trace_requests)
         self._owners = Owners(config.trace_requests)
-        self._pairing = Pairing(
-            registry.nodes, self._calls, page_size, prefixes, wait_s=config.queue_timeout_s
-        )
+        self._pairing = Pairing(registry.nodes, self._calls, page_size, prefixes, wait_s=config.queue_timeout_s)
         self.quarantine = self._pairing.quarantine
         self.metrics.before_render(lambda: self.metrics.set_breakers(self._pairing.breaker_levels()))
         self.metrics.before_render(lambda: self.metrics.set_queued(self._admission.waiting))

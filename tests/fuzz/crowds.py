@@ -1,6 +1,7 @@
-"""Crowds that take what there is: clients that do not read, idle connections, watchers.
+"""Crowds that take what there is: clients that do not read, idle connections, watchers, large bodies, false tenants.
 
-Each is a context: the crowd is there while the block runs. Addresses are ``host:port``.
+Each is a context: the crowd is there while the block runs. Addresses are ``host:port``. ``beside`` runs one in a
+process of its own, where it does not hold up whoever measures.
 """
 
 from __future__ import annotations
@@ -8,19 +9,25 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc.aio
 import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cluster.nodes.listening import raise_open_files
+
 SLOW_BUFFER = 4096  # bytes that the kernel takes for a client that does not read
 WATCHES_OF_CHANNEL = 64
 PAUSE_S = 0.01  # after a refusal
+BODY_BYTES = 8 * 2**20
+END_S = 20.0  # for a crowd to leave
 
 
 @dataclass
@@ -118,3 +125,82 @@ async def watchers(doors: Doors, count: int = 1024) -> AsyncIterator[None]:
         yield
     finally:
         await asyncio.gather(*(channel.close() for channel in channels))
+
+
+@asynccontextmanager
+async def large_bodies(doors: Doors, count: int = 4096, at_once: int = 512) -> AsyncIterator[None]:
+    """Bodies of 8 MiB, each sent as far as it is taken."""
+    host, _, port = doors.http.rpartition(":")
+    left = iter(range(count))
+
+    async def ask() -> str:
+        if next(left, None) is None:
+            await asyncio.Event().wait()
+        reader, writer = await asyncio.open_connection(host, int(port))
+        try:
+            writer.write(_post("/v1/completions", doors.key, BODY_BYTES))
+            for _ in range(BODY_BYTES // 65536):
+                writer.write(b" " * 65536)
+                await writer.drain()
+            return (await reader.readline()).decode().strip()
+        finally:
+            writer.close()
+
+    async with _beside([asyncio.create_task(_again_and_again(ask, doors.told)) for _ in range(at_once)]):
+        yield
+
+
+@asynccontextmanager
+async def false_tenants(doors: Doors, count: int = 100) -> AsyncIterator[None]:
+    """Clients that claim a tenant each, with no key and with another's."""
+    async with httpx.AsyncClient(base_url=f"http://{doors.http}", timeout=30.0) as client:
+
+        async def ask(number: int) -> str:
+            body = {"prompt": "x", "max_tokens": 64, "ignore_eos": True, "cache_salt": f"tenant-{number}"}
+            key = dict(doors.key) if number % 10 == 0 else {}
+            return str((await client.post("/v1/completions", json=body, headers=key)).status_code)
+
+        tasks = [asyncio.create_task(_again_and_again(partial(ask, n), doors.told)) for n in range(count)]
+        async with _beside(tasks):
+            yield
+
+
+CROWDS: dict[str, Callable[[Doors], AbstractAsyncContextManager[None]]] = {
+    "5 that do not read": non_readers,
+    "1,100 idle connections": idle_sockets,
+    "1,024 watchers": watchers,
+    "4,096 bodies of 8 MiB": large_bodies,
+    "100 false tenants": false_tenants,
+}
+
+
+@asynccontextmanager
+async def beside(name: str, doors: Doors) -> AsyncIterator[None]:
+    """A crowd in a process of its own, there while the block runs; ``doors.told`` is counted at its end."""
+    command = [sys.executable, "-m", __name__, name, doors.grpc, doors.http, json.dumps(dict(doors.key))]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+    try:
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"there\n"
+        yield
+        told, _ = await asyncio.wait_for(process.communicate(b"end"), END_S)
+        doors.told.update(json.loads(told))
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def _crowd(name: str, grpc_address: str, http_address: str, key: str) -> None:
+    """Until stdin ends."""
+    raise_open_files()
+    doors = Doors(grpc_address, http_address, json.loads(key))
+    async with CROWDS[name](doors):
+        print("there", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+    print(json.dumps(doors.told), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(_crowd(*sys.argv[1:]))

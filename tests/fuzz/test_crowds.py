@@ -15,15 +15,10 @@ from cluster.nodes.listening import raise_open_files
 from paceline.client import AsyncClient
 from tests.chaos.report import percentile
 from tests.fuzz.campaign import FULL
-from tests.fuzz.crowds import Doors, idle_sockets, non_readers, watchers
+from tests.fuzz.crowds import CROWDS, Doors, beside
 from tests.multihost.small_model import write_model
 from tests.support.server import Server, serve
 
-CROWDS = {
-    "5 that do not read": non_readers,
-    "1,100 idle connections": idle_sockets,
-    "1,024 watchers": watchers,
-}
 WINDOW_S = 15.0
 TOKENS = 48
 FIRST_TOKEN, FLOOR_S = 2.0, 0.05  # of the p99 of a first token over that without a crowd; what counts as equal
@@ -75,9 +70,9 @@ async def test_an_honest_tenant_beside_each_crowd(server: Server) -> None:
     alone = percentile(firsts, 0.99)
     print(f"\nalone: {len(firsts)} requests, p99 of the first token {alone:.3f} s, longest gap {gap:.3f} s")
     problems = []
-    for name, crowd in CROWDS.items():
+    for name in CROWDS:
         doors = Doors(server.grpc, server.http, {"authorization": "Bearer pl-other"})
-        async with crowd(doors):
+        async with beside(name, doors):
             await asyncio.sleep(1.0)
             firsts, gap = await honest(server)
             size = process.memory_info().rss

@@ -8,7 +8,16 @@ from collections.abc import Callable
 import pytest
 
 from cluster.routing import pairing, quarantine
-from cluster.routing.quarantine import DEATHS, EXPLAIN_S, FEW_TOKENS, FORGET_S, Quarantine, Suspicion
+from cluster.routing.quarantine import (
+    DEATHS,
+    EXPLAIN_S,
+    FEW_TOKENS,
+    FORGET_S,
+    MORE_DEATHS,
+    MOST_DEATHS,
+    Quarantine,
+    Suspicion,
+)
 from cluster.state import evidence
 from cluster.state.connection import connect
 from cluster.state.evidence import Evidence
@@ -227,6 +236,23 @@ def test_one_death_counts_once_however_often_the_node_was_lost_before() -> None:
     for replaced in (False, False, True):
         case.lose(replaced=replaced)
     assert not case.refused
+
+
+@pytest.mark.parametrize("without", [0, 1, 9])
+def test_nodes_that_die_without_a_request_speak_for_it(without: int) -> None:
+    """Something else ends nodes, also nodes that nobody knows at the moment. Mutants: such deaths count for nothing; no
+    number of deaths is enough beside them; only nodes with a lease are counted."""
+    case, others = Case(), [NodeRecord(f"decode-{i}", "decode", 1, f"host:{i}") for i in (1, 2)]
+    needed = min(DEATHS + MORE_DEATHS * without, MOST_DEATHS)
+    case.records += others
+    case.quarantine._generations()
+    case.records = case.records[:1]
+    for deaths in range(1, needed + 1):
+        assert not case.refused
+        case.lose()
+        if deaths == 1:
+            case.records += [NodeRecord("decode-1", "decode", 1 + without, "host:1"), others[1]]
+    assert case.refused
 
 
 @pytest.mark.parametrize(("prompt", "salt"), [(1, "another's"), (2, "")])
