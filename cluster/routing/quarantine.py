@@ -188,7 +188,7 @@ class Quarantine:
         return min(DEATHS + MORE_DEATHS * max(0, since - len(deaths)), MOST_DEATHS)
 
     def _generations(self) -> dict[str, int]:
-        """Of decode nodes, also of those that are away now."""
+        """By node; decode nodes that are away now are among them."""
         found = {record.id: record.generation for record in self._nodes() if record.role == "decode"}
         self._seen = dict(list((self._seen | found).items())[-MAX_NODES:])
         return self._seen
