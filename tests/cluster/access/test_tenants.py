@@ -109,7 +109,8 @@ async def test_a_front_door_that_drains_takes_nothing_new_and_ends_what_runs() -
     the other."""
     redis = Embedded()
     free = dict.fromkeys(("grpc", "http"), "127.0.0.1:0")
-    made: Any = Deployment(ServeConfig.model_validate({"model": "tiny", "drafter": "none"} | free))
+    asked = {"model": "tiny", "drafter": "none", "queue_timeout_s": 0.2}
+    made: Any = Deployment(ServeConfig.model_validate(asked | free))
     front = made.front
     front.directory, front.registry = FakeRegistry(), Registry(redis.url, 2.0)
     front._tokenizer, front._folder = ByteTokenizer(), None
