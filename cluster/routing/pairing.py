@@ -121,9 +121,7 @@ class Pairing:
         """A pair for a sequence of at most ``num_tokens``, prompt and output. token_ids, salt: what is to be in its KV
         before it decodes, and whose cache it may use. Overloaded when every node is full, NodeUnavailable when no
         decode node comes in time; InvalidRequest for a request that kills nodes."""
-        while self.quarantine.unexplained(tries.suspicion):
-            await asyncio.sleep(POLL_S)
-        self.quarantine.check(tries.suspicion)
+        await self._allowed(tries.suspicion)
         nodes = self._nodes()
         await self._calls.prune({node.address for node in nodes})
         self.breakers.retain({key_of(node) for node in nodes})
@@ -132,9 +130,18 @@ class Pairing:
             cached = self._prefixes.cached_tokens(nodes, token_ids, salt)
             prompt = PromptHint(len(token_ids), self._page_size, cached)
         decode = await self._pick_decode(tries, num_tokens, prompt)
+        while self.quarantine.waits(tries.suspicion):  # the node that it waited for shows what the last one died of
+            await self._allowed(tries.suspicion)
+            decode = await self._pick_decode(tries, num_tokens, prompt)
         prefill = self._pick_prefill(tries, prompt)
         self._turn += 1
         return Pair(decode, prefill, prompt.cached_tokens(decode), prompt.cached_tokens(prefill) if prefill else 0)
+
+    async def _allowed(self, suspicion: Suspicion) -> None:
+        """Return when the request may have another node; InvalidRequest when it may not."""
+        while self.quarantine.waits(suspicion):
+            await asyncio.sleep(POLL_S)
+        self.quarantine.check(suspicion)
 
     @contextmanager
     def judged(self, attempt: Attempt, suspicion: Suspicion) -> Iterator[None]:

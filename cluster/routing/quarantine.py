@@ -1,23 +1,29 @@
-"""Requests that kill decode nodes: known by the nodes that died under them and under no other request in common.
+"""Requests that kill decode nodes: they are suspected by their deaths, and refused after a trial.
 
 A death counts when the connection is gone, the next generation of the node has come, the node was not draining, and
 the attempt had brought few tokens: a request that kills does so where it stands. A cut cable, a host that is away and a
-node that an operator stops are no deaths. Where decode nodes die without the request too, it needs more deaths to be
-the reason. Routers tell each other of deaths under a request that comes back under the
-same id, with what else was in progress there at any of them, and of prompts that they refuse
-(`cluster/state/evidence.py`); each looks itself whether a node died.
+node that an operator stops are no deaths.
+
+A suspect is the one request in progress at several deaths. Where decode nodes die without any suspect too, something
+else ends them, and it takes more deaths. A suspect waits until decode nodes have lived without suspects for a while.
+Then it is tried once more, one suspect at a time, and refused if that node dies too.
+
+Routers tell each other of deaths under a request that comes back under the same id, with what else was in progress
+there at any of them, and of prompts that they refuse (`cluster/state/evidence.py`); each looks itself whether a node
+died.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -27,13 +33,15 @@ from paceline.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
 
-DEATHS = 3  # after which a request is refused
-MORE_DEATHS, MOST_DEATHS = 3, 9  # for each that came without it meanwhile, up to so many: two requests may both kill
+DEATHS = 3  # after which a request is a suspect
+MORE_DEATHS = 3  # for each that came without a suspect meanwhile
+QUIET_S = 30.0  # that decode nodes live without suspects, before one of these is tried
+UNWATCHED_S = 5.0  # after which it is not known whether they lived
 FEW_TOKENS = 16  # of an attempt that counts
 EXPLAIN_S = 10.0  # longest wait for what became of a node, before the request is given to one more
 FORGET_S = 600.0
 MAX_PROMPTS, MAX_NODES = 1024, 256  # that are remembered
-MAX_HEARD = 8  # deaths under one request, of other routers
+MAX_DEATHS = 64  # under one request
 
 Asked = str  # digest of a request: its id, which clients choose and may repeat, its prompt, and whose cache it may use
 ASKED_CHARS = 24
@@ -47,6 +55,7 @@ class Death:
     at: float
     requests: set[Asked]  # that were in progress there; of all attempts that failed, behind other routers too
     generations: Mapping[str, int]  # of all decode nodes then
+    on_trial: bool = False  # the request was a suspect, and nodes had lived without it
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,7 @@ class Suspicion:
     request_id: str
     asked: Asked
     prompt: str  # digest of what is asked, and in whose cache
-    deaths: list[Death] = field(default_factory=list)
+    on_trial: bool = False  # until a node dies under it
 
 
 class Quarantine:
@@ -80,11 +89,13 @@ class Quarantine:
         """nodes: the registry's view. clock: seconds, monotonic."""
         self._nodes, self._clock = nodes, clock
         self.tell: Callable[[bytes], None] = lambda note: None  # other routers
-        self._heard: OrderedDict[Asked, list[Death]] = OrderedDict()
+        self._deaths: OrderedDict[Asked, list[Death]] = OrderedDict()  # here and behind other routers
         self._running: dict[Key, list[Asked]] = {}
         self._seen: dict[str, int] = {}  # latest generation by node
         self._lost: OrderedDict[Key, set[Asked]] = OrderedDict()
         self._refused: OrderedDict[str, tuple[float, str]] = OrderedDict()  # by prompt: when, and what is said
+        self._lived: set[Key] = set()  # decode nodes when a suspect last looked
+        self._looked = self._quiet_from = -math.inf
 
     @staticmethod
     def suspicion(request_id: str, token_ids: Sequence[int], salt: str) -> Suspicion:
@@ -109,13 +120,20 @@ class Quarantine:
     def lost(self, node: NodeRecord, suspicion: Suspicion, num_tokens: int) -> None:
         """The connection to a decode node is gone. num_tokens: what the attempt had brought."""
         key = key_of(node)
-        self._seen[node.id] = max(node.generation, self._seen.get(node.id, 0))
+        self._seen = self._seen | {node.id: max(node.generation, self._seen.get(node.id, 0))}
         together = self._together(key, [suspicion.asked, *self._running.get(key, ())])
         seen = next((record for record in self._nodes() if key_of(record) == key), node)
         if num_tokens < FEW_TOKENS and seen.state != "draining":
-            before = [death for death in suspicion.deaths if death.node != key]  # a process dies once
-            suspicion.deaths = [*before, Death(key, self._clock(), together, self._generations())]
+            self._add(suspicion.asked, Death(key, self._clock(), together, self._generations(), suspicion.on_trial))
             self._tell(Note(suspicion.prompt, asked=suspicion.asked, node=key, requests=tuple(together)))
+            suspicion.on_trial = False
+
+    def _add(self, asked: Asked, death: Death) -> None:
+        """Remember a death under a request; a process dies once."""
+        before = [one for one in self._deaths.pop(asked, ()) if one.node != death.node]
+        self._deaths[asked] = [*before, death][-MAX_DEATHS:]
+        while len(self._deaths) > MAX_PROMPTS:
+            self._deaths.popitem(last=False)
 
     def _together(self, node: Key, requests: Iterable[Asked]) -> set[Asked]:
         """What was in progress on a node that was lost, as far as it is known by now; ``requests`` too."""
@@ -139,53 +157,73 @@ class Quarantine:
             self._refuse(note.prompt, note.said)
             return
         together = self._together(note.node, note.requests)
-        deaths = self._heard.setdefault(note.asked, [])
-        if all(death.node != note.node for death in deaths) and len(deaths) < MAX_HEARD:
-            deaths.append(Death(note.node, self._clock(), together, self._generations()))
-        while len(self._heard) > MAX_PROMPTS:
-            self._heard.popitem(last=False)
+        if all(death.node != note.node for death in self._deaths.get(note.asked, ())):
+            self._add(note.asked, Death(note.node, self._clock(), together, self._generations()))
 
-    def _deaths(self, suspicion: Suspicion) -> list[Death]:
-        """Those under a request here, and those under it behind other routers."""
-        own, now = {death.node for death in suspicion.deaths}, self._clock()
-        heard = self._heard.get(suspicion.asked, ())
-        return [*suspicion.deaths, *(one for one in heard if one.node not in own and now - one.at <= FORGET_S)]
-
-    def unexplained(self, suspicion: Suspicion) -> bool:
-        """Whether another node is to wait: one more death would be proof, and it is not known yet whether the latest
-        loss was one."""
-        deaths = self._deaths(suspicion)
-        if len(deaths) < DEATHS:
+    def waits(self, suspicion: Suspicion) -> bool:
+        """Whether another node is to wait: it is not known yet whether the latest loss was a death, or the request is a
+        suspect and its trial has not come. To be asked again and again until then."""
+        losses = self._recent(suspicion.asked)
+        if suspicion.on_trial or suspicion.prompt in self._refused or len(losses) < DEATHS:
             return False
-        last = max(deaths, key=lambda death: death.at)
+        last = losses[-1]
         there = any(key_of(record) == last.node for record in self._nodes())
-        return not there and not self._died(last) and self._clock() - last.at < EXPLAIN_S
+        if not there and not self._died(last) and self._clock() - last.at < EXPLAIN_S:
+            return True
+        return self._is_suspect(suspicion.asked) and not self._proof(suspicion) and not self._quiet()
 
     def check(self, suspicion: Suspicion) -> None:
-        """Raise InvalidRequest for a request that has been shown to kill nodes, also under another id."""
+        """Raise InvalidRequest for a request that has been shown to kill nodes, also under another id. A suspect that
+        no longer waits is on trial from now on."""
         now = self._clock()
         while self._refused and now - next(iter(self._refused.values()))[0] > FORGET_S:
             self._refused.popitem(last=False)
         if suspicion.prompt not in self._refused:
-            deaths = [death for death in self._deaths(suspicion) if self._died(death)]
-            if len(deaths) < self._enough(deaths) or set.intersection(*(death.requests for death in deaths)) != {
-                suspicion.asked
-            }:
+            if not (proof := self._proof(suspicion)):
+                if not suspicion.on_trial and self._is_suspect(suspicion.asked):
+                    suspicion.on_trial = True
+                    log.warning("%r is tried once more: decode nodes died under it alone", suspicion.request_id)
+                    self._quiet_from = now  # the next suspect waits for what becomes of this one
                 return
-            nodes = ", ".join(f"{node_id} generation {generation}" for node_id, generation in (d.node for d in deaths))
+            nodes = ", ".join(f"{node_id} generation {generation}" for node_id, generation in (d.node for d in proof))
             said = f"{suspicion.request_id!r} is quarantined: it was the one request in progress when {nodes} died"
             log.error("%s; its prompt is refused for %g s", said, FORGET_S)
             self._refuse(suspicion.prompt, said)
             self._tell(Note(suspicion.prompt, said))
         raise InvalidRequest("request", self._refused[suspicion.prompt][1], "quarantined")
 
-    def _enough(self, deaths: Sequence[Death]) -> int:
-        """How many deaths are proof, of those under a request."""
-        if not deaths:
-            return DEATHS
-        first, now = min(deaths, key=lambda death: death.at), self._generations()
+    def _recent(self, asked: Asked) -> list[Death]:
+        return [death for death in self._deaths.get(asked, ()) if self._clock() - death.at <= FORGET_S]
+
+    def _alone(self, asked: Asked) -> list[Death]:
+        """What died under a request, if it is the one that was always there and these are enough for a suspicion."""
+        if len(self._deaths.get(asked, ())) < DEATHS:  # of most requests
+            return []
+        died = [death for death in self._recent(asked) if self._died(death)]
+        return died if len(died) >= DEATHS and set.intersection(*(one.requests for one in died)) == {asked} else []
+
+    def _proof(self, suspicion: Suspicion) -> list[Death]:
+        """Deaths under a request, where one of them came in its trial."""
+        died = self._alone(suspicion.asked)
+        return died if any(death.on_trial for death in died) else []
+
+    def _is_suspect(self, asked: Asked) -> bool:
+        """Whether enough decode nodes died under a request, beside those that died without any such."""
+        died = self._alone(asked)
+        if not died:
+            return False
+        first, now = min(died, key=lambda death: death.at), self._generations()
         since = sum(max(0, now.get(node, then) - then) for node, then in first.generations.items())
-        return min(DEATHS + MORE_DEATHS * max(0, since - len(deaths)), MOST_DEATHS)
+        under = {death.node for other in self._deaths for death in self._alone(other) if death.at >= first.at}
+        return len(died) >= DEATHS + MORE_DEATHS * max(0, since - len(under))
+
+    def _quiet(self) -> bool:
+        """Whether decode nodes have lived for a while, looked at again and again meanwhile."""
+        now, there = self._clock(), {key_of(record) for record in self._nodes() if record.role == "decode"}
+        if not there or self._lived - there or now - self._looked > UNWATCHED_S:
+            self._quiet_from = now
+        self._lived, self._looked = there, now
+        return now - self._quiet_from >= QUIET_S
 
     def _generations(self) -> dict[str, int]:
         """By node; decode nodes that are away now are among them."""
@@ -200,4 +238,4 @@ class Quarantine:
 
     def _died(self, death: Death) -> bool:
         node_id, generation = death.node
-        return any(record.id == node_id and record.generation > generation for record in self._nodes())
+        return self._generations().get(node_id, 0) > generation

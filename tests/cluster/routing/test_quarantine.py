@@ -14,7 +14,7 @@ from cluster.routing.quarantine import (
     FEW_TOKENS,
     FORGET_S,
     MORE_DEATHS,
-    MOST_DEATHS,
+    QUIET_S,
     Quarantine,
     Suspicion,
 )
@@ -35,12 +35,13 @@ def held() -> Script:
     return Script(gate=asyncio.Event())
 
 
-async def die_under(made: Fleet, times: int, streams: int = 1) -> None:
-    """The only decode node dies so often with these streams in progress; its next generation comes at once."""
+async def die_under(made: Fleet, times: int, streams: int = 1, away_s: float = 0.0) -> None:
+    """The only decode node dies so often with these streams in progress, and its next generation comes."""
     for generation in range(1, times + 1):
         while made.nodes["decode-0"].active < streams:
             await asyncio.sleep(0.005)
         await made.kill("decode-0")
+        await asyncio.sleep(away_s)
         await made.start("decode-0", generation + 1, held())
 
 
@@ -55,17 +56,23 @@ async def ended(asked: asyncio.Task[Generation]) -> Generation | PacelineError:
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairing, "FIRST_BACKOFF_S", 0.005)
+    monkeypatch.setattr(quarantine, "QUIET_S", 0.1)
 
 
-async def test_a_request_under_which_nodes_die_is_refused_also_under_another_id() -> None:
+@pytest.mark.parametrize("away_s", [0.0, 0.1])
+async def test_a_request_under_which_nodes_die_is_refused_also_under_another_id(
+    away_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutant: a node that it waited for is taken before it is known what the last one died of."""
+    monkeypatch.setattr(quarantine, "EXPLAIN_S", 0.05)
     async with fleet() as made:
         made.nodes["decode-0"].script = held()
         asked = asyncio.create_task(answer(made, ask()))
-        await die_under(made, DEATHS)
+        await die_under(made, DEATHS + 1, away_s=away_s)
         error = await ended(asked)
         assert isinstance(error, InvalidRequest)
         assert (error.code, error.field) == ("quarantined", "request")
-        named = ", ".join(f"decode-0 generation {number}" for number in range(1, DEATHS + 1))
+        named = ", ".join(f"decode-0 generation {number}" for number in range(1, DEATHS + 2))
         assert f"it was the one request in progress when {named} died" in str(error)
         made.nodes["decode-0"].script.gate = None
         with pytest.raises(InvalidRequest, match="is quarantined"):
@@ -103,13 +110,25 @@ class Case:
             self.quarantine.lost(old, self.suspicion, num_tokens)
         self.records = [NodeRecord("decode-0", "decode", old.generation + replaced, "host:1")]
 
+    def wait(self) -> None:
+        """Until the trial of a suspect."""
+        looks = 10
+        for _ in range(looks + 2):
+            self.now += quarantine.QUIET_S / looks
+            self.suspected  # noqa: B018  # it looks
+
+    @property
+    def suspected(self) -> bool:
+        return self.quarantine.waits(self.suspicion)
+
     @property
     def refused(self) -> bool:
         return self.refuses(self.suspicion)
 
     def refuses(self, suspicion: Suspicion) -> bool:
         try:
-            self.quarantine.check(suspicion)
+            if not self.quarantine.waits(suspicion):
+                self.quarantine.check(suspicion)
         except InvalidRequest:
             return True
         return False
@@ -127,8 +146,12 @@ class Case:
 def test_what_counts_as_a_death(loss: dict[str, object], refused: bool) -> None:
     case = Case()
     for _ in range(DEATHS):
-        assert not case.refused
+        assert not case.suspected
         case.lose(**loss)  # type: ignore[arg-type]
+    assert case.suspected == refused
+    case.wait()
+    assert not case.refused
+    case.lose(**loss)  # type: ignore[arg-type]
     assert case.refused == refused
 
 
@@ -148,10 +171,14 @@ async def test_what_killed_behind_one_router_is_not_tried_anew_behind_another(mo
         for _ in range(DEATHS):
             first.lose()
         stranger.tell(b'{"prompt": "%s", "said": "refused"}' % third.suspicion.prompt.encode())
-        await until(lambda: [len(one) for one in second.quarantine._heard.values()] == [DEATHS])
+        await until(lambda: [len(one) for one in second.quarantine._deaths.values()] == [DEATHS])
         second.records, third.records = list(first.records), list(first.records)
-        assert not second.refuses(second.ask("another"))
+        assert not second.quarantine.waits(second.ask("another"))
         assert not third.refuses(third.ask("another"))
+        assert second.suspected
+        second.wait()
+        assert not second.refused
+        second.lose()
         assert second.refused
         await until(lambda: third.refuses(third.ask("another")))
         assert not third.refuses(third.ask(prompt=2))
@@ -175,11 +202,15 @@ async def test_who_dies_beside_a_killer_behind_another_router_is_not_refused() -
 
     for generation in range(1, DEATHS + 1):
         die(generation, [victims, killers])
-    assert not victims.refused
-    assert not killers.refused
+    assert not victims.suspected
+    assert not killers.suspected
     die(DEATHS + 1, [killers])
+    assert killers.suspected
+    killers.wait()
+    assert not killers.refused
+    die(DEATHS + 2, [killers])
     assert killers.refused
-    assert not victims.refused
+    assert not victims.suspected
 
 
 async def test_a_note_that_has_ended_is_not_heard_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,24 +266,70 @@ def test_one_death_counts_once_however_often_the_node_was_lost_before() -> None:
     case = Case()
     for replaced in (False, False, True):
         case.lose(replaced=replaced)
-    assert not case.refused
+    assert not case.suspected
 
 
-@pytest.mark.parametrize("without", [0, 1, 9])
-def test_nodes_that_die_without_a_request_speak_for_it(without: int) -> None:
-    """Something else ends nodes, also nodes that nobody knows at the moment. Mutants: such deaths count for nothing; no
-    number of deaths is enough beside them; only nodes with a lease are counted."""
+@pytest.mark.parametrize("without", [0, 1, 5])
+def test_nodes_that_die_without_a_suspect_speak_for_a_request(without: int) -> None:
+    """Something else ends nodes, also nodes that nobody knows at the moment. Mutants: such deaths count for nothing;
+    only nodes with a lease are counted."""
     case, others = Case(), [NodeRecord(f"decode-{i}", "decode", 1, f"host:{i}") for i in (1, 2)]
-    needed = min(DEATHS + MORE_DEATHS * without, MOST_DEATHS)
     case.records += others
     case.quarantine._generations()
     case.records = case.records[:1]
-    for deaths in range(1, needed + 1):
-        assert not case.refused
+    for deaths in range(1, DEATHS + MORE_DEATHS * without + 1):
+        assert not case.suspected
         case.lose()
         if deaths == 1:
             case.records += [NodeRecord("decode-1", "decode", 1 + without, "host:1"), others[1]]
-    assert case.refused
+            case.quarantine._generations()
+    assert case.suspected
+
+
+def test_two_that_kill_do_not_speak_for_each_other() -> None:
+    """They are tried one after the other. Mutants: deaths under another suspect count as deaths without one; both are
+    tried at once."""
+    case = Case()
+    case.records.append(NodeRecord("decode-1", "decode", 1, "host:2"))
+    both = [case.suspicion, case.ask(prompt=2)]
+    for _ in range(DEATHS):
+        for which, suspicion in enumerate(both):
+            node = case.records[which]
+            with case.quarantine.running(node, suspicion):
+                case.quarantine.lost(node, suspicion, 0)
+            case.records[which] = NodeRecord(node.id, "decode", node.generation + 1, node.address)
+    assert all(case.quarantine.waits(suspicion) for suspicion in both)
+    case.wait()
+    assert not any(case.refuses(suspicion) for suspicion in both)
+    assert [suspicion.on_trial for suspicion in both] == [True, False]
+
+
+@pytest.mark.parametrize("disturbed", ["a node dies", "no node is there", "nobody looks"])
+def test_no_suspect_is_tried_before_nodes_have_lived_without_it(
+    disturbed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutants: each of the three counts as quiet."""
+    monkeypatch.setattr(quarantine, "QUIET_S", QUIET_S)
+    case = Case()
+    idle = NodeRecord("decode-1", "decode", 1, "host:2")
+    for _ in range(DEATHS):
+        case.lose()
+    case.records.append(idle)
+    case.now += QUIET_S
+    assert case.suspected  # the first look
+    for second in range(1, int(QUIET_S)):
+        case.now += 1.0
+        if disturbed == "a node dies" and second == 20:
+            case.records.remove(idle)
+        if disturbed == "no node is there":
+            case.records = []
+        if disturbed != "nobody looks" or second < 20:
+            assert case.suspected
+    case.now += 2.0
+    assert case.suspected
+    case.records = [idle]
+    case.wait()
+    assert not case.suspected
 
 
 @pytest.mark.parametrize(("prompt", "salt"), [(1, "another's"), (2, "")])
@@ -266,7 +343,7 @@ def test_a_request_of_the_same_id_is_another(prompt: int, salt: str) -> None:
         with case.quarantine.running(node, case.suspicion), case.quarantine.running(node, innocent):
             case.quarantine.lost(node, innocent, 0)
         case.records = [NodeRecord("decode-0", "decode", generation + 1, "host:1")]
-    assert not case.refuses(innocent)
+    assert not case.quarantine.waits(innocent)
 
 
 def test_the_next_node_waits_until_it_is_known_what_became_of_the_last_one() -> None:
@@ -274,14 +351,14 @@ def test_the_next_node_waits_until_it_is_known_what_became_of_the_last_one() -> 
     case = Case()
     for _ in range(DEATHS - 1):
         case.lose()
-    assert not case.quarantine.unexplained(case.suspicion)
+    assert not case.suspected
     old = case.records[0]
     case.quarantine.lost(old, case.suspicion, 0)
     for records, waits in (([], True), ([old], False), ([NodeRecord("decode-0", "decode", 9, "host:1")], False)):
         case.records = list(records)
-        assert case.quarantine.unexplained(case.suspicion) == waits
+        assert case.suspected == waits
     case.records, case.now = [], EXPLAIN_S
-    assert not case.quarantine.unexplained(case.suspicion)
+    assert not case.suspected
 
 
 def test_a_prompt_is_refused_for_a_while_and_few_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,6 +368,9 @@ def test_a_prompt_is_refused_for_a_while_and_few_are_remembered(monkeypatch: pyt
         case.suspicion = case.ask(prompt=prompt)
         for _ in range(DEATHS):
             case.lose()
+        case.wait()
+        assert not case.refused
+        case.lose()
         assert case.refused
     for prompt, refused in ((0, False), (1, True), (2, True)):
         case.suspicion = case.ask("another", prompt)
