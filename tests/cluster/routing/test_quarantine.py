@@ -216,7 +216,7 @@ async def test_who_dies_beside_a_killer_behind_another_router_is_not_refused() -
 async def test_a_note_that_has_ended_is_not_heard_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever writes to Redis could have a prompt refused for good. Mutant: the end is the score's alone."""
     monkeypatch.setattr(evidence, "EVERY_S", 0.01)
-    monkeypatch.setattr(evidence, "LIFE_S", 0.2)
+    monkeypatch.setattr(evidence, "LIFE_S", 1.0)
     heard: list[bytes] = []
     with Embedded() as redis, connect(redis.url) as thief:
         first, second = (Evidence(redis.url, Seal("11" * 32), hear) for hear in (heard.append, heard.append))
@@ -225,7 +225,7 @@ async def test_a_note_that_has_ended_is_not_heard_again(monkeypatch: pytest.Monk
         await until(lambda: heard == [b"a note"])
         key = "paceline:default:evidence"
         (sealed,) = thief.zrange(key, 0, -1)
-        await asyncio.sleep(0.25)
+        await asyncio.sleep(1.05)
         thief.zadd(key, {sealed: 2e12})
         second.start()
         await until(lambda: second._seen == {sealed} and first._seen == {sealed})
