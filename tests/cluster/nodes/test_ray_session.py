@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,51 @@ def test_a_wait_that_does_not_end_keeps_ray(session: RaySession, monkeypatch: py
         session.close()
 
 
-def test_a_call_that_waits_for_a_dead_gcs_is_given_up() -> None:
+def test_ray_is_shut_down_once_nobody_is_in_it(session: RaySession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that was given up may still be there. Mutants: ``stop`` waits for no call; one may begin later."""
+    inside, go_on, seen = threading.Event(), threading.Event(), list[bool]()
+
+    def call() -> None:
+        inside.set()
+        go_on.wait(5.0)
+        time.sleep(0.05)
+        inside.clear()
+
+    monkeypatch.setattr(ray, "shutdown", lambda: seen.append(inside.is_set()))
+    with pytest.raises(NodeUnavailable, match="did not answer within"):
+        within(0.05, call)
+    assert inside.is_set()
+    go_on.set()
+    session.stop()
+    assert (seen, session.in_use) == ([False], False)
+    with pytest.raises(RayLost, match="ends"):
+        within(5.0, lambda: pytest.fail("it is called"))
+
+
+@pytest.mark.parametrize("stuck", ["call", "wait", "shutdown"])
+def test_the_end_does_not_wait_for_a_call_that_does_not_end(
+    stuck: str, session: RaySession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray is left as it is then. Mutants: one of them is waited for; Ray is shut down under one; nobody is told."""
+    monkeypatch.setattr(ray_session, "QUIET_S", 0.05)
+    monkeypatch.setattr(ray_session, "LEAVE_S", 0.05)
+    shut, never = list[str](), threading.Event()
+    monkeypatch.setattr(ray, "shutdown", lambda: never.wait(5.0) if stuck == "shutdown" else shut.append("down"))
+    around = {"call": session.calling, "wait": session.waiting, "shutdown": nullcontext}[stuck]
+    with around():
+        session.stop()
+    assert (shut, session.in_use) == ([], True)
+    never.set()
+
+
+def test_a_call_is_given_up_when_this_process_ends(session: RaySession) -> None:
+    """Or the end waits for the thread that waits. Mutant: it is waited for."""
+    threading.Timer(0.05, session.stop).start()
+    with pytest.raises(RayLost, match="this process ends"):
+        within(30.0, lambda: threading.Event().wait(1.0))
+
+
+def test_a_call_that_waits_for_a_dead_gcs_is_given_up(session: RaySession) -> None:
     with pytest.raises(NodeUnavailable, match=r"did not answer within 0\.05 s"):
         within(0.05, threading.Event().wait)
     with pytest.raises(TimeoutError, match="its own"):
