@@ -182,14 +182,12 @@ def serve(config: ServeConfig, dry_run: bool = False, hosts: Path | None = None)
 
 
 def _to_its_end(serving: Coroutine[Any, Any, None]) -> None:
-    """Serve. Where a call into Ray's library does not end, the interpreter would wait for it or crash at its own end:
-    the process then ends without that."""
+    """Serve, then end this process with 0 and without the interpreter's own end: that would wait for threads which wait
+    for nodes, and would crash with one that is in Ray's library."""
     asyncio.run(serving)
-    joined = sys.modules.get("cluster.nodes.ray_session")
-    if joined is not None and joined.SESSION.in_use:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -201,12 +199,14 @@ def _on_signals(run: Callable[[], None]) -> None:
         loop.add_signal_handler(number, run)
 
 
-def _ignore_signals() -> None:
-    """The end is under way, and is bounded: another signal is not to cut it off, or to change the exit code."""
+def _begin_end() -> None:
+    """The end is bounded: from now on no signal is to cut it off, or to change the exit code."""
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
         loop.remove_signal_handler(number)  # first: the loop would else set the default at its end
         signal.signal(number, signal.SIG_IGN)
+    if joined := sys.modules.get("cluster.nodes.ray_session"):
+        joined.SESSION.quits = True
 
 
 async def _serve(config: ServeConfig) -> None:
@@ -265,7 +265,7 @@ async def _run(make: Callable[[Tell], S], ready: Callable[[S], str], config: Ser
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set():
-        _ignore_signals()
+        _begin_end()
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         await made.stop(0)  # had it started just before
@@ -277,7 +277,7 @@ async def _run(make: Callable[[Tell], S], ready: Callable[[S], str], config: Ser
     ended = asyncio.create_task(made.ended.wait())
     await asyncio.wait({stopping, ended}, return_when=asyncio.FIRST_COMPLETED)
     ended.cancel()
-    _ignore_signals()
+    _begin_end()
     errors.print(f"draining, at most {config.drain_timeout_s:g} s")
     await made.stop(config.drain_timeout_s)
     if made.problem:

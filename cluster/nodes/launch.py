@@ -195,8 +195,8 @@ class RayNode:
         self._watch = _ask(actor.wait_stopped)
 
     def start(self) -> str:
-        """Start the node; returns its gRPC address. Raises the node's own PacelineError, else NodeUnavailable, also when
-        the process says nothing for SILENT_START_S. One that says what it is at has the time of its device."""
+        """Start the node; returns its gRPC address. Raises the node's own PacelineError, else NodeUnavailable, as for a
+        process that says nothing for SILENT_START_S. One that says what it is at has the time of its device."""
         try:
             address = self._await_start(_ask(self._actor.start))
         except ray.exceptions.RayTaskError as error:  # str() of it is the remote traceback: for the log only

@@ -2,8 +2,8 @@
 
 Ray has one connection a process. Its library crashes when that is closed while another thread waits in it for an
 answer, and it waits for ever for a GCS (Ray's table of the cluster) that is gone. So every use of Ray goes through
-here: ``get`` waits in slices, and ``within`` gives up a call that may wait for the GCS. A call that was given up still
-is in the library: the end waits for it for a while, and then ends the process without leaving Ray.
+here: ``get`` waits in slices, and ``within`` gives up a call that may wait for the GCS. A process that ends for good
+does not shut Ray's library down at all (``quits``): a call that was given up may still be in it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ SLICE_S = 0.5  # that one wait for an answer may hold the connection
 QUIET_S = 5.0  # for the waits under way to end
 CALL_S = 15.0  # for a call that may wait for the GCS
 RENEW_S = 20.0  # that the end of this process waits for a new Ray under way
-LEAVE_S = 15.0  # for Ray's own shutdown, which waits for its processes
 GCS_S = 1.0  # for the GCS to say that it lives
 OWN_RAYLET = "the raylet of this host is gone, and with it this process's part in Ray: start this process again"
 WRONG_CLUSTER = "WrongClusterID"  # in what another GCS answers
@@ -66,8 +65,8 @@ class RaySession:
         self._own: list[psutil.Process] = []  # Ray's own processes of a private one
         self._raylets: list[psutil.Process] = []  # of all private ones that this process had
         self._state = threading.Condition()
-        self._waits, self._calls, self._closed, self._stopped = 0, 0, False, False
-        self.in_use = False  # after ``stop``: Ray could not be left, so the interpreter cannot end in order
+        self._waits, self._closed, self._stopped = 0, False, False
+        self.quits = False  # ``stop`` is followed by ``os._exit``
         self._renewing = threading.Lock()
         self._thread: _Thread | None = None
 
@@ -132,20 +131,6 @@ class RaySession:
         return self._stopped
 
     @contextmanager
-    def calling(self) -> Iterator[None]:
-        """Around a call into Ray's library that may not end. Raises RayLost."""
-        with self._state:
-            if self._stopped:
-                raise RayLost("this process ends")
-            self._calls += 1
-        try:
-            yield
-        finally:
-            with self._state:
-                self._calls -= 1
-                self._state.notify_all()
-
-    @contextmanager
     def waiting(self) -> Iterator[None]:
         """Around a short wait in Ray's library. Raises RayLost."""
         with self._state:
@@ -198,29 +183,29 @@ class RaySession:
         self._raylets = [raylet for raylet in self._raylets if raylet not in idle]
 
     def stop(self) -> None:
-        """Leave the cluster; a private one ends with all its processes. Idempotent, in bounded time.
+        """Leave the cluster; a private one ends with all its processes. Idempotent.
 
-        Ray's own shutdown leaves agents behind for a while, or for good: they are waited for, then killed. Where a call
-        into Ray does not end, Ray is not left, and ``in_use`` says so."""
-        with self._state:
-            self._stopped = True
+        Ray's own shutdown leaves agents behind for a while, or for good: they are waited for, then killed. It also sets
+        the default handler of SIGTERM."""
+        self._stopped = True
         renewed = self._renewing.acquire(timeout=RENEW_S)
         ours = [*self._own, *(child for parent in self._own for child in children_of(parent))]
         if any(not lives(raylet) for raylet in self._raylets) or len(self._raylets) > 1:
             ours += [*self._raylets, *started_by(self._raylets, ())]
-        self._own, self._raylets = [], []
-        self.in_use = not (self._quiet() and renewed and wait([_beside(ray.shutdown)], LEAVE_S).done)
+        raylets, self._own, self._raylets = self._raylets, [], []
+        if self.quits:
+            self._closed = True
+            kill_all(ours)
+            kill_all(started_by(raylets, ()))  # by one that was not dead yet
+        else:
+            with suppress(NodeUnavailable):
+                self.close()
+                if renewed:
+                    ray.shutdown()
+            _, alive = psutil.wait_procs(ours, timeout=AGENT_TIMEOUT_S)
+            kill_all(alive)
         if renewed:
             self._renewing.release()
-        _, alive = psutil.wait_procs(ours, timeout=AGENT_TIMEOUT_S)
-        kill_all(alive)
-
-    def _quiet(self) -> bool:
-        """Whether nobody is in Ray's library any more; waits for it for a while."""
-        with suppress(NodeUnavailable):
-            self.close()
-        with self._state:
-            return self._state.wait_for(lambda: not self._waits + self._calls, QUIET_S)
 
 
 SESSION = RaySession()
@@ -280,25 +265,6 @@ def get(reference: Any, timeout_s: float) -> Any:
 def within(timeout_s: float, call: Callable[[], T]) -> T:
     """What ``call`` returns or raises; NodeUnavailable when it takes longer, or a private Ray is lost meanwhile, for it
     may wait for ever, or this process ends."""
-
-    def answer() -> T:
-        with SESSION.calling():
-            return call()
-
-    done = _beside(answer)
-    end = time.monotonic() + timeout_s
-    while not wait([done], min(SLICE_S, max(0.0, end - time.monotonic()))).done:
-        if SESSION.stopped:
-            raise RayLost("Ray did not answer: this process ends")
-        if SESSION.private and (trouble := SESSION.trouble()):
-            raise NodeUnavailable(f"Ray did not answer: {trouble}")
-        if time.monotonic() >= end:
-            raise NodeUnavailable(f"Ray did not answer within {timeout_s:g} s")
-    return done.result()
-
-
-def _beside(call: Callable[[], T]) -> Future[T]:
-    """What ``call`` returns or raises, in a thread that keeps nobody from ending."""
     done: Future[T] = Future()
 
     def answer() -> None:
@@ -308,7 +274,15 @@ def _beside(call: Callable[[], T]) -> Future[T]:
             done.set_exception(error)
 
     threading.Thread(target=answer, name="ray-call", daemon=True).start()
-    return done
+    end = time.monotonic() + timeout_s
+    while not wait([done], min(SLICE_S, max(0.0, end - time.monotonic()))).done:
+        if SESSION.stopped:
+            raise RayLost("Ray did not answer: this process ends")
+        if SESSION.private and (trouble := SESSION.trouble()):
+            raise NodeUnavailable(f"Ray did not answer: {trouble}")
+        if time.monotonic() >= end:
+            raise NodeUnavailable(f"Ray did not answer within {timeout_s:g} s")
+    return done.result()
 
 
 class _Thread:

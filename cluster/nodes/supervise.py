@@ -240,9 +240,9 @@ class Supervisor:
 
     async def _end_slot(self, slot: Slot, grace_s: float) -> None:
         """A node that has no lease and does not answer would not hear that it is to drain."""
-        if slot.handle is not None and not self.has_lease(slot.node_id, slot.generation):
-            if not await slot.handle.answers():
-                await self.discard(slot)
+        hears = slot.handle is None or self.has_lease(slot.node_id, slot.generation) or await slot.handle.answers()
+        if not hears:
+            await self.discard(slot)
         await self._stop_slot(slot, grace_s)
 
     async def _stop_slot(self, slot: Slot, grace_s: float) -> None:

@@ -12,9 +12,9 @@ import pytest
 
 pytestmark = pytest.mark.timeout(120)
 
-# argv: whether a thread of a call into Ray never ends.
+# argv: whether it "serves", still "starts", or is "stuck" in a thread that never ends.
 PROCESS = """
-import asyncio, sys, threading, time
+import asyncio, sys, threading
 from cluster.commands import cli
 from cluster.nodes.ray_session import SESSION
 from paceline.config import ServeConfig
@@ -28,20 +28,19 @@ class Pretended:
             print("starts", flush=True)
             await asyncio.Event().wait()
     async def stop(self, grace_s):
+        assert SESSION.quits
         await asyncio.sleep(0.3)
         if sys.argv[1] == "stuck":
-            SESSION.in_use = True
             threading.Thread(target=threading.Event().wait).start()
 
 cli._to_its_end(cli._run(lambda tell: Pretended(), lambda made: "ready", ServeConfig(model="m")))
-time.sleep(0.3)  # as threads that have to end
 """
 
 
 @pytest.mark.parametrize("how", ["serves", "starts", "stuck"])
 def test_signals_while_it_ends_change_nothing(how: str) -> None:
-    """Mutants: the default handlers are back after the event loop; signals are heeded while a start is ended; the
-    interpreter waits for a call into Ray that does not end."""
+    """Mutants: signals are heeded while it ends, or while a start is ended; the interpreter waits for a thread that
+    does not end; Ray is to be shut down."""
     with subprocess.Popen([sys.executable, "-c", PROCESS, how], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
