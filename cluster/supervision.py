@@ -82,7 +82,7 @@ class Supervision:
                 await supervisor.start()
         finally:
             told.cancel()
-        self._leaves = leaves
+        self._leaves, nodes.patient = leaves, False
         watch = RayWatch(supervisor, nodes, self._front.directory.refresh, self._keep_on, self._tell_trouble)
         watching = asyncio.create_task(watch.run(), name="watch-ray")
         self._parts.at_end("watching Ray", watching.cancel)

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Container, Coroutine, Sequence
+from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
@@ -185,8 +186,8 @@ def _to_its_end(serving: Coroutine[Any, Any, None]) -> None:
     """Serve, then end this process with 0 and without the interpreter's own end: that would wait for threads which wait
     for nodes, and would crash with one that is in Ray's library."""
     asyncio.run(serving)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # nobody reads it any more
+        sys.stdout.flush()
     os._exit(0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -70,6 +71,7 @@ class RayNodes:
         self._standbys: dict[str, tuple[int, RayNode]] = {}  # by node; with the generation that each is to be
         self._wanted = {node.node_id: node for node in wanted}
         self._made: WeakSet[RayNode] = WeakSet()
+        self.patient = left is None  # at the deployment's own start, which ends with the first node that fails
         self._places = Places(self.name, wanted, self._lifetime, left.bundles if left is not None else None)
 
     def adopt(self, role: str, node_id: str, generation: int, actor: Any) -> RayNode:
@@ -105,6 +107,8 @@ class RayNodes:
             if not within(CALL_S, lambda: self._places.there(node_id)):
                 raise NotPlaced(f"{node_id} is not started: no host of the Ray cluster has room for it")
             node = self._process(role, node_id, generation, config)
+        if self.patient:
+            node.silent_s = math.inf
         if node_id in self._with_standby:  # once the node runs, so that it starts no later for it
             node.on_started = lambda: self._stand_by(role, node_id, generation + 1, config)
         return node
@@ -186,7 +190,7 @@ class RayNode:
         """identity: of who asks whether it lives. kind: of its device, "cpu" or "cuda"; says how long a start may take.
         Raises RayLost."""
         self.node_id, self.role, self.generation, self._identity = node_id, role, generation, identity
-        self._kind = kind
+        self._kind, self.silent_s = kind, SILENT_START_S[kind]
         self.on_started: Callable[[], None] = lambda: None
         self._actor = actor
         self._epoch = SESSION.epoch
@@ -196,7 +200,7 @@ class RayNode:
 
     def start(self) -> str:
         """Start the node; returns its gRPC address. Raises the node's own PacelineError, else NodeUnavailable, as for a
-        process that says nothing for SILENT_START_S. One that says what it is at has the time of its device."""
+        process that says nothing for ``silent_s``. One that says what it is at has the time of its device."""
         try:
             address = self._await_start(_ask(self._actor.start))
         except ray.exceptions.RayTaskError as error:  # str() of it is the remote traceback: for the log only
@@ -212,7 +216,7 @@ class RayNode:
 
     def _await_start(self, started: Any) -> str:
         """What the call ``started`` returns or raises; NodeUnavailable when it takes too long."""
-        silent_s, limit_s = SILENT_START_S[self._kind], START_TIMEOUT_S[self._kind] + STOP_MARGIN_S
+        silent_s, limit_s = self.silent_s, START_TIMEOUT_S[self._kind] + STOP_MARGIN_S
         begun = heard_at = time.monotonic()
         asked = _ask(self._actor.status)
         while True:
