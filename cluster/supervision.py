@@ -82,7 +82,7 @@ class Supervision:
                 await supervisor.start()
         finally:
             told.cancel()
-        self._leaves = leaves
+        self._leaves, nodes.patient = leaves, False
         watch = RayWatch(supervisor, nodes, self._front.directory.refresh, self._keep_on, self._tell_trouble)
         watching = asyncio.create_task(watch.run(), name="watch-ray")
         self._parts.at_end("watching Ray", watching.cancel)
@@ -91,12 +91,13 @@ class Supervision:
         """The placement of ``wanted`` on Ray: a new one, or the one that was left. It ends with ``parts``."""
         from cluster.nodes.launch import PLACE_S, RayNodes
         from cluster.nodes.places import ray_hosts
-        from cluster.nodes.ray_session import within
+        from cluster.nodes.ray_session import CALL_S, within
 
         places = [wanted_place(node, self.config) for node in wanted]
         with self._parts.waiting_for("Ray to place nodes"):
             if left is None:
-                check_room(places, await asyncio.to_thread(ray_hosts), fixed=self.config.ray_address == "local")
+                hosts = await asyncio.to_thread(within, CALL_S, ray_hosts)
+                check_room(places, hosts, fixed=self.config.ray_address == "local")
             interface, identity, directory = self.config.node_interface, self._front.identity, self._front.directory
             nodes = await asyncio.to_thread(
                 within, PLACE_S, lambda: RayNodes(places, self._registry, interface, identity, left, directory.record)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import signal
 import sys
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Coroutine, Sequence
+from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
@@ -177,13 +179,35 @@ def serve(config: ServeConfig, dry_run: bool = False, hosts: Path | None = None)
         show(config, hosts)
         return
     fetch_model(config.model)
-    asyncio.run(_serve(config))
+    _to_its_end(_serve(config))
+
+
+def _to_its_end(serving: Coroutine[Any, Any, None]) -> None:
+    """Serve, then end this process with 0 and without the interpreter's own end: that would wait for threads which wait
+    for nodes, and would crash with one that is in Ray's library."""
+    asyncio.run(serving)
+    with suppress(OSError):  # nobody reads it any more
+        sys.stdout.flush()
+    os._exit(0)
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def _on_signals(run: Callable[[], None]) -> None:
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         loop.add_signal_handler(number, run)
+
+
+def _begin_end() -> None:
+    """The end is bounded: from now on no signal is to cut it off, or to change the exit code."""
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.remove_signal_handler(number)  # first: the loop would else set the default at its end
+        signal.signal(number, signal.SIG_IGN)
+    if joined := sys.modules.get("cluster.nodes.ray_session"):
+        joined.SESSION.quits = True
 
 
 async def _serve(config: ServeConfig) -> None:
@@ -241,9 +265,11 @@ async def _run(make: Callable[[Tell], S], ready: Callable[[S], str], config: Ser
         starting = asyncio.create_task(made.start())
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    if not starting.done():
+    if stop.is_set():
+        _begin_end()
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
+        await made.stop(0)  # had it started just before
         return
     await starting
     _on_signals(stop.set)  # Ray has put its own handler of SIGTERM there, which ends the process at once
@@ -252,6 +278,7 @@ async def _run(make: Callable[[Tell], S], ready: Callable[[S], str], config: Ser
     ended = asyncio.create_task(made.ended.wait())
     await asyncio.wait({stopping, ended}, return_when=asyncio.FIRST_COMPLETED)
     ended.cancel()
+    _begin_end()
     errors.print(f"draining, at most {config.drain_timeout_s:g} s")
     await made.stop(config.drain_timeout_s)
     if made.problem:
@@ -260,7 +287,7 @@ async def _run(make: Callable[[Tell], S], ready: Callable[[S], str], config: Ser
 
 def router(config: ServeConfig, join: str) -> None:
     """Join a deployment that another process serves, with gRPC and HTTP of its own. Prints a line beginning "ready"."""
-    asyncio.run(_join(join, config))
+    _to_its_end(_join(join, config))
 
 
 def demo(config: ServeConfig) -> None:

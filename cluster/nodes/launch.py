@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal
@@ -31,6 +33,9 @@ from paceline.rpc.identity import Identity
 log = logging.getLogger(__name__)
 
 PHASE_TIMEOUT_S = 1.0
+# For a process that starts to say what it is at. Until it has imported everything it says nothing.
+SILENT_START_S = {"cpu": 120.0, "cuda": 300.0}
+LISTEN_S = 1.0  # between two looks at whether it has
 ASK_TIMEOUT_S = 1.0
 PLACE_S = 75.0  # for all nodes to be placed anew; past the deadlines of ``Places``
 # A helper of a step's parallel regions looks for the next one for some 2 milliseconds, then it sleeps. Regions are tens
@@ -66,6 +71,7 @@ class RayNodes:
         self._standbys: dict[str, tuple[int, RayNode]] = {}  # by node; with the generation that each is to be
         self._wanted = {node.node_id: node for node in wanted}
         self._made: WeakSet[RayNode] = WeakSet()
+        self.patient = left is None  # at the deployment's own start, which ends with the first node that fails
         self._places = Places(self.name, wanted, self._lifetime, left.bundles if left is not None else None)
 
     def adopt(self, role: str, node_id: str, generation: int, actor: Any) -> RayNode:
@@ -101,6 +107,8 @@ class RayNodes:
             if not within(CALL_S, lambda: self._places.there(node_id)):
                 raise NotPlaced(f"{node_id} is not started: no host of the Ray cluster has room for it")
             node = self._process(role, node_id, generation, config)
+        if self.patient:
+            node.silent_s = math.inf
         if node_id in self._with_standby:  # once the node runs, so that it starts no later for it
             node.on_started = lambda: self._stand_by(role, node_id, generation + 1, config)
         return node
@@ -136,8 +144,7 @@ class RayNodes:
             raise RayLost(f"{node_id} is not started: Ray is lost; another is looked for")
         options = role, node_id, generation, config, self._registry, self._interface, environment
         made = within(CALL_S, lambda: actor.remote(*options))
-        timeout_s = START_TIMEOUT_S[kind_of(config.device)]
-        node = RayNode(node_id, role, generation, made, self._identity, timeout_s)
+        node = RayNode(node_id, role, generation, made, self._identity, kind_of(config.device))
         self._made.add(node)
         return node
 
@@ -178,22 +185,24 @@ class RayNode:
         generation: int,
         actor: Any,
         identity: Identity = ROUTER,
-        start_timeout_s: float = START_TIMEOUT_S["cpu"],
+        kind: str = "cpu",
     ) -> None:
-        """identity: of who asks whether it lives. start_timeout_s: that ``start`` gives the node itself."""
+        """identity: of who asks whether it lives. kind: of its device, "cpu" or "cuda"; says how long a start may take.
+        Raises RayLost."""
         self.node_id, self.role, self.generation, self._identity = node_id, role, generation, identity
-        self._start_timeout_s = start_timeout_s
+        self._kind, self.silent_s = kind, SILENT_START_S[kind]
         self.on_started: Callable[[], None] = lambda: None
         self._actor = actor
         self._epoch = SESSION.epoch
         self._process: NodeProcess | None = None  # what it is known by once its Ray is lost
         self._asked: Any = None  # the answer to the latest ``answers``
-        self._watch = actor.wait_stopped.remote()
+        self._watch = _ask(actor.wait_stopped)
 
     def start(self) -> str:
-        """Start the node; returns its gRPC address. Raises the node's own PacelineError, else NodeUnavailable."""
+        """Start the node; returns its gRPC address. Raises the node's own PacelineError, else NodeUnavailable, as for a
+        process that says nothing for ``silent_s``. One that says what it is at has the time of its device."""
         try:
-            address: str = get(self._actor.start.remote(), self._start_timeout_s + STOP_MARGIN_S)
+            address = self._await_start(_ask(self._actor.start))
         except ray.exceptions.RayTaskError as error:  # str() of it is the remote traceback: for the log only
             cause = error.cause
             if isinstance(cause, PacelineError):  # its message is all that there is to say
@@ -204,6 +213,23 @@ class RayNode:
             raise NodeUnavailable(f"{self.node_id} did not start: {self._reason(error)}") from error
         self.on_started()
         return address
+
+    def _await_start(self, started: Any) -> str:
+        """What the call ``started`` returns or raises; NodeUnavailable when it takes too long."""
+        silent_s, limit_s = self.silent_s, START_TIMEOUT_S[self._kind] + STOP_MARGIN_S
+        begun = heard_at = time.monotonic()
+        asked = _ask(self._actor.status)
+        while True:
+            with suppress(ray.exceptions.GetTimeoutError):
+                address: str = get(started, LISTEN_S)
+                return address
+            now = time.monotonic()
+            if _is_there(asked):
+                asked, heard_at = _ask(self._actor.status), now
+            if now - heard_at >= silent_s:
+                raise NodeUnavailable(f"{self.node_id} did not start: its process said nothing for {silent_s:g} s")
+            if now - begun >= limit_s:
+                raise NodeUnavailable(f"{self.node_id} did not start within {limit_s:g} s")
 
     def _reason(self, error: ray.exceptions.RayError) -> str:
         """Why the process ended. What it raised while it was made comes as a remote traceback, which is for the log
@@ -254,7 +280,7 @@ class RayNode:
     def phase(self) -> str:
         """What its start is at; empty where it does not answer at once."""
         try:
-            at: str = get(self._actor.status.remote(), PHASE_TIMEOUT_S)["phase"]
+            at: str = get(_ask(self._actor.status), PHASE_TIMEOUT_S)["phase"]
         except (NodeUnavailable, ray.exceptions.RayError):
             return ""
         return at
@@ -280,7 +306,7 @@ class RayNode:
             asyncio.run(self._process.idle(grace_s))
         elif not self._left:
             try:
-                get(self._actor.stop.remote(grace_s), grace_s + 2 * STOP_MARGIN_S)
+                get(_ask(self._actor.stop, grace_s), grace_s + 2 * STOP_MARGIN_S)
             except (NodeUnavailable, ray.exceptions.RayError) as error:
                 log.warning("%s did not stop by itself: %s", self.node_id, type(error).__name__)
         self.kill()
@@ -302,3 +328,14 @@ class RayNode:
         know it, so it counts as dead. Does nothing to one whose Ray was lost before."""
         if not self._left and record is not None:
             self._process = NodeProcess(record, self._identity)
+
+
+def _ask(method: Any, *arguments: Any) -> Any:
+    """A call of an actor's method, which is not waited for. Raises RayLost."""
+    with SESSION.waiting():
+        return method.remote(*arguments)
+
+
+def _is_there(answer: Any) -> bool:
+    with SESSION.waiting():
+        return bool(ray.wait([answer], timeout=0)[0])

@@ -2,7 +2,8 @@
 
 Ray has one connection a process. Its library crashes when that is closed while another thread waits in it for an
 answer, and it waits for ever for a GCS (Ray's table of the cluster) that is gone. So every use of Ray goes through
-here: ``get`` waits in slices, and ``within`` gives up a call that may wait for the GCS.
+here: ``get`` waits in slices, and ``within`` gives up a call that may wait for the GCS. A process that ends for good
+does not shut Ray's library down at all (``quits``): a call that was given up may still be in it.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class RaySession:
         self._raylets: list[psutil.Process] = []  # of all private ones that this process had
         self._state = threading.Condition()
         self._waits, self._closed, self._stopped = 0, False, False
+        self.quits = False  # ``stop`` is followed by ``os._exit``
         self._renewing = threading.Lock()
         self._thread: _Thread | None = None
 
@@ -123,6 +125,11 @@ class RaySession:
         """Whether there is no Ray to ask."""
         return self._closed
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the end has begun."""
+        return self._stopped
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Around a short wait in Ray's library. Raises RayLost."""
@@ -178,21 +185,27 @@ class RaySession:
     def stop(self) -> None:
         """Leave the cluster; a private one ends with all its processes. Idempotent.
 
-        Ray's own shutdown leaves agents behind for a while, or for good: they are waited for, then killed."""
+        Ray's own shutdown leaves agents behind for a while, or for good: they are waited for, then killed. It also sets
+        the default handler of SIGTERM."""
         self._stopped = True
         renewed = self._renewing.acquire(timeout=RENEW_S)
         ours = [*self._own, *(child for parent in self._own for child in children_of(parent))]
         if any(not lives(raylet) for raylet in self._raylets) or len(self._raylets) > 1:
             ours += [*self._raylets, *started_by(self._raylets, ())]
-        self._own, self._raylets = [], []
-        with suppress(NodeUnavailable):
-            self.close()
-            if renewed:
-                ray.shutdown()
+        raylets, self._own, self._raylets = self._raylets, [], []
+        if self.quits:
+            self._closed = True
+            kill_all(ours)
+            kill_all(started_by(raylets, ()))  # by one that was not dead yet
+        else:
+            with suppress(NodeUnavailable):
+                self.close()
+                if renewed:
+                    ray.shutdown()
+            _, alive = psutil.wait_procs(ours, timeout=AGENT_TIMEOUT_S)
+            kill_all(alive)
         if renewed:
             self._renewing.release()
-        _, alive = psutil.wait_procs(ours, timeout=AGENT_TIMEOUT_S)
-        kill_all(alive)
 
 
 SESSION = RaySession()
@@ -251,7 +264,7 @@ def get(reference: Any, timeout_s: float) -> Any:
 
 def within(timeout_s: float, call: Callable[[], T]) -> T:
     """What ``call`` returns or raises; NodeUnavailable when it takes longer, or a private Ray is lost meanwhile, for it
-    may wait for ever."""
+    may wait for ever, or this process ends."""
     done: Future[T] = Future()
 
     def answer() -> None:
@@ -263,6 +276,8 @@ def within(timeout_s: float, call: Callable[[], T]) -> T:
     threading.Thread(target=answer, name="ray-call", daemon=True).start()
     end = time.monotonic() + timeout_s
     while not wait([done], min(SLICE_S, max(0.0, end - time.monotonic()))).done:
+        if SESSION.stopped:
+            raise RayLost("Ray did not answer: this process ends")
         if SESSION.private and (trouble := SESSION.trouble()):
             raise NodeUnavailable(f"Ray did not answer: {trouble}")
         if time.monotonic() >= end:

@@ -236,14 +236,21 @@ class Supervisor:
         await self._stop_watching()
         if grace_s is None or self.superseded or not self.may_act():
             return
-        await asyncio.gather(*(self._stop_slot(slot, grace_s) for slot in self.slots))
+        await asyncio.gather(*(self._end_slot(slot, grace_s) for slot in self.slots))
+
+    async def _end_slot(self, slot: Slot, grace_s: float) -> None:
+        """A node that has no lease and does not answer would not hear that it is to drain."""
+        hears = slot.handle is None or self.has_lease(slot.node_id, slot.generation) or await slot.handle.answers()
+        if not hears:
+            await self.discard(slot)
+        await self._stop_slot(slot, grace_s)
 
     async def _stop_slot(self, slot: Slot, grace_s: float) -> None:
         handle = slot.handle
         if handle is None:
             return
-        if slot.address and not await self.reachable(slot.address):
-            await self.discard(slot)  # it cannot drain; Ray ends it when it sees the host again
+        if not slot.address or not await self.reachable(slot.address):
+            await self.discard(slot)  # it still starts, or cannot drain; Ray ends it when it sees the host again
         else:
             await self.drain_slot(slot, handle, grace_s)
         self.tell(NodeEvent("stopped", slot.node_id, slot.role, slot.generation))

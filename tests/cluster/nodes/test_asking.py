@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import AsyncIterator
@@ -10,10 +11,10 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from ray.exceptions import ActorDiedError, RayActorError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 
 from cluster.nodes import addresses, launch
-from cluster.nodes.host import STOP_MARGIN_S
+from cluster.nodes.host import START_TIMEOUT_S, STOP_MARGIN_S
 from cluster.nodes.launch import RayNode
 from cluster.nodes.ray_session import start_ray
 from paceline.errors import NodeUnavailable
@@ -135,16 +136,55 @@ def test_what_a_node_raised_while_it_was_made_is_one_line(
 
 def test_a_start_has_the_time_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: a node on a CPU may hang for as long as a GPU's kernels take to compile."""
-    waited: list[float] = []
+    for kind, limit_s in START_TIMEOUT_S.items():
+        node, clock = starting(monkeypatch, kind, says_something_after_s=0.0, starts_after_s=math.inf)
+        with pytest.raises(NodeUnavailable, match=f"did not start within {limit_s + STOP_MARGIN_S:g} s"):
+            node.start()
+        assert clock.now == limit_s + STOP_MARGIN_S
+
+
+@pytest.mark.parametrize(("kind", "silent_s"), [("cpu", 120.0), ("cuda", 300.0)])
+def test_a_start_that_says_nothing_is_given_up(kind: str, silent_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that imports for long, then loads for long, is not. Mutants: it is waited for; it has that time as a whole,
+    whatever it says."""
+    node, clock = starting(monkeypatch, kind, says_something_after_s=math.inf, starts_after_s=math.inf)
+    with pytest.raises(NodeUnavailable, match=f"said nothing for {silent_s:g} s"):
+        node.start()
+    assert clock.now == silent_s
+    node, clock = starting(monkeypatch, kind, says_something_after_s=silent_s - 2, starts_after_s=2 * silent_s)
+    assert node.start() == "host:1"
+    assert clock.now == 2 * silent_s
+
+
+class Passing:
+    """Time that passes while a start is waited for."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def starting(
+    monkeypatch: pytest.MonkeyPatch, kind: str, *, says_something_after_s: float, starts_after_s: float
+) -> tuple[RayNode, Passing]:
+    """A node whose start is waited for on a pretended clock."""
+    actor, clock = Actor(), Passing()
+    node = RayNode("decode-0", "decode", 1, actor, kind=kind)
 
     def get(reference: Reference, timeout_s: float) -> str:
-        waited.append(timeout_s)
-        return "host:1"
+        clock.now += timeout_s
+        if clock.now >= starts_after_s:
+            return "host:1"
+        if clock.now >= says_something_after_s and not actor.asked[-1].done():
+            actor.asked[-1].set_result({})
+        raise GetTimeoutError
 
     monkeypatch.setattr(launch, "get", get)
-    assert RayNode("decode-0", "decode", 1, Actor()).start() == "host:1"
-    assert RayNode("decode-0", "decode", 1, Actor(), start_timeout_s=1800.0).start() == "host:1"
-    assert waited == [300.0 + STOP_MARGIN_S, 1800.0 + STOP_MARGIN_S]
+    monkeypatch.setattr(launch, "time", clock)
+    monkeypatch.setattr(launch, "_is_there", Reference.done)
+    return node, clock
 
 
 def test_a_node_that_another_supervisor_watched_has_not_died(node: RayNode, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import pytest
 import ray
 
 from cluster.nodes import ray_session, ray_watch
+from cluster.nodes.ray_processes import lives
 from cluster.nodes.ray_session import SESSION, RayLost, RaySession, get, start_ray, within
 from cluster.nodes.ray_watch import RayWatch
 from cluster.nodes.supervise import Supervisor
@@ -67,7 +68,33 @@ def test_a_wait_that_does_not_end_keeps_ray(session: RaySession, monkeypatch: py
         session.close()
 
 
-def test_a_call_that_waits_for_a_dead_gcs_is_given_up() -> None:
+def test_a_process_that_quits_leaves_ray_as_it_is(session: RaySession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real process in place of its raylet. Mutants: Ray is shut down under a call; the end waits for the call; its
+    processes live on; whoever waits in it waits on."""
+    monkeypatch.setattr(ray, "shutdown", lambda: pytest.fail("a call is in it"))
+    monkeypatch.setattr(ray_session, "QUIET_S", 60.0)
+    session.quits = True
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        session._own = [raylet := psutil.Process(process.pid)]
+        try:
+            with session.waiting():
+                session.stop()
+                assert not lives(raylet)
+        finally:
+            process.kill()
+    with pytest.raises(RayLost):
+        get("reference", 30.0)
+
+
+def test_a_call_is_given_up_when_this_process_ends(session: RaySession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the end waits for the thread that waits. Mutant: it is waited for."""
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    threading.Timer(0.05, session.stop).start()
+    with pytest.raises(RayLost, match="this process ends"):
+        within(30.0, lambda: threading.Event().wait(2.0))
+
+
+def test_a_call_that_waits_for_a_dead_gcs_is_given_up(session: RaySession) -> None:
     with pytest.raises(NodeUnavailable, match=r"did not answer within 0\.05 s"):
         within(0.05, threading.Event().wait)
     with pytest.raises(TimeoutError, match="its own"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,7 @@ class Process:
     dead: bool = False
     killed: bool = False
     on_started: Any = None
+    silent_s: float = 120.0
 
     def start(self) -> str:
         self.on_started()
@@ -86,6 +88,13 @@ def test_it_waits_once_the_node_runs_and_becomes_the_next_generation(case: Case)
     assert [process.generation for process in case.made] == [5, 6, 7]
 
 
+def test_the_first_start_of_a_deployment_may_be_silent_for_long(case: Case) -> None:
+    """Imports took two minutes on a machine with a load of 57. Mutants: it has no more time than others; all have."""
+    assert case.launch("decode-0", 5).silent_s == math.inf
+    case.nodes.patient = False
+    assert case.launch("decode-0", 6).silent_s == 120.0
+
+
 def test_one_that_died_is_not_used(case: Case) -> None:
     case.launch("decode-0", 5).start()
     case.made[1].dead = True
@@ -115,7 +124,7 @@ def test_a_real_node_tells_that_it_started(monkeypatch: pytest.MonkeyPatch) -> N
             return "reference"
 
     class Actor:
-        start = wait_stopped = Method()
+        start = status = wait_stopped = Method()
 
     monkeypatch.setattr("cluster.nodes.launch.ray.get", lambda reference, timeout: "127.0.0.1:1")
     told: list[bool] = []

@@ -208,9 +208,10 @@ async def test_a_first_start_that_fails_is_raised_and_the_rest_can_be_stopped() 
     supervisor.want("decode", 3)
     with pytest.raises(NodeUnavailable, match="no such model"):
         await supervisor.start()
-    await until(lambda: len(nodes.handles) == 3)
+    await until(lambda: len(nodes.handles) == 3 and all(slot.address for slot in supervisor.slots[1:]))
     await supervisor.stop(0.0)
-    assert all(handle.stops == [0.0] for handle in nodes.handles)
+    assert [handle.stops for handle in nodes.handles] == [[], [0.0], [0.0]]
+    assert [handle.killed.is_set() for handle in nodes.handles] == [True, False, False]
 
 
 async def test_stops_side_by_side_once_and_restarts_nothing() -> None:
@@ -243,6 +244,42 @@ async def test_a_node_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPat
     await supervisor.stop(0.1)
     assert hung.killed.is_set()  # had it been waited for to its end, it would not be
     assert not good.killed.is_set()
+
+
+async def test_a_node_that_still_starts_is_killed_at_the_end() -> None:
+    """It has nothing to drain, and may not hear the question. Mutant: it is drained as the others are."""
+
+    class Starting(Handle):
+        def start(self) -> str:
+            self.killed.wait(REAL_LIMIT_S)
+            raise NodeUnavailable("its process ended")
+
+    nodes: list[Starting] = []
+
+    def launch(role: str, node_id: str, generation: int) -> Handle:
+        nodes.append(Starting(node_id, generation))
+        return nodes[-1]
+
+    supervisor = Supervisor(launch)
+    supervisor.want("decode", 1)
+    starting = asyncio.create_task(supervisor.start())
+    await until(lambda: supervisor.slots[0].handle is not None)
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    await supervisor.stop(30.0)
+    assert (nodes[0].killed.is_set(), nodes[0].stops) == (True, [])
+
+
+@pytest.mark.parametrize(("leased", "ticks", "drains"), [(True, False, 1), (False, True, 1), (False, False, 0)])
+async def test_a_node_without_lease_that_does_not_answer_delays_no_stop(
+    leased: bool, ticks: bool, drains: int, case: Case
+) -> None:
+    """Mutants: each is waited for; one without lease is not asked; one with a lease is."""
+    await case.supervisor.start()
+    handle = case.nodes.handles[0]
+    case.leased, handle.ticks = leased, ticks
+    await case.supervisor.stop(1.0)
+    assert (handle.stops, handle.killed.is_set()) == ([1.0] * drains, not drains)
 
 
 async def test_a_process_that_comes_after_the_stop_is_killed() -> None:
