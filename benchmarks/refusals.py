@@ -94,6 +94,7 @@ SCHEMAS: dict[str, Json] = {
 GRAMMARS: dict[str, Json] = {
     "a regex that explodes": {"structured_outputs": {"regex": "((a{1,100}){1,100}){1,100}"}},
     "classes of letters": {"structured_outputs": {"regex": r"(\p{L}{1,50}\p{N}{1,50}){1,200}"}},
+    "3,000 classes of letters": {"structured_outputs": {"regex": r"(\p{L}\p{N}\p{So}){999}"}},
     "20,000 choices": {"structured_outputs": {"choice": ["x"] * 20_000}},
     "rules that begin with themselves": _grammar("start: s\ns: " + "s s | " * 60 + '"x"'),
     "a text without an end": _grammar('start: "' + r"\"" * 15_000),

@@ -71,7 +71,8 @@ async def test_streams_go_on_while_a_large_body_is_parsed(
 
 
 async def tokens_of(tmp_path: Path, calls: dict[str, int]) -> tuple[tuple[int, ...], int]:
-    """Of turns with a call each: its id, and how many values its arguments have. Also how often the loop came round."""
+    """The tokens of turns with a call each, and how often the loop came round. calls: how many values the arguments of
+    each have, by its id."""
     made = {name: ToolCall(name, "f", json.dumps({"a": [1] * (count - 1)})) for name, count in calls.items()}
     chat = Chat(tuple(ChatMessage("assistant", "", (call,)) for call in made.values()))
     tokenizer = Tokenizer.from_folder(write_chat_tokenizer(tmp_path))
@@ -93,7 +94,7 @@ async def test_a_call_with_too_many_values_is_named(tmp_path: Path) -> None:
 
 
 async def test_pieces_of_a_turn_are_put_together(client: httpx.AsyncClient, router: FakeRouter) -> None:
-    """Of thousands of blocks and items."""
+    """Each turn has thousands of them."""
     texts = [f"{i}," for i in range(MAX_MESSAGES)]
     blocks = [{"type": "text", "text": text} for text in texts]
     await client.post("/v1/messages", json={"max_tokens": 1, "messages": [{"role": "user", "content": blocks}]})
