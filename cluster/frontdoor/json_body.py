@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -58,8 +59,11 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise InvalidRequest("body", f"is not UTF-8: byte {error.start} is wrong") from None
     except RecursionError:
         raise InvalidRequest("body", "is nested too deeply") from None
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise InvalidRequest("body", f"is not JSON: {error}") from None
+    except ValueError:
+        most = sys.get_int_max_str_digits()
+        raise InvalidRequest("body", f"has a whole number of more than {most} digits") from None
     if not isinstance(value, dict):
         raise InvalidRequest("body", "must be a JSON object")
     if suspicious:

@@ -115,7 +115,7 @@ BOMBS: dict[str, tuple[Grammar, str]] = {
         "lead back to themselves",
     ),
     "deep brackets": (lark("start: " + "(" * 2000 + '"a"' + ")" * 2000), "too deeply nested"),
-    "deep GBNF": (lark("root ::= " + "(" * 3000 + '"a"' + ")" * 3000), "is no GBNF"),
+    "deep GBNF": (lark("root ::= " + "(" * 3000 + '"a"' + ")" * 3000), "too deeply nested"),
     "nothing but itself": (lark("start: start"), "cannot be compiled"),
     "no JSON": (schema("{"), "is not JSON"),
     "beyond a float": (schema('{"type": "number", "maximum": 1e999}'), "cannot be read"),
