@@ -55,7 +55,7 @@ TRUNCATION_SIDES = ("left", "right")
 KEEP_WHAT_FITS = -1  # of a prompt that is too long
 SEED_BITS = 53  # a drawn seed survives readers that keep numbers as doubles
 THREAD_ABOVE_CHARS = 20_000  # longer texts are tokenized off the event loop
-CHARS_PER_TURN = 40  # what a template adds to each message, about
+CHARS_PER_TURN = 40  # what a template adds to each message and call, about
 
 
 class TokenizerLike(Protocol):
@@ -283,25 +283,35 @@ async def tokenize(prompt: Prompt, tokenizer: TokenizerLike, style: AnswerStyle 
 async def _tokenize_chat(chat: Chat, tokenizer: TokenizerLike, style: AnswerStyle) -> tuple[int, ...]:
     if not chat.messages:
         raise InvalidRequest("messages", "must not be empty")
+
+    def tokens() -> tuple[int, ...]:
+        _check_chat(chat, style)
+        return tuple(tokenizer.apply_chat_template(template_messages(chat), **template_options(chat, style)))
+
+    try:
+        return await asyncio.to_thread(tokens) if _size(chat) > THREAD_ABOVE_CHARS else tokens()
+    except PacelineError:
+        raise
+    except Exception as error:  # a template may raise what it likes about the roles it is given
+        raise InvalidRequest("messages", f"the chat template refuses them: {error}") from None
+
+
+def _check_chat(chat: Chat, style: AnswerStyle) -> None:
     for i, message in enumerate(chat.messages):
         check_unicode(f"messages[{i}].content", message.content)
         check_unicode(f"messages[{i}].role", message.role)
         if not message.role:
             raise InvalidRequest(f"messages[{i}].role", "must not be empty")
     check_tools(chat, style)
-    options = template_options(chat, style)
-    size = sum(len(message.content) + CHARS_PER_TURN for message in chat.messages)
-    size += sum(len(tool.description) + len(tool.parameters) for tool in chat.tools)
 
-    def apply() -> tuple[int, ...]:
-        return tuple(tokenizer.apply_chat_template(template_messages(chat), **options))
 
-    try:
-        return await asyncio.to_thread(apply) if size > THREAD_ABOVE_CHARS else apply()
-    except PacelineError:
-        raise
-    except Exception as error:  # a template may raise what it likes about the roles it is given
-        raise InvalidRequest("messages", f"the chat template refuses them: {error}") from None
+def _size(chat: Chat) -> int:
+    """Characters to look at, about."""
+    size = len(chat.template_values) + sum(len(tool.description) + len(tool.parameters) for tool in chat.tools)
+    for message in chat.messages:
+        size += len(message.content) + len(message.reasoning) + CHARS_PER_TURN
+        size += sum(len(call.arguments) + CHARS_PER_TURN for call in message.tool_calls)
+    return size
 
 
 def _check_names(request: GenerationRequest, served: ServedModel) -> None:

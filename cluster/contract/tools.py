@@ -37,6 +37,7 @@ from paceline.request import Grammar, GrammarKind
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_SCHEMA_CHARS = 64 * 1024  # of the arguments of one tool
 MAX_TOOLS_CHARS = 512 * 1024  # of all tools of a request
+MAX_JSON_VALUES = 20_000  # of one schema, or of the arguments of a call
 MAX_VALUES_CHARS = 16 * 1024  # of the values for the template
 MAX_ARGUMENTS_CHARS = 1024 * 1024  # of a call in a message
 TAIL_TOKENS = 32  # of a prompt, which tell whether it ends within the reasoning
@@ -140,7 +141,8 @@ def _check_calls(messages: Sequence[ChatMessage]) -> None:
                 raise InvalidRequest(
                     f"{where}.tool_calls[{j}].arguments", f"have more than {MAX_ARGUMENTS_CHARS} characters"
                 )
-            json_object(f"{where}.tool_calls[{j}].arguments", call.arguments)
+            arguments = f"{where}.tool_calls[{j}].arguments"
+            check_values(arguments, json_object(arguments, call.arguments))
             open_.add(call.id)
         if message.role != "tool" and message.tool_call_id:
             raise InvalidRequest(f"{where}.tool_call_id", "only goes with the role tool")
@@ -160,6 +162,18 @@ def json_object(where: str, text: str) -> dict[str, Any]:
         raise InvalidRequest(where, "must be a JSON object")
     check_unicode(where, text)
     return value
+
+
+def check_values(field: str, root: object) -> None:
+    """Raise InvalidRequest for ``field`` where it has more than MAX_JSON_VALUES, before all are looked at."""
+    open_, values = [root], 0
+    while open_:
+        value = open_.pop()
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        values += len(items)
+        if values > MAX_JSON_VALUES:
+            raise InvalidRequest(field, f"has more than {MAX_JSON_VALUES} values")
+        open_ += items
 
 
 # -- what the template is given ------------------------------------------------------------------------------------

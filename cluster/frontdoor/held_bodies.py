@@ -8,6 +8,7 @@ one out.
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 from cluster.access.pace import Pace
 from cluster.frontdoor.http_errors import HttpProblem
@@ -27,6 +28,7 @@ class HeldBodies:
         self._most = most
         self._of: Counter[str] = Counter()
         self.total = 0
+        self.parser = ThreadPoolExecutor(1, "bodies")  # parses large ones, one after the other
         self.pace = Pace(READ_PER_S, READ_AT_ONCE, PAUSE_S)
 
     def take(self, owner: str, size: int) -> None:

@@ -29,11 +29,10 @@ from cluster.frontdoor import openapi, resuming
 from cluster.frontdoor.guard import Guard, refusal
 from cluster.frontdoor.held_bodies import HeldBodies
 from cluster.frontdoor.http_errors import HttpProblem, check_model, dumps, model_not_found, problem_for
-from cluster.frontdoor.http_exchange import ClientGone, Sender, read_body, while_connected
+from cluster.frontdoor.http_exchange import ClientGone, Sender, read_object, while_connected
 from cluster.frontdoor.http_server import HttpServer, serve_http
 from cluster.frontdoor.http_surface import IGNORED, SurfaceApp, methods_of, request_id
 from cluster.frontdoor.http_tokens import add_tokens
-from cluster.frontdoor.json_body import parse_object
 from cluster.frontdoor.messages.routes import add_messages
 from cluster.frontdoor.openai_answers import Health, Model, Models, NodeCounts, Version
 from cluster.frontdoor.openai_parse import ApiRequest, parse_chat, parse_completion
@@ -86,7 +85,7 @@ def create_app(
     add_responses(app, router, metrics, options.resumable)
     add_messages(app, router, metrics, options.resumable)
     _add_models(app, router)
-    add_tokens(app, router, _read_object)
+    add_tokens(app, router)
     _add_operations(app, router, metrics, options)
 
     async def on_http(request: Request, error: Exception) -> Response:
@@ -118,7 +117,7 @@ def _guarded(app: ASGIApp, options: HttpOptions) -> ASGIApp:
 def _add_generation(app: FastAPI, router: Serving, metrics: Metrics, options: HttpOptions) -> None:
     async def answer(request: Request, parse: Parser, prefix: str) -> Response:
         try:
-            parsed = parse(await _read_object(request), request_id(request.scope, prefix))
+            parsed = await read_object(request, lambda body: parse(body, request_id(request.scope, prefix)))
             served = router.model_info().model
             check_model(parsed.generation.model, served)
             resumable = options.resumable and resuming.can_resume(parsed)
@@ -217,11 +216,6 @@ def _add_document(app: FastAPI, described: Callable[[], FastAPI]) -> None:
     @app.get(openapi.PATH, include_in_schema=False)
     async def document() -> Response:
         return JSONResponse(await asyncio.to_thread(written))
-
-
-async def _read_object(request: Request) -> dict[str, Any]:
-    """The object that the body is. Raises InvalidRequest, and what ``read_body`` raises."""
-    return parse_object(await read_body(request))
 
 
 class _Reply(Response):

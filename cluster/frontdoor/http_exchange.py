@@ -6,16 +6,18 @@ A client that is gone, or takes nothing for SEND_TIMEOUT_S, ends the work that i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping
+from contextvars import copy_context
+from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.types import Message, Receive, Send
 
 from cluster.access.caller import owner
-from cluster.frontdoor.held_bodies import PAUSE_S, HeldBody, overloaded
+from cluster.frontdoor.held_bodies import PAUSE_S, HeldBodies, HeldBody, overloaded
 from cluster.frontdoor.http_errors import HttpProblem, dumps
 from cluster.frontdoor.http_surface import hold_body
+from cluster.frontdoor.json_body import parse_object
 from paceline.errors import quoted
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -24,8 +26,22 @@ BODY_TIMEOUT_S = 60.0
 BODY_START_S = 10.0  # within them a body must be there, but for what arrives at BODY_BYTES_PER_S at least
 BODY_BYTES_PER_S = 128 * 1024
 SEND_TIMEOUT_S = 60.0
+THREAD_ABOVE_BYTES = 64 * 1024  # larger bodies are parsed off the event loop
 
 JSON = "application/json"
+T = TypeVar("T")
+
+
+async def read_object(request: Request, parse: Callable[[dict[str, Any]], T]) -> T:
+    """What ``parse`` makes of the object that the body is. Streams go on while a large one is parsed. Raises
+    InvalidRequest, and what ``parse`` and ``read_body`` raise."""
+    body = await read_body(request)
+    if len(body) <= THREAD_ABOVE_BYTES:
+        return parse(parse_object(body))
+    bodies: HeldBodies = request.app.state.bodies
+    context = copy_context()  # knows who asks
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(bodies.parser, lambda: context.run(lambda: parse(parse_object(body))))
 
 
 async def read_body(request: Request) -> bytes:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import resource
+import sys
 from collections.abc import Collection, Iterator
 from http import HTTPStatus
 from typing import Any
@@ -37,6 +38,7 @@ READ_BYTES = 32 * 1024
 MAX_HEAD_BYTES = 16 * 1024
 REST_TIMEOUT_S = 10.0  # for the rest of a body whose request is answered; it is thrown away
 RETRY_AFTER_S = 1
+MAX_DIGITS = 640  # of a whole number, the least bound that Python takes: it reads one in time by their square
 
 
 class _OneLength(h11.Connection):
@@ -181,7 +183,8 @@ class HttpServer:
 
 async def serve_http(app: ASGIApp, host: str, port: int, tls: TlsFolder | None = None) -> HttpServer:
     """Serve ``app``; port 0 takes a free one. tls: has the certificate of HTTPS; None: plain HTTP. Raises ConfigError
-    when the address cannot be had."""
+    when the address cannot be had. From then on this process reads no whole number of more than MAX_DIGITS digits."""
+    sys.set_int_max_str_digits(MAX_DIGITS)
     context = None if tls is None else tls.public_context()
     listener = listen("http", host, port)
     config = uvicorn.Config(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -12,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from cluster.contract.generation import Chat, Prompt
 from cluster.frontdoor import openapi
 from cluster.frontdoor.http_errors import check_model
+from cluster.frontdoor.http_exchange import read_object
 from cluster.frontdoor.json_models import read
 from cluster.frontdoor.openai_answers import Detokenized, Tokens
 from cluster.frontdoor.openai_parse import chat_message
@@ -19,8 +21,6 @@ from cluster.frontdoor.openai_tokens import DetokenizeRequest, TokenizeRequest
 from cluster.frontdoor.serving import TokenText
 from paceline.errors import InvalidRequest
 from paceline.results import ModelInfo, Tokenization
-
-ReadBody = Callable[[Request], Awaitable[dict[str, Any]]]
 
 
 class Tokenizing(Protocol):
@@ -36,13 +36,13 @@ class Tokenizing(Protocol):
         """What is served and how."""
 
 
-def add_tokens(app: FastAPI, router: Tokenizing, read_body: ReadBody) -> None:
-    """Add the endpoints. read_body: the object that a request brings."""
+def add_tokens(app: FastAPI, router: Tokenizing) -> None:
+    """Add the endpoints."""
 
     @app.post("/tokenize", **openapi.TOKENIZE)
     async def tokenize(request: Request) -> Response:
         """Tell the tokens of a text, or of a chat after the model's template. The shape is vLLM's."""
-        asked = read(TokenizeRequest, await read_body(request))
+        asked = await read_object(request, partial(read, TokenizeRequest))
         info = router.model_info()
         check_model(asked.model, info.model)
         token_ids = await _token_ids(router, asked)
@@ -53,7 +53,7 @@ def add_tokens(app: FastAPI, router: Tokenizing, read_body: ReadBody) -> None:
     @app.post("/detokenize", **openapi.DETOKENIZE)
     async def detokenize(request: Request) -> Response:
         """Tell the text of tokens, special ones included. The shape is vLLM's."""
-        asked = read(DetokenizeRequest, await read_body(request))
+        asked = await read_object(request, partial(read, DetokenizeRequest))
         info = router.model_info()
         check_model(asked.model, info.model)
         for position, token_id in enumerate(asked.tokens):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -18,7 +19,6 @@ MAX_CONTAINERS = 100_000  # lists and objects
 MAX_TEXTS = 120_000  # keys and texts; a chat of 8,192 turns with a call each has 107,000
 MAX_COMMAS = 600_000  # 128 prompts of 4,096 token ids have 524,000
 MAX_FRACTIONS = 100_000  # numbers with a point or an exponent
-MAX_SCHEMA_VALUES = 20_000  # of one schema, or of the arguments of a call
 
 
 class _Bound(NamedTuple):
@@ -59,8 +59,11 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise InvalidRequest("body", f"is not UTF-8: byte {error.start} is wrong") from None
     except RecursionError:
         raise InvalidRequest("body", "is nested too deeply") from None
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise InvalidRequest("body", f"is not JSON: {error}") from None
+    except ValueError:
+        most = sys.get_int_max_str_digits()
+        raise InvalidRequest("body", f"has a whole number of more than {most} digits") from None
     if not isinstance(value, dict):
         raise InvalidRequest("body", "must be a JSON object")
     if suspicious:
@@ -85,18 +88,6 @@ def _check_size(body: bytes) -> None:
 
 def _count(body: bytes, marks: tuple[bytes, ...]) -> int:
     return sum(map(body.count, marks))
-
-
-def check_values(field: str, root: object) -> None:
-    """Raise InvalidRequest for ``field`` where a schema has more than MAX_SCHEMA_VALUES, before all are looked at."""
-    open_, values = [root], 0
-    while open_:
-        value = open_.pop()
-        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        values += len(items)
-        if values > MAX_SCHEMA_VALUES:
-            raise InvalidRequest(field, f"has more than {MAX_SCHEMA_VALUES} values")
-        open_ += items
 
 
 def _not_finite(root: dict[str, Any]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from cluster.frontdoor.json_body import check_values
+from cluster.contract.tools import check_values
 from cluster.frontdoor.json_models import BRANCH, Ignored, JsonObject, Neutral, Text
 from paceline.errors import InvalidRequest
 from paceline.request import Grammar, GrammarKind

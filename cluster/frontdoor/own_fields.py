@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -24,12 +24,13 @@ from cluster.contract.generation import (
     ToolChoice,
     check_unicode,
 )
-from cluster.frontdoor.json_body import check_values
+from cluster.contract.tools import check_values
 from cluster.frontdoor.json_models import JsonObject, Text, at_most
 from cluster.frontdoor.openai_parse import speculation_of
 from cluster.frontdoor.openai_requests import Speculation
 from paceline.errors import InvalidRequest
 from paceline.request import UINT64_MAX, SamplingParams
+from paceline.results import ToolCall
 
 MAX_TOOL_NAME = 128  # characters
 MAX_CALL_ID = 256  # characters
@@ -141,3 +142,22 @@ class Calls:
         if call_id not in self._names:
             raise InvalidRequest(where, "is not the id of a call before it")
         return ChatMessage("tool", text, tool_call_id=call_id, name=self._names[call_id])
+
+
+@dataclass
+class OpenTurn:
+    """A turn to which more comes. Its pieces are put together once: a turn may have thousands of them."""
+
+    role: str
+    texts: list[str] = field(default_factory=list)  # none of them is empty
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def say(self, text: str) -> None:
+        """One more piece of its text."""
+        if text:
+            self.texts.append(text)
+
+    def closed(self) -> ChatMessage:
+        """The turn as a template gets it."""
+        return ChatMessage(self.role, "".join(self.texts), tuple(self.calls), reasoning="".join(self.thoughts))

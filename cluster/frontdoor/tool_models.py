@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from cluster.contract.generation import MAX_NAME_CHARS, MAX_TOOLS, Tool, ToolChoice
-from cluster.frontdoor.json_body import check_values
+from cluster.contract.tools import check_values
 from cluster.frontdoor.json_models import Ignored, JsonObject, Text, at_most
 from paceline.results import ToolCall
 

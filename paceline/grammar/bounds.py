@@ -34,8 +34,11 @@ MAX_GROUPS = 100  # groups of a regular expression inside one another
 DATA = ("enum", "const", "default", "examples")  # keywords whose values are data, not schemas
 
 _REPEAT = re.compile(r"\{(\d*)(?:,(\d*))?\}")
+# The pieces of a Lark grammar in which a quote or a slash means something else than outside, as llguidance cuts them:
+# a regular expression may go on over lines, a text may not. What begins and does not end is a piece by itself.
 _LARK_PIECE = re.compile(
-    r'(?P<comment>//[^\n]*)|(?P<string>"(?:[^"\\\n]|\\.)*")|/(?P<regex>(?:[^/\\\n]|\\.)+)/[a-z]*'
+    r'(?P<comment>(?://|#)[^\n]*)|(?P<token><[^<>\s]+>)|(?P<string>"(?:[^"\\\n]|\\.)*")'
+    r"|/(?P<regex>(?:[^/\\]|\\.)+)/[a-z]*|(?P<open>[\"/])"
     r"|%json\s*(?=\{)(?P<schema>)|(?P<command>%(?!import\b|ignore\b)\w+)|(?P<operator>&|~(?!\s*\d))",
 )
 
@@ -138,6 +141,8 @@ def check_lark(source: str) -> None:
         at = found.end()
         if found["regex"] is not None:
             check_regex(found["regex"])
+        elif found["open"] is not None:
+            refuse(f"has a {found['open']} that begins a text or a regular expression without an end")
         elif found["operator"] is not None:
             refuse("uses & or ~ between terminals, which is not supported: the cost has no bound")
         elif found["command"] is not None:
@@ -165,13 +170,13 @@ class _SchemaCheck:
         self._nodes = 0
         self._multiple = 1
         self._targets: dict[str, Any] = {}
+        self._heights: dict[int, int] = {}  # of lists and objects: JSON levels
         self._weights: dict[int, tuple[float, float]] = {}
 
     def run(self) -> None:
         """Raise for the first bound that is broken."""
         depth = self._look(self._schema, 1)
-        for target in list(self._targets.values()):
-            depth += _depth(target)
+        depth += sum(self._heights.get(id(target), 1) for target in self._targets.values())
         if depth > MAX_REFERENCE_DEPTH:
             refuse(f"refers to schemas that are nested more than {MAX_REFERENCE_DEPTH} levels deep together")
         self._weigh(self._schema, ())
@@ -190,7 +195,10 @@ class _SchemaCheck:
         below = [(item, data) for item in value] if isinstance(value, list) else []
         if isinstance(value, dict):
             below = [(item, data or key in DATA) for key, item in value.items()]
-        return max((self._look(item, depth + 1, data=its) for item, its in below), default=depth)
+        deepest = max((self._look(item, depth + 1, data=its) for item, its in below), default=depth)
+        if isinstance(value, dict | list):
+            self._heights[id(value)] = deepest - depth + 1
+        return deepest
 
     def _keywords(self, value: Mapping[str, Any]) -> None:
         if isinstance(pattern := value.get("pattern"), str):
@@ -279,10 +287,6 @@ def _items(value: object) -> Iterator[object]:
 
 def _list(value: object) -> list[object]:
     return value if isinstance(value, list) else []
-
-
-def _depth(value: object) -> int:
-    return 1 + max((_depth(item) for item in _items(value)), default=0)
 
 
 def _coefficient(multiple: object) -> int:

@@ -182,7 +182,9 @@ def _lark(source: str) -> str:
     if "::=" in source:
         try:
             source = gbnf_to_lark(source).removeprefix("%llguidance {}")
-        except (Exception, RecursionError) as error:
+        except RecursionError:
+            refuse_source("is no GBNF: its brackets are too deeply nested")
+        except Exception as error:
             refuse_source(f"is no GBNF: {_shortened(str(error))}")
     check_lark(source)
     return source

@@ -31,6 +31,15 @@ def chained(count: int, make: Callable[[int, dict[str, str]], dict[str, Any]]) -
     return schema({"$defs": defs, "$ref": f"#/$defs/d{count - 1}"})
 
 
+def compact(value: object) -> Grammar:
+    return schema(json.dumps(value, separators=(",", ":")))
+
+
+def named(prefix: str, count: int) -> dict[str, Any]:
+    """Properties that are the first item of the list ``prefix``, each by another name of it."""
+    return {f"a{i}": {"$ref": prefix + "0" * (i + 1)} for i in range(count)}
+
+
 def regex(pattern: str) -> Grammar:
     return Grammar(GrammarKind.REGEX, pattern)
 
@@ -71,6 +80,24 @@ BOMBS: dict[str, tuple[Grammar, str]] = {
     "look-ahead": (regex("(?=a)b"), "look-around"),
     "a back-reference": (regex(r"(a)\1"), "backreferences"),
     "an open group": (regex("(a"), "unclosed group"),
+    "patterns of properties": (
+        schema({"patternProperties": {"^((a{100}){100}){100}$": {"pattern": "a"}}}),
+        "repeats more than",
+    ),
+    "many classes of letters": (regex(r"(\p{L}{1,50}\p{N}{1,50}){1,200}"), "repeats more than"),
+    "many names of one schema": (
+        compact({"d": [{"allOf": [{"enum": [1] * 2000}] * 9}], "properties": named("#/d/", 170)}),
+        "levels deep together",
+    ),
+    "a text without an end": (lark('start: "' + r"\"" * 15_000), "begins a text or a regular expression"),
+    "an expression without an end": (lark("start: /" + r"\/" * 15_000), "begins a text or a regular expression"),
+    "rules that begin with themselves": (
+        lark('start: start start | start "a" |' + " start |" * 99 + '"b"'),
+        "lead back",
+    ),
+    "an operator behind an expression of two lines": (lark('start: A\nA: /x\n"/ & /y./ | "z"'), "& or ~"),
+    "an operator behind a comment": (lark("start: A # /\nA: /x/ & /y./ // /"), "& or ~"),
+    "an operator behind a special token": (lark("start: A | </s>\nA: /x/ & /y./"), "& or ~"),
     "intersections": (lark("start: A\nA: /(.*a.{30})/ & ~/(.*c.{28})/"), "& or ~"),
     "in a Lark grammar": (lark("start: /((a{100}){100}){100}/"), "repeats more than"),
     "a schema in a Lark grammar": (lark('start: %json {"enum": [' + "1," * 3000 + "1]}"), "an enum of 3001 values"),
@@ -88,7 +115,7 @@ BOMBS: dict[str, tuple[Grammar, str]] = {
         "lead back to themselves",
     ),
     "deep brackets": (lark("start: " + "(" * 2000 + '"a"' + ")" * 2000), "too deeply nested"),
-    "deep GBNF": (lark("root ::= " + "(" * 3000 + '"a"' + ")" * 3000), "is no GBNF"),
+    "deep GBNF": (lark("root ::= " + "(" * 3000 + '"a"' + ")" * 3000), "too deeply nested"),
     "nothing but itself": (lark("start: start"), "cannot be compiled"),
     "no JSON": (schema("{"), "is not JSON"),
     "beyond a float": (schema('{"type": "number", "maximum": 1e999}'), "cannot be read"),
@@ -139,6 +166,7 @@ WIDE: dict[str, Grammar] = {
         "start: e\n" + "\n".join(f'e{i}: e{i + 1} | e{i + 1} "+" e{i + 1} | "[a: b]"' for i in range(300)) + "\n"
         'e: e0 | "(" e ")"\ne300: /[a-z]+/ | "(" e300 ")"'
     ),
+    "an expression of two lines": lark('start: /a\n"/ "b" # it\'s "c\n'),
     "comments": lark('// a & b\nstart: "a & ~b" /x{3}/ // /a{999999}/\n'),
 }
 

@@ -19,7 +19,7 @@ from cluster.frontdoor.messages.requests import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from cluster.frontdoor.own_fields import Calls, Names, check_tools, generation, json_text
+from cluster.frontdoor.own_fields import Calls, Names, OpenTurn, check_tools, generation, json_text
 from paceline.errors import InvalidRequest
 from paceline.request import Grammar, GrammarKind, SamplingParams
 from paceline.results import ToolCall
@@ -87,18 +87,18 @@ def _turns(messages: list[Message]) -> tuple[ChatMessage, ...]:
     for i, message in enumerate(messages):
         content = message.content
         blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
-        turn = ChatMessage(message.role, "")
+        turn = OpenTurn(message.role)
         for j, block in enumerate(blocks):
             where = f"messages[{i}].content[{j}]"
             _check_role(where, block, message.role)
             if isinstance(block, ToolResultBlock):
                 said = calls.answered(f"{where}.tool_use_id", block.tool_use_id, _text(block.content or ""))
-                made += [turn, said] if turn.content else [said]
-                turn = ChatMessage(message.role, "")
+                made += [turn.closed(), said] if turn.texts else [said]
+                turn = OpenTurn(message.role)
             else:
-                turn = _with(where, turn, block, calls)
+                _add(where, turn, block, calls)
         if not (blocks and isinstance(blocks[-1], ToolResultBlock)):
-            made.append(turn)
+            made.append(turn.closed())
     return tuple(made)
 
 
@@ -109,17 +109,16 @@ def _check_role(where: str, block: Block, role: str) -> None:
         raise InvalidRequest(f"{where}.type", f"{block.type!r} goes with the role {says!r} alone")
 
 
-def _with(where: str, turn: ChatMessage, block: TextBlock | ToolUseBlock | ThinkingBlock, calls: Calls) -> ChatMessage:
-    """The turn with one more block."""
+def _add(where: str, turn: OpenTurn, block: TextBlock | ToolUseBlock | ThinkingBlock, calls: Calls) -> None:
+    """One more block of the turn."""
     match block:
         case TextBlock():
-            return replace(turn, content=turn.content + block.text)
+            turn.say(block.text)
         case ThinkingBlock():
-            return replace(turn, reasoning=turn.reasoning + block.thinking)
+            turn.thoughts.append(block.thinking)
         case ToolUseBlock():
             calls.made(block.id, block.name)
-            call = ToolCall(block.id, block.name, json_text(f"{where}.input", block.input))
-            return replace(turn, tool_calls=(*turn.tool_calls, call))
+            turn.calls.append(ToolCall(block.id, block.name, json_text(f"{where}.input", block.input)))
 
 
 def _text(content: str | list[TextBlock]) -> str:

@@ -14,9 +14,8 @@ from starlette.types import Receive, Scope, Send
 from cluster.contract.generation import GenerationRequest
 from cluster.contract.plan import Plan
 from cluster.frontdoor.http_errors import dumps, problem_for
-from cluster.frontdoor.http_exchange import JSON, ClientGone, Sender, read_body, while_connected
+from cluster.frontdoor.http_exchange import JSON, ClientGone, Sender, read_object, while_connected
 from cluster.frontdoor.intake import check_model, counted
-from cluster.frontdoor.json_body import parse_object
 from cluster.frontdoor.messages.answer import Answer
 from cluster.frontdoor.messages.answers import AnswerMessage, MessageError, TokenCount
 from cluster.frontdoor.messages.errors import PATH, message_error
@@ -48,7 +47,7 @@ def add_messages(app: FastAPI, router: Serving, metrics: Metrics, resumable: boo
         events."""
 
         async def made() -> Response:
-            asked, generation = parse_message(parse_object(await read_body(request)), new_id("msg"))
+            asked, generation = await read_object(request, lambda body: parse_message(body, new_id("msg")))
             answer = Answer(asked, generation.request_id, check_model(router, asked.model))
             can_resume = resumable and bool(asked.stream)
             since = position_of(request, can_resume)
@@ -63,7 +62,7 @@ def add_messages(app: FastAPI, router: Serving, metrics: Metrics, resumable: boo
         """Count the tokens of a prompt, as the model would read it."""
 
         async def made() -> Response:
-            asked, chat = parse_count(parse_object(await read_body(request)))
+            asked, chat = await read_object(request, parse_count)
             check_model(router, asked.model)
             try:
                 found = await router.tokenize(chat)

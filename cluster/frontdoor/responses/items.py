@@ -6,16 +6,14 @@ What the model thought, said and called in one go are several items and one turn
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from cluster.contract.generation import ChatMessage
-from cluster.frontdoor.own_fields import Calls, new_id
+from cluster.frontdoor.own_fields import Calls, OpenTurn, new_id
 from cluster.frontdoor.responses.requests import CallItem, CallOutputItem, Item, MessageItem, Part, ReasoningItem
 from paceline.results import ToolCall
 
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-_SILENT = ChatMessage("assistant", "")
 
 
 def turns(items: str | Sequence[Item], before: Iterable[ChatMessage] = ()) -> tuple[ChatMessage, ...]:
@@ -24,7 +22,7 @@ def turns(items: str | Sequence[Item], before: Iterable[ChatMessage] = ()) -> tu
     if isinstance(items, str):
         return (ChatMessage("user", items),)
     calls = Calls(before)
-    made: list[ChatMessage] = []
+    made: list[ChatMessage | OpenTurn] = []
     for i, item in enumerate(items):
         if isinstance(item, CallOutputItem):
             made.append(calls.answered(f"input[{i}].call_id", item.call_id, _text(item.output)))
@@ -34,24 +32,22 @@ def turns(items: str | Sequence[Item], before: Iterable[ChatMessage] = ()) -> tu
             if isinstance(item, CallItem):
                 calls.made(item.call_id, item.name)
             _say(made, item)
-    return tuple(made)
+    return tuple(turn.closed() if isinstance(turn, OpenTurn) else turn for turn in made)
 
 
-def _say(made: list[ChatMessage], item: MessageItem | CallItem | ReasoningItem) -> None:
+def _say(made: list[ChatMessage | OpenTurn], item: MessageItem | CallItem | ReasoningItem) -> None:
     """Add to the assistant's turn, or begin one: in a turn the thought comes first, then the text, then the calls."""
-    turn = made.pop() if made and made[-1].role == "assistant" else _SILENT
-    if not isinstance(item, CallItem) and (turn.content or turn.tool_calls):
+    turn = made[-1] if made else None
+    if not isinstance(turn, OpenTurn) or (not isinstance(item, CallItem) and (turn.texts or turn.calls)):
+        turn = OpenTurn("assistant")
         made.append(turn)
-        turn = _SILENT
     match item:
         case CallItem():
-            call = ToolCall(item.call_id, item.name, item.arguments)
-            turn = replace(turn, tool_calls=(*turn.tool_calls, call))
+            turn.calls.append(ToolCall(item.call_id, item.name, item.arguments))
         case MessageItem():
-            turn = replace(turn, content=_text(item.content))
+            turn.say(_text(item.content))
         case ReasoningItem():
-            turn = replace(turn, reasoning=turn.reasoning + "".join(part.text for part in item.content or ()))
-    made.append(turn)
+            turn.thoughts += [part.text for part in item.content or ()]
 
 
 def listed(items: str | Sequence[Item]) -> tuple[dict[str, Any], ...]:

@@ -14,12 +14,12 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.access.caller import owner
 from cluster.frontdoor.http_errors import dumps, problem_for
-from cluster.frontdoor.http_exchange import JSON, ClientGone, Sender, read_body, while_connected
+from cluster.frontdoor.http_exchange import JSON, ClientGone, Sender, read_object, while_connected
 from cluster.frontdoor.intake import counted
-from cluster.frontdoor.json_body import parse_object
 from cluster.frontdoor.openai_answers import Error
 from cluster.frontdoor.responses.answers import DeletedResponse, InputItems
 from cluster.frontdoor.responses.answers import Response as ResponseShape
+from cluster.frontdoor.responses.parse import read_body
 from cluster.frontdoor.responses.requests import ResponseRequest
 from cluster.frontdoor.responses.run import Run
 from cluster.frontdoor.responses.service import Responses
@@ -60,7 +60,8 @@ def add_responses(app: FastAPI, router: Serving, metrics: Metrics, resumable: bo
         made while nobody waits."""
 
         async def made() -> Response:
-            run = responses.prepare(parse_object(await read_body(request)), partial(last_event_id, request))
+            body, asked = await read_object(request, lambda body: (body, read_body(body)))
+            run = responses.prepare(body, asked, partial(last_event_id, request))
             if run.asked.body.background:
                 return _json(await responses.in_background(run), _headers(run))
             return _Reply(responses, run)

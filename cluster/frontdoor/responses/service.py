@@ -17,7 +17,7 @@ from cluster.contract.generation import ChatMessage
 from cluster.frontdoor.http_errors import HttpProblem, problem_for
 from cluster.frontdoor.intake import check_model
 from cluster.frontdoor.own_fields import new_id
-from cluster.frontdoor.responses.parse import parse, read_body
+from cluster.frontdoor.responses.parse import parse
 from cluster.frontdoor.responses.requests import ResponseRequest
 from cluster.frontdoor.responses.resuming import Origin, Place
 from cluster.frontdoor.responses.run import Batch, Run
@@ -44,10 +44,10 @@ class Responses:
 
     # -- making --------------------------------------------------------------------------------------------------
 
-    def prepare(self, body: dict[str, Any], since_in: Callable[[bool], str | None] = lambda resumable: None) -> Run:
-        """An answer to be made. since_in: gives the id of the event after which a stream is gone on with, told whether
-        it may be. Raises InvalidRequest, or HttpProblem for a model or an answer that is not there."""
-        read = read_body(body)
+    def prepare(self, body: dict[str, Any], read: ResponseRequest, since_in: Callable[[bool], str | None]) -> Run:
+        """An answer to be made. read: what ``body`` says. since_in: gives the id of the event after which a stream is
+        gone on with, told whether it may be. Raises InvalidRequest, or HttpProblem for a model or an answer that is
+        not there."""
         check_model(self._router, read.model)
         resumable = self._resumable and bool(read.stream)
         event_id = since_in(resumable)
