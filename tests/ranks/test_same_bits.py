@@ -33,7 +33,7 @@ from tests.support.exactness import digest, run
 from tests.support.gguf_files import write_gguf
 from tests.support.needs import needs_kernels
 from tests.support.quantized_weights import KINDS
-from tests.support.ranks_matrix import DEGREES, FORMATS, SPECS, WHOLE, OneRank, drafters, requests
+from tests.support.ranks_matrix import DEGREES, FORMATS, KNOWING, SPECS, WHOLE, OneRank, drafters, requests
 from tests.support.thread_ranks import family_spec, ranks_runner, ranks_spec, ranks_tensors
 
 pytestmark = needs_kernels
@@ -199,14 +199,20 @@ def rows_of(runner: ModelRunner, table: PageTable) -> list[torch.Tensor]:
 
 FEW_DRAFTERS = [
     ("2 KV heads", "bf16", "eagle3", "dynamic", 4, 1),
+    ("2 KV heads", "bf16", KNOWING, "dynamic", 4, 1),
     ("latents and experts", "bf16", "mtp", "chain", 4, 1),
     ("latents and experts", "bf16", "mtp", "dynamic", 4, 1),
-    ("latents and experts", "bf16", "mtp", "dynamic", 4, 4),
+    ("latents and experts", "bf16", KNOWING, "dynamic", 4, 4),
 ]
 EVERY_DRAFTER = [
     (model, dtype, drafter, tree, degree, pools)
     for model, dtype, degree in itertools.product(WHOLE, FORMATS, DEGREES[1:])
-    for drafter, tree in (*((name, "dynamic") for name in drafters(model)), ("none", "chain"), ("mtp", "chain"))
+    for drafter, tree in (
+        *((name, "dynamic") for name in drafters(model)),
+        (KNOWING, "dynamic"),
+        ("none", "chain"),
+        ("mtp", "chain"),
+    )
     for pools in ((1, degree) if SPECS[model].mla else (1,))
 ]
 
@@ -224,8 +230,7 @@ def test_drafts_are_the_same(
 ) -> None:
     """Rounds, and logits behind every token: trees are verified and compacted on all ranks, heads run on rank 0. The
     second turn finds its prompts cached."""
-    options = one_rank.options(model, drafter, tree) | {"attention_dp": pools}
-    runner = ranks_runner(degree, SPECS[model], dtype, **options)
+    runner = one_rank.runner(degree, model, dtype, drafter, tree, attention_dp=pools)
     for batch, chunk_tokens in ((3, 23), (2, 100)):
         outcomes = run(runner, requests(tree), batch=batch, chunk_tokens=chunk_tokens)
         same_outcomes(outcomes, one_rank.outcomes(model, dtype, drafter, tree))

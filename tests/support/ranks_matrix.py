@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 
+from paceline.engine.model_runner import ModelRunner
 from paceline.models.config import ModelSpec
 from paceline.request import SequenceRequest, SpeculationParams
+from tests.support.adversaries import Adversary
 from tests.support.exactness import Outcome, run
 from tests.support.thread_ranks import family_spec, ranks_runner, ranks_spec
 from tests.support.tiny_deepseek import write_mtp_folder
@@ -27,6 +29,7 @@ DEGREES = (1, 2, 4, 8)
 UNEQUAL = tuple((prefill, decode) for prefill in DEGREES for decode in DEGREES if prefill != decode)
 LINKS = ("direct", "through-0")
 PROMPT = 57
+KNOWING = "right behind wrong"  # a drafter that knows the answers: whatever is accepted must be compacted
 SHAPES: dict[str, tuple[SpeculationParams, ...]] = {  # what requests of a deployment ask for in turn
     "chain": (SpeculationParams(num_draft_tokens=0), SpeculationParams()),
     "dynamic": (
@@ -61,8 +64,8 @@ class OneRank:
 
     def options(self, model: str, drafter: str, tree: str = "dynamic") -> dict[str, object]:
         """Of a node with the drafter, for `ranks_runner`."""
-        if drafter == "none":
-            return {"drafter": drafter}
+        if drafter in ("none", KNOWING):
+            return {"drafter": "none", "tree": tree}
         spec, name, modules = SPECS[model], drafter.split()[0], 2 if "x2" in drafter else 1
         place = self.folder / model / drafter
         if not place.exists():
@@ -73,13 +76,24 @@ class OneRank:
         found: dict[str, object] = {"drafter": name, "drafter_path": str(place), "head_check": False, "tree": tree}
         return found | ({"mtp_modules": modules} if name == "mtp" else {})
 
+    def runner(
+        self, degree: int, model: str, dtype: str, drafter: str, tree: str = "dynamic", **options: object
+    ) -> ModelRunner:
+        """A node's, of ``degree`` ranks; ``options`` as `ranks_runner` has them."""
+        runner = ranks_runner(degree, SPECS[model], dtype, **self.options(model, drafter, tree) | options)
+        if drafter == KNOWING:
+            asked = zip(requests(tree), self.outcomes(model, dtype, "none", tree), strict=True)
+            answers = {(one.prompt_token_ids, one.params.temperature): plain.token_ids for one, plain in asked}
+            runner.drafter = Adversary(KNOWING, answers, SPECS[model].vocab_size)
+        return runner
+
     def outcomes(
         self, model: str, dtype: str, drafter: str, tree: str = "dynamic", kv_dtype: str = "auto"
     ) -> list[Outcome]:
         """Those of ``requests(tree)``, run one after another."""
         key = (model, dtype, drafter, tree, kv_dtype)
         if key not in self.answers:
-            runner = ranks_runner(1, SPECS[model], dtype, **self.options(model, drafter, tree), kv_dtype=kv_dtype)
+            runner = self.runner(1, model, dtype, drafter, tree, kv_dtype=kv_dtype)
             self.answers[key] = run(runner, requests(tree))
             runner.close()
         return self.answers[key]
