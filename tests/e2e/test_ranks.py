@@ -26,7 +26,7 @@ from tests.support.needs import needs_kernels
 from tests.support.ranked_model import write_ranked_model
 from tests.support.server import Server, paceline, serve
 
-pytestmark = [needs_kernels, pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [needs_kernels, pytest.mark.e2e]
 
 STREAMS = 4
 BACK_S = 45.0  # for a process to end, and for its node to serve again
@@ -140,8 +140,8 @@ async def computing(process: psutil.Process) -> None:
 
 async def test_the_tokens_of_one_rank_whichever_rank_is_hurt(tmp_path: Path) -> None:
     """Followers of decode in the midst of streams, one that is stopped before rows come to it, and one of prefill that
-    is stopped in the midst of a hand-off. Mutants: decode nodes have the ranks of prefill nodes; a node lives on
-    without one of its ranks; a rank outlives its node; nobody looks whether a rank is stopped."""
+    is stopped in the midst of a hand-off. Mutants: decode nodes have the ranks of prefill nodes; a decode node, or a
+    prefill node, lives on without one of its ranks; a rank outlives its node."""
     folder = write_ranked_model(tmp_path)
     expected = {asked: of_one_rank(folder, asked) for asked in (SHORT, LONG)}
     options = ("--model", str(folder), "--kv-cache-tokens", "4096", "--admin", "127.0.0.1:0")

@@ -1,7 +1,8 @@
 """Prefill and decode nodes of several ranks over real gRPC and gloo: what crosses knows nothing of ranks.
 
-A mutant that fails with one KV head: rows are written past a pool whose rank 0 has all heads. One that fails with
-latents: they are scattered to rank 0 alone.
+Mutants that fail: a KV head that two ranks hold is sent by both; through rank 0, it is taken twice. One that fails with
+one KV head: rows are written past a pool whose rank 0 has all heads. One that fails with latents: they are scattered to
+rank 0 alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A model of any number of ranks gives the bits of one rank, however its rows are batched.
 
 Mutants that fail: branches added in the order of the ranks, branches or rows of experts rounded to bf16, a sum of an
-all-reduce, experts added in the order of the ranks, a follower that leaves a command out, a KV head that two ranks hold
-taken twice, columns rounded after they were cut, sinks of all heads on every rank.
+all-reduce, experts added in the order of the ranks, a follower that leaves a command out, a follower that is one step
+behind with the slots it copies, a KV head that two ranks hold taken twice, columns rounded after they were cut, sinks
+of all heads on every rank.
 """
 
 from __future__ import annotations
