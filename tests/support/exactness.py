@@ -40,7 +40,7 @@ class LogitBits:
 
 
 def digest(logits: torch.Tensor) -> str:
-    """Of the bits of a row."""
+    """A short name of the bits of a row."""
     return hashlib.blake2b(logits.cpu().numpy().tobytes(), digest_size=8).hexdigest()
 
 

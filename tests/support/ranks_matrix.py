@@ -63,7 +63,7 @@ class OneRank:
     answers: dict[tuple[object, ...], list[Outcome]] = field(default_factory=dict)
 
     def options(self, model: str, drafter: str, tree: str = "dynamic") -> dict[str, object]:
-        """Of a node with the drafter, for `ranks_runner`."""
+        """Options of a node with the drafter, for `ranks_runner`."""
         if drafter in ("none", KNOWING):
             return {"drafter": "none", "tree": tree}
         spec, name, modules = SPECS[model], drafter.split()[0], 2 if "x2" in drafter else 1

@@ -20,8 +20,8 @@ DRAFT_VOCAB = 120
 
 
 def write_tiny_head(folder: Path, name: str, spec: ModelSpec | None = None) -> None:
-    """``name``: a drafter with weights: eagle, eagle3, mtp, medusa or draft_model. spec: of the target; a tiny
-    one's, which a draft_model always fits."""
+    """``name``: a drafter with weights: eagle, eagle3, mtp, medusa or draft_model. spec: of the target, a
+    tiny one's; a draft_model has its vocabulary alone."""
     spec = spec or tiny_spec()
     shape = LayerShape.of_target(spec, 48)
     if name == "eagle":
