@@ -41,7 +41,7 @@ OTHERS = {
     },
     "docs/internals/decisions.md": {"--crowd"},  # benchmarks.mixed
     "docs/internals/first_device.md": {"--keep", "--try"},  # benchmarks.gpu
-    "docs/internals/parallel.md": {"--kills", "--streams"},  # tests/chaos
+    "docs/internals/parallel.md": {"--kills", "--streams", "--whole"},  # tests/chaos, tests/ranks
     "docs/troubleshooting.md": {"--head"},  # ray
 }
 

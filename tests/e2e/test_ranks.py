@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,37 +26,56 @@ from tests.support.needs import needs_kernels
 from tests.support.ranked_model import write_ranked_model
 from tests.support.server import Server, paceline, serve
 
-pytestmark = [needs_kernels, pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [needs_kernels, pytest.mark.e2e]
 
-STREAMS, TOKENS = 4, 300
+STREAMS = 4
 BACK_S = 45.0  # for a process to end, and for its node to serve again
 NODES = ("--prefill-tp", "4", "--decode-nodes", "2", "--decode-tp", "2", "--drafter", "ngram", "--no-standby")
 LOGS = ("--log-level", "debug", "--log-format", "json")
+CHUNKS = ("--prefill-chunk-tokens", "16")  # a long prompt is computed and handed over in many steps
+STEPS_S = 0.05  # that a rank has computed when it has run several of them
+VICTIMS = (
+    ("decode-0", signal.SIGKILL),
+    ("decode-1", signal.SIGSTOP),
+    ("decode-0", signal.SIGTERM),
+    ("prefill-0", signal.SIGSTOP),
+)
 
 
-def prompt(number: int) -> tuple[int, ...]:
-    return tuple(range(40 + number, 100 + number))
+@dataclass(frozen=True)
+class Asked:
+    """Lengths of a request, in tokens."""
+
+    prompt: int
+    text: int
 
 
-def of_one_rank(folder: Path) -> list[tuple[int, ...]]:
+SHORT, LONG = Asked(60, 300), Asked(600, 40)
+
+
+def prompt(number: int, length: int = SHORT.prompt) -> tuple[int, ...]:
+    return tuple(40 + (number + i) % 200 for i in range(length))
+
+
+def of_one_rank(folder: Path, asked: Asked) -> list[tuple[int, ...]]:
     """What one process of one rank answers, without drafts."""
     runner = build_runner(NodeConfig(model=str(folder), drafter="none", kv_cache_tokens=4096))
-    asked = [SamplingParams(max_tokens=TOKENS, temperature=1.0, seed=n, ignore_eos=True) for n in range(STREAMS)]
-    requests = [SequenceRequest(str(n), prompt(n), params) for n, params in enumerate(asked)]
+    params = [SamplingParams(max_tokens=asked.text, temperature=1.0, seed=n, ignore_eos=True) for n in range(STREAMS)]
+    requests = [SequenceRequest(str(n), prompt(n, asked.prompt), one) for n, one in enumerate(params)]
     return [outcome.token_ids for outcome in run(runner, requests, batch=STREAMS)]
 
 
-async def texts(client: AsyncClient, begun: asyncio.Event) -> list[tuple[int, ...]]:
+async def texts(client: AsyncClient, asked: Asked, begun: asyncio.Event) -> list[tuple[int, ...]]:
     """Token ids of some streams, run together. begun: set when one of them is under way."""
 
     async def one(number: int) -> tuple[int, ...]:
         got: list[int] = []
-        stream = client.stream(prompt(number), max_tokens=TOKENS, temperature=1.0, seed=number, ignore_eos=True)
-        async with stream as chunks:
+        ids = prompt(number, asked.prompt)
+        async with client.stream(ids, max_tokens=asked.text, temperature=1.0, seed=number, ignore_eos=True) as chunks:
             async for chunk in chunks:
                 assert chunk.first_index == len(got)
                 got += chunk.token_ids
-                if len(got) > TOKENS // 10:
+                if len(got) > asked.text // 10:
                     begun.set()
         return tuple(got)
 
@@ -111,27 +131,49 @@ def gone(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
+async def computing(process: psutil.Process) -> None:
+    """Until a rank is in the midst of a prompt, whose rows cross as its layers are computed."""
+    idle = process.cpu_times().user
+    while process.cpu_times().user < idle + STEPS_S:
+        await asyncio.sleep(0.001)
+
+
 async def test_the_tokens_of_one_rank_whichever_rank_is_hurt(tmp_path: Path) -> None:
-    """Mutants: decode nodes have the ranks of prefill nodes; a node lives on without one of its ranks; a rank outlives
-    its node."""
+    """Followers of decode in the midst of streams, one that is stopped before rows come to it, and one of prefill that
+    is stopped in the midst of a hand-off. Mutants: decode nodes have the ranks of prefill nodes; a decode node, or a
+    prefill node, lives on without one of its ranks; a rank outlives its node."""
     folder = write_ranked_model(tmp_path)
-    expected = of_one_rank(folder)
-    with serve("--model", str(folder), "--kv-cache-tokens", "4096", "--admin", "127.0.0.1:0", *NODES, *LOGS) as server:
+    expected = {asked: of_one_rank(folder, asked) for asked in (SHORT, LONG)}
+    options = ("--model", str(folder), "--kv-cache-tokens", "4096", "--admin", "127.0.0.1:0")
+    with serve(*options, *NODES, *CHUNKS, *LOGS) as server:
         nodes = listed(server)
         assert {name: node["ranks"] for name, node in nodes.items()} == {"prefill-0": 4, "decode-0": 2, "decode-1": 2}
         async with AsyncClient(server.grpc) as client:
             await rounds_are_logged(client, server)
-            assert await texts(client, asyncio.Event()) == expected
-            for number, hurt in enumerate((signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)):
-                in_hand_off = hurt == signal.SIGSTOP  # rows come to a rank that takes none
-                pid = int(str(listed(server)[f"decode-{number % 2}"]["pid"]))
-                (victim,) = followers(server, pid)
-                if in_hand_off:
+            assert await texts(client, SHORT, asyncio.Event()) == expected[SHORT]
+            for node, hurt in VICTIMS:
+                pid = int(str(listed(server)[node]["pid"]))
+                victim = followers(server, pid)[-1]
+                takes_no_rows = node == "decode-1"
+                if takes_no_rows:
                     victim.send_signal(hurt)
-                begun = asyncio.Event()
-                running = asyncio.create_task(texts(client, begun))
-                if not in_hand_off:
-                    await begun.wait()
+                begun, asked = asyncio.Event(), LONG if node == "prefill-0" else SHORT
+                running = asyncio.create_task(texts(client, asked, begun))
+                if not takes_no_rows:
+                    await (computing(victim) if node == "prefill-0" else begun.wait())
+                    assert begun.is_set() == (node != "prefill-0")
                     victim.send_signal(hurt)
-                assert await running == expected
+                async with asyncio.timeout(BACK_S):
+                    assert await running == expected[asked]
                 await until(lambda victim=victim, pid=pid: gone(victim) and not psutil.pid_exists(pid))  # type: ignore[misc]
+            async with asyncio.timeout(BACK_S):
+                await prefills_again(client)
+
+
+async def prefills_again(client: AsyncClient) -> None:
+    """Until the prefill node's next generation serves."""
+    while True:
+        done = await client.generate(prompt(9), max_tokens=1, temperature=0.0)
+        if done.completion.nodes.prefill == "prefill-0":
+            return
+        await asyncio.sleep(0.2)

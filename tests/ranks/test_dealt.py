@@ -8,10 +8,12 @@ that goes to another rank takes the count of its cached rows along.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from paceline.assembly.build import build_runner
 from paceline.config import NodeConfig
@@ -23,8 +25,9 @@ from paceline.spec_decode.sequence import Sequence
 from tests.support.exactness import run
 from tests.support.needs import needs_kernels
 from tests.support.node_pair import pair
-from tests.support.thread_ranks import family_spec, ranks_runner
-from tests.support.tiny_deepseek import ranks_deepseek_spec, write_folder, write_mtp_folder
+from tests.support.ranks_matrix import FORMATS, PROMPT, SPECS, UNEQUAL, OneRank, requests
+from tests.support.thread_ranks import ranks_runner
+from tests.support.tiny_deepseek import ranks_deepseek_spec, write_folder
 from tests.support.tiny_model import tiny_config, tiny_request
 
 pytestmark = needs_kernels
@@ -37,46 +40,66 @@ def test_more_sequences_than_a_rank_holds(tmp_path: Path, monkeypatch: pytest.Mo
     folder = write_folder(tmp_path / "tiny", spec=ranks_deepseek_spec())
     options = {"model": str(folder), "drafter": "mtp", "tree": "dynamic", "head_check": False, "max_model_len": 200}
     options |= {"kv_cache_tokens": TOKENS}
-    requests = [
-        tiny_request([*range(3 + i, 130 + i)], index=i, max_tokens=20, temperature=float(i % 2)) for i in range(6)
-    ]
-    alone = run(build_runner(NodeConfig.model_validate(options)), requests)
+    asked = [tiny_request([*range(3 + i, 130 + i)], index=i, max_tokens=20, temperature=float(i % 2)) for i in range(6)]
+    alone = run(build_runner(NodeConfig.model_validate(options)), asked)
     runner = build_runner(NodeConfig.model_validate(options | {"tp": 2, "attention_dp": 2}))
     lived = places(runner, monkeypatch)
     for _ in range(2):
-        assert run(runner, requests, batch=6) == alone
-    assert sum(len(request.prompt_token_ids) for request in requests) > TOKENS
+        assert run(runner, asked, batch=6) == alone
+    assert sum(len(request.prompt_token_ids) for request in asked) > TOKENS
     assert [part for part, _ in lived[:6]] == [0, 1] * 3
     assert {part for part, cached in lived[6:] if cached} == {0, 1}
     held = full_before_it_has_pages(runner, monkeypatch)
-    assert run(runner, requests[:1]) == alone[:1]
+    assert run(runner, asked[:1]) == alone[:1]
     assert lived[-1] == (1 - runner.allocator.part_of(held[0]), 0)
     runner.allocator.release(held)
     runner.close()
 
 
-async def test_rows_go_to_the_rank_of_their_sequence(tmp_path: Path) -> None:
-    """Nodes of two and four ranks; what crosses is that of one. The second turn finds prompts cached on both sides."""
-    spec = family_spec("deepseek_v3")
-    write_mtp_folder(tmp_path / "heads", 1, torch.bfloat16, spec=spec)
-    options: dict[str, object] = {
-        "drafter": "mtp", "drafter_path": str(tmp_path / "heads"), "head_check": False, "handoff": "draft_kv",
-        "prefill_chunk_tokens": 16,
-    }  # fmt: skip
-    requests = [tiny_request(list(range(3 + i, 60 + i)), index=i, temperature=float(i % 2)) for i in range(3)]
-    alone = ranks_runner(1, spec, "bf16", **options)
-    expected = [(outcome.token_ids, outcome.logit_bits) for outcome in run(alone, requests)]
-    prefill = ranks_runner(2, spec, "bf16", **options, attention_dp=2, page_size=8, decodes=False)
-    decode = ranks_runner(4, spec, "bf16", **options, attention_dp=4, page_size=16)
-    async with pair(tiny_config("bf16", options), prefill, decode) as nodes:
+@dataclass(frozen=True)
+class Dealt:
+    """Nodes of so many ranks, and the pools of each; with one pool, heads are cut."""
+
+    degrees: tuple[int, int]
+    pools: tuple[int, int]
+    dtype: str = "bf16"
+
+    def __str__(self) -> str:
+        prefill, decode = (f"{degree} in {pools}" for degree, pools in zip(self.degrees, self.pools, strict=True))
+        return f"{prefill} to {decode}-{self.dtype}"
+
+
+FEW = [Dealt((2, 4), (2, 4))]
+EVERY = [
+    Dealt(degrees, pools, dtype)
+    for degrees, dtype in itertools.product(UNEQUAL, FORMATS)
+    for pools in sorted({degrees, (1, degrees[1]), (degrees[0], 1)} - {(1, 1)})
+]
+
+
+@pytest.mark.cases("case", FEW, EVERY, ids=str)
+async def test_rows_go_to_the_rank_of_their_sequence(
+    case: Dealt, one_rank: OneRank, same_outcomes: Callable[..., None]
+) -> None:
+    """What crosses is that of one rank. The second turn finds prompts cached on both sides."""
+    name = "latents and experts"
+    together = one_rank.outcomes(name, case.dtype, "mtp")
+    options = one_rank.options(name, "mtp") | {"prefill_chunk_tokens": 24, "rank_links": "through-0"}
+    runners = [
+        ranks_runner(
+            degree, SPECS[name], case.dtype, **options, attention_dp=pools, page_size=size, decodes=size == 16
+        )
+        for degree, pools, size in zip(case.degrees, case.pools, (8, 16), strict=True)
+    ]  # fmt: skip
+    row = runners[0].kv.layout.token_bytes(LayerOwner.TARGET)
+    async with pair(tiny_config(case.dtype, options), *runners) as nodes:
         # Whole pages on both sides; beside another sequence one may go where its prefix is not cached.
         for cached, concurrent in ((0, 2), (48, 1)):
-            apart = await nodes.run(requests, concurrent=concurrent)
-            assert [(outcome.token_ids, outcome.logit_bits) for outcome, _ in apart] == expected
-            for request, (_, answer) in zip(requests, apart, strict=True):
+            apart = await nodes.run(requests(), concurrent=concurrent)
+            same_outcomes([outcome for outcome, _ in apart], together)
+            for _, answer in apart:
                 assert answer.handed_off is not None
-                rows = len(request.prompt_token_ids) - cached
-                assert answer.handed_off.bytes.target_kv == rows * alone.kv.layout.token_bytes(LayerOwner.TARGET)
+                assert answer.handed_off.bytes.target_kv == (PROMPT - cached) * row
         await nodes.all_released()
 
 

@@ -31,13 +31,17 @@ class LogitBits:
         runner.observe_logits = self
 
     def __call__(self, seq: Sequence, position: int, logits: torch.Tensor) -> None:
-        digest = hashlib.blake2b(logits.cpu().numpy().tobytes(), digest_size=8).hexdigest()
-        self.seen[seq.request.request_id, position] = digest
+        self.seen[seq.request.request_id, position] = digest(logits)
 
     def of(self, request: SequenceRequest, num_tokens: int) -> tuple[str, ...]:
         """Digests behind the tokens of ``request``."""
         start = len(request.prompt_token_ids) + len(request.output_token_ids)
         return tuple(self.seen[request.request_id, start + i] for i in range(num_tokens))
+
+
+def digest(logits: torch.Tensor) -> str:
+    """A short name of the bits of a row."""
+    return hashlib.blake2b(logits.cpu().numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def run(

@@ -20,8 +20,8 @@ DRAFT_VOCAB = 120
 
 
 def write_tiny_head(folder: Path, name: str, spec: ModelSpec | None = None) -> None:
-    """``name``: a drafter with weights: eagle, eagle3, mtp, medusa or draft_model. spec: of the target; a tiny
-    one's, which a draft_model always fits."""
+    """``name``: a drafter with weights: eagle, eagle3, mtp, medusa or draft_model. spec: of the target, a
+    tiny one's; a draft_model has its vocabulary alone."""
     spec = spec or tiny_spec()
     shape = LayerShape.of_target(spec, 48)
     if name == "eagle":
@@ -38,7 +38,7 @@ def write_tiny_head(folder: Path, name: str, spec: ModelSpec | None = None) -> N
         mtp = MtpConfig(spec.hidden_size, spec.num_layers, 1, shape=LayerShape.of_target(spec, spec.intermediate_size))
         write_mtp(folder, _random(mtp_shapes(mtp)), mtp)
     else:
-        _write_model(folder)
+        _write_model(folder, spec.vocab_size)
 
 
 def _random(shapes: Shapes) -> dict[str, torch.Tensor]:
@@ -50,9 +50,9 @@ def _random(shapes: Shapes) -> dict[str, torch.Tensor]:
     }
 
 
-def _write_model(folder: Path) -> None:
-    """A one-layer model with the tiny model's vocabulary."""
-    spec = tiny_spec(num_layers=1)
+def _write_model(folder: Path, vocab_size: int) -> None:
+    """A one-layer model with the target's vocabulary."""
+    spec = tiny_spec(vocab_size, num_layers=1)
     bag = tiny_weights(spec, torch.float32, seed=4)
     names = ["model.embed_tokens.weight", "model.norm.weight"]
     layer = "model.layers.0"
