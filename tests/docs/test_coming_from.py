@@ -124,6 +124,7 @@ REFUSED: dict[str, Any] = {
     "documents": [{}],
     "return_hidden_states": True,
     "return_token_offsets": True,
+    "kv_transfer_params": {"prompt_token_ids": [1]},
     "lora_path": "x",
     "prompt_embeds": "x",
     "chat_template": "x",

@@ -254,7 +254,7 @@ async def test_what_is_kept(client: openai.AsyncOpenAI) -> None:
     unkept = await client.responses.create(model=MODEL, input="hi", store=False)
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(unkept.id)
-    with pytest.raises(openai.NotFoundError) as caught:
+    with pytest.raises(openai.BadRequestError) as caught:
         await client.responses.create(model=MODEL, input="hi", previous_response_id=unkept.id)
     assert caught.value.code == "previous_response_not_found"
 
@@ -265,7 +265,7 @@ async def test_another_tenant_finds_nothing(client: openai.AsyncOpenAI) -> None:
         for ask in (client.responses.retrieve, client.responses.cancel, client.responses.delete):
             with pytest.raises(openai.NotFoundError):
                 await ask(made.id, extra_query=query)
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.BadRequestError):
             await client.responses.create(model=MODEL, input="hi", previous_response_id=made.id, extra_body=dict(query))
     assert (await client.responses.retrieve(made.id, extra_query={"cache_salt": "mine"})).id == made.id
 
