@@ -1,10 +1,11 @@
 """Runs the tests that vLLM and SGLang have of their servers against a deployment of Paceline, unmodified.
 
-    python -m tests.clients.peers --vllm FOLDER --sglang FOLDER --results FILE [--files REGEX]
+    python -m tests.clients.peers --vllm FOLDER --sglang FOLDER --results FILE [--files REGEX] [--raw FILE]
+    python -m tests.clients.peers --recount RAW --results FILE
 
 A folder is a checkout of the peer's sources. Its tests run in a process of their own, where `inside` stands in for the
 peer's package. The file counts, by test, what passed and why the others did not (`reasons`). Exit status 1: a test
-failed and no rule says why.
+failed and no rule says why. ``--raw`` keeps what pytest said, which ``--recount`` counts anew with other rules.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +90,9 @@ def run(peer: Peer, sources: Path, files: list[Path], url: str) -> list[Result]:
         return once(Result(**json.loads(line)) for line in found.read_text(encoding="utf-8").splitlines())
 
 
-def told(peer: Peer, results: list[Result]) -> dict[str, Any]:
+def told(peer: str, results: list[Result]) -> dict[str, Any]:
     """What the file has of a peer."""
-    rules = rules_of(peer.name)
+    rules = rules_of(peer)
     others = {one.test: reason(one, rules) for one in results if one.outcome != "passed"}
     passed = sorted(one.test for one in results if one.outcome == "passed")
     return {
@@ -109,6 +109,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sglang", type=Path, help="a checkout of SGLang")
     parser.add_argument("--results", type=Path, help="the JSON file to write")
     parser.add_argument("--files", default="", help="a pattern for the paths of files; all unless given")
+    parser.add_argument("--raw", type=Path, help="keep what pytest said in this file")
+    parser.add_argument("--recount", type=Path, help="count what --raw kept, and run nothing")
     return parser.parse_args()
 
 
@@ -119,24 +121,37 @@ def _asked(arguments: argparse.Namespace) -> Iterator[tuple[Peer, Path, list[Pat
             yield peer, folder.resolve(), files
 
 
-def main() -> int:
-    """Run what is asked for, and write what it gave."""
-    arguments = _arguments()
+def _run_all(arguments: argparse.Namespace) -> dict[str, list[Result]]:
+    """Results by peer."""
     asked = list(_asked(arguments))
     names = sorted(names_in([file for _, _, files in asked for file in files]) - {MODEL})
     options = ("--model", MODEL, "--served-model-name", ",".join([MODEL, *names]), "--drafter", "ngram", "--no-standby")
     with serve(*options) as server:
-        results = {peer: run(peer, folder, files, f"http://{server.http}") for peer, folder, files in asked}
-    written: dict[str, Any] = {"date": datetime.now(UTC).date().isoformat(), "model": MODEL}
+        return {peer.name: run(peer, folder, files, f"http://{server.http}") for peer, folder, files in asked}
+
+
+def _kept(raw: Path) -> dict[str, list[Result]]:
+    kept = json.loads(raw.read_text(encoding="utf-8"))
+    return {peer: [Result(**one) for one in results] for peer, results in kept.items()}
+
+
+def main() -> int:
+    """Run what is asked for, and write what it gave."""
+    arguments = _arguments()
+    results = _kept(arguments.recount) if arguments.recount else _run_all(arguments)
+    if arguments.raw is not None:
+        raw = {peer: [asdict(one) for one in found] for peer, found in results.items()}
+        arguments.raw.write_text(json.dumps(raw), encoding="utf-8")
+    written: dict[str, Any] = {"model": MODEL}
     for peer, found in results.items():
-        written[peer.name] = made = told(peer, found)
+        written[peer] = made = told(peer, found)
         for one in found:
             if made["tests"][one.test] == UNEXPLAINED:
                 print(f"\n== {one.test}\n{one.error}")
-        print(peer.name, made["passed"], "passed,", made["others"])
+        print(peer, made["passed"], "passed,", made["others"])
     if arguments.results is not None:
         arguments.results.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-    return int(any(UNEXPLAINED in written[peer.name]["others"] for peer in results))
+    return int(any(UNEXPLAINED in written[peer]["others"] for peer in results))
 
 
 if __name__ == "__main__":

@@ -64,15 +64,17 @@ class Rule:
 def read_rules(items: Iterable[dict[str, Any]]) -> list[Rule]:
     """Rules as `rules.yaml` has them. Raises ValueError for a reason that is none."""
     return [
-        Rule(re.compile(one.get("test", "")), re.compile(one.get("error", "")), Reason(one["reason"]), one["why"])
+        Rule(
+            re.compile(one.get("test", "")), re.compile(one.get("error", "")), Reason(one["reason"]), one.get("why", "")
+        )
         for one in items
     ]
 
 
 def rules_of(peer: str) -> list[Rule]:
-    """The rules of a peer, then those of all."""
+    """The rules of all peers, then those of this one."""
     rules = yaml.safe_load(RULES.read_text(encoding="utf-8"))
-    return read_rules([*rules[peer], *rules["all"]])
+    return read_rules([*rules["all"], *rules[peer]])
 
 
 def reason(result: Result, rules: Sequence[Rule]) -> tuple[str, str]:
