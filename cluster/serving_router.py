@@ -102,7 +102,7 @@ class ServingRouter:
         if self.config.vllm_metrics:
             from cluster.routing.vllm_metrics import VllmMetrics
 
-            metrics.registry.register(VllmMetrics(metrics, self.config.model, self.directory.nodes))
+            metrics.registry.register(VllmMetrics(metrics, self.config.served_names[0], self.directory.nodes))
         return metrics
 
     async def _router(self, metrics: Metrics, access: Access | None) -> Router:
@@ -125,7 +125,7 @@ class ServingRouter:
             self.directory,
             self._tokenizer,
             config,
-            config.model,
+            config.served_names[0],
             served.max_model_len,
             served.vocab_size,
             metrics=metrics,

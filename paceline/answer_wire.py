@@ -114,6 +114,7 @@ def model_info_response(info: ModelInfo) -> inference_pb2.ModelInfoResponse:
         system_fingerprint=info.system_fingerprint,
         weights=info.weights,
         kernels=info.kernels,
+        aliases=info.aliases,
         nodes=[
             inference_pb2.NodeInfo(
                 id=node.id,

@@ -106,6 +106,10 @@ class ServeConfig(EngineConfig):
     """Origins of web pages that may use the HTTP API, separated by commas, e.g. `https://chat.example.org`. `*` lets in
     every page. Empty lets in none."""
 
+    served_model_name: str = ""
+    """Names that requests may give the model, separated by commas. Answers have the first of them. Empty takes what
+    `model` says."""
+
     vllm_metrics: bool = False
     """Shows the metrics that have an equal in vLLM under vLLM's names too, for dashboards that are there."""
 
@@ -233,6 +237,11 @@ class ServeConfig(EngineConfig):
         """The deployment's options as nodes of a role have them."""
         section: RoleOptions = getattr(self, role)
         return self.model_copy(update=section.given())
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Names that requests may give the model; answers have the first."""
+        return tuple(names_of(self.served_model_name)) or (self.model,)
 
     @property
     def cors_origins(self) -> tuple[str, ...]:

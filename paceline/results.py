@@ -292,7 +292,7 @@ class TextSource:
 class ModelInfo:
     """What is served and how."""
 
-    model: str  # what requests may name as their model
+    model: str  # the model's name in answers, which requests may give
     dtype: str  # number format of weights and KV, bf16 or fp32
     max_model_len: int  # tokens of prompt and output that the model takes together
     vocab_size: int  # token ids are below it
@@ -306,6 +306,12 @@ class ModelInfo:
     system_fingerprint: str = ""  # names all that the text depends on besides the request
     weights: str = ""  # digest of the model's weights; empty: the nodes did not tell
     kernels: str = ""  # kernel set and instruction set: bits depend on it
+    aliases: tuple[str, ...] = ()  # further names that requests may give the model
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that requests may give the model, that of answers first."""
+        return (self.model, *self.aliases)
 
 
 @dataclass(frozen=True)

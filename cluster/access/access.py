@@ -33,10 +33,12 @@ class Need(Enum):
 class Access:
     """Who may call. ``start`` follows the file of keys; ``close`` ends that, and the quotas."""
 
-    def __init__(self, keys: KeyFile, quotas: Quotas, model: str, metrics: AccessCounts, audit: Audit) -> None:
-        """model: the name that is served."""
+    def __init__(
+        self, keys: KeyFile, quotas: Quotas, names: tuple[str, ...], metrics: AccessCounts, audit: Audit
+    ) -> None:
+        """names: those of the model that is served."""
         self.quotas, self.audit = quotas, audit
-        self._keys, self._model, self._metrics = keys, model, metrics
+        self._keys, self._names, self._metrics = keys, names, metrics
         self._refusals = Pace(REFUSALS_PER_S, REFUSALS_AT_ONCE, REFUSAL_LATE_S)
 
     async def admit(self, sent: str | None, peer: str, act: str, need: Need) -> Caller | None:
@@ -50,7 +52,7 @@ class Access:
         try:
             key = self._keys.find(sent)
             key_id, caller = key.id, Caller(key, peer)
-            _check(caller, need, self._model)
+            _check(caller, need, self._names)
         except (Unauthenticated, PermissionDenied) as error:
             key_id = error.key_id if isinstance(error, RefusedKey) else key_id
             self.audit.refused(peer, key_id, act, str(error))
@@ -74,12 +76,12 @@ class Access:
         await self.quotas.close()
 
 
-def _check(caller: Caller, need: Need, model: str) -> None:
+def _check(caller: Caller, need: Need, names: tuple[str, ...]) -> None:
     scopes: dict[Need, Scope] = {Need.INFER: "infer", Need.METRICS: "metrics", Need.OPERATOR: "operator"}
     if need in scopes:
         caller.check_scope(scopes[need])
     if need is Need.INFER:
-        caller.check_model(model)
+        caller.check_model(names)
 
 
 def open_access(config: ServeConfig, registry: Registry, metrics: AccessCounts) -> Access | None:
@@ -89,7 +91,7 @@ def open_access(config: ServeConfig, registry: Registry, metrics: AccessCounts) 
         return None
     longest_s = config.request_timeout_s + config.queue_timeout_s + HOLD_MARGIN_S
     shared = RedisCounters(registry.url, longest_s, registry.namespace) if registry.url else None
-    return Access(KeyFile(Path(config.api_keys)), Quotas(shared, metrics), config.model, metrics, Audit())
+    return Access(KeyFile(Path(config.api_keys)), Quotas(shared, metrics), config.served_names, metrics, Audit())
 
 
 def bearer(header: str | bytes | None) -> str | None:

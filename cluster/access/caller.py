@@ -34,10 +34,10 @@ class Caller:
         if scope not in self.key.scopes:
             raise PermissionDenied(f"the API key lacks the scope {scope!r}")
 
-    def check_model(self, served: str) -> None:
-        """Raise PermissionDenied unless the key is for the model."""
-        if "*" not in self.key.models and served not in self.key.models:
-            raise PermissionDenied(f"the API key is not for the model {served!r}")
+    def check_model(self, names: tuple[str, ...]) -> None:
+        """Raise PermissionDenied unless the key is for the model, by one of its ``names``."""
+        if not {"*", *names}.intersection(self.key.models):
+            raise PermissionDenied(f"the API key is not for the model {names[0]!r}")
 
 
 _CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)

@@ -73,7 +73,6 @@ ABSENT: Mapping[str, str] = {
     "--seed": "a seed belongs to a request",
     "--random-seed": "a seed belongs to a request",
     "--enable-metrics": "/metrics is always served",
-    "--served-model-name": "the name is what --model says",
     "--api-server-count": "further routers join with `paceline router`",
     "--quantization": "the checkpoint says it; --quantize rounds one that is not quantised",
     "--enable-auto-tool-choice": "it is always on",

@@ -17,7 +17,8 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_TOOLS = 128  # that a request offers, and calls of a message
 MAX_TEXT_ARGUMENTS = 1024  # of a tool
 MAX_MESSAGES = 8192  # messages of a chat, and text parts of a message: each costs some time of the event loop
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+CONTROLS = r"\x00-\x1f\x7f-\x9f\u2028\u2029"
+CONTROL = re.compile(f"[{CONTROLS}]")
 GENERATION_ID = re.compile(r"[A-Za-z0-9_-]{22,128}")  # room for 128 random bits: the id is a capability
 
 

@@ -124,6 +124,7 @@ class ServedModel:
     drafters: tuple[str, ...]  # what a request may name as its drafter, the deployment's own first
     drafts: DraftLimits
     style: AnswerStyle = NO_STYLE
+    aliases: tuple[str, ...] = ()  # further names that requests may give the model
 
 
 async def make_plan(
@@ -315,7 +316,7 @@ def _size(chat: Chat) -> int:
 
 
 def _check_names(request: GenerationRequest, served: ServedModel) -> None:
-    if request.model and request.model != served.model:
+    if request.model and request.model not in (served.model, *served.aliases):
         raise InvalidRequest("model", f"{quoted(request.model)} is not served here, {served.model!r} is")
     check_name("request_id", request.request_id)
     check_name("tenant", request.tenant)

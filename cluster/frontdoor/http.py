@@ -28,11 +28,12 @@ from cluster.access.access import Access
 from cluster.frontdoor import openapi, resuming
 from cluster.frontdoor.guard import Guard, refusal
 from cluster.frontdoor.held_bodies import HeldBodies
-from cluster.frontdoor.http_errors import HttpProblem, check_model, dumps, model_not_found, problem_for
+from cluster.frontdoor.http_errors import HttpProblem, dumps, model_not_found, problem_for
 from cluster.frontdoor.http_exchange import ClientGone, Sender, read_object, while_connected
 from cluster.frontdoor.http_server import HttpServer, serve_http
 from cluster.frontdoor.http_surface import IGNORED, SurfaceApp, methods_of, request_id
 from cluster.frontdoor.http_tokens import add_tokens
+from cluster.frontdoor.intake import check_model
 from cluster.frontdoor.messages.routes import add_messages
 from cluster.frontdoor.openai_answers import Health, Model, Models, NodeCounts, Version
 from cluster.frontdoor.openai_parse import ApiRequest, parse_chat, parse_completion
@@ -118,8 +119,7 @@ def _add_generation(app: FastAPI, router: Serving, metrics: Metrics, options: Ht
     async def answer(request: Request, parse: Parser, prefix: str) -> Response:
         try:
             parsed = await read_object(request, lambda body: parse(body, request_id(request.scope, prefix)))
-            served = router.model_info().model
-            check_model(parsed.generation.model, served)
+            served = check_model(router, parsed.generation.model)
             resumable = options.resumable and resuming.can_resume(parsed)
             since = resuming.position_of(request, resumable)
             if since is not None:
@@ -148,30 +148,33 @@ def _add_generation(app: FastAPI, router: Serving, metrics: Metrics, options: Ht
 def _add_models(app: FastAPI, router: Serving) -> None:
     started = int(time.time())
 
-    def model() -> Model:
+    def all_names() -> list[Model]:
         info = router.model_info()
         longest = info.max_model_len
-        return Model(
-            id=info.model,
-            object="model",
-            created=started,
-            owned_by="paceline",
-            root=info.model,
-            max_model_len=longest,
-        )
+        return [
+            Model(
+                id=name,
+                object="model",
+                created=started,
+                owned_by="paceline",
+                root=info.model,
+                max_model_len=longest,
+            )
+            for name in info.names
+        ]
 
     @app.get("/v1/models", **openapi.MODELS)
     async def models() -> Response:
-        """List what is served, which is one model."""
-        return JSONResponse(Models(object="list", data=[model()]))
+        """List what is served, which is one model, under each of its names."""
+        return JSONResponse(Models(object="list", data=all_names()))
 
     @app.get("/v1/models/{name:path}", **openapi.MODEL)
     async def one_model(name: str) -> Response:
         """Describe one model, if it is the one that is served. A name may contain slashes."""
-        served = model()
-        if name != served["id"]:
-            raise model_not_found(name, served["id"])
-        return JSONResponse(served)
+        named = {model["id"]: model for model in all_names()}
+        if name not in named:
+            raise model_not_found(name, tuple(named))
+        return JSONResponse(named[name])
 
 
 def _add_operations(app: FastAPI, router: Serving, metrics: Metrics, options: HttpOptions) -> None:

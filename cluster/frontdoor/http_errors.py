@@ -79,13 +79,13 @@ def problem_for(error: Exception) -> HttpProblem:
     return HttpProblem(500, message, "server_error", code="internal_error")
 
 
-def check_model(asked: str | None, served: str) -> None:
-    """Raise HttpProblem when another model than the one served is asked for."""
-    if asked and asked != served:
-        raise model_not_found(asked, served)
+def check_model(asked: str | None, names: tuple[str, ...]) -> None:
+    """Raise HttpProblem when another model is asked for than the one served, which has these ``names``."""
+    if asked and asked not in names:
+        raise model_not_found(asked, names)
 
 
-def model_not_found(model: str, served: str) -> HttpProblem:
+def model_not_found(model: str, names: tuple[str, ...]) -> HttpProblem:
     """Another model than the one served was asked for."""
-    message = f"The model {model[:256]!r} does not exist; {served!r} is served here."
+    message = f"The model {model[:256]!r} does not exist; {names[0]!r} is served here."
     return HttpProblem(404, message, param="model", code="model_not_found")

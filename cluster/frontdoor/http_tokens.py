@@ -44,7 +44,7 @@ def add_tokens(app: FastAPI, router: Tokenizing) -> None:
         """Tell the tokens of a text, or of a chat after the model's template. The shape is vLLM's."""
         asked = await read_object(request, partial(read, TokenizeRequest))
         info = router.model_info()
-        check_model(asked.model, info.model)
+        check_model(asked.model, info.names)
         token_ids = await _token_ids(router, asked)
         texts = await asyncio.to_thread(_texts, router.tokenizer, token_ids) if asked.return_token_strs else None
         made = Tokens(count=len(token_ids), max_model_len=info.max_model_len, tokens=list(token_ids), token_strs=texts)
@@ -55,7 +55,7 @@ def add_tokens(app: FastAPI, router: Tokenizing) -> None:
         """Tell the text of tokens, special ones included. The shape is vLLM's."""
         asked = await read_object(request, partial(read, DetokenizeRequest))
         info = router.model_info()
-        check_model(asked.model, info.model)
+        check_model(asked.model, info.names)
         for position, token_id in enumerate(asked.tokens):
             if token_id >= info.vocab_size:
                 raise InvalidRequest(f"tokens[{position}]", f"is outside the vocabulary of {info.vocab_size}")

@@ -26,7 +26,7 @@ async def counted(made: Awaitable[Response], metrics: Metrics) -> Response:
 
 
 def check_model(router: Serving, model: str | None) -> str:
-    """The model that is served. Raises HttpProblem when the request names another one."""
-    served = router.model_info().model
-    http_errors.check_model(model or "", served)
-    return served
+    """The model's name in answers. Raises HttpProblem when the request names another one."""
+    info = router.model_info()
+    http_errors.check_model(model, info.names)
+    return info.model

@@ -113,11 +113,13 @@ class CompletionChoice(TypedDict):
     """Why the choice ended: a stop text or token, the length, a cancellation, or calls of tools."""
     stop_reason: str | int | None
     """Which of the request's stop texts or stop token ids ended it; null where none of them did."""
-    prompt_logprobs: NotRequired[PromptLogprobs]
+    matched_stop: str | int | None
+    """The same, and the model's own end-of-sequence token where that ended it."""
+    prompt_logprobs: PromptLogprobs | None
     """Log-probabilities of the prompt's tokens, when the request asks for them."""
-    token_ids: NotRequired[list[int]]
+    token_ids: list[int] | None
     """Its token ids, with `return_token_ids`."""
-    prompt_token_ids: NotRequired[list[int]]
+    prompt_token_ids: list[int] | None
     """The prompt's token ids, with `return_token_ids`."""
 
 
@@ -193,7 +195,9 @@ class ChatChoice(TypedDict):
     """Why the choice ended: a stop text or token, the length, a cancellation, or calls of tools."""
     stop_reason: str | int | None
     """Which of the request's stop texts or stop token ids ended it; null where none of them did."""
-    token_ids: NotRequired[list[int]]
+    matched_stop: str | int | None
+    """The same, and the model's own end-of-sequence token where that ended it."""
+    token_ids: list[int] | None
     """Its token ids, with `return_token_ids`."""
 
 
@@ -213,13 +217,13 @@ class Chat(TypedDict):
     """Names the model, its weights and the kernels: with another one, the same request may give another text."""
     choices: list[ChatChoice]
     """All choices, by index."""
-    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_logprobs: PromptLogprobs | None
     """Log-probabilities of the prompt's tokens, when the request asks for them."""
     usage: Usage
     """Tokens of prompt and answer."""
     paceline: Details
     """What OpenAI's shape has no place for."""
-    prompt_token_ids: NotRequired[list[int]]
+    prompt_token_ids: list[int] | None
     """The prompt's token ids, with `return_token_ids`."""
 
 
@@ -236,7 +240,7 @@ class Model(TypedDict):
     owned_by: str
     """Always paceline."""
     root: str
-    """The same as `id`: no model stands on another one."""
+    """The first of the model's names, which answers have."""
     max_model_len: int
     """Tokens of prompt and output that the model takes together."""
 

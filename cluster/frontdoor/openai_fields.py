@@ -37,7 +37,6 @@ class IgnoredFields(JsonObject):
     # How another server computes and sends what it answers.
     stream_interval: Ignored = None
     guided_decoding_backend: Ignored = None
-    kv_transfer_params: Ignored = None
     ec_transfer_params: Ignored = None
     bootstrap_host: Ignored = None
     bootstrap_port: Ignored = None
@@ -75,6 +74,7 @@ class RefusedFields(JsonObject):
     repetition_detection: Unsupported = None
     thinking_token_budget: Annotated[Any, Neutral(-1)] = None
     # Other prompts and models.
+    kv_transfer_params: Annotated[Any, Neutral({})] = None  # may bring the prompt's tokens
     session_params: Unsupported = None
     prompt_embeds: Unsupported = None
     lora_path: Unsupported = None

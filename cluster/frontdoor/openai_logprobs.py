@@ -90,13 +90,18 @@ def completions_logprobs(placed: Sequence[Placed], length: int, by_id: bool = Fa
     }
 
 
-def _best(name: str, token: Placed, by_id: bool) -> dict[str, float]:
-    best: dict[str, float] = {}
-    entry = token.logprobs
-    for token_id, data, logprob in zip(entry.top_ids, token.others, entry.top_logprobs, strict=True):
-        best.setdefault(_name(token_id, data, by_id), finite(logprob))  # they come best first
-    best.setdefault(name, finite(entry.logprob))
+def best_of(name: str, entry: TokenLogprobs, others: Sequence[str]) -> dict[str, float]:
+    """Log-probabilities by what tokens are called. ``name``, the token that is there, comes first, as in vLLM; others:
+    the alternatives' names."""
+    best = {name: finite(entry.logprob)}
+    for other, logprob in zip(others, entry.top_logprobs, strict=True):
+        best[other] = max(best.get(other, LOWEST), finite(logprob))
     return best
+
+
+def _best(name: str, token: Placed, by_id: bool) -> dict[str, float]:
+    ids = zip(token.logprobs.top_ids, token.others, strict=True)
+    return best_of(name, token.logprobs, [_name(token_id, data, by_id) for token_id, data in ids])
 
 
 def chat_logprobs(placed: Sequence[Placed], by_id: bool = False) -> dict[str, list[dict[str, Any]] | None]:

@@ -20,6 +20,7 @@ from cluster.frontdoor.openai_requests import (
     GenerationBody,
     Message,
     Prediction,
+    SamplingFields,
     Speculation,
     StreamOptions,
     TextPart,
@@ -122,9 +123,10 @@ def _parse(
         raise InvalidRequest("best_of", f"is not supported unless it equals n, which is {n}")
     format_name, grammar = grammar_of(asked)
     tenant, salt = with_salt(asked.cache_salt or "")
+    sampled = sampling_of(asked, top_logprobs)
     generation = GenerationRequest(
         prompt=prompt,
-        sampling=replace(_sampling(asked, top_logprobs), grammar=grammar, prompt_logprobs=max(of_prompt, default=None)),
+        sampling=replace(sampled, grammar=grammar, prompt_logprobs=max(of_prompt, default=None)),
         max_tokens=max_tokens,
         speculation=replace(
             speculation_of(asked.speculation or Speculation()), prediction=_prediction(asked.prediction)
@@ -151,7 +153,8 @@ def _parse(
     )
 
 
-def _sampling(asked: GenerationBody, top_logprobs: int | None) -> SamplingParams:
+def sampling_of(asked: SamplingFields, top_logprobs: int | None = None) -> SamplingParams:
+    """What a body says of it, as plain data."""
     return SamplingParams(
         **asked.model_dump(include=_SAMPLING, exclude_none=True),
         top_k=0 if asked.top_k in (None, ALL_TOP_K) else asked.top_k,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cluster.frontdoor.openai_logprobs import finite
+from cluster.frontdoor.openai_logprobs import best_of, finite
 from cluster.frontdoor.prompts import Decoder
 from paceline.request import TokenLogprobs
 
@@ -40,11 +40,7 @@ def echoed_logprobs(
 
 
 def _best(name: str, entry: TokenLogprobs, text_of: TokenText) -> dict[str, float]:
-    best: dict[str, float] = {}
-    for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
-        best.setdefault(text_of(token_id), finite(logprob))  # they come best first
-    best.setdefault(name, finite(entry.logprob))
-    return best
+    return best_of(name, entry, [text_of(token_id) for token_id in entry.top_ids])
 
 
 def joined(*parts: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from cluster.contract.generation import MAX_MESSAGES, MAX_NAME_CHARS, MAX_PRIORITY, MAX_STOP_TOKEN_IDS
+from cluster.contract.generation import CONTROLS, MAX_MESSAGES, MAX_NAME_CHARS, MAX_PRIORITY, MAX_STOP_TOKEN_IDS
 from cluster.contract.plan import KEEP_WHAT_FITS
 from cluster.frontdoor.json_models import INT64_MIN, UINT64_MAX, Ignored, JsonObject, Neutral, Text, at_most
 from cluster.frontdoor.openai_fields import (
@@ -56,6 +56,10 @@ def _list(most: int | None = None, *, least: int | None = None) -> FieldInfo:
     made: FieldInfo = Field(min_length=least, max_length=most, fail_fast=True)
     return made
 
+
+CacheSalt = Annotated[
+    Text, Field(max_length=MAX_NAME_CHARS, json_schema_extra={"pattern": f"^[^{CONTROLS}]*$"})
+]  # the router says which character is wrong
 
 # -- parts of bodies -----------------------------------------------------------------------------------------------
 
@@ -205,26 +209,11 @@ class Prediction(JsonObject):
 # -- bodies --------------------------------------------------------------------------------------------------------
 
 
-class GenerationBody(IgnoredFields, FormatFields):
-    """What both endpoints take."""
+class SamplingFields(JsonObject):
+    """How tokens are chosen, and which of them end the answer."""
 
-    model: Text | None = None
-    """The model, which must be the one that is served. It may be left out."""
-    stream: bool | None = None
-    """Send the answer as server-sent events while it is made; `data: [DONE]` is the last. The default is false."""
-    stream_options: StreamOptions | None = None
-    """How the stream is sent. It only goes with stream."""
-    n: Annotated[int, _range("n")] | None = None
-    """Choices to make, each with a seed that is derived from the request's. The default is 1."""
-    best_of: Annotated[int, Field(ge=INT64_MIN, le=UINT64_MAX)] | None = None
-    """Only the value of n is supported."""
     stop: Stop | None = None
     """Texts that end the answer and are not part of it."""
-    seed: Annotated[int, _range("seed")] | None = None
-    """The same request with the same seed gives the same text. Without it the router draws a seed and tells it."""
-    max_tokens: Annotated[int, _range("max_tokens")] | None = None
-    """Tokens to generate at most; 0 makes none. The default is 16 for completions, 1,024 for chats. The context bounds
-    it."""
     temperature: Annotated[float, _range("temperature")] | None = None
     """Randomness of sampling. 0 takes the likeliest token; 1, the default, is the model's own distribution."""
     presence_penalty: Annotated[float, _range("presence_penalty")] | None = None
@@ -243,8 +232,6 @@ class GenerationBody(IgnoredFields, FormatFields):
     """Divides positive and multiplies negative logits of tokens of prompt and output. The default, 1, is none."""
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     """Tokens before which no end-of-sequence or stop token is taken; at most max_tokens. The default is 0."""
-    prompt_logprobs: Annotated[int, _range("prompt_logprobs")] | None = None
-    """Tell the log-probability of every token of the prompt, with so many alternatives. It does not go with stream."""
     ignore_eos: bool | None = None
     """Go on after the model's end-of-sequence token. The default is false."""
     stop_token_ids: Annotated[list[TokenId], _list(MAX_STOP_TOKEN_IDS)] | None = None
@@ -258,6 +245,28 @@ class GenerationBody(IgnoredFields, FormatFields):
     """Another name of include_stop_str_in_output."""
     skip_special_tokens: bool | None = None
     """Special tokens add nothing to the text. The default is true."""
+
+
+class GenerationBody(IgnoredFields, FormatFields, SamplingFields):
+    """What both endpoints take."""
+
+    model: Text | None = None
+    """The model, which must be the one that is served. It may be left out."""
+    stream: bool | None = None
+    """Send the answer as server-sent events while it is made; `data: [DONE]` is the last. The default is false."""
+    stream_options: StreamOptions | None = None
+    """How the stream is sent. It only goes with stream."""
+    n: Annotated[int, _range("n")] | None = None
+    """Choices to make, each with a seed that is derived from the request's. The default is 1."""
+    best_of: Annotated[int, Field(ge=INT64_MIN, le=UINT64_MAX)] | None = None
+    """Only the value of n is supported."""
+    seed: Annotated[int, _range("seed")] | None = None
+    """The same request with the same seed gives the same text. Without it the router draws a seed and tells it."""
+    max_tokens: Annotated[int, _range("max_tokens")] | None = None
+    """Tokens to generate at most; 0 makes none. The default is 16 for completions, 1,024 for chats. The context bounds
+    it."""
+    prompt_logprobs: Annotated[int, _range("prompt_logprobs")] | None = None
+    """Tell the log-probability of every token of the prompt, with so many alternatives. It does not go with stream."""
     truncate_prompt_tokens: Annotated[int, Field(ge=KEEP_WHAT_FITS, le=INT32_MAX)] | None = None
     """Keep so many tokens of a longer prompt; -1 keeps what the context holds beside max_tokens. Without it a prompt
     that is too long is refused."""
@@ -267,7 +276,7 @@ class GenerationBody(IgnoredFields, FormatFields):
     """How tokens are drafted for this request."""
     prediction: Prediction | None = None
     """What the answer will probably say. It makes an answer sooner that follows it, and never changes the text."""
-    cache_salt: Annotated[Text, Field(max_length=MAX_NAME_CHARS)] | None = None
+    cache_salt: CacheSalt | None = None
     """The tenant: scope of the prefix cache and of the router's fairness. With API keys it divides the prefix cache of
     the key's tenant."""
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None

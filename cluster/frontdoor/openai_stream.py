@@ -22,7 +22,7 @@ from cluster.frontdoor.openai_prompts import echoed_logprobs, joined, prompt_log
 from cluster.frontdoor.prompts import AskedPrompt
 from cluster.frontdoor.resuming import Position, Told
 from paceline.errors import PacelineError
-from paceline.request import TokenLogprobs
+from paceline.request import FinishReason, TokenLogprobs
 from paceline.results import Chunk, Completion, ToolCallPart
 from paceline.results import joined as whole_calls
 from paceline.text.markers import showing_specials
@@ -120,11 +120,9 @@ class Answer:
     def body(self) -> dict[str, Any]:
         """The complete answer. Raises PacelineError when a choice is not complete."""
         choices = [self._whole(i, choice) for i, choice in enumerate(self._choices)]
-        told = {}
-        if self._request.chat and self._request.prompt_logprobs is not None:
-            told["prompt_logprobs"] = self._prompt_logprobs(0, self._choices[0])
+        told = {"prompt_logprobs": self._prompt_logprobs(0, self._choices[0])} if self._request.chat else {}
         body = {**self._head, "choices": choices, **told, "usage": self._usage(), "paceline": self._details()}
-        return self._with_prompts(body)
+        return self._with_prompts(body, or_null=True)
 
     def _whole(self, index: int, choice: _Choice) -> dict[str, Any]:
         text = "".join(choice.text)
@@ -132,8 +130,7 @@ class Answer:
         logprobs = self._logprobs(choice.placed, choice.characters) if choice.placing else None
         if self._request.echo and logprobs is not None:
             logprobs = joined(self._echoed_logprobs(index, 1, choice.prompt_logprobs), logprobs)
-        if self._request.prompt_logprobs is not None:
-            said["prompt_logprobs"] = self._prompt_logprobs(index, choice)
+        said["prompt_logprobs"] = self._prompt_logprobs(index, choice)
         if self._request.chat:
             said = {"message": openai_tools.message(text, "".join(choice.reasoning), whole_calls(choice.calls))}
         return {
@@ -141,7 +138,7 @@ class Answer:
             **said,
             "logprobs": logprobs,
             **self._ended(choice, _completed(choice)),
-            **({"token_ids": choice.token_ids} if self._request.return_token_ids else {}),
+            "token_ids": choice.token_ids if self._request.return_token_ids else None,
         }
 
     # -- streaming ---------------------------------------------------------------------------------------------
@@ -149,12 +146,12 @@ class Answer:
     def events(self, chunk: Chunk) -> list[dict[str, Any]]:
         """What to send for a chunk; nothing while no text, no logprob and no end came with it."""
         choice = self._choices[chunk.choice]
-        self._note(choice, chunk)
         events = []
-        if self._request.chat and not choice.role_sent:
+        if self._request.chat and not choice.role_sent:  # its usage has no token of this chunk
             choice.role_sent = True
             begins = {"role": "assistant", "content": ""}
             events.append(self._event([_delta(chunk.choice, begins, None, {"finish_reason": None})]))
+        self._note(choice, chunk)
         if self._request.echo:
             events += self._echo_events(choice, chunk)
         ready = self._ready(choice)
@@ -238,10 +235,15 @@ class Answer:
         return part
 
     def _ended(self, choice: _Choice, completion: Completion) -> dict[str, Any]:
-        """Why it ended, and by which of the request's stop texts or tokens, as vLLM says it."""
+        """Why it ended, and by which stop text or token: as vLLM says it, of the request's own, and as SGLang does."""
         own = self._request.generation.sampling.stop_token_ids
-        token = next((token for token in choice.token_ids[-1:] if token in own), None)
-        return {"finish_reason": completion.finish_reason.value, "stop_reason": completion.stop_string or token}
+        reason = completion.finish_reason
+        last = choice.token_ids[-1] if choice.token_ids and reason is FinishReason.STOP else None
+        return {
+            "finish_reason": reason.value,
+            "stop_reason": completion.stop_string or (last if last in own else None),
+            "matched_stop": completion.stop_string or last,
+        }
 
     # -- the prompts -------------------------------------------------------------------------------------------
 
@@ -259,15 +261,19 @@ class Answer:
         top = self._request.generation.sampling.top_logprobs or 0
         return echoed_logprobs(token_ids, first, entries, top, self._name_of, self._offsets[number])
 
-    def _prompt_logprobs(self, index: int, choice: _Choice) -> list[dict[str, dict[str, Any]] | None]:
+    def _prompt_logprobs(self, index: int, choice: _Choice) -> list[dict[str, dict[str, Any]] | None] | None:
+        if self._request.prompt_logprobs is None:
+            return None
         token_ids = self._prompts[index // self._n].token_ids
-        return prompt_logprobs(token_ids, choice.prompt_logprobs, self._request.prompt_logprobs or 0, self._name_of)
+        return prompt_logprobs(token_ids, choice.prompt_logprobs, self._request.prompt_logprobs, self._name_of)
 
-    def _with_prompts(self, told: dict[str, Any]) -> dict[str, Any]:
-        """``told`` with the prompts' token ids where vLLM has them, when they are asked for."""
-        if not self._request.return_token_ids:
+    def _with_prompts(self, told: dict[str, Any], or_null: bool = False) -> dict[str, Any]:
+        """``told`` with the prompts' token ids where vLLM has them, when they are asked for; else as it is, or with
+        null there."""
+        asked = self._request.return_token_ids
+        if not (asked or or_null):
             return told
-        ids = {number: list(ids) for number, ids in self._prompt_ids.items()}
+        ids = {number: list(ids) if asked else None for number, ids in self._prompt_ids.items()}
         if self._request.chat:
             return {**told, "prompt_token_ids": ids[0]}
         choices = [{**choice, "prompt_token_ids": ids[choice["index"] // self._n]} for choice in told["choices"]]

@@ -15,7 +15,6 @@ from pydantic import Field
 
 from cluster.access.caller import with_salt
 from cluster.contract.generation import (
-    MAX_NAME_CHARS,
     MAX_PRIORITY,
     Chat,
     ChatMessage,
@@ -27,7 +26,7 @@ from cluster.contract.generation import (
 from cluster.contract.tools import check_values
 from cluster.frontdoor.json_models import JsonObject, Text, at_most
 from cluster.frontdoor.openai_parse import speculation_of
-from cluster.frontdoor.openai_requests import Speculation
+from cluster.frontdoor.openai_requests import CacheSalt, Speculation
 from paceline.errors import InvalidRequest
 from paceline.request import UINT64_MAX, SamplingParams
 from paceline.results import ToolCall
@@ -60,7 +59,7 @@ class OwnFields(JsonObject):
     """The same request and seed give the same answer. Without it one is drawn, and told in `paceline`."""
     speculation: Speculation | None = None
     """How tokens are drafted for this request."""
-    cache_salt: Annotated[Text, Field(max_length=MAX_NAME_CHARS)] | None = None
+    cache_salt: CacheSalt | None = None
     """The tenant: scope of the prefix cache, of the router's fairness and of stored answers. With API keys it divides
     the prefix cache of the key's tenant."""
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None

@@ -86,7 +86,7 @@ class Router:
         calls: NodeCalls | None = None,
         quotas: Quotas | None = None,
     ) -> None:  # a parameter for each part that it does not own; those that may be left out have a name
-        """model_name: what requests may call the model. source: what the nodes said of themselves. detokenizer: makes
+        """model_name: the model's name in answers. source: what the nodes said of themselves. detokenizer: makes
         one per choice from tokenizer, prompt ids and stop strings; the default is paceline.text.tokenizer's. journal:
         of streams that other routers may go on with; started, and closed by its owner. prefixes: what nodes are thought
         to have cached; None: they are chosen by load alone. grammars: checks those of requests; None: nodes do.
@@ -95,7 +95,8 @@ class Router:
         self.config = config
         self.tokenizer = tokenizer
         style = answer_style(config, tokenizer.template)
-        self.served = ServedModel(model_name, max_model_len, vocab_size, config.selectable, config, style)
+        aliases = config.served_names[1:]
+        self.served = ServedModel(model_name, max_model_len, vocab_size, config.selectable, config, style, aliases)
         self.metrics = metrics if metrics is not None else Metrics()
         self._quotas = Quotas(None, self.metrics) if quotas is None else quotas
         page_size = config.of_role("decode").page_size  # where a sequence has its pages reserved
@@ -193,6 +194,7 @@ class Router:
         ]
         return ModelInfo(
             model=self.served.model,
+            aliases=self.served.aliases,
             dtype=self.config.of_role("decode").dtype,
             max_model_len=self.served.max_model_len,
             vocab_size=self.served.vocab_size,

@@ -238,4 +238,5 @@ def model_info(message: inference_pb2.ModelInfoResponse) -> ModelInfo:
         system_fingerprint=message.system_fingerprint,
         weights=message.weights,
         kernels=message.kernels,
+        aliases=tuple(message.aliases),
     )

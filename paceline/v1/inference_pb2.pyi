@@ -1138,8 +1138,9 @@ class ModelInfoResponse(_message.Message):
     SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
+    ALIASES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """What requests may name as their model."""
+    """The model's name in answers, which requests may give."""
     dtype: _builtins.str
     """Data type of weights and KV, bf16 or fp32."""
     max_model_len: _builtins.int
@@ -1170,6 +1171,10 @@ class ModelInfoResponse(_message.Message):
     def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What a request may name as its drafter."""
 
+    @_builtins.property
+    def aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Further names that requests may give the model."""
+
     def __init__(
         self,
         *,
@@ -1187,10 +1192,11 @@ class ModelInfoResponse(_message.Message):
         system_fingerprint: _builtins.str = ...,
         weights: _builtins.str = ...,
         kernels: _builtins.str = ...,
+        aliases: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "bit_exact", b"bit_exact", "drafter", b"drafter", "drafters", b"drafters", "dtype", b"dtype", "kernels", b"kernels", "max_model_len", b"max_model_len", "model", b"model", "nodes", b"nodes", "num_draft_tokens", b"num_draft_tokens", "system_fingerprint", b"system_fingerprint", "tree", b"tree", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance", b"acceptance", "aliases", b"aliases", "bit_exact", b"bit_exact", "drafter", b"drafter", "drafters", b"drafters", "dtype", b"dtype", "kernels", b"kernels", "max_model_len", b"max_model_len", "model", b"model", "nodes", b"nodes", "num_draft_tokens", b"num_draft_tokens", "system_fingerprint", b"system_fingerprint", "tree", b"tree", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

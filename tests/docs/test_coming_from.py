@@ -3,6 +3,7 @@ refused is refused."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from cluster.frontdoor.openai_requests import ChatRequest, CompletionRequest, Sp
 from paceline.errors import ConfigError, InvalidRequest
 from paceline.models.families import FAMILIES
 from paceline.speculation import drafter_choices
+from tests.clients.peers.reasons import REASONS
 from tests.support.reference.metrics import metrics_page
 from tests.support.shell_blocks import ROOT
 
@@ -124,6 +126,7 @@ REFUSED: dict[str, Any] = {
     "documents": [{}],
     "return_hidden_states": True,
     "return_token_offsets": True,
+    "kv_transfer_params": {"prompt_token_ids": [1]},
     "lora_path": "x",
     "prompt_embeds": "x",
     "chat_template": "x",
@@ -167,3 +170,13 @@ def test_cells_fit_a_page() -> None:
     assert [
         cell for line in PAGE.splitlines() if line.startswith("|") for cell in line.split("|") if len(cell) > MOST
     ] == []
+
+
+def test_counts_of_their_tests() -> None:
+    """The table has the numbers and the reasons of the kept run. Mutant: a count of another run."""
+    kept = json.loads((ROOT / "benchmarks/results/peer_suites.json").read_text(encoding="utf-8"))
+    shown = {row["what came of it"]: (int(row["vLLM"]), int(row["SGLang"])) for row in rows("their-tests")}
+    counts = [{"passed": kept[peer]["passed"], **kept[peer]["others"]} for peer in ("vllm", "sglang")]
+    words = {"passed": "passed", **{reason.value: text for reason, text in REASONS.items()}}
+    named = sorted(set().union(*counts))
+    assert shown == {words[name]: tuple(count.get(name, 0) for count in counts) for name in named}

@@ -6,6 +6,7 @@ The words of JSON Schema that the document uses are known here; another one is a
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ KNOWN = {
         "propertyNames",
         "maxProperties",
     ),
-    *("title", "description", "default"),
+    *("title", "description", "default", "pattern"),
 }
 WRONG_TYPES: tuple[Any, ...] = ({}, [], "", "x", 0, 1.5, True, [[]], {"a": 1}, [None], "1", -1, 2**70, -(2**63) - 1)
 # What an object with any properties stands for: a JSON Schema.
@@ -66,7 +67,7 @@ def allowed(rng: random.Random, schema: Schema) -> Any:
             count = rng.randint(schema.get("minItems", 0), min(schema.get("maxItems", MOST_ITEMS), MOST_ITEMS))
             return [allowed(rng, schema["items"]) for _ in range(count)]
         case "string":
-            return _text(rng, schema.get("minLength", 0), schema.get("maxLength", 12))
+            return _text(rng, schema.get("minLength", 0), schema.get("maxLength", 12), schema.get("pattern", ""))
         case "integer":
             low, high = int(schema["minimum"]), int(schema["maximum"])
             return rng.choice((low, high, rng.randint(low, high), max(low, min(high, rng.randint(0, 300)))))
@@ -98,9 +99,11 @@ def _object(rng: random.Random, schema: Schema) -> dict[str, Any]:
     return {name: allowed(rng, schema["properties"][name]) for name in names}
 
 
-def _text(rng: random.Random, shortest: int, longest: int) -> str:
+def _text(rng: random.Random, shortest: int, longest: int, pattern: str = "") -> str:
+    """pattern: of texts of any length whose characters are of one kind."""
     count = rng.choice((shortest, longest, rng.randint(shortest, max(shortest, min(longest, 8)))))
-    return "".join(rng.choice(LETTERS) for _ in range(count))
+    letters = [letter for letter in LETTERS if re.search(pattern, letter)]
+    return "".join(rng.choice(letters) for _ in range(count))
 
 
 def _number(rng: random.Random, schema: Schema) -> float:

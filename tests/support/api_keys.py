@@ -47,7 +47,7 @@ class Keys:
 
     def access(self, model: str, metrics: Metrics | None = None) -> Access:
         metrics = metrics or Metrics()
-        return Access(KeyFile(self.path, poll_s=0.02), Quotas(None, metrics), model, metrics, Audit())
+        return Access(KeyFile(self.path, poll_s=0.02), Quotas(None, metrics), (model,), metrics, Audit())
 
 
 def write_keys(path: Path) -> Keys:

@@ -44,16 +44,20 @@ class Served:
 
 
 @asynccontextmanager
-async def served(folder: Path, drafter: str = "ngram", access: Access | None = None) -> AsyncIterator[Served]:
-    """folder: for the tokenizer's files. access: who may ask. At the end every page must be free."""
+async def served(
+    folder: Path, drafter: str = "ngram", access: Access | None = None, names: str = ""
+) -> AsyncIterator[Served]:
+    """folder: for the tokenizer's files. access: who may ask. names: of the model, if others than ``MODEL``. At the end
+    every page must be free."""
     options = {"drafter": drafter, "num_draft_tokens": 3}
     config = NodeConfig.model_validate({"model": MODEL, "dtype": "fp32", "kv_cache_tokens": 4096} | options)
     runners = [tiny_runner("fp32", 0, CHAT_VOCAB, **options) for _ in range(2)]
     tokenizer = Tokenizer.from_folder(write_chat_tokenizer(folder))
     async with pair(config, *runners) as nodes:
-        serve = ServeConfig(model=MODEL, drafter=drafter)
+        serve = ServeConfig(model=MODEL, drafter=drafter, served_model_name=names)
+        name = serve.served_names[0]
         quotas = None if access is None else access.quotas
-        router = StallingRouter(_Registry(nodes), tokenizer, serve, MODEL, CONTEXT, CHAT_VOCAB, quotas=quotas)
+        router = StallingRouter(_Registry(nodes), tokenizer, serve, name, CONTEXT, CHAT_VOCAB, quotas=quotas)
         app = create_app(router, router.metrics, HttpOptions(access=access))
         http = await serve_http(app, "127.0.0.1", 0)
         try:

@@ -180,18 +180,20 @@ def _echo(asked: Asked) -> dict[str, Any]:
         by_alias=True,
     )
     form = {"type": "text"} if body.text is None or body.text.format is None else said["text"]["format"]
-    tools, choice = said["tools"] or [], body.tool_choice
+    tools, choice, sampling = said["tools"] or [], body.tool_choice, asked.generation.sampling
     return {
         **said,
         "background": bool(body.background),
         "metadata": dict(body.metadata or {}),
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "store": asked.stored,
-        "temperature": asked.generation.sampling.temperature,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "temperature": sampling.temperature,
         "text": {"format": _given(form)},
         "tool_choice": choice.model_dump() if isinstance(choice, NamedTool) else choice or "auto",
         "tools": [_given(tool) for tool in tools],
-        "top_p": asked.generation.sampling.top_p,
+        "top_p": sampling.top_p,
         "truncation": "disabled",
     }
 

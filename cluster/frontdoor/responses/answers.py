@@ -172,6 +172,10 @@ class Response(TypedDict):
     """As the request says."""
     store: bool
     """As the request says."""
+    frequency_penalty: float
+    """As the request says."""
+    presence_penalty: float
+    """As the request says."""
     temperature: float
     """As the request says."""
     text: dict[str, Any]

@@ -3,16 +3,17 @@ which fields there are; here is what they mean together."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.contract.generation import MAX_MESSAGES, Chat, ChatMessage, GenerationRequest, Tool, ToolChoice
 from cluster.frontdoor.json_models import read
+from cluster.frontdoor.openai_parse import sampling_of
 from cluster.frontdoor.own_fields import Names, check_tools, generation, json_text
 from cluster.frontdoor.responses.items import turns
 from cluster.frontdoor.responses.requests import FunctionTool, NamedTool, ResponseRequest, TextFormat
 from paceline.errors import InvalidRequest
-from paceline.request import Grammar, GrammarKind, SamplingParams
+from paceline.request import Grammar, GrammarKind
 
 NAMES = Names(
     {
@@ -69,10 +70,7 @@ def parse(asked: ResponseRequest, before: tuple[ChatMessage, ...], response_id: 
         one_tool_call=asked.parallel_tool_calls is False,
         reasoning_effort=(asked.reasoning.effort if asked.reasoning else None) or "",
     )
-    sampling = SamplingParams(
-        **asked.model_dump(include={"temperature", "top_p", "seed"}, exclude_none=True),
-        grammar=_grammar(asked.text.format if asked.text else None),
-    )
+    sampling = replace(sampling_of(asked), seed=asked.seed, grammar=_grammar(asked.text.format if asked.text else None))
     made = generation(asked, chat, sampling, asked.max_output_tokens, response_id)
     return Asked(asked, made, conversation)
 

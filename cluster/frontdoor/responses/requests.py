@@ -14,6 +14,7 @@ from pydantic import Discriminator, Field, Tag
 from cluster.contract.generation import MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOOLS
 from cluster.frontdoor.json_models import Ignored, JsonObject, Neutral, Text, at_most
 from cluster.frontdoor.openai_fields import Unsupported
+from cluster.frontdoor.openai_requests import SamplingFields
 from cluster.frontdoor.own_fields import CallId, OwnFields, ToolName, list_of, text_or_list
 from paceline.request import INT32_MAX
 
@@ -215,7 +216,7 @@ class ResponseStreamOptions(JsonObject):
 # -- the body ----------------------------------------------------------------------------------------------------------
 
 
-class ResponseRequest(OwnFields):
+class ResponseRequest(OwnFields, SamplingFields):
     """A body of ``POST /v1/responses``."""
 
     input: Input
@@ -226,10 +227,6 @@ class ResponseRequest(OwnFields):
     """An answer that this router keeps: its input and output come before this input."""
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     """Tokens to generate at most, thought and calls included. Without it, what the context leaves, at most 1,024."""
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    """Randomness of sampling. 0 takes the likeliest token; 1, the default, is the model's own distribution."""
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Sample from the fewest tokens that have this probability together. The default, 1, keeps all."""
     tools: Annotated[list[FunctionTool], *list_of(MAX_TOOLS)] | None = None
     """What the model may call."""
     tool_choice: ToolChoice | None = None

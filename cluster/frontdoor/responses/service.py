@@ -100,13 +100,14 @@ class Responses:
         return None
 
     def _before(self, asked: ResponseRequest) -> tuple[ChatMessage, ...]:
-        """The conversation that goes on. Raises HttpProblem when there is none of that id, or its end is not known."""
+        """The conversation that goes on. Raises InvalidRequest for an id that is not kept, or has no end yet."""
         tenant, previous = owner(asked.cache_salt or ""), asked.previous_response_id
         if previous is None:
             return ()
         kept = self._store.find(tenant, previous)
         if kept is None and (tenant, previous) not in self._runs:
-            raise _not_found(previous, "previous_response_id", "previous_response_not_found")
+            message = f"there is no response {previous!r} here"
+            raise InvalidRequest("previous_response_id", message, "previous_response_not_found")
         status = "in_progress" if kept is None else kept.body["status"]
         if kept is None or status not in ANSWERED:
             raise InvalidRequest("previous_response_id", f"is {status}: there is no answer to go on from")
@@ -158,6 +159,7 @@ def _key(run: Run) -> Key:
     return run.asked.generation.tenant, run.asked.generation.request_id
 
 
-def _not_found(response_id: str, param: str = "response_id", code: str = "response_not_found") -> HttpProblem:
+def _not_found(response_id: str) -> HttpProblem:
     """Another tenant's answer reads the same: who asks learns nothing of it."""
-    return HttpProblem(404, f"there is no response {response_id[:256]!r} here", param=param, code=code)
+    message = f"there is no response {response_id[:256]!r} here"
+    return HttpProblem(404, message, param="response_id", code="response_not_found")

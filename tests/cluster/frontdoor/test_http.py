@@ -21,8 +21,9 @@ async def test_completion_body(client: httpx.AsyncClient, router: FakeRouter) ->
     assert body["id"].startswith("cmpl-")
     assert body["id"] == router.asked[0].request_id == response.headers["x-request-id"]
     assert (body["object"], body["model"]) == ("text_completion", MODEL)
-    ended = {"finish_reason": "stop", "stop_reason": None}
-    assert body["choices"] == [{"index": 0, "text": "Hello you", "logprobs": None, **ended}]
+    ended = {"finish_reason": "stop", "stop_reason": None, "matched_stop": ord("u")}
+    unasked = dict.fromkeys(("logprobs", "prompt_logprobs", "token_ids", "prompt_token_ids"))
+    assert body["choices"] == [{"index": 0, "text": "Hello you", **unasked, **ended}]
     assert body["usage"] == {
         "prompt_tokens": 5,
         "completion_tokens": 9,

@@ -149,7 +149,9 @@ async def test_continuous_usage(client: httpx.AsyncClient, path: str, body: dict
     assert all(usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages)
     counts = [usage["completion_tokens"] for usage in usages]
     assert counts == sorted(counts)
-    assert len(set(counts)) == 6  # three rounds of two choices
+    rounds = 6  # three of two choices
+    assert len(set(counts)) == rounds + (path == CHATS)  # the role comes before any token
+    assert (counts[0] == 0) == (path == CHATS)
     assert counts[-1] == 18
     assert usages[-1]["prompt_tokens_details"] == {"cached_tokens": 2}
 
@@ -166,8 +168,9 @@ async def test_token_ids_of_a_whole_answer(client: httpx.AsyncClient) -> None:
     chat = (await client.post(CHATS, json={**CHAT, "return_token_ids": True})).json()
     assert (chat["choices"][0]["token_ids"], chat["prompt_token_ids"]) == (list(b"Hello you"), list(PROMPT_IDS))
     plain = (await client.post(CHATS, json=CHAT)).json()
-    assert "prompt_token_ids" not in plain
-    assert "token_ids" not in plain["choices"][0]
+    assert (plain["prompt_token_ids"], plain["choices"][0]["token_ids"], plain["prompt_logprobs"]) == (None,) * 3
+    (plain,) = (await client.post(COMPLETIONS, json=COMPLETION)).json()["choices"]
+    assert (plain["prompt_token_ids"], plain["token_ids"], plain["prompt_logprobs"]) == (None,) * 3
 
 
 async def test_token_ids_of_a_stream(client: httpx.AsyncClient, router: FakeRouter) -> None:

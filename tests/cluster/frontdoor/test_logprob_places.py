@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.contract.plan import Plan
+from cluster.frontdoor.openai_logprobs import best_of
 from cluster.frontdoor.openai_parse import ApiRequest, parse_chat, parse_completion
 from cluster.frontdoor.openai_stream import Answer
 from cluster.routing.choice import ChoiceRun
@@ -176,3 +177,10 @@ def test_a_space_that_a_text_loses_is_in_no_token() -> None:
         message = whole(TALK, FALLBACK, begin, chunks(FALLBACK, begin, ids, []))
         assert message["message"]["content"] == text
         assert [bytes(item["bytes"]) for item in message["logprobs"]["content"]] == data
+
+
+def test_the_token_that_is_there_comes_first() -> None:
+    """As in vLLM. Mutants: the likeliest comes first, or the worse of two that read the same is kept."""
+    entry = TokenLogprobs(-3.0, (7, 8), (-0.5, -1.0))
+    assert list(best_of("own", entry, ["a", "b"]).items()) == [("own", -3.0), ("a", -0.5), ("b", -1.0)]
+    assert best_of("b", entry, ["b", "b"]) == {"b": -0.5}

@@ -109,7 +109,7 @@ def test_every_field_is_documented(document: dict[str, Any], parse: Parse, body:
     exact = {"best_of": 1, "structured_outputs": {"regex": "a"}, "messages": GOOD_CHAT["messages"]}
     for name, field in schema["properties"].items():
         value = exact.get(name, allowed(random.Random(1), field))
-        more = needs.get(name, {}) if "stop" in schema["properties"] else {}
+        more = needs.get(name, {}) if "n" in schema["properties"] else {}
         assert refusal(parse, {**required, **more, name: value}) == "", name
     assert refusal(parse, {**required, "grammar": "x"}) == "grammar"
     assert refusal(parse, {**required, "": "x"}) == "''"

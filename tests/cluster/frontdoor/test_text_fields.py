@@ -58,21 +58,23 @@ async def test_the_stop_text_is_part_of_the_answer(tmp_path: Path, monkeypatch: 
 
 
 async def test_what_ended_the_answer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As vLLM's stop_reason. Mutant: the model's own end is told as a stop token of the request."""
+    """As vLLM's stop_reason and SGLang's matched_stop. Mutants: the model's own end is told as a stop token of the
+    request, is not told as what matched, or the last token is where the length ended it."""
     says(monkeypatch, "one. two")
     token = ord("t") - 0x21
-    cases: list[tuple[dict[str, Any], str | int | None]] = [
-        ({"stop": ["two", ". "]}, ". "),
-        ({"stop_token_ids": [token]}, token),
-        ({"stop_token_ids": [token], "max_tokens": 2}, None),
-        ({}, None),
+    cases: list[tuple[dict[str, Any], str | int | None, str | int | None]] = [
+        ({"stop": ["two", ". "]}, ". ", ". "),
+        ({"stop_token_ids": [token]}, token, token),
+        ({"stop_token_ids": [token], "max_tokens": 2}, None, None),
+        ({}, None, EOS),
     ]
     async with served(tmp_path) as (_, client, _):
-        for fields, reason in cases:
+        for fields, reason, matched in cases:
             asked = {"prompt": "x", "seed": 5, "max_tokens": 30, **fields}
             (choice,) = (await client.post(COMPLETIONS, json=asked)).json()["choices"]
             got = events(await client.post(COMPLETIONS, json=asked | {"stream": True}))
-            assert (choice["stop_reason"], got[-1]["choices"][0]["stop_reason"]) == (reason, reason)
+            for told in (choice, got[-1]["choices"][0]):
+                assert (told["stop_reason"], told["matched_stop"]) == (reason, matched)
 
 
 async def test_special_tokens_are_shown_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

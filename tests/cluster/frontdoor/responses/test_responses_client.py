@@ -91,6 +91,20 @@ async def test_a_response(client: openai.AsyncOpenAI, router: ChunkRouter) -> No
     assert answer.model_extra["paceline"]["seed"] == 77
 
 
+async def test_sampling_fields_are_those_of_completions(client: openai.AsyncOpenAI, router: ChunkRouter) -> None:
+    """Mutants: a field is dropped on its way to the router, or the penalties are not told back."""
+    sampling = {"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.5, "min_tokens": 2, "ignore_eos": True}
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": -0.5}
+    more = {**sampling, **penalties, "stop": "x", "logit_bias": {"5": 1.5}, "stop_token_ids": [7]}
+    answer = (await client.responses.create(model=MODEL, input="hi", extra_body=more)).to_dict()
+    asked = router.asked[0].sampling
+    assert {name: getattr(asked, name) for name in sampling | penalties} == sampling | penalties
+    assert (asked.stop, asked.logit_bias, asked.stop_token_ids, asked.n) == (("x",), {5: 1.5}, (7,), 1)
+    assert {name: answer[name] for name in penalties} == penalties
+    plain = (await client.responses.create(model=MODEL, input="hi")).to_dict()
+    assert {plain[name] for name in penalties} == {0.0}
+
+
 async def test_thought_text_and_calls(client: openai.AsyncOpenAI, router: ChunkRouter) -> None:
     router.chunks, router.completion = CHUNKS, CALLED
     answer = await client.responses.create(model=MODEL, input="hi", tools=[TOOL], parallel_tool_calls=True)
@@ -254,7 +268,7 @@ async def test_what_is_kept(client: openai.AsyncOpenAI) -> None:
     unkept = await client.responses.create(model=MODEL, input="hi", store=False)
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(unkept.id)
-    with pytest.raises(openai.NotFoundError) as caught:
+    with pytest.raises(openai.BadRequestError) as caught:
         await client.responses.create(model=MODEL, input="hi", previous_response_id=unkept.id)
     assert caught.value.code == "previous_response_not_found"
 
@@ -265,7 +279,7 @@ async def test_another_tenant_finds_nothing(client: openai.AsyncOpenAI) -> None:
         for ask in (client.responses.retrieve, client.responses.cancel, client.responses.delete):
             with pytest.raises(openai.NotFoundError):
                 await ask(made.id, extra_query=query)
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.BadRequestError):
             await client.responses.create(model=MODEL, input="hi", previous_response_id=made.id, extra_body=dict(query))
     assert (await client.responses.retrieve(made.id, extra_query={"cache_salt": "mine"})).id == made.id
 

@@ -41,7 +41,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"reasoning": {"effort": 1}}, "reasoning.effort"),
     ({"text": {"verbosity": "low"}}, "text.verbosity"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
-    ({"temperature": 2.5}, "temperature"),
+    ({"temperature": 100.5}, "temperature"),
     ({"top_p": 0}, "top_p"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"background": True, "store": False}, "background"),
