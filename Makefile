@@ -10,9 +10,9 @@ WIDTHS ?=
 # longer than the import itself, so the files are written whatever the caller's environment says.
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-SIDE_BY_SIDE := -n 4 --dist loadfile --no-loadscope-reorder  # as tests/support/whole_suite.py
+SIDE_BY_SIDE := -p tests.support.side_by_side --workers 4 -o console_output_style=classic
 
-.PHONY: setup demo serve test quick check check-types check-style docs fuzz fuzz-surface chaos hosts soak clients proto bench pictures clean help
+.PHONY: setup demo serve test suite quick check check-types check-style docs fuzz fuzz-surface chaos hosts soak clients proto bench pictures clean help
 
 help:
 	@echo "make setup | demo | serve | test | quick | check | docs | fuzz | fuzz-surface | chaos | hosts | soak | clients | proto | bench | pictures | clean   (ARGS='...' is passed on)"
@@ -33,13 +33,19 @@ demo: $(VENV)/.node
 serve: $(VENV)/.node
 	$(BIN)/paceline serve $(ARGS)
 
+# The checks run beside the first tests, which compute and watch no clock. A part of the tests follows them.
+ifeq ($(ARGS),)
+test: $(VENV)/.dev
+	$(BIN)/paceline pull smollm2-135m-instruct
+	@$(MAKE) --no-print-directory -k -j 3 check-types check-style docs suite
+else
 test: $(VENV)/.dev check
 	$(BIN)/paceline pull smollm2-135m-instruct
-ifeq ($(ARGS),)
-	$(BIN)/python -m tests.support.whole_suite
-else
 	$(BIN)/python -m pytest $(ARGS)
 endif
+
+suite: $(VENV)/.dev
+	$(BIN)/python -m tests.support.whole_suite
 
 quick: $(VENV)/.dev
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not real_model and not e2e and not multihost" $(ARGS)

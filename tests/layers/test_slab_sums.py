@@ -21,10 +21,11 @@ DTYPES = [torch.bfloat16, torch.float32]
 SLABS = (1, 2, 3, 4, 5, 7, 8)
 ROWS = 40
 WIDTH = 96  # of a slab: three tiles
+WRITTEN_OUT = "AMX, its instructions written out"
 INSTRUCTIONS = {
     "AVX2": ("-march=x86-64-v3",),
     "generic": ("-DPACELINE_GENERIC",),
-    "AMX, its instructions written out": ("-include", str(Path(__file__).with_name("fake_amx.h"))),
+    WRITTEN_OUT: ("-include", str(Path(__file__).with_name("fake_amx.h"))),
 }
 
 
@@ -73,8 +74,9 @@ def test_every_degree_has_the_bits_of_one(dtype: torch.dtype, out_features: int)
 @needs_kernels
 @pytest.mark.parametrize("name", INSTRUCTIONS)
 def test_on_every_instruction_set(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = compiled(INSTRUCTIONS[name], tmp_path / "lesser.so")
-    monkeypatch.setattr("paceline.layers.linear.load_kernels", lambda: library)
+    if name != WRITTEN_OUT or "amx" not in build.kernel_set():  # else the host has them itself
+        library = compiled(INSTRUCTIONS[name], tmp_path / "lesser.so")
+        monkeypatch.setattr("paceline.layers.linear.load_kernels", lambda: library)
     for dtype in DTYPES:
         check(dtype, 77, range(1, ROWS + 1, 13))
 

@@ -7,7 +7,6 @@ K=8 and dynamic trees answers them all; a second one, ``chain``, has no room for
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.stats import SpecStats
 from tests.support.exactness import LogitBits, Outcome, run
 from tests.support.real_weights import Weights
+from tests.support.worker_memory import give_back
 
 LENGTHS = (8, 3, 1, 0)  # K of requests; the deployments draft 8
 TREES = ("chain", "static", "dynamic")
@@ -299,4 +299,4 @@ def matrix(target: Path, dtype: str) -> Matrix:
 def unload() -> None:
     """Give back the target, its pages and what deployments around it have left."""
     _loaded.clear()
-    gc.collect()
+    give_back()

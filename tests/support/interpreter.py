@@ -26,7 +26,7 @@ def run_again_interpreted(file: str) -> None:
         pytest.skip("this is the process with the interpreter")
     if not has_triton():
         pytest.skip("needs triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", file]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file]
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OPENBLAS_CORETYPE": "Sandybridge"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from functools import cached_property
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from paceline.config import NodeConfig
 from paceline.engine.model_runner import ModelRunner
 from tests.support.exactness import Outcome, run
 from tests.support.prompts import one_temperature_each, prompt_requests
+from tests.support.worker_memory import give_back
 
 NUM_TOKENS = 20
 Options = dict[str, object]
@@ -50,7 +50,7 @@ class Engines:
     def unload(self) -> None:
         """Give back the target and all pages; plain answers that were made stay."""
         del self.first
-        gc.collect()
+        give_back()
 
     def answers(self, options: Options, how: How) -> list[tuple[object, object]]:
         """Tokens and logit bits of a variant."""

@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 
 CLOCKED = ("tests/chaos", "tests/multihost", "tests/soak", "tests/e2e/test_prefix_routing.py")
-# In the order of tests/conftest.py. xdist would begin files of few tests last, and those are the longest. Four workers
-# for two cores: over a third of a worker's time is waiting.
-SIDE_BY_SIDE = ("-n", "4", "--dist", "loadfile", "--no-loadscope-reorder")
+# Four workers for two cores: over a third of a worker's time is waiting.
+SIDE_BY_SIDE = ("-p", "tests.support.side_by_side", "--workers", "4", "-o", "console_output_style=classic")
 MOST = 5  # failed tests that run again: with more, something is broken
 FAILED = 1  # pytest's exit code for failed tests; others mean that the run itself broke
 
