@@ -29,7 +29,7 @@ from tests.support.server import Server, paceline, serve
 pytestmark = [needs_kernels, pytest.mark.e2e]
 
 STREAMS = 4
-BACK_S = 45.0  # for a process to end, and for its node to serve again
+BACK_S = 90.0  # for a process to end, and for its node to serve again
 NODES = ("--prefill-tp", "4", "--decode-nodes", "2", "--decode-tp", "2", "--drafter", "ngram", "--no-standby")
 LOGS = ("--log-level", "debug", "--log-format", "json")
 CHUNKS = ("--prefill-chunk-tokens", "16")  # a long prompt is computed and handed over in many steps
@@ -163,8 +163,7 @@ async def test_the_tokens_of_one_rank_whichever_rank_is_hurt(tmp_path: Path) -> 
                     await (computing(victim) if node == "prefill-0" else begun.wait())
                     assert begun.is_set() == (node != "prefill-0")
                     victim.send_signal(hurt)
-                async with asyncio.timeout(BACK_S):
-                    assert await running == expected[asked]
+                assert await running == expected[asked]
                 await until(lambda victim=victim, pid=pid: gone(victim) and not psutil.pid_exists(pid))  # type: ignore[misc]
             async with asyncio.timeout(BACK_S):
                 await prefills_again(client)

@@ -16,7 +16,7 @@ from tests.support.exactness import run
 from tests.support.needs import needs_kernels
 from tests.support.prompts import prompt_requests
 
-pytestmark = [needs_kernels, pytest.mark.real_model, pytest.mark.timeout(300)]
+pytestmark = [needs_kernels, pytest.mark.real_model, pytest.mark.timeout(900)]
 
 
 def followers() -> list[psutil.Process]:
