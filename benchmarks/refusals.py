@@ -95,7 +95,10 @@ SCHEMAS: dict[str, Json] = {
 GRAMMARS: dict[str, Json] = {
     "a regex that explodes": {"structured_outputs": {"regex": "((a{1,100}){1,100}){1,100}"}},
     "classes of letters": {"structured_outputs": {"regex": r"(\p{L}{1,50}\p{N}{1,50}){1,200}"}},
-    "900 classes of letters": {"structured_outputs": {"regex": r"(\p{L}\p{N}\p{So}){300}"}},
+    "900 classes of letters, which are taken": {
+        "structured_outputs": {"regex": r"(\p{L}\p{N}\p{So}){300}"},
+        "max_tokens": 1,
+    },
     "20,000 choices": {"structured_outputs": {"choice": ["x"] * 20_000}},
     "rules that begin with themselves": _grammar("start: s\ns: " + "s s | " * 60 + '"x"'),
     "a text without an end": _grammar('start: "' + r"\"" * 15_000),
