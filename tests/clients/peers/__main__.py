@@ -34,31 +34,39 @@ TEST_TIMEOUT_S, SUITE_TIMEOUT_S = 120, 3600
 INI = "[pytest]\nasyncio_mode = strict\nasyncio_default_fixture_loop_scope = function\n"
 
 
+ASKS = re.compile(r"RemoteOpenAIServer|popen_launch_server|\bclient\b *[:,)]")  # what asks a server says one of these
+
+
 @dataclass(frozen=True)
 class Peer:
-    """Where a peer has tests of its server. top: pytest reads no conftest.py above it."""
+    """Where a peer has tests of its server. beside: files that are left out. top: pytest reads no conftest.py above."""
 
     name: str
     places: tuple[str, ...]
+    beside: str
     top: str
 
 
 VLLM = Peer(
     "vllm",
     (
-        *("tests/entrypoints/openai", "tests/entrypoints/anthropic", "tests/entrypoints/serve/tokenize"),
-        *("tests/entrypoints/serve/instrumentator", "tests/entrypoints/serve/middleware"),
-        *("tests/entrypoints/serve/exception_handling", "tests/tool_use"),
+        *("tests/entrypoints/openai", "tests/entrypoints/anthropic"),
+        *("tests/entrypoints/serve/tokenize", "tests/entrypoints/serve/instrumentator"),
     ),
+    "harmony|parsable|mcp|correctness|_vlm|serving_|error|conversion",  # gpt-oss, images, data sets, units
     "tests/entrypoints",
 )
-SGLANG = Peer("sglang", ("test/registered/openai_server", "test/manual/openai_server"), "test")
+SGLANG = Peer(
+    "sglang", ("test/registered/openai_server", "test/manual/openai_server"), "hidden_states|transcription", "test"
+)
 
 
 def files_of(peer: Peer, sources: Path, pattern: str) -> list[Path]:
-    """The files with tests whose paths match, sorted."""
+    """The files with tests that ask a server and whose paths match, sorted."""
     found = (file for place in peer.places for file in (sources / place).rglob("test_*.py"))
-    return sorted(file for file in found if re.search(pattern, str(file.relative_to(sources))))
+    named = {str(file.relative_to(sources)): file for file in found}
+    taken = (file for name, file in named.items() if re.search(pattern, name) and not re.search(peer.beside, name))
+    return sorted(file for file in taken if ASKS.search(file.read_text(encoding="utf-8")))
 
 
 def names_in(files: list[Path]) -> set[str]:
@@ -81,7 +89,7 @@ def run(peer: Peer, sources: Path, files: list[Path], url: str) -> list[Result]:
             "PYTHONDONTWRITEBYTECODE": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        options = ["-p", "peer_plugin", "-p", "no:cacheprovider", "-p", "no:schemathesis", "-q", "--tb=short"]
+        options = ["-p", "peer_plugin", "-p", "no:cacheprovider", "-p", "no:schemathesis", "-q", "--tb=native"]
         options += ["--continue-on-collection-errors"]
         options += ["-c", str(ini), f"--rootdir={sources}", f"--confcutdir={sources / peer.top}"]
         options += [f"--timeout={TEST_TIMEOUT_S}", *map(str, files)]

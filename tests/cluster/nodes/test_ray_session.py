@@ -72,7 +72,7 @@ def test_a_process_that_quits_leaves_ray_as_it_is(session: RaySession, monkeypat
     """A real process in place of its raylet. Mutants: Ray is shut down under a call; the end waits for the call; its
     processes live on; whoever waits in it waits on."""
     monkeypatch.setattr(ray, "shutdown", lambda: pytest.fail("a call is in it"))
-    monkeypatch.setattr(ray_session, "QUIET_S", 60.0)
+    monkeypatch.setattr(session, "close", lambda: pytest.fail("it waits for the call"))
     session.quits = True
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         session._own = [raylet := psutil.Process(process.pid)]
