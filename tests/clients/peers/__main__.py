@@ -53,11 +53,15 @@ VLLM = Peer(
         *("tests/entrypoints/openai", "tests/entrypoints/anthropic"),
         *("tests/entrypoints/serve/tokenize", "tests/entrypoints/serve/instrumentator"),
     ),
-    "harmony|parsable|mcp|correctness|_vlm|serving_|error|conversion",  # gpt-oss, images, data sets, units
+    "harmony|parsable|mcp|correctness|_vlm|serving_|error|conversion"  # gpt-oss, images, data sets, units
+    "|anthropic|function_call|namespace|test_simple|decisions|thinking|schema|metrics|_uds",  # tools and long answers
     "tests/entrypoints",
 )
 SGLANG = Peer(
-    "sglang", ("test/registered/openai_server", "test/manual/openai_server"), "hidden_states|transcription", "test"
+    "sglang",
+    ("test/registered/openai_server", "test/manual/openai_server"),
+    "hidden_states|transcription|tool|function|anthropic|http2|large_max",
+    "test",
 )
 
 
