@@ -20,6 +20,8 @@ FILES = {
     "cases/test_d.py": "import os\ndef test_ends_its_process():\n    os._exit(0)",
     "cases/test_e.py": "def test_after_it():\n    pass",
     "cases/test_ignored.py": "def test_wrong():\n    assert False",
+    "others/conftest.py": "import pytest\n@pytest.fixture\ndef four():\n    return 4",
+    "others/test_f.py": "def test_right(four):\n    assert four == 4",
 }
 LATE_FAULT = "import atexit, os\ndef test_right():\n    atexit.register(os._exit, 3)"
 
@@ -37,14 +39,14 @@ def outcome(folder: Path, *words: str) -> tuple[int, str, set[str]]:
 
 def test_every_file_is_run_and_every_fault_reported(tmp_path: Path) -> None:
     """Mutants: a worker that ends in the middle of a file takes it with it, or ends the run; a file that cannot be
-    imported is left out; fixtures of a folder are not found by its second file."""
+    imported is left out; fixtures of a folder are not found by its second file, or after another folder's."""
     for name, text in FILES.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    code, output, failed = outcome(tmp_path, "cases", "--ignore=cases/test_ignored.py")
+    code, output, failed = outcome(tmp_path, "cases", "others", "--ignore=cases/test_ignored.py")
     assert code == 1
-    assert "2 failed, 3 passed, 1 skipped, 1 error in" in output
+    assert "2 failed, 4 passed, 1 skipped, 1 error in" in output
     assert "needs a moon" in output
     assert failed == {"cases/test_a.py::test_wrong", "cases/test_c.py", "cases/test_d.py"}
 

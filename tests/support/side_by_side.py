@@ -156,7 +156,10 @@ class Workers:
     def _feed_one(self, number: int, log: Path) -> None:
         """Until nothing is left, or it retires or dies."""
         unit, died = Unit(), False
-        words = [*self._config.invocation_params.args, "-o", f"cache_dir=.pytest_cache/worker-{number}"]
+        # Without files: pytest forgets the conftest.py of those that it was started with after the first of them.
+        given = [str(word) for word in self._config.invocation_params.args]
+        words = [word for word in given if word not in self._config.args]
+        words += ["-o", f"cache_dir=.pytest_cache/worker-{number}"]
         with log.open("w") as output, started(words, output) as fed:
             try:
                 while fed.goes_on and (taken := self._take()):
