@@ -60,6 +60,8 @@ class Running:
         environment = (
             os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
         )
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as nohup leaves it; a stage would ignore its end too
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         self._process = subprocess.Popen(
             command, cwd=ROOT, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from cluster.contract.plan import tokenize
 from cluster.contract.tools import MAX_JSON_VALUES, AnswerStyle
 from cluster.frontdoor import http_exchange
 from cluster.frontdoor.http_server import MAX_DIGITS
+from cluster.frontdoor.json_body import parse_object
 from paceline.errors import InvalidRequest
 from paceline.results import ToolCall
 from paceline.text.tokenizer import Tokenizer
@@ -61,13 +63,18 @@ async def test_streams_go_on_while_a_large_body_is_parsed(
     client: httpx.AsyncClient, router: FakeRouter, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     """Mutant: it is parsed on the event loop."""
+    threads: list[threading.Thread] = []
+
+    def parse(body: bytes) -> dict[str, Any]:
+        threads.append(threading.current_thread())
+        return parse_object(body)
+
+    monkeypatch.setattr(http_exchange, "parse_object", parse)
     content = json.dumps(MESSAGES[path])
-    response, turns = await turns_beside(client.post(path, content=content))
-    assert response.status_code == 200
-    monkeypatch.setattr(http_exchange, "THREAD_ABOVE_BYTES", len(content))
-    again, fewer = await turns_beside(client.post(path, content=content))
-    assert again.status_code == 200
-    assert turns >= fewer + 4
+    for most in (len(content) - 1, len(content)):
+        monkeypatch.setattr(http_exchange, "THREAD_ABOVE_BYTES", most)
+        assert (await client.post(path, content=content)).status_code == 200
+    assert [thread is threading.main_thread() for thread in threads] == [False, True]
 
 
 async def tokens_of(tmp_path: Path, calls: dict[str, int]) -> tuple[tuple[int, ...], int]:
