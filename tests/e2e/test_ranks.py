@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import signal
@@ -134,8 +135,9 @@ def gone(process: psutil.Process) -> bool:
 async def computing(process: psutil.Process) -> None:
     """Until a rank is in the midst of a prompt, whose rows cross as its layers are computed."""
     idle = process.cpu_times().user
-    while process.cpu_times().user < idle + STEPS_S:
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(BACK_S):
+        while process.cpu_times().user < idle + STEPS_S:
+            await asyncio.sleep(0.001)
 
 
 async def test_the_tokens_of_one_rank_whichever_rank_is_hurt(tmp_path: Path) -> None:
@@ -157,6 +159,8 @@ async def test_the_tokens_of_one_rank_whichever_rank_is_hurt(tmp_path: Path) -> 
                 takes_no_rows = node == "decode-1"
                 if takes_no_rows:
                     victim.send_signal(hurt)
+                if node == "prefill-0":
+                    await prefills(client, 9)
                 begun, asked = asyncio.Event(), LONG if node == "prefill-0" else SHORT
                 running = asyncio.create_task(texts(client, asked, begun))
                 if not takes_no_rows:
@@ -165,14 +169,14 @@ async def test_the_tokens_of_one_rank_whichever_rank_is_hurt(tmp_path: Path) -> 
                     victim.send_signal(hurt)
                 assert await running == expected[asked]
                 await until(lambda victim=victim, pid=pid: gone(victim) and not psutil.pid_exists(pid))  # type: ignore[misc]
-            async with asyncio.timeout(BACK_S):
-                await prefills_again(client)
+            await prefills(client, 100)
 
 
-async def prefills_again(client: AsyncClient) -> None:
-    """Until the prefill node's next generation serves."""
-    while True:
-        done = await client.generate(prompt(9), max_tokens=1, temperature=0.0)
-        if done.completion.nodes.prefill == "prefill-0":
-            return
-        await asyncio.sleep(0.2)
+async def prefills(client: AsyncClient, first: int) -> None:
+    """Until the prefill node serves. first: number of a prompt that no node has cached, nor those that follow."""
+    async with asyncio.timeout(BACK_S):
+        for number in itertools.count(first):
+            done = await client.generate(prompt(number), max_tokens=1, temperature=0.0)
+            if done.completion.nodes.prefill == "prefill-0":
+                return
+            await asyncio.sleep(0.2)
