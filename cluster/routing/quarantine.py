@@ -79,7 +79,7 @@ class Suspicion:
     request_id: str
     asked: Asked
     prompt: str  # digest of what is asked, and in whose cache
-    on_trial: bool = False  # until a node dies under it
+    on_trial: bool = False  # until a node dies under it, or it does well
 
 
 class Quarantine:
@@ -123,7 +123,10 @@ class Quarantine:
         self._seen = self._seen | {node.id: max(node.generation, self._seen.get(node.id, 0))}
         together = self._together(key, [suspicion.asked, *self._running.get(key, ())])
         seen = next((record for record in self._nodes() if key_of(record) == key), node)
-        if num_tokens < FEW_TOKENS and seen.state != "draining":
+        if num_tokens >= FEW_TOKENS:  # nodes live under it, so what died before is no evidence
+            self._deaths.pop(suspicion.asked, None)
+            suspicion.on_trial = False
+        elif seen.state != "draining":
             self._add(suspicion.asked, Death(key, self._clock(), together, self._generations(), suspicion.on_trial))
             self._tell(Note(suspicion.prompt, asked=suspicion.asked, node=key, requests=tuple(together)))
             suspicion.on_trial = False

@@ -286,6 +286,21 @@ def test_nodes_that_die_without_a_suspect_speak_for_a_request(without: int) -> N
     assert case.suspected
 
 
+def test_a_trial_that_goes_well_ends_the_suspicion() -> None:
+    """Mutants: the next death counts as one of the trial; those of before count on."""
+    case = Case()
+    for _ in range(DEATHS):
+        case.lose()
+    case.wait()
+    assert not case.refused
+    assert case.suspicion.on_trial
+    case.lose(num_tokens=FEW_TOKENS, replaced=False)
+    for _ in range(DEATHS):
+        assert not case.suspected
+        case.lose()
+    assert case.suspected
+
+
 def test_two_that_kill_do_not_speak_for_each_other() -> None:
     """They are tried one after the other. Mutants: deaths under another suspect count as deaths without one; both are
     tried at once."""
