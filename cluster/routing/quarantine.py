@@ -1,12 +1,13 @@
-"""Requests that kill decode nodes: they are suspected by their deaths, and refused after a trial.
+"""Requests that kill decode nodes: they are suspected by their deaths, and refused when chance does not explain these.
 
 A death counts when the connection is gone, the next generation of the node has come, the node was not draining, and
 the attempt had brought few tokens: a request that kills does so where it stands. A cut cable, a host that is away and a
 node that an operator stops are no deaths.
 
-A suspect is the one request in progress at several deaths. Where decode nodes die without any suspect too, something
-else ends them, and it takes more deaths. A suspect waits until decode nodes have lived without suspects for a while.
-Then it is tried once more, one suspect at a time, and refused if that node dies too.
+A suspect is the one request in progress at several deaths. Suspects are tried one at a time, so that no two stand for
+each other. What speaks for them is how often decode nodes die at all: with ``r`` deaths without this request in a
+second of a node's life, one that has no part in it loses its node within ``t`` seconds with probability
+``1 - exp(-r t)``. It is refused when the product over its deaths is smaller than any accident.
 
 Routers tell each other of deaths under a request that comes back under the same id, with what else was in progress
 there at any of them, and of prompts that they refuse (`cluster/state/evidence.py`); each looks itself whether a node
@@ -20,8 +21,8 @@ import logging
 import math
 import time
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -34,14 +35,16 @@ from paceline.errors import InvalidRequest
 log = logging.getLogger(__name__)
 
 DEATHS = 3  # after which a request is a suspect
-MORE_DEATHS = 3  # for each that came without a suspect meanwhile
-QUIET_S = 30.0  # that decode nodes live without suspects, before one of these is tried
-UNWATCHED_S = 5.0  # after which it is not known whether they lived
+ACCIDENT = 1e-5  # probability of its deaths below which a suspect is refused
+LEAST_S = 1.0  # of an attempt: nodes do not die evenly, but often as soon as they are there
+UNSEEN_DEATHS = 0.5  # beside those that were seen, as no cluster is known to be without any
+TURN_S = 10.0  # after which the next suspect may be tried, beside one whose node lives
 FEW_TOKENS = 16  # of an attempt that counts
 EXPLAIN_S = 10.0  # longest wait for what became of a node, before the request is given to one more
 FORGET_S = 600.0
 MAX_PROMPTS, MAX_NODES = 1024, 256  # that are remembered
 MAX_DEATHS = 64  # under one request
+MAX_FALLEN = 4096
 
 Asked = str  # digest of a request: its id, which clients choose and may repeat, its prompt, and whose cache it may use
 ASKED_CHARS = 24
@@ -54,8 +57,7 @@ class Death:
     node: Key
     at: float
     requests: set[Asked]  # that were in progress there; of all attempts that failed, behind other routers too
-    generations: Mapping[str, int]  # of all decode nodes then
-    on_trial: bool = False  # the request was a suspect, and nodes had lived without it
+    seconds: float  # that the attempt took
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Note:
     said: str = ""
     asked: Asked = ""
     node: Key = ("", 0)
+    seconds: float = 0.0
     requests: tuple[Asked, ...] = ()
 
 
@@ -79,7 +82,7 @@ class Suspicion:
     request_id: str
     asked: Asked
     prompt: str  # digest of what is asked, and in whose cache
-    on_trial: bool = False  # until a node dies under it, or it does well
+    began: float = 0.0  # of its latest attempt
 
 
 class Quarantine:
@@ -94,8 +97,10 @@ class Quarantine:
         self._seen: dict[str, int] = {}  # latest generation by node
         self._lost: OrderedDict[Key, set[Asked]] = OrderedDict()
         self._refused: OrderedDict[str, tuple[float, str]] = OrderedDict()  # by prompt: when, and what is said
-        self._lived: set[Key] = set()  # decode nodes when a suspect last looked
-        self._looked = self._quiet_from = -math.inf
+        self._fallen: deque[tuple[float, Key]] = deque(maxlen=MAX_FALLEN)  # that died, and when it was seen
+        self._alive: set[Key] = set()  # decode nodes at the last look
+        self._lived_s, self._looked = 0.0, clock()  # of all decode nodes together, where the last FORGET_S count most
+        self._turn: tuple[Asked, float] = "", -math.inf  # the suspect that is tried, and from when on
 
     @staticmethod
     def suspicion(request_id: str, token_ids: Sequence[int], salt: str) -> Suspicion:
@@ -107,7 +112,7 @@ class Quarantine:
     @contextmanager
     def running(self, node: NodeRecord, suspicion: Suspicion) -> Iterator[None]:
         """Around an attempt on a decode node."""
-        asked = suspicion.asked
+        asked, suspicion.began = suspicion.asked, self._clock()
         there = self._running.setdefault(key_of(node), [])
         there.append(asked)
         try:
@@ -116,20 +121,21 @@ class Quarantine:
             there.remove(asked)
             if not there:
                 self._running.pop(key_of(node), None)
+            if self._turn[0] == asked:
+                self._turn = "", -math.inf
 
     def lost(self, node: NodeRecord, suspicion: Suspicion, num_tokens: int) -> None:
         """The connection to a decode node is gone. num_tokens: what the attempt had brought."""
-        key = key_of(node)
-        self._seen = self._seen | {node.id: max(node.generation, self._seen.get(node.id, 0))}
+        key, now = key_of(node), self._clock()
+        self._look(node)
         together = self._together(key, [suspicion.asked, *self._running.get(key, ())])
         seen = next((record for record in self._nodes() if key_of(record) == key), node)
         if num_tokens >= FEW_TOKENS:  # nodes live under it, so what died before is no evidence
             self._deaths.pop(suspicion.asked, None)
-            suspicion.on_trial = False
         elif seen.state != "draining":
-            self._add(suspicion.asked, Death(key, self._clock(), together, self._generations(), suspicion.on_trial))
-            self._tell(Note(suspicion.prompt, asked=suspicion.asked, node=key, requests=tuple(together)))
-            suspicion.on_trial = False
+            death = Death(key, now, together, now - suspicion.began)
+            self._add(suspicion.asked, death)
+            self._tell(Note(suspicion.prompt, "", suspicion.asked, key, death.seconds, tuple(together)))
 
     def _add(self, asked: Asked, death: Death) -> None:
         """Remember a death under a request; a process dies once."""
@@ -161,34 +167,41 @@ class Quarantine:
             return
         together = self._together(note.node, note.requests)
         if all(death.node != note.node for death in self._deaths.get(note.asked, ())):
-            self._add(note.asked, Death(note.node, self._clock(), together, self._generations()))
+            self._add(note.asked, Death(note.node, self._clock(), together, note.seconds))
 
     def waits(self, suspicion: Suspicion) -> bool:
         """Whether another node is to wait: it is not known yet whether the latest loss was a death, or the request is a
-        suspect and its trial has not come. To be asked again and again until then."""
+        suspect and another one is tried. To be asked again and again until then."""
         losses = self._recent(suspicion.asked)
-        if suspicion.on_trial or suspicion.prompt in self._refused or len(losses) < DEATHS:
+        if suspicion.prompt in self._refused or len(losses) < DEATHS:
             return False
+        self._look()
         last = losses[-1]
         there = any(key_of(record) == last.node for record in self._nodes())
         if not there and not self._died(last) and self._clock() - last.at < EXPLAIN_S:
             return True
-        return self._is_suspect(suspicion.asked) and not self._proof(suspicion) and not self._quiet()
+        tried, since = self._turn
+        if tried in ("", suspicion.asked) or self._clock() - since >= TURN_S:
+            return False
+        died = self._alone(suspicion.asked)
+        return bool(died) and not self._proven(died)
 
     def check(self, suspicion: Suspicion) -> None:
         """Raise InvalidRequest for a request that has been shown to kill nodes, also under another id. A suspect that
-        no longer waits is on trial from now on."""
+        no longer waits is tried from now on."""
         now = self._clock()
+        self._look()
         while self._refused and now - next(iter(self._refused.values()))[0] > FORGET_S:
             self._refused.popitem(last=False)
         if suspicion.prompt not in self._refused:
-            if not (proof := self._proof(suspicion)):
-                if not suspicion.on_trial and self._is_suspect(suspicion.asked):
-                    suspicion.on_trial = True
-                    log.warning("%r is tried once more: decode nodes died under it alone", suspicion.request_id)
-                    self._quiet_from = now  # the next suspect waits for what becomes of this one
+            died = self._alone(suspicion.asked)
+            if not died:
                 return
-            nodes = ", ".join(f"{node_id} generation {generation}" for node_id, generation in (d.node for d in proof))
+            if not self._proven(died):
+                log.warning("%r is tried again: %d decode nodes died under it alone", suspicion.request_id, len(died))
+                self._turn = suspicion.asked, now
+                return
+            nodes = ", ".join(f"{node_id} generation {generation}" for node_id, generation in (d.node for d in died))
             said = f"{suspicion.request_id!r} is quarantined: it was the one request in progress when {nodes} died"
             log.error("%s; its prompt is refused for %g s", said, FORGET_S)
             self._refuse(suspicion.prompt, said)
@@ -205,34 +218,24 @@ class Quarantine:
         died = [death for death in self._recent(asked) if self._died(death)]
         return died if len(died) >= DEATHS and set.intersection(*(one.requests for one in died)) == {asked} else []
 
-    def _proof(self, suspicion: Suspicion) -> list[Death]:
-        """Deaths under a request, where one of them came in its trial."""
-        died = self._alone(suspicion.asked)
-        return died if any(death.on_trial for death in died) else []
+    def _proven(self, died: Sequence[Death]) -> bool:
+        """Whether these deaths under one request are no accident."""
+        own = {death.node for death in died}
+        others = sum(node not in own and self._clock() - at <= FORGET_S for at, node in self._fallen)
+        rate = (others + UNSEEN_DEATHS) / max(LEAST_S, self._lived_s)
+        return math.prod(-math.expm1(-rate * max(LEAST_S, death.seconds)) for death in died) < ACCIDENT
 
-    def _is_suspect(self, asked: Asked) -> bool:
-        """Whether enough decode nodes died under a request, beside those that died without any such."""
-        died = self._alone(asked)
-        if not died:
-            return False
-        first, now = min(died, key=lambda death: death.at), self._generations()
-        since = sum(max(0, now.get(node, then) - then) for node, then in first.generations.items())
-        under = {death.node for other in self._deaths for death in self._alone(other) if death.at >= first.at}
-        return len(died) >= DEATHS + MORE_DEATHS * max(0, since - len(under))
-
-    def _quiet(self) -> bool:
-        """Whether decode nodes have lived for a while, looked at again and again meanwhile."""
-        now, there = self._clock(), {key_of(record) for record in self._nodes() if record.role == "decode"}
-        if not there or self._lived - there or now - self._looked > UNWATCHED_S:
-            self._quiet_from = now
-        self._lived, self._looked = there, now
-        return now - self._quiet_from >= QUIET_S
-
-    def _generations(self) -> dict[str, int]:
-        """By node; decode nodes that are away now are among them."""
-        found = {record.id: record.generation for record in self._nodes() if record.role == "decode"}
-        self._seen = dict(list((self._seen | found).items())[-MAX_NODES:])
-        return self._seen
+    def _look(self, lost: NodeRecord | None = None) -> None:
+        """Take in which decode nodes live, and which have died since the last look. lost: was there until now."""
+        now, alive = self._clock(), {key_of(record) for record in self._nodes() if record.role == "decode"}
+        for node, generation in [*([key_of(lost)] if lost else []), *alive]:
+            before = self._seen.get(node, generation)
+            self._fallen.extend((now, (node, died)) for died in range(before, min(generation, before + MAX_NODES)))
+            self._seen[node] = max(before, generation)
+        self._seen = dict(list(self._seen.items())[-MAX_NODES:])
+        kept = math.exp((self._looked - now) / FORGET_S)
+        self._lived_s = kept * self._lived_s + (1 - kept) * FORGET_S * len(alive & self._alive)
+        self._alive, self._looked = alive, now
 
     def _refuse(self, prompt: str, said: str) -> None:
         self._refused.setdefault(prompt, (self._clock(), said))
@@ -241,4 +244,4 @@ class Quarantine:
 
     def _died(self, death: Death) -> bool:
         node_id, generation = death.node
-        return self._generations().get(node_id, 0) > generation
+        return self._seen.get(node_id, 0) > generation

@@ -8,16 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from cluster.routing import pairing, quarantine
-from cluster.routing.quarantine import (
-    DEATHS,
-    EXPLAIN_S,
-    FEW_TOKENS,
-    FORGET_S,
-    MORE_DEATHS,
-    QUIET_S,
-    Quarantine,
-    Suspicion,
-)
+from cluster.routing.quarantine import DEATHS, EXPLAIN_S, FEW_TOKENS, FORGET_S, TURN_S, Quarantine, Suspicion
 from cluster.state import evidence
 from cluster.state.connection import connect
 from cluster.state.evidence import Evidence
@@ -53,12 +44,13 @@ async def ended(asked: asyncio.Task[Generation]) -> Generation | PacelineError:
             return error
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairing, "FIRST_BACKOFF_S", 0.005)
-    monkeypatch.setattr(quarantine, "QUIET_S", 0.1)
+    monkeypatch.setattr(quarantine, "UNSEEN_DEATHS", 1e-3)  # as if nodes had lived for long
 
 
+@pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("away_s", [0.0, 0.1])
 async def test_a_request_under_which_nodes_die_is_refused_also_under_another_id(
     away_s: float, monkeypatch: pytest.MonkeyPatch
@@ -68,11 +60,11 @@ async def test_a_request_under_which_nodes_die_is_refused_also_under_another_id(
     async with fleet() as made:
         made.nodes["decode-0"].script = held()
         asked = asyncio.create_task(answer(made, ask()))
-        await die_under(made, DEATHS + 1, away_s=away_s)
+        await die_under(made, DEATHS, away_s=away_s)
         error = await ended(asked)
         assert isinstance(error, InvalidRequest)
         assert (error.code, error.field) == ("quarantined", "request")
-        named = ", ".join(f"decode-0 generation {number}" for number in range(1, DEATHS + 2))
+        named = ", ".join(f"decode-0 generation {number}" for number in range(1, DEATHS + 1))
         assert f"it was the one request in progress when {named} died" in str(error)
         made.nodes["decode-0"].script.gate = None
         with pytest.raises(InvalidRequest, match="is quarantined"):
@@ -80,6 +72,7 @@ async def test_a_request_under_which_nodes_die_is_refused_also_under_another_id(
         assert (await answer(made, ask(prompt="jello"))).text == TEXT[:10]
 
 
+@pytest.mark.usefixtures("soon")
 async def test_requests_that_nodes_died_under_together_go_on() -> None:
     """Neither is shown to be the one. Mutant: deaths are counted alone."""
     async with fleet() as made:
@@ -95,27 +88,33 @@ async def test_requests_that_nodes_died_under_together_go_on() -> None:
 class Case:
     """A request, and a decode node under it."""
 
-    def __init__(self) -> None:
-        self.now, self.records = 0.0, [NodeRecord("decode-0", "decode", 1, "host:1")]
+    def __init__(self, lived_s: float = 3600.0, nodes: int = 1) -> None:
+        """lived_s: of each node."""
+        self.now = 0.0
+        self.records = [NodeRecord(f"decode-{number}", "decode", 1, f"host:{number}") for number in range(nodes)]
         self.quarantine = Quarantine(lambda: self.records, lambda: self.now)
         self.suspicion = self.ask()
+        self.live(lived_s)
 
     def ask(self, request_id: str = "r", prompt: int = 1) -> Suspicion:
         return self.quarantine.suspicion(request_id, [prompt], "")
 
-    def lose(self, state: str = "ready", num_tokens: int = 0, *, replaced: bool = True) -> None:
-        old = self.records[0]
-        self.records = [NodeRecord("decode-0", "decode", old.generation, "host:1", state)]
+    def lose(
+        self, state: str = "ready", num_tokens: int = 0, *, replaced: bool = True, seconds: float = 0.0, at: int = 0
+    ) -> None:
+        """A node, after so many seconds of an attempt."""
+        old = self.records[at]
+        self.records[at] = NodeRecord(old.id, "decode", old.generation, old.address, state)
         with self.quarantine.running(old, self.suspicion):
-            self.quarantine.lost(old, self.suspicion, num_tokens)
-        self.records = [NodeRecord("decode-0", "decode", old.generation + replaced, "host:1")]
+            self.now += seconds
+        self.quarantine.lost(old, self.suspicion, num_tokens)
+        self.records[at] = NodeRecord(old.id, "decode", old.generation + replaced, old.address)
 
-    def wait(self) -> None:
-        """Until the trial of a suspect."""
-        looks = 10
-        for _ in range(looks + 2):
-            self.now += quarantine.QUIET_S / looks
-            self.suspected  # noqa: B018  # it looks
+    def live(self, seconds: float) -> None:
+        """The nodes live so long."""
+        self.refused  # noqa: B018  # it looks
+        self.now += seconds
+        self.refused  # noqa: B018
 
     @property
     def suspected(self) -> bool:
@@ -146,12 +145,8 @@ class Case:
 def test_what_counts_as_a_death(loss: dict[str, object], refused: bool) -> None:
     case = Case()
     for _ in range(DEATHS):
-        assert not case.suspected
+        assert not case.refused
         case.lose(**loss)  # type: ignore[arg-type]
-    assert case.suspected == refused
-    case.wait()
-    assert not case.refused
-    case.lose(**loss)  # type: ignore[arg-type]
     assert case.refused == refused
 
 
@@ -173,12 +168,8 @@ async def test_what_killed_behind_one_router_is_not_tried_anew_behind_another(mo
         stranger.tell(b'{"prompt": "%s", "said": "refused"}' % third.suspicion.prompt.encode())
         await until(lambda: [len(one) for one in second.quarantine._deaths.values()] == [DEATHS])
         second.records, third.records = list(first.records), list(first.records)
-        assert not second.quarantine.waits(second.ask("another"))
+        assert not second.refuses(second.ask("another"))
         assert not third.refuses(third.ask("another"))
-        assert second.suspected
-        second.wait()
-        assert not second.refused
-        second.lose()
         assert second.refused
         await until(lambda: third.refuses(third.ask("another")))
         assert not third.refuses(third.ask(prompt=2))
@@ -202,15 +193,11 @@ async def test_who_dies_beside_a_killer_behind_another_router_is_not_refused() -
 
     for generation in range(1, DEATHS + 1):
         die(generation, [victims, killers])
-    assert not victims.suspected
-    assert not killers.suspected
-    die(DEATHS + 1, [killers])
-    assert killers.suspected
-    killers.wait()
+    assert not victims.refused
     assert not killers.refused
-    die(DEATHS + 2, [killers])
+    die(DEATHS + 1, [killers])
     assert killers.refused
-    assert not victims.suspected
+    assert not victims.refused
 
 
 async def test_a_note_that_has_ended_is_not_heard_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,85 +253,67 @@ def test_one_death_counts_once_however_often_the_node_was_lost_before() -> None:
     case = Case()
     for replaced in (False, False, True):
         case.lose(replaced=replaced)
-    assert not case.suspected
-
-
-@pytest.mark.parametrize("without", [0, 1, 5])
-def test_nodes_that_die_without_a_suspect_speak_for_a_request(without: int) -> None:
-    """Something else ends nodes, also nodes that nobody knows at the moment. Mutants: such deaths count for nothing;
-    only nodes with a lease are counted."""
-    case, others = Case(), [NodeRecord(f"decode-{i}", "decode", 1, f"host:{i}") for i in (1, 2)]
-    case.records += others
-    case.quarantine._generations()
-    case.records = case.records[:1]
-    for deaths in range(1, DEATHS + MORE_DEATHS * without + 1):
-        assert not case.suspected
-        case.lose()
-        if deaths == 1:
-            case.records += [NodeRecord("decode-1", "decode", 1 + without, "host:1"), others[1]]
-            case.quarantine._generations()
-    assert case.suspected
-
-
-def test_a_trial_that_goes_well_ends_the_suspicion() -> None:
-    """Mutants: the next death counts as one of the trial; those of before count on."""
-    case = Case()
-    for _ in range(DEATHS):
-        case.lose()
-    case.wait()
     assert not case.refused
-    assert case.suspicion.on_trial
-    case.lose(num_tokens=FEW_TOKENS, replaced=False)
-    for _ in range(DEATHS):
-        assert not case.suspected
-        case.lose()
-    assert case.suspected
 
 
-def test_two_that_kill_do_not_speak_for_each_other() -> None:
-    """They are tried one after the other. Mutants: deaths under another suspect count as deaths without one; both are
-    tried at once."""
-    case = Case()
-    case.records.append(NodeRecord("decode-1", "decode", 1, "host:2"))
-    both = [case.suspicion, case.ask(prompt=2)]
-    for _ in range(DEATHS):
-        for which, suspicion in enumerate(both):
-            node = case.records[which]
-            with case.quarantine.running(node, suspicion):
-                case.quarantine.lost(node, suspicion, 0)
-            case.records[which] = NodeRecord(node.id, "decode", node.generation + 1, node.address)
-    assert all(case.quarantine.waits(suspicion) for suspicion in both)
-    case.wait()
-    assert not any(case.refuses(suspicion) for suspicion in both)
-    assert [suspicion.on_trial for suspicion in both] == [True, False]
-
-
-@pytest.mark.parametrize("disturbed", ["a node dies", "no node is there", "nobody looks"])
-def test_no_suspect_is_tried_before_nodes_have_lived_without_it(
-    disturbed: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("lived_s", "others", "seconds", "deaths"),
+    [
+        (3600.0, 0, 0.1, DEATHS),
+        (3600.0, 0, 60.0, 4),  # more often by chance
+        (10.0, 0, 0.1, 4),  # little is known
+        (3600.0, 1, 0.1, DEATHS),  # once in a while a node dies
+        (60.0, 6, 0.1, 6),  # something else ends nodes
+        (60.0, 60, 0.1, 25),
+    ],
+)
+def test_a_request_is_refused_when_chance_does_not_explain_its_deaths(
+    lived_s: float, others: int, seconds: float, deaths: int
 ) -> None:
-    """Mutants: each of the three counts as quiet."""
-    monkeypatch.setattr(quarantine, "QUIET_S", QUIET_S)
+    """Mutants: deaths without the request count for nothing, or those of nodes without a lease; its own speak for it;
+    attempts count alike however long they took; what lived is not counted, or forgotten."""
+    case = Case(lived_s / 2, nodes=2)
+    for generation in range(2, others + 2):
+        case.records[1] = NodeRecord("decode-1", "decode", generation, "host:2")
+        case.refused  # noqa: B018  # it looks
+    case.records.pop()
+    for _ in range(deaths):
+        assert not case.refused
+        case.lose(seconds=seconds)
+    assert case.refused
+
+
+def test_an_attempt_that_does_well_ends_the_suspicion() -> None:
+    """Mutant: deaths of before count on."""
     case = Case()
-    idle = NodeRecord("decode-1", "decode", 1, "host:2")
+    for deaths in (DEATHS - 1, DEATHS):
+        for _ in range(deaths):
+            assert not case.refused
+            case.lose()
+        if deaths < DEATHS:
+            case.lose(num_tokens=FEW_TOKENS, replaced=False)
+    assert case.refused
+
+
+def test_suspects_are_tried_one_after_the_other() -> None:
+    """Two that kill side by side would stand for each other. Mutants: both are tried at once; the next one waits for
+    ever, or when a node dies under the first."""
+    case = Case(lived_s=10.0, nodes=2)
+    first, second = case.suspicion, case.ask(prompt=2)
     for _ in range(DEATHS):
-        case.lose()
-    case.records.append(idle)
-    case.now += QUIET_S
-    assert case.suspected  # the first look
-    for second in range(1, int(QUIET_S)):
-        case.now += 1.0
-        if disturbed == "a node dies" and second == 20:
-            case.records.remove(idle)
-        if disturbed == "no node is there":
-            case.records = []
-        if disturbed != "nobody looks" or second < 20:
-            assert case.suspected
-    case.now += 2.0
-    assert case.suspected
-    case.records = [idle]
-    case.wait()
-    assert not case.suspected
+        for at, case.suspicion in enumerate((first, second)):
+            case.lose(at=at)
+    assert [case.quarantine.waits(each) for each in (first, second)] == [False, False]
+    assert not case.refuses(first)
+    assert [case.quarantine.waits(each) for each in (first, second)] == [False, True]
+    case.suspicion = first
+    case.lose()
+    assert not case.quarantine.waits(second)
+    assert not case.refuses(second)
+    assert case.quarantine.waits(first)
+    case.now += TURN_S  # the node of the second lives
+    assert not case.quarantine.waits(first)
+    assert not case.quarantine.waits(case.ask(prompt=3))
 
 
 @pytest.mark.parametrize(("prompt", "salt"), [(1, "another's"), (2, "")])
@@ -358,7 +327,7 @@ def test_a_request_of_the_same_id_is_another(prompt: int, salt: str) -> None:
         with case.quarantine.running(node, case.suspicion), case.quarantine.running(node, innocent):
             case.quarantine.lost(node, innocent, 0)
         case.records = [NodeRecord("decode-0", "decode", generation + 1, "host:1")]
-    assert not case.quarantine.waits(innocent)
+    assert not case.refuses(innocent)
 
 
 def test_the_next_node_waits_until_it_is_known_what_became_of_the_last_one() -> None:
@@ -372,7 +341,8 @@ def test_the_next_node_waits_until_it_is_known_what_became_of_the_last_one() -> 
     for records, waits in (([], True), ([old], False), ([NodeRecord("decode-0", "decode", 9, "host:1")], False)):
         case.records = list(records)
         assert case.suspected == waits
-    case.records, case.now = [], EXPLAIN_S
+    case.records = []
+    case.now += EXPLAIN_S
     assert not case.suspected
 
 
@@ -382,13 +352,11 @@ def test_a_prompt_is_refused_for_a_while_and_few_are_remembered(monkeypatch: pyt
     for prompt in range(3):
         case.suspicion = case.ask(prompt=prompt)
         for _ in range(DEATHS):
+            assert not case.refused
             case.lose()
-        case.wait()
-        assert not case.refused
-        case.lose()
         assert case.refused
     for prompt, refused in ((0, False), (1, True), (2, True)):
         case.suspicion = case.ask("another", prompt)
         assert case.refused == refused
-    case.now = FORGET_S + 1
+    case.now += FORGET_S + 1
     assert not case.refused
