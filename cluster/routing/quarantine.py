@@ -4,10 +4,11 @@ A death counts when the connection is gone, the next generation of the node has 
 the attempt had brought few tokens: a request that kills does so where it stands. A cut cable, a host that is away and a
 node that an operator stops are no deaths.
 
-A suspect is the one request in progress at several deaths. Suspects are tried one at a time, so that no two stand for
-each other. What speaks for them is how often decode nodes die at all: with ``r`` deaths without this request in a
-second of a node's life, one that has no part in it loses its node within ``t`` seconds with probability
-``1 - exp(-r t)``. It is refused when the product over its deaths is smaller than any accident.
+Requests with several deaths are suspects. They are tried one after the other, so that no two stand for each other for
+long. One that was alone in being there at all its deaths also waits after each until decode nodes have lived for a
+while. So its share of their lives is another than its share of the deaths, if it is the cause. A request that has no
+part in the deaths, and was there for a share ``f`` of what decode nodes lived since its first one, meets each with
+probability ``f``. It is refused when so many would be an accident by the binomial distribution.
 
 Routers tell each other of deaths under a request that comes back under the same id, with what else was in progress
 there at any of them, and of prompts that they refuse (`cluster/state/evidence.py`); each looks itself whether a node
@@ -35,10 +36,10 @@ from paceline.errors import InvalidRequest
 log = logging.getLogger(__name__)
 
 DEATHS = 3  # after which a request is a suspect
-ACCIDENT = 1e-5  # probability of its deaths below which a suspect is refused
+ACCIDENT = 1e-5  # probability of so many deaths, below which a suspect is refused
 LEAST_S = 1.0  # of an attempt: nodes do not die evenly, but often as soon as they are there
-UNSEEN_DEATHS = 0.5  # beside those that were seen, as no cluster is known to be without any
-TURN_S = 10.0  # after which the next suspect may be tried, beside one whose node lives
+REST_LIFE_S, REST_S = 15.0, 20.0  # after a death under a suspect: what nodes are to live together; longest wait for it
+TURN_S = 3.0  # after which the next suspect may be tried, beside one whose node lives
 FEW_TOKENS = 16  # of an attempt that counts
 EXPLAIN_S = 10.0  # longest wait for what became of a node, before the request is given to one more
 FORGET_S = 600.0
@@ -58,6 +59,7 @@ class Death:
     at: float
     requests: set[Asked]  # that were in progress there; of all attempts that failed, behind other routers too
     seconds: float  # that the attempt took
+    life_s: tuple[float, float]  # what decode nodes had lived together when the attempt began, and then
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Suspicion:
     asked: Asked
     prompt: str  # digest of what is asked, and in whose cache
     began: float = 0.0  # of its latest attempt
+    life_s: float = 0.0  # of decode nodes then
 
 
 class Quarantine:
@@ -99,7 +102,7 @@ class Quarantine:
         self._refused: OrderedDict[str, tuple[float, str]] = OrderedDict()  # by prompt: when, and what is said
         self._fallen: deque[tuple[float, Key]] = deque(maxlen=MAX_FALLEN)  # that died, and when it was seen
         self._alive: set[Key] = set()  # decode nodes at the last look
-        self._lived_s, self._looked = 0.0, clock()  # of all decode nodes together, where the last FORGET_S count most
+        self._life_s, self._looked = 0.0, clock()  # what decode nodes have lived together
         self._turn: tuple[Asked, float] = "", -math.inf  # the suspect that is tried, and from when on
 
     @staticmethod
@@ -112,7 +115,8 @@ class Quarantine:
     @contextmanager
     def running(self, node: NodeRecord, suspicion: Suspicion) -> Iterator[None]:
         """Around an attempt on a decode node."""
-        asked, suspicion.began = suspicion.asked, self._clock()
+        self._look()
+        asked, suspicion.began, suspicion.life_s = suspicion.asked, self._clock(), self._life_s
         there = self._running.setdefault(key_of(node), [])
         there.append(asked)
         try:
@@ -133,7 +137,7 @@ class Quarantine:
         if num_tokens >= FEW_TOKENS:  # nodes live under it, so what died before is no evidence
             self._deaths.pop(suspicion.asked, None)
         elif seen.state != "draining":
-            death = Death(key, now, together, now - suspicion.began)
+            death = Death(key, now, together, now - suspicion.began, (suspicion.life_s, self._life_s))
             self._add(suspicion.asked, death)
             self._tell(Note(suspicion.prompt, "", suspicion.asked, key, death.seconds, tuple(together)))
 
@@ -167,7 +171,9 @@ class Quarantine:
             return
         together = self._together(note.node, note.requests)
         if all(death.node != note.node for death in self._deaths.get(note.asked, ())):
-            self._add(note.asked, Death(note.node, self._clock(), together, note.seconds))
+            self._look()
+            life_s = self._life_s, self._life_s
+            self._add(note.asked, Death(note.node, self._clock(), together, note.seconds, life_s))
 
     def waits(self, suspicion: Suspicion) -> bool:
         """Whether another node is to wait: it is not known yet whether the latest loss was a death, or the request is a
@@ -180,11 +186,16 @@ class Quarantine:
         there = any(key_of(record) == last.node for record in self._nodes())
         if not there and not self._died(last) and self._clock() - last.at < EXPLAIN_S:
             return True
-        tried, since = self._turn
-        if tried in ("", suspicion.asked) or self._clock() - since >= TURN_S:
+        died = self._died_under(suspicion.asked)
+        if len(died) < DEATHS:
             return False
-        died = self._alone(suspicion.asked)
-        return bool(died) and not self._proven(died)
+        if _alone(suspicion.asked, died):
+            if self._proven(died):
+                return False
+            if self._life_s - last.life_s[1] < REST_LIFE_S and self._clock() - last.at < REST_S:
+                return True
+        tried, since = self._turn
+        return tried not in ("", suspicion.asked) and self._clock() - since < TURN_S
 
     def check(self, suspicion: Suspicion) -> None:
         """Raise InvalidRequest for a request that has been shown to kill nodes, also under another id. A suspect that
@@ -194,11 +205,11 @@ class Quarantine:
         while self._refused and now - next(iter(self._refused.values()))[0] > FORGET_S:
             self._refused.popitem(last=False)
         if suspicion.prompt not in self._refused:
-            died = self._alone(suspicion.asked)
-            if not died:
+            died = self._died_under(suspicion.asked)
+            if len(died) < DEATHS:
                 return
-            if not self._proven(died):
-                log.warning("%r is tried again: %d decode nodes died under it alone", suspicion.request_id, len(died))
+            if not _alone(suspicion.asked, died) or not self._proven(died):
+                log.warning("%r is tried again: %d decode nodes died under it", suspicion.request_id, len(died))
                 self._turn = suspicion.asked, now
                 return
             nodes = ", ".join(f"{node_id} generation {generation}" for node_id, generation in (d.node for d in died))
@@ -211,19 +222,21 @@ class Quarantine:
     def _recent(self, asked: Asked) -> list[Death]:
         return [death for death in self._deaths.get(asked, ()) if self._clock() - death.at <= FORGET_S]
 
-    def _alone(self, asked: Asked) -> list[Death]:
-        """What died under a request, if it is the one that was always there and these are enough for a suspicion."""
+    def _died_under(self, asked: Asked) -> list[Death]:
         if len(self._deaths.get(asked, ())) < DEATHS:  # of most requests
             return []
-        died = [death for death in self._recent(asked) if self._died(death)]
-        return died if len(died) >= DEATHS and set.intersection(*(one.requests for one in died)) == {asked} else []
+        return [death for death in self._recent(asked) if self._died(death)]
 
     def _proven(self, died: Sequence[Death]) -> bool:
         """Whether these deaths under one request are no accident."""
-        own = {death.node for death in died}
-        others = sum(node not in own and self._clock() - at <= FORGET_S for at, node in self._fallen)
-        rate = (others + UNSEEN_DEATHS) / max(LEAST_S, self._lived_s)
-        return math.prod(-math.expm1(-rate * max(LEAST_S, death.seconds)) for death in died) < ACCIDENT
+        first = died[0]
+        under_s = sum(max(LEAST_S, death.seconds) for death in died)
+        share = under_s / max(under_s, self._life_s - first.life_s[0])
+        all_of = max(len(died), sum(at >= first.at - first.seconds for at, _ in self._fallen))
+        chance = sum(
+            math.comb(all_of, n) * share**n * (1 - share) ** (all_of - n) for n in range(len(died), all_of + 1)
+        )
+        return chance < ACCIDENT
 
     def _look(self, lost: NodeRecord | None = None) -> None:
         """Take in which decode nodes live, and which have died since the last look. lost: was there until now."""
@@ -233,8 +246,7 @@ class Quarantine:
             self._fallen.extend((now, (node, died)) for died in range(before, min(generation, before + MAX_NODES)))
             self._seen[node] = max(before, generation)
         self._seen = dict(list(self._seen.items())[-MAX_NODES:])
-        kept = math.exp((self._looked - now) / FORGET_S)
-        self._lived_s = kept * self._lived_s + (1 - kept) * FORGET_S * len(alive & self._alive)
+        self._life_s += (now - self._looked) * len(alive & self._alive)
         self._alive, self._looked = alive, now
 
     def _refuse(self, prompt: str, said: str) -> None:
@@ -245,3 +257,8 @@ class Quarantine:
     def _died(self, death: Death) -> bool:
         node_id, generation = death.node
         return self._seen.get(node_id, 0) > generation
+
+
+def _alone(asked: Asked, died: Sequence[Death]) -> bool:
+    """Whether a request is the one that was there at all of these deaths."""
+    return set.intersection(*(death.requests for death in died)) == {asked}
