@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import pytest
 
 from cluster.routing import pairing, quarantine
-from cluster.routing.quarantine import DEATHS, EXPLAIN_S, FEW_TOKENS, FORGET_S, TURN_S, Quarantine, Suspicion
+from cluster.routing.quarantine import (
+    ACCIDENT,
+    DEATHS,
+    EXPLAIN_S,
+    FEW_TOKENS,
+    FORGET_S,
+    REST_LIFE_S,
+    REST_S,
+    TURN_S,
+    Quarantine,
+    Suspicion,
+)
 from cluster.state import evidence
 from cluster.state.connection import connect
 from cluster.state.evidence import Evidence
@@ -44,13 +59,20 @@ async def ended(asked: asyncio.Task[Generation]) -> Generation | PacelineError:
             return error
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three deaths are enough, once nodes have lived after them."""
     monkeypatch.setattr(pairing, "FIRST_BACKOFF_S", 0.005)
-    monkeypatch.setattr(quarantine, "UNSEEN_DEATHS", 1e-3)  # as if nodes had lived for long
+    monkeypatch.setattr(quarantine, "ACCIDENT", 0.05)
 
 
-@pytest.mark.usefixtures("soon")
+@pytest.fixture
+def sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("LEAST_S", 0.001), ("REST_LIFE_S", 0.2), ("TURN_S", 0.01)):
+        monkeypatch.setattr(quarantine, name, seconds)
+
+
+@pytest.mark.usefixtures("sooner")
 @pytest.mark.parametrize("away_s", [0.0, 0.1])
 async def test_a_request_under_which_nodes_die_is_refused_also_under_another_id(
     away_s: float, monkeypatch: pytest.MonkeyPatch
@@ -72,7 +94,7 @@ async def test_a_request_under_which_nodes_die_is_refused_also_under_another_id(
         assert (await answer(made, ask(prompt="jello"))).text == TEXT[:10]
 
 
-@pytest.mark.usefixtures("soon")
+@pytest.mark.usefixtures("sooner")
 async def test_requests_that_nodes_died_under_together_go_on() -> None:
     """Neither is shown to be the one. Mutant: deaths are counted alone."""
     async with fleet() as made:
@@ -88,13 +110,11 @@ async def test_requests_that_nodes_died_under_together_go_on() -> None:
 class Case:
     """A request, and a decode node under it."""
 
-    def __init__(self, lived_s: float = 3600.0, nodes: int = 1) -> None:
-        """lived_s: of each node."""
+    def __init__(self, nodes: int = 1) -> None:
         self.now = 0.0
         self.records = [NodeRecord(f"decode-{number}", "decode", 1, f"host:{number}") for number in range(nodes)]
         self.quarantine = Quarantine(lambda: self.records, lambda: self.now)
         self.suspicion = self.ask()
-        self.live(lived_s)
 
     def ask(self, request_id: str = "r", prompt: int = 1) -> Suspicion:
         return self.quarantine.suspicion(request_id, [prompt], "")
@@ -110,11 +130,10 @@ class Case:
         self.quarantine.lost(old, self.suspicion, num_tokens)
         self.records[at] = NodeRecord(old.id, "decode", old.generation + replaced, old.address)
 
-    def live(self, seconds: float) -> None:
+    def live(self, seconds: float = REST_LIFE_S) -> None:
         """The nodes live so long."""
         self.refused  # noqa: B018  # it looks
         self.now += seconds
-        self.refused  # noqa: B018
 
     @property
     def suspected(self) -> bool:
@@ -147,6 +166,7 @@ def test_what_counts_as_a_death(loss: dict[str, object], refused: bool) -> None:
     for _ in range(DEATHS):
         assert not case.refused
         case.lose(**loss)  # type: ignore[arg-type]
+    case.live()
     assert case.refused == refused
 
 
@@ -170,6 +190,7 @@ async def test_what_killed_behind_one_router_is_not_tried_anew_behind_another(mo
         second.records, third.records = list(first.records), list(first.records)
         assert not second.refuses(second.ask("another"))
         assert not third.refuses(third.ask("another"))
+        second.live()
         assert second.refused
         await until(lambda: third.refuses(third.ask("another")))
         assert not third.refuses(third.ask(prompt=2))
@@ -193,17 +214,19 @@ async def test_who_dies_beside_a_killer_behind_another_router_is_not_refused() -
 
     for generation in range(1, DEATHS + 1):
         die(generation, [victims, killers])
-    assert not victims.refused
-    assert not killers.refused
+    for case in (victims, killers):
+        case.live()
+        assert not case.refused
     die(DEATHS + 1, [killers])
-    assert killers.refused
-    assert not victims.refused
+    for case in (victims, killers):
+        case.live()
+        assert case.refused == (case is killers)
 
 
 async def test_a_note_that_has_ended_is_not_heard_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever writes to Redis could have a prompt refused for good. Mutant: the end is the score's alone."""
     monkeypatch.setattr(evidence, "EVERY_S", 0.01)
-    monkeypatch.setattr(evidence, "LIFE_S", 1.0)
+    monkeypatch.setattr(evidence, "LIFE_S", 3.0)
     heard: list[bytes] = []
     with Embedded() as redis, connect(redis.url) as thief:
         first, second = (Evidence(redis.url, Seal("11" * 32), hear) for hear in (heard.append, heard.append))
@@ -212,7 +235,7 @@ async def test_a_note_that_has_ended_is_not_heard_again(monkeypatch: pytest.Monk
         await until(lambda: heard == [b"a note"])
         key = "paceline:default:evidence"
         (sealed,) = thief.zrange(key, 0, -1)
-        await asyncio.sleep(1.05)
+        await asyncio.sleep(3.05)
         thief.zadd(key, {sealed: 2e12})
         second.start()
         await until(lambda: second._seen == {sealed} and first._seen == {sealed})
@@ -243,7 +266,7 @@ async def test_what_others_told_is_heard_while_redis_takes_no_writes(monkeypatch
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -253,34 +276,134 @@ def test_one_death_counts_once_however_often_the_node_was_lost_before() -> None:
     case = Case()
     for replaced in (False, False, True):
         case.lose(replaced=replaced)
+    case.live()
     assert not case.refused
 
 
+class Simulated:
+    """Decode nodes that die and start anew, and streams of tokens on them, in steps of 0.1 s."""
+
+    START_S = 8.0
+
+    def __init__(self, seed: int, nodes: int, streams: int, killers: int, kill_after_s: float) -> None:
+        self.rng, self.now, self.kill_after_s = random.Random(seed), 0.0, kill_after_s
+        self.nodes = [NodeRecord(f"decode-{i}", "decode", 1, f"host:{i}") for i in range(nodes)]
+        self.back = [0.0] * nodes
+        self.quarantine = Quarantine(self.alive, lambda: self.now)
+        self.made = self.deaths = 0
+        self.under: dict[str, int] = {}  # deaths of nodes by request
+        self.refused: list[str] = []
+        self.streams = [self.stream("killer" if i < killers else "stream") for i in range(streams)]
+
+    def alive(self) -> list[NodeRecord]:
+        return [node for node, back in zip(self.nodes, self.back, strict=True) if back <= self.now]
+
+    def stream(self, kind: str) -> Streaming:
+        self.made += 1
+        return Streaming(Quarantine.suspicion(f"{kind}-{self.made}", [self.made], ""), self.rng.choice([2, 30, 300]))
+
+    def kill(self, node: NodeRecord) -> None:
+        at = self.nodes.index(node)
+        for each in [each for each in self.streams if each.node == node]:
+            each.attempt.close()
+            self.quarantine.lost(node, each.suspicion, each.tokens)
+            self.under[each.suspicion.request_id] = self.under.get(each.suspicion.request_id, 0) + 1
+            each.node, each.tokens = None, 0
+        self.nodes[at] = NodeRecord(node.id, "decode", node.generation + 1, node.address)
+        self.back[at] = self.now + self.START_S * self.rng.uniform(0.8, 1.4)
+        self.deaths += 1
+
+    def run(self, seconds: float, kills: tuple[float, float] | None) -> None:
+        """kills: least and longest time between two that nobody is the cause of."""
+        end, kill_at = self.now + seconds, self.now + self.rng.uniform(*kills) if kills else math.inf
+        while self.now < end:
+            self.now += 0.1
+            if self.now >= kill_at and kills:
+                kill_at = self.now + self.rng.uniform(*kills)
+                if alive := self.alive():
+                    self.kill(self.rng.choice(alive))
+            for at, each in enumerate(self.streams):
+                if each.node is None:
+                    self.begin(at, each)
+                elif each.suspicion.request_id.startswith("stream"):
+                    self.go_on(at, each)
+                elif self.now - each.began >= self.kill_after_s:
+                    self.kill(each.node)
+
+    def begin(self, at: int, each: Streaming) -> None:
+        if self.quarantine.waits(each.suspicion):
+            return
+        try:
+            self.quarantine.check(each.suspicion)
+        except InvalidRequest:
+            self.refused.append(each.suspicion.request_id)
+            self.streams[at] = self.stream("stream")
+            return
+        if alive := self.alive():
+            each.node = min(alive, key=lambda node: sum(other.node == node for other in self.streams))
+            each.began = self.now
+            each.attempt = ExitStack()
+            each.attempt.enter_context(self.quarantine.running(each.node, each.suspicion))
+
+    def go_on(self, at: int, each: Streaming) -> None:
+        if self.now - each.began > 0.5:  # its prefill
+            each.tokens += 1
+            each.left -= 1
+        if each.left <= 0:
+            each.attempt.close()
+            self.streams[at] = self.stream("stream")
+
+
+@dataclass
+class Streaming:
+    """A request."""
+
+    suspicion: Suspicion
+    left: int  # tokens
+    node: NodeRecord | None = None
+    began: float = 0.0
+    tokens: int = 0  # of the attempt
+    attempt: ExitStack = field(default_factory=ExitStack)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(
-    ("lived_s", "others", "seconds", "deaths"),
+    ("nodes", "streams", "kills"), [(2, 8, (3.0, 8.0)), (2, 1, (3.0, 8.0)), (2, 4, (0.5, 2.0)), (4, 12, (1.0, 3.0))]
+)
+def test_kills_at_random_have_nobody_refused(
+    nodes: int, streams: int, kills: tuple[float, float], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutants: a request is refused for a number of deaths; deaths without it are not counted; neither is what nodes
+    lived; the quiet before its first death speaks against it."""
+    monkeypatch.setattr(quarantine, "ACCIDENT", ACCIDENT)
+    simulated = Simulated(seed, nodes, streams, killers=0, kill_after_s=0.0)
+    simulated.run(300.0, None)
+    simulated.run(300.0, kills)
+    assert simulated.deaths >= 40
+    assert simulated.refused == []
+
+
+@pytest.mark.parametrize(
+    ("nodes", "streams", "killers", "kill_after_s", "deaths"),
     [
-        (3600.0, 0, 0.1, DEATHS),
-        (3600.0, 0, 60.0, 4),  # more often by chance
-        (10.0, 0, 0.1, 4),  # little is known
-        (3600.0, 1, 0.1, DEATHS),  # once in a while a node dies
-        (60.0, 6, 0.1, 6),  # something else ends nodes
-        (60.0, 60, 0.1, 25),
+        (1, 1, 1, 0.5, 6),
+        (1, 8, 1, 0.5, 8),
+        (2, 8, 1, 0.5, 7),
+        (2, 8, 2, 0.5, 10),
+        (8, 16, 1, 0.5, 5),
+        (2, 8, 1, 5.0, 9),
     ],
 )
-def test_a_request_is_refused_when_chance_does_not_explain_its_deaths(
-    lived_s: float, others: int, seconds: float, deaths: int
+def test_a_request_that_kills_is_refused_soon_and_no_other(
+    nodes: int, streams: int, killers: int, kill_after_s: float, deaths: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mutants: deaths without the request count for nothing, or those of nodes without a lease; its own speak for it;
-    attempts count alike however long they took; what lived is not counted, or forgotten."""
-    case = Case(lived_s / 2, nodes=2)
-    for generation in range(2, others + 2):
-        case.records[1] = NodeRecord("decode-1", "decode", generation, "host:2")
-        case.refused  # noqa: B018  # it looks
-    case.records.pop()
-    for _ in range(deaths):
-        assert not case.refused
-        case.lose(seconds=seconds)
-    assert case.refused
+    """In company too. Mutants: suspects are tried at once; nodes are not left alive between their attempts; only one
+    that was alone from its first death on is a suspect."""
+    monkeypatch.setattr(quarantine, "ACCIDENT", ACCIDENT)
+    simulated = Simulated(1, nodes, streams, killers, kill_after_s)
+    simulated.run(150.0, None)
+    assert [request.partition("-")[0] for request in simulated.refused] == ["killer"] * killers
+    assert max(simulated.under[request] for request in simulated.refused) <= deaths
 
 
 def test_an_attempt_that_does_well_ends_the_suspicion() -> None:
@@ -288,31 +411,43 @@ def test_an_attempt_that_does_well_ends_the_suspicion() -> None:
     case = Case()
     for deaths in (DEATHS - 1, DEATHS):
         for _ in range(deaths):
+            case.live()
             assert not case.refused
             case.lose()
         if deaths < DEATHS:
             case.lose(num_tokens=FEW_TOKENS, replaced=False)
+    case.live()
     assert case.refused
 
 
-def test_suspects_are_tried_one_after_the_other() -> None:
-    """Two that kill side by side would stand for each other. Mutants: both are tried at once; the next one waits for
-    ever, or when a node dies under the first."""
-    case = Case(lived_s=10.0, nodes=2)
-    first, second = case.suspicion, case.ask(prompt=2)
+def test_suspects_wait_for_each_other_and_for_nodes_that_live() -> None:
+    """Each wait has an end. Mutants: the next one waits for ever, or after a node died under the first; requests that
+    are none wait."""
+    case = Case(nodes=2)
+    first, second = both = case.suspicion, case.ask(prompt=2)
     for _ in range(DEATHS):
-        for at, case.suspicion in enumerate((first, second)):
-            case.lose(at=at)
-    assert [case.quarantine.waits(each) for each in (first, second)] == [False, False]
+        for suspicion in both:
+            for node in case.records:
+                with case.quarantine.running(node, suspicion):
+                    pass
+        old = case.records[0]
+        case.records[0] = NodeRecord(old.id, "decode", old.generation + 1, old.address)
+        with case.quarantine.running(old, first), case.quarantine.running(old, second):
+            case.quarantine.lost(old, first, 0)
+            case.quarantine.lost(old, second, 0)
+    assert not any(case.quarantine.waits(suspicion) for suspicion in both)
     assert not case.refuses(first)
-    assert [case.quarantine.waits(each) for each in (first, second)] == [False, True]
-    case.suspicion = first
-    case.lose()
-    assert not case.quarantine.waits(second)
+    assert [case.quarantine.waits(suspicion) for suspicion in both] == [False, True]
+    case.now += TURN_S  # its node lives
     assert not case.refuses(second)
     assert case.quarantine.waits(first)
-    case.now += TURN_S  # the node of the second lives
+    case.suspicion = second
+    case.lose(seconds=1.0)
     assert not case.quarantine.waits(first)
+    case.records = []
+    assert case.quarantine.waits(second)
+    case.now += max(REST_S, EXPLAIN_S)
+    assert not case.quarantine.waits(second)
     assert not case.quarantine.waits(case.ask(prompt=3))
 
 
@@ -327,6 +462,7 @@ def test_a_request_of_the_same_id_is_another(prompt: int, salt: str) -> None:
         with case.quarantine.running(node, case.suspicion), case.quarantine.running(node, innocent):
             case.quarantine.lost(node, innocent, 0)
         case.records = [NodeRecord("decode-0", "decode", generation + 1, "host:1")]
+    case.live()
     assert not case.refuses(innocent)
 
 
@@ -338,10 +474,9 @@ def test_the_next_node_waits_until_it_is_known_what_became_of_the_last_one() -> 
     assert not case.suspected
     old = case.records[0]
     case.quarantine.lost(old, case.suspicion, 0)
-    for records, waits in (([], True), ([old], False), ([NodeRecord("decode-0", "decode", 9, "host:1")], False)):
+    for records, waits in (([], True), ([old], False), ([], True)):
         case.records = list(records)
         assert case.suspected == waits
-    case.records = []
     case.now += EXPLAIN_S
     assert not case.suspected
 
@@ -354,6 +489,7 @@ def test_a_prompt_is_refused_for_a_while_and_few_are_remembered(monkeypatch: pyt
         for _ in range(DEATHS):
             assert not case.refused
             case.lose()
+        case.live()
         assert case.refused
     for prompt, refused in ((0, False), (1, True), (2, True)):
         case.suspicion = case.ask("another", prompt)
