@@ -134,15 +134,15 @@ FIELDS: dict[str, Json] = {
 }
 # What the bounds of a body allow, and no answer can come of.
 LARGE: dict[str, tuple[str, Json]] = {
-    "8,191 blocks": (
+    "2,047 blocks": (
         MESSAGES,
-        {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 100}] * 8191}]},
+        {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 100}] * 2047}]},
     ),
-    "8,191 items": (
+    "2,047 items": (
         RESPONSES,
-        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x" * 100}]}] * 8191},
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x" * 100}]}] * 2047},
     ),
-    "8,191 turns with calls": (CHATS, _calls(8190, "{}")),
+    "2,047 turns with calls": (CHATS, _calls(2046, "{}")),
     "200 prompts": (TEXTS, {"prompt": ["a"] * 200}),
     "128 prompts of 4,096 tokens, 129 choices": (TEXTS, {"prompt": [[1] * 4096] * 128, "n": 129}),
     "numbers of 4,000 digits": (TEXTS, {"prompt": [10**4000] * 1900}),

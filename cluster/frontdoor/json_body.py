@@ -16,7 +16,7 @@ from paceline.errors import InvalidRequest
 MAX_KEY_CHARS, MAX_PATH_CHARS = 100, 400  # as far as an error names where it is
 # Python reads a body in one go, and holds up every other stream meanwhile. So each of these is bounded in a body.
 MAX_CONTAINERS = 100_000  # lists and objects
-MAX_TEXTS = 120_000  # keys and texts; a chat of 8,192 turns with a call each has 107,000
+MAX_TEXTS = 120_000  # keys and texts; a chat of 2,048 turns with a call each has 27,000
 MAX_COMMAS = 600_000  # 128 prompts of 4,096 token ids have 524,000
 MAX_FRACTIONS = 100_000  # numbers with a point or an exponent
 

@@ -189,7 +189,7 @@ class Chat(_message.Message):
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """The turns in their order; at most 8,192."""
+        """The turns in their order; at most 2,048."""
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:

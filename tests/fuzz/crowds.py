@@ -178,7 +178,8 @@ CROWDS: dict[str, Callable[[Doors], AbstractAsyncContextManager[None]]] = {
 async def beside(name: str, doors: Doors) -> AsyncIterator[None]:
     """A crowd in a process of its own, there while the block runs; ``doors.told`` is counted at its end. It gets what
     time of the cores is left, since strangers have their own."""
-    command = ["nice", "-n", "19", sys.executable, "-m", __name__, name, doors.grpc, doors.http, json.dumps(dict(doors.key))]
+    asks = [name, doors.grpc, doors.http, json.dumps(dict(doors.key))]
+    command = ["nice", "-n", "19", sys.executable, "-m", __name__, *asks]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
     try:

@@ -29,7 +29,7 @@ from tests.support.tiny_chat import write_chat_tokenizer
 
 T = TypeVar("T")
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-TURNS = 4000
+TURNS = 2000
 MESSAGES: dict[str, dict[str, Any]] = {
     CHATS: {"messages": [{"role": "assistant", "tool_calls": [CALL]}] * TURNS},
     "/v1/messages": {
