@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.contract.generation import MAX_MESSAGES
 from cluster.frontdoor.http import HttpOptions, create_app
 from cluster.frontdoor.openai_fields import IgnoredFields, RefusedChatFields, RefusedFields
 from cluster.frontdoor.openai_parse import parse_chat, parse_completion
@@ -209,7 +210,7 @@ async def test_fingerprint_and_created(router: FakeRouter) -> None:
 def test_a_million_faults_are_refused_as_fast_as_one() -> None:
     """What bounds it is what is looked at, which these count."""
     faults: dict[str, Any] = {f"x{i}": 1 for i in range(100_000)}
-    wrong = [{"role": "user", "content": "a", "nonsense": 1}] * 8192
+    wrong = [{"role": "user", "content": "a", "nonsense": 1}] * MAX_MESSAGES
     for parse, body in ((parse_completion, {**COMPLETION, **faults}), (parse_chat, {"messages": wrong})):
         started = time.process_time()
         with pytest.raises(Exception, match="is not a field that is known here"):
