@@ -177,7 +177,7 @@ class Quarantine:
 
     def waits(self, suspicion: Suspicion) -> bool:
         """Whether another node is to wait: it is not known yet whether the latest loss was a death, or the request is a
-        suspect and another one is tried. To be asked again and again until then."""
+        suspect, and nodes are to live first or another suspect is tried. To be asked again and again until then."""
         losses = self._recent(suspicion.asked)
         if suspicion.prompt in self._refused or len(losses) < DEATHS:
             return False
@@ -233,10 +233,8 @@ class Quarantine:
         under_s = sum(max(LEAST_S, death.seconds) for death in died)
         share = under_s / max(under_s, self._life_s - first.life_s[0])
         all_of = max(len(died), sum(at >= first.at - first.seconds for at, _ in self._fallen))
-        chance = sum(
-            math.comb(all_of, n) * share**n * (1 - share) ** (all_of - n) for n in range(len(died), all_of + 1)
-        )
-        return chance < ACCIDENT
+        fewer = (math.comb(all_of, n) * share**n * (1 - share) ** (all_of - n) for n in range(len(died)))
+        return 1 - sum(fewer) < ACCIDENT
 
     def _look(self, lost: NodeRecord | None = None) -> None:
         """Take in which decode nodes live, and which have died since the last look. lost: was there until now."""
