@@ -42,7 +42,7 @@ template <class T, class Unit, class Done>
 static void in_parts(const std::vector<int64_t>& starts, int64_t heads, int64_t at_once, int64_t Hq, int64_t D,
                      const Seen& seen, const Sight& sight, T* out, Unit unit, Done done) {
   const int64_t runs = (int64_t)starts.size() - 1, rows = starts.back(), per = Hq / heads, state = D + 16;
-  auto length_of = [&](int64_t r) { return seen.prefix_lens[r] + seen.tail_offsets[r + 1] - seen.tail_offsets[r]; };
+  auto length_of = [&](int64_t r) { return seen.length(r); };
   auto sees = [&](int64_t r, int64_t part) { return part >= sight.first_part(length_of(r)) && part * PART < length_of(r); };
   auto first_of = [&](int64_t i) {
     int64_t first = INT64_MAX;
@@ -123,9 +123,29 @@ int attend(const T* q, const U* pool, int64_t page_size, int64_t rows, int64_t H
   while (Hq / Hk % turns || Hq / Hk / turns > 8) turns++;
   int64_t G = Hq / Hk / turns;
   Sight sight = {window, sinks};
+  auto nothing = [] {};
+  // In a region all threads count the same, whatever a region would begin with now.
+  const int64_t threads = omp_get_level() > 0 ? omp_get_num_threads() : pl_threads();
+#if USE_ATTENTION_BLOCKS
+  if constexpr (kInBlocks<T>)
+    if (auto block = BY_DIM(attend_block, D, U)) {
+      int64_t longest = 0;
+      for (int64_t r = 0; r < rows; r++) longest = std::max(longest, seen.length(r));
+      int64_t parts = (longest + PART - 1) / PART;
+      // Every thread has some runs, or some parts of them.
+      int64_t limit = std::max<int64_t>(1, std::min<int64_t>(BLOCK_PAIRS * Hk / Hq, rows * Hk * parts / (2 * threads)));
+      std::vector<int64_t> starts = runs_of(rows, seen, limit, true);
+      auto unit = [&](int64_t i, int64_t h, int64_t begin, const States& states) {
+        int64_t r = starts[i];
+        block(q + r * Hq * D, pool, page_size, Hq, Hk, h, seen.slots + seen.slot_offsets[r], seen.prefix_lens + r,
+              starts[i + 1] - r, seen.tails, seen.tail_offsets + r, sight, scale, begin, states);
+      };
+      in_parts(starts, Hk, 1, Hq, D, seen, sight, out, unit, nothing);
+      return 0;
+    }
+#endif
   auto fn = row_fn<T, U>(D, G);
   if (!fn) return 1;
-  auto nothing = [] {};
 #ifdef USE_AMX
   if constexpr (std::is_same_v<T, bf16>) {
     auto run = BY_DIM(amx_attend_run, D, U);
@@ -141,62 +161,23 @@ int attend(const T* q, const U* pool, int64_t page_size, int64_t rows, int64_t H
     }
   }
 #endif
-  auto attend_one = [&](int64_t r, int64_t h, int64_t begin, float* states, int64_t step) {  // G query heads, from h G on
-    if constexpr (!kCoded<U>) {
-      int64_t tail = seen.tail_offsets[r + 1] - seen.tail_offsets[r];
-      fn(q + (r * Hq + h * G) * D, pool, page_size, Hk, h / turns, h * G, seen.slots + seen.slot_offsets[r],
-         seen.prefix_lens[r], seen.tails + seen.tail_offsets[r], seen.prefix_lens[r] + tail, sight, scale, begin, states, step);
-    }
-  };
-  // Rows r..end-1 over KV head h.
-  auto attend_run = [&](int64_t r, int64_t end, int64_t h, int64_t begin, const States& states) {
-    if constexpr (kCoded<U>)
-      fn(q + r * Hq * D, pool, page_size, Hq, Hk, h, seen.slots + seen.slot_offsets[r], seen.prefix_lens + r, end - r,
-         seen.tails, seen.tail_offsets + r, turns, sight, scale, begin, states);
-    else
-      for (int64_t at = r; at < end; at++)
-        for (int64_t turn = 0; turn < turns; turn++)
-          attend_one(at, h * turns + turn, begin, states.at(at - r, turn * G), states.step);
-  };
-  // Every thread has some runs. In a region all of them count the same, whatever a region would begin with now.
-  int64_t threads = omp_get_level() > 0 ? omp_get_num_threads() : pl_threads();
-#ifdef USE_ATTENTION_BLOCKS
-  if constexpr (std::is_same_v<T, bf16>) {
-    auto block = BY_DIM(attend_block, D, U);
-    int64_t least = std::max<int64_t>(2, (BLOCK_PAIRS + Hq / Hk - 1) / (Hq / Hk));  // rows that pay for laying keys out
-    int64_t limit = std::min<int64_t>(BLOCK_ROWS, rows * Hk / (4 * threads));
-    std::vector<int64_t> starts = {rows};
-    if (block && limit >= least) starts = runs_of(rows, seen, limit, kCoded<U>);
-    int64_t runs = (int64_t)starts.size() - 1;
-    auto pays = [&](int64_t i) { return starts[i + 1] - starts[i] >= least && !seen.tailed(starts[i]); };
-    bool any = false;
-    for (int64_t i = 0; i < runs; i++) any |= pays(i);
-    if (any) {
-      auto unit = [&](int64_t i, int64_t h, int64_t begin, const States& states) {
-        int64_t r = starts[i];
-        if (pays(i))
-          block(q + r * Hq * D, pool, page_size, Hq, Hk, h, seen.slots + seen.slot_offsets[r], seen.prefix_lens + r,
-                starts[i + 1] - r, sight, scale, begin, states);
-        else attend_run(r, starts[i + 1], h, begin, states);
-      };
-      in_parts(starts, Hk, 1, Hq, D, seen, sight, out, unit, nothing);
-      return 0;
-    }
-  }
-#endif
   if constexpr (kCoded<U>) {
     int64_t limit = std::max<int64_t>(1, std::min<int64_t>(CODED_ROWS, rows * Hk / (2 * threads)));
     std::vector<int64_t> starts = runs_of(rows, seen, limit, true);
     auto unit = [&](int64_t i, int64_t h, int64_t begin, const States& states) {
-      attend_run(starts[i], starts[i + 1], h, begin, states);
+      int64_t r = starts[i];
+      fn(q + r * Hq * D, pool, page_size, Hq, Hk, h, seen.slots + seen.slot_offsets[r], seen.prefix_lens + r,
+         starts[i + 1] - r, seen.tails, seen.tail_offsets + r, turns, sight, scale, begin, states);
     };
     in_parts(starts, Hk, 1, Hq, D, seen, sight, out, unit, nothing);
   } else {
     const int64_t at_once = std::min<int64_t>(4, std::max<int64_t>(1, rows * Hk * turns / 16));  // few rows go one by one
     std::vector<int64_t> starts(rows + 1);
     for (int64_t r = 0; r <= rows; r++) starts[r] = r;
-    auto unit = [&](int64_t r, int64_t h, int64_t begin, const States& states) {
-      attend_one(r, h, begin, states.first, states.step);
+    auto unit = [&](int64_t r, int64_t h, int64_t begin, const States& states) {  // G query heads, from h G on
+      fn(q + (r * Hq + h * G) * D, pool, page_size, Hk, h / turns, h * G, seen.slots + seen.slot_offsets[r],
+         seen.prefix_lens[r], seen.tails + seen.tail_offsets[r], seen.length(r), sight, scale, begin, states.first,
+         states.step);
     };
     in_parts(starts, Hk * turns, at_once, Hq, D, seen, sight, out, unit, nothing);
   }

@@ -22,14 +22,14 @@ struct AmxTile {
     __m512i pick_low = _mm512_load_si512(low), pick_high = _mm512_load_si512(high);
     for (int b = 2 * from; b < 2 * blocks32; b++) {
       for (int d = 0; d < D / 32; d++)
-        transpose16([&](int i) { return numbers32<D>(k[b * 16 + i], d * 32); }, keys[b][d]);
+        transpose16([&](int i) { return numbers32(k[b * 16 + i], D, d * 32); }, keys[b][d]);
       ask(b * 8, 8);
     }
     for (int b = from; b < blocks32; b++) {
       ask(TILE / 2 + b * 16, 16);
       for (int p = 0; p < 16; p++)
         for (int d = 0; d < D / 32; d++) {
-          __m512i x = numbers32<D>(v[b * 32 + 2 * p], d * 32), y = numbers32<D>(v[b * 32 + 2 * p + 1], d * 32);
+          __m512i x = numbers32(v[b * 32 + 2 * p], D, d * 32), y = numbers32(v[b * 32 + 2 * p + 1], D, d * 32);
           _mm512_store_si512(values[b][2 * d] + p * 32, _mm512_permutex2var_epi16(x, pick_low, y));
           _mm512_store_si512(values[b][2 * d + 1] + p * 32, _mm512_permutex2var_epi16(x, pick_high, y));
         }
@@ -73,7 +73,7 @@ struct AmxBlock {  // up to 16 (row, query head) pairs
       _tile_stored(0, s + b * 16, TILE * 4);
       _tile_stored(1, s + b * 16 + 16, TILE * 4);
     }
-    for (int m = 0; m < pairs; m++) soften(s + m * TILE, p + m * TILE, m, start[m] - base, length[m] - base, blocks32 * 2, scale);
+    for (int m = 0; m < pairs; m++) weigh(s + m * TILE, p + m * TILE, m, start[m] - base, length[m] - base, blocks32 * 2, scale);
     for (int d = 0; d < D / 16; d += 2) {
       _tile_loadd(0, acc + d * 16, D * 4);
       _tile_loadd(1, acc + d * 16 + 16, D * 4);
@@ -90,35 +90,9 @@ struct AmxBlock {  // up to 16 (row, query head) pairs
   }
 
   // One row of scores to probabilities; updates top, total and acc of pair m. It sees the keys from..valid-1 of this tile.
-  void soften(float* s, bf16* p, int m, int64_t from, int64_t valid, int groups, float scale) {
+  void weigh(float* s, bf16* p, int m, int64_t from, int64_t valid, int groups, float scale) {
     if (valid <= 0 || from >= TILE) { memset(p, 0, groups * 32); return; }
-    if (groups == TILE / 16 && valid >= TILE && from <= 0) soften_groups<TILE / 16>(s, p, m, from, valid, groups, scale);
-    else soften_groups<0>(s, p, m, from, valid, groups, scale);
-  }
-
-  template <int kGroups>  // of a whole tile, or 0: as many as ``groups``
-  void soften_groups(float* s, bf16* p, int m, int64_t from, int64_t valid, int groups, float scale) {
-    const int count = kGroups ? kGroups : groups;
-    int full = kGroups ? kGroups : std::min<int64_t>(valid, count * 16) / 16;
-    v16 high16 = splat(-INFINITY);
-    for (int b = 0; b < count; b++) {
-      v16 x = load16(s + b * 16) * scale;
-      if (b >= full || b * 16 < from)
-        for (int i = 0; i < 16; i++) if (b * 16 + i >= valid || b * 16 + i < from) x[i] = -INFINITY;
-      store16(s + b * 16, x);
-      high16 = vmax(high16, x);
-    }
-    float high = std::max(top[m], hmax(high16));
-    v16 sum = {};
-    for (int b = 0; b < count; b++) {
-      v16 x = load16(s + b * 16);
-      v16 e = x == -INFINITY ? v16{} : vexp(x - high);
-      store16(p + b * 16, e);
-      sum += e;
-    }
-    float fade = vexp(splat(top[m] - high))[0];  // of what is 0 where nothing came before
-    total[m] = total[m] * fade + hsum(sum);
-    top[m] = high;
+    float fade = soften(s, p, from, valid, groups, scale, top[m], total[m]);
     for (int d = 0; d < D; d += 16) store16(acc + m * D + d, load16(acc + m * D + d) * fade);
   }
 };
@@ -157,8 +131,8 @@ static void amx_attend_run(const bf16* q, const U* pool, int64_t page_size, int6
     to.load(keys, values, from, blocks32, [&](int64_t j, int64_t count) {  // rows lie too far apart for the processor to guess
       for (int64_t end = std::min(j + count, more); j < end; j++) {
         const U* key = ahead.at(prefix[base + TILE + j]);
-        ask_for<D>(key);
-        ask_for<D>(key + to_value);
+        ask_for(key, D);
+        ask_for(key + to_value, D);
       }
     });
   };

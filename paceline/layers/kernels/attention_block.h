@@ -1,164 +1,296 @@
-// Attention of many rows at once, for bf16 without AMX: neighbouring rows of a sequence over one KV head. Keys of a tile are
-// laid out so that a vector holds a pair of dims of 16 keys, and rows share what they load. A row keeps the bits that
-// attend_row gives it: its dot products are the same sums of products, added in the order of `sum_each`, and its weights and
-// values go through the same operations in the same order.
+// Attention of rows of one sequence over one KV head, for bf16 without AMX. Where many rows and query heads go together, some
+// groups of 16 keys at a time are laid out for them, so that a vector holds a pair of dims of 16 keys, or a pair of keys of
+// 16 dims. A row does not depend on what it goes with: its dot products are the same sums, added in the tree of `sum_each`,
+// and the keys of a group that it does not see enter with weight 0.
 #pragma once
 #include "attention_row.h"
 
-#if defined(USE_AVX512BF16) && !defined(USE_AMX)
-#define USE_ATTENTION_BLOCKS 1
+#if USE_ATTENTION_BLOCKS
+static constexpr int BLOCK_PAIRS = 48;   // of a row and a query head that a run of several rows has at most
+static constexpr int TOGETHER = 6;       // pairs whose sums stay in registers; more of them pay for laying keys out
+static constexpr int DOTS_TOGETHER = 4;  // the same of scores
+static constexpr int GROUPS = 4;         // of 16 keys that are laid out together
+static constexpr int MOST_DIM = 256;
 
-static constexpr int BLOCK_ROWS = 16;
-static constexpr int BLOCK_PAIRS = 8;  // of rows and query heads, from which on laying keys out pays
+// A run's pairs.
+struct RunPairs {
+  std::vector<bf16> q;      // [pairs][D]
+  std::vector<float> sums;  // [pairs][D]
+  std::vector<v16> scores;  // [pairs][TILE] floats; weights in bf16 take their places
+  std::vector<float> top, total;
+  std::vector<int64_t> first, length;  // a pair sees the positions first..length-1
 
-template <int D>
-struct BlockTile {
-  static constexpr int CHUNKS = D / 32;
-  alignas(64) bf16 keys[TILE / 16][16][CHUNKS][32];  // [16 keys][pair of dims, in its chunk of 32][chunk]: keys, 2
-  const bf16* values[TILE];
-
-  // Its groups of 16 from `from` on, n keys in all. k: of all keys, to whole groups; numbers: [TILE][D], where values go that
-  // are codes.
-  template <class U>
-  void load(const U* const* k, int64_t to_value, int from, int n, bf16* numbers) {
-    alignas(64) bf16 turned[512];
-    for (int b = from; b < (n + 15) / 16; b++)
-      for (int c = 0; c < CHUNKS; c++) {
-        transpose16([&](int i) { return numbers32<D>(k[b * 16 + i], c * 32); }, turned);
-        for (int l = 0; l < 16; l++) memcpy(keys[b][l][c], turned + l * 32, 64);
-      }
-    for (int j = from * 16; j < n; j++) {
-      if constexpr (kCoded<U>) {
-        unround_row<D>(k[j] + to_value, numbers + j * D);
-        values[j] = numbers + j * D;
-      } else values[j] = k[j] + to_value;
-    }
+  void resize(int64_t pairs, int64_t D) {
+    q.resize(pairs * D);
+    sums.assign(pairs * D, 0.0f);
+    scores.resize(pairs * TILE / 16);
+    top.resize(pairs), total.resize(pairs), first.resize(pairs), length.resize(pairs);
   }
 };
 
-template <int D>
-struct RowState {  // one query head of one row
-  alignas(64) float acc[D];
-  float top, total;
-  int64_t first, length;
+// The keys and values of a tile.
+template <class U>
+struct BlockTile {
+  const U* found[2][TILE];
+  const U** keys = found[0];  // of whole groups of 16: `none` where there is no key
+  const U** next = found[1];  // of the next tile: asked for on the way, for all at once would be waited for
+  int num_next = 0;
+  const U* none;  // zeros
+  int64_t to_value, D;
+  alignas(64) bf16 room[GROUPS * 16 * MOST_DIM];
+
+  void ask(int j, int count, int64_t offset) const {
+    for (int end = std::min(j + count, num_next); j < end; j++) ask_for(next[j] + offset, D);
+  }
+  const U* value(int j) const { return keys[j] == none ? none : keys[j] + to_value; }
+  // Groups b..end-1 to `room`: [groups][pairs of dims][16 keys][2].
+  void lay_keys(int b, int end) {
+    for (int j = b * 16; j < end * 16; j += 16) {
+      ask(j, 16, 0);
+      for (int64_t d = 0; d < D; d += 32)
+        transpose16([&](int i) { return numbers32(keys[j + i], D, d); }, room + (j - b * 16) * D + d * 16);
+    }
+  }
+  // The same of values: [pairs of keys][chunks of 32 dims][2][16 dims: see `in_order`][2].
+  void lay_values(int b, int end) {
+    for (int j = b * 16; j < end * 16; j += 2) {
+      ask(j, 2, to_value);
+      for (int64_t d = 0; d < D; d += 32) {
+        bf16* to = room + (j - b * 16) * D + 2 * d;
+        __m512i low, high;
+        pair(j, d, low, high);
+        _mm512_store_si512(to, low);
+        _mm512_store_si512(to + 32, high);
+      }
+    }
+  }
+  // A chunk of the values of keys j and j + 1.
+  void pair(int j, int64_t d, __m512i& low, __m512i& high) const {
+    __m512i x = numbers32(value(j), D, d), y = numbers32(value(j + 1), D, d);
+    low = _mm512_unpacklo_epi16(x, y), high = _mm512_unpackhi_epi16(x, y);
+  }
+  // Scores of a query with group b.
+  template <int kD>
+  void dots(const bf16* q, int b, float* out) const {
+    __m512 acc[16];
+    for (int j = 0; j < 16; j++) {
+      acc[j] = _mm512_setzero_ps();
+      for (int d = 0; d < kD; d += 32)
+        acc[j] = _mm512_dpbf16_ps(acc[j], (__m512bh)_mm512_loadu_si512(q + d), (__m512bh)numbers32(keys[b * 16 + j], kD, d));
+    }
+    store16(out, sum_each(acc));
+  }
 };
 
-// Dot products of P rows with the keys in groups from..end-1 of a tile: out[P][TILE].
-template <int D, int P>
-static inline __attribute__((always_inline)) void block_dots(const bf16* q, const BlockTile<D>& tile, int from, int end, float* out) {
-  for (int b = from; b < end; b++) {
-    __m512 quarter[4][P];
-    auto lane = [&](int l, __m512 (&t)[P]) {
-      for (int p = 0; p < P; p++) t[p] = _mm512_setzero_ps();
-      for (int c = 0; c < D / 32; c++) {
-        __m512bh key = (__m512bh)_mm512_load_si512(tile.keys[b][l][c]);
-        for (int p = 0; p < P; p++) {
-          uint32_t pair; memcpy(&pair, q + p * D + c * 32 + l * 2, 4);
-          t[p] = _mm512_dpbf16_ps(t[p], (__m512bh)_mm512_set1_epi32(pair), key);
+// Two vectors of sums, of a chunk of 32 dims as values have it, to dims one after another.
+static inline void in_order(float* sums) {
+  __m512i low = _mm512_loadu_si512(sums), high = _mm512_loadu_si512(sums + 16);
+  __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), last = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+  _mm512_storeu_si512(sums, _mm512_permutex2var_epi64(low, first, high));
+  _mm512_storeu_si512(sums + 16, _mm512_permutex2var_epi64(low, last, high));
+}
+
+static inline __m512bh splat_pair(const bf16* x) {
+  uint32_t pair; memcpy(&pair, x, 4);
+  return (__m512bh)_mm512_set1_epi32(pair);
+}
+
+// Scores of P pairs with a group of 16 keys. out: of the first pair, [TILE].
+template <int P>
+static void block_dots(const bf16* q, const bf16* keys, int64_t D, float* out) {
+  typedef __m512 Sums[P];
+  auto plus = [](Sums& to, const Sums& more) {
+    for (int p = 0; p < P; p++) to[p] = _mm512_add_ps(to[p], more[p]);
+  };
+  auto lane = [&](int l, Sums& t) {
+    for (int p = 0; p < P; p++) t[p] = _mm512_setzero_ps();
+    for (int64_t d = 0; d < D; d += 32) {
+      __m512bh key = (__m512bh)_mm512_load_si512(keys + d * 16 + l * 32);
+      for (int p = 0; p < P; p++) t[p] = _mm512_dpbf16_ps(t[p], splat_pair(q + p * D + d + l * 2), key);
+    }
+  };
+  auto quarter = [&](int l, Sums& even) {
+    Sums odd, next;
+    lane(l, even);
+    lane(l + 2, next);
+    plus(even, next);
+    lane(l + 1, odd);
+    lane(l + 3, next);
+    plus(odd, next);
+    plus(even, odd);
+  };
+  Sums half, whole, next;
+  quarter(0, whole);
+  quarter(4, next);
+  plus(whole, next);
+  quarter(8, half);
+  quarter(12, next);
+  plus(half, next);
+  plus(whole, half);
+  for (int p = 0; p < P; p++) _mm512_storeu_ps(out + p * TILE, whole[p]);
+}
+
+// sums += weights of `count` keys times their values, for P pairs and C chunks of dims. weights: of the first key and pair.
+// pair_at(j, c, low, high): values j and j + 1 of chunk c.
+template <int P, int C, class PairAt>
+static inline __attribute__((always_inline)) void block_values(float* sums, int64_t D, const bf16* weights, int count, PairAt pair_at) {
+  __m512 acc[P][2 * C];
+  for (int p = 0; p < P; p++)
+    for (int c = 0; c < 2 * C; c++) acc[p][c] = _mm512_loadu_ps(sums + p * D + c * 16);
+  for (int j = 0; j < count; j += 2) {
+    __m512i v[2 * C];
+    for (int c = 0; c < C; c++) pair_at(j, c, v[2 * c], v[2 * c + 1]);
+    for (int p = 0; p < P; p++) {
+      __m512bh pair = splat_pair(weights + p * 2 * TILE + j);
+      for (int c = 0; c < 2 * C; c++) acc[p][c] = _mm512_dpbf16_ps(acc[p][c], pair, (__m512bh)v[c]);
+    }
+  }
+  for (int p = 0; p < P; p++)
+    for (int c = 0; c < 2 * C; c++) _mm512_storeu_ps(sums + p * D + c * 16, acc[p][c]);
+}
+
+// The pairs from `at` to `end` through the tile at `base`, of which they see the groups from..stop-1 at most.
+template <int D, class U>
+static void block_tile(RunPairs& run, int64_t at, int64_t end, BlockTile<U>& tile, int from, int stop, int64_t base, float scale) {
+  const bool few = end - at <= TOGETHER;  // these take keys and values as they lie
+  float* scores = (float*)run.scores.data();
+  auto first_of = [&](int64_t i) { return (int)std::min<int64_t>(std::max<int64_t>(run.first[i] - base, 0), TILE); };
+  auto end_of = [&](int64_t i) { return (int)std::min<int64_t>(std::max<int64_t>(run.length[i] - base, 0), TILE); };
+  const bf16* q = run.q.data();
+  for (int b = from; few && b < stop; b++) {
+    tile.ask(b * 16, 16, 0);
+    for (int64_t i = at; i < end; i++) tile.template dots<D>(q + i * D, b, scores + i * TILE + b * 16);
+  }
+  for (int b = from; !few && b < stop; b += GROUPS) {
+    int count = std::min(GROUPS, stop - b);
+    tile.lay_keys(b, b + count);
+    for (int n = 0; n < count; n++)
+      for (int64_t i = at; i < end; i += DOTS_TOGETHER) {
+        float* out = scores + i * TILE + (b + n) * 16;
+        const bf16* keys = tile.room + n * 16 * D;
+        switch (end - i) {
+          case 1: block_dots<1>(q + i * D, keys, D, out); break;
+          case 2: block_dots<2>(q + i * D, keys, D, out); break;
+          case 3: block_dots<3>(q + i * D, keys, D, out); break;
+          default: block_dots<DOTS_TOGETHER>(q + i * D, keys, D, out);
         }
       }
+  }
+  for (int64_t i = at; i < end; i++) {
+    int first = first_of(i), last = end_of(i), before = first / 16 * 16;
+    if (first >= last) continue;
+    float* s = scores + i * TILE;
+    bf16* weights = (bf16*)s;
+    float fade = soften(s + before, weights + before, first - before, last - before, (last + 15) / 16 - first / 16, scale,
+                        run.top[i], run.total[i]);
+    for (int64_t d = i * D; d < (i + 1) * D; d += 16) store16(&run.sums[d], load16(&run.sums[d]) * fade);
+  }
+  constexpr int STEP = TILE / 16;
+  for (int b = from; b < stop; b += few ? STEP : GROUPS) {
+    int b_end = few ? stop : std::min(b + GROUPS, stop);
+    if (!few) tile.lay_values(b, b_end);
+    // Groups g..g_end-1 for P pairs from i on.
+    auto add = [&](auto P, int64_t i, int g, int g_end) {
+      if (g >= g_end) return;
+      const bf16* weights = (const bf16*)(scores + i * TILE) + g * 16;
+      auto chunks = [&](auto C, int64_t d) {
+        float* sums = &run.sums[i * D + d];
+        int count = (g_end - g) * 16;
+        if (few)
+          block_values<P(), C()>(sums, D, weights, count, [&](int j, int c, __m512i& low, __m512i& high) {
+            if (d == 0 && c == 0) tile.ask(g * 16 + j, 2, tile.to_value);
+            tile.pair(g * 16 + j, d + 32 * c, low, high);
+          });
+        else
+          block_values<P(), C()>(sums, D, weights, count, [&](int j, int c, __m512i& low, __m512i& high) {
+            const bf16* from = tile.room + ((g - b) * 16 + j) * D + 2 * d + 64 * c;
+            low = _mm512_load_si512(from), high = _mm512_load_si512(from + 32);
+          });
+      };
+      for (int64_t d = 0; d + 64 <= D; d += 64) chunks(std::integral_constant<int, 2>(), d);
+      if constexpr (D % 64 != 0) chunks(std::integral_constant<int, 1>(), D / 64 * 64);
     };
-    for (int i = 0; i < 4; i++) {
-      __m512 t[P], u[P];
-      lane(4 * i, quarter[i]);
-      lane(4 * i + 2, t);
-      for (int p = 0; p < P; p++) quarter[i][p] = _mm512_add_ps(quarter[i][p], t[p]);
-      lane(4 * i + 1, u);
-      lane(4 * i + 3, t);
-      for (int p = 0; p < P; p++) quarter[i][p] = _mm512_add_ps(quarter[i][p], _mm512_add_ps(u[p], t[p]));
-      if (i % 2)
-        for (int p = 0; p < P; p++) quarter[i - 1][p] = _mm512_add_ps(quarter[i - 1][p], quarter[i][p]);
+    for (int64_t i = at; i < end; i += TOGETHER) {
+      int64_t rows = std::min<int64_t>(TOGETHER, end - i);
+      int begin = b, close = b_end;  // all of them see these
+      for (int64_t p = i; p < i + rows; p++) {
+        begin = std::max(begin, first_of(p) / 16);
+        close = std::min(close, first_of(p) < end_of(p) ? (end_of(p) + 15) / 16 : 0);
+      }
+      if (begin >= close) begin = close = b_end;
+      // What a pair sees besides comes before and after that, in the order of its positions.
+      auto alone = [&](int64_t p, int g, int g_end) {
+        if (first_of(p) < end_of(p))
+          add(std::integral_constant<int, 1>(), p, std::max(g, first_of(p) / 16), std::min(g_end, (end_of(p) + 15) / 16));
+      };
+      for (int64_t p = i; p < i + rows; p++) alone(p, b, begin);
+      BY_ROWS(rows, (add(std::integral_constant<int, R>(), i, begin, close)))
+      for (int64_t p = i; p < i + rows; p++) alone(p, close, b_end);
     }
-    for (int p = 0; p < P; p++) _mm512_store_ps(out + p * TILE + b * 16, _mm512_add_ps(quarter[0][p], quarter[2][p]));
   }
 }
 
-// acc += weights of keys from..end-1 times their values, for P rows.
-template <int D, int P>
-static inline __attribute__((always_inline)) void block_values(RowState<D>* rows, const BlockTile<D>& tile, const float* s, int from, int end) {
-  constexpr int DV = D / 16;
-  if (from >= end) return;
-  v16 acc[P][DV];
-  for (int p = 0; p < P; p++)
-    for (int d = 0; d < DV; d++) acc[p][d] = load16(rows[p].acc + d * 16);
-  for (int j = from; j < end; j++) {
-    v16 v[DV];
-    for (int d = 0; d < DV; d++) v[d] = load16(tile.values[j] + d * 16);
-    for (int p = 0; p < P; p++)
-      for (int d = 0; d < DV; d++)
-        acc[p][d] = (v16)_mm512_fmadd_ps((__m512)v[d], _mm512_set1_ps(s[p * TILE + j]), (__m512)acc[p][d]);
-  }
-  for (int p = 0; p < P; p++)
-    for (int d = 0; d < DV; d++) store16(rows[p].acc + d * 16, acc[p][d]);
-}
-
-// One tile for P rows, which all see some of it or none.
-template <int D, int P>
-static void block_tile(RowState<D>* rows, const bf16* q, const BlockTile<D>& tile, int64_t base, float scale) {
-  alignas(64) float s[P * TILE];
-  int from[P], end[P], least = TILE, most = 0, begin = 0, stop = TILE;
-  for (int p = 0; p < P; p++) {
-    from[p] = (int)std::min<int64_t>(std::max<int64_t>(rows[p].first - base, 0), TILE);
-    end[p] = (int)std::min<int64_t>(std::max<int64_t>(rows[p].length - base, 0), TILE);
-    if (from[p] >= end[p]) from[p] = end[p] = 0;  // it sees nothing here
-    else { least = std::min(least, from[p]); most = std::max(most, end[p]); }
-    begin = std::max(begin, from[p]);
-    stop = std::min(stop, end[p]);
-  }
-  if (least >= most) return;
-  block_dots<D, P>(q, tile, least / 16, (most + 15) / 16, s);
-  for (int p = 0; p < P; p++) {
-    if (from[p] >= end[p]) continue;
-    float fade = weigh(s + p * TILE, from[p], end[p], scale, rows[p].top, rows[p].total);
-    for (int d = 0; d < D; d += 16) store16(rows[p].acc + d, load16(rows[p].acc + d) * fade);
-  }
-  // All rows see begin..stop-1; what else one sees comes before and after that, in the order of its positions.
-  if (begin >= stop) begin = stop = TILE;
-  for (int p = 0; p < P; p++) block_values<D, 1>(rows + p, tile, s + p * TILE, from[p], std::min(begin, end[p]));
-  block_values<D, P>(rows, tile, s, begin, stop);
-  for (int p = 0; p < P; p++) block_values<D, 1>(rows + p, tile, s + p * TILE, std::max(stop, from[p]), end[p]);
-}
-
-// `count` rows without tails, neighbours of one sequence, over one KV head: the part at `begin`. lengths: of the rows.
+// `count` neighbouring rows of one sequence over one KV head: rows without tails, or rows with tails whose prefixes are
+// equally long. These go through the tiles that lie in their prefix together, and from the tile on in which it ends alone.
+// What is computed is the part at `begin`.
 template <int D, class U>
 static void attend_block(const bf16* q, const U* pool, int64_t page_size, int64_t Hq, int64_t Hk, int64_t head,
-                         const int32_t* slots, const int32_t* lengths, int64_t count, const Sight& sight, float scale,
-                         int64_t begin, const States& states) {
-  constexpr int P = D <= 64 ? 6 : D <= 96 ? 4 : D <= 128 ? 3 : 1;  // sums of so many rows stay in registers
-  static thread_local std::vector<RowState<D>> memory;
-  static thread_local std::vector<bf16> queries;
-  static thread_local BlockTile<D> tile;
-  constexpr int64_t W = kept_width<U>(D);
-  alignas(64) static const U zeros[W] = {};
-  alignas(64) static thread_local bf16 numbers[kCoded<U> ? TILE * D : 1];
-  const int64_t G = Hq / Hk, pairs = count * G;
+                         const int32_t* prefix, const int32_t* prefix_lens, int64_t count, const int32_t* tails,
+                         const int64_t* tail_offsets, const Sight& sight, float scale, int64_t begin, const States& states) {
+  static thread_local RunPairs run;
+  static thread_local BlockTile<U> tile;
+  alignas(64) static const U zeros[kept_width<U>(MOST_DIM)] = {};
+  const int64_t G = Hq / Hk, pairs = count * G, shared = prefix_lens[0], end = begin + PART;
+  const bool tailed = tail_offsets[1] > tail_offsets[0];
   Places<U> places(pool, page_size, Hk, head, D);
-  const int64_t to_value = places.to_value();
-  memory.resize(pairs);
-  queries.resize(pairs * D);
-  RowState<D>* rows = memory.data();
+  tile.none = zeros, tile.to_value = places.to_value(), tile.D = D;
   int64_t earliest = INT64_MAX, longest = 0;
+  run.resize(pairs, D);
   for (int64_t i = 0; i < pairs; i++) {
-    int64_t r = i / G, g = i % G;
-    memset(rows[i].acc, 0, sizeof rows[i].acc);
-    rows[i].top = sight.top(head * G + g, lengths[r], begin);
-    rows[i].total = sight.total(lengths[r], begin);
-    rows[i].length = lengths[r];
-    rows[i].first = sight.first(lengths[r]);
-    earliest = std::min(earliest, rows[i].first);
-    longest = std::max(longest, rows[i].length);
-    memcpy(&queries[i * D], q + (r * Hq + head * G + g) * D, D * sizeof(bf16));
+    int64_t r = i / G, g = head * G + i % G, length = prefix_lens[r] + tail_offsets[r + 1] - tail_offsets[r];
+    run.top[i] = sight.top(g, length, begin);
+    run.total[i] = sight.total(length, begin);
+    run.first[i] = sight.first(length);
+    run.length[i] = length;
+    earliest = std::min(earliest, run.first[i]);
+    longest = std::max(longest, length);
+    memcpy(&run.q[i * D], q + (r * Hq + g) * D, D * sizeof(bf16));
   }
-  const U* keys[TILE];
-  for (int64_t base = std::max(earliest / TILE * TILE, begin); base < std::min(longest, begin + PART); base += TILE) {
-    int n = (int)std::min<int64_t>(TILE, longest - base), groups = (n + 15) / 16;
-    int group0 = (int)(std::max<int64_t>(earliest - base, 0) / 16);
-    for (int j = group0 * 16; j < groups * 16; j++) keys[j] = j < n ? places.at(slots[base + j]) : zeros;
-    tile.load(keys, to_value, group0, n, numbers);
-    int64_t i = 0;
-    for (; i + P <= pairs; i += P) block_tile<D, P>(rows + i, &queries[i * D], tile, base, scale);
-    for (; i < pairs; i++) block_tile<D, 1>(rows + i, &queries[i * D], tile, base, scale);
+  // The keys at first..last-1 of the tile at `base`, and zeros around them in their groups of 16. tail: what follows the prefix.
+  auto find = [&](int64_t base, int64_t first, int64_t last, const int32_t* tail, const U** keys) {
+    for (int64_t at = first / 16 * 16; at < first; at++) keys[at - base] = zeros;
+    for (int64_t at = first; at < last; at++)
+      keys[at - base] = places.at(tail && at >= shared ? tail[at - shared] : prefix[at]);
+    for (int64_t at = last; at % 16; at++) keys[at - base] = zeros;
+  };
+  auto add = [&](int64_t r, int64_t r_end, int64_t base, int64_t first, int64_t last) {
+    block_tile<D>(run, r * G, r_end * G, tile, (int)(first - base) / 16, (int)(last - base + 15) / 16, base, scale);
+  };
+  const int64_t apart = tailed ? shared / TILE * TILE : longest;  // from where on the rows go alone
+  const int64_t stop = std::min(apart, end), known = std::min(tailed ? shared : longest, end);
+  bool found = false;
+  for (int64_t base = std::max(earliest / TILE * TILE, begin), last; base < stop; base = last) {
+    int64_t first = std::max(base, earliest);
+    last = std::min(base + TILE, known);
+    if (!found) find(base, first, last, nullptr, tile.keys);
+    found = true;
+    int64_t next = std::min(last + TILE, known);
+    tile.num_next = last % TILE ? 0 : (int)(next - last);
+    if (tile.num_next) find(last, last, next, nullptr, tile.next);
+    add(0, count, base, first, last);
+    std::swap(tile.keys, tile.next);
   }
-  for (int64_t i = 0; i < pairs; i++) states.put(i / G, i % G, rows[i].acc, D, rows[i].top, rows[i].total);
+  tile.num_next = 0;
+  for (int64_t r = 0; tailed && r < count; r++)
+    for (int64_t base = std::max(apart, begin); base < std::min(run.length[r * G], end); base += TILE) {
+      int64_t first = std::max(base, run.first[r * G]), last = std::min(base + TILE, run.length[r * G]);
+      if (first >= last) continue;
+      find(base, first, last, tails + tail_offsets[r], tile.keys);
+      add(r, r + 1, base, first, last);
+    }
+  for (int64_t i = 0; i < pairs; i++) {
+    for (int64_t d = 0; d < D; d += 32) in_order(&run.sums[i * D + d]);
+    states.put(i / G, i % G, &run.sums[i * D], D, run.top[i], run.total[i]);
+  }
 }
 #endif

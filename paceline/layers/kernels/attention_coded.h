@@ -87,8 +87,8 @@ static void attend_coded(const T* q, const int8_t* pool, int64_t page_size, int6
               [&](int64_t j) { return prefix[base + j]; }, places);
     for (int64_t at = base + TILE; at < std::min({base + 2 * TILE, tailed ? shared : longest, end}); at++) {
       const int8_t* key = places.at(prefix[at]);
-      ask_for<D>(key);
-      ask_for<D>(key + places.to_value());
+      ask_for(key, D);
+      ask_for(key + places.to_value(), D);
     }
     for (int64_t r = 0; r < count; r++) add(r, base, tile);
   }
@@ -114,29 +114,21 @@ static void attend_coded(const T* q, const int8_t* pool, int64_t page_size, int6
 }
 
 // What goes through rows, of numbers one after another and of codes together; null for a head dim that has no kernel.
+template <int D, class T, class U>
+static auto row_fn_of(int64_t G) {
+  if constexpr (kCoded<U>) return &attend_coded<D, T>;
+  else return by_group<D, T>(G);
+}
 template <class T, class U>
 static auto row_fn(int64_t D, int64_t G) {
-  if constexpr (kCoded<U>) {
-    decltype(&attend_coded<16, T>) fn = nullptr;
-    switch (D) {
-      case 16: fn = attend_coded<16, T>; break;
-      case 32: fn = attend_coded<32, T>; break;
-      case 64: fn = attend_coded<64, T>; break;
-      case 96: fn = attend_coded<96, T>; break;
-      case 128: fn = attend_coded<128, T>; break;
-      case 256: fn = attend_coded<256, T>; break;
-    }
-    return fn;
-  } else {
-    RowFn<T> fn = nullptr;
-    switch (D) {
-      case 16: fn = by_group<16, T>(G); break;
-      case 32: fn = by_group<32, T>(G); break;
-      case 64: fn = by_group<64, T>(G); break;
-      case 96: fn = by_group<96, T>(G); break;
-      case 128: fn = by_group<128, T>(G); break;
-      case 256: fn = by_group<256, T>(G); break;
-    }
-    return fn;
+  decltype(row_fn_of<16, T, U>(G)) fn = nullptr;
+  if (D == 16) fn = row_fn_of<16, T, U>(G);
+  if constexpr (!kInBlocks<T>) switch (D) {
+    case 32: fn = row_fn_of<32, T, U>(G); break;
+    case 64: fn = row_fn_of<64, T, U>(G); break;
+    case 96: fn = row_fn_of<96, T, U>(G); break;
+    case 128: fn = row_fn_of<128, T, U>(G); break;
+    case 256: fn = row_fn_of<256, T, U>(G); break;
   }
+  return fn;
 }

@@ -7,6 +7,15 @@
 #include "steps.h"
 #include "tile.h"
 
+#if defined(USE_AVX512BF16) && !defined(USE_AMX)
+#define USE_ATTENTION_BLOCKS 1
+#else
+#define USE_ATTENTION_BLOCKS 0
+#endif
+// Whether rows of T go through attention_block.h, but those of heads whose dims are no multiple of 32.
+template <class T>
+static constexpr bool kInBlocks = USE_ATTENTION_BLOCKS && std::is_same_v<T, bf16>;
+
 #ifdef USE_AVX512BF16
 template <int D>
 static inline void dots16(const bf16* q, const bf16* const* keys, float* out) {
@@ -99,6 +108,47 @@ static __attribute__((noinline)) float weigh(float* s, int from, int n, float sc
   return fade;
 }
 
+#ifdef USE_AVX512BF16
+// Scores of `groups` groups of 16 keys to weights in bf16, for a row that sees the keys from..n-1 of them: others get 0.
+// Returns what weights of earlier tiles are multiplied by. kGroups: of a whole tile that is all seen, or 0.
+template <int kGroups>
+static inline __attribute__((always_inline)) float soften_groups(float* s, bf16* weights, int64_t from, int64_t n, int groups,
+                                                                 float scale, float& top, float& total) {
+  const int count = kGroups ? kGroups : groups;
+  int full = kGroups ? kGroups : (int)std::min<int64_t>(n, count * 16) / 16;
+  v16 high16 = splat(-INFINITY);
+  for (int b = 0; b < count; b++) {
+    v16 x = load16(s + b * 16) * scale;
+    if (b >= full || b * 16 < from) {
+      auto below = [&](int64_t at) { return (1u << std::min<int64_t>(std::max<int64_t>(at - b * 16, 0), 16)) - 1; };
+      x = (v16)_mm512_mask_mov_ps((__m512)splat(-INFINITY), (__mmask16)(below(n) & ~below(from)), (__m512)x);
+    }
+    store16(s + b * 16, x);
+    high16 = vmax(high16, x);
+  }
+  float high = std::max(top, hmax(high16));
+  v16 sum = {};
+  for (int b = 0; b < count; b++) {
+    v16 x = load16(s + b * 16);
+    v16 e = x == -INFINITY ? v16{} : vexp(x - high);
+    store16(weights + b * 16, e);
+    sum += e;
+  }
+  float fade = vexp(splat(top - high))[0];  // of what is 0 where nothing came before
+  total = total * fade + hsum(sum);
+  top = high;
+  return fade;
+}
+
+// The same, for any of them.
+static __attribute__((noinline)) float soften(float* s, bf16* weights, int64_t from, int64_t n, int groups, float scale,
+                                              float& top, float& total) {
+  if (groups == TILE / 16 && n >= TILE && from <= 0)
+    return soften_groups<TILE / 16>(s, weights, from, n, groups, scale, top, total);
+  return soften_groups<0>(s, weights, from, n, groups, scale, top, total);
+}
+#endif
+
 // One tile for G query heads of a row that sees from..n-1 of it. keys: of its groups of 16, anything where it sees none;
 // values lie `to_value` elements behind them. top, total: [G].
 template <int D, int G, class T>
@@ -138,8 +188,8 @@ static void attend_row(const T* q, const T* pool, int64_t page_size, int64_t Hk,
     for (int64_t at = std::max(base, first), end = std::min<int64_t>(base + TILE, last); at < end; at++) {
       const T* key = places.at(at < prefix_len ? prefix[at] : tail[at - prefix_len]);
       keys[at - base] = key;
-      ask_for<D>(key);
-      ask_for<D>(key + to_value);
+      ask_for(key, D);
+      ask_for(key + to_value, D);
     }
   };
   int64_t start = first / TILE * TILE;

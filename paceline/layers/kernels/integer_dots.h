@@ -92,6 +92,8 @@ static inline __attribute__((always_inline)) void dot_group(const int8_t* x, int
                                                             int64_t length, Ints (&sum)[M][2]) {
   for (int64_t k = 0; k < length; k += 32 / BITS, codes += 128) {
     Codes first = load_codes(codes), second = load_codes(codes + 64);
+    ask_ahead(codes);
+    ask_ahead(codes + 64);
     for (int m = 0; m < M; m++) {
       Quad quad = load_quad(x + m * stride + k);
       sum[m][0] = dot4(sum[m][0], BITS == 8 ? first : low_halves(first), quad);

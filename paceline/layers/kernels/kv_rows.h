@@ -37,9 +37,9 @@ struct Places {
 };
 
 // Asks for the lines of a head's row; rows lie too far apart for the processor to guess.
-template <int D, class U>
-static inline void ask_for(const U* row) {
-  constexpr int64_t bytes = kept_width<U>(D) * sizeof(U);
+template <class U>
+static inline void ask_for(const U* row, int64_t D) {
+  const int64_t bytes = kept_width<U>(D) * sizeof(U);
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char*)row + at, 0, 2);
 }
 
@@ -59,11 +59,9 @@ static inline v16 coded16(const int8_t* codes, float scale) {
 }
 
 #ifdef USE_AVX512BF16
-// Elements d..d+31 of a row as bf16. The instruction takes subnormal numbers for 0: there are none, for no scale is one.
-template <int D>
-static inline __m512i numbers32(const bf16* row, int64_t d) { return _mm512_loadu_si512(row + d); }
-template <int D>
-static inline __m512i numbers32(const int8_t* row, int64_t d) {
+// Elements d..d+31 of a row of D as bf16. The instruction takes subnormal numbers for 0: there are none, for no scale is one.
+static inline __m512i numbers32(const bf16* row, int64_t, int64_t d) { return _mm512_loadu_si512(row + d); }
+static inline __m512i numbers32(const int8_t* row, int64_t D, int64_t d) {
   float scale = scale_of(row, D);
   return (__m512i)_mm512_cvtne2ps_pbh((__m512)coded16(row + d + 16, scale), (__m512)coded16(row + d, scale));
 }
@@ -74,7 +72,7 @@ template <int D, class T>
 static inline void unround_row(const int8_t* row, T* out) {
 #ifdef USE_AVX512BF16
   if constexpr (std::is_same_v<T, bf16> && D % 32 == 0) {
-    for (int d = 0; d < D; d += 32) _mm512_storeu_si512(out + d, numbers32<D>(row, d));
+    for (int d = 0; d < D; d += 32) _mm512_storeu_si512(out + d, numbers32(row, D, d));
     return;
   }
 #endif

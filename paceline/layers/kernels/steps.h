@@ -39,6 +39,7 @@ struct Seen {
   const int64_t* tail_offsets;  // [rows + 1]
 
   bool tailed(int64_t r) const { return tail_offsets[r + 1] > tail_offsets[r]; }
+  int64_t length(int64_t r) const { return prefix_lens[r] + tail_offsets[r + 1] - tail_offsets[r]; }
 };
 #define SEEN const int32_t *slots, const int64_t *offsets, const int32_t *lens, const int32_t *tails, const int64_t *ends
 
