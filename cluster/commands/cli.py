@@ -123,12 +123,17 @@ def main() -> None:
     """Entry point: what Paceline raises on purpose is one line, not a traceback."""
     try:
         app()
-    except ConfigError as error:
-        errors.print(f"[red]error[/red] {shown(error.key)}: {escape(error.message)}", soft_wrap=True)
-        sys.exit(2)
     except (PacelineError, RuntimeError) as error:
-        errors.print(f"[red]error[/red] {escape(str(error) + next_step(error))}", soft_wrap=True)
-        sys.exit(1)
+        sys.exit(_told(error))
+
+
+def _told(error: Exception) -> int:
+    """Print what was raised on purpose; returns the exit code."""
+    if isinstance(error, ConfigError):
+        errors.print(f"[red]error[/red] {shown(error.key)}: {escape(error.message)}", soft_wrap=True)
+        return 2
+    errors.print(f"[red]error[/red] {escape(str(error) + next_step(error))}", soft_wrap=True)
+    return 1
 
 
 def with_serve_options(
@@ -183,12 +188,20 @@ def serve(config: ServeConfig, dry_run: bool = False, hosts: Path | None = None)
 
 
 def _to_its_end(serving: Coroutine[Any, Any, None]) -> None:
-    """Serve, then end this process with 0 and without the interpreter's own end: that would wait for threads which wait
-    for nodes, and would crash with one that is in Ray's library."""
-    asyncio.run(serving)
-    with suppress(OSError):  # nobody reads it any more
-        sys.stdout.flush()
-    os._exit(0)
+    """Serve, then end this process without the ends of the event loop and of the interpreter: they would wait for
+    threads which wait for nodes, or in the library of a Ray that is gone, and would crash with one that is in it."""
+
+    async def to_its_end() -> None:
+        code = 0
+        try:
+            await serving
+        except (PacelineError, RuntimeError) as error:
+            code = _told(error)
+        with suppress(OSError):  # nobody reads it any more
+            sys.stdout.flush()
+        os._exit(code)
+
+    asyncio.run(to_its_end())
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
