@@ -12,8 +12,8 @@ import pytest
 
 pytestmark = pytest.mark.timeout(120)
 
-# argv: whether it "serves", still "starts", or ends while something never does: a thread ("stuck"), one of the event loop's
-# ("waits"), a task ("stays"). "fails": it has ended by itself.
+# argv: whether it "serves", still "starts", or ends while something never does: a thread ("stuck"), one of the event
+# loop ("waits"), a task ("stays"). "fails": it has ended by itself.
 PROCESS = """
 import asyncio, sys, threading
 from cluster.commands import cli
