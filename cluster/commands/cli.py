@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Container, Coroutine, Sequence
-from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
@@ -197,9 +196,7 @@ def _to_its_end(serving: Coroutine[Any, Any, None]) -> None:
             await serving
         except (PacelineError, RuntimeError) as error:
             code = _told(error)
-        with suppress(OSError):  # nobody reads it any more
-            sys.stdout.flush()
-        os._exit(code)
+        os._exit(code)  # what is on stdout was flushed; a thread that writes there for no reader would hold it up
 
     asyncio.run(to_its_end())
 

@@ -220,9 +220,16 @@ def start_ray(address: str, num_cpus: int | None = None) -> None:
     """
     warn_where_open()
     keep_private()
+    ray._private.worker.print_to_stdstream = _to_the_log
     with same_signals():
         SESSION.start(address, num_cpus or os.cpu_count() or 1)
     keep_private()  # Ray may have made it
+
+
+def _to_the_log(told: dict[str, Any], ignore_prefix: bool) -> None:
+    """What Ray has to say of workers that died. It would go to stdout, where one line is expected of this process, and
+    where a thread of Ray's would wait for a reader."""
+    log.debug("Ray says: %s", " ".join(told["lines"]))
 
 
 def stop_ray() -> None:

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,10 +63,11 @@ def serve(*options: str, end_with: signal.Signals = signal.SIGINT, verb: str = "
             print(log.read_text()[-6000:])
             raise
         finally:
-            left = _stop(server, end_with)
+            left, told = _stop(server, end_with)
         wanted = -end_with if end_with is signal.SIGKILL else 0
         assert process.returncode == wanted, f"exit code {process.returncode}; {log.read_text()[-3000:]}"
         assert left == [], left
+        assert told == "", f"on stdout after the line that begins with ready: {told[:2000]}"
 
 
 def _ready(server: Server) -> tuple[str, str, str]:
@@ -82,7 +83,8 @@ def _ready(server: Server) -> tuple[str, str, str]:
     raise AssertionError(f"not ready: {server.log.read_text()[-3000:]}")
 
 
-def _stop(server: Server, number: signal.Signals) -> list[str]:
+def _stop(server: Server, number: signal.Signals) -> tuple[list[str], str]:
+    """Processes that are left, and what came on stdout meanwhile."""
     below = server.processes() if server.process.poll() is None else []
     server.process.send_signal(number)
     try:
@@ -95,6 +97,9 @@ def _stop(server: Server, number: signal.Signals) -> list[str]:
     for left in alive:
         names.append(" ".join(left.cmdline())[:120])
         left.kill()
-    if server.process.stdout is not None:
-        server.process.stdout.close()
-    return names
+    assert server.process.stdout is not None
+    with server.process.stdout as stdout:
+        os.set_blocking(stdout.fileno(), False)  # somebody may have it open still
+        with suppress(BlockingIOError, TypeError):  # the second: from a text file with nothing to read
+            return names, stdout.read()
+    return names, ""
