@@ -19,7 +19,15 @@ from pathlib import Path
 
 from paceline.errors import InvalidRequest, Overloaded
 from paceline.grammar.bounds import FIELD, check_source
-from paceline.grammar.compile import COMPILE_DEADLINE_S, MAX_COMPILE_S, MAX_WAITING, Program, grammar_key, program_of
+from paceline.grammar.compile import (
+    COMPILE_DEADLINE_S,
+    MAX_COMPILE_S,
+    MAX_WAITING,
+    READ_DEADLINE_S,
+    Program,
+    grammar_key,
+    program_of,
+)
 from paceline.request import Grammar
 
 log = logging.getLogger(__name__)
@@ -28,7 +36,6 @@ MODULE = "paceline.grammar.trial"
 TOO_MUCH = "takes too much memory to compile"
 MAX_KEPT = 1024  # grammars whose outcome is remembered
 MAX_ANSWER_BYTES = 16 * 1024
-START_TIMEOUT_S = 60.0  # the process reads the model's tokenizer
 ANSWER_TIMEOUT_S = 8.0  # it ends each trial within 5 s by itself
 END_S = 0.2
 TRIES = 2  # of a grammar, where the process was lost: earlier grammars may have used up its memory
@@ -73,12 +80,13 @@ class GrammarChecker:
         if self._waiting >= MAX_WAITING:
             raise Overloaded("too many grammars wait to be compiled")
         self._waiting += 1
+        limit_s = COMPILE_DEADLINE_S + (0.0 if self._trial.ready else READ_DEADLINE_S)
         work = self._thread.submit(self._trial.outcome, program)
         try:
-            async with asyncio.timeout(COMPILE_DEADLINE_S):
+            async with asyncio.timeout(limit_s):
                 return await asyncio.wrap_future(work)
         except TimeoutError:
-            raise Overloaded(f"the grammar was not compiled within {COMPILE_DEADLINE_S:g} s") from None
+            raise Overloaded(f"the grammar was not compiled within {limit_s:g} s") from None
         finally:
             self._waiting -= 1
 
@@ -97,6 +105,7 @@ class _Trial:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._closed = False
+        self.ready = False  # whether it has read the model's tokenizer
 
     def outcome(self, program: Program) -> str | None:
         """Why a program is refused; None: it is not. Raises Overloaded where nobody can say."""
@@ -134,7 +143,9 @@ class _Trial:
                 # Its own session: Ctrl-C is for the router. The end of the channel ends it.
                 self._process = subprocess.Popen(self._command, stdin=theirs.fileno(), start_new_session=True)
             self._channel = ours
-        return self._ask(b"", START_TIMEOUT_S)
+        why = self._ask(b"", READ_DEADLINE_S)
+        self.ready = True
+        return why
 
     def _ask(self, message: bytes, timeout_s: float) -> str | None:
         channel = self._channel
@@ -156,6 +167,7 @@ class _Trial:
         with self._guard:
             channel, process = self._channel, self._process
             self._channel = self._process = None
+            self.ready = False
         if channel is not None:
             channel.close()
         if process is None:

@@ -35,6 +35,7 @@ MAX_WAITING = 64  # grammars in line for the compiler
 MAX_EBNF_BYTES = 32 * 1024
 MAX_COMPILE_S = 1.0  # of compiling and the first mask; one that took longer is refused, and stays refused
 COMPILE_DEADLINE_S = 10.0  # in line and compiling
+READ_DEADLINE_S = 60.0  # more, where the model's tokenizer is still to be read: on a busy machine that takes long
 MAX_ERROR_CHARS = 300
 JSON_STYLE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -102,12 +103,13 @@ class GrammarCompiler:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "grammar")
         self._waiting += 1
+        limit_s = COMPILE_DEADLINE_S + (0.0 if self._tokens is not None else READ_DEADLINE_S)
         work = self._thread.submit(self.compile, grammar)
         try:
-            async with asyncio.timeout(COMPILE_DEADLINE_S):
+            async with asyncio.timeout(limit_s):
                 return await asyncio.wrap_future(work)
         except TimeoutError:
-            raise Overloaded(f"the grammar was not compiled within {COMPILE_DEADLINE_S:g} s") from None
+            raise Overloaded(f"the grammar was not compiled within {limit_s:g} s") from None
         finally:
             self._waiting -= 1
 

@@ -15,8 +15,9 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from paceline.errors import InvalidRequest
+from paceline.errors import InvalidRequest, Overloaded
 from paceline.grammar.check import GrammarChecker
+from paceline.grammar.compile import GrammarCompiler
 from paceline.grammar.trial import MAX_COMPILE_MIB
 from paceline.request import Grammar, GrammarKind
 from tests.support.grammar_engines import GRAMMAR_VOCAB
@@ -82,6 +83,22 @@ async def test_a_process_that_is_lost_is_started_anew(checker: GrammarChecker) -
     await checker.check(Grammar(GrammarKind.REGEX, "c+"))
     assert "unclosed group" in await refusal(checker, Grammar(GrammarKind.REGEX, "(a"))
     _trials()[0].send_signal(signal.SIGSTOP)
+
+
+async def test_the_first_grammar_waits_for_the_tokenizer_too(
+    checker: GrammarChecker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a router and on a node. Mutants: the first has no longer than the others; all have as long as the first."""
+    compiler = GrammarCompiler(tmp_path, GRAMMAR_VOCAB)
+    for module in ("check", "compile"):
+        monkeypatch.setattr(f"paceline.grammar.{module}.COMPILE_DEADLINE_S", 0.0)
+    await checker.check(GOOD)
+    with pytest.raises(Overloaded, match="within 0 s"):
+        await checker.check(Grammar(GrammarKind.REGEX, "d+"))
+    await compiler.compiled(GOOD)
+    with pytest.raises(Overloaded, match="within 0 s"):
+        await compiler.compiled(Grammar(GrammarKind.REGEX, "d+"))
+    compiler.close()
 
 
 async def test_models_that_cannot_follow_one(tmp_path: Path) -> None:
