@@ -109,11 +109,7 @@ static inline void store16(bf16* p, v16 x) {
 }
 // Asks for what a product reads next of its weights. The processor looks no further than the end of a small page by itself.
 static constexpr int64_t AHEAD = 4096;  // bytes
-#ifdef NO_AHEAD
-static inline void ask_ahead(const void*) {}
-#else
 static inline void ask_ahead(const void* weights) { __builtin_prefetch((const char*)weights + AHEAD, 0, 2); }
-#endif
 static inline v16 splat(float f) { return v16{} + f; }
 static inline float hsum(v16 x) {  // one fixed tree
 #ifdef USE_AVX512BF16
