@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import resource
+import socket
 import sys
 from collections.abc import Collection, Iterator
 from http import HTTPStatus
@@ -67,6 +68,7 @@ class _Connection(H11Protocol):  # type: ignore[misc, unused-ignore]
         self.conn = _OneLength(h11.SERVER, MAX_HEAD_BYTES)
         if hasattr(transport, "max_size"):  # asyncio's own, which reads 256 KiB of each ready connection at once
             transport.max_size = READ_BYTES
+        _send_at_once(transport)
         self._await_head()
         if full := _full(self.connections, self.client):
             headers = {"retry-after": str(RETRY_AFTER_S)}
@@ -135,6 +137,13 @@ class _Connection(H11Protocol):  # type: ignore[misc, unused-ignore]
         with contextlib.suppress(h11.LocalProtocolError):
             self.transport.write(b"".join(self.conn.send(part) or b"" for part in parts))
         self.transport.close()
+
+
+def _send_at_once(transport: asyncio.Transport) -> None:
+    """Without this the kernel keeps an event back until the client has acknowledged the one before, which may take 40
+    ms on a connection that is used again. asyncio does it for sockets that name their protocol; accepted ones do not.
+    """
+    transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _full(connections: Collection[_Connection], client: tuple[str, int] | None) -> str:

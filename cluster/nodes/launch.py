@@ -8,6 +8,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, Literal
 from weakref import WeakSet
@@ -196,7 +197,7 @@ class RayNode:
         self._epoch = SESSION.epoch
         self._process: NodeProcess | None = None  # what it is known by once its Ray is lost
         self._asked: Any = None  # the answer to the latest ``answers``
-        self._watch = _ask(actor.wait_stopped)
+        self._watch = self._watched()
 
     def start(self) -> str:
         """Start the node; returns its gRPC address. Raises the node's own PacelineError, else NodeUnavailable, as for a
@@ -290,15 +291,22 @@ class RayNode:
         if self._left:
             return self._process is None or self._process.died()
         with suppress(RayLost), SESSION.waiting():
-            done, _ = ray.wait([self._watch], timeout=timeout_s)
-            if not done:
+            if timeout_s:
+                wait([self._watch], timeout_s)
+            if not self._watch.done():
                 return False
             with suppress(ray.exceptions.RayError):  # it is gone
-                if not ray.get(self._watch):  # it lives: another supervisor watched it meanwhile
-                    self._watch = self._actor.wait_stopped.remote()
+                if not self._watch.result():  # it lives: another supervisor watched it meanwhile
+                    self._watch = self._watched()
                     return False
             return True
         return False
+
+    def _watched(self) -> Future[bool]:
+        """Is done when the process is gone or was stopped. Ray tells it: asking Ray as often as the supervisor looks at
+        its nodes, 20 times a second, would take a router's core where nodes are many. Raises RayLost."""
+        future: Future[bool] = _ask(self._actor.wait_stopped).future()
+        return future
 
     def stop(self, grace_s: float) -> None:
         """Drain and end; kills what does not end in time. Never raises."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -46,6 +47,24 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], dic
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:-2])}
     body = await reader.readexactly(int(headers["content-length"]))
     return int(head[0].split()[1]), headers, json.loads(body)
+
+
+async def test_no_event_waits_for_the_client_to_acknowledge_another(
+    router: FakeRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accepted: list[asyncio.Transport] = []
+    made = http_server._Connection.connection_made
+
+    def connection_made(self: http_server._Connection, transport: asyncio.Transport) -> None:
+        made(self, transport)
+        accepted.append(transport)
+
+    monkeypatch.setattr(http_server._Connection, "connection_made", connection_made)
+    async with connecting(router) as connect:
+        reader, _ = await connect(HEALTH)
+        await answer(reader)
+        (transport,) = accepted
+        assert transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,11 @@ class Reference(Future[Any]):
         waited: Future[Any] = Future()
 
         def pass_on(done: Future[Any]) -> None:
-            if not waited.cancelled():
+            if waited.cancelled():
+                return
+            if (error := done.exception()) is not None:
+                waited.set_exception(error)
+            else:
                 waited.set_result(done.result())
 
         self.add_done_callback(pass_on)
@@ -187,10 +191,9 @@ def starting(
     return node, clock
 
 
-def test_a_node_that_another_supervisor_watched_has_not_died(node: RayNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_another_supervisor_watched_has_not_died(node: RayNode) -> None:
     """Who was stopped, and is let go on, watches again. Mutants: the end of its call is the node's; it watches no
     more."""
-    monkeypatch.setattr("cluster.nodes.launch.ray.get", lambda reference: reference.result())
     actor = node._actor
     actor.asked[-1].set_result(False)
     assert not node.died()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,9 +120,13 @@ def test_a_node_without_one_and_the_end(case: Case) -> None:
 
 
 def test_a_real_node_tells_that_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reference:
+        def future(self) -> Future[bool]:
+            return Future()
+
     class Method:
-        def remote(self) -> str:
-            return "reference"
+        def remote(self) -> Reference:
+            return Reference()
 
     class Actor:
         start = status = wait_stopped = Method()
