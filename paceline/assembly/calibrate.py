@@ -19,8 +19,9 @@ from paceline.models.base import ForwardContext
 from paceline.models.compensated import compensated
 from paceline.models.config import ModelSpec
 from paceline.models.llama import DecoderLayer, LlamaModel
-from paceline.models.loader import LazyTensors, weight_files
+from paceline.models.loader import LazyTensors
 from paceline.models.registry import load_target, model_class
+from paceline.models.weight_files import weight_files
 from paceline.models.write_quantised import FourBits
 from paceline.request import SamplingParams, SequenceRequest
 

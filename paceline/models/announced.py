@@ -19,8 +19,8 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.model_files import read_json
-from paceline.models.loader import MAX_HEADER_BYTES, weight_files
 from paceline.models.registry import FP8_SCALE, KEPT_FLOAT32
+from paceline.models.weight_files import MAX_HEADER_BYTES, weight_files
 
 RANGE = re.compile(r"\{(\d{1,6})-(\d{1,6})\}")
 MAX_TENSORS = 1_000_000  # of a checkpoint; the largest public ones have a tenth

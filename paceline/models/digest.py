@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.errors import ConfigError
 from paceline.model_files import quantization_config, read_json
-from paceline.models.loader import MAX_HEADER_BYTES, gguf_file, weight_files
+from paceline.models.weight_files import MAX_HEADER_BYTES, gguf_file, weight_files
 
 EDGE_BYTES = 64 * 1024
 SAMPLE_BYTES = 512

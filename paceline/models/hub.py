@@ -20,7 +20,7 @@ from typing import Any
 from paceline.errors import ConfigError
 from paceline.file_lock import locked
 from paceline.layers.build import cache_folder
-from paceline.models.loader import gguf_file
+from paceline.models.weight_files import gguf_file
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,6 @@ from safetensors import SafetensorError, safe_open
 from paceline.errors import ConfigError
 from paceline.layers.quantized import LinearWeight, QuantizedWeight
 from paceline.layers.shared_weights import SMALLEST, kept
-from paceline.model_files import read_json
 from paceline.models.one_rank import ONE_RANK, OneRank
 from paceline.models.quantization.round_to_nearest import head_scheme, round_to_nearest
 
@@ -28,9 +27,7 @@ log = logging.getLogger(__name__)
 NOT_ROUNDED = "none"
 HARMLESS = ("rotary_emb.inv_freq",)  # derived from the config, written by old versions of transformers
 TIED = "lm_head.weight"
-SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 REPORT_EVERY_S = 2.0
-MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
 class WeightBag:
@@ -204,42 +201,6 @@ class LazyTensors(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._where)
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors of a folder: those that the index names, or ``model.safetensors``, or all."""
-    if (folder / INDEX_FILE).is_file():
-        names = _indexed_files(folder / INDEX_FILE)
-    elif (folder / SINGLE_FILE).is_file():
-        names = [SINGLE_FILE]  # some repositories keep a second copy in another format beside it
-    else:
-        names = sorted(file.name for file in folder.glob("*.safetensors"))
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing or not names:
-        raise ConfigError("model", f"{folder} lacks {', '.join(missing) or 'safetensors files'}")
-    return [folder / name for name in names]
-
-
-def gguf_file(folder: Path) -> Path | None:
-    """The GGUF file of a folder without safetensors. Raises ConfigError where there are several."""
-    if any(folder.glob("*.safetensors")) or (folder / INDEX_FILE).is_file():
-        return None
-    found = sorted(folder.glob("*.gguf"))
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found[:5])
-        raise ConfigError("model", f"{folder} has {len(found)} GGUF files ({names}): give the path of one of them")
-    return found[0] if found else None
-
-
-def _indexed_files(index: Path) -> list[str]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ConfigError("model", f"{index} has no weight_map")
-    names = sorted({str(name) for name in weight_map.values()})
-    outside = [name for name in names if Path(name).name != name]
-    if outside:
-        raise ConfigError("model", f"{index} names files outside its folder: {', '.join(outside)}")
-    return names
 
 
 def _open(file: Path) -> Any:

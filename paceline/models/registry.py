@@ -15,10 +15,11 @@ from paceline.model_files import quantization_config, read_json
 from paceline.models.base import TargetModel
 from paceline.models.config import ModelSpec
 from paceline.models.families import FAMILIES
-from paceline.models.loader import NOT_ROUNDED, LazyTensors, WeightBag, gguf_file, rounded_already, weight_files
+from paceline.models.loader import NOT_ROUNDED, LazyTensors, WeightBag, rounded_already
 from paceline.models.quantization.base import Scheme
 from paceline.models.quantization.schemes import read_scheme
 from paceline.models.quantization.tensors import QuantizedTensors
+from paceline.models.weight_files import gguf_file, weight_files
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # by the words of option dtype
 Builder = Callable[[ModelSpec, WeightBag, torch.dtype, torch.device], TargetModel]

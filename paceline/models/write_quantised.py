@@ -17,9 +17,10 @@ from safetensors.torch import save_file
 from paceline.errors import ConfigError
 from paceline.layers.quantized import QuantizedWeight
 from paceline.model_files import quantization_config, read_json
-from paceline.models.loader import INDEX_FILE, LazyTensors, weight_files
+from paceline.models.loader import LazyTensors
 from paceline.models.quantization.packing import pack
 from paceline.models.quantization.round_to_nearest import GROUP_SIZE, ROWS_AT_ONCE, SCHEMES, round_to_nearest
+from paceline.models.weight_files import INDEX_FILE, weight_files
 
 Progress = Callable[[str, float], None]
 SHARD_BYTES = 2 << 30  # a shard is held in memory until it is written

@@ -99,6 +99,11 @@ def test_ray_runs_what_places_actors_and_no_more(server: Server) -> None:
     assert others <= {"gcs_server", "raylet", "cat", "valkey-server", "redis-server"}
 
 
+def test_routers_load_no_torch(server: Server) -> None:
+    """It would be a second and 200 MB of each."""
+    assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+
+
 @pytest.mark.skipif(huge_pages_need_own_memory(), reason="on this host nodes are faster with weights of their own")
 def test_nodes_have_their_weights_in_memory_together(server: Server) -> None:
     maps = [Path(f"/proc/{node.pid}/maps").read_text() for node in node_processes(server)]

@@ -24,7 +24,8 @@ from paceline.models import hub
 from paceline.models.config import ModelSpec
 from paceline.models.gguf.convert import convert
 from paceline.models.gguf.tensors import hugging_face_name, row_order
-from paceline.models.loader import LazyTensors, weight_files
+from paceline.models.loader import LazyTensors
+from paceline.models.weight_files import weight_files
 
 GGUF_NAME = "tiny.gguf"
 HEADS, KV_HEADS, DIM, HIDDEN, WIDE = 4, 2, 8, 32, 64

@@ -15,7 +15,8 @@ from paceline.errors import ConfigError
 from paceline.layers.quantized import QuantizedWeight
 from paceline.models import loader
 from paceline.models.digest import weights_digest
-from paceline.models.loader import LazyTensors, WeightBag, weight_files
+from paceline.models.loader import LazyTensors, WeightBag
+from paceline.models.weight_files import weight_files
 
 
 def load_weights(folder: Path, dtype: torch.dtype) -> LazyTensors:
