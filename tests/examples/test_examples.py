@@ -50,7 +50,7 @@ def test_train_a_head(tmp_path: Path) -> None:
     )
     corpus = ("--prompts", prompts, "--answer-tokens", 8)
     limits = ("--steps", 2, "--tokens-per-step", 16, "--held-out", 1)
-    said = example("train_a_head", out, "--model", model, "--head", "mtp", *corpus, *limits)
+    said = example("train_a_head", out, "--model", model, "--head", "mtp", "--threads", 1, *corpus, *limits)
     head = out / "mtp/head"
     assert said.splitlines()[-1].endswith(f"--model {model} --drafter mtp --drafter-path {head}")
     runner = build_runner(NodeConfig(model=str(model), drafter="mtp", drafter_path=str(head), kv_cache_tokens=256))
