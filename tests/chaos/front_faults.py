@@ -153,7 +153,7 @@ class FrontInjector:
                 while (now := await self._supervisor()) in ("", name):
                     await asyncio.sleep(0.1)
                 took_s = time.time() - fault.at
-                while await asyncio.to_thread(read_published, self.redis.url, DEPLOYMENT) is None:
+                while not await self._published():
                     await asyncio.sleep(0.1)
         except TimeoutError:
             raise AssertionError(f"nobody took over within {TAKEN_OVER_S:g} s") from None
@@ -170,6 +170,13 @@ class FrontInjector:
         except redis.RedisError:
             return ""
         return "" if holder is None else self.front.name_of(holder.pid)
+
+    async def _published(self) -> bool:
+        """Whether a supervisor has said what it serves. No where Redis is away: a fault of its own may come meanwhile."""
+        try:
+            return await asyncio.to_thread(read_published, self.redis.url, DEPLOYMENT) is not None
+        except redis.RedisError:
+            return False
 
     async def _busy(self, planned: Planned) -> str:
         """A router with streams. NothingThere when none has any for long."""

@@ -45,7 +45,8 @@ def server(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PACELINE_DRAFTER", "ngram")
         environment.setenv("PACELINE_NUM_DRAFT_TOKENS", "3")
-        with serve("--config", str(file), "--decode-nodes", "2", "--num-draft-tokens", "4") as one:
+        defaults = ("--threads-per-node", "0")
+        with serve("--config", str(file), *defaults, "--decode-nodes", "2", "--num-draft-tokens", "4") as one:
             yield one
 
 

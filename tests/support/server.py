@@ -19,6 +19,7 @@ import psutil
 READY_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 60.0
 FOR_TESTS = ("PACELINE_COMMAND", "PACELINE_URL", "PACELINE_FUZZ")  # and what begins so: no options of a deployment
+OF_CORES = {"--threads-per-node", "--tp", "--prefill-tp", "--decode-tp"}
 SECRET = "the secret of a deployment that tests ask about its nodes"
 
 
@@ -51,6 +52,8 @@ def serve(*options: str, end_with: signal.Signals = signal.SIGINT, verb: str = "
         log, secret = Path(folder) / "log", Path(folder) / "secret"
         secret.write_text(SECRET)
         command = [paceline(), verb, "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", "--verbose"]
+        if verb == "serve" and not OF_CORES & set(options):
+            command += ["--threads-per-node", "1"]  # what more threads take of two cores, other tests lack
         command += ["--secret-file", str(secret), *options]
         env = {name: value for name, value in os.environ.items() if not name.startswith(FOR_TESTS)}
         with log.open("w") as errors:
