@@ -18,6 +18,7 @@ SHARED_OPTIONS = frozenset(EngineConfig.model_fields.keys() - {"log_level", "log
     *("chat_template", "tool_call_parser", "reasoning_parser", "max_inflight", "max_queued", "queue_timeout_s"),
     *("request_timeout_s", "bypass_tokens", "lease_ttl_s", "journal_mode", "journal_ttl_s", "journal_entry_bytes"),
     *("journal_total_bytes", "tenant_share", "read_timeout_s", "served_model_name"),
+    "stream_interval_ms",
     *ROLES,
 }
 

@@ -79,6 +79,8 @@ class DecodeNode:
                     yield event
                     if event.HasField("finished"):
                         return
+                    if request.tell_every_s and event.HasField("tokens"):
+                        await stream.events.gather()
             finally:  # nothing happens when the stream ended by itself
                 self._post(stream.ticket, lambda: self._engine.leave(stream))
 
@@ -113,7 +115,7 @@ class DecodeNode:
             local_prefill=request.local_prefill,
             ticket=f"{self._node_id}-{uuid.uuid4().hex}",
             deadline=time.monotonic() + self._config.reserve_deadline_s,
-            events=EventQueue(asyncio.get_running_loop(), self.shell.loop.wake),
+            events=EventQueue(asyncio.get_running_loop(), self.shell.loop.wake, request.tell_every_s),
             local_prefill_up_to=request.local_prefill_up_to,
         )
         check_request(self._runner, stream.request, num_slots(self._runner, stream))

@@ -6,8 +6,9 @@ import asyncio
 import enum
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -19,11 +20,14 @@ from paceline.grammar.compile import CompiledGrammar
 from paceline.kvcache.allocator import PageRef
 from paceline.request import SequenceRequest
 from paceline.serving.loop import notify
-from paceline.spec_decode.sequence import Sequence
+from paceline.spec_decode.sequence import Sequence as Running
 from paceline.tracing import NO_TRACE, Trace
 from paceline.v1 import node_pb2
 
 MAX_PENDING_EVENTS = 64  # rounds that a client may lag behind before its sequence pauses
+MAX_TELL_EVERY_S = 1.0
+
+Event = node_pb2.DecodeEvent | PacelineError
 
 
 class StreamPhase(enum.Enum):
@@ -38,9 +42,9 @@ class StreamPhase(enum.Enum):
 
 
 class _Held(threading.local):
-    """What this thread has pushed and not told yet; None: it tells at once."""
+    """Queues to which this thread has pushed, and whose readers it has not woken yet; None: it wakes them at once."""
 
-    events: list[tuple[EventQueue, node_pb2.DecodeEvent | PacelineError]] | None = None
+    queues: list[EventQueue] | None = None
 
 
 _held = _Held()
@@ -50,18 +54,18 @@ _held = _Held()
 def told_together() -> Iterator[None]:
     """Events that this thread pushes meanwhile wake each event loop once, at the end: a loop that is woken for the
     first stream of a round takes the interpreter from the engine that tells the others."""
-    _held.events = []
+    _held.queues = []
     try:
         yield
     finally:
-        events, _held.events = _held.events, None
-        for loop in {queue.loop for queue, _ in events}:
-            notify(loop, _put_all, [(queue, event) for queue, event in events if queue.loop is loop])
+        queues, _held.queues = _held.queues, None
+        for loop in {queue.loop for queue in queues}:
+            notify(loop, _wake_all, [queue for queue in queues if queue.loop is loop])
 
 
-def _put_all(events: list[tuple[EventQueue, node_pb2.DecodeEvent | PacelineError]]) -> None:
-    for queue, event in events:
-        queue.put(event)
+def _wake_all(queues: list[EventQueue]) -> None:
+    for queue in queues:
+        queue.wake_reader()
 
 
 class EventQueue:
@@ -69,13 +73,18 @@ class EventQueue:
 
     Never grows past ``MAX_PENDING_EVENTS``, the messages of a prompt's log-probabilities and an end, since the engine
     pauses a sequence whose queue is full.
-    ``wake`` tells the engine that there is room again. Each counter has one writer.
+    Each counter has one writer.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None], tell_every_s: float = 0.0) -> None:
+        """wake: tells the engine that there is room again. tell_every_s: tokens are taken at most so often, those that
+        wait together; 0: each event by itself."""
         self.loop = loop
         self._wake = wake
-        self._queue: asyncio.Queue[node_pb2.DecodeEvent | PacelineError] = asyncio.Queue()
+        self._tell_every_s = min(tell_every_s, MAX_TELL_EVERY_S) if tell_every_s > 0 else 0.0  # NaN is 0
+        self._events: deque[Event] = deque()  # the engine appends, the RPC takes
+        self._there = asyncio.Event()  # there may be something to take
+        self._gathers = False  # by the RPC: tokens need not wake it
         self._pushed = 0  # by the engine
         self._taken = 0  # by the RPC
 
@@ -84,28 +93,66 @@ class EventQueue:
         """The reader lags behind."""
         return self._pushed - self._taken >= MAX_PENDING_EVENTS
 
-    def push(self, event: node_pb2.DecodeEvent | PacelineError) -> None:
+    def push(self, event: Event) -> None:
         """Append an event; an error is the last one. Engine thread."""
         self._pushed += 1
-        if _held.events is None:
-            notify(self.loop, self.put, event)
+        self._events.append(event)
+        if self._gathers and _has_tokens(event) and not self.full:  # looked at after the event was appended: see take
+            return
+        if _held.queues is None:
+            notify(self.loop, self.wake_reader)
         else:
-            _held.events.append((self, event))
+            _held.queues.append(self)
 
-    def put(self, event: node_pb2.DecodeEvent | PacelineError) -> None:
-        """Let the reader have a pushed event. Event loop."""
-        self._queue.put_nowait(event)
+    def wake_reader(self) -> None:
+        """There is something to take. Event loop."""
+        self._there.set()
 
     async def take(self) -> node_pb2.DecodeEvent:
-        """The next event; raises the error that ended the stream."""
-        event = await self._queue.get()
+        """The next event, or the next ones in one; raises the error that ended the stream."""
+        while not self._events:  # looked at after ``_gathers`` was taken back, so that no event is missed
+            self._there.clear()
+            await self._there.wait()
         was_full = self.full
-        self._taken += 1
+        taken = [self._events.popleft()]
+        while self._tell_every_s and _made_by_round(taken[-1]) and self._events and _made_by_round(self._events[0]):
+            taken.append(self._events.popleft())
+        self._taken += len(taken)
         if was_full:
             self._wake()
-        if isinstance(event, PacelineError):
-            raise event
-        return event
+        if isinstance(taken[0], PacelineError):
+            raise taken[0]
+        return taken[0] if len(taken) == 1 else _joined([event.tokens for event in taken])  # type: ignore[union-attr]
+
+    async def gather(self) -> None:
+        """After tokens were told: let others come for a while, unless something comes that is to be told at once."""
+        self._there.clear()
+        self._gathers = True
+        try:
+            if not self.full and (not self._events or _has_tokens(self._events[-1])):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._tell_every_s):
+                        await self._there.wait()
+        finally:
+            self._gathers = False
+
+
+def _has_tokens(event: Event) -> bool:
+    return isinstance(event, node_pb2.DecodeEvent) and event.HasField("tokens")
+
+
+def _made_by_round(event: Event) -> bool:
+    return isinstance(event, node_pb2.DecodeEvent) and event.HasField("tokens") and event.tokens.HasField("round")
+
+
+def _joined(parts: Sequence[node_pb2.Tokens]) -> node_pb2.DecodeEvent:
+    """The tokens of rounds that followed one another."""
+    told = node_pb2.Tokens(first_index=parts[0].first_index, cached_tokens=parts[0].cached_tokens)
+    for part in parts:
+        told.token_ids.extend(part.token_ids)
+        told.logprobs.extend(part.logprobs)
+        told.rounds.append(part.round)
+    return node_pb2.DecodeEvent(tokens=told)
 
 
 class HiddenRows:
@@ -162,7 +209,7 @@ class Stream:
     trace: Trace = NO_TRACE  # the engine thread's row; the receiver records on a row of its own
     queued_at: float = field(default_factory=time.monotonic)
     phase: StreamPhase = StreamPhase.WAITING
-    seq: Sequence | None = None  # the engine, when the stream reaches the head of the line
+    seq: Running | None = None  # the engine, when the stream reaches the head of the line
     landing: Landing | None = None  # the engine, with the pages, unless local_prefill
     draft_prefilled: int = 0  # the engine, while DRAFTING or recovering: tokens whose rows the drafter has
     left: bool = False  # the engine: the RPC is gone, pages wait for the end of the hand-off

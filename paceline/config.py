@@ -139,6 +139,10 @@ class ServeConfig(EngineConfig):
     """With `api_keys`, the part of `max_inflight` and of the nodes' KV tokens that one tenant may have while others ask
     too. 1 is all."""
 
+    stream_interval_ms: float = Field(default=20.0, ge=0, le=1000)
+    """Milliseconds from one piece of a stream to the next: tokens that come faster are told together. The first and the
+    last are told at once. Fewer pieces take less of the routers' time. 0 tells each round by itself."""
+
     read_timeout_s: float = Field(default=15.0, gt=0)
     """Seconds that a client may keep a full queue of chunks waiting before its request ends. Reading four chunks a
     second is enough."""

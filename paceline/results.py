@@ -149,7 +149,7 @@ class Chunk:
     token_ids: tuple[int, ...] = ()  # new tokens, in order
     text: str = ""  # text that became certain; empty while a character or a stop string is incomplete
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token when asked for
-    round: Round | None = None  # the round that brought the tokens; None for the first token
+    round: Round | None = None  # that brought the tokens; None for the first token, and for several rounds at once
     completion: Completion | None = None  # how the choice ended; None before its last chunk
     reasoning: str = ""  # what the model thought, as far as it became certain; it is not part of text
     tool_calls: tuple[ToolCallPart, ...] = ()  # parts of tool calls that became certain; they are not part of text

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.routing.bypass import Bypass
-from cluster.routing.choice import ChoiceRun
+from cluster.routing.choice import ChoiceRun, rounds_after, rounds_within
 from cluster.routing.metrics import Metrics
 from cluster.routing.node_calls import NodeCalls, NodeFailure, NodeStream
 from cluster.state.registry_types import NodeRecord
@@ -51,6 +51,7 @@ class Surroundings:
     metrics: Metrics
     nodes: Callable[[], list[NodeRecord]]  # the registry's view
     lease_ttl_s: float
+    tell_every_s: float  # tokens of a sequence; 0: each round by itself
     bypass: Bypass
 
 
@@ -129,6 +130,7 @@ class Attempt:
             sequence=sequence_to_proto(here),
             local_prefill=self.pair.prefill is None,
             local_prefill_up_to=limit,
+            tell_every_s=self._around.tell_every_s,
         )
         decode = self._around.calls.decode(decode_node, request, self._timeout_s)
         try:
@@ -285,12 +287,13 @@ class Attempt:
 
     async def _take(self, node: NodeRecord, tokens: node_pb2.Tokens) -> None:
         """Take tokens and send what is new of them."""
-        round_ = round_from_proto(tokens.round) if tokens.HasField("round") else None
+        rounds = [round_from_proto(one) for one in (tokens.rounds or [tokens.round] * tokens.HasField("round"))]
         logprobs = [logprobs_from_proto(entry) for entry in tokens.logprobs]
         first, token_ids = tokens.first_index, tokens.token_ids
         for part in self._choice.cut(first, len(token_ids)):
             here = slice(part.start, part.stop)
-            made_by = round_ if part.stop == len(token_ids) else None
+            last = part.stop == len(token_ids)
+            made_by = rounds_after(rounds, part.start) if last else rounds_within(rounds, part.stop)
             await self._take_part(node, first + part.start, token_ids[here], logprobs[here], made_by)
             if self._choice.finish_reason is not None:  # a stop string: no token may follow
                 return
@@ -301,12 +304,12 @@ class Attempt:
         first_index: int,
         token_ids: Sequence[int],
         logprobs: list[TokenLogprobs],
-        round_: Round | None,
+        rounds: Sequence[Round],
     ) -> None:
         choice = self._choice
         before, since = choice.first_token_at, choice.last_token_at
         try:
-            chunk = choice.take(first_index, token_ids, logprobs, round_)
+            chunk = choice.take(first_index, token_ids, logprobs, rounds)
         except HandoffFailed as error:
             raise NodeFailure(node, error) from None
         if chunk is None:

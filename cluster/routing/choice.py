@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Protocol
 
 from cluster.contract.generation import ReceivedChoice
@@ -174,9 +175,10 @@ class ChoiceRun:
         first_index: int,
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprobs],
-        round_: Round | None,
+        rounds: Sequence[Round],
     ) -> Chunk | None:
         """Take tokens from index ``first_index`` on; those already taken, or sent, are dropped. None when all were.
+        rounds: what made them, in order.
 
         Raises HandoffFailed, and takes nothing, on a gap, on a token that differs from the one sent before, and where
         log-probabilities of the prompt should have come first.
@@ -196,7 +198,7 @@ class ChoiceRun:
         taken = len(self.token_ids) - start
         if taken == 0:
             return None
-        counted = self._count(round_, taken)
+        counted = self._count(rounds_after(rounds, known), taken)
         retold = self._retell and len(self.token_ids) <= self._had
         first = start if retold else max(start, self._had)
         if first >= len(self.token_ids):
@@ -211,7 +213,7 @@ class ChoiceRun:
             reasoning=parts.reasoning,
             tool_calls=parts.tool_calls,
             logprobs=tuple(logprobs[known + first - start : known + taken]),
-            round=counted,
+            round=counted[0] if len(counted) == 1 else None,
             retold=retold,
         )
 
@@ -253,14 +255,17 @@ class ChoiceRun:
         if self.first_token_at is None:
             self.first_token_at = self.last_token_at
 
-    def _count(self, round_: Round | None, taken: int) -> Round | None:
-        """Count a round as far as its tokens are part of the answer."""
-        if round_ is None:
-            return None
-        accepted = min(round_.num_accepted, taken - 1)
-        counted = replace(round_, num_accepted=accepted)
-        depth = max(accepted, round_.depth)
-        self._stats.add(round_.num_draft_tokens, depth, accepted, round_.drafter, round_.draft_s, round_.verify_s)
+    def _count(self, rounds: Sequence[Round], taken: int) -> list[Round]:
+        """Count rounds as far as their tokens are part of the answer."""
+        counted: list[Round] = []
+        for round_ in rounds:
+            if taken <= 0:
+                break
+            accepted = min(round_.num_accepted, taken - 1)
+            taken -= round_.num_accepted + 1
+            counted.append(replace(round_, num_accepted=accepted))
+            depth = max(accepted, round_.depth)
+            self._stats.add(round_.num_draft_tokens, depth, accepted, round_.drafter, round_.draft_s, round_.verify_s)
         return counted
 
     def end(self, reason: FinishReason) -> None:
@@ -350,3 +355,21 @@ class ChoiceRun:
         spent = self.last_token_at - first
         speed = (len(self.token_ids) - self._had - 1) / spent if spent > 0 else 0.0
         return Timing(first - self._started_at, time.monotonic() - self._started_at, speed)
+
+
+def rounds_after(rounds: Sequence[Round], num_tokens: int) -> list[Round]:
+    """What is left of rounds without the first ``num_tokens`` of their tokens."""
+    left = []
+    for round_ in rounds:
+        if num_tokens == 0:
+            left.append(round_)
+        elif num_tokens <= round_.num_accepted:
+            left.append(replace(round_, num_accepted=round_.num_accepted - num_tokens))
+        num_tokens = max(num_tokens - round_.num_accepted - 1, 0)
+    return left
+
+
+def rounds_within(rounds: Sequence[Round], num_tokens: int) -> list[Round]:
+    """Those that have no tokens but among the first ``num_tokens``."""
+    ends = accumulate(round_.num_accepted + 1 for round_ in rounds)
+    return [round_ for round_, end in zip(rounds, ends, strict=True) if end <= num_tokens]

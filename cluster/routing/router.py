@@ -121,7 +121,12 @@ class Router:
         self.metrics.before_render(lambda: self.metrics.set_breakers(self._pairing.breaker_levels()))
         self.metrics.before_render(lambda: self.metrics.set_queued(self._admission.waiting))
         self._around = Surroundings(
-            self._calls, self.metrics, registry.nodes, config.lease_ttl_s, Bypass(config.bypass_tokens)
+            self._calls,
+            self.metrics,
+            registry.nodes,
+            config.lease_ttl_s,
+            config.stream_interval_ms / 1e3,
+            Bypass(config.bypass_tokens),
         )
         self._tasks: set[asyncio.Task[None]] = set()
 

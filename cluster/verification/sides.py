@@ -183,7 +183,7 @@ def _taken(run: ChoiceRun, done: Completed) -> list[Any]:
     chunks = []
     if run.wants_prompt_logprobs:
         chunks.append(run.take_prompt_logprobs(1, done.prompt_logprobs))
-    chunks.append(run.take(0, done.token_ids, done.logprobs, None))
+    chunks.append(run.take(0, done.token_ids, done.logprobs, ()))
     run.end(done.finish_reason)
     return [chunk for chunk in chunks if chunk is not None]
 

@@ -538,7 +538,7 @@ class GenerateChunk(_message.Message):
 
     @_builtins.property
     def round(self) -> _common_pb2.Round:
-        """The round that brought the tokens; unset for the first token."""
+        """The round that brought the tokens; unset for the first token, and where several rounds are told together."""
 
     @_builtins.property
     def completion(self) -> Global___Completion:

@@ -310,10 +310,15 @@ class DecodeRequest(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_UP_TO_FIELD_NUMBER: _builtins.int
+    TELL_EVERY_S_FIELD_NUMBER: _builtins.int
     local_prefill: _builtins.bool
     """No prefill node is to be used: this node computes the prompt itself."""
     local_prefill_up_to: _builtins.int
     """It is to do so as well when it has to compute no more prompt tokens than these."""
+    tell_every_s: _builtins.float
+    """Tokens are told at most once in so many seconds, those of several rounds together. What ends the sequence, and what
+    is no token, is told at once. 0 tells each round by itself.
+    """
     @_builtins.property
     def sequence(self) -> Global___SequenceRequest:
         """What is asked."""
@@ -324,10 +329,11 @@ class DecodeRequest(_message.Message):
         sequence: Global___SequenceRequest | None = ...,
         local_prefill: _builtins.bool = ...,
         local_prefill_up_to: _builtins.int = ...,
+        tell_every_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["local_prefill", b"local_prefill", "local_prefill_up_to", b"local_prefill_up_to", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["local_prefill", b"local_prefill", "local_prefill_up_to", b"local_prefill_up_to", "sequence", b"sequence", "tell_every_s", b"tell_every_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -409,7 +415,7 @@ Global___Reserved: _TypeAlias = Reserved  # noqa: Y015
 
 @_typing.final
 class Tokens(_message.Message):
-    """What one round committed. The first token of a handed-over sequence comes from prefill and is not repeated here;
+    """What a round committed, or several. The first token of a handed-over sequence comes from prefill and is not repeated here;
     with local_prefill it comes here, without a round.
     """
 
@@ -420,6 +426,7 @@ class Tokens(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    ROUNDS_FIELD_NUMBER: _builtins.int
     first_index: _builtins.int
     """Index among all output tokens of the sequence, resumed ones included."""
     cached_tokens: _builtins.int
@@ -436,6 +443,10 @@ class Tokens(_message.Message):
     def round(self) -> _common_pb2.Round:
         """The round that committed them."""
 
+    @_builtins.property
+    def rounds(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Round]:
+        """The rounds that committed them, in order, where several are told together. `round` is not set then."""
+
     def __init__(
         self,
         *,
@@ -444,10 +455,11 @@ class Tokens(_message.Message):
         logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
         round: _common_pb2.Round | None = ...,
         cached_tokens: _builtins.int = ...,
+        rounds: _abc.Iterable[_common_pb2.Round] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "cached_tokens", b"cached_tokens", "first_index", b"first_index", "logprobs", b"logprobs", "round", b"round", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "cached_tokens", b"cached_tokens", "first_index", b"first_index", "logprobs", b"logprobs", "round", b"round", "rounds", b"rounds", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__round: _TypeAlias = _typing.Literal["round"]  # noqa: Y015
     _WhichOneofArgType__round: _TypeAlias = _typing.Literal["_round", b"_round"]  # noqa: Y015

@@ -172,7 +172,7 @@ class FrontInjector:
         return "" if holder is None else self.front.name_of(holder.pid)
 
     async def _published(self) -> bool:
-        """Whether a supervisor has said what it serves. No where Redis is away: a fault of its own may come meanwhile."""
+        """Whether a supervisor has said what it serves; no where Redis is away, which another fault may hurt."""
         try:
             return await asyncio.to_thread(read_published, self.redis.url, DEPLOYMENT) is not None
         except redis.RedisError:

@@ -51,18 +51,18 @@ class Events(EventQueue):
     """The events of one stream, for a plain thread."""
 
     def __init__(self) -> None:
-        self._events: queue.Queue[Any] = queue.Queue()
+        self._said: queue.Queue[Any] = queue.Queue()
 
     @property
     def full(self) -> bool:
         return False
 
     def push(self, event: Any) -> None:
-        self._events.put(event)
+        self._said.put(event)
 
     def next(self, timeout_s: float = WAIT_S) -> Any:
         """Raises the error that ended the stream, or queue.Empty."""
-        event = self._events.get(timeout=timeout_s)
+        event = self._said.get(timeout=timeout_s)
         if isinstance(event, PacelineError):
             raise event
         return event

@@ -46,7 +46,8 @@ def chunks(
     made = []
     for begin, end in pairwise([*ends, len(ids)]):
         entries = [TokenLogprobs(-1.0, (token_id, 3), (-1.0, -2.0)) for token_id in ids[begin:end]]
-        chunk = run.take(begin, ids[begin:end], entries, Round(1, 0)) if end > begin and not run.finish_reason else None
+        left = end > begin and not run.finish_reason
+        chunk = run.take(begin, ids[begin:end], entries, [Round(1, 0)]) if left else None
         if chunk is not None:
             made.append(chunk)
     run.end(FinishReason.LENGTH)

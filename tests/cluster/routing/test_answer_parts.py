@@ -72,7 +72,7 @@ def take(run: ChoiceRun, ids: Sequence[int], size: int) -> list[Chunk]:
     chunks = []
     for at in range(0, len(ids), size):
         if run.finish_reason is None:
-            chunks.append(run.take(at, ids[at : at + size], [], None))
+            chunks.append(run.take(at, ids[at : at + size], [], ()))
     run.end_by_tokens()
     return [*(chunk for chunk in chunks if chunk is not None), run.complete()]
 
@@ -106,12 +106,12 @@ def test_a_resumed_choice_gives_what_follows(tokenizer: Tokenizer) -> None:
         before = run_of(tokenizer)
         first = AnswerParts()
         for at in range(had):
-            chunk = before.take(at, ids[at : at + 1], [], None)
+            chunk = before.take(at, ids[at : at + 1], [], ())
             first += parts([chunk] if chunk else [])
         for given in (ids[:had], []):
             after = run_of(tokenizer)
             after.resume(ReceivedChoice(0, had, tuple(given)))
-            rest = [after.take(at, ids[at : at + 5], [], None) for at in range(len(given), len(ids), 5)]
+            rest = [after.take(at, ids[at : at + 5], [], ()) for at in range(len(given), len(ids), 5)]
             after.end_by_tokens()
             second = parts([*(chunk for chunk in rest if chunk is not None), after.complete()])
             assert first.text + second.text == whole.text

@@ -206,7 +206,7 @@ def test_entries_are_taken_once_by_their_place() -> None:
     with pytest.raises(HandoffFailed, match="token 4"):
         run.take_prompt_logprobs(4, entries[3:])
     with pytest.raises(HandoffFailed, match="before all"):
-        run.take(0, [5], [], None)
+        run.take(0, [5], [], ())
     assert run.token_ids == []
     again = run.take_prompt_logprobs(1, [*entries, TokenLogprobs(-9.0)])  # one more than there are tokens
     assert again is not None

@@ -415,7 +415,7 @@ def test_times_are_of_the_tokens_since_the_resume(monkeypatch: pytest.MonkeyPatc
     run = choice_module.ChoiceRun(0, "r", sequence, ByteDetokenizer(ByteTokenizer(), (1, 2), ()), 10.0)
     run.resume(ReceivedChoice(0, 10, (97,) * 10))
     for now[0] in (11.0, 12.0, 13.0):
-        run.take(len(run.token_ids), [98], [], None)
+        run.take(len(run.token_ids), [98], [], ())
     run.end(FinishReason.LENGTH)
     done = run.complete().completion
     assert done is not None

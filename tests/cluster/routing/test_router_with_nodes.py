@@ -147,3 +147,26 @@ async def test_both_ways_are_measured() -> None:
         assert ways == {"prefill-0", "decode-0"}
         await nodes.wait_for_release()
         await router.close()
+
+
+async def test_rounds_are_told_together_and_nothing_else_changes() -> None:
+    """Mutants: a router asks its nodes for nothing; log-probabilities or counts of all rounds but one are lost."""
+    told = []
+    async with cluster() as nodes:
+        for interval_ms in (0.0, 200.0):
+            router = router_for(nodes, stream_interval_ms=interval_ms)
+            params = SamplingParams(seed=5, top_logprobs=1, ignore_eos=True)
+            chunks = [chunk async for chunk in router.generate(GenerationRequest(PROMPT, params, 60))]
+            told.append([chunk for chunk in chunks if chunk.token_ids])
+            done = chunks[-1].completion
+            assert done is not None
+            assert tuple(token for chunk in chunks for token in chunk.token_ids) == expected(5, 60)
+            assert sum(len(chunk.logprobs) for chunk in chunks) == 60
+            assert len(done.speculation.accepted_per_round) == done.speculation.rounds
+            assert done.speculation.accepted_tokens + done.speculation.rounds == 59
+            assert [chunk.first_index for chunk in told[-1]][:2] == [0, 1]
+            await nodes.wait_for_release()
+            await router.close()
+    apart, together = told
+    assert [chunk.round is None for chunk in apart] == [True] + [False] * (len(apart) - 1)
+    assert len(together) < len(apart)
