@@ -140,8 +140,8 @@ class ServeConfig(EngineConfig):
     too. 1 is all."""
 
     stream_interval_ms: float = Field(default=20.0, ge=0, le=1000)
-    """Milliseconds from one piece of a stream to the next: tokens that come faster are told together. The first and the
-    last are told at once. Fewer pieces take less of the routers' time. 0 tells each round by itself."""
+    """Milliseconds from one piece of a stream to the next. Tokens that come faster are told together, the first and the
+    last at once. Fewer pieces cost routers less. 0 tells each round by itself."""
 
     read_timeout_s: float = Field(default=15.0, gt=0)
     """Seconds that a client may keep a full queue of chunks waiting before its request ends. Reading four chunks a

@@ -52,6 +52,7 @@ OURS: Mapping[str, str] = {
     "--attention-backend": "--attention",
     "--enforce-eager": "--no-cuda-graphs",
     "--disable-cuda-graph": "--no-cuda-graphs",
+    "--stream-interval": "--stream-interval-ms",
     "--uvicorn-log-level": "--log-level",
     "--enable-log-requests": "--log-level",
     "--log-requests": "--log-level",
