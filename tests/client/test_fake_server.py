@@ -214,7 +214,7 @@ async def seen(address: str) -> list[Any]:
 
 async def test_it_is_like_a_deployment() -> None:
     async with tiny_routers("ngram") as make:
-        server = await serve_grpc(router := make(journal=None, stream_interval_ms=0), "127.0.0.1:0")
+        server = await serve_grpc(router := make(journal=None), "127.0.0.1:0")
         real = await seen(f"127.0.0.1:{server.port}")
         await server.stop(0)
         await router.close()

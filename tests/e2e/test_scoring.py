@@ -255,7 +255,7 @@ async def test_a_stream_goes_on_while_a_long_prompt_is_told_of(folder: Path) -> 
         async def run(prompt: tuple[int, ...], params: SamplingParams) -> None:
             request = GenerationRequest(prompt, replace(params, ignore_eos=True), params.max_tokens)
             async for chunk in router.generate(request):
-                order.append("prompt" if chunk.prompt_logprobs else "token")
+                order.extend(["prompt"] if chunk.prompt_logprobs else ["token"] * len(chunk.token_ids))
 
         other = asyncio.create_task(run((5, 6, 7), SamplingParams(seed=1, max_tokens=600)))
         while "token" not in order:

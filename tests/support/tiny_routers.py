@@ -35,8 +35,8 @@ async def tiny_routers(drafter: str) -> AsyncIterator[Callable[..., StallingRout
     config = NodeConfig.model_validate({"model": "tiny", "dtype": "fp32", "kv_cache_tokens": 4096} | options)
     async with pair(config, tiny_runner(**options), tiny_runner(**options)) as both:
 
-        def make(journal: Journal | None, **options: float) -> StallingRouter:
-            serve = ServeConfig.model_validate({"model": "tiny", "drafter": config.drafter} | options)
+        def make(journal: Journal | None) -> StallingRouter:
+            serve = ServeConfig(model="tiny", drafter=config.drafter, stream_interval_ms=0)  # it stalls after some chunks
             return StallingRouter(Registry(both), ByteTokenizer(), serve, "tiny", 512, VOCAB, journal=journal)
 
         yield make
