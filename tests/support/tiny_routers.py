@@ -36,7 +36,8 @@ async def tiny_routers(drafter: str) -> AsyncIterator[Callable[..., StallingRout
     async with pair(config, tiny_runner(**options), tiny_runner(**options)) as both:
 
         def make(journal: Journal | None) -> StallingRouter:
-            serve = ServeConfig(model="tiny", drafter=config.drafter, stream_interval_ms=0)  # it stalls after some chunks
+            # Routers stall after a number of chunks.
+            serve = ServeConfig(model="tiny", drafter=config.drafter, stream_interval_ms=0)
             return StallingRouter(Registry(both), ByteTokenizer(), serve, "tiny", 512, VOCAB, journal=journal)
 
         yield make
