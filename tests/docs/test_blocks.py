@@ -40,6 +40,7 @@ OTHERS = {
         *("--max-worker-port", "--min-worker-port", "--node-manager-port", "--object-manager-port"),
     },
     "docs/internals/decisions.md": {"--crowd"},  # benchmarks.mixed
+    "docs/internals/failures.md": {"--streams"},  # tests/chaos
     "docs/internals/first_device.md": {"--keep", "--try"},  # benchmarks.gpu
     "docs/internals/parallel.md": {"--kills", "--streams", "--whole"},  # tests/chaos, tests/ranks
     "docs/troubleshooting.md": {"--head"},  # ray
