@@ -167,6 +167,11 @@ async def test_no_time_to_gather(asked: float) -> None:
     assert list((await events.take()).tokens.token_ids) == [5]
 
 
-async def test_nobody_makes_a_node_wait_for_long() -> None:
+async def test_nobody_makes_a_node_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: a caller's time has no bound."""
+    monkeypatch.setattr("decode_node.stream.MAX_TELL_EVERY_S", 0.05)
     events = EventQueue(asyncio.get_running_loop(), lambda: None, 1e9)
-    await asyncio.wait_for(events.gather(), 60)
+    gathering = asyncio.create_task(events.gather())
+    await asyncio.wait({gathering}, timeout=20)
+    assert gathering.done()
+    assert not gathering.cancelled()

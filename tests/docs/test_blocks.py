@@ -111,11 +111,6 @@ def test_python_of_a_page_is_python(page: str) -> None:
     assert [found for source in blocks(page, "python") for found in missing_imports(source)] == []
 
 
-def test_python_that_needs_no_deployment_runs() -> None:
-    (source,) = blocks("docs/guides/testing.md", "python")
-    exec(compile(source, "testing.md", "exec"), {"__name__": "a_page"})
-
-
 def test_options_in_yaml_are_options(tmp_path: Path) -> None:
     found = blocks("docs/guides/sizing.md", "yaml")
     assert found
