@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.side_by_side import RETIRES_AT_BYTES
+
 ROOT = Path(__file__).parents[1]
 FILES = {
     "pytest.ini": "[pytest]\naddopts = --import-mode=importlib\nasyncio_default_fixture_loop_scope = function",
@@ -64,7 +66,7 @@ def test_a_fault_at_a_workers_end_is_reported(tmp_path: Path) -> None:
 def test_a_worker_that_holds_much_has_a_successor(tmp_path: Path) -> None:
     """Mutants: it goes on; the files that it did not take are left out."""
     (tmp_path / "pytest.ini").write_text(FILES["pytest.ini"])
-    for name, kept in (("a", 600 << 20), ("b", 0), ("c", 0)):
+    for name, kept in (("a", RETIRES_AT_BYTES), ("b", 0), ("c", 0)):
         text = f"import os\nKEPT = b'x' * {kept}\ndef test_right():\n    open('{name}', 'w').write(str(os.getpid()))"
         (tmp_path / f"test_{name}.py").write_text(text)
     assert outcome(tmp_path)[0] == 0

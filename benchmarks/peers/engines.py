@@ -19,12 +19,14 @@ from benchmarks.serving.client import Limits, Outcome, Server, drive, served_mod
 from benchmarks.serving.deployments import Setting, deployments
 from benchmarks.serving.workload import Ask
 from paceline.errors import ConfigError
+from paceline.models.config import ModelSpec
 
 GGUF_TYPES = ("Q8_0", "Q4_0", "Q4_1")
+Q4_K, SUPER_BLOCK = "Q4_K", 256  # a type that takes so many weights of a row together
 WORKER_TIMEOUT_S = 600.0
 LIMITS = Limits(outstanding=servers.SLOTS, deadline_s=300.0)
 ERROR_CHARACTERS = 300
-BITS = {"bf16": 16, "w8a8": 8, "Q8_0": 8, "int8": 8, "w4a8": 4, "Q4_0": 4, "Q4_1": 4, "int4": 4}
+BITS = {"bf16": 16, "w8a8": 8, "Q8_0": 8, "int8": 8, "w4a8": 4, "Q4_0": 4, "Q4_1": 4, Q4_K: 4, "int4": 4}
 # OpenVINO's weights, and what it computes in. With f32 it may round the inputs of its layers to int8.
 OPENVINO = {
     "bf16": ("bf16", "bf16"),
@@ -63,14 +65,21 @@ class Engine:
         return f"{absent[0]} is not there: run `{servers.INSTALL} {self.peer}`" if absent else ""
 
 
+def gguf_types(spec: ModelSpec) -> tuple[str, ...]:
+    """Types of GGUF files that the model's rows can be written in. llama-quantize's Q4_K has layers of Q6_K too."""
+    fits = spec.hidden_size % SUPER_BLOCK == 0 and spec.intermediate_size % SUPER_BLOCK == 0
+    return (*GGUF_TYPES, Q4_K) if fits else GGUF_TYPES
+
+
 def engines(model: str, folder: Path) -> list[Engine]:
     """All of them, by width, so that those which are compared run close to each other."""
     found = [_paceline(model, "bf16", ())]
     found += [_paceline(model, scheme, ("--quantize", scheme)) for scheme in ("w8a8", "w4a8")]
-    for kind in GGUF_TYPES:
+    kinds = gguf_types(ModelSpec.from_folder(folder))
+    for kind in kinds:
         file = servers.gguf_file(folder.name, kind)
         found.append(_paceline(str(file), kind, (), (file,)))
-    for kind in ("bf16", *GGUF_TYPES):
+    for kind in ("bf16", *kinds):
         file = servers.gguf_file(folder.name, kind)
         setting = Setting("llama.cpp", servers.llama_server(file))
         found.append(

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.peers.engines import GGUF_TYPES
+from benchmarks.peers.engines import gguf_types
 from benchmarks.peers.servers import (
     HOME,
     LLAMA_QUANTIZE,
@@ -31,6 +31,7 @@ from benchmarks.peers.servers import (
     gguf_file,
     openvino_folder,
 )
+from paceline.models.config import ModelSpec
 from paceline.models.hub import resolve_model
 
 LLAMA_CPP_PYTHON = "0.3.36"
@@ -109,7 +110,7 @@ def install_llama_cpp(model: str) -> None:
             run(*uv(), "--target", str(tools), "--no-deps", "sentencepiece")
             converter = [sys.executable, str(llama / "convert_hf_to_gguf.py"), str(resolve_model(model))]
             run(*converter, "--outtype", "bf16", "--outfile", str(file), environment={"PYTHONPATH": str(tools)})
-    for kind in GGUF_TYPES:
+    for kind in gguf_types(ModelSpec.from_folder(resolve_model(model))):
         with made(gguf_file(model, kind)) as file:
             if file is not None:
                 run(str(LLAMA_QUANTIZE), str(gguf_file(model)), str(file), kind, str(os.cpu_count() or 1))

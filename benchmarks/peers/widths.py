@@ -31,7 +31,6 @@ ALONE = 3  # streams, one after the other
 FIRSTS = 3  # prompts of each length; their median counts
 NAMES = ("paceline", "llama.cpp", "openvino")
 MESSAGE_CHARACTERS = 300
-SUPER_BLOCK = 256  # weights of a row that Q4_K takes together
 
 Progress = Callable[[int, int, str], None]
 

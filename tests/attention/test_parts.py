@@ -13,8 +13,8 @@ from paceline.attention.cpu import CpuAttention
 from paceline.attention.torch_paged import TorchAttention
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
-from paceline.layers.build import kernel_set, load_kernels
-from tests.support.needs import needs_kernels
+from paceline.layers.build import load_kernels
+from tests.support.needs import LESSER_BUILDS, needs_kernels
 from tests.support.pool_rows import write_rows
 from tests.support.tolerance import Tolerance
 
@@ -25,7 +25,7 @@ GEOMETRIES = [(9, 3, 64), (12, 1, 32), (2, 2, 128)]
 WINDOWS = (0, 5, 100, 512, 700)
 ROWS = (0, 511, 512, 513, 640, 1023, 1024, 1025, 1299)
 PARENTS = [-1, 0, 0, 1, 1, 2, 3, 6]
-BUILDS = [(), ("-DPACELINE_GENERIC",), *([("-DPACELINE_NO_AMX",)] if "amx" in kernel_set() else [])]
+BUILDS = [(), *LESSER_BUILDS]
 
 
 @pytest.fixture(params=BUILDS, ids=lambda flags: "".join(flags) or "host", autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,11 +12,12 @@ import numpy as np
 import pytest
 
 from benchmarks.peers import install, openvino_worker
-from benchmarks.peers.engines import Engine, Groups, Timing
+from benchmarks.peers.engines import Engine, Groups, Timing, gguf_types
 from benchmarks.peers.width_goals import goal_grid, grid
 from benchmarks.peers.widths import PROMPTS, Figures, Plan, Row, WidthsReport, figures, measure, together
 from benchmarks.serving.workload import Ask
 from paceline.errors import ConfigError
+from tests.support.tiny_model import tiny_spec
 
 BLANK = "-"
 
@@ -120,6 +122,16 @@ def test_ratios_hold_or_are_missed(tmp_path: Path) -> None:
     assert table.rows[-1] == ("openvino", "int4", *[BLANK] * 5)
     assert any(note == "openvino int4: it is not there" for note in table.notes)
     assert any(note.startswith("Q4_K has no row") for note in table.notes)
+
+
+def test_a_type_has_a_row_where_the_models_rows_can_be_written_in_it(tmp_path: Path) -> None:
+    narrow, wide = (replace(tiny_spec(), hidden_size=n, intermediate_size=1024) for n in (576, 1024))
+    assert gguf_types(narrow) == ("Q8_0", "Q4_0", "Q4_1")
+    assert gguf_types(wide) == ("Q8_0", "Q4_0", "Q4_1", "Q4_K")
+    assert "Q4_K" not in gguf_types(replace(wide, intermediate_size=1100))
+    report = WidthsReport("m", 2, False, "kept texts", 64, 1024, [row("paceline", "Q4_K", 4, 12.5)])
+    assert sum("Q4_K" in cells[0] for cells in goal_grid(report).rows) == 1
+    assert not any("no row" in note for note in grid(report).notes)
 
 
 class Steps:

@@ -38,7 +38,6 @@ STEPS_S = 0.05  # that a rank has computed when it has run several of them
 VICTIMS = (
     ("decode-0", signal.SIGKILL),
     ("decode-1", signal.SIGSTOP),
-    ("decode-0", signal.SIGTERM),
     ("prefill-0", signal.SIGSTOP),
 )
 

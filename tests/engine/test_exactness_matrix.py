@@ -80,7 +80,7 @@ def check(target: Matrix, weights: Weights, case: Case, cells: list[Cell], **opt
 
 @pytest.mark.parametrize("name", CASES)
 def test_bf16_fixed_lengths(name: str, bf16: Matrix, weights: Weights) -> None:
-    cells = full_cross(CASES[name], max_tokens=16)
+    cells = full_cross(CASES[name], max_tokens=12)
     check(bf16, weights, CASES[name], cells, tree="dynamic", adaptive="off")
 
 
@@ -93,7 +93,7 @@ def test_bf16_adaptive_lengths(name: str, bf16: Matrix, weights: Weights) -> Non
 @pytest.mark.parametrize("name", VARYING)
 def test_bf16_adaptive_chains(name: str, bf16: Matrix, weights: Weights) -> None:
     """A deployment with no room for trees."""
-    cells = chain_cross(CASES[name], max_tokens=16)
+    cells = chain_cross(CASES[name], max_tokens=12)
     check(bf16, weights, CASES[name], cells, tree="chain", adaptive="goodput", page_size=16)
 
 

@@ -21,7 +21,7 @@ from paceline.layers.ops import (
     silu_mul_reference,
 )
 from paceline.layers.rotary import rope_table
-from tests.support.needs import needs_kernels
+from tests.support.needs import LESSER_BUILDS, needs_kernels
 from tests.support.quantized_weights import KINDS
 from tests.support.tolerance import Tolerance
 
@@ -125,9 +125,8 @@ def test_kernel_set_names_source_and_instructions() -> None:
 
 def test_lesser_instruction_sets_are_row_invariant_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The portable path, and where the host's own is AMX the one without it."""
-    without_amx = ("-DPACELINE_NO_AMX",) if "amx" in kernel_set() else ()
-    for flags in (*without_amx, "-DPACELINE_GENERIC"):
-        library = load_kernels((flags,))
+    for flags in LESSER_BUILDS:
+        library = load_kernels(flags)
         assert library is not None
         monkeypatch.setattr("paceline.layers.linear.load_kernels", lambda library=library: library)
         weight = (torch.randn(96, 128) * 0.05).to(torch.bfloat16)

@@ -13,8 +13,8 @@ from paceline.attention.torch_paged import TorchAttention
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
 from paceline.layers import kv8
-from paceline.layers.build import kernel_set, load_kernels
-from tests.support.needs import needs_kernels
+from paceline.layers.build import load_kernels
+from tests.support.needs import LESSER_BUILDS, needs_kernels
 
 HEADS, DIM, PAGE, PAGES = 2, 32, 8, 20
 DTYPES = [torch.bfloat16, torch.float32]
@@ -63,7 +63,7 @@ def test_codes_by_the_definition() -> None:
 
 
 GEOMETRIES = [(9, 3, 64), (4, 2, 16), (20, 1, 32), (2, 2, 128)]  # query heads, KV heads, dim
-BUILDS = [(), ("-DPACELINE_GENERIC",), *([("-DPACELINE_NO_AMX",)] if "amx" in kernel_set() else [])]
+BUILDS = [(), *LESSER_BUILDS]
 LENGTH, COPIES = 320, 3  # positions of a sequence; each has three places of its own
 PARENTS = [-1, 0, 0, 1, 3, 3, 2, 4]
 

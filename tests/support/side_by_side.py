@@ -25,7 +25,8 @@ from tests.support.worker_memory import memory
 
 TOGETHER = ("tests/fuzz",)  # folders whose files share one deployment: one worker takes them all
 FAILED, NOTHING_RAN = 1, 5  # exit codes of pytest
-RETIRES_AT_BYTES = 512 << 20  # a worker that holds so much after a file makes room for a new one
+# A worker that holds so much after a file makes room for a new one. Another file of the real model may follow one.
+RETIRES_AT_BYTES, AFTER_REAL_MODEL_BYTES = 1 << 30, 512 << 20
 TAIL = 4000  # characters of a dead worker's output that are shown
 
 Unit = list[str]  # files that one worker runs one after another, relative to the root
@@ -61,8 +62,10 @@ class Worker:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         with suppress(EOFError):
             while True:
-                self._run(session, pickle.load(self._asked))
-                goes_on = memory("RssAnon") < RETIRES_AT_BYTES
+                unit = pickle.load(self._asked)
+                most = AFTER_REAL_MODEL_BYTES if of_real_model(unit) else RETIRES_AT_BYTES
+                self._run(session, unit)
+                goes_on = memory("RssAnon") < most
                 send(self._told, goes_on)
                 if not goes_on:
                     break
@@ -243,5 +246,13 @@ def units(config: pytest.Config) -> list[Unit]:
 
 
 def _late(unit: Unit) -> tuple[bool, bool]:
-    text = "".join(Path(name).read_text() for name in unit)
-    return "mark.real_model" not in text, "mark.e2e" not in text and len(unit) == 1
+    return not of_real_model(unit), "mark.e2e" not in _text(unit) and len(unit) == 1
+
+
+def of_real_model(unit: Unit) -> bool:
+    """Whether tests in it load one."""
+    return "mark.real_model" in _text(unit)
+
+
+def _text(unit: Unit) -> str:
+    return "".join(Path(name).read_text() for name in unit)

@@ -59,12 +59,14 @@ def test_a_folder_that_loads(scheme: str, most: float, source: Path, tmp_path: P
 # the range of a perplexity: random weights lose more to 4 bits than a model's
 @pytest.mark.parametrize(("options", "how", "apart"), [
     ("--scheme w8a8", "rounded to the nearest code", 0.1),
-    ("--scheme w4a16 --method gptq", "GPTQ, calibrated on at most 8,192 tokens of text that it wrote itself", 0.5),
-    (f"--scheme w4a8 --method gptq --calibration {PAGE}", "8,192 tokens of quantised.md", 0.5),
+    ("--scheme w4a16 --method gptq", "GPTQ, calibrated on at most 1,024 tokens of text that it wrote itself", 0.5),
+    (f"--scheme w4a8 --method gptq --calibration {PAGE}", "1,024 tokens of quantised.md", 0.5),
 ], ids=["nearest", "its own text", "a text"])  # fmt: skip
 def test_the_command_measures_both_models_and_writes_a_card(
-    options: str, how: str, apart: float, source: Path, tmp_path: Path
+    options: str, how: str, apart: float, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for module in ("calibrate", "quantise"):
+        monkeypatch.setattr(f"paceline.assembly.{module}.SEQUENCES", 4)
     output = tmp_path / "out"
     done = CliRunner().invoke(app, ["quantize", str(source), "--output", str(output), *options.split()])
     assert done.exit_code == 0, done.output
