@@ -7,10 +7,10 @@ resolved; which tokens were received is what the client itself knows best. A cli
 has a second entry, with the tokens that it was told (`cluster/routing/told.py`). Nothing here is awaited by a stream:
 entries are put into a bounded table in memory, and one task seals and writes those that are due, in batches.
 
-Life of an entry: ``keep`` -> written, and again every quarter of its lifetime (so that a Redis that came back empty
-has it again) -> ``release`` -> written a last time, with a short life when the answer is complete -> forgotten when it
-has expired. Bounds, of each router: bytes of an entry, bytes of all entries (the oldest give way, told tokens before
-requests), seconds of life.
+Life of an entry: ``keep`` -> written, and again every quarter of its lifetime, or as soon as Redis is seen to have lost
+what it had (a key of this router alone, which every batch reads and sets, is gone) -> ``release`` -> written a last
+time, with a short life when the answer is complete -> forgotten when it has expired. Bounds, of each router: bytes of
+an entry, bytes of all entries (the oldest give way, told tokens before requests), seconds of life.
 
 Keys: ``{namespace}:journal:sealed:{hash of tenant and generation id}``; ids are capabilities and are not stored.
 Entries are sealed with the deployment's secret (`sealing.py`). One that was not is refused and counted. Routers that
@@ -23,6 +23,7 @@ import asyncio
 import hashlib
 import logging
 import math
+import secrets
 import time
 from dataclasses import dataclass
 
@@ -43,6 +44,8 @@ COMPLETE_TTL_S = 10.0  # of a complete answer: its last chunk may still be lost 
 REFRESHES_PER_TTL = 4
 BATCH_ENTRIES = 64
 BATCH_BYTES = 1024 * 1024  # packing a batch holds up the event loop, so it is small
+MARK_LIVES = 2.0  # of an entry: how long the key stays that tells whether Redis has lost something
+REWRITES_S = 5.0  # at least between two times that everything is written: Redis may evict that key over and over
 ENTRY_OVERHEAD_BYTES = 512  # charged for each entry, which bounds their number too
 # Told tokens of one plan are alike, whoever told them: another router's entry that has more of them stays.
 _KEEP_LONGEST = """
@@ -109,6 +112,7 @@ class Journal:
         self._client = connect_async(url)
         self._ttl_s, self._entry_bytes, self._total_bytes = ttl_s, entry_bytes, total_bytes
         self._prefix = f"{namespace}:journal:sealed:"
+        self._mark, self._rewrite_at = f"{namespace}:journal:mark:{secrets.token_hex(8)}", -math.inf  # not before
         self._held: dict[str, Kept] = {}  # oldest first
         self._spare: dict[str, None] = {}  # of these, the keys of those that give way first
         self._bytes = 0
@@ -261,6 +265,7 @@ class Journal:
         batch = self._take_batch()
         doomed = list(self._evicted)[:BATCH_ENTRIES]
         pipe = self._client.pipeline(transaction=False)
+        pipe.set(self._mark, 1, px=int(MARK_LIVES * self._ttl_s * 1000), get=True)
         for kept, ttl_s, _ in batch:
             name, ttl_ms = self._prefix + kept.key, max(1, int(ttl_s * 1000))
             sealed = self.seal.seal(name, kept.entry)
@@ -272,7 +277,7 @@ class Journal:
             pipe.delete(self._prefix + key)
         started = time.monotonic()
         try:
-            await pipe.execute()
+            had_mark, *_ = await pipe.execute()
         except (redis.RedisError, OSError) as error:
             self._due = {kept.key: None for kept, _, _ in batch if self._held.get(kept.key) is kept} | self._due
             if self._reachable:
@@ -280,15 +285,22 @@ class Journal:
             self._reachable = False
             await asyncio.sleep(RETRY_S)
             return
-        if not self._reachable:
-            log.warning("the journal is written again")
-            self._due |= {key: None for key, kept in self._held.items() if kept.live}  # Redis may have come back empty
-        self._reachable = True
         self._written.inc(len(batch))
         for key in doomed:
             self._evicted.pop(key, None)
         for kept, ttl_s, live in batch:
             self._note_written(kept, started, ttl_s, live)
+        self._write_what_was_lost(had_mark is not None, started)
+
+    def _write_what_was_lost(self, had_mark: bool, at: float) -> None:
+        """After a batch that began ``at``: Redis may have come back empty, whether or not it was missed meanwhile."""
+        if not self._reachable:
+            log.warning("the journal is written again")
+        if not self._reachable or (not had_mark and at >= self._rewrite_at):
+            lost = {key: None for key, kept in self._held.items() if kept.live and -math.inf < kept.written_at < at}
+            self._due |= lost
+            self._rewrite_at = at + REWRITES_S if lost else self._rewrite_at
+        self._reachable = True
 
     def _take_batch(self) -> list[tuple[Kept, float, bool]]:
         """Entries with the lifetime and liveness that they are written with: both may change meanwhile."""

@@ -57,6 +57,10 @@ class Observed:
         finally:
             self.journal._client = client
 
+    @property
+    def written(self) -> float:
+        return self.registry.get_sample_value("paceline_journal_writes_total") or 0.0
+
     def refused(self, reason: str) -> float:
         return self.registry.get_sample_value("paceline_journal_refused_total", {"reason": reason}) or 0.0
 
@@ -83,7 +87,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
 def stored(server: Server) -> dict[str, bytes]:
     """What Redis has, by key, opened."""
     with redis.Redis.from_url(server.url) as client:
-        found = {key.decode(): client.get(key) for key in client.keys("*")}
+        found = {key.decode(): client.get(key) for key in client.keys(f"{PREFIX}*")}
         return {key.removeprefix(PREFIX): SEAL.open(key, value) for key, value in found.items() if value is not None}
 
 
@@ -219,6 +223,27 @@ async def test_a_redis_that_lost_its_data_has_what_runs_again(server: Server) ->
         server.kill()
         server.start_again()
         await until(lambda: stored(server) == {KEYS[0]: b"runs"})
+
+
+async def test_data_lost_between_two_batches_is_written_again(embedded: Embedded) -> None:
+    """Nobody saw Redis away: the client connects anew by itself. Mutants: nothing is read of what Redis had; what a
+    batch wrote is written again; a Redis that evicts the key is written to over and over; the key is soon gone."""
+    async with running(embedded.url) as made:
+        made.journal.keep(KEYS[0], b"request")
+        await until(lambda: KEYS[0] in stored(embedded))
+        with redis.Redis.from_url(embedded.url) as client:
+            client.flushall()
+        made.journal.keep(KEYS[1], b"another")
+        await until(lambda: stored(embedded).keys() == {KEYS[0], KEYS[1]})
+        assert made.written == 3
+        with redis.Redis.from_url(embedded.url) as client:
+            (mark,) = client.keys("*:mark:*")
+            assert client.pttl(mark) > 60_000
+            client.delete(mark)
+        made.journal.keep(KEYS[2], b"third")
+        await until(lambda: KEYS[2] in stored(embedded))
+        await asyncio.sleep(0.05)
+        assert made.written == 4
 
 
 async def test_a_server_that_hangs_delays_nothing(embedded: Embedded, monkeypatch: pytest.MonkeyPatch) -> None:
