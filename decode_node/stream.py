@@ -113,12 +113,11 @@ class EventQueue:
         while not self._events:  # looked at after ``_gathers`` was taken back, so that no event is missed
             self._there.clear()
             await self._there.wait()
-        was_full = self.full
         taken = [self._events.popleft()]
         while self._tell_every_s and _made_by_round(taken[-1]) and self._events and _made_by_round(self._events[0]):
             taken.append(self._events.popleft())
         self._taken += len(taken)
-        if was_full:
+        if self._pushed - self._taken + len(taken) >= MAX_PENDING_EVENTS:  # the engine may have seen it full
             self._wake()
         if isinstance(taken[0], PacelineError):
             raise taken[0]

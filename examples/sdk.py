@@ -25,7 +25,7 @@ def main() -> None:
         print(numbers(done.completion))
         streamed = ""
         for chunk in client.stream(messages, max_tokens=options.max_tokens, seed=options.seed):
-            streamed += chunk.text  # what one round committed
+            streamed += chunk.text  # what one round committed, or some
     print(f"streamed, the same text: {streamed == done.text}")
 
 

@@ -155,6 +155,7 @@ class Chunk:
     tool_calls: tuple[ToolCallPart, ...] = ()  # parts of tool calls that became certain; they are not part of text
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # the prompt's next ones, from its second token on, when asked for
     retold: bool = False  # the client of a stream that was resumed has it already; no SDK gives such a chunk
+    in_order: tuple[Chunk, ...] = ()  # this one cut where its text and calls take turns; no SDK gives it
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,9 @@ class Answer:
             events += self._echo_events(choice, chunk)
         ready = self._ready(choice)
         if chunk.text or chunk.reasoning or chunk.tool_calls or ready or chunk.completion:
-            events.append(self._event([self._part(choice, chunk, ready)]))
+            for step in chunk.in_order or (chunk,):  # clients read the first part of a call in an event alone
+                events.append(self._event([self._part(choice, step, ready)]))
+                ready = []
         if all(choice.completion for choice in self._choices):
             if self._request.include_usage:
                 events.append({**self._event([]), "usage": self._usage()})

@@ -305,7 +305,8 @@ class RayNode:
     def _watched(self) -> Future[bool]:
         """Is done when the process is gone or was stopped. Ray tells it: asking Ray as often as the supervisor looks at
         its nodes, 20 times a second, would take a router's core where nodes are many. Raises RayLost."""
-        future: Future[bool] = _ask(self._actor.wait_stopped).future()
+        with SESSION.waiting():
+            future: Future[bool] = self._actor.wait_stopped.remote().future()
         return future
 
     def stop(self, grace_s: float) -> None:

@@ -372,6 +372,7 @@ class Attempt:
         """A node that stopped without closing its connection loses its lease: do not wait for TCP to notice. A node
         that still talks keeps its streams, whatever the registry says."""
         ttl = self._around.lease_ttl_s
+        silent_s = ttl + self._around.tell_every_s  # one that tells rounds together is heard so much less often
         lost_since: float | None = None
         while True:
             await asyncio.sleep(ttl / 4)
@@ -380,6 +381,6 @@ class Attempt:
                 lost_since = None
             elif lost_since is None:
                 lost_since = now
-            elif now - max(lost_since, self._heard_at) > ttl:
+            elif now - max(lost_since, self._heard_at) > silent_s:
                 silence.reschedule(asyncio.get_running_loop().time())
                 return

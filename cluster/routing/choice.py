@@ -119,16 +119,8 @@ class ChoiceRun:
         if len(self.token_ids) < len(token_ids):
             raise InvalidRequest("resume.choices", f"choice {self.index} ended at token {len(self.token_ids)}")
         if retell and token_ids:
-            self.again = Chunk(
-                choice=self.index,
-                first_index=0,
-                token_ids=token_ids,
-                text=parts.text,
-                reasoning=parts.reasoning,
-                tool_calls=parts.tool_calls,
-                logprobs=received.logprobs,
-                retold=True,
-            )
+            again = Chunk(self.index, first_index=0, token_ids=token_ids, logprobs=received.logprobs, retold=True)
+            self.again = with_parts(again, parts)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -205,17 +197,15 @@ class ChoiceRun:
             return None
         if not retold:
             self._stamp()
-        return Chunk(
+        chunk = Chunk(
             choice=self.index,
             first_index=first,
             token_ids=tuple(self.token_ids[first:]),
-            text=parts.text,
-            reasoning=parts.reasoning,
-            tool_calls=parts.tool_calls,
             logprobs=tuple(logprobs[known + first - start : known + taken]),
             round=counted[0] if len(counted) == 1 else None,
             retold=retold,
         )
+        return with_parts(chunk, parts)
 
     def _push(self, token_ids: Sequence[int]) -> AnswerParts:
         """Append tokens up to the one that completes a stop string or the only call, or that is a stop token (whose
@@ -305,15 +295,13 @@ class ChoiceRun:
             if self.finish_reason is FinishReason.STOP and self._parser.num_calls:
                 self.finish_reason = FinishReason.TOOL_CALLS
         self.trace.record("finished", reason=self.finish_reason, tokens=len(self.token_ids))
-        return Chunk(
+        chunk = Chunk(
             choice=self.index,
             first_index=len(self.token_ids),
-            text=parts.text,
-            reasoning=parts.reasoning,
-            tool_calls=parts.tool_calls,
             completion=self._completion(self.finish_reason),
             retold=self._had_end,
         )
+        return with_parts(chunk, parts)
 
     def _rest(self) -> AnswerParts:
         """What was held back, which may complete a stop string."""
@@ -373,3 +361,21 @@ def rounds_within(rounds: Sequence[Round], num_tokens: int) -> list[Round]:
     """Those that have no tokens but among the first ``num_tokens``."""
     ends = accumulate(round_.num_accepted + 1 for round_ in rounds)
     return [round_ for round_, end in zip(rounds, ends, strict=True) if end <= num_tokens]
+
+
+def with_parts(chunk: Chunk, parts: AnswerParts) -> Chunk:
+    """``chunk`` with what its tokens came to. Cut in order, the first part has the tokens and the last the completion,
+    and each is a thought, then text, then a part of one call, as far as it has them."""
+    whole = replace(chunk, text=parts.text, reasoning=parts.reasoning, tool_calls=parts.tool_calls)
+    behind = replace(chunk, first_index=chunk.first_index + len(chunk.token_ids), token_ids=(), logprobs=(), round=None)
+    steps = [
+        replace(
+            behind if i else chunk,
+            text=step.text,
+            reasoning=step.reasoning,
+            tool_calls=step.tool_calls,
+            completion=chunk.completion if step is parts.mixed[-1] else None,
+        )
+        for i, step in enumerate(parts.mixed)
+    ]
+    return replace(whole, in_order=tuple(steps))

@@ -68,7 +68,10 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
 }
 _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "time_to_first_token_seconds": ("Seconds from a request's arrival to the first token of a choice.", _TTFT_S),
-    "inter_token_seconds": ("Seconds per output token after the first; a round's tokens share its time.", _GAP_S),
+    "inter_token_seconds": (
+        "Seconds per output token after the first; tokens told together share their time.",
+        _GAP_S,
+    ),
     "request_seconds": ("Seconds from a request's arrival to the end of a choice.", _E2E_S),
     "queue_seconds": ("Seconds that a request waited at the router before it ran; refused ones do not count.", _TTFT_S),
     "prompt_length_tokens": ("Tokens of the prompt of a completed choice.", _TOKENS),

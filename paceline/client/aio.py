@@ -199,7 +199,7 @@ class AsyncClient:
     def stream(
         self, prompt: Prompt, /, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncChunkStream:
-        """Generate, and iterate over what each round commits. The server's errors are raised while iterating.
+        """Generate, and iterate over tokens as they come: of a round, or of some. Errors are raised while iterating.
 
         prompt, timeout, options: as for ``generate``. Chunks of several choices (``n``) come interleaved. Close the
         stream, or leave its context, to cancel what is left.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from paceline.results import ToolCallPart
 
@@ -33,20 +33,44 @@ class AnswerFormat:
 
 @dataclass(frozen=True)
 class AnswerParts:
-    """What became certain."""
+    """What became certain. mixed: the same in the order of the answer, where that is not a thought, then text, then a
+    part of one call; each of these is."""
 
     text: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCallPart, ...] = ()
+    mixed: tuple[AnswerParts, ...] = field(default=(), compare=False)
 
     def __add__(self, other: AnswerParts) -> AnswerParts:
-        calls = self.tool_calls + other.tool_calls
-        if self.tool_calls and other.tool_calls and self.tool_calls[-1].index == other.tool_calls[0].index:
-            # One part for each call: clients of HTTP read the first part of an event alone.
-            last, more = self.tool_calls[-1], other.tool_calls[0]
-            seam = replace(last, arguments=last.arguments + more.arguments)
-            calls = (*self.tool_calls[:-1], seam, *other.tool_calls[1:])
-        return AnswerParts(self.text + other.text, self.reasoning + other.reasoning, calls)
+        if not (self and other):
+            return self if self else other
+        before, after = self.mixed or (self,), other.mixed or (other,)
+        steps = (*before[:-1], *_one_or_two(before[-1], after[0]), *after[1:])
+        if len(steps) == 1:
+            return steps[0]
+        calls = _parts_of_calls(self.tool_calls, other.tool_calls)
+        return AnswerParts(self.text + other.text, self.reasoning + other.reasoning, calls, steps)
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.reasoning or self.tool_calls)
+
+
+def _one_or_two(first: AnswerParts, second: AnswerParts) -> tuple[AnswerParts, ...]:
+    """Both in one, where the order of what they hold does not need two."""
+    kinds = [[bool(parts.reasoning), bool(parts.text), bool(parts.tool_calls)] for parts in (first, second)]
+    calls = _parts_of_calls(first.tool_calls, second.tool_calls)
+    last, begins = 2 - kinds[0][::-1].index(True), kinds[1].index(True)
+    if begins < last or len(calls) > 1:
+        return first, second
+    return (AnswerParts(first.text + second.text, first.reasoning + second.reasoning, calls),)
+
+
+def _parts_of_calls(first: Sequence[ToolCallPart], second: Sequence[ToolCallPart]) -> tuple[ToolCallPart, ...]:
+    """One part for each call."""
+    if not (first and second and first[-1].index == second[0].index):
+        return (*first, *second)
+    seam = replace(first[-1], arguments=first[-1].arguments + second[0].arguments)
+    return (*first[:-1], seam, *second[1:])
 
 
 def call_ids(prompt_ids: Sequence[int], seed: int, most_chars: int | None) -> MakeId:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from paceline.parsing.answer import AnswerParts, CallableTool, MakeId
 from paceline.results import ToolCallPart
@@ -20,10 +21,9 @@ class Writer:
         self.num_calls = 0
         self.over = False  # nothing more is part of the answer
         self._make_id, self._one_call = make_id, one_call
-        self._text: list[str] = []
+        self._written: list[tuple[ToolCallPart | None, list[str]]] = []  # pieces of text, or of a call's arguments
         self._any_text = False
         self._space: list[str] = []
-        self._calls: list[tuple[ToolCallPart, list[str]]] = []
 
     def text(self, text: str) -> None:
         """What is no call."""
@@ -32,24 +32,22 @@ class Writer:
         elif text:
             solid = text.rstrip()
             if not self.num_calls or self._any_text:  # else it stands between a call and the first text
-                self._text += self._space
+                self._write(None, *self._space)
             else:
                 solid = solid.lstrip()
             self._any_text = True
-            self._text.append(solid)
+            self._write(None, solid)
             self._space = [text[len(text.rstrip()) :]]
 
     def begin(self, name: str) -> None:
         """A call of a known tool."""
         self._space.clear()
-        self._calls.append((ToolCallPart(self.num_calls, self._make_id(self.num_calls), name), []))
+        self._written.append((ToolCallPart(self.num_calls, self._make_id(self.num_calls), name), []))
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
         """The next piece of the open call's arguments."""
-        if not self._calls:
-            self._calls.append((ToolCallPart(self.num_calls - 1), []))
-        self._calls[-1][1].append(text)
+        self._write(ToolCallPart(self.num_calls - 1), text)
 
     def end(self) -> None:
         """The call is over."""
@@ -58,13 +56,20 @@ class Writer:
     def finish(self) -> None:
         """The answer is over."""
         if not self.num_calls:
-            self._text += self._space
+            self._write(None, *self._space)
         self._space.clear()
 
     def take(self) -> AnswerParts:
         """What was written since the last time."""
-        calls = tuple(ToolCallPart(p.index, p.id, p.name, "".join(pieces)) for p, pieces in self._calls)
-        parts = AnswerParts("".join(self._text), "", calls)
-        self._text.clear()
-        self._calls.clear()
+        parts = AnswerParts()
+        for part, pieces in self._written:
+            piece = "".join(pieces)
+            parts += AnswerParts(piece) if part is None else AnswerParts("", "", (replace(part, arguments=piece),))
+        self._written.clear()
         return parts
+
+    def _write(self, part: ToolCallPart | None, *pieces: str) -> None:
+        """part: of whose arguments the pieces are; None: of the text."""
+        if not self._written or (self._written[-1][0] is None) != (part is None):
+            self._written.append((part, []))
+        self._written[-1][1].extend(pieces)

@@ -75,8 +75,8 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """Generate and stream what each round commits. With resume: go on with a stream that another router began; NOT_FOUND
-        when its request is not known (any more).
+        """Generate and stream tokens, of a round or of some told together. With resume: go on with a stream that another
+        router began; NOT_FOUND when its request is not known (any more).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,8 +37,8 @@ class InferenceStub:
     Generate: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Generate and answer once, when all choices are complete."""
     GenerateStream: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateChunk]
-    """Generate and stream what each round commits. With resume: go on with a stream that another router began; NOT_FOUND
-    when its request is not known (any more).
+    """Generate and stream tokens, of a round or of some told together. With resume: go on with a stream that another
+    router began; NOT_FOUND when its request is not known (any more).
     """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     """Turn text or a chat into token ids."""
@@ -57,8 +57,8 @@ class InferenceAsyncStub(InferenceStub):
     Generate: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generate and answer once, when all choices are complete."""
     GenerateStream: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateChunk]  # type: ignore[assignment]
-    """Generate and stream what each round commits. With resume: go on with a stream that another router began; NOT_FOUND
-    when its request is not known (any more).
+    """Generate and stream tokens, of a round or of some told together. With resume: go on with a stream that another
+    router began; NOT_FOUND when its request is not known (any more).
     """
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Turn text or a chat into token ids."""
@@ -86,8 +86,8 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateChunk], _abc.AsyncIterator[_inference_pb2.GenerateChunk]]:
-        """Generate and stream what each round commits. With resume: go on with a stream that another router began; NOT_FOUND
-        when its request is not known (any more).
+        """Generate and stream tokens, of a round or of some told together. With resume: go on with a stream that another
+        router began; NOT_FOUND when its request is not known (any more).
         """
 
     @_abc_1.abstractmethod

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
+from decode_node import stream
 from decode_node.stream import MAX_PENDING_EVENTS, EventQueue, told_together
 from paceline.errors import HandoffFailed
 from paceline.v1 import common_pb2, node_pb2
@@ -175,3 +177,22 @@ async def test_nobody_makes_a_node_wait_for_long(monkeypatch: pytest.MonkeyPatch
     await asyncio.wait({gathering}, timeout=20)
     assert gathering.done()
     assert not gathering.cancelled()
+
+
+async def test_an_engine_that_saw_a_full_queue_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It became full while the reader took others: mutant, only a queue that was full before wakes."""
+    woken, seen = list[int](), list[bool]()
+    events = EventQueue(asyncio.get_running_loop(), lambda: woken.append(1), 0.02)
+    for i in range(MAX_PENDING_EVENTS - 1):
+        events.push(round_of(i, i))
+    made_by_round = stream._made_by_round
+
+    def meanwhile(event: Any) -> bool:
+        if not seen:
+            events.push(round_of(MAX_PENDING_EVENTS - 1, 0))
+            seen.append(events.full)  # as the engine sees it, which then leaves the stream out
+        return made_by_round(event)
+
+    monkeypatch.setattr(stream, "_made_by_round", meanwhile)
+    await events.take()
+    assert (seen, woken, events.full) == ([True], [1], False)

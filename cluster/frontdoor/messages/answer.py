@@ -65,10 +65,12 @@ class Answer:
         return [{"type": "message_start", "message": message}, {"type": "ping"}]
 
     def take(self, chunk: Chunk) -> list[Event]:
-        """More of it. The thought of a chunk comes first, then its text, then its calls."""
-        events = self._more("thinking", chunk.reasoning) + self._more("text", chunk.text)
-        for part in chunk.tool_calls:
-            events += self._call(part)
+        """More of it."""
+        events: list[Event] = []
+        for step in chunk.in_order or (chunk,):
+            events += self._more("thinking", step.reasoning) + self._more("text", step.text)
+            for part in step.tool_calls:
+                events += self._call(part)
         return events
 
     def complete(self, completion: Completion) -> list[Event]:

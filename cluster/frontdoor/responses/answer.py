@@ -68,14 +68,15 @@ class Answer:
         self._sequence_number = number
 
     def take(self, chunk: Chunk) -> list[Event]:
-        """More of it. The thought of a chunk comes first, then its text, then its calls."""
+        """More of it."""
         events: list[Event] = []
-        for kind, piece in (("reasoning", chunk.reasoning), ("message", chunk.text)):
-            if piece:
-                events += self._of(kind)  # type: ignore[arg-type]  # the two words are kinds
-                events += self._output[-1].delta(piece)
-        for part in chunk.tool_calls:
-            events += self._call(part)
+        for step in chunk.in_order or (chunk,):
+            for kind, piece in (("reasoning", step.reasoning), ("message", step.text)):
+                if piece:
+                    events += self._of(kind)  # type: ignore[arg-type]  # the two words are kinds
+                    events += self._output[-1].delta(piece)
+            for part in step.tool_calls:
+                events += self._call(part)
         return self._numbered(events)
 
     def complete(self, completion: Completion) -> list[Event]:

@@ -12,6 +12,7 @@ import pytest
 from cluster.nodes import places
 from cluster.nodes.bundles import Wanted
 from cluster.nodes.launch import RayNode, RayNodes
+from cluster.nodes.ray_session import SESSION
 from cluster.state.registry_types import Registry
 from paceline.config import NodeConfig
 
@@ -120,8 +121,12 @@ def test_a_node_without_one_and_the_end(case: Case) -> None:
 
 
 def test_a_real_node_tells_that_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: Ray may be left between its answer and the future of it."""
+    waits: list[int] = []
+
     class Reference:
         def future(self) -> Future[bool]:
+            waits.append(SESSION._waits)
             return Future()
 
     class Method:
@@ -132,8 +137,10 @@ def test_a_real_node_tells_that_it_started(monkeypatch: pytest.MonkeyPatch) -> N
         start = status = wait_stopped = Method()
 
     monkeypatch.setattr("cluster.nodes.launch.ray.get", lambda reference, timeout: "127.0.0.1:1")
+    before = SESSION._waits
     told: list[bool] = []
     node = RayNode("decode-0", "decode", 1, Actor())
+    assert waits == [before + 1]
     node.on_started = lambda: told.append(True)
     assert node.start() == "127.0.0.1:1"
     assert told == [True]

@@ -255,9 +255,14 @@ async def test_a_silent_node_without_a_lease_is_given_up() -> None:
         assert (result.text, result.completion.nodes.decode) == (TEXT[:10], "decode-1")
 
 
-async def test_a_node_that_talks_needs_no_registry() -> None:
-    async with fleet(lease_ttl_s=1.5) as made:  # longer than its event loop may pause, shorter than the answer takes
-        made.nodes["decode-0"].script = Script(round_size=1, round_pause_s=0.1)
+@pytest.mark.parametrize(("lease_s", "interval_ms", "pause_s", "tokens"), [(1.5, 0, 0.1, 1), (0.6, 1000, 1.0, 9)])
+async def test_a_node_that_talks_needs_no_registry(
+    lease_s: float, interval_ms: int, pause_s: float, tokens: int
+) -> None:
+    """A lease is longer than its event loop may pause, shorter than the answer takes. A node that tells tokens together
+    is heard less often. Mutant: that is not granted."""
+    async with fleet(lease_ttl_s=lease_s, stream_interval_ms=interval_ms) as made:
+        made.nodes["decode-0"].script = Script(round_size=tokens, round_pause_s=pause_s)
         task = asyncio.create_task(answer(made, ask(25)))
         while not made.nodes["decode-0"].sequences:
             await asyncio.sleep(0.01)
