@@ -20,7 +20,8 @@ from paceline.models.llama_shapes import model_shapes
 
 TOKENIZER_OF = "smollm2-135m-instruct"
 SHAPE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24, "num_attention_heads": 16}
-KV_HEADS, SPREAD = 4, 0.02  # standard deviation of the weights
+KV_HEADS = 4
+SPREAD = 0.02  # standard deviation of the weights
 SEED = 1024
 
 
@@ -46,7 +47,8 @@ def write(folder: Path) -> None:
     for name, shape in model_shapes(ModelSpec.from_folder(folder)).items():
         values = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * SPREAD
         tensors[name] = values.bfloat16()
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_file(tensors, folder / "unfinished", {"format": "pt"})
+    (folder / "unfinished").replace(folder / "model.safetensors")
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ class Answer:
             events += self._echo_events(choice, chunk)
         ready = self._ready(choice)
         if chunk.text or chunk.reasoning or chunk.tool_calls or ready or chunk.completion:
-            for step in chunk.in_order or (chunk,):  # clients read the first part of a call in an event alone
+            for step in chunk.in_order or (chunk,):  # clients read one part of a call in an event
                 events.append(self._event([self._part(choice, step, ready)]))
                 ready = []
         if all(choice.completion for choice in self._choices):

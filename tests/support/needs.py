@@ -14,8 +14,8 @@ if load_kernels() is None and find_compiler() and os.environ.get("PACELINE_KERNE
     # Not a machine that lacks something: no test may be left out for it.
     raise RuntimeError("there is a C++ compiler, and the CPU kernels cannot be built: see the warning above")
 needs_kernels = pytest.mark.skipif(load_kernels() is None, reason=NO_KERNELS)
-# Flags of instruction sets that the host's own leaves out, and one that compiles them in a third of the time. The first
-# is the portable one.
+# Flags of builds with fewer instructions than the host has, the portable one first. -O1 compiles in a third of the
+# time.
 LESSER_BUILDS = [
     ("-DPACELINE_GENERIC", "-O1"),
     *([(NO_AMX, "-O1")] if "amx" in kernel_set() else []),
