@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from paceline.layers.file_tables import FileTables, fits_half
 from paceline.layers.quantized import QuantizedWeight
 from paceline.layers.shared_weights import kept
 
@@ -20,7 +21,8 @@ class CMatrix(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("out_features", "in_features", "format", "bits", "group")),
-        *((name, ctypes.c_int64) for name in ("row_scales", "half_scales", "has_minimums", "slabs")),
+        *((name, ctypes.c_int64) for name in ("row_scales", "half_scales", "has_minimums")),
+        *((name, ctypes.c_int64) for name in ("steps_span", "from_lowest", "slabs")),
         *((name, ctypes.c_void_p) for name in ("packed", "bias")),
     ]
 
@@ -46,19 +48,31 @@ class PackedMatrix:
         matrix.format, matrix.bits = format_of(weight), weight.bits
         matrix.row_scales = int(weight.has_row_scales)
         matrix.group = _group_of(weight)
-        tables = [weight.scales] if weight.minimums is None else [weight.scales, weight.minimums]
-        matrix.has_minimums, matrix.half_scales = int(weight.minimums is not None), int(all(map(_fits_half, tables)))
-        table_type = torch.float16 if matrix.half_scales else torch.float32
-        packed_tables = [table.to(table_type).contiguous() for table in tables]
-        codes = weight.codes.contiguous()
-        minimums = packed_tables[1].data_ptr() if matrix.has_minimums else None
+        tables = _tables_of(weight)
+        matrix.has_minimums = int(weight.minimums is not None)
+        matrix.from_lowest = int(tables.lowest is not None and tables is weight.tables)
+        matrix.steps_span = tables.span if tables.scale_steps is not None else 0
+        values = [table for table in (tables.scales, tables.lowest) if table is not None]
+        matrix.half_scales = int(not matrix.steps_span and all(map(fits_half, values)))
+        table_type = torch.int8 if matrix.steps_span else torch.float16 if matrix.half_scales else torch.float32
+        parts: list[torch.Tensor | None] = [
+            weight.codes.contiguous(),
+            *(None if table is None else table.to(table_type).contiguous() for table in (tables.scales, tables.lowest)),
+            *(None if steps is None else steps.contiguous() for steps in (tables.scale_steps, tables.lowest_steps)),
+        ]
 
         def fill(packed: torch.Tensor) -> None:
-            library.pl_pack_panels(
-                self.address, codes.data_ptr(), packed_tables[0].data_ptr(), minimums, packed.data_ptr()
-            )
+            addresses = [None if part is None else part.data_ptr() for part in parts]
+            library.pl_pack_panels(self.address, *addresses, packed.data_ptr())
 
         return kept((library.pl_panels_bytes(self.address),), torch.uint8, fill)
+
+
+def _tables_of(weight: QuantizedWeight) -> FileTables:
+    """The tables that take the fewest bytes; scales and minimums themselves where a file has no smaller ones."""
+    if weight.tables is not None and format_of(weight) == INTEGER:
+        return weight.tables
+    return FileTables(weight.scales, weight.minimums)
 
 
 def format_of(weight: QuantizedWeight) -> int:
@@ -88,9 +102,3 @@ def pack_dense(library: ctypes.CDLL, weight: torch.Tensor) -> torch.Tensor:
     return kept(
         (elems,), weight.dtype, lambda packed: pack(weight.data_ptr(), out_features, in_features, packed.data_ptr())
     )
-
-
-def _fits_half(table: torch.Tensor) -> bool:
-    """Whether float16 holds every number of ``table``."""
-    halves = table.half()
-    return bool(torch.isfinite(halves).all()) and torch.equal(halves.float(), table)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from paceline.layers.file_tables import FileTables, fused_tables
+
 ROUNDED_TOGETHER = 64  # elements of a row of x that share a scale where the weight has one scale a row
 
 
@@ -23,6 +25,7 @@ class QuantizedWeight:
     int8_activations: whether products are made of integers: the input is rounded to int8, ``rounded_together``
     elements of a row with one scale.
     grouped: whether scales are of groups even where a row has a single one, as some columns of a weight may have.
+    tables: what the scales and minimums are made of, where that takes fewer bytes; None where nothing does.
     """
 
     codes: torch.Tensor
@@ -32,6 +35,7 @@ class QuantizedWeight:
     group_size: int
     int8_activations: bool
     grouped: bool = False
+    tables: FileTables | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -67,12 +71,19 @@ class QuantizedWeight:
         """The same in memory of its own, so that what it is a part of can go."""
         minimums = None if self.minimums is None else self.minimums.clone()
         codes = self.codes.clone(memory_format=torch.contiguous_format)
-        return replace(self, codes=codes, scales=self.scales.clone(), minimums=minimums)
+        tables = None if self.tables is None else self.tables.mapped(torch.clone)
+        return replace(self, codes=codes, scales=self.scales.clone(), minimums=minimums, tables=tables)
 
     def rows(self, low: int, high: int) -> QuantizedWeight:
         """Output features [low, high)."""
-        minimums = None if self.minimums is None else self.minimums[low:high]
-        return replace(self, codes=self.codes[low:high], scales=self.scales[low:high], minimums=minimums)
+        return self.of_rows(slice(low, high))
+
+    def of_rows(self, rows: slice | torch.Tensor) -> QuantizedWeight:
+        """Some output features, or all in another order. rows: their places, int64."""
+        codes = self.codes.view(torch.uint8)[rows].view(self.codes.dtype)  # float8 has no order of its own
+        minimums = None if self.minimums is None else self.minimums[rows]
+        tables = None if self.tables is None else self.tables.mapped(lambda table: table[rows])
+        return replace(self, codes=codes, scales=self.scales[rows], minimums=minimums, tables=tables)
 
     def columns(self, low: int, high: int) -> QuantizedWeight:
         """Input features [low, high), which part no group: see ``kept_together``."""
@@ -81,7 +92,8 @@ class QuantizedWeight:
             return replace(self, codes=codes, group_size=self.group_size if self.grouped else high - low)
         groups = slice(low // self.group_size, -(-high // self.group_size))
         minimums = None if self.minimums is None else self.minimums[:, groups]
-        return replace(self, codes=codes, scales=self.scales[:, groups], minimums=minimums, grouped=True)
+        tables = None if self.tables is None else self.tables.columns(groups.start, groups.stop)
+        return replace(self, codes=codes, scales=self.scales[:, groups], minimums=minimums, grouped=True, tables=tables)
 
 
 LinearWeight = torch.Tensor | QuantizedWeight  # what a linear layer is made of: [out_features, in_features]
@@ -103,4 +115,5 @@ def fuse(weights: Sequence[LinearWeight]) -> LinearWeight:
         codes=torch.cat([part.codes for part in parts]),
         scales=torch.cat([part.scales for part in parts]),
         minimums=None if all(part.minimums is None for part in parts) else torch.cat(minimums),
+        tables=fused_tables([part.tables for part in parts]),
     )

@@ -147,7 +147,8 @@ def moved(weight: LinearWeight, device: torch.device) -> LinearWeight:
     if isinstance(weight, torch.Tensor) or weight.codes.device == device:
         return weight.to(device) if isinstance(weight, torch.Tensor) else weight
     minimums = None if weight.minimums is None else weight.minimums.to(device)
-    return replace(weight, codes=weight.codes.to(device), scales=weight.scales.to(device), minimums=minimums)
+    codes, scales = weight.codes.to(device), weight.scales.to(device)
+    return replace(weight, codes=codes, scales=scales, minimums=minimums, tables=None)  # which only the CPU reads
 
 
 def rounded_weight(weight: LinearWeight, scheme: str) -> LinearWeight:

@@ -14,8 +14,9 @@ from paceline.layers import build
 from paceline.layers.build import load_kernels, set_threads
 from paceline.layers.linear import Linear, linear_reference
 from paceline.layers.packed import PackedMatrix
-from paceline.layers.quantized import QuantizedWeight, fuse
+from paceline.layers.quantized import LinearWeight, QuantizedWeight, fuse
 from paceline.layers.quantized_reference import integer_linear_reference, round_rows
+from paceline.models.quantization.fusing import fuse_layers
 from paceline.models.quantization.round_to_nearest import SCHEMES, round_to_nearest
 from paceline.parallel.slabs import slabs_of
 from tests.support.needs import needs_kernels
@@ -68,7 +69,8 @@ def test_integer_kernels_give_the_bits_of_the_reference(
     kind: str, out_features: int, in_features: int, dtype: torch.dtype
 ) -> None:
     """Mutants: a scale for a whole tensor, groups added in the order of threads, vpmaddubsw in place of vpdpbusd,
-    groups of 16 in tiles of 32, a table of float32 minimums read as far behind the scales as one of float16."""
+    groups of 16 in tiles of 32, a table of float32 minimums read as far behind the scales as one of float16, whole
+    numbers of scales without their sign, the steps of a panel's first run for all of them."""
     weight, x = OF_INTEGERS[kind](random_weight(out_features, in_features)), random_rows(ROWS, in_features).to(dtype)
     for bias, out_float32 in ((None, False), (torch.randn(out_features), True)):
         expected = integer_linear_reference(x, weight, bias, torch.float32 if out_float32 else dtype)
@@ -87,7 +89,7 @@ def test_every_instruction_set_gives_the_same_bits(name: str, tmp_path: Path, mo
     library = ctypes.CDLL(compiled(name, tmp_path / "lesser.so", monkeypatch))
     run, address = getattr(library, LINEAR_F32), ctypes.c_void_p
     library.pl_panels_bytes.restype, library.pl_panels_bytes.argtypes = ctypes.c_int64, [address]
-    library.pl_pack_panels.argtypes, run.argtypes = [address] * 5, [address] * 2 + [ctypes.c_int64] * 2 + [address]
+    library.pl_pack_panels.argtypes, run.argtypes = [address] * 7, [address] * 2 + [ctypes.c_int64] * 2 + [address]
     for kind, make in OF_INTEGERS.items():
         for width, slabs in ((200, 1), (256, 1), (256, 2), (896, 7)):
             weight, x, out = make(random_weight(40, width)), random_rows(ROWS, width), torch.empty(ROWS, 40)
@@ -181,7 +183,30 @@ def test_weights_that_no_kernel_can_hold_are_refused() -> None:
 
 @needs_kernels
 def test_fused_weights_give_the_outputs_side_by_side() -> None:
-    x = torch.randn(5, 96)
-    for make in KINDS.values():
-        parts = [make(random_weight(n, 96)) for n in (24, 8)]
+    x = torch.randn(5, 576)
+    for make in (KINDS | OF_FILES).values():
+        parts = [make(random_weight(n, 576)) for n in (24, 8)]
         assert torch.equal(Linear(fuse(parts))(x), torch.cat([Linear(part)(x) for part in parts], dim=1))
+
+
+@pytest.mark.parametrize("kind", ["Q6_K", "Q4_K", "Q4_1"])
+def test_tables_of_files_stay_those_of_the_values(kind: str) -> None:
+    """However a weight is cut, joined and put in order. Mutants: steps cut as groups are, or not at all."""
+    weight, order = OF_FILES[kind](random_weight(48, 1024)), torch.randperm(48)
+    parts: list[LinearWeight] = [weight.rows(3, 17), weight.of_rows(order), weight.columns(256, 1024)]
+    parts += [weight.columns(256, 1024).rows(1, 4), weight.columns(0, 512), weight.copied()]
+    parts.append(fuse([weight, weight.rows(0, 5)]))
+    if kind != "Q4_1":  # beside one that has no minimums, and groups of another size
+        parts.append(fuse_layers({"q": weight, "v": OF_FILES["Q6_K"](random_weight(8, 1024))}))
+    for part in parts:
+        assert isinstance(part, QuantizedWeight)
+        assert part.tables is not None
+        scales, minimums = part.tables.values()
+        assert torch.equal(scales, part.scales)
+        assert (minimums is None) == (part.minimums is None)
+        if minimums is not None:
+            assert part.minimums is not None
+            assert torch.equal(minimums, part.minimums)
+    parted = weight.columns(32, 1024)  # the first step ends in the middle
+    assert (parted.tables is None) == (kind != "Q4_1")
+    assert torch.equal(parted.dequantised(), weight.dequantised()[:, 32:])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from paceline.layers.file_tables import FileTables
 from paceline.layers.quantized import QuantizedWeight
 from paceline.models.quantization.round_to_nearest import SCHEMES, round_to_nearest
 
@@ -31,6 +32,42 @@ def shifted(weight: torch.Tensor, group_size: int, bits: int) -> QuantizedWeight
     return QuantizedWeight(codes, scales, minimums, bits, group_size, True)
 
 
+def stepped(weight: torch.Tensor, group_size: int, bits: int, span: int, most: int) -> QuantizedWeight:
+    """Scales, and with 4 bits minimums, that are whole numbers up to ``most`` times a step of ``span`` groups."""
+    near = shifted(weight, group_size, bits) if bits == 4 else grouped(weight, group_size, bits)
+    scales, scale_steps = _whole(near.scales, span, most)
+    lowest, lowest_steps = None, None
+    if near.minimums is not None:
+        lowest, lowest_steps = _whole(near.minimums - 8 * near.scales, span, most)
+    return _of_tables(weight, near, FileTables(scales, lowest, scale_steps, lowest_steps, span))
+
+
+def in_halves(weight: torch.Tensor, group_size: int) -> QuantizedWeight:
+    """4 bits, of which the scale and the lowest number of each group are float16."""
+    near = shifted(weight, group_size, 4)
+    assert near.minimums is not None
+    return _of_tables(weight, near, FileTables(near.scales.half(), (near.minimums - 8 * near.scales).half()))
+
+
+def _whole(table: torch.Tensor, span: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whole numbers, int8 as ``table``, and float16 steps of ``span`` columns, of the sign of the largest."""
+    steps = []
+    for run in torch.split(table, span, dim=1):
+        peak = run.gather(1, run.abs().argmax(dim=1, keepdim=True))
+        steps.append((peak / most).half())
+    joined = torch.cat(steps, dim=1)
+    whole = table / joined.float().repeat_interleave(span, dim=1)[:, : table.shape[1]]
+    return whole.nan_to_num(0.0).round().clamp(-most, most).to(torch.int8), joined
+
+
+def _of_tables(weight: torch.Tensor, near: QuantizedWeight, tables: FileTables) -> QuantizedWeight:
+    scales, minimums = tables.values()
+    columns, limit = torch.arange(weight.shape[1]) // near.group_size, 1 << (near.bits - 1)
+    rest = weight.float() if minimums is None else weight.float() - minimums[:, columns]
+    codes = (rest / scales[:, columns]).nan_to_num(0.0).round().clamp(-limit, limit - 1).to(torch.int8)
+    return QuantizedWeight(codes, scales, minimums, near.bits, near.group_size, True, tables=tables)
+
+
 def float8(weight: torch.Tensor) -> QuantizedWeight:
     """e4m3 codes, a scale for each group of 128."""
     scales = torch.stack([g.float().abs().amax(dim=1) / 448 for g in torch.split(weight, 128, dim=1)], dim=1)
@@ -53,7 +90,9 @@ KINDS = INTEGER | {scheme: _scheme(scheme) for scheme in SCHEMES if scheme.endsw
 # Integer products that only files have: a GGUF type's groups and tables, and zero points of whole rows.
 OF_FILES: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
     "Q8_0": lambda weight: grouped(weight, 32, 8),
-    "Q6_K": lambda weight: grouped(weight, 16, 8),
-    "Q4_K": lambda weight: shifted(weight, 32, 4),
+    "Q6_K": lambda weight: stepped(weight, 16, 8, 16, 127),
+    "Q4_K": lambda weight: stepped(weight, 32, 4, 8, 63),
+    "Q4_1": lambda weight: in_halves(weight, 32),
+    "minimums in float32": lambda weight: shifted(weight, 32, 4),
     "int8 with zero points": lambda weight: shifted(weight, weight.shape[1], 8),
 }

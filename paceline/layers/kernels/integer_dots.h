@@ -112,7 +112,7 @@ static inline __attribute__((always_inline)) void dot_group(const int8_t* x, int
 // without fused multiply-adds, which not every host has. tables: the group's, unless scales are of whole rows. at: the
 // group of the first row in what x has of groups.
 template <int M>
-static inline __attribute__((always_inline)) void add_group(const Matrix& w, const uint8_t* tables, const Rounded& x,
+static inline __attribute__((always_inline)) void add_group(const Matrix& w, GroupTables tables, const Rounded& x,
                                                             int64_t at, const Ints (&sum)[M][2], v16 (&total)[M][2]) {
   const float *scales = x.scales + at, *shifts = x.shifts + at;
   if (w.row_scales) {
@@ -120,12 +120,11 @@ static inline __attribute__((always_inline)) void add_group(const Matrix& w, con
       for (int b = 0; b < 2; b++) total[m][b] = total[m][b] + to_floats(sum[m][b]) * scales[m];
     return;
   }
-  v16 scale[2] = {load_table(tables, w.half_scales, 0), load_table(tables, w.half_scales, 16)};
+  v16 scale[2] = {scales_of(w, tables, 0), scales_of(w, tables, 16)};
   for (int m = 0; m < M; m++)
     for (int b = 0; b < 2; b++) total[m][b] = total[m][b] + to_floats(sum[m][b]) * scale[b] * scales[m];
   if (!w.has_minimums) return;
-  tables += table_bytes(w);
-  v16 minimum[2] = {load_table(tables, w.half_scales, 0), load_table(tables, w.half_scales, 16)};
+  v16 minimum[2] = {minimums_of(w, tables, 0, scale[0]), minimums_of(w, tables, 16, scale[1])};
   for (int m = 0; m < M; m++)
     for (int b = 0; b < 2; b++) total[m][b] = total[m][b] + minimum[b] * shifts[m];
 }
@@ -135,13 +134,15 @@ static inline __attribute__((always_inline)) void add_group(const Matrix& w, con
 template <int M, int BITS>
 static inline __attribute__((always_inline)) void dot_panel(const Matrix& w, const uint8_t* panel, const Rounded& x,
                                                             int64_t row, v16 (&total)[M][2]) {
-  const uint8_t* codes = panel + (w.row_scales ? tables_bytes(w) : 0);
+  const uint8_t *codes = panel + head_bytes(w), *steps = panel;
+  int64_t left = w.steps_span;  // groups of the run
   Slabs<M> slabs;
   for (int64_t s = 0, g = 0; s < w.slabs; s++) {
     for (int m = 0; m < M; m++) total[m][0] = total[m][1] = v16{};
     for (int64_t end = g + groups_of_slab(w); g < end; codes += codes_bytes(w, g), g++) {
-      const uint8_t* tables = codes;
+      const GroupTables tables = {codes, steps};
       if (!w.row_scales) codes += tables_bytes(w);
+      if (w.steps_span && --left == 0) { left = w.steps_span; steps += steps_bytes(w); }
       const int64_t at = g * x.rows + row;
       Ints sum[M][2];
       for (int m = 0; m < M; m++) sum[m][0] = sum[m][1] = splat_int(x.offsets[at + m]);

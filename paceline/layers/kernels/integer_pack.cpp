@@ -25,17 +25,40 @@ static void pack_table(const Matrix& w, const void* values, int64_t n0, int64_t 
   else pack_table(w, (const float*)values, n0, g, (float*)out);
 }
 
+// values: whole numbers, int8 [out_features, groups].
+static void pack_whole(const Matrix& w, const int8_t* values, int64_t n0, int64_t g, uint8_t* out) {
+  for (int64_t n = 0; n < PANEL; n++) out[n] = n0 + n < w.out_features ? (uint8_t)values[(n0 + n) * num_groups(w) + g] : 0;
+}
+
+// Steps of a panel's runs. scales, minimums (or null): float16 [out_features, runs].
+static void pack_steps(const Matrix& w, const uint16_t* scales, const uint16_t* minimums, int64_t n0, uint16_t* out) {
+  int64_t runs = head_bytes(w) / steps_bytes(w);
+  for (int64_t r = 0; r < runs; r++)
+    for (const uint16_t* values : {scales, minimums})
+      for (int64_t n = 0; values && n < PANEL; n++) *out++ = n0 + n < w.out_features ? values[(n0 + n) * runs + r] : 0;
+}
+
 extern "C" {
 
 int64_t pl_panels_bytes(const Matrix* w) { return num_panels(*w) * panel_bytes(*w); }
 
-// codes: a byte each, [out_features, in_features]; scales, minimums (or null): [out_features, 1 or groups].
-void pl_pack_panels(const Matrix* w, const uint8_t* codes, const void* scales, const void* minimums, uint8_t* out) {
+// codes: a byte each, [out_features, in_features]; scales, minimums (or null): [out_features, 1 or groups], whole numbers
+// where the matrix has steps; those: [out_features, runs] each.
+void pl_pack_panels(const Matrix* w, const uint8_t* codes, const void* scales, const void* minimums,
+                    const uint16_t* scale_steps, const uint16_t* minimum_steps, uint8_t* out) {
 #pragma omp parallel for schedule(static) num_threads(pl_threads())
   for (int64_t p = 0; p < num_panels(*w); p++) {
     uint8_t* at = out + p * panel_bytes(*w);
+    if (w->steps_span) {
+      pack_steps(*w, scale_steps, minimum_steps, p * PANEL, (uint16_t*)at);
+      at += head_bytes(*w);
+    }
     for (int64_t g = 0; g < num_groups(*w); at += codes_bytes(*w, g), g++) {
-      if (g == 0 || !w->row_scales) {
+      if (w->steps_span) {
+        pack_whole(*w, (const int8_t*)scales, p * PANEL, g, at);
+        if (minimums) pack_whole(*w, (const int8_t*)minimums, p * PANEL, g, at + table_bytes(*w));
+        at += tables_bytes(*w);
+      } else if (g == 0 || !w->row_scales) {
         pack_table(*w, scales, p * PANEL, g, at);
         if (minimums) pack_table(*w, minimums, p * PANEL, g, at + table_bytes(*w));
         at += tables_bytes(*w);

@@ -21,7 +21,7 @@ static inline bool fits_tiles(const Matrix& w, int64_t rows) {
 static void make_bytes(const Matrix& w, const uint8_t* panel, uint8_t* made) {
   const __m512i eight = _mm512_set1_epi8(8);
   uint8_t* second = made + 16 * w.in_features;
-  if (w.row_scales) panel += tables_bytes(w);
+  panel += head_bytes(w);
   for (int64_t g = 0; g < num_groups(w); g++) {
     if (!w.row_scales) panel += tables_bytes(w);
     for (int64_t k = 0; k < w.group; k += 8, panel += 128, made += 128, second += 128)
@@ -38,14 +38,16 @@ struct TileCodes {  // of a weight, for 16 outputs
   int64_t stride, group;  // bytes from 4 of k to the next, from group to group
 };
 
-// One slab's groups, of 16 rows and 16 outputs, into totals; see add_group. at: the first group of the first row.
+// One slab's groups, of 16 rows and 16 outputs, into totals; see add_group. at: the first group of the first row; g0: that
+// of the slab; b: which 16 outputs of the panel.
 template <bool SIGNED, bool ROW_SCALES, bool MINIMUMS>
-static void add_tiles(const Matrix& w, const uint8_t* tables, TileCodes weight, const Rounded& x, const int8_t* codes,
-                      int64_t at, v16 (&out)[TILE_ROWS]) {
+static void add_tiles(const Matrix& w, const uint8_t* panel, int64_t g0, int b, TileCodes weight, const Rounded& x,
+                      const int8_t* codes, int64_t at, v16 (&out)[TILE_ROWS]) {
   alignas(64) int32_t sums[TILE_ROWS][16];
-  const int64_t taken = tile_codes(w), table = table_bytes(w), next = tables_bytes(w) + codes_bytes(w, 0);
+  const int64_t taken = tile_codes(w), next = tables_bytes(w) + codes_bytes(w, 0);
+  GroupTables tables = {panel + head_bytes(w) + g0 * next, panel};
   v16 total[TILE_ROWS] = {}, scale = {}, minimum = {};
-  for (int64_t g = 0; g < groups_of_slab(w); g++, at += x.rows, tables += next, weight.first += weight.group) {
+  for (int64_t g = g0; g < g0 + groups_of_slab(w); g++, at += x.rows, tables.own += next, weight.first += weight.group) {
     _tile_zero(0);
     for (int64_t k = 0; k < w.group; k += taken, codes += taken) {
       _tile_loadd(4, codes, x.stride);
@@ -56,8 +58,9 @@ static void add_tiles(const Matrix& w, const uint8_t* tables, TileCodes weight, 
     _tile_stored(0, sums, 64);
     const float *scales = x.scales + at, *shifts = x.shifts + at;
     const int32_t* offsets = x.offsets + at;
-    if (!ROW_SCALES) scale = load_table(tables, w.half_scales, 0);
-    if (MINIMUMS) minimum = load_table(tables + table, w.half_scales, 0);
+    if (w.steps_span) tables.steps = panel + g / w.steps_span * steps_bytes(w);
+    if (!ROW_SCALES) scale = scales_of(w, tables, 16 * b);
+    if (MINIMUMS) minimum = minimums_of(w, tables, 16 * b, scale);
 #pragma GCC unroll 16
     for (int m = 0; m < TILE_ROWS; m++) {
       Ints whole = _mm512_load_si512(sums[m]);
@@ -76,18 +79,16 @@ static void dot_tiles(const Matrix& w, const uint8_t* panel, int b, const uint8_
                       v16 (&total)[TILE_ROWS]) {
   const int64_t groups = groups_of_slab(w), width = groups * w.group, tables_step = w.row_scales ? 0 : tables_bytes(w);
   TileCodes weight = {made + b * 16 * w.in_features, 64, 16 * w.group};
-  if (BITS == 8) weight = {panel + tables_bytes(w) + 64 * b, 4 * PANEL, tables_step + codes_bytes(w, 0)};
+  if (BITS == 8) weight = {panel + head_bytes(w) + tables_step + 64 * b, 4 * PANEL, tables_step + codes_bytes(w, 0)};
   const int8_t* codes = x.codes + row * x.stride;
-  const uint8_t* tables = panel + b * table_bytes(w) / 2;
   Branches branches;
   for (int64_t s = 0, at = row; s < w.slabs; s++, at += groups * x.rows) {
-    if (w.row_scales) add_tiles<BITS == 4, true, false>(w, tables, weight, x, codes, at, total);
-    else if (w.has_minimums) add_tiles<BITS == 4, false, true>(w, tables, weight, x, codes, at, total);
-    else add_tiles<BITS == 4, false, false>(w, tables, weight, x, codes, at, total);
+    if (w.row_scales) add_tiles<BITS == 4, true, false>(w, panel, s * groups, b, weight, x, codes, at, total);
+    else if (w.has_minimums) add_tiles<BITS == 4, false, true>(w, panel, s * groups, b, weight, x, codes, at, total);
+    else add_tiles<BITS == 4, false, false>(w, panel, s * groups, b, weight, x, codes, at, total);
     if (w.slabs == 1) return;
     if (w.row_scales)
-      for (v16& each : total) each = each * load_table(tables, w.half_scales, 0);
-    else tables += groups * (tables_step + codes_bytes(w, 0));
+      for (v16& each : total) each = each * load_table(panel, w.half_scales, 16 * b);
     branches.add(w.slabs, s, total, TILE_ROWS);
     weight.first += groups * weight.group;
     codes += width;

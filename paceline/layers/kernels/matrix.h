@@ -2,10 +2,11 @@
 //
 // Dense: blocks.h. Codes: panels of 32 output features, each in the order in which a product reads it. A panel has tables
 // (32 scales, then 32 minimums where the matrix has any) and codes for each group of the inner dimension, group after
-// group; where a scale holds for a whole row, the table lies once, before the first group, and there are no minimums. Codes of 8 bits:
-// [k/4][32 outputs][4 of k]. Codes of 4 bits: [k/8][32 outputs][4], where the low halves of the bytes are the first four
-// of k and the high halves the next four. A group is padded to a multiple of 8. Integer codes lie as code + 128 or
-// code + 8, so that they have no sign.
+// group; where a scale holds for a whole row, the table lies once, before the first group, and there are no minimums. Where
+// a scale is a step times a whole number, tables are of whole numbers, and before the first group lie the steps (32 of
+// scales, then 32 of minimums) of each run of `steps_span` groups. Codes of 8 bits: [k/4][32 outputs][4 of k]. Codes of 4
+// bits: [k/8][32 outputs][4], where the low halves of the bytes are the first four of k and the high halves the next four.
+// A group is padded to a multiple of 8. Integer codes lie as code + 128 or code + 8, so that they have no sign.
 #pragma once
 #include "common.h"
 #if !defined(PACELINE_GENERIC) && defined(__x86_64__)
@@ -22,6 +23,8 @@ struct Matrix {  // of packed.py, field by field
   int64_t row_scales;    // whether a row has one scale for all of its groups, and no minimum
   int64_t half_scales;   // whether scales and minimums are float16 in memory; else float
   int64_t has_minimums;
+  int64_t steps_span;    // groups whose scales, int8 in memory, share a step in float16; 0: scales are numbers
+  int64_t from_lowest;   // whether a minimum lies as the number of code -8, 8 scales below it
   int64_t slabs;         // runs of the inner dimension, of whole groups, that are added in a tree (blocks.h)
   const void* packed;
   const float* bias;  // or null
@@ -33,12 +36,18 @@ static inline int64_t padded(int64_t length) { return (length + 7) / 8 * 8; }
 static inline int64_t num_panels(const Matrix& w) { return (w.out_features + PANEL - 1) / PANEL; }
 static inline int64_t num_groups(const Matrix& w) { return (w.in_features + w.group - 1) / w.group; }
 static inline int64_t group_length(const Matrix& w, int64_t g) { return std::min(w.group, w.in_features - g * w.group); }
-static inline int64_t table_bytes(const Matrix& w) { return PANEL * (w.half_scales ? 2 : 4); }
+static inline int64_t table_bytes(const Matrix& w) { return PANEL * (w.steps_span ? 1 : w.half_scales ? 2 : 4); }
 static inline int64_t tables_bytes(const Matrix& w) { return table_bytes(w) * (w.has_minimums ? 2 : 1); }
+static inline int64_t steps_bytes(const Matrix& w) { return PANEL * (w.has_minimums ? 4 : 2); }  // of one run
+// What lies in a panel before its first group.
+static inline int64_t head_bytes(const Matrix& w) {
+  if (w.row_scales) return tables_bytes(w);
+  return w.steps_span ? (num_groups(w) + w.steps_span - 1) / w.steps_span * steps_bytes(w) : 0;
+}
 static inline int64_t codes_bytes(const Matrix& w, int64_t g) { return PANEL * padded(group_length(w, g)) * w.bits / 8; }
 static inline int64_t panel_bytes(const Matrix& w) {
   int64_t last = num_groups(w) - 1;
-  return (w.row_scales ? 1 : last + 1) * tables_bytes(w) + last * codes_bytes(w, 0) + codes_bytes(w, last);
+  return head_bytes(w) + (w.row_scales ? 0 : last + 1) * tables_bytes(w) + last * codes_bytes(w, 0) + codes_bytes(w, last);
 }
 
 // float16 to float without instructions for it; finite numbers.
@@ -54,4 +63,28 @@ static inline v16 load_table(const uint8_t* table, bool half, int i) {
 #else
   return halves_to_floats(__builtin_convertvector(*(const h16*)(table + 2 * i), u16x32));
 #endif
+}
+
+// 16 whole numbers of a table that has steps.
+static inline v16 load_whole(const uint8_t* table, int i) {
+#if !defined(PACELINE_GENERIC) && defined(__AVX512F__)
+  return (v16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(table + i))));
+#else
+  typedef int8_t i8x16 __attribute__((vector_size(16), aligned(1), may_alias));
+  return __builtin_convertvector(*(const i8x16*)(table + i), v16);
+#endif
+}
+
+// Where a group's tables lie, and the steps of its run.
+struct GroupTables { const uint8_t *own, *steps; };
+
+// Scales of 16 outputs from `i` on. A step times a whole number is exact: 11 bits times 7.
+static inline v16 scales_of(const Matrix& w, GroupTables at, int i) {
+  if (w.steps_span) return load_whole(at.own, i) * load_table(at.steps, true, i);
+  return load_table(at.own, w.half_scales, i);
+}
+static inline v16 minimums_of(const Matrix& w, GroupTables at, int i, v16 scale) {
+  const uint8_t* own = at.own + table_bytes(w);
+  v16 minimum = w.steps_span ? load_whole(own, i) * load_table(at.steps + 2 * PANEL, true, i) : load_table(own, w.half_scales, i);
+  return w.from_lowest ? minimum + scale * 8.0f : minimum;
 }

@@ -6,23 +6,36 @@ A row of a tensor is a row of blocks. What a block holds is fixed by ggml (ggml-
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from paceline.layers.file_tables import MIDDLE, FileTables
 from paceline.layers.quantized import QuantizedWeight
 
 Bytes = npt.NDArray[np.uint8]  # [blocks, bytes of a block]
-Floats = npt.NDArray[np.float32]
-Decoded = tuple[npt.NDArray[np.int8], Floats, Floats | None]  # [blocks, codes], then [blocks, groups] twice
-MIDDLE = 8  # of the codes of 4 bits, which begin at 0 in the file
+Codes = npt.NDArray[np.int8]
+Halves = npt.NDArray[np.float16]
 
 
-def _half(blocks: Bytes, at: int) -> Floats:
+@dataclass(frozen=True)
+class Decoded:
+    """Blocks as FileTables has them: codes [blocks, codes of a block], tables [blocks, groups of a block], steps
+    [blocks, 1]."""
+
+    codes: Codes
+    scales: Codes | Halves
+    lowest: Codes | Halves | None = None
+    scale_steps: Halves | None = None
+    lowest_steps: Halves | None = None
+
+
+def _half(blocks: Bytes, at: int) -> Halves:
     """The float16 at byte ``at`` of each block, [blocks, 1]."""
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16)
 
 
 def _low_then_high(packed: Bytes) -> Bytes:
@@ -30,24 +43,24 @@ def _low_then_high(packed: Bytes) -> Bytes:
     return np.concatenate((packed & 15, packed >> 4), axis=-1)
 
 
-def _centred(codes: Bytes) -> npt.NDArray[np.int8]:
+def _centred(codes: Bytes) -> Codes:
+    """Codes of 4 bits, which begin at 0 in the file."""
     return codes.view(np.int8) - np.int8(MIDDLE)
 
 
 def _q8_0(blocks: Bytes) -> Decoded:
     """d, 32 codes."""
-    return blocks[:, 2:].view(np.int8), _half(blocks, 0), None
+    return Decoded(blocks[:, 2:].view(np.int8), _half(blocks, 0))
 
 
 def _q4_0(blocks: Bytes) -> Decoded:
     """d, 32 codes: d * (code - 8)."""
-    return _centred(_low_then_high(blocks[:, 2:])), _half(blocks, 0), None
+    return Decoded(_centred(_low_then_high(blocks[:, 2:])), _half(blocks, 0))
 
 
 def _q4_1(blocks: Bytes) -> Decoded:
     """d, m, 32 codes: d * code + m."""
-    scales, minimums = _half(blocks, 0), _half(blocks, 2)
-    return _centred(_low_then_high(blocks[:, 4:])), scales, minimums + MIDDLE * scales
+    return Decoded(_centred(_low_then_high(blocks[:, 4:])), _half(blocks, 0), _half(blocks, 2))
 
 
 def _q4_k(blocks: Bytes) -> Decoded:
@@ -58,11 +71,10 @@ def _q4_k(blocks: Bytes) -> Decoded:
     """
     packed = blocks[:, 4:16]
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    scales = np.concatenate((first & 63, (third & 15) | (first >> 6 << 4)), axis=1).astype(np.float32)
-    minimums = np.concatenate((second & 63, (third >> 4) | (second >> 6 << 4)), axis=1).astype(np.float32)
-    scales, minimums = scales * _half(blocks, 0), minimums * _half(blocks, 2)
+    scales = np.concatenate((first & 63, (third & 15) | (first >> 6 << 4)), axis=1).view(np.int8)
+    minimums = np.concatenate((second & 63, (third >> 4) | (second >> 6 << 4)), axis=1).view(np.int8)
     codes = _low_then_high(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 256)
-    return _centred(codes), scales, MIDDLE * scales - minimums
+    return Decoded(_centred(codes), scales, minimums, _half(blocks, 0), -_half(blocks, 2))
 
 
 def _q6_k(blocks: Bytes) -> Decoded:
@@ -71,8 +83,8 @@ def _q6_k(blocks: Bytes) -> Decoded:
     halves = _low_then_high(low).reshape(-1, 2, 4, 32)
     pairs = np.stack([high >> shift & 3 for shift in (0, 2, 4, 6)], axis=2)
     codes = (halves | pairs << 4).reshape(-1, 256).view(np.int8) - np.int8(32)
-    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
-    return codes, scales * _half(blocks, 208), None
+    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
+    return Decoded(codes, scales, scale_steps=_half(blocks, 208))
 
 
 KEPT: dict[GGMLQuantizationType, tuple[Callable[[Bytes], Decoded], int, int]] = {  # reader, bits, elements of a group
@@ -88,12 +100,20 @@ def weight_of_blocks(rows: Bytes, kind: GGMLQuantizationType) -> QuantizedWeight
     """A matrix of a type in KEPT. rows: [out_features, bytes of a row]. Products with it are made of integers."""
     read, bits, group_size = KEPT[kind]
     count = rows.shape[0]
-    codes, scales, minimums = read(rows.reshape(-1, GGML_QUANT_SIZES[kind][1]))
+    block = read(rows.reshape(-1, GGML_QUANT_SIZES[kind][1]))
+    scales, lowest, scale_steps, lowest_steps = (
+        None if part is None else torch.tensor(part).view(count, -1)
+        for part in (block.scales, block.lowest, block.scale_steps, block.lowest_steps)
+    )
+    assert scales is not None
+    tables = FileTables(scales, lowest, scale_steps, lowest_steps, 1 if scale_steps is None else block.scales.shape[1])
+    values, minimums = tables.values()
     return QuantizedWeight(
-        codes=torch.tensor(codes).view(count, -1),
-        scales=torch.tensor(scales).view(count, -1),
-        minimums=None if minimums is None else torch.tensor(minimums).view(count, -1),
+        codes=torch.tensor(block.codes).view(count, -1),
+        scales=values,
+        minimums=minimums,
         bits=bits,
         group_size=group_size,
         int8_activations=True,
+        tables=tables if tables.are_numbers() else None,
     )

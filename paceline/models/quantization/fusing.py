@@ -53,13 +53,13 @@ def _regrouped(part: QuantizedWeight, size: int) -> QuantizedWeight:
         return replace(part, group_size=size)
     old = torch.arange(0, columns, size, device=part.codes.device) // part.group_size
     minimums = None if part.minimums is None else part.minimums[:, old]
-    return replace(part, scales=part.scales[:, old], minimums=minimums, group_size=size)
+    whole = part.tables is not None and columns % part.group_size == 0
+    tables = part.tables.divided(part.group_size // size) if part.tables and whole else None
+    return replace(part, scales=part.scales[:, old], minimums=minimums, group_size=size, tables=tables)
 
 
 def reordered(weight: LinearWeight, rows: torch.Tensor) -> LinearWeight:
     """Output features in another order. rows: int64 [out_features], the present place of each."""
     if isinstance(weight, torch.Tensor):
         return weight[rows]
-    codes = weight.codes.view(torch.uint8)[rows].view(weight.codes.dtype)
-    minimums = None if weight.minimums is None else weight.minimums[rows]
-    return replace(weight, codes=codes, scales=weight.scales[rows], minimums=minimums)
+    return weight.of_rows(rows)

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from paceline.errors import ConfigError
 from paceline.layers.build import load_kernels
+from paceline.layers.packed import PackedMatrix
 from paceline.layers.quantized import QuantizedWeight
 from paceline.models import hub
 from paceline.models.config import ModelSpec
@@ -28,6 +29,7 @@ from paceline.models.registry import open_checkpoint
 from paceline.text.tokenizer import Tokenizer
 from tests.models.quantization.test_checkpoints import logits
 from tests.support.gguf_files import DIM, HEADS, KV_HEADS, random_blocks, write_gguf
+from tests.support.needs import needs_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +47,16 @@ def test_blocks_mean_what_ggufs_reader_says(kind: Kind) -> None:
     assert weight.shape == (5, 512)
     assert torch.allclose(weight.dequantised(), expected, rtol=1e-6, atol=1e-7)
     assert -8 <= int(weight.codes.min()) <= int(weight.codes.max()) <= 7 or weight.bits == 8
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", [kind for kind in KEPT if kind is not Kind.Q6_K])
+def test_blocks_take_as_many_bytes_as_in_the_file(kind: Kind) -> None:
+    """Mutant: whole numbers and their steps kept as the float32 that they make. (Codes of 6 bits take 8.)"""
+    rows, library = random_blocks(kind, 64, 1024, np.random.default_rng(3)), load_kernels()
+    assert library is not None
+    packed = PackedMatrix(library, weight_of_blocks(rows, kind), None).packed
+    assert packed.numel() <= 1.03 * rows.size
 
 
 class TestFolder:

@@ -1,0 +1,116 @@
+"""Scales and minimums as GGUF files hold them, in fewer bytes than their values take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+MIDDLE = 8  # how far above a group's lowest code, -8, its code 0 is
+
+
+@dataclass(frozen=True)
+class FileTables:
+    """What ``scales`` and ``minimums`` of a QuantizedWeight are made of. g is a group, r is g // span:
+
+    scales[n, g] = scales[n, g] * scale_steps[n, r];
+    minimums[n, g] = lowest[n, g] * lowest_steps[n, r] + MIDDLE * the scale. Without steps there are no factors.
+
+    scales, lowest: [out_features, groups], whole numbers in int8 where there are steps, else floats. lowest may be
+    None: then there are no minimums.
+    scale_steps, lowest_steps: float16 [out_features, ceil(groups / span)], or None.
+    span: groups that share a step.
+    """
+
+    scales: torch.Tensor
+    lowest: torch.Tensor | None
+    scale_steps: torch.Tensor | None = None
+    lowest_steps: torch.Tensor | None = None
+    span: int = 1
+
+    def values(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Scales and minimums, float32 [out_features, groups]."""
+        scales = self._numbers(self.scales, self.scale_steps)
+        if self.lowest is None:
+            return scales, None
+        return scales, self._numbers(self.lowest, self.lowest_steps) + MIDDLE * scales
+
+    def _numbers(self, table: torch.Tensor, steps: torch.Tensor | None) -> torch.Tensor:
+        if steps is None:
+            return table.float()
+        return table.float() * steps.float().repeat_interleave(self.span, dim=1)[:, : table.shape[1]]
+
+    def are_numbers(self) -> bool:
+        """Whether nothing is infinite or not a number, which kernels do not read alike."""
+        found = (self.scales, self.lowest, self.scale_steps, self.lowest_steps)
+        return all(_finite(table) for table in found if table is not None)
+
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> FileTables:
+        """With ``change`` done to each tensor, which leaves columns as they are."""
+        lowest, scale_steps, lowest_steps = (
+            None if table is None else change(table) for table in (self.lowest, self.scale_steps, self.lowest_steps)
+        )
+        return FileTables(change(self.scales), lowest, scale_steps, lowest_steps, self.span)
+
+    def columns(self, low: int, high: int) -> FileTables | None:
+        """Those of groups [low, high); None where a step is parted."""
+        if low % self.span or (high % self.span and high != self.scales.shape[1]):
+            return None
+        groups, runs = slice(low, high), slice(low // self.span, -(-high // self.span))
+        lowest = None if self.lowest is None else self.lowest[:, groups]
+        if self.scale_steps is None:
+            return FileTables(self.scales[:, groups], lowest)
+        lowest_steps = None if self.lowest_steps is None else self.lowest_steps[:, runs]
+        return FileTables(self.scales[:, groups], lowest, self.scale_steps[:, runs], lowest_steps, self.span)
+
+    def divided(self, parts: int) -> FileTables:
+        """Of groups that are each parted into ``parts``."""
+        lowest = None if self.lowest is None else self.lowest.repeat_interleave(parts, dim=1)
+        span = 1 if self.scale_steps is None else parts * self.span
+        return FileTables(
+            self.scales.repeat_interleave(parts, dim=1), lowest, self.scale_steps, self.lowest_steps, span
+        )
+
+    def with_lowest(self) -> FileTables | None:
+        """The same where there are minimums: those of a table without any are 0. None where float16 has no such
+        steps."""
+        if self.lowest is not None:
+            return self
+        if self.scale_steps is None:
+            return FileTables(self.scales, -MIDDLE * self.scales)
+        steps = -MIDDLE * self.scale_steps
+        return FileTables(self.scales, self.scales, self.scale_steps, steps, self.span) if _finite(steps) else None
+
+
+def fused_tables(parts: Sequence[FileTables | None]) -> FileTables | None:
+    """Those of weights whose outputs lie side by side; None where they do not fit together."""
+    found = [part for part in parts if part is not None]
+    if len(found) < len(parts) or len({(part.span, part.scale_steps is None) for part in found}) > 1:
+        return None
+    if any(part.lowest is not None for part in found):
+        raised = [part.with_lowest() for part in found]
+        found = [part for part in raised if part is not None]
+        if len(found) < len(parts):
+            return None
+
+    def joined(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        some = [tensor for tensor in tensors if tensor is not None]
+        return torch.cat(some) if some else None
+
+    scales = joined([part.scales for part in found])
+    assert scales is not None
+    lowest, scale_steps, lowest_steps = (
+        joined([getattr(part, name) for part in found]) for name in ("lowest", "scale_steps", "lowest_steps")
+    )
+    return FileTables(scales, lowest, scale_steps, lowest_steps, found[0].span)
+
+
+def fits_half(table: torch.Tensor) -> bool:
+    """Whether float16 holds every number of ``table``, and each is finite."""
+    halves = table.half()
+    return _finite(halves) and torch.equal(halves.float(), table.float())
+
+
+def _finite(table: torch.Tensor) -> bool:
+    return bool(torch.isfinite(table).all())
