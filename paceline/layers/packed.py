@@ -45,9 +45,10 @@ class PackedMatrix:
 
     def _panels(self, library: ctypes.CDLL, weight: QuantizedWeight) -> torch.Tensor:
         matrix = self._matrix
-        matrix.format, matrix.bits = format_of(weight), weight.bits
+        matrix.format = format_of(weight)
         matrix.row_scales = int(weight.has_row_scales)
         matrix.group = _group_of(weight)
+        matrix.bits = weight.bits if weight.bits != 6 or _packs_six(weight, matrix.group) else 8
         tables = _tables_of(weight)
         matrix.has_minimums = int(weight.minimums is not None)
         matrix.from_lowest = int(tables.lowest is not None and tables is weight.tables)
@@ -90,6 +91,11 @@ def _group_of(weight: QuantizedWeight) -> int:
     if group < in_features and group % GROUP_MULTIPLE:
         raise ValueError(f"groups of {group} elements: the kernels take multiples of {GROUP_MULTIPLE}")
     return group
+
+
+def _packs_six(weight: QuantizedWeight, group: int) -> bool:
+    """Whether codes of 6 bits can lie in 6: those of 16 elements lie together."""
+    return format_of(weight) == INTEGER and group % 16 == 0 and weight.shape[1] % 16 == 0
 
 
 def pack_dense(library: ctypes.CDLL, weight: torch.Tensor) -> torch.Tensor:

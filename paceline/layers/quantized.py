@@ -17,10 +17,10 @@ class QuantizedWeight:
     """A weight [out_features, in_features]; element (n, k) is scales[n, g] * codes[n, k] + minimums[n, g], where
     g = k // group_size.
 
-    codes: int8 [out_features, in_features], -8 to 7 where ``bits`` is 4; or float8_e4m3fn.
+    codes: int8 [out_features, in_features], -8 to 7 where ``bits`` is 4, -32 to 31 where it is 6; or float8_e4m3fn.
     scales: float32 [out_features, ceil(in_features / group_size)].
     minimums: float32, shaped as scales; None where all are 0.
-    bits: 4 or 8, of a code in memory.
+    bits: 4, 6 or 8, of a code.
     group_size: elements of a row that share a scale; in_features for one scale a row.
     int8_activations: whether products are made of integers: the input is rounded to int8, ``rounded_together``
     elements of a row with one scale.

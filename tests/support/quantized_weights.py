@@ -13,7 +13,7 @@ from paceline.models.quantization.round_to_nearest import SCHEMES, round_to_near
 
 def grouped(weight: torch.Tensor, group_size: int, bits: int) -> QuantizedWeight:
     """Integer products; a scale that float16 does not hold for each group, and no minimums."""
-    limit, (out_features, in_features) = (127 if bits == 8 else 7), weight.shape
+    limit, (out_features, in_features) = (1 << (bits - 1)) - 1, weight.shape
     groups = torch.split(weight.float(), group_size, dim=1)
     scales = torch.stack([group.abs().amax(dim=1) / limit for group in groups], dim=1)
     codes = [(g / scales[:, i : i + 1]).round().to(torch.int8) for i, g in enumerate(groups)]
@@ -90,7 +90,7 @@ KINDS = INTEGER | {scheme: _scheme(scheme) for scheme in SCHEMES if scheme.endsw
 # Integer products that only files have: a GGUF type's groups and tables, and zero points of whole rows.
 OF_FILES: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
     "Q8_0": lambda weight: grouped(weight, 32, 8),
-    "Q6_K": lambda weight: stepped(weight, 16, 8, 16, 127),
+    "Q6_K": lambda weight: stepped(weight, 16, 6, 16, 127),
     "Q4_K": lambda weight: stepped(weight, 32, 4, 8, 63),
     "Q4_1": lambda weight: in_halves(weight, 32),
     "minimums in float32": lambda weight: shifted(weight, 32, 4),

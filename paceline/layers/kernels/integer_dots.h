@@ -4,6 +4,7 @@
 #include "integer_slabs.h"
 
 // Codes: 64 bytes, 4 of k for each of 16 outputs. Ints: a sum for each of 16 outputs. Quad: 4 codes of a row of x.
+// high_pairs: pair I of each byte's bits, on bits 4 and 5.
 #if !defined(PACELINE_GENERIC) && defined(__AVX512BW__)
 #define ROWS_AT_ONCE 6  // whose sums fit the registers
 typedef __m512i Codes;
@@ -11,6 +12,11 @@ typedef __m512i Ints;
 static inline Codes load_codes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 static inline Codes low_halves(Codes c) { return _mm512_and_si512(c, _mm512_set1_epi8(15)); }
 static inline Codes high_halves(Codes c) { return _mm512_and_si512(_mm512_srli_epi16(c, 4), _mm512_set1_epi8(15)); }
+template <int I>
+static inline Codes high_pairs(Codes c) {
+  return _mm512_and_si512(I == 3 ? _mm512_srli_epi16(c, 2) : _mm512_slli_epi16(c, I == 3 ? 0 : 4 - 2 * I), _mm512_set1_epi8(48));
+}
+static inline Codes joined(Codes low, Codes high) { return _mm512_or_si512(low, high); }
 static inline Ints splat_int(int32_t i) { return _mm512_set1_epi32(i); }
 static inline v16 to_floats(Ints i) { return (v16)_mm512_cvtepi32_ps(i); }
 #ifdef __AVX512VNNI__
@@ -41,6 +47,15 @@ static inline Codes low_halves(const Codes& c) { return {low_halves(c.half[0]), 
 static inline Codes high_halves(const Codes& c) {
   return {low_halves(_mm256_srli_epi16(c.half[0], 4)), low_halves(_mm256_srli_epi16(c.half[1], 4))};
 }
+template <int I>
+static inline __m256i high_pairs(__m256i c) {
+  return _mm256_and_si256(I == 3 ? _mm256_srli_epi16(c, 2) : _mm256_slli_epi16(c, I == 3 ? 0 : 4 - 2 * I), _mm256_set1_epi8(48));
+}
+template <int I>
+static inline Codes high_pairs(const Codes& c) { return {high_pairs<I>(c.half[0]), high_pairs<I>(c.half[1])}; }
+static inline Codes joined(const Codes& low, const Codes& high) {
+  return {_mm256_or_si256(low.half[0], high.half[0]), _mm256_or_si256(low.half[1], high.half[1])};
+}
 static inline Ints splat_int(int32_t i) { return {_mm256_set1_epi32(i), _mm256_set1_epi32(i)}; }
 static inline v16 to_floats(const Ints& i) {
   float f[16];
@@ -67,6 +82,9 @@ typedef int32_t Quad;
 static inline Codes load_codes(const uint8_t* p) { return *(const u16x32*)p; }
 static inline Codes low_halves(Codes c) { return c & 0x0f0f0f0fu; }
 static inline Codes high_halves(Codes c) { return (c >> 4) & 0x0f0f0f0fu; }
+template <int I>
+static inline Codes high_pairs(Codes c) { return (I == 3 ? c >> 2 : c << (I == 3 ? 0 : 4 - 2 * I)) & 0x30303030u; }
+static inline Codes joined(Codes low, Codes high) { return low | high; }
 static inline Ints splat_int(int32_t i) { return u16x32{} + (uint32_t)i; }
 static inline v16 to_floats(Ints i) { return __builtin_convertvector((i32x16)i, v16); }
 static inline Quad make_quad(int32_t q) { return q; }
@@ -86,25 +104,47 @@ struct Rounded {  // rows as int8 codes: element k of row m is scales[m, k / gro
 
 static inline Quad load_quad(const int8_t* x) { int32_t q; memcpy(&q, x, 4); return make_quad(q); }
 
+// Four of k from `k` on, of codes that are bytes.
+template <int M>
+static inline __attribute__((always_inline)) void dot_quads(const int8_t* x, int64_t stride, int64_t k, Codes first,
+                                                            Codes second, Ints (&sum)[M][2]) {
+  for (int m = 0; m < M; m++) {
+    Quad quad = load_quad(x + m * stride + k);
+    sum[m][0] = dot4(sum[m][0], first, quad);
+    sum[m][1] = dot4(sum[m][1], second, quad);
+  }
+}
+
+// The same as `dot_group` of codes of 6 bits.
+template <int M>
+static inline __attribute__((always_inline)) void dot_sixes(const int8_t* x, int64_t stride, const uint8_t* codes,
+                                                            int64_t length, Ints (&sum)[M][2]) {
+  for (int64_t k = 0; k < length; k += 16, codes += 384) {
+    Codes low[4], high[2];
+    for (int i = 0; i < 4; i++) { low[i] = load_codes(codes + 64 * i); ask_ahead(codes + 64 * i); }
+    for (int b = 0; b < 2; b++) { high[b] = load_codes(codes + 256 + 64 * b); ask_ahead(codes + 256 + 64 * b); }
+    dot_quads<M>(x, stride, k, joined(low_halves(low[0]), high_pairs<0>(high[0])),
+                 joined(low_halves(low[1]), high_pairs<0>(high[1])), sum);
+    dot_quads<M>(x, stride, k + 4, joined(high_halves(low[0]), high_pairs<1>(high[0])),
+                 joined(high_halves(low[1]), high_pairs<1>(high[1])), sum);
+    dot_quads<M>(x, stride, k + 8, joined(low_halves(low[2]), high_pairs<2>(high[0])),
+                 joined(low_halves(low[3]), high_pairs<2>(high[1])), sum);
+    dot_quads<M>(x, stride, k + 12, joined(high_halves(low[2]), high_pairs<3>(high[0])),
+                 joined(high_halves(low[3]), high_pairs<3>(high[1])), sum);
+  }
+}
+
 // Sums of one group's products, for M rows and the 32 outputs of a panel. x: the group's first code in the first row.
 template <int M, int BITS>
 static inline __attribute__((always_inline)) void dot_group(const int8_t* x, int64_t stride, const uint8_t* codes,
                                                             int64_t length, Ints (&sum)[M][2]) {
+  if (BITS == 6) return dot_sixes<M>(x, stride, codes, length, sum);
   for (int64_t k = 0; k < length; k += 32 / BITS, codes += 128) {
     Codes first = load_codes(codes), second = load_codes(codes + 64);
     ask_ahead(codes);
     ask_ahead(codes + 64);
-    for (int m = 0; m < M; m++) {
-      Quad quad = load_quad(x + m * stride + k);
-      sum[m][0] = dot4(sum[m][0], BITS == 8 ? first : low_halves(first), quad);
-      sum[m][1] = dot4(sum[m][1], BITS == 8 ? second : low_halves(second), quad);
-    }
-    if (BITS == 4)
-      for (int m = 0; m < M; m++) {
-        Quad quad = load_quad(x + m * stride + k + 4);
-        sum[m][0] = dot4(sum[m][0], high_halves(first), quad);
-        sum[m][1] = dot4(sum[m][1], high_halves(second), quad);
-      }
+    dot_quads<M>(x, stride, k, BITS == 8 ? first : low_halves(first), BITS == 8 ? second : low_halves(second), sum);
+    if (BITS == 4) dot_quads<M>(x, stride, k + 4, high_halves(first), high_halves(second), sum);
   }
 }
 

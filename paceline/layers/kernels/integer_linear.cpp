@@ -105,7 +105,7 @@ static Rounded round_rows(const Matrix& w, const T* x, int64_t M, int64_t ldx) {
     memset(row + w.in_features, 0, stride - w.in_features);
     for (int64_t g = 0, k = 0, at = m; g < groups; g++, k += w.group, at += rows) {
       int32_t sum = round_group(x + m * ldx + k, group_length(w, g), out.scales + at, row + k);
-      out.offsets[at] = -(w.bits == 8 ? 128 : 8) * sum;
+      out.offsets[at] = lowest_code(w) * sum;
       out.shifts[at] = (float)sum * out.scales[at];
     }
   });
@@ -132,6 +132,7 @@ template <int M, class O>
 static void some_rows(const Matrix& w, const uint8_t* panel, const Rounded& x, int64_t row, int64_t n0, O* out) {
   v16 total[M][2];
   if (w.bits == 8) dot_panel<M, 8>(w, panel, x, row, total);
+  else if (w.bits == 6) dot_panel<M, 6>(w, panel, x, row, total);
   else dot_panel<M, 4>(w, panel, x, row, total);
   for (int m = 0; m < M; m++) store_row(w, panel, total[m], n0, out + (row + m) * w.out_features);
 }

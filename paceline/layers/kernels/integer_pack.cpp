@@ -3,15 +3,27 @@
 
 static void pack_codes(const Matrix& w, const uint8_t* codes, int64_t n0, int64_t g, uint8_t* out) {
   int64_t length = group_length(w, g), first = g * w.group;
-  uint8_t offset = w.format == FLOAT8 ? 0 : w.bits == 8 ? 128 : 8;
+  uint8_t offset = w.format == FLOAT8 ? 0 : (uint8_t)-lowest_code(w);
   auto code = [&](int64_t n, int64_t k) -> uint8_t {
     bool inside = n0 + n < w.out_features && k < length;
     return inside ? (uint8_t)(codes[(n0 + n) * w.in_features + first + k] + offset) : offset;
   };
-  int64_t step = w.bits == 8 ? 4 : 8;
-  for (int64_t k = 0; k < padded(length); k += step)
+  // [32 outputs][4] bytes from k on, each made by `byte` of an output and a k.
+  auto put = [&](int64_t k, auto byte) {
     for (int64_t n = 0; n < PANEL; n++)
-      for (int64_t j = 0; j < 4; j++) *out++ = w.bits == 8 ? code(n, k + j) : code(n, k + j) | code(n, k + 4 + j) << 4;
+      for (int64_t j = 0; j < 4; j++) *out++ = (uint8_t)byte(n, k + j);
+  };
+  auto halves = [&](int64_t n, int64_t k) { return (code(n, k) & 15) | code(n, k + 4) << 4; };
+  auto pairs = [&](int64_t n, int64_t k) {
+    int byte = 0;
+    for (int i = 0; i < 4; i++) byte |= code(n, k + 4 * i) >> 4 << (2 * i);
+    return byte;
+  };
+  for (int64_t k = 0; k < padded(length); k += w.bits == 8 ? 4 : w.bits == 4 ? 8 : 16) {
+    if (w.bits == 8) { put(k, code); continue; }
+    put(k, halves);
+    if (w.bits == 6) { put(k + 8, halves); put(k, pairs); }
+  }
 }
 
 // values: [out_features, 1 or groups], of the type that the table has.

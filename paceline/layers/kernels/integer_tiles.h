@@ -14,7 +14,7 @@ static constexpr int TILE_ROWS = 16;
 static inline int64_t tile_codes(const Matrix& w) { return w.group % 64 == 0 ? 64 : 32; }
 
 static inline bool fits_tiles(const Matrix& w, int64_t rows) {
-  return rows >= (w.bits == 8 ? 8 : 32) && w.in_features % w.group == 0 && w.group % 32 == 0;
+  return w.bits != 6 && rows >= (w.bits == 8 ? 8 : 32) && w.in_features % w.group == 0 && w.group % 32 == 0;
 }
 
 // A panel's codes of 4 bits as bytes: [2][in_features / 4][16 outputs][4 of k], of two blocks of 16 outputs.

@@ -6,7 +6,9 @@
 // a scale is a step times a whole number, tables are of whole numbers, and before the first group lie the steps (32 of
 // scales, then 32 of minimums) of each run of `steps_span` groups. Codes of 8 bits: [k/4][32 outputs][4 of k]. Codes of 4
 // bits: [k/8][32 outputs][4], where the low halves of the bytes are the first four of k and the high halves the next four.
-// A group is padded to a multiple of 8. Integer codes lie as code + 128 or code + 8, so that they have no sign.
+// Codes of 6 bits: for each 16 of k, their low halves like codes of 4 bits, then [32 outputs][4], where bits 2i and 2i + 1 of
+// byte j are the high ones of k = 4i + j. A group is padded to a multiple of 8. Integer codes lie as code + 128, code + 32 or
+// code + 8, so that they have no sign.
 #pragma once
 #include "common.h"
 #if !defined(PACELINE_GENERIC) && defined(__x86_64__)
@@ -18,7 +20,7 @@ enum Format : int64_t { DENSE = 0, INTEGER = 1, DEQUANTISED = 2, FLOAT8 = 3 };
 struct Matrix {  // of packed.py, field by field
   int64_t out_features, in_features;
   int64_t format;
-  int64_t bits;          // of a code
+  int64_t bits;          // of a code: 4 or 8; 6 of integers in groups of whole 16
   int64_t group;         // elements of a row, and of a row of x, that are added as integers
   int64_t row_scales;    // whether a row has one scale for all of its groups, and no minimum
   int64_t half_scales;   // whether scales and minimums are float16 in memory; else float
@@ -44,6 +46,7 @@ static inline int64_t head_bytes(const Matrix& w) {
   if (w.row_scales) return tables_bytes(w);
   return w.steps_span ? (num_groups(w) + w.steps_span - 1) / w.steps_span * steps_bytes(w) : 0;
 }
+static inline int64_t lowest_code(const Matrix& w) { return -(1 << (w.bits - 1)); }
 static inline int64_t codes_bytes(const Matrix& w, int64_t g) { return PANEL * padded(group_length(w, g)) * w.bits / 8; }
 static inline int64_t panel_bytes(const Matrix& w) {
   int64_t last = num_groups(w) - 1;

@@ -92,7 +92,7 @@ KEPT: dict[GGMLQuantizationType, tuple[Callable[[Bytes], Decoded], int, int]] = 
     GGMLQuantizationType.Q4_0: (_q4_0, 4, 32),
     GGMLQuantizationType.Q4_1: (_q4_1, 4, 32),
     GGMLQuantizationType.Q4_K: (_q4_k, 4, 32),
-    GGMLQuantizationType.Q6_K: (_q6_k, 8, 16),
+    GGMLQuantizationType.Q6_K: (_q6_k, 6, 16),
 }
 
 
