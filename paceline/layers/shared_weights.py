@@ -30,11 +30,12 @@ import numpy as np
 import torch
 
 from paceline.file_lock import locked
+from paceline.host_memory import ALIGNMENT, host_zeros
 
 log = logging.getLogger(__name__)
 
-ALIGNMENT = 64  # bytes, torch's own; kernels may load whole cache lines
 SMALLEST = 64 * 1024  # bytes; smaller tensors stay each node's own
+RUN = 32 * 1024 * 1024  # bytes of a process's own memory that are taken at once
 LOCK_TIMEOUT_S = 20.0  # a node that was stopped while it held the lock must not hold up the others for ever
 LOCK_POLL_S = 0.002
 HEADER = struct.Struct("<Q")
@@ -109,7 +110,34 @@ class _Shelf:
         os.close(self._file)
 
 
-_shelf: ContextVar[_Shelf | None] = ContextVar("shelf", default=None)
+class _OwnMemory:
+    """Weights of this process alone, side by side in runs that begin with a huge page.
+
+    Memory of its own for each of them would begin anywhere: Linux gives a huge page only where a whole one is the
+    process's when it is first touched, so that most weights would be read through small pages.
+    """
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def keep(self, shape: Sequence[int], dtype: torch.dtype, fill: Callable[[torch.Tensor], object]) -> torch.Tensor:
+        """See ``kept``."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes > RUN:
+            memory = host_zeros(num_bytes)
+        else:
+            if num_bytes > self._left.numel():
+                self._left = host_zeros(RUN)  # what was left is never touched, and takes no memory
+            memory, self._left = self._left[:num_bytes], self._left[_aligned(num_bytes) :]
+        tensor = memory.view(dtype).view(*shape)
+        fill(tensor)
+        return tensor
+
+    def close(self) -> None:
+        """No more is kept; a run lives as long as the last of its tensors."""
+
+
+_shelf: ContextVar[_Shelf | _OwnMemory | None] = ContextVar("shelf", default=None)
 
 
 @contextmanager
@@ -122,18 +150,16 @@ def shared_weights(path: str) -> Iterator[None]:
         yield
     finally:
         _shelf.reset(token)
-        if shelf is not None:
-            shelf.close()
+        shelf.close()
 
 
-def _opened(path: str) -> _Shelf | None:
-    if not path:
-        return None
-    try:
-        return _Shelf(path)
-    except (OSError, ValueError) as error:  # on another host, the path leads nowhere
-        log.info("this node keeps weights of its own: %s", error)
-        return None
+def _opened(path: str) -> _Shelf | _OwnMemory:
+    if path:
+        try:
+            return _Shelf(path)
+        except (OSError, ValueError) as error:  # on another host, the path leads nowhere
+            log.info("this node keeps weights of its own: %s", error)
+    return _OwnMemory()
 
 
 def kept(shape: Sequence[int], dtype: torch.dtype, fill: Callable[[torch.Tensor], object]) -> torch.Tensor:
@@ -145,7 +171,9 @@ def kept(shape: Sequence[int], dtype: torch.dtype, fill: Callable[[torch.Tensor]
             return shelf.keep(shape, dtype, fill)
         except OSError as error:
             log.warning("%s: this node keeps the rest of its weights itself", error)
-            _shelf.set(None)
+            own_memory = _OwnMemory()
+            _shelf.set(own_memory)
+            return own_memory.keep(shape, dtype, fill)
     own = torch.empty(*shape, dtype=dtype)
     fill(own)
     return own

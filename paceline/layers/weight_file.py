@@ -31,10 +31,10 @@ class WeightFile:
 
 
 def huge_pages_need_own_memory(folder: Path = THP) -> bool:
-    """Whether this host gives huge pages to a process's own memory unasked, and none to memory that is shared: weights
-    read through small pages decode several percent slower."""
+    """Whether this host gives huge pages to a process's own memory, unasked or asked, and none to memory that is shared.
+    Weights read through small pages decode several percent slower."""
     with suppress(OSError):
-        return "[always]" in (folder / "enabled").read_text() and not any(
+        return "[never]" not in (folder / "enabled").read_text() and not any(
             f"[{word}]" in (folder / "shmem_enabled").read_text()
             for word in ("always", "within_size", "advise", "force")
         )

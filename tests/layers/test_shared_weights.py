@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.host_memory import HUGE_PAGE
 from paceline.layers import shared_weights as module
 from paceline.layers.linear import Linear
 from paceline.layers.shared_weights import kept, shared_weights
@@ -134,15 +136,33 @@ def test_small_tensors_are_each_nodes_own(file: WeightFile) -> None:
     assert used(file) == 0
 
 
+def test_weights_of_one_process_lie_side_by_side_from_a_huge_page_on() -> None:
+    """Mutants: each has memory of its own, or two have the same."""
+    with shared_weights(""):
+        kept_here = [keep(weight(seed)) for seed in range(3)]
+        size = module.RUN - 3 * kept_here[0].nbytes
+        other = kept((size + 64,), torch.uint8, lambda copy: copy.fill_(7))  # does not fit behind them
+        large = kept((module.RUN + 1,), torch.uint8, lambda copy: copy.fill_(9))
+        after = keep(weight(3))
+    assert [torch.equal(one, weight(seed)) for seed, one in enumerate([*kept_here, after])] == [True] * 4
+    assert [int(one.min()) for one in (other, large)] == [7, 9]
+    assert [one.data_ptr() % HUGE_PAGE for one in (kept_here[0], other, large)] == [0, 0, 0]
+    starts = [one.data_ptr() for one in kept_here]
+    assert [b - a for a, b in itertools.pairwise(starts)] == [kept_here[0].nbytes] * 2
+    assert after.data_ptr() == other.data_ptr() + other.nbytes
+
+
 @pytest.mark.parametrize(
     ("enabled", "shared", "own"),
     [
-        ("always [madvise] never", "always within_size advise [never] deny force", False),
+        ("always madvise [never]", "always within_size advise [never] deny force", False),
+        ("always [madvise] never", "always within_size advise [never] deny force", True),
+        ("always [madvise] never", "always [within_size] advise never deny force", False),
         ("[always] madvise never", "always within_size advise [never] deny force", True),
         ("[always] madvise never", "always within_size [advise] never deny force", False),
     ],
 )
-def test_where_huge_pages_come_unasked_weights_are_not_shared(
+def test_where_huge_pages_are_for_own_memory_alone_weights_are_not_shared(
     tmp_path: Path, enabled: str, shared: str, own: bool
 ) -> None:
     assert not huge_pages_need_own_memory(tmp_path)
