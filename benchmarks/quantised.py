@@ -1,8 +1,9 @@
 """``python -m benchmarks.quantised [--schemes ...] [--quality FILE ...]``: what ``--quantize`` gains and what it costs.
 
 Plain decoding and prompts of one process, scheme after scheme in each round, so that a machine that slows down slows
-all of them; beside each the floor, the bytes that a step reads over the memory's bandwidth. With ``--quality``, the
-perplexity of the files' text.
+all of them; beside each the floor, the bytes that a step reads over the memory's bandwidth. The bandwidth of a shared
+machine changes within minutes, so it is measured before and after each scheme's steps, and "share" is the median over
+the rounds of what they reach of it. With ``--quality``, the perplexity of the files' text.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -43,15 +45,11 @@ class Speed:
 
     scheme: str
     weight_bytes: int  # that a step reads
-    floor_tokens_per_s: float  # of decoding at batch 1
+    floor_tokens_per_s: float  # of decoding at batch 1, by the bandwidth beside the fastest round
+    share: float  # of the floor of the same round, the median
     tokens_per_s: float
     batch_tokens_per_s: float  # of BATCH requests side by side
     ttft_ms: dict[int, float]  # by tokens of the prompt
-
-    @property
-    def share(self) -> float:
-        """The part of the floor that is reached."""
-        return self.tokens_per_s / self.floor_tokens_per_s
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,17 @@ class Quality:
     tokens: int
 
 
-def once(runner: ModelRunner) -> tuple[float, float, dict[int, float]]:
+@dataclass(frozen=True)
+class Round:
+    """One scheme, once. bandwidth: bytes/s of the memory beside the steps of one request."""
+
+    tokens_per_s: float
+    bandwidth: float
+    batch_tokens_per_s: float
+    ttft_ms: dict[int, float]
+
+
+def once(runner: ModelRunner) -> Round:
     """Tokens/s at batch 1 and at BATCH, and milliseconds to the first token of each length of prompt."""
     engine = ColocatedEngine(runner, max_running=BATCH)
 
@@ -75,26 +83,36 @@ def once(runner: ModelRunner) -> tuple[float, float, dict[int, float]]:
 
     ttft = {tokens: 1e3 * timed(1, tokens, 1) for tokens in PROMPTS}
     decoding = timed(BATCH, PROMPT_TOKENS, BATCH_TOKENS) - timed(BATCH, PROMPT_TOKENS, 1)
-    return 1.0 / decode_step_s(runner), BATCH * (BATCH_TOKENS - 1) / decoding, ttft
+    before = read_bandwidth()
+    tokens_per_s = 1.0 / decode_step_s(runner)
+    bandwidth = (before + read_bandwidth()) / 2
+    return Round(tokens_per_s, bandwidth, BATCH * (BATCH_TOKENS - 1) / decoding, ttft)
 
 
 def measure(model: str, schemes: Sequence[str], threads: int, rounds: int) -> tuple[float, list[Speed]]:
-    """Bytes/s of the memory, and a line for each scheme."""
+    """The largest bytes/s of the memory, and a line for each scheme."""
     runners = {scheme: _runner(model, scheme, threads) for scheme in schemes}
-    bandwidth = read_bandwidth()
-    seen: dict[str, list[tuple[float, float, dict[int, float]]]] = {scheme: [] for scheme in schemes}
+    seen: dict[str, list[Round]] = {scheme: [] for scheme in schemes}
     for _ in range(rounds):
         for scheme, runner in runners.items():
             seen[scheme].append(once(runner))
-        bandwidth = max(bandwidth, read_bandwidth())
-    speeds = []
-    for scheme, runner in runners.items():
-        one, many, ttft = zip(*seen[scheme], strict=True)
-        weights = weight_bytes(runner)
-        read = weights + PROMPT_TOKENS * runner.kv.layout.token_bytes(LayerOwner.TARGET)
-        soonest = {tokens: min(each[tokens] for each in ttft) for tokens in PROMPTS}
-        speeds.append(Speed(scheme, weights, bandwidth / read, max(one), max(many), soonest))
-    return bandwidth, speeds
+    speeds = [_speed(scheme, runner, seen[scheme]) for scheme, runner in runners.items()]
+    return max(each.bandwidth for rounds_of in seen.values() for each in rounds_of), speeds
+
+
+def _speed(scheme: str, runner: ModelRunner, rounds: Sequence[Round]) -> Speed:
+    weights = weight_bytes(runner)
+    read = weights + PROMPT_TOKENS * runner.kv.layout.token_bytes(LayerOwner.TARGET)
+    fastest = max(rounds, key=lambda each: each.tokens_per_s)
+    return Speed(
+        scheme=scheme,
+        weight_bytes=weights,
+        floor_tokens_per_s=fastest.bandwidth / read,
+        share=statistics.median(each.tokens_per_s * read / each.bandwidth for each in rounds),
+        tokens_per_s=fastest.tokens_per_s,
+        batch_tokens_per_s=max(each.batch_tokens_per_s for each in rounds),
+        ttft_ms={tokens: min(each.ttft_ms[tokens] for each in rounds) for tokens in PROMPTS},
+    )
 
 
 def perplexities(model: str, schemes: Sequence[str], threads: int, files: Sequence[Path]) -> list[Quality]:
@@ -126,7 +144,7 @@ def _runner(model: str, scheme: str, threads: int) -> ModelRunner:
 
 def show(bandwidth: float, speeds: Sequence[Speed], qualities: Sequence[Quality]) -> None:
     """Print tables."""
-    table = Table(title=f"memory reads {bandwidth / 1e9:.1f} GB/s")
+    table = Table(title=f"memory reads up to {bandwidth / 1e9:.1f} GB/s")
     names = ("scheme", "weights MB", "B=1 tokens/s", "floor", "share", f"B={BATCH} tokens/s")
     for column in (*names, *(f"first of {tokens}, ms" for tokens in PROMPTS)):
         table.add_column(column)

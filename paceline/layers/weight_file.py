@@ -31,7 +31,7 @@ class WeightFile:
 
 
 def huge_pages_need_own_memory(folder: Path = THP) -> bool:
-    """Whether this host gives huge pages to a process's own memory, unasked or asked, and none to memory that is shared.
+    """Whether this host gives huge pages to a process's own memory, unasked or asked, and none to shared memory.
     Weights read through small pages decode several percent slower."""
     with suppress(OSError):
         return "[never]" not in (folder / "enabled").read_text() and not any(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.host_memory import HUGE_PAGE
+from paceline.host_memory import ALIGNMENT, HUGE_PAGE
 from paceline.layers import shared_weights as module
 from paceline.layers.linear import Linear
 from paceline.layers.shared_weights import kept, shared_weights
@@ -87,7 +87,7 @@ def test_a_linear_gives_the_same_bits(file: WeightFile) -> None:
 def test_what_was_changed_in_the_file_is_not_used(file: WeightFile) -> None:
     (tensor,) = node(file, 1)
     with open(file.path, "r+b") as opened:
-        opened.seek(module.ALIGNMENT + tensor.nbytes - 1)
+        opened.seek(ALIGNMENT + tensor.nbytes - 1)
         opened.write(b"\xab")
     assert not torch.equal(tensor, weight(1))
     (again,) = node(file, 1)
@@ -96,7 +96,7 @@ def test_what_was_changed_in_the_file_is_not_used(file: WeightFile) -> None:
 
 def test_what_a_killed_node_left_is_overwritten(file: WeightFile) -> None:
     with open(file.path, "r+b") as opened:
-        opened.seek(module.ALIGNMENT)
+        opened.seek(ALIGNMENT)
         opened.write(b"\xab" * 1000)  # data without its header
     (tensor,) = node(file, 1)
     assert torch.equal(tensor, weight(1))
@@ -116,7 +116,7 @@ def test_a_locked_or_full_file_is_done_without(
     assert [permissions(tensor)[3] for tensor in tensors] == ["p", "p"]
     assert torch.equal(tensors[1], weight(2))
     assert len(caplog.records) == 1
-    os.truncate(file.path, tensors[0].nbytes + 2 * module.ALIGNMENT)
+    os.truncate(file.path, tensors[0].nbytes + 2 * ALIGNMENT)
     fits, does_not = node(file, 1, 2)
     assert (permissions(fits)[3], permissions(does_not)[3]) == ("s", "p")
     assert torch.equal(does_not, weight(2))
