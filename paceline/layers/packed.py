@@ -71,7 +71,7 @@ class PackedMatrix:
 
 def _tables_of(weight: QuantizedWeight) -> FileTables:
     """The tables that take the fewest bytes; scales and minimums themselves where a file has no smaller ones."""
-    if weight.tables is not None and format_of(weight) == INTEGER:
+    if weight.tables is not None and format_of(weight) == INTEGER and not weight.has_row_scales:
         return weight.tables
     return FileTables(weight.scales, weight.minimums)
 

@@ -15,8 +15,8 @@ from tokenizers import pre_tokenizers
 
 HEADS, KV_HEADS, DIM, HIDDEN, WIDE, VOCAB = 4, 2, 64, 256, 256, 270
 HALVES = {  # where a block has float16 numbers, which random bytes must not fill
-    Kind.Q8_0: (0,), Kind.Q4_0: (0,), Kind.Q4_1: (0, 2), Kind.Q4_K: (0, 2), Kind.Q6_K: (208,), Kind.Q5_0: (0,),
-    Kind.IQ4_NL: (0,),
+    Kind.Q8_0: (0,), Kind.Q4_0: (0,), Kind.Q4_1: (0, 2), Kind.Q5_0: (0,), Kind.Q5_1: (0, 2), Kind.Q2_K: (80, 82),
+    Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,), Kind.IQ4_NL: (0,),
 }  # fmt: skip
 LAYER = {
     "attn_q": (HEADS * DIM, HIDDEN), "attn_k": (KV_HEADS * DIM, HIDDEN), "attn_v": (KV_HEADS * DIM, HIDDEN),

@@ -1,6 +1,6 @@
 // The same sums as integer_dots.h by AMX-INT8, for many rows. 16 of them are multiplied by 16 outputs of a panel, whose
-// totals stay in registers from group to group. Codes of 4 bits are made bytes once for all rows, with a sign: their sums
-// have no offsets to lose. Those of 8 bits are read as they lie, which is as fast.
+// totals stay in registers from group to group. Codes of 4 and 6 bits are made bytes once for all rows, with a sign: their
+// sums have no offsets to lose. Those of 8 bits are read as they lie, which is as fast.
 #pragma once
 #include "blocks.h"
 #include "integer_dots.h"
@@ -14,22 +14,38 @@ static constexpr int TILE_ROWS = 16;
 static inline int64_t tile_codes(const Matrix& w) { return w.group % 64 == 0 ? 64 : 32; }
 
 static inline bool fits_tiles(const Matrix& w, int64_t rows) {
-  return w.bits != 6 && rows >= (w.bits == 8 ? 8 : 32) && w.in_features % w.group == 0 && w.group % 32 == 0;
+  return rows >= (w.bits == 8 ? 8 : 32) && w.in_features % w.group == 0 && w.group % 32 == 0;
 }
 
-// A panel's codes of 4 bits as bytes: [2][in_features / 4][16 outputs][4 of k], of two blocks of 16 outputs.
+// A panel's codes of 4 or 6 bits as bytes: [2][in_features / 4][16 outputs][4 of k], of two blocks of 16 outputs.
 static void make_bytes(const Matrix& w, const uint8_t* panel, uint8_t* made) {
-  const __m512i eight = _mm512_set1_epi8(8);
-  uint8_t* second = made + 16 * w.in_features;
+  const __m512i lowest = _mm512_set1_epi8((char)lowest_code(w));
+  auto put = [&](int b, Codes first, Codes second) {  // eight of k
+    uint8_t* to = made + b * 16 * w.in_features;
+    _mm512_storeu_si512(to, _mm512_add_epi8(first, lowest));
+    _mm512_storeu_si512(to + 64, _mm512_add_epi8(second, lowest));
+  };
   panel += head_bytes(w);
   for (int64_t g = 0; g < num_groups(w); g++) {
     if (!w.row_scales) panel += tables_bytes(w);
-    for (int64_t k = 0; k < w.group; k += 8, panel += 128, made += 128, second += 128)
+    for (int64_t k = 0; k < w.group && w.bits == 4; k += 8, panel += 128, made += 128)
       for (int b = 0; b < 2; b++) {
         Codes codes = load_codes(panel + 64 * b);
-        _mm512_storeu_si512(b ? second : made, _mm512_sub_epi8(low_halves(codes), eight));
-        _mm512_storeu_si512((b ? second : made) + 64, _mm512_sub_epi8(high_halves(codes), eight));
+        put(b, low_halves(codes), high_halves(codes));
       }
+    for (int64_t k = 0; k < w.group && w.bits == 6; k += 16, panel += 384) {
+      Codes high[2] = {load_codes(panel + 256), load_codes(panel + 320)};
+      for (int b = 0; b < 2; b++) {
+        Codes codes = load_codes(panel + 64 * b);
+        put(b, joined(low_halves(codes), high_pairs<0>(high[b])), joined(high_halves(codes), high_pairs<1>(high[b])));
+      }
+      made += 128;
+      for (int b = 0; b < 2; b++) {
+        Codes codes = load_codes(panel + 128 + 64 * b);
+        put(b, joined(low_halves(codes), high_pairs<2>(high[b])), joined(high_halves(codes), high_pairs<3>(high[b])));
+      }
+      made += 128;
+    }
   }
 }
 
@@ -72,20 +88,20 @@ static void add_tiles(const Matrix& w, const uint8_t* panel, int64_t g0, int b, 
   for (int m = 0; m < TILE_ROWS; m++) out[m] = total[m];
 }
 
-// 16 rows from `row` on, of which x has memory even where there are fewer, and 16 outputs: block b of a panel. made: of the
-// panel, where its codes have 4 bits.
-template <int BITS>
+// 16 rows from `row` on, of which x has memory even where there are fewer, and 16 outputs: block b of a panel. MADE: the
+// panel's codes are read from `made`.
+template <bool MADE>
 static void dot_tiles(const Matrix& w, const uint8_t* panel, int b, const uint8_t* made, const Rounded& x, int64_t row,
                       v16 (&total)[TILE_ROWS]) {
   const int64_t groups = groups_of_slab(w), width = groups * w.group, tables_step = w.row_scales ? 0 : tables_bytes(w);
   TileCodes weight = {made + b * 16 * w.in_features, 64, 16 * w.group};
-  if (BITS == 8) weight = {panel + head_bytes(w) + tables_step + 64 * b, 4 * PANEL, tables_step + codes_bytes(w, 0)};
+  if (!MADE) weight = {panel + head_bytes(w) + tables_step + 64 * b, 4 * PANEL, tables_step + codes_bytes(w, 0)};
   const int8_t* codes = x.codes + row * x.stride;
   Branches branches;
   for (int64_t s = 0, at = row; s < w.slabs; s++, at += groups * x.rows) {
-    if (w.row_scales) add_tiles<BITS == 4, true, false>(w, panel, s * groups, b, weight, x, codes, at, total);
-    else if (w.has_minimums) add_tiles<BITS == 4, false, true>(w, panel, s * groups, b, weight, x, codes, at, total);
-    else add_tiles<BITS == 4, false, false>(w, panel, s * groups, b, weight, x, codes, at, total);
+    if (w.row_scales) add_tiles<MADE, true, false>(w, panel, s * groups, b, weight, x, codes, at, total);
+    else if (w.has_minimums) add_tiles<MADE, false, true>(w, panel, s * groups, b, weight, x, codes, at, total);
+    else add_tiles<MADE, false, false>(w, panel, s * groups, b, weight, x, codes, at, total);
     if (w.slabs == 1) return;
     if (w.row_scales)
       for (v16& each : total) each = each * load_table(panel, w.half_scales, 16 * b);

@@ -6,8 +6,6 @@ interleave is undone here.
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -19,8 +17,6 @@ from paceline.layers.quantized import LinearWeight
 from paceline.models.gguf.blocks import KEPT, weight_of_blocks
 from paceline.models.gguf.file import GgufFile, GgufTensor
 from paceline.models.quantization.fusing import reordered
-
-log = logging.getLogger(__name__)
 
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -40,7 +36,6 @@ ROPE_FACTORS = "rope_freqs.weight"  # no weight: how far rope is stretched, see 
 INTERLEAVED = {"attn_q": "head_count", "attn_k": "head_count_kv"}
 _Q = GGMLQuantizationType
 PLAIN = (_Q.F32, _Q.F16, _Q.BF16)
-AS_FLOATS = (_Q.Q5_0, _Q.Q5_1, _Q.Q5_K, _Q.Q2_K, _Q.Q3_K)  # types that no kernel multiplies
 
 
 def hugging_face_name(name: str) -> str:
@@ -69,13 +64,10 @@ class GgufTensors(Mapping[str, LinearWeight]):
         self._file, self._dtype = file, dtype
         tensors = [tensor for tensor in file.tensors.values() if tensor.name != ROPE_FACTORS]
         self._tensors = {hugging_face_name(tensor.name): tensor for tensor in tensors}
-        kinds = Counter(tensor.kind for tensor in tensors)
-        if unknown := sorted(kind.name for kind in kinds if kind not in (*PLAIN, *KEPT, *AS_FLOATS)):
-            known = ", ".join(kind.name for kind in (*PLAIN, *KEPT, *AS_FLOATS))
+        kinds = {tensor.kind for tensor in tensors}
+        if unknown := sorted(kind.name for kind in kinds if kind not in (*PLAIN, *KEPT)):
+            known = ", ".join(kind.name for kind in (*PLAIN, *KEPT))
             raise ConfigError("model", f"{file.path.name} has tensors of {', '.join(unknown)}, supported are {known}")
-        for kind in AS_FLOATS:
-            if kind in kinds:
-                log.warning("%s: %d tensors of %s become floats", file.path.name, kinds[kind], kind.name)
         self._heads = self._interleaved_heads()
 
     def _interleaved_heads(self) -> dict[str, int]:

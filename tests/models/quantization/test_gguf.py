@@ -51,7 +51,7 @@ def test_blocks_mean_what_ggufs_reader_says(kind: Kind) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.Q6_K])
 def test_blocks_take_as_many_bytes_as_in_the_file(kind: Kind) -> None:
     """Mutant: whole numbers and their steps kept as the float32 that they make, or codes of 6
     bits in 8."""
@@ -125,14 +125,9 @@ class TestFolder:
         with pytest.raises(ConfigError, match=named):
             hub.resolve_model(str(tmp_path / "tiny.gguf"))
 
-    def test_types_that_no_kernel_multiplies(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        meant = write_gguf(tmp_path / "tiny.gguf", "llama", kind=Kind.Q5_0)
-        found = GgufTensors(GgufFile(tmp_path / "tiny.gguf"), torch.float32)
-        assert "of Q5_0 become floats" in caplog.text
-        name = "model.layers.0.self_attn.q_proj.weight"
-        assert torch.equal(found.floats(name), meant[name])
+    def test_types_that_nothing_reads(self, tmp_path: Path) -> None:
         write_gguf(tmp_path / "tiny.gguf", "llama", kind=Kind.IQ4_NL)
-        with pytest.raises(ConfigError, match="tensors of IQ4_NL"):
+        with pytest.raises(ConfigError, match="tensors of IQ4_NL, supported are F32"):
             GgufTensors(GgufFile(tmp_path / "tiny.gguf"), torch.float32)
 
     def test_heads_that_are_no_numbers(self, tmp_path: Path) -> None:
