@@ -65,7 +65,7 @@ class FileTables:
         return FileTables(self.scales[:, groups], lowest, self.scale_steps[:, runs], lowest_steps, self.span)
 
     def divided(self, parts: int) -> FileTables:
-        """Of groups that are each parted into ``parts``."""
+        """The same where each group is parted into ``parts``."""
         lowest = None if self.lowest is None else self.lowest.repeat_interleave(parts, dim=1)
         span = 1 if self.scale_steps is None else parts * self.span
         return FileTables(
