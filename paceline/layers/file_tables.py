@@ -12,10 +12,10 @@ MIDDLE = 8  # how far above a group's lowest code, -8, its code 0 is
 
 @dataclass(frozen=True)
 class FileTables:
-    """What ``scales`` and ``minimums`` of a QuantizedWeight are made of. g is a group, r is g // span:
+    """What the scale and the minimum of output n and group g of a QuantizedWeight are made of. r is g // span:
 
-    scales[n, g] = scales[n, g] * scale_steps[n, r];
-    minimums[n, g] = lowest[n, g] * lowest_steps[n, r] + MIDDLE * the scale. Without steps there are no factors.
+    scale = scales[n, g] * scale_steps[n, r];
+    minimum = lowest[n, g] * lowest_steps[n, r] + MIDDLE * scale. Without steps there are no such factors.
 
     scales, lowest: [out_features, groups], whole numbers in int8 where there are steps, else floats. lowest may be
     None: then there are no minimums.
@@ -73,14 +73,15 @@ class FileTables:
         )
 
     def with_lowest(self) -> FileTables | None:
-        """The same where there are minimums: those of a table without any are 0. None where float16 has no such
-        steps."""
+        """The same with minimums, which are 0 where there were none. None where float16 has no such numbers."""
         if self.lowest is not None:
             return self
+        lowered = -MIDDLE * (self.scales if self.scale_steps is None else self.scale_steps)
+        if not _finite(lowered):
+            return None
         if self.scale_steps is None:
-            return FileTables(self.scales, -MIDDLE * self.scales)
-        steps = -MIDDLE * self.scale_steps
-        return FileTables(self.scales, self.scales, self.scale_steps, steps, self.span) if _finite(steps) else None
+            return FileTables(self.scales, lowered)
+        return FileTables(self.scales, self.scales, self.scale_steps, lowered, self.span)
 
 
 def fused_tables(parts: Sequence[FileTables | None]) -> FileTables | None:

@@ -12,6 +12,7 @@ import torch
 
 from paceline.layers import build
 from paceline.layers.build import load_kernels, set_threads
+from paceline.layers.file_tables import FileTables, fused_tables
 from paceline.layers.linear import Linear, linear_reference
 from paceline.layers.packed import PackedMatrix
 from paceline.layers.quantized import LinearWeight, QuantizedWeight, fuse
@@ -169,6 +170,14 @@ def test_a_group_with_an_outlier_costs_its_neighbours_nothing() -> None:
     with_outlier, other_scales = round_rows(x, 64)
     assert torch.equal(codes[:, 1], with_outlier[:, 1])
     assert torch.equal(scales[:, 1], other_scales[:, 1])
+
+
+def test_scales_whose_minimums_float16_cannot_hold_have_no_tables_together() -> None:
+    """Mutant: minimums of infinity, which are not those of the values."""
+    large, least = torch.full((1, 1), 6e4).half(), torch.zeros(1, 1).half()
+    assert fused_tables([FileTables(large, None), FileTables(least, least)]) is None
+    whole = torch.ones(1, 1, dtype=torch.int8)
+    assert fused_tables([FileTables(whole, None, large), FileTables(whole, whole, least, least)]) is None
 
 
 @needs_kernels
