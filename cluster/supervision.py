@@ -222,7 +222,8 @@ class Supervision:
 
         config = self.config
         together = any(has_weights_together(config.of_role(role)) for role in ROLES)
-        if config.ray_address != "local" or not together or huge_pages_need_own_memory():
+        wanted = config.share_weights == "on" or (config.share_weights == "auto" and not huge_pages_need_own_memory())
+        if config.ray_address != "local" or not together or not wanted:
             return ""
         try:
             file = WeightFile()

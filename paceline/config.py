@@ -74,6 +74,10 @@ class ServeConfig(EngineConfig):
     standby: bool = True
     """Keeps a process with everything imported, about 300 MB, ready to replace the only decode node within seconds."""
 
+    share_weights: Literal["auto", "on", "off"] = "auto"
+    """Keeps one copy of the weights for all CPU nodes of a private Ray. `auto` does, unless only memory of a node's own
+    gets huge pages, from which it decodes faster. `on` saves memory there."""
+
     ray_address: str = "local"
     """Ray cluster that runs the nodes, e.g. `auto` or HOST:PORT. `local` starts a private Ray on this machine. A router
     that joins and names it takes over when `serve` is lost."""

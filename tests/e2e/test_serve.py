@@ -19,7 +19,6 @@ import pytest
 from paceline.assembly.build import build_runner
 from paceline.client import AsyncClient, Client, InvalidRequest, Overloaded, PacelineError
 from paceline.config import NodeConfig
-from paceline.layers.weight_file import huge_pages_need_own_memory
 from paceline.request import Grammar, GrammarKind
 from paceline.v1 import node_pb2, node_pb2_grpc
 from tests.support.exactness import run
@@ -45,7 +44,7 @@ def server(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PACELINE_DRAFTER", "ngram")
         environment.setenv("PACELINE_NUM_DRAFT_TOKENS", "3")
-        defaults = ("--threads-per-node", "0")
+        defaults = ("--threads-per-node", "0", "--share-weights", "on")
         with serve("--config", str(file), *defaults, "--decode-nodes", "2", "--num-draft-tokens", "4") as one:
             yield one
 
@@ -105,7 +104,6 @@ def test_routers_load_no_torch(server: Server) -> None:
     assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
 
 
-@pytest.mark.skipif(huge_pages_need_own_memory(), reason="on this host nodes are faster with weights of their own")
 def test_nodes_have_their_weights_in_memory_together(server: Server) -> None:
     maps = [Path(f"/proc/{node.pid}/maps").read_text() for node in node_processes(server)]
     weights = [[line for line in text.splitlines() if "paceline-weights" in line] for text in maps]
