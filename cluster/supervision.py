@@ -10,6 +10,8 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import psutil
+
 from cluster.nodes.addresses import host_answers
 from cluster.nodes.bundles import check_room
 from cluster.nodes.changes import NodeChanges
@@ -218,12 +220,11 @@ class Supervision:
     def _open_weight_file(self) -> str:
         """Path of the memory file for the nodes' weights; empty where they are on other hosts, or each is better off
         with weights of its own."""
-        from paceline.layers.weight_file import WeightFile, huge_pages_need_own_memory
+        from paceline.layers.weight_file import WeightFile
 
         config = self.config
         together = any(has_weights_together(config.of_role(role)) for role in ROLES)
-        wanted = config.share_weights == "on" or (config.share_weights == "auto" and not huge_pages_need_own_memory())
-        if config.ray_address != "local" or not together or not wanted:
+        if config.ray_address != "local" or not together or not self._shares_weights():
             return ""
         try:
             file = WeightFile()
@@ -232,6 +233,22 @@ class Supervision:
             return ""
         self._parts.at_end("weight file", file.close)
         return file.path
+
+    def _shares_weights(self) -> bool:
+        from paceline.layers.weight_file import copies_fit, huge_pages_need_own_memory
+        from paceline.models.hub import resolve_model
+        from paceline.models.weight_files import gguf_file, weight_files
+
+        config = self.config
+        if config.share_weights != "auto":
+            return config.share_weights == "on"
+        if not huge_pages_need_own_memory():
+            return True
+        folder = resolve_model(config.model)
+        gguf = gguf_file(folder)
+        size = sum(file.stat().st_size for file in ([gguf] if gguf else weight_files(folder)))
+        available = psutil.virtual_memory().available
+        return not copies_fit(size, config.prefill_nodes + config.decode_nodes, available)
 
     async def open_admin(self) -> None:
         """Serve operators, where the options say so. Raises ConfigError for an address that cannot be had."""

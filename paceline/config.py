@@ -75,8 +75,8 @@ class ServeConfig(EngineConfig):
     """Keeps a process with everything imported, about 300 MB, ready to replace the only decode node within seconds."""
 
     share_weights: Literal["auto", "on", "off"] = "auto"
-    """Keeps one copy of the weights for all CPU nodes of a private Ray. `auto` does, unless only memory of a node's own
-    gets huge pages, from which it decodes faster. `on` saves memory there."""
+    """Keeps one copy of the weights for all CPU nodes of a private Ray. `auto` does not where copies fit a quarter of
+    the free memory and they alone get huge pages, from which nodes decode faster."""
 
     ray_address: str = "local"
     """Ray cluster that runs the nodes, e.g. `auto` or HOST:PORT. `local` starts a private Ray on this machine. A router

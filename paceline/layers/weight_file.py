@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 THP = Path("/sys/kernel/mm/transparent_hugepage")
+SPARE = 0.25  # of the memory that is available, which copies may take: caches and whatever else runs need the rest
 
 
 class WeightFile:
@@ -28,6 +29,11 @@ class WeightFile:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def copies_fit(num_bytes: int, copies: int, available: int) -> bool:
+    """Whether ``copies`` of weights leave most of the memory to others. num_bytes: of one; available: bytes."""
+    return num_bytes * copies <= SPARE * available
 
 
 def huge_pages_need_own_memory(folder: Path = THP) -> bool:

@@ -15,7 +15,7 @@ from paceline.host_memory import ALIGNMENT, HUGE_PAGE
 from paceline.layers import shared_weights as module
 from paceline.layers.linear import Linear
 from paceline.layers.shared_weights import kept, shared_weights
-from paceline.layers.weight_file import WeightFile, huge_pages_need_own_memory
+from paceline.layers.weight_file import WeightFile, copies_fit, huge_pages_need_own_memory
 from tests.support.needs import needs_kernels
 
 SHAPE = (300, 256)  # of bf16: above SMALLEST
@@ -169,3 +169,7 @@ def test_where_huge_pages_are_for_own_memory_alone_weights_are_not_shared(
     (tmp_path / "enabled").write_text(enabled)
     (tmp_path / "shmem_enabled").write_text(shared)
     assert huge_pages_need_own_memory(tmp_path) is own
+
+
+def test_copies_leave_most_of_the_memory_to_others() -> None:
+    assert [copies_fit(100, copies, 1000) for copies in (1, 2, 3)] == [True, True, False]
