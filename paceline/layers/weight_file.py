@@ -37,10 +37,10 @@ def copies_fit(num_bytes: int, copies: int, available: int) -> bool:
 
 
 def huge_pages_need_own_memory(folder: Path = THP) -> bool:
-    """Whether this host gives huge pages to a process's own memory, unasked or asked, and none to shared memory.
-    Weights read through small pages decode several percent slower."""
+    """Whether this host gives huge pages to a process's own memory unasked, and none to memory that is shared: weights
+    read through small pages decode several percent slower."""
     with suppress(OSError):
-        return "[never]" not in (folder / "enabled").read_text() and not any(
+        return "[always]" in (folder / "enabled").read_text() and not any(
             f"[{word}]" in (folder / "shmem_enabled").read_text()
             for word in ("always", "within_size", "advise", "force")
         )
