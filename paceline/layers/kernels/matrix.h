@@ -81,7 +81,7 @@ static inline v16 load_whole(const uint8_t* table, int i) {
 // Where a group's tables lie, and the steps of its run.
 struct GroupTables { const uint8_t *own, *steps; };
 
-// Scales of 16 outputs from `i` on. A step times a whole number is exact: 11 bits times 7.
+// Scales of 16 outputs from `i` on. A step times a whole number is exact: 11 bits times 8.
 static inline v16 scales_of(const Matrix& w, GroupTables at, int i) {
   if (w.steps_span) return load_whole(at.own, i) * load_table(at.steps, true, i);
   return load_table(at.own, w.half_scales, i);
