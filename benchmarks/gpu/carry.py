@@ -35,6 +35,8 @@ PACKAGES = (
     "typing-inspection",
     "protobuf",
     "llguidance",
+    "cryptography",
+    "cffi",
 )
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 24, 17)] + ["manylinux2014_x86_64"]
 LIMIT_MIB = 60
@@ -76,11 +78,13 @@ IMPORTED = (
     "paceline.attention.triton_paged",
     "prefill_node.engine.engine",
     "decode_node.engine.engine",
+    "decode_node.sink",
     "kv_transfer.transports.nccl",
     "benchmarks.gpu.__main__",
     "benchmarks.gpu.probes",
     "benchmarks.gpu.tour",
     "tests.support.device_runner",
+    "tests.support.two_engines",
 )
 VERSIONS = (
     "import sys, torch, triton\n"

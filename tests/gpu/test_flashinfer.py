@@ -54,7 +54,7 @@ def difference(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("dtype", list(CLOSE))
+@pytest.mark.parametrize("dtype", list(CLOSE), ids=str)
 def test_kinds_pages_and_dtypes(cuda: torch.device, dtype: torch.dtype, page_size: int, kind: str) -> None:
     heads, kv_heads, dim = HEADS[0]
     kv = filled_pool(LayerKind.GQA, kv_heads, dim, page_size, PAGES, dtype, "cuda")
@@ -65,7 +65,7 @@ def test_kinds_pages_and_dtypes(cuda: torch.device, dtype: torch.dtype, page_siz
         torch.testing.assert_close(found, expected, **CLOSE[dtype])
 
 
-@pytest.mark.parametrize("shape", HEADS)
+@pytest.mark.parametrize("shape", HEADS, ids=str)
 def test_head_shapes(cuda: torch.device, shape: tuple[int, int, int]) -> None:
     heads, kv_heads, dim = shape
     kv = filled_pool(LayerKind.GQA, kv_heads, dim, 16, PAGES, torch.bfloat16, "cuda")
