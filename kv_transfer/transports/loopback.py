@@ -9,6 +9,7 @@ from collections import deque
 from torch import Tensor
 
 from kv_transfer.transports.base import Transport, TransportError
+from kv_transfer.transports.side_stream import finish_queued
 
 
 class _Pipe:
@@ -53,9 +54,12 @@ class LoopbackTransport(Transport):
         self._end = end
 
     def _send_message(self, data: Tensor) -> None:
+        """A copy goes in, and is there before the other end sees it: that one has a stream of its own on a GPU."""
         with self._pipe.cond:
             self._pipe.wait_until_locked(full=True)
-            self._pipe.messages.append(data.clone())
+            message = data.clone()
+            finish_queued(data.device)
+            self._pipe.messages.append(message)
             self._pipe.cond.notify_all()
 
     def _recv_message(self, data: Tensor) -> None:
@@ -67,6 +71,7 @@ class LoopbackTransport(Transport):
             self.abort()
             raise TransportError(f"{message.numel()} bytes arrived where {data.numel()} were expected")
         data.copy_(message)
+        finish_queued(data.device)  # the copy's memory goes back to the sending end's stream
 
     def close(self) -> None:
         """What was sent can still be received after the sending end closed."""

@@ -28,7 +28,7 @@ class Capture(Protocol):
         ...
 
     def used_bytes(self) -> int:
-        """Device memory that the process holds now; what captures cost is told from it."""
+        """Device memory that this process holds for tensors; what captures cost is told from it."""
         ...
 
 
@@ -54,6 +54,7 @@ class CudaCapture:
         return Captured(outputs, graph.replay)
 
     def used_bytes(self) -> int:
-        """See Capture."""
-        free, total = torch.cuda.mem_get_info(self._device)
-        return total - free
+        """See Capture. What other processes do on the device does not count, nor does the driver's own memory for a
+        graph."""
+        torch.cuda.empty_cache()  # as a capture does: what was freed before would count for it
+        return torch.cuda.memory_reserved(self._device)

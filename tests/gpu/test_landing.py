@@ -39,7 +39,9 @@ def test_rows_land_beside_a_step(device: str) -> None:
         lambda ticket, why: told.append(why),
     )
     layers = range(len(runner.kv.layout.layers))
-    rows = torch.randn_like(runner.kv.gather(layers, landing.slots))
+    before = runner.kv.gather(layers, landing.slots)
+    runner.kv.scatter(layers, landing.slots, before)  # a kernel's first launch, which loads it, waits for the device
+    rows = torch.randn_like(before)
 
     def land() -> None:
         with own_stream(runner.kv.device):

@@ -41,13 +41,21 @@ def exact_linear(weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | No
         return Linear(weight, bias, **options)  # type: ignore[arg-type]
 
 
+def on_device(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
+    """Its tables there."""
+    minimums = None if weight.minimums is None else weight.minimums.to(device)
+    scales = weight.scales.to(device)
+    return replace(weight, codes=weight.codes.to(device), scales=scales, minimums=minimums, tables=None)
+
+
 def check_linear(device: torch.device, dtype: torch.dtype, width: int, slabs: int, columns: int = 40) -> None:
     """Against float64; a row's bits over rows, places, runs of outputs, and ranks that hold branches of the slabs."""
     weight, x = (torch.randn(n, width).to(dtype).to(device) for n in (columns, ROWS))
     bias = 10 * torch.randn(columns, device=device)
     linear = exact_linear(weight, bias, slabs=slabs, out_float32=True)
     whole = linear(x)
-    torch.testing.assert_close(whole, (x.double() @ weight.double().t() + bias).float(), rtol=1e-4, atol=1e-4)
+    close = {"rtol": 1e-4, "atol": 1e-5 * width**0.5}  # float32 sums of numbers of any sign
+    torch.testing.assert_close(whole, (x.double() @ weight.double().t() + bias).float(), **close)
     for count in COUNTS:
         assert torch.equal(linear(x[:count]), whole[:count]), count
     for place in (slice(7, 8), slice(ROWS - 5, None)):
@@ -67,17 +75,14 @@ def check_linear(device: torch.device, dtype: torch.dtype, width: int, slabs: in
 
 
 def check_codes(device: torch.device, kind: str, width: int) -> None:
-    """Integers: the bits of the reference, on a CPU. Other codes: those of the weight as floats of x's dtype."""
+    """Integers: the bits of the reference, on a CPU. Other codes: those of the weight as floats of x's dtype in the
+    interpreter; a GPU's matrix instructions take the terms in another order there. A row's bits are its own."""
     weight = (KINDS | OF_FILES)[kind](torch.randn(40, width))
-    x, bias = torch.randn(19, width).bfloat16(), torch.randn(40)
+    x, bias = torch.randn(ROWS, width).bfloat16(), torch.randn(40)
     x[3] = 0
     if weight.int8_activations:
         x[5, 7] = float("nan")
-    tables = [None if t is None else t.to(device) for t in (weight.codes, weight.scales, weight.minimums)]
-    codes, scales, minimums = tables
-    assert codes is not None
-    assert scales is not None
-    there = QuantizedWeight(codes, scales, minimums, weight.bits, weight.group_size, weight.int8_activations)
+    there = on_device(weight, device)
     linear = exact_linear(there, bias.to(device), out_float32=True)
     found = linear(x.to(device))
     if weight.int8_activations:
@@ -85,18 +90,18 @@ def check_codes(device: torch.device, kind: str, width: int) -> None:
     else:
         floats = there.dequantised().to(x.dtype)
         expected = product(x.to(device), Matrices.of(floats), bias.to(device), torch.float32).cpu()
-    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(linear(x[4:6].to(device)), found[4:6], rtol=0, atol=0, equal_nan=True)
+    in_order = weight.int8_activations or device.type == "cpu"
+    close = {"rtol": 0.0, "atol": 0.0} if in_order else {"rtol": 1e-4, "atol": 1e-5 * width**0.5}
+    torch.testing.assert_close(found.cpu(), expected, equal_nan=True, **close)
+    for rows in (slice(4, 6), *(slice(0, count) for count in COUNTS)):
+        torch.testing.assert_close(linear(x[rows].to(device)), found[rows], rtol=0, atol=0, equal_nan=True)
 
 
 def check_packed(device: torch.device, kind: str, width: int, slabs: int = 1) -> None:
     """Codes of 4 bits in half the bytes of their 8-bit form, and with its bits, few rows and many."""
     weight = KINDS[kind](torch.randn(40, width))
     assert weight.codes.amin() < 0 < weight.codes.amax()
-    tables = [None if t is None else t.to(device) for t in (weight.scales, weight.minimums)]
-    codes = weight.codes.to(device)
-    assert tables[0] is not None
-    narrow = replace(weight, codes=codes, scales=tables[0], minimums=tables[1])
+    narrow = on_device(weight, device)
     packed, wide = Matrices.of(narrow), Matrices.of(replace(narrow, bits=8))
     assert (packed.values.nbytes, wide.values.nbytes) == (40 * -(-width // 2), 40 * width)
     assert packed.shape == wide.shape == (40, width)
@@ -116,7 +121,7 @@ def check_slabs_of_integers(device: torch.device) -> None:
         integer_linear_reference(rows, replace(weight, codes=codes, group_size=width), None, torch.float32)
         for rows, codes in runs
     ]
-    there = replace(weight, codes=weight.codes.to(device), scales=weight.scales.to(device))
+    there = on_device(weight, device)
     found = product(x.to(device), Matrices.of(there), bias.to(device), torch.float32, slabs)
     assert torch.equal(found.cpu(), tree_sum(parts) + bias)
 
@@ -125,7 +130,7 @@ def check_grouped(device: torch.device, dtype: torch.dtype, width: int, kind: st
     """A row has the bits of a product with its expert alone, whoever else is there."""
     experts, top_k, tokens = 5, 2, 21
     floats = [torch.randn(24, width) for _ in range(experts)]
-    weights = [KINDS[kind](w) if kind else w.to(dtype).to(device) for w in floats]
+    weights = [on_device(KINDS[kind](w), device) if kind else w.to(dtype).to(device) for w in floats]
     matrices, biases = Matrices.stack(lambda i: weights[i], experts), torch.randn(experts, 24, device=device)
     x = torch.randn(tokens, width).to(dtype).to(device)
     ids = torch.tensor([[3, 0 if t == 4 else 1 + t % 2] for t in range(tokens)], device=device)  # one row; 4 has none
