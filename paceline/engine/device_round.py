@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from paceline.engine.rounds import Drafted, Judged
+from paceline.engine.rounds import Ahead, Drafted, Judged
 from paceline.kvcache.layout import LayerOwner
 from paceline.kvcache.pool import KvPool
+from paceline.layers.upload import begin_read
 from paceline.sampling.device import BROKEN, sample_rows_device
 from paceline.sampling.params import reads_history
 from paceline.sampling.sampler import RowContext
@@ -42,7 +43,7 @@ class DeviceJudge:
             check_token(token, seq.num_prefill)
         return tokens
 
-    def judge(self, drafted: Drafted, logits: torch.Tensor, *, want_argmax: bool) -> Judged:
+    def judge(self, drafted: Drafted, logits: torch.Tensor, *, want_argmax: bool, ahead: Ahead | None = None) -> Judged:
         """See Judge. Waits once. No sequence of unread drafts has penalties, which depend on a node's path."""
         seqs, trees, unread = drafted.seqs, drafted.trees, drafted.unread
         rows = [row for seq, tree in zip(seqs, trees, strict=True) for row in _rows(seq, tree)]
@@ -56,7 +57,10 @@ class DeviceJudge:
             self.kv.keep_paths(layers, there.slots, there.starts, walked[:, LENGTH], walked[:, PATH:])
         best = logits.argmax(dim=1).to(torch.int32) if want_argmax else walked.new_empty(0)
         drawn = walked.new_empty(0) if unread is None else unread.for_walk
-        words = torch.cat((walked.view(-1), best, drawn)).cpu()  # the one wait
+        read_words = begin_read(torch.cat((walked.view(-1), best, drawn)))
+        if unread is not None and ahead is not None:
+            ahead(walked)
+        words = read_words()  # the one wait
         told, best, drawn = words.split_with_sizes([walked.numel(), best.numel(), drawn.numel()])
         verdicts = read_verdicts(told.view(walked.shape))
         for seq, verdict in zip(seqs, verdicts, strict=True):

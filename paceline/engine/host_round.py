@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.engine.rounds import Drafted, Judged
+from paceline.engine.rounds import Ahead, Drafted, Judged
 from paceline.engine.tree_rows import ObserveLogits, TreeRows, row_context
 from paceline.kvcache.layout import LayerOwner
 from paceline.kvcache.pool import KvPool
@@ -34,7 +34,7 @@ class HostJudge:
         """See Judge."""
         return [self._first_token(seq, row) for seq, row in zip(seqs, logits, strict=True)]
 
-    def judge(self, drafted: Drafted, logits: torch.Tensor, *, want_argmax: bool) -> Judged:
+    def judge(self, drafted: Drafted, logits: torch.Tensor, *, want_argmax: bool, ahead: Ahead | None = None) -> Judged:
         """See Judge."""
         verdicts, argmax = [], []
         parts = torch.split_with_sizes(logits, drafted.sizes)

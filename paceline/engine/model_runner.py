@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -33,10 +34,11 @@ from paceline.results import Round
 from paceline.sampling.logprobs import token_logprobs
 from paceline.sampling.params import reads_history
 from paceline.spec_decode.accept.acceptance import RULES
-from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem, TreeKind
+from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem, Settle, TreeKind
 from paceline.spec_decode.drafters.prediction import predicted_tree
 from paceline.spec_decode.length.adaptive import FixedLength, LengthPolicy
 from paceline.spec_decode.sequence import Sequence
+from paceline.spec_decode.unread import UnreadWalk
 
 
 @dataclass(frozen=True)
@@ -286,11 +288,13 @@ class ModelRunner:
         proposed = clock()
         hidden, rows = self.forward(drafted.segments(), late=drafted.late_tokens())
         logits = self.model.logits(hidden)
-        judged = judge.judge(drafted, logits, want_argmax=self.drafter.needs_argmax)
+        settle: list[Settle] = []
+        ahead = partial(self._extend_ahead, drafted, rows, settle) if drafted.unread is not None else None
+        judged = judge.judge(drafted, logits, want_argmax=self.drafter.needs_argmax, ahead=ahead)
         logprobs, items = self._commit(drafted, judged, rows, logits)
         verified = clock()
-        if items and self.drafter.needs_extend:
-            self.drafter.extend(items)
+        if items:
+            (settle[0] if settle else self.drafter.extend)(items)
         extended = clock()
         accepted = [len(verdict.path) for verdict in judged.verdicts]
         self.policy.observe(seqs, judged.trees, accepted, proposed - began, extended - proposed)
@@ -298,6 +302,13 @@ class ModelRunner:
         done = counted(seqs, judged, self.drafter.name, draft_s, verify_s)
         self._check_ranks()
         return [RoundResult(tokens, probs, round_) for (tokens, round_), probs in zip(done, logprobs, strict=True)]
+
+    def _extend_ahead(self, drafted: Drafted, rows: torch.Tensor, settle: list[Settle], walked: torch.Tensor) -> None:
+        """Let the device go on with the drafter's extend while the host learns of the verdict and commits it."""
+        assert drafted.unread is not None
+        walk = UnreadWalk.of(drafted.unread, drafted.seqs, rows, walked)
+        done = None if walk is None else self.drafter.extend_ahead(drafted.seqs, walk)
+        settle += [] if done is None else [done]
 
     def _propose(self, seqs: Seq[Sequence], judge: Judge) -> Drafted:
         """The round's trees; unread where the judge can do without their tokens until the verdict. It cannot where
@@ -339,7 +350,7 @@ class ModelRunner:
             if self.drafter.needs_argmax:
                 self.drafter.observe(seq, tree, judged.argmax[i])
             logprobs.append(commit(seq, tree, verdict, scores))
-            if seq.finish_reason is None:
+            if self.drafter.needs_extend and seq.finish_reason is None:
                 items.append(ExtendItem(seq, start, seq.num_computed, accepted_rows(mine, verdict.path), final=True))
         return logprobs, items
 
@@ -356,6 +367,8 @@ class ModelRunner:
         if tree is TreeKind.CHAIN:
             width = 1
         depth = max(min(depth, self._tokens_left(seq) - 1), 0)
+        if (depth, max(width, 1), tree) == (most.num_draft_tokens, most.tree_width, most.tree):
+            return most
         return replace(most, num_draft_tokens=depth, tree_width=max(width, 1), tree=tree)
 
     def _tokens_left(self, seq: Sequence) -> int:

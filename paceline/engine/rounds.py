@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +20,8 @@ from paceline.spec_decode.accept.verify import Verdict
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree
 from paceline.spec_decode.unread import UnreadChains
+
+Ahead = Callable[[torch.Tensor], None]  # launches what follows a walk on the device; see ``walk_device``
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +68,9 @@ class Judge(Protocol):
     def first_tokens(self, seqs: Seq[Sequence], logits: torch.Tensor) -> list[int]:
         """Tokens after the prompts of ``seqs``. logits: float32 [len(seqs), V]."""
 
-    def judge(self, drafted: Drafted, logits: torch.Tensor, *, want_argmax: bool) -> Judged:
-        """logits: float32 [nodes of all trees, V]."""
+    def judge(self, drafted: Drafted, logits: torch.Tensor, *, want_argmax: bool, ahead: Ahead | None = None) -> Judged:
+        """logits: float32 [nodes of all trees, V]. ahead: is called before the host waits, with a walk of drafts that
+        it has not read; not otherwise."""
 
 
 def accepted_rows(rows: torch.Tensor, path: Seq[int]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Small host arrays to the device, without making the host wait for it.
+"""Small host arrays to the device, without making the host wait for it, and small results back.
 
 On CUDA an array goes through page-locked memory, so that its copy only queues behind the kernels already launched.
 torch's caching host allocator keeps such a block back until the copy that reads it is done, whoever drops the tensor:
@@ -7,7 +7,8 @@ nothing here needs a ring of buffers or an event.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,33 @@ def pinned(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor
 def staged(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
     """``array`` on ``device``, its own memory; on CUDA the host does not wait."""
     return pinned(array, device).to(device, non_blocking=True)
+
+
+def staged_index(rows: Int64, device: torch.device) -> torch.Tensor:
+    """The same for places that come again and again, int64 [n]: the last of them stay on the device. Nobody may write
+    to what is returned. For one thread's stream, and not inside a capture."""
+    return _kept(rows.tobytes(), device)
+
+
+@lru_cache(maxsize=256)
+def _kept(rows: bytes, device: torch.device) -> torch.Tensor:
+    return staged(np.frombuffer(rows, dtype=np.int64).copy(), device)
+
+
+def begin_read(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Queue a copy to the host behind what the device has to do already. What is returned waits for that, and for
+    nothing that is queued later."""
+    if tensor.device.type != "cuda":
+        return tensor.cpu
+    there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record(torch.cuda.current_stream(tensor.device))
+
+    def wait() -> torch.Tensor:
+        done.synchronize()
+        return there
+
+    return wait
 
 
 def staged_together(arrays: Sequence[Int32], device: torch.device) -> list[torch.Tensor]:

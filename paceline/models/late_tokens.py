@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.layers.upload import Int64, staged
+from paceline.layers.upload import Int64, staged_index
 
 
 @dataclass(frozen=True)
@@ -20,4 +20,4 @@ class LateTokens:
         """Into a batch's int64 ids. places: where the segments' rows lie among them; None: one after another. The host
         does not wait."""
         rows = self.rows if places is None else places[self.rows]
-        token_ids.index_copy_(0, staged(rows, token_ids.device), self.tokens)
+        token_ids.index_copy_(0, staged_index(rows, token_ids.device), self.tokens)

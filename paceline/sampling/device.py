@@ -125,7 +125,18 @@ def draft_topk(
         raise ValueError("draft_logits, params and positions differ in their number of rows")
     if any(coupled and p.temperature > 0.0 and p.seed is None for p in params):
         raise ValueError("a request that samples needs a seed by the time it reaches the sampler")
-    keys = row_keys([p.seed or 0 for p in params], list(positions)).view(np.int32)
-    temperatures = np.array([p.temperature for p in params])
-    numbers, words = staged_together((temperatures.view(np.int32), keys.reshape(-1)), draft_logits.device)
-    return race_topk(draft_logits, words.view(-1, 2), numbers.view(torch.float64), width, token_map, coupled=coupled)
+    temperatures = [p.temperature for p in params]
+    keys, there = upload_races([p.seed or 0 for p in params], positions, temperatures, draft_logits.device)
+    return race_topk(draft_logits, keys, there, width, token_map, coupled=coupled)
+
+
+def upload_races(
+    seeds: Sequence[int], positions: Sequence[int], temperatures: Sequence[float], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Noise keys of R rows, int32 [R, 2], and temperatures, float64 [as many as there are], on the device by one copy.
+    Where all are greedy nothing reads the keys, which are 0 then."""
+    none = np.zeros((len(seeds), 2), dtype=np.int32)
+    keys = row_keys(seeds, positions).view(np.int32) if any(temperatures) else none
+    numbers = np.array(temperatures, dtype=np.float64).view(np.int32)
+    there, words = staged_together((numbers, keys.reshape(-1)), device)
+    return words.view(-1, 2), there.view(torch.float64)

@@ -60,7 +60,10 @@ def row_key(seed: int, position: int) -> tuple[int, int]:
 
 
 def row_keys(seeds: Sequence[int], positions: Sequence[int]) -> UInt32Array:
-    """``row_key`` of R rows at once, without its checks of range: uint32 [R, 2]."""
+    """``row_key`` of R rows at once: uint32 [R, 2]. Many rows are not checked for their range."""
+    if len(seeds) < _MANY_ROWS:
+        pairs = [row_key(seed, position) for seed, position in zip(seeds, positions, strict=True)]
+        return np.array(pairs, dtype=np.uint32).reshape(-1, 2)
     seed_words = np.array(seeds, dtype=np.uint64)
     words = (seed_words.astype(np.uint32), (seed_words >> np.uint64(32)).astype(np.uint32), np.array(positions))
     lane0 = np.full(len(seed_words), _LANE0, dtype=np.uint32)
@@ -93,11 +96,7 @@ def _mix_in_place(x: UInt32Array, scratch: UInt32Array, rounds: tuple[tuple[int,
 
 def noise_bits_rows(seeds: Sequence[int], positions: Sequence[int], token_ids: UInt32Array) -> UInt32Array:
     """Bits for R rows. token_ids: uint32 [V], or [R, V] for other ids in each row. Returns uint32 [R, V]."""
-    if len(seeds) < _MANY_ROWS:
-        pairs = [row_key(s, p) for s, p in zip(seeds, positions, strict=True)]
-        keys = np.array(pairs, dtype=np.uint32).reshape(-1, 2)
-    else:
-        keys = row_keys(seeds, positions)
+    keys = row_keys(seeds, positions)
     x = np.add(token_ids, keys[:, :1])
     scratch = np.empty_like(x)
     _mix_in_place(x, scratch, _LOWBIAS)

@@ -60,8 +60,9 @@ def pack_rows(rows: Sequence[RowContext], vocab_size: int) -> list[Int32Array]:
     """The four parts of ``DeviceRows`` as words, each [n]. Raises ValueError for a sampled row without seed."""
     numbers = np.zeros((len(rows), NUM_NUMBERS))
     words = np.zeros((len(rows), NUM_WORDS), dtype=np.int32)
-    keys = row_keys([_seed(row.params) for row in rows], [row.position for row in rows])
-    words[:, KEY : KEY + 2] = keys.view(np.int32)
+    drawn = [i for i, row in enumerate(rows) if row.params.temperature]  # greedy rows read no noise
+    keys = row_keys([_seed(rows[i].params) for i in drawn], [rows[i].position for i in drawn])
+    words[drawn, KEY : KEY + 2] = keys.view(np.int32)
     words[:, CUT_KEY], words[:, CUT_ID] = -LAST_ID - 1, LAST_ID
     cut_rows = []
     for i, row in enumerate(rows):
@@ -96,8 +97,6 @@ def limits_of(params: SamplingParams, vocab_size: int) -> tuple[int, float, floa
 
 
 def _seed(params: SamplingParams) -> int:
-    if params.temperature == 0.0:
-        return 0
     if params.seed is None:
         raise ValueError("a request that samples needs a seed by the time it reaches the sampler")
     return params.seed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from paceline.spec_decode.trees.tree import DraftTree
 from paceline.speculation import TreeKind as TreeKind
 
 if TYPE_CHECKING:
-    from paceline.spec_decode.unread import UnreadChains
+    from paceline.spec_decode.unread import UnreadChains, UnreadWalk
 
 
 class DraftSampling(enum.StrEnum):
@@ -64,6 +65,9 @@ class ExtendItem:
     fused: bool = False  # ``hidden`` went through ``Drafter.fuse`` already: [end - start, fused_width]
 
 
+Settle = Callable[[Seq[ExtendItem]], None]
+
+
 class Drafter(ABC):
     """Proposes trees. Per-sequence state lives on the Sequence, weights and buffers here."""
 
@@ -104,6 +108,14 @@ class Drafter(ABC):
     def propose_unread(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> UnreadChains | None:
         """What ``propose`` would give where all of it are chains of lengths known beforehand and their tokens are made
         on the device: left there, so that the host need not wait. None where that is not so; ``propose`` then."""
+        return None
+
+    def extend_ahead(self, seqs: Seq[Sequence], walk: UnreadWalk) -> Settle | None:
+        """Launch the work of the next ``extend``, over chains of this drafter's whose verdict the host has not read.
+
+        What is returned takes the place of that ``extend`` and launches nothing; its items' hidden rows are not read.
+        None where it cannot, ``extend`` then. Rows of tokens that were not accepted may be written behind the others'.
+        """
         return None
 
     def fuse(self, rows: torch.Tensor) -> torch.Tensor:

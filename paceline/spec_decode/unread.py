@@ -14,8 +14,9 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from paceline.layers.upload import Int64, staged
+from paceline.layers.upload import Int64, staged_index
 from paceline.models.late_tokens import LateTokens
+from paceline.spec_decode.accept.device_trees import LENGTH, NEW_TOKEN
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree, build_tree
 
@@ -62,7 +63,7 @@ class UnreadChains:
 
     def put_into_walk(self, token_ids: torch.Tensor) -> None:
         """token_ids: int32 [all nodes], of the blank trees, on the device."""
-        token_ids.index_copy_(0, staged(self.rows, token_ids.device), self.for_walk)
+        token_ids.index_copy_(0, staged_index(self.rows, token_ids.device), self.for_walk)
 
     def read_trees(self, seqs: Seq[Sequence], tokens: Seq[int]) -> list[DraftTree]:
         """The trees as ``propose`` would have made them. tokens: ``for_walk``, read. A chain ends before a token
@@ -74,3 +75,28 @@ class UnreadChains:
             trees.append(replace(tree, drafter=self.drafter))
             at += depth
         return trees
+
+
+@dataclass(frozen=True)
+class UnreadWalk:
+    """What the target made of a batch's unread chains, all of one depth D: on the device, perhaps not computed yet."""
+
+    depth: int  # D, at least 1
+    starts: tuple[int, ...]  # of each sequence, the position of its root
+    rows: torch.Tensor  # what a drafter's ``extend`` is given, [S * (D + 1), row_width]
+    accepted: torch.Tensor  # int64 [S], drafted tokens of each
+    tokens: torch.Tensor  # int64 [S, D + 1]: the accepted ones and the new one; what follows means nothing
+
+    @classmethod
+    def of(
+        cls, chains: UnreadChains, seqs: Seq[Sequence], rows: torch.Tensor, walked: torch.Tensor
+    ) -> UnreadWalk | None:
+        """walked: see ``walk_device``. None where depths differ, or nothing was drafted."""
+        depth = chains.depths[0]
+        if not depth or any(other != depth for other in chains.depths):
+            return None
+        accepted = walked[:, LENGTH].to(torch.int64)
+        new = walked[:, NEW_TOKEN, None]
+        tokens = torch.cat((chains.for_walk.view(-1, depth), new), dim=1)
+        tokens = tokens.scatter(1, accepted[:, None], new).to(torch.int64).clamp(0, chains.vocab_size - 1)
+        return cls(depth, tuple(seq.num_computed for seq in seqs), rows, accepted, tokens)

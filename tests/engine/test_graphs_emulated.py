@@ -311,6 +311,41 @@ def test_a_chain_round_reads_the_device_once(depth: int, tmp_path: Path) -> None
         assert max(counts) == 2
 
 
+@pytest.mark.parametrize("sampling", ["coupled", "greedy"])
+def test_the_drafter_goes_on_before_the_verdict_is_read(sampling: str, tmp_path: Path) -> None:
+    """Its extend is launched over all rows of the chains, and what it leaves is what an extend of the accepted rows
+    leaves. Mutants: the last row's output in place of the accepted one's; noise of another position; the new token in
+    another place."""
+    asked = [tiny_request(index=i, max_tokens=40, temperature=0.9 * (i % 2)) for i in range(3)]
+    plain = answers(without(drafter="none"), asked)
+    known = {request.request_id: tuple(tokens) for request, (tokens, *_) in zip(asked, plain, strict=True)}
+    runner = with_graphs(RecordedCapture(), **eagle(tmp_path, draft_sampling=sampling))
+    runner.samples_on_device = True
+    drafter, left = drafter_of(runner), list[list[tuple[Any, ...]]]()
+    for ahead in (True, False):
+        seqs = [runner.new_sequence(request) for request in asked]
+        for seq in seqs:
+            seq.table.ensure(seq.num_prefill + 40)
+        runner.prefill([PrefillChunk(seq, 0, seq.num_prefill) for seq in seqs])
+        truth = SyntheticDrafts(runner.drafter, known, Rates((0.7, 0.7, 0.7)), 1, runner.vocab_size)
+        seen: list[tuple[Any, ...]] = []
+        with (
+            mock.patch.object(drafter, "extend", side_effect=drafter.extend) as extends,
+            nullcontext() if ahead else mock.patch.object(drafter, "extend_ahead", return_value=None),
+        ):
+            for _ in range(4):
+                results = runner.decode(seqs)
+                drafts = [(seq.draft.proposal_ids.tolist(), seq.draft_rows) for seq in seqs if seq.draft is not None]
+                seen.append((drafts, [result.round.num_accepted for result in results]))
+            assert extends.call_count == (0 if ahead else 4)
+        truth.restore()
+        left.append(seen)
+        for seq in seqs:
+            runner.release(seq)
+    assert left[0] == left[1]
+    assert len({accepted for _, rounds in left[0] for accepted in rounds}) > 2
+
+
 @pytest.mark.parametrize("drafter", ["none", "eagle3"])
 def test_what_a_round_sends_does_not_grow_with_its_context(drafter: str, tmp_path: Path) -> None:
     """Page tables lie on the device: a sequence's pages cross in its first round there, then its numbers alone. Mutant:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from paceline.request import UINT64_MAX, SamplingParams
-from paceline.sampling.device import draft_topk
+from paceline.sampling.device import draft_topk, race_topk, upload_races
 from paceline.sampling.sampler import perturbed_topk
 from paceline.spec_decode.base import DraftSampling
 
@@ -51,6 +51,36 @@ def choose(
     if how is DraftSampling.SAMPLED:
         full = _full(draft_logits, params, vocab_size, token_map)
     return Candidates(ids, probs, full)
+
+
+def choose_ahead(
+    draft_logits: torch.Tensor,
+    params: Seq[SamplingParams],
+    starts: Seq[int],
+    ahead: torch.Tensor,
+    most: int,
+    width: int,
+    how: DraftSampling,
+    vocab_size: int,
+    token_map: torch.Tensor | None,
+) -> Candidates:  # as ``choose``, with positions in two parts
+    """``choose`` for positions that the device alone knows, on the device: starts + ahead, where ahead, int64 [R], is
+    0 to ``most``. Not for SAMPLED."""
+    if token_map is None and draft_logits.shape[1] > vocab_size:
+        draft_logits = draft_logits[:, :vocab_size]
+    width = min(width, draft_logits.shape[1])
+    coupled = how is not DraftSampling.GREEDY
+    raced = coupled and any(p.temperature for p in params)
+    places = range(most + 1 if raced else 1)
+    seeds = [p.seed or 0 for p in params for _ in places]
+    keys, temperatures = upload_races(
+        seeds, [start + i for start in starts for i in places], [p.temperature for p in params], draft_logits.device
+    )
+    if raced:
+        first = torch.arange(0, len(seeds), len(places), device=draft_logits.device)
+        keys = keys.index_select(0, first + ahead)
+    ids, probs = race_topk(draft_logits, keys, temperatures, width, token_map, coupled=coupled)
+    return Candidates(ids, probs, None)
 
 
 def _full(

@@ -21,8 +21,9 @@ from paceline.errors import ConfigError
 from paceline.kvcache.pool import KvPool
 from paceline.layers.upload import staged
 from paceline.models.base import ForwardContext, TargetModel
-from paceline.spec_decode.base import DraftBudget, Drafter, DraftSampling, ExtendItem, TreeKind
-from paceline.spec_decode.drafters.candidates import Candidates, choose
+from paceline.models.late_tokens import LateTokens
+from paceline.spec_decode.base import DraftBudget, Drafter, DraftSampling, ExtendItem, Settle, TreeKind
+from paceline.spec_decode.drafters.candidates import Candidates, choose, choose_ahead
 from paceline.spec_decode.drafters.chain_drafts import chain_trees, draft_chains, unread_chains
 from paceline.spec_decode.drafters.confidence import log_values
 from paceline.spec_decode.drafters.growing import GrowingDraft, grown_tree, hang, next_levels, static_choices
@@ -32,7 +33,7 @@ from paceline.spec_decode.sequence import DraftState, Sequence
 from paceline.spec_decode.trees.expand import ROOT, DynamicGrowth, Growth, StaticGrowth
 from paceline.spec_decode.trees.static_trees import RankPath, fitted_counts
 from paceline.spec_decode.trees.tree import DraftTree
-from paceline.spec_decode.unread import UnreadChains
+from paceline.spec_decode.unread import BLANK, UnreadChains, UnreadWalk
 
 WORTH_LEAVING_OUT = 16  # rows: with fewer, a second batch costs more than their outputs
 
@@ -103,8 +104,7 @@ class FeatureDrafter(Drafter):
             Segment.linear(item.seq.token_ids[item.start + 1 : item.end + 1], item.start, item.seq.table.slots)
             for item in items
         ]
-        rows = [item.hidden if item.fused else self.fuse(item.hidden) for item in items]
-        ends = self._last_outputs(segments, torch.cat(rows))
+        ends = self._last_outputs(segments, self._fused(items))
         for item in items:
             item.seq.draft = None  # of a prompt's chunk before the last nothing is kept but its rows
             item.seq.draft_rows = item.end
@@ -114,7 +114,40 @@ class FeatureDrafter(Drafter):
             seqs = [items[i].seq for i in final]
             found = self._choose(last, seqs, [items[i].end + 1 for i in final])
             for row, seq in enumerate(seqs):
-                seq.draft = DraftState(found.ids[row : row + 1], found.probs[row : row + 1], last[row : row + 1])
+                seq.draft = _state(found, last, row)
+
+    def extend_ahead(self, seqs: Seq[Sequence], walk: UnreadWalk) -> Settle | None:
+        """See Drafter: by a captured extend over all rows of every chain, accepted or not."""
+        if self.graphs is None or any(seq.draft_rows < at for seq, at in zip(seqs, walk.starts, strict=True)):
+            return None
+        each = walk.depth + 1
+        segments = [
+            Segment.linear((BLANK,) * each, at, seq.table.slots) for seq, at in zip(seqs, walk.starts, strict=True)
+        ]
+        late = LateTokens(walk.tokens.view(-1), np.arange(len(seqs) * each))
+        last = self.graphs.extend(segments, self.fuse(walk.rows), late, walk.depth - walk.accepted)
+        if last is None:
+            return None
+        params, firsts = [seq.request.params for seq in seqs], [at + 2 for at in walk.starts]
+        vocab, head = self.model.spec.vocab_size, self.head
+        logits = head.logits(last)
+        found = choose_ahead(
+            logits, params, firsts, walk.accepted, walk.depth, self.width, self.sampling, vocab, head.token_map
+        )
+        rows = {id(seq): row for row, seq in enumerate(seqs)}
+
+        def settle(items: Seq[ExtendItem]) -> None:
+            for item in items:
+                item.seq.draft_rows = item.end
+                item.seq.draft = _state(found, last, rows[id(item.seq)])
+
+        return settle
+
+    def _fused(self, items: Seq[ExtendItem]) -> torch.Tensor:
+        """Rows of all items for the head, [rows of all items, hidden_size]; by one product where that is possible."""
+        if any(item.fused for item in items):
+            return torch.cat([item.hidden if item.fused else self.fuse(item.hidden) for item in items])
+        return self.fuse(torch.cat([item.hidden for item in items]))
 
     def fuse(self, rows: torch.Tensor) -> torch.Tensor:
         """See Drafter."""
@@ -256,6 +289,12 @@ class FeatureDrafter(Drafter):
         coupled = weighed and self.sampling is DraftSampling.COUPLED
         values = log_values(found.ids, found.probs, params, positions, coupled=coupled)
         hang(where, found, values)
+
+
+def _state(found: Candidates, outputs: torch.Tensor, row: int) -> DraftState:
+    """What one sequence drafts from: its row of the candidates, and of the head's outputs."""
+    own = slice(row, row + 1)
+    return DraftState(found.ids[own], found.probs[own], outputs[own])
 
 
 def _last_row(segment: Segment) -> Segment:

@@ -18,10 +18,10 @@ from paceline.attention.base import AttentionBackend, Segment, StaticShape
 from paceline.attention.padding import filler, real_rows
 from paceline.attention.placed import words_of
 from paceline.layers.graph_capture import Capture, Captured
-from paceline.layers.upload import Int64, staged
+from paceline.layers.upload import Int64, staged, staged_index
+from paceline.models.late_tokens import LateTokens
 from paceline.models.static_forward import Room, StaticForward, memory_of
-from paceline.sampling.device import race_topk
-from paceline.sampling.noise import row_keys
+from paceline.sampling.device import race_topk, upload_races
 from paceline.spec_decode.heads.base import DraftHead
 
 log = logging.getLogger(__name__)
@@ -63,25 +63,37 @@ class ExtendGraph:
 
     def __init__(self, at: HeadAt, inputs: StaticForward, capture: Capture) -> None:
         self._inputs, self._hidden = inputs, at.hidden(inputs.shape.num_rows)
+        shape = inputs.shape
+        self._lasts = torch.arange(1, shape.requests + 1, device=at.device) * shape.rows - 1  # padding comes first
         self._captured: Captured = capture(lambda: self._work(at.head))
 
     def _work(self, head: DraftHead) -> tuple[torch.Tensor, ...]:
         self._inputs.derive()
-        context, shape = self._inputs.context, self._inputs.shape
-        outputs = head.forward(context.batch.token_ids, self._hidden, context)
-        return (outputs.view(shape.requests, shape.rows, -1)[:, -1].contiguous(),)  # padding comes first
+        context = self._inputs.context
+        return (head.forward(context.batch.token_ids, self._hidden, context),)
 
     def fits(self, segments: Sequence[Segment]) -> bool:
         """Whether the batch can be padded to this graph."""
         return self._inputs.fits(segments)
 
-    def __call__(self, segments: Sequence[Segment], hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [T, hidden_size] -> the last output of every sequence, [len(segments), hidden_size], the caller's."""
-        self._inputs.fill(segments)
-        index = staged(real_rows(segments, self._inputs.shape.rows), hidden.device)
+    def __call__(
+        self,
+        segments: Sequence[Segment],
+        hidden: torch.Tensor,
+        late: LateTokens | None = None,
+        behind: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """hidden: [T, hidden_size] -> the last output of every sequence, [len(segments), hidden_size], the caller's.
+
+        late: tokens that the segments do not name. behind: int64 [len(segments)], on the device: outputs that many rows
+        before the last.
+        """
+        self._inputs.fill(segments, late)
+        index = staged_index(real_rows(segments, self._inputs.shape.rows), hidden.device)
         self._hidden.index_copy_(0, index, hidden)
         self._captured.replay()
-        return self._captured.outputs[0][: len(segments)].clone()
+        lasts = self._lasts[: len(segments)]
+        return self._captured.outputs[0].index_select(0, lasts if behind is None else lasts - behind)
 
 
 @dataclass(frozen=True)
@@ -109,6 +121,7 @@ class ChainSteps:
         self._hidden = at.hidden(requests)
         self._keys = torch.zeros(len(self._steps), requests, 2, dtype=torch.int32, device=device)
         self._temperatures = torch.zeros(requests, dtype=torch.float64, device=device)
+        self._greedy = True  # no temperature is above 0: the keys are not read
 
     @classmethod
     def make(cls, at: HeadAt, requests: int, depth: int, coupled: bool) -> ChainSteps | None:
@@ -131,10 +144,15 @@ class ChainSteps:
             for s, step in enumerate(self._steps):
                 rows = [Segment.linear([0], r.committed + s, r.slots) for r in requests]
                 step.fill([row if s < r.depth - 1 else blank for row, r in zip(rows, requests, strict=True)])
-        positions = [r.committed + s + 2 for s in self._range for r in requests]
-        keys = row_keys([r.seed for r in requests] * len(self._steps), positions).reshape(len(self._steps), n, -1)
-        self._keys[:, :n].copy_(staged(keys.view(np.int32), device))
-        self._temperatures[:n].copy_(staged(np.array([r.temperature for r in requests]), device))
+        greedy = not any(r.temperature for r in requests)
+        if not (greedy and self._greedy):
+            positions = [r.committed + s + 2 for s in self._range for r in requests]
+            temperatures = [r.temperature for r in requests]
+            keys, there = upload_races([r.seed for r in requests] * len(self._steps), positions, temperatures, device)
+            self._keys[:, :n].copy_(keys.view(len(self._steps), n, 2))
+            self._temperatures.zero_()
+            self._temperatures[:n].copy_(there)
+        self._greedy = greedy
         self._first[:n].copy_(first)
         self._hidden[:n].copy_(hidden)
 
@@ -203,14 +221,21 @@ class HeadGraphs:
         if (steps := ChainSteps.make(self._at, requests, depth, self._coupled)) is not None:
             self._chains[requests, depth] = steps, self._capture(steps.run)
 
-    def extend(self, segments: Sequence[Segment], hidden: torch.Tensor) -> torch.Tensor | None:
-        """The last output of every sequence, [len(segments), hidden_size]; None where no graph holds the batch."""
+    def extend(
+        self,
+        segments: Sequence[Segment],
+        hidden: torch.Tensor,
+        late: LateTokens | None = None,
+        behind: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """The last output of every sequence, or one before it, [len(segments), hidden_size]; None where no graph holds
+        the batch. See ``ExtendGraph``."""
         rows = max(len(segment.token_ids) for segment in segments)
         fitting = [key for key in self._extends if key[0] >= len(segments) and key[1] >= rows]
         if not fitting:
             return None
         graph = self._extends[min(fitting, key=lambda key: (key[0] * key[1], key))]
-        return graph(segments, hidden) if graph.fits(segments) else None
+        return graph(segments, hidden, late, behind) if graph.fits(segments) else None
 
     def chain(self, requests: Sequence[ChainRequest], first: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
         """Candidates int64 [len(requests), depth of the graph], the caller's; None where no graph holds the batch.

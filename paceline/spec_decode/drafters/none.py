@@ -22,7 +22,7 @@ class NoDrafter(Drafter):
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[DraftBudget]) -> list[DraftTree]:
         """See Drafter."""
-        return [DraftTree((seq.token_ids[-1],), (-1,), (0,)) for seq in seqs]
+        return [DraftTree((seq.token_ids[-1],), (-1,), (0,), None, self.name) for seq in seqs]
 
 
 def plan(name: str, config: EngineConfig, model: TargetModel) -> DrafterPlan:

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from paceline.errors import ConfigError
-from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem
+from paceline.spec_decode.base import DraftBudget, Drafter, ExtendItem, Settle
 from paceline.spec_decode.drafters.auto import AskingOrder, AutoChooser
 from paceline.spec_decode.drafters.none import NoDrafter
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree
-from paceline.spec_decode.unread import UnreadChains
+from paceline.spec_decode.unread import UnreadChains, UnreadWalk
 from paceline.speculation import AUTO, NONE
 
 MEMORY = "held"
@@ -180,6 +180,12 @@ class SelectingDrafter(Drafter):
         self._digest([seq for seq, budget in zip(seqs, budgets, strict=True) if budget.num_draft_tokens])
         return self._primary.propose_unread(seqs, budgets)
 
+    def extend_ahead(self, seqs: Seq[Sequence], walk: UnreadWalk) -> Settle | None:
+        """See Drafter: the primary's, where it holds nothing back. All sequences are its own: its drafts are unread."""
+        if self._patient or self._chooser is not None:
+            return None
+        return self._primary.extend_ahead(seqs, walk)
+
     def observe(self, seq: Sequence, tree: DraftTree, argmax: Seq[int]) -> None:
         """See Drafter: to the one that made the tree."""
         drafter = self._drafters.get(tree.drafter)
@@ -235,7 +241,7 @@ class SelectingDrafter(Drafter):
             return
         made = self._drafters[name].propose([seqs[i] for i in group], budgets)
         for i, tree in zip(group, made, strict=True):
-            trees[i] = replace(tree, drafter=name)
+            trees[i] = tree if tree.drafter == name else replace(tree, drafter=name)
 
     @staticmethod
     def _goes_on(tree: DraftTree | None, plan: AskingOrder, step: int) -> bool:

@@ -46,6 +46,8 @@ class LengthPolicy(ABC):
     def decide(self, seqs: Seq[Sequence], caps: Seq[DraftBudget]) -> list[DraftBudget]:
         """A budget per sequence for the next round, never above its cap."""
         budgets = self._decide(seqs, caps)
+        if not self.min_confidence:
+            return budgets
         return [replace(b, min_confidence=max(b.min_confidence, self.min_confidence)) for b in budgets]
 
     def observe(
