@@ -18,7 +18,7 @@ from paceline.layers.upload import begin_read
 from paceline.sampling.device import BROKEN, sample_rows_device
 from paceline.sampling.params import reads_history
 from paceline.sampling.sampler import RowContext
-from paceline.spec_decode.accept.device_trees import LENGTH, PATH, DeviceTrees, upload_trees
+from paceline.spec_decode.accept.device_trees import LENGTH, NEW_TOKEN, PATH, DeviceTrees, upload_trees
 from paceline.spec_decode.accept.device_walk import read_verdicts, walk_device
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree
@@ -59,7 +59,7 @@ class DeviceJudge:
         drawn = walked.new_empty(0) if unread is None else unread.for_walk
         read_words = begin_read(torch.cat((walked.view(-1), best, drawn)))
         if unread is not None and ahead is not None:
-            ahead(walked)
+            ahead(walked[:, LENGTH], walked[:, NEW_TOKEN])
         words = read_words()  # the one wait
         told, best, drawn = words.split_with_sizes([walked.numel(), best.numel(), drawn.numel()])
         verdicts = read_verdicts(told.view(walked.shape))

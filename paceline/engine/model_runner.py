@@ -303,10 +303,17 @@ class ModelRunner:
         self._check_ranks()
         return [RoundResult(tokens, probs, round_) for (tokens, round_), probs in zip(done, logprobs, strict=True)]
 
-    def _extend_ahead(self, drafted: Drafted, rows: torch.Tensor, settle: list[Settle], walked: torch.Tensor) -> None:
+    def _extend_ahead(
+        self,
+        drafted: Drafted,
+        rows: torch.Tensor,
+        settle: list[Settle],
+        accepted: torch.Tensor,
+        new: torch.Tensor,
+    ) -> None:
         """Let the device go on with the drafter's extend while the host learns of the verdict and commits it."""
         assert drafted.unread is not None
-        walk = UnreadWalk.of(drafted.unread, drafted.seqs, rows, walked)
+        walk = UnreadWalk.of(drafted.unread, drafted.seqs, rows, accepted, new)
         done = None if walk is None else self.drafter.extend_ahead(drafted.seqs, walk)
         settle += [] if done is None else [done]
 

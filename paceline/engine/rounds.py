@@ -21,7 +21,8 @@ from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree
 from paceline.spec_decode.unread import UnreadChains
 
-Ahead = Callable[[torch.Tensor], None]  # launches what follows a walk on the device; see ``walk_device``
+# Launches what follows a walk on the device. int32 [trees]: how many nodes were accepted, and the new token.
+Ahead = Callable[[torch.Tensor, torch.Tensor], None]
 
 log = logging.getLogger(__name__)
 

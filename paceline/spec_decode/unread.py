@@ -16,7 +16,6 @@ import torch
 
 from paceline.layers.upload import Int64, staged_index
 from paceline.models.late_tokens import LateTokens
-from paceline.spec_decode.accept.device_trees import LENGTH, NEW_TOKEN
 from paceline.spec_decode.sequence import Sequence
 from paceline.spec_decode.trees.tree import DraftTree, build_tree
 
@@ -89,14 +88,14 @@ class UnreadWalk:
 
     @classmethod
     def of(
-        cls, chains: UnreadChains, seqs: Seq[Sequence], rows: torch.Tensor, walked: torch.Tensor
+        cls, chains: UnreadChains, seqs: Seq[Sequence], rows: torch.Tensor, accepted: torch.Tensor, new: torch.Tensor
     ) -> UnreadWalk | None:
-        """walked: see ``walk_device``. None where depths differ, or nothing was drafted."""
+        """accepted, new: int32 [S], drafted tokens of each chain, and the token behind them. None where depths differ,
+        or nothing was drafted."""
         depth = chains.depths[0]
         if not depth or any(other != depth for other in chains.depths):
             return None
-        accepted = walked[:, LENGTH].to(torch.int64)
-        new = walked[:, NEW_TOKEN, None]
+        accepted, new = accepted.to(torch.int64), new.unsqueeze(1)
         tokens = torch.cat((chains.for_walk.view(-1, depth), new), dim=1)
-        tokens = tokens.scatter(1, accepted[:, None], new).to(torch.int64).clamp(0, chains.vocab_size - 1)
+        tokens = tokens.scatter(1, accepted.unsqueeze(1), new).to(torch.int64).clamp(0, chains.vocab_size - 1)
         return cls(depth, tuple(seq.num_computed for seq in seqs), rows, accepted, tokens)
