@@ -27,9 +27,9 @@ from paceline.triton_support import runs_triton
 
 log = logging.getLogger(__name__)
 
-# From 1, 17 and 33 rows on products take another tile (layers/exact_products.py), and of widths that are no multiple of
-# 16 another kernel for 16 rows.
-TILES = (1, 16, 17, 32, 33)
+# From 1, 17, 33 and 97 rows on products take another tile (layers/exact_products.py), and of widths that are no
+# multiple of 16 another kernel for 16 rows.
+TILES = (1, 16, 17, 32, 33, 97)
 PROMPT_TOKENS, ROUNDS = 3, 2
 MAX_TOKENS = 4096  # of a request that never runs so far
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=MAX_TOKENS)

@@ -92,8 +92,9 @@ class Geometry:
             "BLOCK": self.block,
             "SPLIT": SPLIT,
             "EVEN": self.even,
-            "num_warps": 8 if self.value_dim * self.itemsize > 512 else 4,
-            "num_stages": 5 if narrow else 3,  # two blocks on their way, or one, and their entries of page tables
+            # With few warps and blocks on their way a multiprocessor has several programs, which wait by turns.
+            "num_warps": 2 if narrow else 8 if self.value_dim * self.itemsize > 512 else 4,
+            "num_stages": 2 if narrow else 3,
             **EXACT,
         }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +22,12 @@ from paceline.triton_support import EXACT, next_power_of_2, on_device_of
 
 LEAF = 1024  # elements of k that one chain of instructions adds up; part of the bits
 BLOCK_K = {2: 64, 4: 32}  # by bytes of an element of x: elements of k that a program loads at once; divides LEAF
-WANTED_PROGRAMS = 512  # of one launch: a few for each of a large GPU's 132 multiprocessors
+WANTED_PROGRAMS = 132  # of one launch: one for each of a large GPU's multiprocessors
 PARTIAL_BYTES = 256 << 20  # of float32 sums of slabs that wait for the tree; more rows go by turns
 MERGE_BLOCK = 1024
 FEW_COLUMNS = 16  # of a program that multiplies integers for few rows: it has all of k to itself
 TILES_BLOCK = 32
+SPARE_BYTES = 2048  # of a program's memory, for what Triton keeps there besides blocks
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,29 @@ class Tile:
     stages: int
 
 
-FEW, SOME, MANY = Tile(16, 64, 4, 5), Tile(32, 64, 4, 4), Tile(64, 64, 2, 4)
+FEW, SOME, MANY = Tile(16, 64, 4, 5), Tile(32, 64, 4, 4), Tile(64, 64, 2, 4)  # of codes, and of float32
+LOW, HIGH = Tile(64, 128, 4, 4), Tile(128, 128, 8, 4)  # of floats of 16 bits
+FROM_HIGH = 97  # rows, that take the second
 
 
-def tile_of(rows: int, dtype: torch.dtype) -> Tile:
+def tile_of(rows: int, dtype: torch.dtype, *, codes: bool) -> Tile:
     """The tile for so many rows of one matrix. dtype: of x; float32 has no matrix instructions here, and a large tile
-    would be a long program."""
+    would be a long program. codes: whether the weight is made of them."""
+    if dtype is not torch.float32 and not codes:
+        return LOW if rows < FROM_HIGH else HIGH
     wide = dtype is torch.float32
     return FEW if rows <= FEW.rows else SOME if wide or rows <= SOME.rows else MANY
+
+
+@cache
+def stages_of(tile: Tile, itemsize: int, device: torch.device) -> int:
+    """How many blocks of k a program of floats may have on their way: as many as its memory on the device holds.
+    itemsize: bytes of an element."""
+    if device.type != "cuda":
+        return tile.stages
+    each = (tile.rows + tile.columns) * BLOCK_K[itemsize] * itemsize
+    there = torch.cuda.get_device_properties(device).shared_memory_per_block_optin - SPARE_BYTES
+    return max(min(tile.stages, there // each), 1)
 
 
 @dataclass(frozen=True)
@@ -58,11 +75,11 @@ class Grouping:
     rows: int
 
     @classmethod
-    def of(cls, ends: torch.Tensor, rows: int, dtype: torch.dtype) -> Grouping:
-        """ends: see the field; rows: of all matrices together; dtype: of x. The host is not told how many rows each
-        matrix has."""
+    def of(cls, ends: torch.Tensor, rows: int, dtype: torch.dtype, *, codes: bool) -> Grouping:
+        """ends: see the field; rows: of all matrices together; dtype, codes: see ``tile_of``. The host is not told how
+        many rows each matrix has."""
         matrices = ends.shape[0]
-        tile = tile_of(-(-rows // matrices), dtype)
+        tile = tile_of(-(-rows // matrices), dtype, codes=codes)
         count = max(min(rows, rows // tile.rows + matrices), 1)
         blocks = triton.cdiv(count, TILES_BLOCK)
         tiles = torch.empty(blocks * TILES_BLOCK, 2, dtype=torch.int32, device=ends.device)
@@ -125,6 +142,11 @@ class Matrices:
         return self.values.shape[1], self.width or self.values.shape[2]
 
     @property
+    def codes(self) -> bool:
+        """Values are no floats."""
+        return self.scales is not None
+
+    @property
     def packed(self) -> bool:
         """Two codes lie in a byte."""
         return self.width > 0
@@ -183,7 +205,7 @@ def _sums(
     x: torch.Tensor, matrices: Matrices, bias: torch.Tensor | None, out: torch.Tensor, slabs: int, leaves: int
 ) -> None:
     """Fills ``out``, contiguous. Leaves are programs of their own where the tiles alone are few."""
-    (rows, columns), tile = out.shape, tile_of(x.shape[0], x.dtype)
+    (rows, columns), tile = out.shape, tile_of(x.shape[0], x.dtype, codes=matrices.codes)
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
     leaf_each = leaves > 1 and tiles * slabs < WANTED_PROGRAMS
     parts = slabs * leaves if leaf_each else slabs
@@ -208,7 +230,7 @@ def heads_product(x: torch.Tensor, matrices: Matrices, out: torch.Tensor) -> Non
     """One matrix a head. x: [T, heads, in_features]; fills out: [T, heads, out_features]. Both may be slices of wider
     rows, elements together."""
     if out.numel():
-        _launch(x, matrices, None, out, tile_of(x.shape[0], x.dtype), by_head=True)
+        _launch(x, matrices, None, out, tile_of(x.shape[0], x.dtype, codes=matrices.codes), by_head=True)
 
 
 def grouped_product(
@@ -264,7 +286,7 @@ def _launch(
             PACKED=matrices.packed,
             GROUP=matrices.group_size, GROUPS=0 if tables is None else tables.shape[2],
             BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=BLOCK_K[x.element_size()],
-            num_warps=tile.warps, num_stages=tile.stages, **EXACT,
+            num_warps=tile.warps, num_stages=stages_of(tile, x.element_size(), x.device), **EXACT,
         )  # fmt: skip
 
 
@@ -286,7 +308,7 @@ def _integers(
     codes = torch.empty(rows, width, dtype=torch.int8, device=x.device)
     scales = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
     sums = None if matrices.minimums is None else torch.empty_like(scales)
-    tile = grouping.tile if grouping else tile_of(rows, x.dtype)
+    tile = grouping.tile if grouping else tile_of(rows, x.dtype, codes=True)
     wide = FEW_COLUMNS if tile.rows == FEW.rows else tile.columns
     tiles = grouping.tiles.shape[0] if grouping else triton.cdiv(rows, tile.rows)
     sums_of_slabs = out

@@ -6,9 +6,10 @@ first to last, then the slabs by their tree, then the bias; the result is rounde
 of a slab alone, so that no number of rows, of outputs or of ranks changes a bit.
 
 Leaves may be programs of their own or turns of one program's loop: both add the same float32 numbers in one order.
-Tiles of 16, 32 and 64 rows use one instruction, m16n8k16: a tile of 64 rows has 2 warps, because with 4 the compiler
-takes Hopper's wgmma, which may add in another order. ``tests/sampling/test_kernels_compile.py`` looks at the PTX.
-Float32 weights are multiplied without matrix instructions, k after k.
+All tiles of a kind of weight use one instruction. Floats of 16 bits take Hopper's wgmma, of 64 rows, 128 columns and
+16 elements of k. Codes take m16n8k16: their tile of 64 rows has 2 warps, because with 4 the compiler takes wgmma.
+``tests/sampling/test_kernels_compile.py`` looks at the PTX. Float32 weights are multiplied without matrix
+instructions, k after k.
 """
 
 # Kernels are written in Triton's language, not Python's.

@@ -45,7 +45,7 @@ class ExactExperts:
         """x: [T, hidden]; expert_ids: int64 [T, top_k] -> float32 [T, top_k, hidden]."""
         rows, top_k = expert_ids.shape
         sort = by_expert(expert_ids, self._num_experts)
-        grouping = Grouping.of(sort.ends, rows * top_k, x.dtype)
+        grouping = Grouping.of(sort.ends, rows * top_k, x.dtype, codes=self._gate_up.codes)
         gate_up = x.new_empty(rows * top_k, self._gate_up.shape[0])
         grouped_product(x, self._gate_up, self._biases[0], grouping, gate_up, sources=sort.sources)
         outputs = torch.empty(rows * top_k, self._down.shape[0], dtype=torch.float32, device=x.device)

@@ -50,7 +50,7 @@ def compile_call(call: KernelCall) -> str:
         options={"num_warps": call.num_warps, "num_stages": call.num_stages, **EXACT},
     )
     ptx = str(compiled.asm["ptx"])
-    found = set(re.findall(r"\b(?:mma\.sync|wgmma)[a-z0-9_.]*", ptx))
+    found = set(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async)[a-z0-9_.]*", ptx))
     assert not call.instruction or found == {call.instruction}, (call.kernel, call.constants, found)
     return ptx
 
@@ -89,7 +89,9 @@ def attend_call(pointer: str, *geometry: int) -> KernelCall:
 PRODUCTS = "paceline.layers.products_triton"
 EXPERTS = "paceline.layers.experts_triton"
 INTEGERS = "paceline.layers.integer_triton"
-MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"  # of every tile of bf16, or bits would differ
+# One instruction in every tile of a kind of weight, or bits would differ.
+MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+WGMMA = "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"
 PRODUCT = "*{x} *{w} {tables} *fp32 {out} {rows} i32 i32 i32 i32 i32 i32"
 INTEGER = "*i8 *fp32 *fp32 {w} *fp32 {minimums} - *bf16 {rows} i32 i32 i32"
 PLAIN, GROUPED = "- - - -", "*i32 *i32 *i64 *i64"
@@ -103,12 +105,12 @@ def product(
     x: str, weight: str, tables: str, rows: str, columns: str, tile: tuple[int, int], *sizes: dict[str, Any]
 ) -> KernelCall:
     """A call of the exact products. tile: rows and warps, as layers/exact_products.py pairs them."""
-    block = {"BLOCK_M": tile[0], "BLOCK_N": 64, "BLOCK_K": 64 if x == "bf16" else 32}
+    floats = x == weight == "bf16"
+    block = {"BLOCK_M": tile[0], "BLOCK_N": 128 if floats else 64, "BLOCK_K": 64 if x == "bf16" else 32}
     arguments = PRODUCT.format(x=x, w=weight, tables=tables, rows=rows, out=columns)
     constants = {name: value for size in sizes for name, value in size.items()} | block | {"PACKED": weight == "u8"}
-    return KernelCall(
-        PRODUCTS, "_product_kernel", arguments, constants, tile[1], instruction=MMA if x == "bf16" else ""
-    )
+    instruction = "" if x != "bf16" else WGMMA if floats else MMA
+    return KernelCall(PRODUCTS, "_product_kernel", arguments, constants, tile[1], instruction=instruction)
 
 
 def integer(weight: str, rows: str, tile: tuple[int, int, int], group: int) -> KernelCall:
@@ -133,9 +135,9 @@ CALLS = [
         FINISH.format("*fp32"),
         {"VALUE": 64, "BLOCK_VALUE": 64, "SPLIT": 256, "ITEMS": 8, "AHEAD": 4},
     ),
-    product("bf16", "bf16", "- -", PLAIN, "*fp32", (16, 4), QKV, DENSE),
-    product("bf16", "bf16", "- -", PLAIN, "*fp32", (32, 4), O_PROJ, DENSE),
-    product("bf16", "bf16", "- -", GROUPED, "*bf16", (64, 2), WHOLE, DENSE),
+    product("bf16", "bf16", "- -", PLAIN, "*fp32", (64, 4), QKV, DENSE),
+    product("bf16", "bf16", "- -", PLAIN, "*fp32", (128, 8), O_PROJ, DENSE),
+    product("bf16", "bf16", "- -", GROUPED, "*bf16", (64, 4), WHOLE, DENSE),
     product("bf16", "fp8e4nv", "*fp32 -", GROUPED, "*bf16", (16, 4), QKV | {"PARTS": 1, "LEAF_EACH": False}, FLOAT8),
     product("bf16", "i8", "*fp32 *fp32", PLAIN, "*bf16", (16, 4), WHOLE, GROUPS_OF_32),
     product("bf16", "u8", "*fp32 *fp32", PLAIN, "*bf16", (16, 4), WHOLE, GROUPS_OF_32),

@@ -20,8 +20,9 @@ from paceline.layers.routing import RoutingRule
 from paceline.parallel.slabs import tree_sum
 from tests.support.quantized_weights import KINDS, OF_FILES
 
-ROWS = 65  # past the largest tile
+ROWS = 65  # past the largest tile of codes and of float32
 COUNTS = (1, 3, 16, 17, 64)
+PROMPT_ROWS = 300  # past the largest tile of floats of 16 bits
 
 
 @contextmanager
@@ -50,15 +51,16 @@ def on_device(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
 
 def check_linear(device: torch.device, dtype: torch.dtype, width: int, slabs: int, columns: int = 40) -> None:
     """Against float64; a row's bits over rows, places, runs of outputs, and ranks that hold branches of the slabs."""
-    weight, x = (torch.randn(n, width).to(dtype).to(device) for n in (columns, ROWS))
+    rows = ROWS if dtype is torch.float32 else PROMPT_ROWS
+    weight, x = (torch.randn(n, width).to(dtype).to(device) for n in (columns, rows))
     bias = 10 * torch.randn(columns, device=device)
     linear = exact_linear(weight, bias, slabs=slabs, out_float32=True)
     whole = linear(x)
     close = {"rtol": 1e-4, "atol": 1e-5 * width**0.5}  # float32 sums of numbers of any sign
     torch.testing.assert_close(whole, (x.double() @ weight.double().t() + bias).float(), **close)
-    for count in COUNTS:
+    for count in (*COUNTS, 96, 97, 128, 129):
         assert torch.equal(linear(x[:count]), whole[:count]), count
-    for place in (slice(7, 8), slice(ROWS - 5, None)):
+    for place in (slice(7, 8), slice(rows - 5, None)):
         assert torch.equal(linear(x[place]), whole[place]), place
     with mock.patch.object(exact_products, "PARTIAL_BYTES", 4 * columns * slabs * 12):
         assert torch.equal(linear(x[:20]), whole[:20])
@@ -139,7 +141,7 @@ def check_grouped(device: torch.device, dtype: torch.dtype, width: int, kind: st
         flat = ids[kept].reshape(-1)
         order = flat.argsort(stable=True)
         ends = torch.searchsorted(flat[order], torch.arange(experts, device=device), right=True, out_int32=True)
-        grouping = Grouping.of(ends, flat.shape[0], dtype)
+        grouping = Grouping.of(ends, flat.shape[0], dtype, codes=bool(kind))
         out = torch.full((flat.shape[0], 24), 7.0, device=device)
         grouped_product(x[kept], matrices, biases, grouping, out, order // top_k, order)
         expected = torch.stack([alone[int(e)][kept][i // top_k] for i, e in enumerate(flat)])
