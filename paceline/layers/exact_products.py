@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -54,14 +54,14 @@ def tile_of(rows: int, dtype: torch.dtype, *, codes: bool) -> Tile:
     return FEW if rows <= FEW.rows else SOME if wide or rows <= SOME.rows else MANY
 
 
-@cache
+@lru_cache
 def stages_of(tile: Tile, itemsize: int, device: torch.device) -> int:
     """How many blocks of k a program of floats may have on their way: as many as its memory on the device holds.
     itemsize: bytes of an element."""
     if device.type != "cuda":
         return tile.stages
     each = (tile.rows + tile.columns) * BLOCK_K[itemsize] * itemsize
-    there = torch.cuda.get_device_properties(device).shared_memory_per_block_optin - SPARE_BYTES
+    there: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin - SPARE_BYTES
     return max(min(tile.stages, there // each), 1)
 
 
