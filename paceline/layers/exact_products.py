@@ -61,8 +61,9 @@ def stages_of(tile: Tile, itemsize: int, device: torch.device) -> int:
     if device.type != "cuda":
         return tile.stages
     each = (tile.rows + tile.columns) * BLOCK_K[itemsize] * itemsize
-    there: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin - SPARE_BYTES
-    return max(min(tile.stages, there // each), 1)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    most: int = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    return max(min(tile.stages, (most - SPARE_BYTES) // each), 1)
 
 
 @dataclass(frozen=True)
