@@ -75,8 +75,8 @@ class ServeConfig(EngineConfig):
     """Keeps a process with everything imported, about 300 MB, ready to replace the only decode node within seconds."""
 
     share_weights: Literal["auto", "on", "off"] = "auto"
-    """Keeps one copy of the weights for all CPU nodes of a private Ray. `off` keeps one in each node, in huge pages
-    that decode faster; `auto` does so where Linux gives these unasked and copies fit."""
+    """Keeps one copy of the weights for all CPU nodes of a private Ray. `off` keeps one in each node. `auto` does so
+    where only memory of its own has huge pages, which decode faster, and copies fit."""
 
     ray_address: str = "local"
     """Ray cluster that runs the nodes, e.g. `auto` or HOST:PORT. `local` starts a private Ray on this machine. A router

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from paceline.huge_pages import HUGE_PAGE
+
 ALIGNMENT = 64  # bytes, torch's own; kernels may load whole cache lines
-HUGE_PAGE = 2 * 1024 * 1024  # bytes, of x86-64 and of arm64 with pages of 4 KiB
 
 
 def host_zeros(num_bytes: int) -> torch.Tensor:

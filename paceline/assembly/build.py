@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,14 +66,15 @@ def build_runner(config: NodeConfig, *, decodes: bool = True) -> ModelRunner:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", NCCL_NOTE)
     folder = resolve_model(config.model)
-    with shared_weights(config.weight_file):
-        with phase("loading the model"):
-            model = _load(config, folder, device)
-        try:
-            return _ready(config, folder, model, decodes=decodes)
-        except BaseException:
-            model.close()
-            raise
+    with ExitStack() as on_failure:
+        with shared_weights(config.weight_file):
+            with phase("loading the model"):
+                model = _load(config, folder, device)
+            on_failure.callback(model.close)
+            runner = _assembled(config, folder, model, decodes=decodes)
+        _warm(runner, config, folder, decodes=decodes)  # rounds are measured with the weights as they stay
+        on_failure.pop_all()
+        return runner
 
 
 def set_queues(device: torch.device) -> None:
@@ -82,15 +84,18 @@ def set_queues(device: torch.device) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", CUDA_CONNECTIONS)
 
 
-def _ready(config: NodeConfig, folder: Path, model: TargetModel, *, decodes: bool) -> ModelRunner:
+def _assembled(config: NodeConfig, folder: Path, model: TargetModel, *, decodes: bool) -> ModelRunner:
     identity = RunnerIdentity(Path(config.model).name, weights_digest(folder), kernel_set(), config.quantize)
     runner = assemble(config, model, identity, decodes=decodes)
     runner.grammars = GrammarCompiler(folder, runner.vocab_size)
+    return runner
+
+
+def _warm(runner: ModelRunner, config: NodeConfig, folder: Path, *, decodes: bool) -> None:
     with phase("compiling kernels"):
         warm_kernels(runner, config.chunk_tokens, config.max_running, decodes=decodes)
     if decodes:
         _measure(runner, config, folder)
-    return runner
 
 
 def _load(config: NodeConfig, folder: Path, device: torch.device) -> TargetModel:

@@ -7,6 +7,7 @@ weights, another dtype or other kernels are other bytes and get places of their 
 
 The file is anonymous memory: it is on no disk, and the kernel frees it with the last process that has it open, however
 that process ends. Nodes use it through maps that cannot be written; while one loads, it has a second map to write with.
+A node that has loaded asks for huge pages under what is there (huge_pages): a decode step reads all of it.
 
 Layout: records one after another, each a header (64-bit number of data bytes; 0 where no record begins yet) and the
 data, both at multiples of 64 bytes. A header is written after its data, under a lock of the file: a node that dies
@@ -26,11 +27,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-import numpy as np
 import torch
 
 from paceline.file_lock import locked
 from paceline.host_memory import ALIGNMENT, host_zeros
+from paceline.huge_pages import ReadableMap
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +54,12 @@ class _Shelf:
         try:
             self._size = os.fstat(self._file).st_size
             self._writable = mmap.mmap(self._file, self._size)
-            self._readable = mmap.mmap(self._file, self._size, prot=mmap.PROT_READ)
-            for view in (self._writable, self._readable):
-                view.madvise(mmap.MADV_HUGEPAGE)  # where shmem_enabled is advise
+            self._writable.madvise(mmap.MADV_HUGEPAGE)  # where shmem_enabled is advise
+            self._readable = ReadableMap(self._file, self._size)
         except BaseException:
             os.close(self._file)
             raise
-        self._address = int(np.frombuffer(self._readable, dtype=np.uint8).ctypes.data)
+        self._address = self._readable.address
         self._records: dict[int, list[int]] = {}  # offsets of data by number of bytes
         self._end = 0  # of the records known so far
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -82,7 +82,7 @@ class _Shelf:
 
     def _read_headers(self) -> None:
         while self._end + ALIGNMENT <= self._size:
-            (num_bytes,) = HEADER.unpack_from(self._readable, self._end)
+            (num_bytes,) = HEADER.unpack(ctypes.string_at(self._address + self._end, HEADER.size))
             if not num_bytes:
                 return
             self._records.setdefault(num_bytes, []).append(self._end + ALIGNMENT)
@@ -105,8 +105,10 @@ class _Shelf:
         return offset
 
     def close(self) -> None:
-        """No more is kept; tensors stay mapped, for reading alone."""
+        """No more is kept; tensors stay mapped, for reading alone, in huge pages where the host has them."""
         self._writable.close()
+        if failed := self._readable.collapse(self._end):
+            log.info("weights that nodes share lie in small pages: %s", os.strerror(failed))
         os.close(self._file)
 
 

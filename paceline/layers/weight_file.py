@@ -7,6 +7,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from paceline.huge_pages import collapses
+
 THP = Path("/sys/kernel/mm/transparent_hugepage")
 SPARE = 0.25  # of the memory that is available, which copies may take: caches and whatever else runs need the rest
 
@@ -37,11 +39,11 @@ def copies_fit(num_bytes: int, copies: int, available: int) -> bool:
 
 
 def huge_pages_need_own_memory(folder: Path = THP) -> bool:
-    """Whether this host gives huge pages to a process's own memory unasked, and none to memory that is shared: weights
-    read through small pages decode several percent slower."""
+    """Whether this host gives huge pages to a process's own memory unasked, and none to memory that is shared, not even
+    on demand: weights read through small pages decode several percent slower."""
     with suppress(OSError):
-        return "[always]" in (folder / "enabled").read_text() and not any(
-            f"[{word}]" in (folder / "shmem_enabled").read_text()
-            for word in ("always", "within_size", "advise", "force")
-        )
+        unasked = "[always]" in (folder / "enabled").read_text()
+        shared = (folder / "shmem_enabled").read_text()
+        given = any(f"[{word}]" in shared for word in ("always", "within_size", "advise", "force"))
+        return unasked and not given and not collapses()
     return False

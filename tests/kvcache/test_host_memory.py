@@ -11,7 +11,8 @@ import torch
 from kv_transfer.handoff.staging import Staging, StagingRing
 from kv_transfer.transports.base import MESSAGE_BYTES, NUM_BUFFERS
 from kv_transfer.transports.loopback import loopback_pair
-from paceline.host_memory import ALIGNMENT, HUGE_PAGE, host_zeros
+from paceline.host_memory import ALIGNMENT, host_zeros
+from paceline.huge_pages import HUGE_PAGE
 from paceline.kvcache.layout import KvLayer, KvLayout, LayerKind, LayerOwner
 from paceline.kvcache.pool import KvPool
 

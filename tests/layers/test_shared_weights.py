@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from paceline.host_memory import ALIGNMENT, HUGE_PAGE
+from paceline.host_memory import ALIGNMENT
+from paceline.huge_pages import HUGE_PAGE, ReadableMap
 from paceline.layers import shared_weights as module
+from paceline.layers import weight_file
 from paceline.layers.linear import Linear
 from paceline.layers.shared_weights import kept, shared_weights
 from paceline.layers.weight_file import WeightFile, copies_fit, huge_pages_need_own_memory
-from tests.support.needs import needs_kernels
+from tests.support.needs import needs_collapse, needs_kernels
 
-SHAPE = (300, 256)  # of bf16: above SMALLEST
+SHAPE = (1100, 1024)  # of bf16: a huge page and a bit, so that a second copy takes another one
 
 
 @pytest.fixture
@@ -82,6 +88,51 @@ def test_a_linear_gives_the_same_bits(file: WeightFile) -> None:
         shared = Linear(weight(3))
     assert permissions(shared._packed) == "r--s"
     assert torch.equal(shared(rows), Linear(weight(3))(rows))
+
+
+def in_huge_pages(smaps: str) -> int:
+    """Bytes of the weights' memory file that a process reads through huge pages, as its /proc/PID/smaps says it."""
+    weights = smaps.partition("memfd:paceline-weights")[2]
+    found = re.search(r"^ShmemPmdMapped: +(\d+) kB$", weights, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+OTHER_NODE = """
+import atexit, sys
+atexit.register(lambda: print(torch.equal(tensor, weight(2))))  # runs after what is registered later
+from pathlib import Path
+from tests.layers.test_shared_weights import keep, shared_weights, torch, weight
+with shared_weights(sys.argv[1]):
+    tensor = keep(weight(2))
+print(torch.equal(tensor, weight(2)))
+print(Path("/proc/self/smaps").read_text())
+"""
+
+
+@needs_collapse
+def test_every_process_reads_the_weights_through_huge_pages(file: WeightFile) -> None:
+    """Mutants: a map begins anywhere, nobody asks for huge pages, or a map ends before its process."""
+    tensors = node(file, 1, 2)
+    whole = used(file)
+    assert whole == 3 * HUGE_PAGE
+    assert all(torch.equal(tensor, weight(seed)) for tensor, seed in zip(tensors, (1, 2), strict=True))
+    assert in_huge_pages(Path("/proc/self/smaps").read_text()) == whole
+    command = [sys.executable, "-c", OTHER_NODE, file.path]
+    other = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert in_huge_pages(other) == whole
+    assert (other[:5], other[-5:]) == ("True\n", "True\n")
+    assert used(file) == whole
+
+
+def test_without_huge_pages_weights_are_shared_all_the_same(
+    file: WeightFile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ReadableMap, "collapse", lambda *_: errno.ENOMEM)
+    with caplog.at_level("INFO"):
+        first, second = node(file, 1), node(file, 1)
+    assert used(file) < 2 * first[0].nbytes
+    assert torch.equal(second[0], weight(1))
+    assert ["Cannot allocate memory" in record.getMessage() for record in caplog.records] == [True, True]
 
 
 def test_what_was_changed_in_the_file_is_not_used(file: WeightFile) -> None:
@@ -153,16 +204,18 @@ def test_weights_of_one_process_lie_side_by_side_from_a_huge_page_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("enabled", "shared", "own"),
+    ("enabled", "shared", "on_demand", "own"),
     [
-        ("always [madvise] never", "always within_size advise [never] deny force", False),
-        ("[always] madvise never", "always within_size advise [never] deny force", True),
-        ("[always] madvise never", "always within_size [advise] never deny force", False),
+        ("always [madvise] never", "always within_size advise [never] deny force", False, False),
+        ("[always] madvise never", "always within_size advise [never] deny force", False, True),
+        ("[always] madvise never", "always within_size advise [never] deny force", True, False),
+        ("[always] madvise never", "always within_size [advise] never deny force", False, False),
     ],
 )
-def test_where_huge_pages_come_unasked_weights_are_not_shared(
-    tmp_path: Path, enabled: str, shared: str, own: bool
+def test_weights_are_not_shared_where_only_own_memory_gets_huge_pages(
+    tmp_path: Path, enabled: str, shared: str, on_demand: bool, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(weight_file, "collapses", lambda: on_demand)
     assert not huge_pages_need_own_memory(tmp_path)
     (tmp_path / "enabled").write_text(enabled)
     (tmp_path / "shmem_enabled").write_text(shared)

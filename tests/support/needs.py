@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from paceline.huge_pages import collapses
 from paceline.layers.build import NO_AMX, find_compiler, kernel_set, load_kernels
 from paceline.triton_support import has_triton
 
@@ -21,3 +22,6 @@ LESSER_BUILDS = [
     *([(NO_AMX, "-O1")] if "amx" in kernel_set() else []),
 ]
 needs_triton = pytest.mark.skipif(not has_triton(), reason="needs triton")
+needs_collapse = pytest.mark.skipif(
+    not collapses(), reason="needs huge pages of memory files on demand, of Linux 6.1 on"
+)
