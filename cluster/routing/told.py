@@ -25,7 +25,8 @@ from paceline.wire import logprobs_from_proto, logprobs_to_proto
 
 log = logging.getLogger(__name__)
 
-READ_TIMEOUT_S = 0.5  # making tokens again is no worse than waiting for long
+LEAST_WAIT_S, MOST_WAIT_S = 0.5, 2.0  # for a journal that cannot be read
+A_TOKEN_S = 0.02  # of that wait for each token of a choice: a few are made sooner than waited for
 FEW_TOKENS = 16  # that are told before they are written
 SHARE = 8  # and one of so many of those before
 OFTEN_S, BYTES_A_SECOND = 1.0, 4096  # a stream that is slow is written once a second, a long one less often
@@ -101,7 +102,7 @@ async def recall(
     if journal is None or not any(had.next_index > len(had.token_ids) for had in received.values()):
         return received
     try:
-        entry = await journal.read(_key(journal, plan), READ_TIMEOUT_S)
+        entry = await journal.read_patiently(_key(journal, plan), _patience_s(received))
         found = inference_pb2.GenerateResponse.FromString(entry or b"")
     except (NodeUnavailable, DecodeError) as error:
         log.info("%s: its tokens are made again: %s", plan.request_id, error)
@@ -111,6 +112,12 @@ async def recall(
     known, asked = (sum(of(had) for had in recalled.values()) for of in (_known, _asked))
     log.info("%s: %d of the %d tokens that its client has are known", plan.request_id, known, asked)
     return recalled
+
+
+def _patience_s(received: Mapping[int, ReceivedChoice]) -> float:
+    """How long the tokens that are not known are worth waiting for. Choices are made side by side."""
+    most = max(_asked(had) - _known(had) for had in received.values())
+    return min(max(LEAST_WAIT_S, most * A_TOKEN_S), MOST_WAIT_S)
 
 
 def _filled(had: ReceivedChoice, found: inference_pb2.Choice | None, plan: Plan) -> ReceivedChoice:

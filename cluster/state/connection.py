@@ -20,6 +20,9 @@ OPERATION_TIMEOUT_S = 1.0
 RETRIES = 1  # at once: a pooled connection may have died with an earlier server; callers come again by themselves
 JOIN_TIMEOUT_S = 2 * OPERATION_TIMEOUT_S * (1 + RETRIES)  # connect and answer, each try
 
+_PASSING = (redis.ConnectionError, redis.TimeoutError, redis.exceptions.ClusterDownError, OSError)
+_REFUSED = (redis.AuthenticationError, redis.exceptions.AuthorizationError)  # which are ConnectionErrors too
+
 
 def connect(url: str) -> redis.Redis:
     """A client for threads. It connects at its first operation; operations raise redis.RedisError."""
@@ -49,6 +52,11 @@ def connect_async(url: str, timeout_s: float = OPERATION_TIMEOUT_S, retries: int
     )
 
 
+def may_pass(error: Exception) -> bool:
+    """Whether Redis may answer the same operation later: it was not reached, was late, or starts or fails over."""
+    return isinstance(error, _PASSING) and not isinstance(error, _REFUSED)
+
+
 async def answer_within(timeout_s: float, operation: Coroutine[Any, Any, T]) -> T:
     """What ``operation`` answers. Raises what it raises, and TimeoutError after ``timeout_s``. The wait does not rest
     on a cancellation alone, which redis-py was seen to swallow."""
@@ -59,5 +67,5 @@ async def answer_within(timeout_s: float, operation: Coroutine[Any, Any, T]) -> 
     finally:
         task.cancel()
     if not task.done():
-        raise TimeoutError(f"Redis did not answer within {timeout_s:g} s")
+        raise TimeoutError(f"Redis did not answer within {timeout_s:.2g} s")
     return task.result()

@@ -4,8 +4,8 @@ docs/internals/architecture.md#a-router-dies tells how it is used.
 
 The text of a generation depends on its admitted request and seed alone, so an entry is that request with every default
 resolved; which tokens were received is what the client itself knows best. A client that cannot send its tokens back
-has a second entry, with the tokens that it was told (`cluster/routing/told.py`). Nothing here is awaited by a stream:
-entries are put into a bounded table in memory, and one task seals and writes those that are due, in batches.
+has a second entry, with the tokens that it was told (`cluster/routing/told.py`). Only a stream that resumes waits here,
+to read: entries are put into a bounded table in memory, and one task seals and writes those that are due, in batches.
 
 Life of an entry: ``keep`` -> written, and again every quarter of its lifetime, or as soon as Redis is seen to have lost
 what it had (a key of this router alone, which every batch reads and sets, is gone) -> ``release`` -> written a last
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import redis
 from prometheus_client import CollectorRegistry, Counter
 
-from cluster.state.connection import JOIN_TIMEOUT_S, answer_within, connect_async
+from cluster.state.connection import JOIN_TIMEOUT_S, OPERATION_TIMEOUT_S, answer_within, connect_async, may_pass
 from cluster.state.registry_types import DEFAULT_NAMESPACE, namespace_of
 from cluster.state.sealing import NotSealed, Seal
 from paceline.config import ServeConfig
@@ -38,8 +38,9 @@ from paceline.errors import NodeUnavailable
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 0.25  # after a failed batch
+RETRY_S = 0.25  # after a failed batch, or a read that is tried again
 READ_TIMEOUT_S = 2.0
+READERS = 8  # connections of all reads that are tried again
 COMPLETE_TTL_S = 10.0  # of a complete answer: its last chunk may still be lost with the router
 REFRESHES_PER_TTL = 4
 BATCH_ENTRIES = 64
@@ -110,6 +111,7 @@ class Journal:
         """seal: of the deployment. ttl_s: life of an entry after its router's last word. registry: of the counters."""
         self.seal = seal
         self._client = connect_async(url)
+        self._readers = asyncio.Semaphore(READERS)
         self._ttl_s, self._entry_bytes, self._total_bytes = ttl_s, entry_bytes, total_bytes
         self._prefix = f"{namespace}:journal:sealed:"
         self._mark, self._rewrite_at = f"{namespace}:journal:mark:{secrets.token_hex(8)}", -math.inf  # not before
@@ -182,9 +184,29 @@ class Journal:
         NodeUnavailable when Redis does not say."""
         name = self._prefix + key
         try:
-            found: bytes | None = await answer_within(timeout_s, self._client.get(name))
+            return self._opened(name, await answer_within(timeout_s, self._client.get(name)))
         except (redis.RedisError, OSError) as error:  # TimeoutError is an OSError
-            raise NodeUnavailable(f"the journal cannot be read: {error}") from None
+            raise _unreadable(error) from None
+
+    async def read_patiently(self, key: str, patience_s: float) -> bytes | None:
+        """The same, tried again until Redis says or ``patience_s`` are over. Many such reads at once take turns at a
+        few connections, so the writer always finds one."""
+        name, end = self._prefix + key, time.monotonic() + patience_s
+        while True:
+            try:
+                left_s = end - time.monotonic()
+                return self._opened(name, await answer_within(min(left_s, OPERATION_TIMEOUT_S), self._in_turn(name)))
+            except (redis.RedisError, OSError) as error:
+                if self._closing or not may_pass(error) or time.monotonic() + RETRY_S >= end:
+                    raise _unreadable(error) from None
+            await asyncio.sleep(RETRY_S)
+
+    async def _in_turn(self, name: str) -> bytes | None:
+        async with self._readers:  # until the client has let go, however that read was given up
+            found: bytes | None = await self._client.get(name)
+            return found
+
+    def _opened(self, name: str, found: bytes | None) -> bytes | None:
         try:
             return None if found is None else self.seal.open(name, found)
         except NotSealed as problem:
@@ -332,6 +354,10 @@ class Journal:
             await asyncio.wait({self._task}, timeout=JOIN_TIMEOUT_S)
             self._task = None
         await self._client.aclose()
+
+
+def _unreadable(error: Exception) -> NodeUnavailable:
+    return NodeUnavailable(f"the journal cannot be read: {error}")
 
 
 def open_journal(config: ServeConfig, url: str, key: str, registry: CollectorRegistry | None = None) -> Journal | None:

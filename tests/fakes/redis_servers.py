@@ -8,6 +8,9 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import redis
@@ -74,4 +77,29 @@ class DebianRedis:
 
 
 Server = Embedded | DebianRedis
+
+
+@contextmanager
+def stopped(server: Server) -> Iterator[None]:
+    """It takes connections and answers nothing in here."""
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+
+
+@contextmanager
+def unreachable(server: Embedded) -> Iterator[None]:
+    """It takes no connections in here, and those that it had are broken. It keeps its data."""
+    socket_file = Path(server.url.removeprefix("unix://"))
+    aside = socket_file.rename(socket_file.with_suffix(".aside"))
+    try:
+        with redis.Redis.from_url(f"unix://{aside}") as client:
+            client.client_kill_filter(_type="normal", skipme=True)
+        yield
+    finally:
+        aside.rename(socket_file)
+
+
 SERVERS: dict[str, type[Embedded] | type[DebianRedis]] = {"embedded": Embedded, "debian": DebianRedis}

@@ -14,9 +14,10 @@ import httpx
 import pytest
 
 from cluster.frontdoor.http import HttpOptions, create_app
+from cluster.routing.told import MOST_WAIT_S
 from cluster.state.journal import Journal, open_journal
 from paceline.v1 import inference_pb2
-from tests.fakes.redis_servers import Embedded
+from tests.fakes.redis_servers import Embedded, stopped, unreachable
 from tests.support.http_app import CHATS, COMPLETIONS, refused
 from tests.support.scripted_nodes import Fleet, fleet, letters
 from tests.support.two_routers import JOURNAL_KEY, StallingRouter, scripted
@@ -178,6 +179,46 @@ async def test_tokens_that_were_told_are_not_decoded_again(
             assert one.output_token_ids == had[: len(one.output_token_ids)]
             assert share > 1 or not told[choice].endswith("c")
     assert max(missing) > 0 if share > 1 else missing == {0}
+
+
+AWAY = {"stopped": (stopped, 1.2), "unreachable": (unreachable, 0.6)}
+LONG: dict[str, Any] = COMPLETION | {"max_tokens": 110, "seed": 3, "return_token_ids": True}
+
+
+@pytest.mark.parametrize("how", AWAY)
+async def test_a_redis_that_is_away_for_a_moment_is_waited_for(
+    two_with_journals: Two, redis_server: Embedded, how: str
+) -> None:
+    """Mutants: the journal is asked once, for however long; the last try begins before Redis is back."""
+    two, (away, seconds) = two_with_journals, AWAY[how]
+    whole = await two.ask(0, COMPLETIONS, LONG)
+    await Kept.of(two, whole)
+    asked = two.nodes.nodes["decode-0"].sequences
+    asked.clear()
+    with away(redis_server):
+        resumed = asyncio.create_task(two.ask(1, COMPLETIONS, LONG, since=whole[-4][0]))
+        await asyncio.sleep(seconds)
+        assert not asked
+    rest = await resumed
+    assert Got().take(whole[:-3]).take(rest).sorted() == Got().take(whole).sorted()
+    assert [len(one.output_token_ids) for one in asked] == [int(whole[-4][0].split(".")[2])]
+
+
+async def test_tokens_are_made_again_where_redis_stays_away(two_with_journals: Two, redis_server: Embedded) -> None:
+    """And what resumes nothing does not wait. Mutants: a resume waits until Redis is back; any request waits."""
+    two = two_with_journals
+    whole = await two.ask(0, COMPLETIONS, LONG)
+    await Kept.of(two, whole)
+    asked = two.nodes.nodes["decode-0"].sequences
+    asked.clear()
+    with stopped(redis_server):
+        resumed = asyncio.create_task(two.ask(1, COMPLETIONS, LONG, since=whole[-4][0]))
+        assert await two.ask(0, COMPLETIONS, COMPLETION)
+        assert not resumed.done()
+        async with asyncio.timeout(2 * MOST_WAIT_S):
+            rest = await resumed
+    assert Got().take(whole[:-3]).take(rest).sorted() == Got().take(whole).sorted()
+    assert [list(one.output_token_ids) for one in asked] == [[], []]
 
 
 @dataclass

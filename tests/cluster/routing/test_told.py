@@ -11,7 +11,7 @@ import pytest
 from cluster.contract.generation import GenerationRequest, ReceivedChoice
 from cluster.contract.plan import Plan, ServedModel, make_plan
 from cluster.routing import told
-from cluster.routing.told import FEW_TOKENS, OFTEN_S, ToldTokens, recall
+from cluster.routing.told import FEW_TOKENS, LEAST_WAIT_S, MOST_WAIT_S, OFTEN_S, ToldTokens, recall
 from cluster.state.journal import Journal
 from cluster.state.sealing import Seal
 from paceline.config import ServeConfig
@@ -104,15 +104,34 @@ async def test_what_is_not_known_is_made_again(
 ) -> None:
     """Without Redis, and with an entry that lacks log-probabilities. Mutant: a resume fails with the journal."""
 
-    async def read(key: str, timeout_s: float) -> Any:
+    async def read(key: str, patience_s: float) -> Any:
         return inference_pb2.GenerateResponse(
             choices=[inference_pb2.Choice(index=0, token_ids=[1, 2], logprobs=[common_pb2.TokenLogprobs(logprob=-1.0)])]
         ).SerializeToString()
 
     if there:
-        monkeypatch.setattr(journal, "read", read)
+        monkeypatch.setattr(journal, "read_patiently", read)
     received = {0: ReceivedChoice(0, 5)}
     assert await recall(journal, plan, received) == received
+
+
+async def test_a_wait_for_the_journal_is_worth_its_tokens(
+    journal: Journal, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutants: what resumes nothing waits; a few tokens are waited for longer than it takes to make them; choices that
+    are made at once are waited for one after the other."""
+    waits: list[float] = []
+
+    async def read(key: str, patience_s: float) -> None:
+        waits.append(patience_s)
+
+    monkeypatch.setattr(journal, "read_patiently", read)
+    for received in ({}, {0: ReceivedChoice(0, 0)}, {0: ReceivedChoice(0, 3, (1, 2, 3))}):
+        await recall(journal, plan, received)
+    assert waits == []
+    for had in ((5,), (60, 60, 10), (1000,)):
+        await recall(journal, plan, {index: ReceivedChoice(index, number) for index, number in enumerate(had)})
+    assert waits == [LEAST_WAIT_S, pytest.approx(1.2), MOST_WAIT_S]
 
 
 async def test_streams_of_one_plan_share_what_the_longest_was_told(journal: Journal, plan: Plan) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -15,11 +13,12 @@ import redis
 from prometheus_client import CollectorRegistry
 
 from cluster.state import journal as module
+from cluster.state.connection import may_pass
 from cluster.state.journal import ENTRY_OVERHEAD_BYTES, Journal, journal_key, open_journal
 from cluster.state.sealing import MAGIC, OVERHEAD_BYTES, Seal
 from paceline.config import ServeConfig
 from paceline.errors import NodeUnavailable
-from tests.fakes.redis_servers import SERVERS, Embedded, Server
+from tests.fakes.redis_servers import SERVERS, Embedded, Server, stopped
 
 KEY = "11" * 32
 SEAL = Seal(KEY)
@@ -251,8 +250,7 @@ async def test_a_server_that_hangs_delays_nothing(embedded: Embedded, monkeypatc
     async with running(embedded.url) as made:
         made.journal.keep(KEYS[0], b"request")
         await until(lambda: bool(stored(embedded)))
-        os.kill(embedded.pid, signal.SIGSTOP)
-        try:
+        with stopped(embedded):
             for key in KEYS[1:]:
                 with made.without_client():
                     kept = made.journal.keep(key, b"request")
@@ -261,9 +259,44 @@ async def test_a_server_that_hangs_delays_nothing(embedded: Embedded, monkeypatc
                 await asyncio.sleep(0)
             with pytest.raises(NodeUnavailable, match="did not answer"):  # before the client itself gives up
                 await made.journal.read(KEYS[0])
-        finally:
-            os.kill(embedded.pid, signal.SIGCONT)
         await until(lambda: len(stored(embedded)) == len(KEYS))
+
+
+async def test_many_that_wait_share_a_few_connections_and_end_in_time(embedded: Embedded) -> None:
+    """Mutants: each read that waits has a connection of its own; one that waits for its turn outlives its time."""
+    async with running(embedded.url) as made:
+        made.journal.keep(KEYS[0], b"request")
+        await until(lambda: bool(stored(embedded)))
+        pool = made.journal._client.connection_pool
+
+        async def all_of_them(patience_s: float) -> list[Any]:
+            reads = (made.journal.read_patiently(KEYS[0], patience_s) for _ in range(200))
+            return await asyncio.gather(*reads, return_exceptions=True)
+
+        with stopped(embedded):
+            async with asyncio.timeout(2.0):
+                gave_up = await all_of_them(0.5)
+            waiting = asyncio.create_task(all_of_them(10.0))
+            await asyncio.sleep(0.1)
+        assert all(isinstance(one, NodeUnavailable) and "did not answer" in str(one) for one in gave_up)
+        assert set(await waiting) == {b"request"}
+        assert sum(count for count, _ in pool.get_connection_count()) <= module.READERS + 1
+
+
+async def test_an_answer_of_redis_is_not_asked_for_again(embedded: Embedded) -> None:
+    """Mutants: a key that is not there, or is something else, is waited for."""
+    async with running(embedded.url) as made, asyncio.timeout(5.0):
+        assert await made.journal.read_patiently(KEYS[0], 60.0) is None
+        with redis.Redis.from_url(embedded.url) as client:
+            client.lpush(PREFIX + KEYS[0], "a list")
+        with pytest.raises(NodeUnavailable, match="WRONGTYPE"):
+            await made.journal.read_patiently(KEYS[0], 60.0)
+    for error, passes in (
+        (redis.BusyLoadingError(), True),
+        (redis.exceptions.MasterDownError("MASTERDOWN"), True),
+        (redis.AuthenticationError(), False),
+    ):
+        assert may_pass(error) == passes
 
 
 async def test_what_ended_long_ago_is_not_written_any_more(embedded: Embedded) -> None:
