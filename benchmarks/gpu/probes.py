@@ -165,7 +165,7 @@ class Probes:
         return num_bytes * len(works) / self._seconds(lambda: [work() for work in works])
 
     def _seconds(self, work: Callable[[], object]) -> float:
-        """Of the device alone: the host's launches are in a graph."""
+        """What the device alone takes: the host's launches are in a graph."""
         if not self.clock.on_gpu:
             return self.clock.events(work, repeats=10).median
         captured = CudaCapture(self.device)(lambda: (work(), ())[1])

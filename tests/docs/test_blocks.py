@@ -32,7 +32,7 @@ OTHERS = {
     "deploy/README.md": {"--generate"},  # ray
     "docs/extend/drafter.md": {"--speculative-config"},  # vLLM
     "docs/guides/gpu.md": {  # benchmarks.gpu
-        *("--drafts", "--from", "--keep", "--limit-mib", "--list", "--python", "--try", "--xz"),
+        *("--drafts", "--from", "--keep", "--limit-mib", "--list", "--python", "--rows", "--try", "--xz"),
     },
     "docs/guides/operations.md": {"--install"},  # benchmarks.pictures
     "docs/guides/structured_output.md": {"--library"},  # benchmarks.schema_suite
