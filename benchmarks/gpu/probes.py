@@ -106,7 +106,7 @@ class Probes:
         for rows in sizes.rows:
             x = torch.randn(rows, sizes.hidden, device=self.device).to(self.dtype)
             ids = torch.rand(rows, sizes.experts, device=self.device).topk(top_k).indices
-            found[f"{rows} rows, whole"] = self._seconds(partial(made, x, ids))
+            found[f"{rows} rows, whole"] = self._seconds(partial(made.of_many, x, ids))
             if exact is not None:
                 found[f"{rows} rows, exact"] = self._seconds(partial(exact, x, ids))
             flat = torch.randn(rows * top_k, sizes.hidden, device=self.device).to(self.dtype)

@@ -4,8 +4,8 @@ Rows are the same however they are batched: every product goes through ``Linear`
 first, in float32.
 
 On a GPU the experts' weights lie together and the host is never told how many rows an expert got: there the products
-are grouped. Their bits depend on the batch, unless exact bits are asked for or the experts are codes
-(models/exact_experts.py).
+are torch's grouped ones for many rows, and exact ones for few. Bits depend on the batch then, unless exact bits are
+asked for or the experts are codes (models/exact_experts.py).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ Take = Callable[[str], torch.Tensor]  # a layer's weight by its name within the 
 TakeLinear = Callable[[str], LinearWeight]  # the same of a linear layer, as the checkpoint has it
 Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]  # see SeparateExperts
 GATE_UP = ("gate_proj", "up_proj")
+FEW_EACH = 32  # rows of an expert, on average, up to which exact products are the faster ones (benchmarks.gpu.probes)
 
 
 class SwiGlu:
@@ -133,12 +134,29 @@ class GroupedExperts:
 
         self._gate_up = stack("gate_proj", "up_proj")  # [experts, 2 * intermediate, hidden]
         self._down = stack("down_proj")  # [experts, hidden, intermediate]
+        self._few = _exact_of(self._gate_up, self._down)
 
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-        """See SeparateExperts; sums are rounded to x's dtype."""
+        """See SeparateExperts; sums of many rows are rounded to x's dtype."""
+        if self._few is not None and expert_ids.numel() <= FEW_EACH * self._down.shape[0]:
+            return self._few(x, expert_ids)
+        return self.of_many(x, expert_ids)
+
+    def of_many(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+        """The same by grouped products, however few rows there are."""
         sort = by_expert(expert_ids, self._down.shape[0])
         hidden = silu_mul(grouped(x[sort.sources], self._gate_up, sort.ends))
         return sort.in_rows(grouped(hidden, self._down, sort.ends), expert_ids.shape[1])
+
+
+def _exact_of(gate_up: torch.Tensor, down: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """Exact products over the same memory, where their kernels run. They have no matrix instructions for float32."""
+    if gate_up.dtype is torch.float32 or not runs_triton(gate_up.device):
+        return None
+    from paceline.layers.exact_products import Matrices
+    from paceline.models.exact_experts import ExactExperts
+
+    return ExactExperts(Matrices(gate_up), Matrices(down))
 
 
 def stacked(parts_of: Callable[[int], Sequence[torch.Tensor]], num_experts: int) -> torch.Tensor:

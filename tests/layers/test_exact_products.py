@@ -23,7 +23,7 @@ from paceline.models.base import TargetModel
 from paceline.models.deepseek_v3 import DeepseekV3Model
 from paceline.models.llama import LlamaModel
 from paceline.models.loader import WeightBag
-from paceline.models.moe import GroupedExperts, _on_a_gpu
+from paceline.models.moe import FEW_EACH, GroupedExperts, _on_a_gpu
 from paceline.triton_support import has_triton
 from tests.support.interpreter import INTERPRETED, run_again_interpreted
 from tests.support.needs import needs_kernels
@@ -139,6 +139,21 @@ def test_an_experts_other_rows_change_nothing() -> None:
 def test_rows_together_by_expert(experts: int, rows: int, top_k: int) -> None:
     """Mutants: rows of one expert in no order; of the first block alone; to where they come from."""
     exact_products.check_by_expert(CPU, experts, rows, top_k, torch.bfloat16)
+
+
+@interpreted
+def test_few_rows_of_floats_take_the_exact_products() -> None:
+    """As many as an expert has on average, and no more. Mutants: the threshold counts tokens; nobody takes them."""
+    shapes = {"gate_proj": (16, 32), "up_proj": (16, 32), "down_proj": (32, 16)}
+    made = GroupedExperts(lambda name: torch.randn(shapes[name.split(".")[-2]]).bfloat16(), "mlp", 2)
+    ids = torch.tensor([[0, 1]]).repeat(FEW_EACH + 1, 1)
+    x = torch.randn(FEW_EACH + 1, 32).bfloat16()
+    with mock.patch.object(made, "of_many", side_effect=made.of_many) as of_many:
+        few = made(x[:-1], ids[:-1])
+        assert of_many.call_count == 0
+        made(x, ids)
+        assert of_many.call_count == 1
+    torch.testing.assert_close(few, made.of_many(x[:-1], ids[:-1]).float(), rtol=2e-2, atol=2e-1)
 
 
 @interpreted
