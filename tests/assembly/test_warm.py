@@ -135,7 +135,7 @@ def test_no_request_meets_a_new_kernel(make: Make, bits: str, tmp_path: Path) ->
     assert max(named[f"'{name}'"] for name in ONE_FOR_ALL_ROWS) == 1
     assert named["'_walk_kernel'"] <= 3  # by the size of a tree alone
     assert {"'_topk_kernel'", "'_walk_kernel'", "'_move_kernel'", "'_cut_kernel'"} <= set(named)
-    assert ("'_product'" in named) == (bits == "exact")
+    assert ("'_product'" in named) == (bits == "exact" or make is deepseek)  # whose experts take them for few rows
     assert ("'_compact_kernel'" in named) == (make is llama)
     new = {key[0]: key for key in served - warmed}
     assert not new, "\n".join(f"{key}\nnearest: {nearest(key, warmed)}" for key in new.values())
