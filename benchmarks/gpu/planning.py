@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from paceline.attention.base import AttentionBackend, Segment, StaticShape
+from paceline.attention.base import Segment, StaticShape
 from paceline.attention.flashinfer import FlashInferAttention
 from paceline.attention.padding import Scratch
 from paceline.attention.placed import ResidentTables
@@ -46,27 +46,27 @@ class Round:
         room = Room(kv, scratch, ResidentTables(batch, longest, scratch, device))
         order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(0)).to(torch.int32)
         within = torch.arange(PAGE_SIZE, dtype=torch.int32)
+        # One for all, as each has a workspace. Without a GPU it plans and computes nothing.
+        self._attention = FlashInferAttention(
+            device, DIM, None if device.type == "cuda" else cast("Any", SimpleNamespace())
+        )
         self.slots = [(own[:, None] * PAGE_SIZE + within).view(-1) for own in order.view(batch, pages)]
         self.forwards = [self._forward(room, drafts + 1, longest) for _ in range(2 if drafts else 1)]
         self.chain: ChainSteps | None = None
         if drafts > 1:
             head = cast("Any", SimpleNamespace(hidden_size=DIM))  # planning asks for its width alone
-            at = HeadAt(head, 1000, torch.bfloat16, self._attention(device), room, longest)
+            at = HeadAt(head, 1000, torch.bfloat16, self._attention, room, longest)
             self.chain = ChainSteps.make(at, batch, drafts, True)
         self._first = torch.zeros(batch, dtype=torch.int64, device=device)
         self._hidden = torch.zeros(batch, DIM, dtype=torch.bfloat16, device=device)
 
-    def _attention(self, device: torch.device) -> AttentionBackend:
-        return FlashInferAttention(device, DIM, None if device.type == "cuda" else cast("Any", SimpleNamespace()))
-
     def _forward(self, room: Room, rows: int, longest: int) -> StaticForward:
-        attention = self._attention(room.kv.device)
-        made = StaticForward.make(StaticShape(self.batch, rows, False, longest), attention, room)
+        made = StaticForward.make(StaticShape(self.batch, rows, False, longest), self._attention, room)
         assert made is not None
         if room.kv.device.type == "cuda":  # the first layer's call plans for the first time
             query = torch.zeros(self.batch * rows, HEADS, DIM, dtype=torch.bfloat16, device=room.kv.device)
             made.derive()
-            attention.attend(query, room.kv, 0, made.context.plan, DIM**-0.5)
+            self._attention.attend(query, room.kv, 0, made.context.plan, DIM**-0.5)
         return made
 
     def plan(self) -> float:
