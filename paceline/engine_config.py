@@ -79,7 +79,7 @@ class EngineConfig(Frozen):
 
     bits: Literal["fast", "exact"] = "fast"
     """On GPUs, `exact` takes products and attention whose bits do not depend on the batch: no draft, chunk or other
-    request changes a bit of a logit. Decoding is some percent slower. CPUs always are."""
+    request changes a logit. It decodes some percent slower. CPUs are always exact."""
 
     cuda_graphs: bool = True
     """On GPUs, capture decode rounds as CUDA graphs at start. Turn it off to start sooner or to save GPU memory."""

@@ -54,16 +54,21 @@ def tile_of(rows: int, dtype: torch.dtype, *, codes: bool) -> Tile:
     return FEW if rows <= FEW.rows else SOME if wide or rows <= SOME.rows else MANY
 
 
-@lru_cache
-def stages_of(tile: Tile, itemsize: int, device: torch.device) -> int:
-    """How many blocks of k a program of floats may have on their way: as many as its memory on the device holds.
-    itemsize: bytes of an element."""
-    if device.type != "cuda":
-        return tile.stages
+def stages_of(tile: Tile, itemsize: int, memory: int) -> int:
+    """How many blocks of k a program of floats may have on their way. itemsize: bytes of an element. memory: bytes that
+    a program may have."""
     each = (tile.rows + tile.columns) * BLOCK_K[itemsize] * itemsize
+    return max(min(tile.stages, (memory - SPARE_BYTES) // each), 1)
+
+
+@lru_cache
+def program_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have on the device."""
+    if device.type != "cuda":
+        return 1 << 30  # the interpreter has as much as the host
     index = torch.cuda.current_device() if device.index is None else device.index
     most: int = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
-    return max(min(tile.stages, (most - SPARE_BYTES) // each), 1)
+    return most
 
 
 @dataclass(frozen=True)
@@ -287,7 +292,7 @@ def _launch(
             PACKED=matrices.packed,
             GROUP=matrices.group_size, GROUPS=0 if tables is None else tables.shape[2],
             BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=BLOCK_K[x.element_size()],
-            num_warps=tile.warps, num_stages=stages_of(tile, x.element_size(), x.device), **EXACT,
+            num_warps=tile.warps, num_stages=stages_of(tile, x.element_size(), program_memory(x.device)), **EXACT,
         )  # fmt: skip
 
 

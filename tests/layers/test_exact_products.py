@@ -26,7 +26,7 @@ from paceline.models.loader import WeightBag
 from paceline.models.moe import FEW_EACH, GroupedExperts, _on_a_gpu
 from paceline.triton_support import has_triton
 from tests.support.interpreter import INTERPRETED, run_again_interpreted
-from tests.support.needs import needs_kernels
+from tests.support.needs import needs_kernels, needs_triton
 from tests.support.quantized_weights import KINDS
 from tests.support.recording import plain_torch
 from tests.support.tiny_deepseek import target_tensors, tiny_deepseek_spec
@@ -49,6 +49,15 @@ def seeded() -> None:
 
 def test_in_tritons_interpreter() -> None:
     run_again_interpreted(__file__)
+
+
+@needs_triton
+def test_blocks_on_their_way_fit_a_programs_memory() -> None:
+    """An H100's, an A100's, and what most others have. Mutant: all that the tile asks for."""
+    from paceline.layers.exact_products import HIGH, LOW, stages_of
+
+    kept = [[stages_of(tile, 2, kib << 10) for kib in (227, 163, 99, 16)] for tile in (LOW, HIGH)]
+    assert kept == [[4, 4, 4, 1], [4, 4, 3, 1]]
 
 
 @interpreted

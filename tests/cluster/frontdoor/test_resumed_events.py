@@ -181,6 +181,15 @@ async def test_tokens_that_were_told_are_not_decoded_again(
     assert max(missing) > 0 if share > 1 else missing == {0}
 
 
+async def journalled(two: Two) -> tuple[list[Any], list[Any]]:
+    """A long answer whose tokens the journal has, and what the decode node is asked from then on."""
+    whole = await two.ask(0, COMPLETIONS, LONG)
+    await Kept.of(two, whole)
+    asked = two.nodes.nodes["decode-0"].sequences
+    asked.clear()
+    return whole, asked
+
+
 AWAY = {"stopped": (stopped, 1.2), "unreachable": (unreachable, 0.6)}
 LONG: dict[str, Any] = COMPLETION | {"max_tokens": 110, "seed": 3, "return_token_ids": True}
 
@@ -191,10 +200,7 @@ async def test_a_redis_that_is_away_for_a_moment_is_waited_for(
 ) -> None:
     """Mutants: the journal is asked once, for however long; the last try begins before Redis is back."""
     two, (away, seconds) = two_with_journals, AWAY[how]
-    whole = await two.ask(0, COMPLETIONS, LONG)
-    await Kept.of(two, whole)
-    asked = two.nodes.nodes["decode-0"].sequences
-    asked.clear()
+    whole, asked = await journalled(two)
     with away(redis_server):
         resumed = asyncio.create_task(two.ask(1, COMPLETIONS, LONG, since=whole[-4][0]))
         await asyncio.sleep(seconds)
@@ -207,10 +213,7 @@ async def test_a_redis_that_is_away_for_a_moment_is_waited_for(
 async def test_tokens_are_made_again_where_redis_stays_away(two_with_journals: Two, redis_server: Embedded) -> None:
     """And what resumes nothing does not wait. Mutants: a resume waits until Redis is back; any request waits."""
     two = two_with_journals
-    whole = await two.ask(0, COMPLETIONS, LONG)
-    await Kept.of(two, whole)
-    asked = two.nodes.nodes["decode-0"].sequences
-    asked.clear()
+    whole, asked = await journalled(two)
     with stopped(redis_server):
         resumed = asyncio.create_task(two.ask(1, COMPLETIONS, LONG, since=whole[-4][0]))
         assert await two.ask(0, COMPLETIONS, COMPLETION)
