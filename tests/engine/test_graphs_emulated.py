@@ -111,6 +111,8 @@ def test_the_draft_loop_drafts_what_the_eager_loop_drafts(sampling: str, tmp_pat
 
         with mock.patch.object(drafter, "propose", keeping):
             run(runner, requests(), batch=3)
+            for temperature in (0.9, 0.0):  # mutant: a greedy batch keeps the temperatures of the one before
+                run(runner, [tiny_request(index=7, temperature=temperature)], batch=1)
     assert seen["graph"] == seen["eager"]
     assert max(len(tokens) for tokens in seen["graph"]) == 4
 
