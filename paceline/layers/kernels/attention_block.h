@@ -1,14 +1,13 @@
 // Attention of rows of one sequence over one KV head, for bf16 without AMX. Where many rows and query heads go together, some
-// groups of 16 keys at a time are laid out for them, so that a vector holds a pair of dims of 16 keys, or a pair of keys of
-// 16 dims. A row does not depend on what it goes with: its dot products are the same sums, added in the tree of `sum_each`,
-// and the keys of a group that it does not see enter with weight 0.
+// groups of 16 keys at a time are laid out for them, so that a vector holds 8 dims of 4 keys, or a pair of keys of 16 dims. A
+// row does not depend on what it goes with: each of its dot products is four sums, of every fourth pair of dims, and the keys
+// of a group that it does not see enter with weight 0.
 #pragma once
 #include "attention_row.h"
 
 #if USE_ATTENTION_BLOCKS
 static constexpr int BLOCK_PAIRS = 48;   // of a row and a query head that a run of several rows has at most
-static constexpr int TOGETHER = 6;       // pairs whose sums stay in registers; more of them pay for laying keys out
-static constexpr int DOTS_TOGETHER = 4;  // the same of scores
+static constexpr int TOGETHER = 6;       // pairs whose sums stay in registers; more of them pay for laying values out
 static constexpr int GROUPS = 4;         // of 16 keys that are laid out together
 static constexpr int MOST_DIM = 256;
 
@@ -43,12 +42,22 @@ struct BlockTile {
     for (int end = std::min(j + count, num_next); j < end; j++) ask_for(next[j] + offset, D);
   }
   const U* value(int j) const { return keys[j] == none ? none : keys[j] + to_value; }
-  // Groups b..end-1 to `room`: [groups][pairs of dims][16 keys][2].
+  // Groups b..end-1 to `room`: [groups][runs of 8 dims][4][keys i, i + 4, i + 8, i + 12][8].
   void lay_keys(int b, int end) {
     for (int j = b * 16; j < end * 16; j += 16) {
       ask(j, 16, 0);
       for (int64_t d = 0; d < D; d += 32)
-        transpose16([&](int i) { return numbers32(keys[j + i], D, d); }, room + (j - b * 16) * D + d * 16);
+        for (int i = 0; i < 4; i++) {
+          auto row = [&](int n) { return numbers32(keys[j + i + 4 * n], D, d); };
+          bf16* to = room + (j - b * 16) * D + d * 16 + i * 32;
+          __m512i a = row(0), c = row(1), e = row(2), g = row(3);
+          __m512i low0 = _mm512_shuffle_i32x4(a, c, 0x44), low1 = _mm512_shuffle_i32x4(e, g, 0x44);
+          __m512i high0 = _mm512_shuffle_i32x4(a, c, 0xee), high1 = _mm512_shuffle_i32x4(e, g, 0xee);
+          _mm512_store_si512(to, _mm512_shuffle_i32x4(low0, low1, 0x88));
+          _mm512_store_si512(to + 128, _mm512_shuffle_i32x4(low0, low1, 0xdd));
+          _mm512_store_si512(to + 256, _mm512_shuffle_i32x4(high0, high1, 0x88));
+          _mm512_store_si512(to + 384, _mm512_shuffle_i32x4(high0, high1, 0xdd));
+        }
     }
   }
   // The same of values: [pairs of keys][chunks of 32 dims][2][16 dims: see `in_order`][2].
@@ -69,17 +78,6 @@ struct BlockTile {
     __m512i x = numbers32(value(j), D, d), y = numbers32(value(j + 1), D, d);
     low = _mm512_unpacklo_epi16(x, y), high = _mm512_unpackhi_epi16(x, y);
   }
-  // Scores of a query with group b.
-  template <int kD>
-  void dots(const bf16* q, int b, float* out) const {
-    __m512 acc[16];
-    for (int j = 0; j < 16; j++) {
-      acc[j] = _mm512_setzero_ps();
-      for (int d = 0; d < kD; d += 32)
-        acc[j] = _mm512_dpbf16_ps(acc[j], (__m512bh)_mm512_loadu_si512(q + d), (__m512bh)numbers32(keys[b * 16 + j], kD, d));
-    }
-    store16(out, sum_each(acc));
-  }
 };
 
 // Two vectors of sums, of a chunk of 32 dims as values have it, to dims one after another.
@@ -95,39 +93,27 @@ static inline __m512bh splat_pair(const bf16* x) {
   return (__m512bh)_mm512_set1_epi32(pair);
 }
 
-// Scores of P pairs with a group of 16 keys. out: of the first pair, [TILE].
+// Scores of P pairs with a group of 16 keys, as `lay_keys` has them. out: of the first pair, [TILE].
 template <int P>
 static void block_dots(const bf16* q, const bf16* keys, int64_t D, float* out) {
-  typedef __m512 Sums[P];
-  auto plus = [](Sums& to, const Sums& more) {
-    for (int p = 0; p < P; p++) to[p] = _mm512_add_ps(to[p], more[p]);
-  };
-  auto lane = [&](int l, Sums& t) {
-    for (int p = 0; p < P; p++) t[p] = _mm512_setzero_ps();
-    for (int64_t d = 0; d < D; d += 32) {
-      __m512bh key = (__m512bh)_mm512_load_si512(keys + d * 16 + l * 32);
-      for (int p = 0; p < P; p++) t[p] = _mm512_dpbf16_ps(t[p], splat_pair(q + p * D + d + l * 2), key);
+  __m512 acc[P][4];
+  for (int p = 0; p < P; p++)
+    for (int i = 0; i < 4; i++) acc[p][i] = _mm512_setzero_ps();
+  for (int64_t d = 0; d < D; d += 8) {
+    __m512bh key[4];
+    for (int i = 0; i < 4; i++) key[i] = (__m512bh)_mm512_load_si512(keys + d * 16 + i * 32);
+    for (int p = 0; p < P; p++) {
+      __m512bh dims = (__m512bh)_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)(q + p * D + d)));
+      for (int i = 0; i < 4; i++) acc[p][i] = _mm512_dpbf16_ps(acc[p][i], dims, key[i]);
     }
-  };
-  auto quarter = [&](int l, Sums& even) {
-    Sums odd, next;
-    lane(l, even);
-    lane(l + 2, next);
-    plus(even, next);
-    lane(l + 1, odd);
-    lane(l + 3, next);
-    plus(odd, next);
-    plus(even, odd);
-  };
-  Sums half, whole, next;
-  quarter(0, whole);
-  quarter(4, next);
-  plus(whole, next);
-  quarter(8, half);
-  quarter(12, next);
-  plus(half, next);
-  plus(whole, half);
-  for (int p = 0; p < P; p++) _mm512_storeu_ps(out + p * TILE, whole[p]);
+  }
+  for (int p = 0; p < P; p++) {  // a lane of 4 has the sums of one key: 0 and 2 are added, 1 and 3, and then both
+    const __m512* a = acc[p];
+    __m512 first = _mm512_add_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
+    __m512 last = _mm512_add_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
+    __m512d x = (__m512d)first, y = (__m512d)last;
+    _mm512_storeu_ps(out + p * TILE, _mm512_add_ps((__m512)_mm512_unpacklo_pd(x, y), (__m512)_mm512_unpackhi_pd(x, y)));
+  }
 }
 
 // sums += weights of `count` keys times their values, for P pairs and C chunks of dims. weights: of the first key and pair.
@@ -152,28 +138,18 @@ static inline __attribute__((always_inline)) void block_values(float* sums, int6
 // The pairs from `at` to `end` through the tile at `base`, of which they see the groups from..stop-1 at most.
 template <int D, class U>
 static void block_tile(RunPairs& run, int64_t at, int64_t end, BlockTile<U>& tile, int from, int stop, int64_t base, float scale) {
-  const bool few = end - at <= TOGETHER;  // these take keys and values as they lie
+  const bool few = end - at <= TOGETHER;  // these take values as they lie
   float* scores = (float*)run.scores.data();
   auto first_of = [&](int64_t i) { return (int)std::min<int64_t>(std::max<int64_t>(run.first[i] - base, 0), TILE); };
   auto end_of = [&](int64_t i) { return (int)std::min<int64_t>(std::max<int64_t>(run.length[i] - base, 0), TILE); };
   const bf16* q = run.q.data();
-  for (int b = from; few && b < stop; b++) {
-    tile.ask(b * 16, 16, 0);
-    for (int64_t i = at; i < end; i++) tile.template dots<D>(q + i * D, b, scores + i * TILE + b * 16);
-  }
-  for (int b = from; !few && b < stop; b += GROUPS) {
+  for (int b = from; b < stop; b += GROUPS) {
     int count = std::min(GROUPS, stop - b);
     tile.lay_keys(b, b + count);
     for (int n = 0; n < count; n++)
-      for (int64_t i = at; i < end; i += DOTS_TOGETHER) {
+      for (int64_t i = at; i < end; i += TOGETHER) {
         float* out = scores + i * TILE + (b + n) * 16;
-        const bf16* keys = tile.room + n * 16 * D;
-        switch (end - i) {
-          case 1: block_dots<1>(q + i * D, keys, D, out); break;
-          case 2: block_dots<2>(q + i * D, keys, D, out); break;
-          case 3: block_dots<3>(q + i * D, keys, D, out); break;
-          default: block_dots<DOTS_TOGETHER>(q + i * D, keys, D, out);
-        }
+        BY_ROWS(end - i, (block_dots<R>(q + i * D, tile.room + n * 16 * D, D, out)))
       }
   }
   for (int64_t i = at; i < end; i++) {

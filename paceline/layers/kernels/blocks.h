@@ -5,6 +5,10 @@
 
 template <class O>
 static inline void store_cols(O* out, v16 acc, const float* bias, int64_t n0, int64_t N) {
+  if (n0 + 16 <= N) {
+    store16(out + n0, bias ? acc + load16(bias + n0) : acc);
+    return;
+  }
   float t[16];
   store16(t, acc);
   int64_t count = std::min<int64_t>(16, N - n0);
@@ -123,11 +127,7 @@ static void amx_configure(int rows0, int rows1, int bytes = 64) {
 
 template <class O>
 static void amx_store(const float* tile, int rows, O* out, int64_t ldo, const float* bias, int64_t n0, int64_t N) {
-  for (int m = 0; m < rows; m++) {
-    v16 v = load16(tile + m * 16);
-    if (!bias && n0 + 16 <= N) store16(out + m * ldo + n0, v);
-    else store_cols(out + m * ldo, v, bias, n0, N);
-  }
+  for (int m = 0; m < rows; m++) store_cols(out + m * ldo, load16(tile + m * 16), bias, n0, N);
 }
 
 // Up to 32 rows, 32 columns (two = whether the second 16 exist).

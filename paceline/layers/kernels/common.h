@@ -108,17 +108,8 @@ static inline void store16(bf16* p, v16 x) {
   narrow(p, (u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 // Asks for what a product reads next of its weights: the processor looks no further than the end of a small page by itself.
-static constexpr int64_t AHEAD = 4096;  // bytes
+static constexpr int64_t AHEAD = 8192;  // bytes
 static inline void ask_ahead(const void* weights) { __builtin_prefetch((const char*)weights + AHEAD, 0, 2); }
-// The same of codes that are taken apart. Where there are no tiles they are asked into the nearest cache: a code is worked on
-// for longer than a number that is multiplied as it lies, and one that comes from the second cache is waited for.
-static inline void ask_parts_ahead(const void* codes) {
-#ifdef USE_AMX
-  ask_ahead(codes);
-#else
-  __builtin_prefetch((const char*)codes + 2560, 0, 3);
-#endif
-}
 static inline v16 splat(float f) { return v16{} + f; }
 static inline float hsum(v16 x) {  // one fixed tree
 #ifdef USE_AVX512BF16
