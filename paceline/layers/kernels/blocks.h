@@ -111,6 +111,33 @@ static void block_bf16(const bf16* x, int64_t ldx, const bf16* w, int64_t KB, O*
     default: { constexpr int R = 6; CALL; break; }                \
   }
 
+// The same of 7 rows to 12 where CALL is of one block of 16 columns, whose sums fit the registers then too.
+#define BY_MORE_ROWS(M, CALL)                                     \
+  switch (M) {                                                    \
+    case 7: { constexpr int R = 7; CALL; break; }                 \
+    case 8: { constexpr int R = 8; CALL; break; }                 \
+    case 9: { constexpr int R = 9; CALL; break; }                 \
+    case 10: { constexpr int R = 10; CALL; break; }               \
+    case 11: { constexpr int R = 11; CALL; break; }               \
+    case 12: { constexpr int R = 12; CALL; break; }               \
+    default: BY_ROWS(M, CALL)                                     \
+  }
+
+// Several rows take one block of columns after the other: memory is read in one stream, and while it comes, all that 12 rows
+// need of it is computed. One row is done sooner than the weights come, and for many the loads of two blocks are shared.
+static constexpr int64_t MORE_ROWS = 12;
+static inline bool one_by_one(int64_t M) { return M > 1 && M <= 64; }
+
+// Runs `work(row, rows)` over M rows, at most `most` at once, as even as they go.
+template <class Work>
+static inline void in_turns(int64_t M, int64_t most, Work work) {
+  int64_t turns = (M + most - 1) / most;
+  for (int64_t turn = 0; turn < turns; turn++) {
+    int64_t row = M * turn / turns;
+    work(row, M * (turn + 1) / turns - row);
+  }
+}
+
 #ifdef USE_AMX
 struct alignas(64) TileConfig { uint8_t palette, start_row, reserved[14]; uint16_t colsb[16]; uint8_t rows[16]; };
 
@@ -204,6 +231,15 @@ static void panel_of(Tiles& tiles, const bf16* x, int64_t M, int64_t ldx, const 
   }
 #else
   (void)tiles;
+#ifdef USE_AVX512BF16
+  if (one_by_one(M)) {
+    in_turns(M, MORE_ROWS, [&](int64_t m, int64_t rows) {
+      for (int b = 0; b <= two; b++)
+        BY_MORE_ROWS(rows, (block_bf16<R, 1>(x + m * ldx, ldx, w + b * KB * 512, KB, out + m * N, N, bias, n0 + 16 * b, N, slabs)))
+    });
+    return;
+  }
+#endif
   for (int64_t m = 0; m < M; m += 6) {
     const bf16* xm = x + m * ldx;
     O* om = out + m * N;

@@ -85,20 +85,18 @@ static void some_rows(const Matrix& w, const uint8_t* panel, const uint8_t* made
       store_cols(out + (row + m) * w.out_features, total[m][b], w.bias, n, w.out_features);
 }
 
-// A panel's 32 outputs of all rows, in turns as even as they go.
+// A panel's 32 outputs of all rows.
 template <class A, int KIND, class O>
 static void panel_rows(const Matrix& w, const uint8_t* panel, const uint8_t* made, const Prepared<A>& x, int64_t M,
                        int64_t n0, O* out) {
-  int64_t turns = (M + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-  for (int64_t turn = 0; turn < turns; turn++) {
-    int64_t row = M * turn / turns, rows = M * (turn + 1) / turns - row;
+  in_turns(M, ROWS_AT_ONCE, [&](int64_t row, int64_t rows) {
     if constexpr (ROWS_AT_ONCE == 2) {
       if (rows == 1) some_rows<1, A, KIND>(w, panel, made, x, row, n0, out);
       else some_rows<2, A, KIND>(w, panel, made, x, row, n0, out);
     } else {
       BY_ROWS(rows, (some_rows<R, A, KIND>(w, panel, made, x, row, n0, out)))
     }
-  }
+  });
 }
 
 // Few rows take codes as they lie; for more of them a panel's numbers are made first.

@@ -161,9 +161,7 @@ static void all_rows(Tiles& tiles, const Matrix& w, const uint8_t* panel, const 
   }
 #endif
   (void)tiles;
-  int64_t turns = (M + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-  for (int64_t turn = 0; turn < turns; turn++) {  // as even as they go
-    int64_t row = M * turn / turns, rows = M * (turn + 1) / turns - row;
+  in_turns(M, ROWS_AT_ONCE, [&](int64_t row, int64_t rows) {
     switch (rows) {
       case 1: some_rows<1>(w, panel, x, row, n0, out); break;
 #if ROWS_AT_ONCE == 2
@@ -176,7 +174,7 @@ static void all_rows(Tiles& tiles, const Matrix& w, const uint8_t* panel, const 
       default: some_rows<6>(w, panel, x, row, n0, out);
 #endif
     }
-  }
+  });
 }
 
 template <class T, class O>
