@@ -60,6 +60,15 @@ class WorkerMemory:
                 gc.freeze()
         return result
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(self) -> Generator[None, object, object]:
+        """What a file imports stays: the collector would walk it again and again as it grows."""
+        gc.disable()
+        try:
+            return (yield)
+        finally:
+            gc.enable()
+
     def pytest_collection_finish(self) -> None:
         """Modules and tests stay until the end: collections need not look at them, which took a second each."""
         gc.freeze()

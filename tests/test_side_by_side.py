@@ -12,7 +12,8 @@ from tests.support.side_by_side import RETIRES_AT_BYTES
 
 ROOT = Path(__file__).parents[1]
 FILES = {
-    "pytest.ini": "[pytest]\naddopts = --import-mode=importlib\nasyncio_default_fixture_loop_scope = function",
+    "pytest.ini": "[pytest]\naddopts = --import-mode=importlib -p no:schemathesis\n"
+    "asyncio_default_fixture_loop_scope = function",
     "cases/conftest.py": "import pytest\n@pytest.fixture(scope='session')\ndef three():\n    return 3",
     "cases/test_a.py": "import pytest\ndef test_right(three):\n    assert three == 3\n"
     "def test_wrong(three):\n    assert three == 4\n"

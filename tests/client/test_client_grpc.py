@@ -217,7 +217,7 @@ async def test_a_message_without_prompt_and_one_of_100_mb() -> None:
 
 
 async def test_overload_deadline_and_nobody_there() -> None:
-    async with served(max_inflight=1, max_queued=0) as made, AsyncClient(made.address) as client:
+    async with served(max_inflight=1, max_queued=0, queue_timeout_s=0.5) as made, AsyncClient(made.address) as client:
         gate = made.nodes.nodes["decode-0"].script.gate = asyncio.Event()
         running = asyncio.create_task(client.generate("hello", max_tokens=10, seed=5))
         while not made.nodes.router.inflight:

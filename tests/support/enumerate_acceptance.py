@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
 
@@ -82,6 +83,7 @@ def untouched(q: Probs) -> Probs:
     return q
 
 
+@cache
 def as_float32(q: Probs) -> Probs:
     """The law that the float32 row of a tree stands for; drawing from it leaves the enumeration no rounding error."""
     return normalised(torch.tensor(q, dtype=torch.float32).double().tolist())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import torch
@@ -56,6 +57,14 @@ def total_variation(a: dict[Tokens, float], b: dict[Tokens, float]) -> float:
     return 0.5 * math.fsum(abs(a.get(k, 0.0) - b.get(k, 0.0)) for k in a.keys() | b.keys())
 
 
+@cache
+def _table(vocab_size: int, key: Tokens) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """A law asks for the same few tables thousands of times."""
+    made = np.random.default_rng(key).normal(size=vocab_size) * 1.5
+    made.flags.writeable = False
+    return made
+
+
 @dataclass
 class Model:
     """Random tables: target logits and draft probabilities that depend on the whole prefix."""
@@ -65,9 +74,10 @@ class Model:
     params: SamplingParams = field(default_factory=SamplingParams)
     draft_is_target: bool = False
     cache: dict[tuple[Tokens, Tokens], Probs] = field(default_factory=dict)
+    drafts: dict[Tokens, Probs] = field(default_factory=dict)
 
     def table(self, prefix: Tokens, salt: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        return np.random.default_rng([self.seed, salt, *prefix]).normal(size=self.vocab_size) * 1.5
+        return _table(self.vocab_size, (self.seed, salt, *prefix))
 
     def p(self, prefix: Tokens, history: Tokens | None = None) -> Probs:
         """Processed target distribution after ``prefix``; ``history`` is what penalties see, the prefix itself."""
@@ -81,8 +91,10 @@ class Model:
         """Draft distribution: the target's, disturbed."""
         if self.draft_is_target:
             return self.p(prefix)
-        weights = np.exp(self.table(prefix, 0) * 0.5 + self.table(prefix, 1) * 0.5)
-        return tuple((weights / weights.sum()).tolist())
+        if prefix not in self.drafts:
+            weights = np.exp(self.table(prefix, 0) * 0.5 + self.table(prefix, 1) * 0.5)
+            self.drafts[prefix] = tuple((weights / weights.sum()).tolist())
+        return self.drafts[prefix]
 
 
 # A round: (model, output so far, tokens that may still come, choose) -> (draft tokens accepted, tokens committed)

@@ -47,8 +47,8 @@ def read(form: AnswerFormat, pieces: Sequence[str]) -> tuple[str, str, tuple[tup
 
 
 def groupings(text: str, count: int, seed: int) -> Iterator[list[str]]:
-    """``text`` cut at random, from single characters to large pieces."""
-    rng = random.Random(seed)
+    """``text`` cut at random, from single characters to large pieces: ``count`` times, and each way once."""
+    rng, seen = random.Random(seed), set[tuple[str, ...]]()
     for _ in range(count):
         longest = rng.choice([1, 2, 3, 5, 9, 30, 200])
         pieces, at = [], 0
@@ -56,7 +56,9 @@ def groupings(text: str, count: int, seed: int) -> Iterator[list[str]]:
             size = rng.randint(1, longest)
             pieces.append(text[at : at + size])
             at += size
-        yield pieces
+        if tuple(pieces) not in seen:
+            seen.add(tuple(pieces))
+            yield pieces
 
 
 PARIS, SUM = '{"city": "Paris <b>", "days": [1, {"x": null}]}', '{"a": 1.5e3, "b": -2}'

@@ -52,11 +52,14 @@ class RecordedCapture:
         with tape:
             outputs = work()
         self.captures += 1
+        steps = [(call, own) for call in tape.calls if (own := _own_memory(call[0], call[3])) or _writes(call[0])]
 
         def replay() -> None:
             self.replays += 1
-            for func, args, kwargs, kept in tape.calls:
-                _write(func, func(*args, **kwargs), kept)
+            for (func, args, kwargs, _), own in steps:
+                made = func(*args, **kwargs)
+                for at, place in own:
+                    place.copy_(made if at is None else made[at])
 
         return Captured(outputs, replay)
 
@@ -65,15 +68,20 @@ class RecordedCapture:
         return self.bytes_each * self.captures
 
 
-def _write(func: Any, new: Any, kept: Any) -> None:
-    """Results of their own memory go where the recording's results are; views and in-place results are there."""
-    many = isinstance(new, (tuple, list))
+def _own_memory(func: Any, kept: Any) -> list[tuple[int | None, torch.Tensor]]:
+    """Results of their own memory, which go where the recording's results are: each one's number among several, and
+    its place. Views and in-place results are there."""
+    many = isinstance(kept, (tuple, list))
     returns = list(func._schema.returns)
     if many and len(returns) == 1:
-        returns = returns * len(new)
-    for result, place, declared in zip(new if many else [new], kept if many else [kept], returns, strict=True):
-        if isinstance(result, torch.Tensor) and declared.alias_info is None:
-            place.copy_(result)
+        returns = returns * len(kept)
+    found = zip(enumerate(kept) if many else [(None, kept)], returns, strict=True)
+    return [p for p, declared in found if isinstance(p[1], torch.Tensor) and declared.alias_info is None]
+
+
+def _writes(func: Any) -> bool:
+    """Whether it writes into an argument. What neither writes nor has memory of its own is a view: made once."""
+    return any(argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments)
 
 
 @contextmanager

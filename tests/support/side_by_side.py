@@ -230,7 +230,7 @@ def send(file: BinaryIO, message: object) -> None:
 
 def units(config: pytest.Config) -> list[Unit]:
     """The arguments' files: those of the real model first, while workers are small, then whole deployments, which take
-    longest and mostly wait."""
+    longest and mostly wait, then others that start processes. Short ones are left, which end together."""
     left_out = [Path(path).resolve() for path in config.getoption("ignore") or ()]
     found: dict[str, Unit] = {}
     for argument in config.args:
@@ -245,8 +245,10 @@ def units(config: pytest.Config) -> list[Unit]:
     return sorted(found.values(), key=_late)
 
 
-def _late(unit: Unit) -> tuple[bool, bool]:
-    return not of_real_model(unit), "mark.e2e" not in _text(unit) and len(unit) == 1
+def _late(unit: Unit) -> tuple[bool, bool, bool]:
+    text = _text(unit)
+    starts_processes = "subprocess" in text or "run_again_interpreted" in text
+    return not of_real_model(unit), "mark.e2e" not in text and len(unit) == 1, not starts_processes
 
 
 def of_real_model(unit: Unit) -> bool:

@@ -6,11 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from paceline.request import UINT64_MAX
-from paceline.sampling.noise import noise_bits
+from paceline.sampling.noise import noise_bits_few
 
 COIN_STREAM = 0x5851D6B8A3C94E27  # keys the coins: independent of the target's noise and of DRAFT_STREAM
 
@@ -37,7 +36,7 @@ class Coins:
     def uniform(self, position: int, draw: int) -> float:
         """A number in [0, 1) with 53 random bits. position: unsigned 32-bit; draw: 0 to 2**31 - 1."""
         key = (self.seed ^ COIN_STREAM) & UINT64_MAX
-        high, low = noise_bits(key, position, np.array([2 * draw, 2 * draw + 1], dtype=np.uint32)).tolist()
+        high, low = noise_bits_few(key, position, (2 * draw, 2 * draw + 1))
         return float((high >> 5) * 2**26 + (low >> 6)) * 2.0**-53
 
     def flip(self, probability: float, position: int, draw: int) -> bool:
