@@ -80,8 +80,8 @@ class Node(Protocol):
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Nothing is collected inside. Importing torch makes many objects that stay: walking them again and again as
-    they grow is a seventh of what the imports of a node take."""
+    """Nothing is collected inside. Importing torch makes many objects that stay: walking them again and again as they
+    grow would make each start of a node longer."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -93,16 +93,14 @@ def uncollected() -> Iterator[None]:
 
 def make_node(role: str, node_id: str, config: NodeConfig) -> Node:
     """The node of a role; imports torch, and what it will load its model with: a standby is to have it all."""
+    with uncollected():
+        import_module("paceline.assembly.build")
     if role == "prefill":
-        with uncollected():
-            import_module("paceline.assembly.build")
-            from prefill_node.node import PrefillNode
+        from prefill_node.node import PrefillNode
 
         return PrefillNode(config, node_id)
     if role == "decode":
-        with uncollected():
-            import_module("paceline.assembly.build")
-            from decode_node.node import DecodeNode
+        from decode_node.node import DecodeNode
 
         return DecodeNode(config, node_id)
     raise ValueError(f"role {role!r} is neither prefill nor decode")

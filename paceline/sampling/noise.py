@@ -84,7 +84,7 @@ def noise_bits_reference(seed: int, position: int, token_id: int) -> int:
 
 
 def noise_bits_few(seed: int, position: int, token_ids: Sequence[int]) -> list[int]:
-    """``noise_bits`` of a few tokens: arrays of so few take five times as long as Python's integers."""
+    """``noise_bits`` of a few tokens: arrays of so few take longer than Python's integers."""
     lane0, lane1 = row_key(seed, position)
     return [_mix(_mix((token_id + lane0) & _MASK, _LOWBIAS) ^ lane1, _FMIX) for token_id in token_ids]
 

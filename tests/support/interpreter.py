@@ -7,7 +7,7 @@ The interpreter multiplies tiles by NumPy's OpenBLAS. Its kernels for Haswell an
 depend on the row's place there, which no GPU's matrix unit does, so another kernel is chosen.
 
 Each call of a function inside a kernel patches ``triton.language`` again, though the kernel's launch has done it, and
-each operation makes the table of NumPy's types: a third of the time of a test, which ``_without_repeats`` saves.
+each operation makes the table of NumPy's types. ``_without_repeats`` saves that time.
 """
 
 from __future__ import annotations
