@@ -1,7 +1,8 @@
-"""Runs every test side by side, but those of faults and hosts: they watch a clock and run alone, after the others.
+"""Runs every test side by side, but those of faults and hosts: they watch a clock and run after the others.
 
-Then the tests that failed run once more, one after another with nothing beside them. A test that fails again has
-failed. One that passes is named, so that nobody takes it for sound.
+Chaos uses all cores and runs alone. Hosts mostly wait, so one deployment runs beside them. Then the tests that failed
+run once more, one after another with nothing beside them. A test that fails again has failed. One that passes is named,
+so that nobody takes it for sound.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-CLOCKED = ("tests/chaos", "tests/multihost", "tests/soak", "tests/e2e/test_prefix_routing.py")
-# Four workers for two cores: over a third of a worker's time is waiting.
-SIDE_BY_SIDE = ("-p", "tests.support.side_by_side", "--workers", "4", "-o", "console_output_style=classic")
+ALONE, HOSTS, BESIDE_HOSTS = ("tests/chaos",), ("tests/multihost",), ("tests/soak", "tests/e2e/test_prefix_routing.py")
+# Five workers for two cores: over a third of a worker's time is waiting.
+SIDE_BY_SIDE = ("-p", "tests.support.side_by_side", "--workers", "5", "-o", "console_output_style=classic")
 MOST = 5  # failed tests that run again: with more, something is broken
 FAILED = 1  # pytest's exit code for failed tests; others mean that the run itself broke
 
@@ -32,11 +34,22 @@ def failed(cache: str) -> list[str]:
     return sorted(json.loads(file.read_text())) if file.is_file() else []
 
 
-def both_parts() -> tuple[int, int]:
-    """Exit codes of the others and of the clocked tests."""
-    others = pytest_command("others", *SIDE_BY_SIDE, *(f"--ignore={path}" for path in CLOCKED))
-    clocked = pytest_command("clocked", *CLOCKED)
-    return subprocess.run(others, check=False).returncode, subprocess.run(clocked, check=False).returncode
+def all_parts() -> dict[str, int]:
+    """Exit codes by the name of a part."""
+
+    def exit_code(part: str, *words: str) -> int:
+        return subprocess.run(pytest_command(part, *words), check=False).returncode
+
+    clocked = (*ALONE, *HOSTS, *BESIDE_HOSTS)
+    codes = {"others": exit_code("others", *SIDE_BY_SIDE, *(f"--ignore={path}" for path in clocked))}
+    codes["alone"] = exit_code("alone", *ALONE)
+    with tempfile.TemporaryFile("w+") as output:
+        with subprocess.Popen(pytest_command("beside", *BESIDE_HOSTS), stdout=output, stderr=output) as beside:
+            codes["hosts"] = exit_code("hosts", *HOSTS)
+        codes["beside"] = beside.returncode
+        output.seek(0)
+        print(output.read(), flush=True)
+    return codes
 
 
 def again(names: list[str]) -> int:
@@ -55,11 +68,11 @@ def main() -> int:
     """Exit code 0 when every test passed, at the first try or alone."""
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # else each of hundreds of processes compiles all that it imports
-    codes = both_parts()
-    if not any(codes):
+    codes = all_parts()
+    if not any(codes.values()):
         return 0
-    names = failed("others") + failed("clocked")
-    return again(names) if set(codes) <= {0, FAILED} and names else max(codes)
+    names = [name for part in codes for name in failed(part)]
+    return again(names) if set(codes.values()) <= {0, FAILED} and names else max(codes.values())
 
 
 if __name__ == "__main__":
