@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import re
 from pathlib import Path
 
@@ -60,3 +62,14 @@ def test_a_pool_and_both_ends_of_a_link_live_there() -> None:
     received = Staging(recv_end, "cpu")._free
     assert {buffer.data_ptr() % HUGE_PAGE for buffer in received} == {0}
     assert len({buffer.data_ptr() for buffer in received}) == NUM_BUFFERS
+
+
+def test_large_memory_is_none_that_something_freed() -> None:
+    """Mutant: memory of the C library, which gives again what was freed and writes every byte of it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for _ in range(2):  # the second one comes from the heap: what is freed teaches the C library how large that may be
+        torch.ones(12 * HUGE_PAGE, dtype=torch.uint8)
+    memory = host_zeros(10 * HUGE_PAGE)
+    resident = (ctypes.c_uint8 * (memory.numel() // mmap.PAGESIZE))()
+    assert libc.mincore(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), resident) == 0
+    assert not any(page & 1 for page in resident)
