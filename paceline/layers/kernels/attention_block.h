@@ -38,7 +38,7 @@ struct BlockTile {
   int64_t to_value, D;
   alignas(64) bf16 room[GROUPS * 16 * MOST_DIM];
 
-  void ask(int j, int count, int64_t offset) const {
+  __attribute__((always_inline)) void ask(int j, int count, int64_t offset) const {
     for (int end = std::min(j + count, num_next); j < end; j++) ask_for(next[j] + offset, D);
   }
   const U* value(int j) const { return keys[j] == none ? none : keys[j] + to_value; }
@@ -248,7 +248,10 @@ static void attend_block(const bf16* q, const U* pool, int64_t page_size, int64_
   for (int64_t base = std::max(earliest / TILE * TILE, begin), last; base < stop; base = last) {
     int64_t first = std::max(base, earliest);
     last = std::min(base + TILE, known);
-    if (!found) find(base, first, last, nullptr, tile.keys);
+    if (!found) {
+      find(base, first, last, nullptr, tile.keys);
+      for (int64_t j = first - base; j < last - base; j++) ask_for(tile.keys[j], D), ask_for(tile.keys[j] + tile.to_value, D);
+    }
     found = true;
     int64_t next = std::min(last + TILE, known);
     tile.num_next = last % TILE ? 0 : (int)(next - last);
