@@ -77,7 +77,7 @@ static void block_bf16(const bf16* x, int64_t ldx, const bf16* w, int64_t KB, O*
     for (int64_t end = kp + run; kp < end; kp++)
       for (int b = 0; b < NB; b++) {
         const bf16* wp = w + ((int64_t)b * KB * 16 + kp) * 32;
-        ask_ahead(wp);
+        ask_ahead(wp, M == 1 ? ONE_ROW_AHEAD : AHEAD);
 #ifdef USE_AVX512BF16
         __m512bh wv = (__m512bh)_mm512_loadu_si512(wp);
         for (int m = 0; m < M; m++) {

@@ -108,15 +108,13 @@ static inline void store16(bf16* p, v16 x) {
   narrow(p, (u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 // Asks for what a product reads next of its weights: the processor looks no further than the end of a small page by itself.
-// In bytes. Codes of several in a byte are worked on for longer than numbers that are multiplied as they lie.
-static constexpr int64_t PARTS_AHEAD = 4096;
+// In bytes: of numbers that are multiplied as they lie by one row, and of all others.
 #ifdef USE_AMX
-static constexpr int64_t AHEAD = PARTS_AHEAD;
+static constexpr int64_t AHEAD = 4096, ONE_ROW_AHEAD = AHEAD;
 #else
-static constexpr int64_t AHEAD = 2560;
+static constexpr int64_t AHEAD = 8192, ONE_ROW_AHEAD = 2560;
 #endif
-static inline void ask_ahead(const void* weights) { __builtin_prefetch((const char*)weights + AHEAD, 0, 2); }
-static inline void ask_parts_ahead(const void* codes) { __builtin_prefetch((const char*)codes + PARTS_AHEAD, 0, 2); }
+static inline void ask_ahead(const void* weights, int64_t ahead = AHEAD) { __builtin_prefetch((const char*)weights + ahead, 0, 2); }
 static inline v16 splat(float f) { return v16{} + f; }
 static inline float hsum(v16 x) {  // one fixed tree
 #ifdef USE_AVX512BF16

@@ -121,8 +121,8 @@ static inline __attribute__((always_inline)) void dot_sixes(const int8_t* x, int
                                                             int64_t length, Ints (&sum)[M][2]) {
   for (int64_t k = 0; k < length; k += 16, codes += 384) {
     Codes low[4], high[2];
-    for (int i = 0; i < 4; i++) { low[i] = load_codes(codes + 64 * i); ask_parts_ahead(codes + 64 * i); }
-    for (int b = 0; b < 2; b++) { high[b] = load_codes(codes + 256 + 64 * b); ask_parts_ahead(codes + 256 + 64 * b); }
+    for (int i = 0; i < 4; i++) { low[i] = load_codes(codes + 64 * i); ask_ahead(codes + 64 * i); }
+    for (int b = 0; b < 2; b++) { high[b] = load_codes(codes + 256 + 64 * b); ask_ahead(codes + 256 + 64 * b); }
     dot_quads<M>(x, stride, k, joined(low_halves(low[0]), high_pairs<0>(high[0])),
                  joined(low_halves(low[1]), high_pairs<0>(high[1])), sum);
     dot_quads<M>(x, stride, k + 4, joined(high_halves(low[0]), high_pairs<1>(high[0])),
@@ -141,7 +141,7 @@ static inline __attribute__((always_inline)) void dot_group(const int8_t* x, int
   if (BITS == 6) return dot_sixes<M>(x, stride, codes, length, sum);
   for (int64_t k = 0; k < length; k += 32 / BITS, codes += 128) {
     Codes first = load_codes(codes), second = load_codes(codes + 64);
-    for (int b = 0; b < 2; b++) BITS == 8 ? ask_ahead(codes + 64 * b) : ask_parts_ahead(codes + 64 * b);
+    for (int b = 0; b < 2; b++) ask_ahead(codes + 64 * b, BITS == 8 && M == 1 ? ONE_ROW_AHEAD : AHEAD);
     dot_quads<M>(x, stride, k, BITS == 8 ? first : low_halves(first), BITS == 8 ? second : low_halves(second), sum);
     if (BITS == 4) dot_quads<M>(x, stride, k + 4, high_halves(first), high_halves(second), sum);
   }
@@ -181,7 +181,7 @@ static inline __attribute__((always_inline)) void dot_panel(const Matrix& w, con
     for (int64_t end = g + groups_of_slab(w); g < end; codes += codes_bytes(w, g), g++) {
       const GroupTables tables = {codes, steps};
       if (!w.row_scales) {
-        for (int64_t i = 0; i < tables_bytes(w); i += 64) ask_parts_ahead(codes + i);
+        for (int64_t i = 0; i < tables_bytes(w); i += 64) ask_ahead(codes + i);
         codes += tables_bytes(w);
       }
       if (w.steps_span && --left == 0) { left = w.steps_span; steps += steps_bytes(w); }
