@@ -142,16 +142,12 @@ static void all_rows(Tiles& tiles, const Matrix& w, const uint8_t* panel, const 
 #ifdef USE_AMX_INT8
   if (fits_tiles(w, M)) {
     static thread_local std::vector<uint8_t> made;
-    if (w.bits != 8) {
-      if ((int64_t)made.size() < PANEL * w.in_features) made.resize(PANEL * w.in_features);
-      make_bytes(w, panel, made.data());
-    }
+    if ((int64_t)made.size() < PANEL * w.in_features) made.resize(PANEL * w.in_features);
+    make_bytes(w, panel, made.data());
     tiles.configure(TILE_ROWS, 0, tile_codes(w));
     v16 total[2][TILE_ROWS];
     for (int64_t row = 0; row < M; row += TILE_ROWS) {
-      for (int b = 0; b < 2; b++)
-        if (w.bits != 8) dot_tiles<true>(w, panel, b, made.data(), x, row, total[b]);
-        else dot_tiles<false>(w, panel, b, nullptr, x, row, total[b]);
+      for (int b = 0; b < 2; b++) dot_tiles(w, panel, b, made.data(), x, row, total[b]);
       for (int m = 0; m < std::min<int64_t>(TILE_ROWS, M - row); m++) {
         v16 both[2] = {total[0][m], total[1][m]};
         store_row(w, panel, both, n0, out + (row + m) * w.out_features);
