@@ -264,8 +264,11 @@ def test_power_loss_of_the_prefill_host(deployment: Deployment, lan: Lan, expect
     )
     assert tokens_of(streams) == expected(old)
     assert tokens_of(came) == tokens_of(later) == expected(new)
-    # A stream that is begun anew is handed over, or computes its prompt, a second time.
-    assert [stream.end["target_kv"] for stream in streams if stream.end] == [LOSS_KV] * NUM_STREAMS
+    # A stream that is begun anew is handed over a second time, or its decode node computes the prompt. A node may be lost
+    # before it tells what it handed over.
+    ends = [stream.end for stream in streams if stream.end]
+    assert [end["prefill"] for end in ends] == ["prefill-0"] * NUM_STREAMS
+    assert {end["target_kv"] for end in ends} <= {0, LOSS_KV}
     assert silence_s < 3 * LEASE_TTL_S
     assert first_s < 3 * LEASE_TTL_S + 2.0
     assert served_by(came, "prefill") <= {"decode-0", "decode-1"}
