@@ -264,8 +264,8 @@ def test_power_loss_of_the_prefill_host(deployment: Deployment, lan: Lan, expect
     )
     assert tokens_of(streams) == expected(old)
     assert tokens_of(came) == tokens_of(later) == expected(new)
-    # A stream that is begun anew is handed over a second time, or its decode node computes the prompt. A node may be lost
-    # before it tells what it handed over.
+    # A stream that is begun anew is handed over a second time, or its decode node computes the prompt. A node may be
+    # lost before it tells what it handed over.
     ends = [stream.end for stream in streams if stream.end]
     assert [end["prefill"] for end in ends] == ["prefill-0"] * NUM_STREAMS
     assert {end["target_kv"] for end in ends} <= {0, LOSS_KV}
