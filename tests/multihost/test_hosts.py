@@ -264,11 +264,13 @@ def test_power_loss_of_the_prefill_host(deployment: Deployment, lan: Lan, expect
     )
     assert tokens_of(streams) == expected(old)
     assert tokens_of(came) == tokens_of(later) == expected(new)
-    # A stream that is begun anew is handed over a second time, or its decode node computes the prompt. A node may be
-    # lost before it tells what it handed over.
+    # A stream that is begun anew was handed over before, and its decode node computes the prompt. A decode node that
+    # was cut off in the test before may compute prompts itself, and the prefill node may not have told what it gave.
     ends = [stream.end for stream in streams if stream.end]
-    assert [end["prefill"] for end in ends] == ["prefill-0"] * NUM_STREAMS
-    assert {end["target_kv"] for end in ends} <= {0, LOSS_KV}
+    handed = [end["target_kv"] for end in ends if end["prefill"] == "prefill-0"]
+    assert LOSS_KV in handed
+    assert set(handed) <= {0, LOSS_KV}
+    assert not any(end["target_kv"] for end in ends if end["prefill"] != "prefill-0")
     assert silence_s < 3 * LEASE_TTL_S
     assert first_s < 3 * LEASE_TTL_S + 2.0
     assert served_by(came, "prefill") <= {"decode-0", "decode-1"}
