@@ -10,7 +10,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from typing import Any
 
 import grpc.aio
@@ -19,6 +19,7 @@ from decode_node.engine.engine import DecodeEngine
 from decode_node.engine.reservations import HandoffDeadlines, num_slots
 from decode_node.engine.scheduler import DecodeLimits
 from decode_node.links import HostContext, LinkHost
+from decode_node.made import MadeTokens
 from decode_node.permits import Permits
 from decode_node.service import CALLERS, DecodeService
 from decode_node.sink import ReservedPages
@@ -42,6 +43,7 @@ class DecodeNode:
         self._config = config
         self._node_id = node_id
         self._given_runner = runner
+        self._made = MadeTokens()
 
     async def start(self) -> str:
         """Load the model, start engine and server; returns "host:port"."""
@@ -70,12 +72,15 @@ class DecodeNode:
     async def decode(self, request: node_pb2.DecodeRequest) -> AsyncGenerator[node_pb2.DecodeEvent, None]:
         """Reserve, then stream what each round commits."""
         loop = self.shell.loop
-        with self.shell.call():
+        with self.shell.call(), ExitStack() as told:
             stream = await self._make_stream(request)
+            told.enter_context(self._made.of(request.sequence, stream))
             try:
                 await loop.call(lambda: self._engine.submit(stream))
                 while True:
                     event = await stream.events.take()
+                    if event.HasField("tokens"):
+                        stream.num_told = event.tokens.first_index + len(event.tokens.token_ids)
                     yield event
                     if event.HasField("finished"):
                         return
@@ -83,6 +88,10 @@ class DecodeNode:
                         await stream.events.gather()
             finally:  # nothing happens when the stream ended by itself
                 self._post(stream.ticket, lambda: self._engine.leave(stream))
+
+    def recall(self, request: node_pb2.RecallRequest) -> node_pb2.RecallResponse:
+        """The tokens that were made of sequences; also where the node drains."""
+        return self._made.recall(request)
 
     async def pair(self, request: handoff_pb2.PairRequest) -> handoff_pb2.PairResponse:
         """Open a link for a prefill node. PairingRefused when the two do not fit."""

@@ -20,6 +20,7 @@ CALLERS: Mapping[str, Role] = {
     "Handoff": "prefill",
     "Status": "router",
     "Trace": "router",
+    "Recall": "router",
 }
 
 
@@ -28,6 +29,9 @@ class DecodeCalls(Protocol):
 
     def decode(self, request: node_pb2.DecodeRequest) -> AsyncGenerator[node_pb2.DecodeEvent, None]:
         """Reserve pages, then stream what each round commits."""
+
+    def recall(self, request: node_pb2.RecallRequest) -> node_pb2.RecallResponse:
+        """The tokens that were made of sequences."""
 
     async def pair(self, request: handoff_pb2.PairRequest) -> handoff_pb2.PairResponse:
         """Open a link for a prefill node. PairingRefused when the two do not fit."""
@@ -63,3 +67,8 @@ class DecodeService(node_pb2_grpc.DecodeNodeServicer):
 
     async def Trace(self, request: trace_pb2.TraceRequest, context: Context) -> trace_pb2.TraceResponse:
         return self._shell.trace(request)
+
+    async def Recall(self, request: node_pb2.RecallRequest, context: Context) -> node_pb2.RecallResponse:
+        async with answering_errors(context):
+            return self._node.recall(request)
+        raise AssertionError("unreachable: the context was aborted")

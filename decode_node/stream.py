@@ -196,7 +196,7 @@ class Landing:
 
 @dataclass(eq=False)
 class Stream:
-    """Made by the RPC; from then on the engine thread alone changes it."""
+    """Made by the RPC; from then on the engine thread alone changes it, but for ``num_told``."""
 
     request: SequenceRequest
     local_prefill: bool  # as asked, or found at the reservation: see local_prefill_up_to
@@ -206,6 +206,7 @@ class Stream:
     grammar: CompiledGrammar | None = None  # of the request, if it has one
     local_prefill_up_to: int = 0  # prompt tokens to compute, cached ones apart, that are not worth a hand-off
     trace: Trace = NO_TRACE  # the engine thread's row; the receiver records on a row of its own
+    num_told: int = 0  # the RPC: output tokens that the router was told, those of prefill and resumed ones included
     queued_at: float = field(default_factory=time.monotonic)
     phase: StreamPhase = StreamPhase.WAITING
     seq: Running | None = None  # the engine, when the stream reaches the head of the line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 from paceline.errors import InvalidRequest, PacelineError, quoted
@@ -222,6 +223,15 @@ def sequence_to_proto(request: SequenceRequest) -> node_pb2.SequenceRequest:
         speculation=speculation_to_proto(request.speculation),
         cache_salt=request.cache_salt,
     )
+
+
+def sequence_digest(message: node_pb2.SequenceRequest) -> bytes:
+    """Names everything that the tokens of a sequence depend on, 32 bytes."""
+    named = node_pb2.SequenceRequest()
+    named.CopyFrom(message)
+    named.ClearField("request_id")
+    named.ClearField("output_token_ids")
+    return hashlib.sha256(named.SerializeToString(deterministic=True)).digest()
 
 
 def trace_to_proto(trace: RequestTrace) -> trace_pb2.TraceResponse:

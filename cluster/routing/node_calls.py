@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -144,19 +145,30 @@ class NodeCalls:
 
     async def trace(self, node: NodeRecord, asked: trace_pb2.TraceRequest, timeout_s: float) -> trace_pb2.TraceResponse:
         """What the node keeps of a request. Raises NodeFailure."""
-        line = self._line(node)
-        line.calls += 1  # it is not load, but its channel must stay
         decodes = node.role == "decode"
         stub: Any = node_pb2_grpc.DecodeNodeStub if decodes else node_pb2_grpc.PrefillNodeStub
+        answer: trace_pb2.TraceResponse = await self._asked(node, lambda channel: stub(channel).Trace, asked, timeout_s)
+        return answer
+
+    async def recall(
+        self, node: NodeRecord, asked: node_pb2.RecallRequest, timeout_s: float
+    ) -> node_pb2.RecallResponse:
+        """The tokens that a decode node made of sequences. Raises NodeFailure."""
+        stub: Any = node_pb2_grpc.DecodeNodeStub
+        answer: node_pb2.RecallResponse = await self._asked(
+            node, lambda channel: stub(channel).Recall, asked, timeout_s
+        )
+        return answer
+
+    async def _asked(self, node: NodeRecord, method: Callable[[Any], Any], asked: Any, timeout_s: float) -> Any:
+        line = self._line(node)
+        line.calls += 1  # it is not load, but its channel must stay
         try:
-            answer: trace_pb2.TraceResponse = await stub(line.channel).Trace(
-                asked, timeout=timeout_s, metadata=self.identity.metadata
-            )
+            return await method(line.channel)(asked, timeout=timeout_s, metadata=self.identity.metadata)
         except grpc.aio.AioRpcError as error:
             raise NodeFailure(node, _of_node(error_from_rpc(error, node.id))) from None
         finally:
             line.calls -= 1
-        return answer
 
     def _started(self, call: Any, node: NodeRecord, line: _Line, tokens: int = 0) -> NodeStream[Any]:
         line.calls += 1

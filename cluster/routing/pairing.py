@@ -117,6 +117,15 @@ class Pairing:
             node for node in nodes if node.role == role and node.state == "ready" and key_of(node) not in self._suspects
         ]
 
+    def likely(self, token_ids: Sequence[int], salt: str, most: int) -> list[NodeRecord]:
+        """At most so many decode nodes, also those that drain, by how much of these tokens they are thought to have
+        cached."""
+        nodes = [node for node in self._nodes() if node.role == "decode" and key_of(node) not in self._suspects]
+        if self._prefixes is not None and len(nodes) > 1:
+            cached = self._prefixes.cached_tokens(nodes, token_ids, salt)
+            nodes.sort(key=lambda node: -cached.get(key_of(node), 0))
+        return nodes[:most]
+
     async def pick(self, tries: Tries, num_tokens: int, token_ids: Sequence[int] = (), salt: str = "") -> Pair:
         """A pair for a sequence of at most ``num_tokens``, prompt and output. token_ids, salt: what is to be in its KV
         before it decodes, and whose cache it may use. Overloaded when every node is full, NodeUnavailable when no

@@ -2,8 +2,8 @@
 
 The request comes from the journal, or from the client's own copy; both are planned like any other, and the digest of
 the plan says whether it is the one that was admitted. What the client has is either given back as tokens, by itself or
-by the journal (`told.py`), which the nodes take like a replay, or made again silently; either way the text goes on at
-the next index.
+by who knows them (`recall.py`), which the nodes take like a replay, or made again silently; either way the text goes on
+at the next index.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import replace
 from cluster.contract import public_wire
 from cluster.contract.generation import Chat, GenerationRequest, ReceivedChoice, Resume, check_generation_id
 from cluster.contract.plan import Plan
-from cluster.routing.told import ToldTokens, recall
+from cluster.routing.told import ToldTokens
 from cluster.state.journal import Journal, journal_key
 from paceline.errors import InvalidRequest, NodeUnavailable, PacelineError
 from paceline.request import MAX_N
@@ -98,14 +98,6 @@ async def _read(request: GenerationRequest, journal: Journal | None) -> Generati
         return None
     entry = await journal.read(journal_key(request.tenant, request.generation_id))
     return None if entry is None else public_wire.from_journal_entry(entry)
-
-
-async def what_client_has(
-    journal: Journal | None, plan: Plan, request: GenerationRequest, vocab_size: int, replayable: bool
-) -> Mapping[int, ReceivedChoice]:
-    """The same as ``received_of``, with the tokens that routers told a client who cannot send them back."""
-    received = received_of(plan, request, vocab_size, replayable)
-    return await recall(journal, plan, received) if request.keeps_told else received
 
 
 def received_of(

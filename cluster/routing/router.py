@@ -28,7 +28,8 @@ from cluster.routing.metrics import Metrics
 from cluster.routing.node_calls import NodeCalls, NodeFailure
 from cluster.routing.pairing import Pairing, Tries
 from cluster.routing.reading import ChunkQueue, Reading
-from cluster.routing.resume import find_admitted, journaled, what_client_has
+from cluster.routing.recall import Recall
+from cluster.routing.resume import find_admitted, journaled, received_of
 from cluster.routing.traces import Owners, collect, not_kept
 from cluster.state.journal import Journal
 from cluster.state.prefix_index import PrefixIndex
@@ -117,6 +118,7 @@ class Router:
         self._recorder = Recorder(config.trace_requests)
         self._owners = Owners(config.trace_requests)
         self._pairing = Pairing(registry.nodes, self._calls, page_size, prefixes, wait_s=config.queue_timeout_s)
+        self._recall = Recall(journal, self._pairing.likely, self._calls)
         self.quarantine = self._pairing.quarantine
         self.metrics.before_render(lambda: self.metrics.set_breakers(self._pairing.breaker_levels()))
         self.metrics.before_render(lambda: self.metrics.set_queued(self._admission.waiting))
@@ -155,9 +157,9 @@ class Router:
             self._owners.note(plan.request_id, plan.admitted.tenant, plan.sequences[0].cache_salt)
             trace = self._recorder.open(plan.request_id, "request")
             trace.record("planned", started_at, time.monotonic(), prompt_tokens=plan.num_prompt_tokens)
-            received = await what_client_has(
-                self._journal, plan, request, self.served.vocab_size, self.config.acceptance == "sample"
-            )
+            received = received_of(plan, request, self.served.vocab_size, self.config.acceptance == "sample")
+            if request.keeps_told:
+                received = await self._recall(plan, received)
             runs = self._choices(plan, received, started_at, request.resume is not None and request.resume.retell)
             await self._turn(place, plan)
             used = plan.num_prompt_tokens * len(plan.sequences)

@@ -1,32 +1,23 @@
-"""The tokens that a client was told, kept in the journal for whichever router goes on with its stream.
+"""The tokens that a client was told, kept in the journal for whichever router goes on with its stream (`recall.py`).
 
 Server-sent events cannot bring their tokens back, so the router that tells them keeps them, and another one replays
 them as a prompt. The entry is named by the plan's digest: the same plan makes the same tokens, so a router finds none
-but those that it would make itself. Where there is no entry, or an older one, the nodes make the rest again.
+but those that it would make itself.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
-from dataclasses import replace
-
-from google.protobuf.message import DecodeError
 
 from cluster.contract.generation import ReceivedChoice
 from cluster.contract.plan import Plan
 from cluster.contract.public_wire import plan_digest
 from cluster.state.journal import Journal, Kept
-from paceline.errors import NodeUnavailable
 from paceline.results import Chunk
 from paceline.v1 import inference_pb2
-from paceline.wire import logprobs_from_proto, logprobs_to_proto
+from paceline.wire import logprobs_to_proto
 
-log = logging.getLogger(__name__)
-
-LEAST_WAIT_S, MOST_WAIT_S = 0.5, 2.0  # for a journal that cannot be read
-A_TOKEN_S = 0.02  # of that wait for each token of a choice: a few are made sooner than waited for
 FEW_TOKENS = 16  # that are told before they are written
 SHARE = 8  # and one of so many of those before
 OFTEN_S, BYTES_A_SECOND = 1.0, 4096  # a stream that is slow is written once a second, a long one less often
@@ -37,7 +28,7 @@ class ToldTokens:
 
     def __init__(self, journal: Journal, plan: Plan, received: Mapping[int, ReceivedChoice]) -> None:
         """received: what the client of a resumed stream has, with its tokens where they are known."""
-        self._journal, self._key = journal, _key(journal, plan)
+        self._journal, self._key = journal, told_key(journal, plan)
         self._kept: Kept | None = None
         self._message = inference_pb2.GenerateResponse()
         self._choices = [self._message.choices.add(index=index) for index in range(len(plan.sequences))]
@@ -95,47 +86,6 @@ class ToldTokens:
             self._journal.release(self._kept, complete=complete)
 
 
-async def recall(
-    journal: Journal | None, plan: Plan, received: Mapping[int, ReceivedChoice]
-) -> Mapping[int, ReceivedChoice]:
-    """``received`` with the first of its tokens, as many as are known. Unchanged where the journal does not say."""
-    if journal is None or not any(had.next_index > len(had.token_ids) for had in received.values()):
-        return received
-    try:
-        entry = await journal.read_patiently(_key(journal, plan), _patience_s(received))
-        found = inference_pb2.GenerateResponse.FromString(entry or b"")
-    except (NodeUnavailable, DecodeError) as error:
-        log.info("%s: its tokens are made again: %s", plan.request_id, error)
-        return received
-    by_index = {choice.index: choice for choice in found.choices}
-    recalled = {index: _filled(had, by_index.get(index), plan) for index, had in received.items()}
-    known, asked = (sum(of(had) for had in recalled.values()) for of in (_known, _asked))
-    log.info("%s: %d of the %d tokens that its client has are known", plan.request_id, known, asked)
-    return recalled
-
-
-def _patience_s(received: Mapping[int, ReceivedChoice]) -> float:
-    """How long the tokens that are not known are worth waiting for. Choices are made side by side."""
-    most = max(_asked(had) - _known(had) for had in received.values())
-    return min(max(LEAST_WAIT_S, most * A_TOKEN_S), MOST_WAIT_S)
-
-
-def _filled(had: ReceivedChoice, found: inference_pb2.Choice | None, plan: Plan) -> ReceivedChoice:
-    if found is None or had.token_ids:
-        return had
-    token_ids = tuple(found.token_ids[: had.next_index])
-    logprobs = tuple(logprobs_from_proto(entry) for entry in found.logprobs[: len(token_ids)])
-    wanted = len(token_ids) if plan.admitted.sampling.top_logprobs is not None else 0
-    return replace(had, token_ids=token_ids, logprobs=logprobs) if len(logprobs) == wanted else had
-
-
-def _known(had: ReceivedChoice) -> int:
-    return len(had.token_ids)
-
-
-def _asked(had: ReceivedChoice) -> int:
-    return had.next_index
-
-
-def _key(journal: Journal, plan: Plan) -> str:
+def told_key(journal: Journal, plan: Plan) -> str:
+    """Where the journal keeps what was told of a plan."""
     return journal.seal.name("told", plan_digest(plan.admitted))

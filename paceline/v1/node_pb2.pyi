@@ -490,6 +490,104 @@ class Finished(_message.Message):
 Global___Finished: _TypeAlias = Finished  # noqa: Y015
 
 @_typing.final
+class RecallRequest(_message.Message):
+    """Which sequences."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecallSequence]:
+        """At most 128."""
+
+    def __init__(
+        self,
+        *,
+        sequences: _abc.Iterable[Global___RecallSequence] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequences", b"sequences"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecallRequest: _TypeAlias = RecallRequest  # noqa: Y015
+
+@_typing.final
+class RecallSequence(_message.Message):
+    """One of them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    """SHA-256 of the SequenceRequest without request_id and output_token_ids, in deterministic serialization; 32 bytes."""
+    num_tokens: _builtins.int
+    """So many of its tokens are asked for."""
+    def __init__(
+        self,
+        *,
+        digest: _builtins.bytes = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecallSequence: _TypeAlias = RecallSequence  # noqa: Y015
+
+@_typing.final
+class RecallResponse(_message.Message):
+    """What is known of each, in the order of the request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MADE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def made(self) -> _containers.RepeatedCompositeFieldContainer[Global___MadeTokens]:
+        """One per sequence."""
+
+    def __init__(
+        self,
+        *,
+        made: _abc.Iterable[Global___MadeTokens] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["made", b"made"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecallResponse: _TypeAlias = RecallResponse  # noqa: Y015
+
+@_typing.final
+class MadeTokens(_message.Message):
+    """The first output tokens of a sequence, as many as are asked for and known."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MadeTokens: _TypeAlias = MadeTokens  # noqa: Y015
+
+@_typing.final
 class StatusRequest(_message.Message):
     """Nothing is asked."""
 

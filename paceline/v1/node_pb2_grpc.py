@@ -270,6 +270,11 @@ class DecodeNodeStub:
                 request_serializer=paceline_dot_v1_dot_trace__pb2.TraceRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_trace__pb2.TraceResponse.FromString,
                 _registered_method=True)
+        self.Recall = channel.unary_unary(
+                '/paceline.v1.DecodeNode/Recall',
+                request_serializer=paceline_dot_v1_dot_node__pb2.RecallRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_node__pb2.RecallResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeNodeServicer:
@@ -311,6 +316,13 @@ class DecodeNodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Recall(self, request, context):
+        """The tokens that this node made of sequences, for a router that goes on with a stream which another one told.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeNodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -338,6 +350,11 @@ def add_DecodeNodeServicer_to_server(servicer, server):
                     servicer.Trace,
                     request_deserializer=paceline_dot_v1_dot_trace__pb2.TraceRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_trace__pb2.TraceResponse.SerializeToString,
+            ),
+            'Recall': grpc.unary_unary_rpc_method_handler(
+                    servicer.Recall,
+                    request_deserializer=paceline_dot_v1_dot_node__pb2.RecallRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_node__pb2.RecallResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -476,6 +493,33 @@ class DecodeNode:
             '/paceline.v1.DecodeNode/Trace',
             paceline_dot_v1_dot_trace__pb2.TraceRequest.SerializeToString,
             paceline_dot_v1_dot_trace__pb2.TraceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Recall(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.DecodeNode/Recall',
+            paceline_dot_v1_dot_node__pb2.RecallRequest.SerializeToString,
+            paceline_dot_v1_dot_node__pb2.RecallResponse.FromString,
             options,
             channel_credentials,
             insecure,

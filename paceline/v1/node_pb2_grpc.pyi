@@ -112,6 +112,8 @@ class DecodeNodeStub:
     """Load and identity."""
     Trace: _grpc.UnaryUnaryMultiCallable[_trace_pb2.TraceRequest, _trace_pb2.TraceResponse]
     """The timeline of one of the latest requests on this node; no event when nothing is kept of it."""
+    Recall: _grpc.UnaryUnaryMultiCallable[_node_pb2.RecallRequest, _node_pb2.RecallResponse]
+    """The tokens that this node made of sequences, for a router that goes on with a stream which another one told."""
 
 @_typing.type_check_only
 class DecodeNodeAsyncStub(DecodeNodeStub):
@@ -128,6 +130,8 @@ class DecodeNodeAsyncStub(DecodeNodeStub):
     """Load and identity."""
     Trace: _aio.UnaryUnaryMultiCallable[_trace_pb2.TraceRequest, _trace_pb2.TraceResponse]  # type: ignore[assignment]
     """The timeline of one of the latest requests on this node; no event when nothing is kept of it."""
+    Recall: _aio.UnaryUnaryMultiCallable[_node_pb2.RecallRequest, _node_pb2.RecallResponse]  # type: ignore[assignment]
+    """The tokens that this node made of sequences, for a router that goes on with a stream which another one told."""
 
 class DecodeNodeServicer(metaclass=_abc_1.ABCMeta):
     """What the router and prefill nodes ask of a decode node."""
@@ -171,5 +175,13 @@ class DecodeNodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trace_pb2.TraceResponse, _abc.Awaitable[_trace_pb2.TraceResponse]]:
         """The timeline of one of the latest requests on this node; no event when nothing is kept of it."""
+
+    @_abc_1.abstractmethod
+    def Recall(
+        self,
+        request: _node_pb2.RecallRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.RecallResponse, _abc.Awaitable[_node_pb2.RecallResponse]]:
+        """The tokens that this node made of sequences, for a router that goes on with a stream which another one told."""
 
 def add_DecodeNodeServicer_to_server(servicer: DecodeNodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

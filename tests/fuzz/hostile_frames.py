@@ -27,7 +27,7 @@ HIDDEN = (
     )
 )
 READ_S = 0.2  # for what a server says to it
-METHODS = ("Decode", "Pair", "Handoff", "Status", "Trace")
+METHODS = ("Decode", "Pair", "Handoff", "Status", "Trace", "Recall")
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes, length: int | None = None) -> bytes:

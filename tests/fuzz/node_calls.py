@@ -50,6 +50,9 @@ class NodeMessages:
                 return handoff_pb2.PairRequest(prefill_node_id="prefill-9", fingerprint=other)
             case "Handoff":
                 return _handoff(rng)
+            case "Recall":
+                asked = node_pb2.RecallSequence(digest=rng.randbytes(32), num_tokens=rng.choice((0, 5, 2**32 - 1)))
+                return node_pb2.RecallRequest(sequences=[asked] * rng.choice((0, 1, 128, 129)))
             case "Trace":
                 return trace_pb2.TraceRequest(request_id="fuzz-1")
         return node_pb2.StatusRequest()

@@ -34,6 +34,7 @@ RPCS: dict[str, tuple[Role, Role]] = {  # who serves it, who may call it
     "Handoff": ("decode", "prefill"),
     "Status": ("decode", "router"),
     "Trace": ("decode", "router"),
+    "Recall": ("decode", "router"),
     "Prefill": ("prefill", "router"),
     "Connect": ("prefill", "router"),
     "prefill's Status": ("prefill", "router"),
@@ -45,6 +46,7 @@ REQUESTS: dict[str, Any] = {
     "Handoff": handoff_pb2.HandoffMessage(hello=handoff_pb2.Hello(link_id="?")),
     "Status": node_pb2.StatusRequest(),
     "Trace": trace_pb2.TraceRequest(),
+    "Recall": node_pb2.RecallRequest(),
     "Prefill": node_pb2.PrefillRequest(),
     "Connect": node_pb2.ConnectRequest(),
 }

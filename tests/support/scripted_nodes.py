@@ -25,7 +25,7 @@ from paceline.speculation import PREDICTION
 from paceline.text.templates import ChatTemplate
 from paceline.text.tokenizer import Tokenizer
 from paceline.v1 import common_pb2, handoff_pb2, inference_pb2, node_pb2, node_pb2_grpc, trace_pb2
-from paceline.wire import finish_reason_to_proto, logprobs_to_proto, sequence_from_proto
+from paceline.wire import finish_reason_to_proto, logprobs_to_proto, sequence_digest, sequence_from_proto
 
 VOCAB = 300
 EOS = 256
@@ -137,6 +137,8 @@ class FakeNode:
     cancelled: int = 0
     server: grpc.aio.Server | None = None
     trace_pause_s: float = 0.0
+    made: dict[bytes, list[int]] | None = None  # by digest; None: the node is of a version that recalls nothing
+    recalls: int = 0
 
     async def trace(self, request: trace_pb2.TraceRequest) -> trace_pb2.TraceResponse:
         """One event of every sequence of the request."""
@@ -242,6 +244,8 @@ class FakeDecode(node_pb2_grpc.DecodeNodeServicer):
         async with self.node.call(context):
             sequence = sequence_from_proto(request.sequence)
             self.node.sequences.append(sequence)
+            if self.node.made is not None:
+                self.node.made[sequence_digest(request.sequence)] = self.node.tokens(sequence, 0)
             self.node.local.append(request.local_prefill)
             self.world.issued += 1
             ticket = f"ticket-{self.world.issued}"
@@ -304,6 +308,14 @@ class FakeDecode(node_pb2_grpc.DecodeNodeServicer):
 
     async def Trace(self, request: trace_pb2.TraceRequest, context: Any) -> trace_pb2.TraceResponse:
         return await self.node.trace(request)
+
+    async def Recall(self, request: node_pb2.RecallRequest, context: Any) -> node_pb2.RecallResponse:
+        self.node.recalls += 1
+        if self.node.made is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
+            raise AssertionError("unreachable")
+        found = [self.node.made.get(asked.digest, [])[: asked.num_tokens] for asked in request.sequences]
+        return node_pb2.RecallResponse(made=[node_pb2.MadeTokens(token_ids=token_ids) for token_ids in found])
 
 
 class FakePrefill(node_pb2_grpc.PrefillNodeServicer):

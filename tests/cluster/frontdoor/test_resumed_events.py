@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import httpx
 import pytest
 
 from cluster.frontdoor.http import HttpOptions, create_app
-from cluster.routing.told import MOST_WAIT_S
+from cluster.routing.recall import MOST_WAIT_S
 from cluster.state.journal import Journal, open_journal
 from paceline.v1 import inference_pb2
 from tests.fakes.redis_servers import Embedded, stopped, unreachable
@@ -222,6 +223,19 @@ async def test_tokens_are_made_again_where_redis_stays_away(two_with_journals: T
             rest = await resumed
     assert Got().take(whole[:-3]).take(rest).sorted() == Got().take(whole).sorted()
     assert [list(one.output_token_ids) for one in asked] == [[], []]
+
+
+async def test_nodes_know_what_redis_does_not(two_with_journals: Two, redis_server: Embedded) -> None:
+    """Mutants: nodes are not asked, or only after Redis was waited for."""
+    two = two_with_journals
+    two.nodes.nodes["decode-0"].made = {}
+    whole, asked = await journalled(two)
+    with stopped(redis_server):
+        began = time.monotonic()
+        rest = await two.ask(1, COMPLETIONS, LONG, since=whole[-4][0])
+        assert time.monotonic() - began < MOST_WAIT_S / 2
+    assert Got().take(whole[:-3]).take(rest).sorted() == Got().take(whole).sorted()
+    assert [len(one.output_token_ids) for one in asked] == [int(whole[-4][0].split(".")[2])]
 
 
 @dataclass

@@ -24,7 +24,7 @@ from paceline.v1 import node_pb2, node_pb2_grpc
 class Server(node_pb2_grpc.DecodeNodeServicer):
     """What is asked of a node's gRPC server."""
 
-    Decode = Handoff = Pair = Trace = None  # type: ignore[assignment]
+    Decode = Handoff = Pair = Trace = Recall = None  # type: ignore[assignment]
 
     async def Status(self, request: node_pb2.StatusRequest, context: Any) -> node_pb2.StatusResponse:
         return node_pb2.StatusResponse()

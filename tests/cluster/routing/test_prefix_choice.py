@@ -195,6 +195,19 @@ async def test_a_stream_that_is_made_again_is_looked_up_with_what_it_has_said() 
         assert index.asked[-1] > 65
 
 
+async def test_who_is_asked_what_it_made() -> None:
+    """Also a node that drains. Mutants: prefill nodes are asked; the first nodes are, wherever the prompt is."""
+    index = PrefixIndex()
+    async with fleet(prefill=1, decode=3, prefixes=index) as made:
+        cached_on(made, index, "decode-2")
+        made.set_state("decode-2", "draining")
+        tokens = tuple(PROMPT.encode())
+        likely = made.router._pairing.likely
+        assert [node.id for node in likely(tokens, TENANT, 9)] == ["decode-2", "decode-0", "decode-1"]
+        assert [node.id for node in likely(tokens, TENANT, 1)] == ["decode-2"]
+        assert [node.id for node in likely(tokens, "another", 2)] == ["decode-0", "decode-1"]
+
+
 async def served(made: Fleet, request: Any) -> tuple[str, str]:
     done = await answer(made, request)
     return done.completion.nodes.prefill, done.completion.nodes.decode

@@ -1,22 +1,21 @@
-"""When the tokens that a client was told are written, and what becomes of a stream whose tokens nobody knows."""
+"""When the tokens that a client was told are written."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from cluster.contract.generation import GenerationRequest, ReceivedChoice
 from cluster.contract.plan import Plan, ServedModel, make_plan
 from cluster.routing import told
-from cluster.routing.told import FEW_TOKENS, LEAST_WAIT_S, MOST_WAIT_S, OFTEN_S, ToldTokens, recall
+from cluster.routing.told import FEW_TOKENS, OFTEN_S, ToldTokens
 from cluster.state.journal import Journal
 from cluster.state.sealing import Seal
 from paceline.config import ServeConfig
 from paceline.results import Chunk
-from paceline.v1 import common_pb2, inference_pb2
+from paceline.v1 import inference_pb2
 from tests.support.scripted_nodes import MAX_MODEL_LEN, VOCAB, ByteTokenizer
 
 NOWHERE = "redis://127.0.0.1:1/0"
@@ -96,42 +95,6 @@ async def test_an_entry_that_may_be_fuller_is_left_alone(journal: Journal, plan:
     assert written(journal) == []
     stream.note(tokens(40, 11))
     assert written(journal) == list(range(51))
-
-
-@pytest.mark.parametrize("there", [True, False])
-async def test_what_is_not_known_is_made_again(
-    journal: Journal, plan: Plan, there: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without Redis, and with an entry that lacks log-probabilities. Mutant: a resume fails with the journal."""
-
-    async def read(key: str, patience_s: float) -> Any:
-        return inference_pb2.GenerateResponse(
-            choices=[inference_pb2.Choice(index=0, token_ids=[1, 2], logprobs=[common_pb2.TokenLogprobs(logprob=-1.0)])]
-        ).SerializeToString()
-
-    if there:
-        monkeypatch.setattr(journal, "read_patiently", read)
-    received = {0: ReceivedChoice(0, 5)}
-    assert await recall(journal, plan, received) == received
-
-
-async def test_a_wait_for_the_journal_is_worth_its_tokens(
-    journal: Journal, plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Mutants: what resumes nothing waits; a few tokens are waited for longer than it takes to make them; choices that
-    are made at once are waited for one after the other."""
-    waits: list[float] = []
-
-    async def read(key: str, patience_s: float) -> None:
-        waits.append(patience_s)
-
-    monkeypatch.setattr(journal, "read_patiently", read)
-    for received in ({}, {0: ReceivedChoice(0, 0)}, {0: ReceivedChoice(0, 3, (1, 2, 3))}):
-        await recall(journal, plan, received)
-    assert waits == []
-    for had in ((5,), (60, 60, 10), (1000,)):
-        await recall(journal, plan, {index: ReceivedChoice(index, number) for index, number in enumerate(had)})
-    assert waits == [LEAST_WAIT_S, pytest.approx(1.2), MOST_WAIT_S]
 
 
 async def test_streams_of_one_plan_share_what_the_longest_was_told(journal: Journal, plan: Plan) -> None:
