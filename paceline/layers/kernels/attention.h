@@ -29,7 +29,7 @@ static constexpr int64_t UNITS = 4;                // for each thread, from whic
 // The softmax of a further part joins that of those before it; see States. Compiled once, for the same bits everywhere.
 static __attribute__((noinline)) void join(float* to, const float* part, int64_t D) {
   float top = std::max(to[D], part[D]);
-  float kept = vexp(splat(to[D] - top))[0], taken = vexp(splat(part[D] - top))[0];
+  float kept = faded(to[D], top), taken = faded(part[D], top);
   for (int64_t d = 0; d < D; d += 16) store16(to + d, load16(to + d) * kept + load16(part + d) * taken);
   to[D] = top;
   to[D + 1] = to[D + 1] * kept + part[D + 1] * taken;
@@ -150,7 +150,10 @@ int attend(const T* q, const U* pool, int64_t page_size, int64_t rows, int64_t H
   if constexpr (std::is_same_v<T, bf16>) {
     auto run = BY_DIM(amx_attend_run, D, U);
     if (run && Hq / Hk <= 16) {
-      std::vector<int64_t> starts = runs_of(rows, seen, RUN_BLOCKS * (16 / (Hq / Hk)), true);
+      // Some blocks for each thread, and then as many as may share a tile.
+      const int64_t per = 16 / (Hq / Hk), blocks = rows * Hk / (per * UNITS * threads);
+      std::vector<int64_t> starts =
+          runs_of(rows, seen, per * std::min<int64_t>(RUN_BLOCKS, std::max<int64_t>(LEAST_BLOCKS, blocks)), true);
       auto unit = [&](int64_t i, int64_t h, int64_t begin, const States& states) {
         int64_t r = starts[i];
         run(q + r * Hq * D, pool, page_size, Hq, Hk, h, seen.slots + seen.slot_offsets[r], seen.prefix_lens + r,

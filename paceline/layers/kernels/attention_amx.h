@@ -50,7 +50,7 @@ template <int D>
 struct AmxBlock {  // up to 16 (row, query head) pairs
   alignas(64) bf16 q[16 * D];
   alignas(64) float acc[16 * D];
-  float top[16], total[16];
+  alignas(64) float top[16], total[16], fade[16];
   int64_t start[16], length[16];  // the positions that a pair sees: start..length-1
   int pairs;
   int64_t earliest, longest;
@@ -73,7 +73,9 @@ struct AmxBlock {  // up to 16 (row, query head) pairs
       _tile_stored(0, s + b * 16, TILE * 4);
       _tile_stored(1, s + b * 16 + 16, TILE * 4);
     }
-    for (int m = 0; m < pairs; m++) weigh(s + m * TILE, p + m * TILE, m, start[m] - base, length[m] - base, blocks32 * 2, scale);
+    soften(s, p, TILE, {pairs, start, length, top, total, fade}, base, 0, blocks32 * 2, scale);
+    for (int m = 0; m < pairs; m++)
+      for (int d = 0; d < D && fade[m] != 1; d += 16) store16(acc + m * D + d, load16(acc + m * D + d) * fade[m]);
     for (int d = 0; d < D / 16; d += 2) {
       _tile_loadd(0, acc + d * 16, D * 4);
       _tile_loadd(1, acc + d * 16 + 16, D * 4);
@@ -88,16 +90,9 @@ struct AmxBlock {  // up to 16 (row, query head) pairs
       _tile_stored(1, acc + d * 16 + 16, D * 4);
     }
   }
-
-  // One row of scores to probabilities; updates top, total and acc of pair m. It sees the keys from..valid-1 of this tile.
-  void weigh(float* s, bf16* p, int m, int64_t from, int64_t valid, int groups, float scale) {
-    if (valid <= 0 || from >= TILE) { memset(p, 0, groups * 32); return; }
-    float fade = soften(s, p, from, valid, groups, scale, top[m], total[m]);
-    for (int d = 0; d < D; d += 16) store16(acc + m * D + d, load16(acc + m * D + d) * fade);
-  }
 };
 
-static constexpr int RUN_BLOCKS = 8;  // blocks that share a tile's layout
+static constexpr int RUN_BLOCKS = 16, LEAST_BLOCKS = 8;  // that may share a tile's layout at most
 
 // Rows [0, count) of one segment for one KV head: rows without tails, or nodes of a tree, whose prefixes are equally long.
 // Nodes go through the tiles that lie in their prefix together. From the tile on in which it ends each has keys of its own,

@@ -23,7 +23,8 @@ struct RunPairs {
     q.resize(pairs * D);
     sums.assign(pairs * D, 0.0f);
     scores.resize(pairs * TILE / 16);
-    top.resize(pairs), total.resize(pairs), first.resize(pairs), length.resize(pairs);
+    top.resize(pairs + 16), total.resize(pairs + 16);  // 16 are taken at once
+    first.resize(pairs), length.resize(pairs);
   }
 };
 
@@ -152,14 +153,13 @@ static void block_tile(RunPairs& run, int64_t at, int64_t end, BlockTile<U>& til
         BY_ROWS(end - i, (block_dots<R>(q + i * D, tile.room + n * 16 * D, D, out)))
       }
   }
-  for (int64_t i = at; i < end; i++) {
-    int first = first_of(i), last = end_of(i), before = first / 16 * 16;
-    if (first >= last) continue;
-    float* s = scores + i * TILE;
-    bf16* weights = (bf16*)s;
-    float fade = soften(s + before, weights + before, first - before, last - before, (last + 15) / 16 - first / 16, scale,
-                        run.top[i], run.total[i]);
-    for (int64_t d = i * D; d < (i + 1) * D; d += 16) store16(&run.sums[d], load16(&run.sums[d]) * fade);
+  for (int64_t i = at; i < end; i += 16) {
+    alignas(64) float fade[16];
+    const int count = (int)std::min<int64_t>(16, end - i);
+    soften(scores + i * TILE, (bf16*)(scores + i * TILE), 2 * TILE,
+           {count, &run.first[i], &run.length[i], &run.top[i], &run.total[i], fade}, base, from, stop, scale);
+    for (int m = 0; m < count; m++)
+      for (int64_t d = (i + m) * D; d < (i + m + 1) * D && fade[m] != 1; d += 16) store16(&run.sums[d], load16(&run.sums[d]) * fade[m]);
   }
   constexpr int STEP = TILE / 16;
   for (int b = from; b < stop; b += few ? STEP : GROUPS) {

@@ -57,14 +57,15 @@ struct Sight {
 
   int64_t first(int64_t length) const { return window > 0 ? std::max<int64_t>(length - window, 0) : 0; }
   int64_t first_part(int64_t length) const { return first(length) / PART; }
-  // Of the scores, and of the weights, before any key of the part at `begin`: the first part that a row sees has the sinks.
+  // The highest of the scores, times LOG2_E, and the total of the weights, before any key of the part at `begin`: the first
+  // part that a row sees has the sinks.
   float top(int64_t head, int64_t length, int64_t begin) const {
-    return sinks && begin == first_part(length) * PART ? sinks[head] : -INFINITY;
+    return sinks && begin == first_part(length) * PART ? sinks[head] * LOG2_E : -INFINITY;
   }
   float total(int64_t length, int64_t begin) const { return sinks && begin == first_part(length) * PART ? 1.0f : 0.0f; }
 };
 
-// Where the softmaxes of one part go, each of a row and a query head: D sums, then the highest score, then the sum of weights.
+// Where the softmaxes of one part go, each of a row and a query head: D sums, then the highest score times LOG2_E, then the sum of weights.
 // What rows that see nothing of the part have there means nothing.
 struct States {
   float* first;
@@ -78,74 +79,89 @@ struct States {
   }
 };
 
+// What weights of earlier tiles are multiplied by when the highest score, times LOG2_E, becomes `high`: 0 where none came.
+static inline float faded(float top, float high) { return top == high ? 1.0f : vexp2(splat(top - high))[0]; }
+
 // Scores of a tile's keys to weights, for a row that sees from..n-1 of them: others get 0, those in the groups of 16 that it
 // sees nothing of stay as they are. Returns what weights of earlier tiles are multiplied by.
 static __attribute__((noinline)) float weigh(float* s, int from, int n, float scale, float& top, float& total) {
   int groups = (n + 15) / 16, group0 = from / 16;
   v16 m = splat(-INFINITY);
   for (int b = group0; b < groups; b++) {
-    for (int j = b * 16; j < b * 16 + 16; j++) s[j] = j >= from && j < n ? s[j] * scale : -INFINITY;
+    for (int j = b * 16; j < b * 16 + 16; j++) s[j] = j >= from && j < n ? s[j] * (scale * LOG2_E) : -INFINITY;
     m = vmax(m, load16(s + b * 16));
   }
   float high = top;
   for (int i = 0; i < 16; i++) high = std::max(high, m[i]);
-  v16 sum = {};
-  for (int b = group0; b < groups; b++) {
-    v16 e = vexp(load16(s + b * 16) - high);
-    store16(s + b * 16, e);
-    sum += e;
-  }
-  for (int j = group0 * 16; j < from; j++) s[j] = 0;
+  for (int b = group0; b < groups; b++) store16(s + b * 16, vexp2(load16(s + b * 16) - high));
+  for (int j = group0 * 16; j < from; j++) s[j] = 0;  // not 2^-125
   for (int j = n; j < groups * 16; j++) s[j] = 0;
-  float fade = vexp(splat(top - high))[0];  // of what is 0 where nothing came before
-  // The masked lanes hold exp(-87), not 0: take them off by summing again where a tile is partial.
-  if (from > group0 * 16 || n < groups * 16) {
-    sum = v16{};
-    for (int b = group0; b < groups; b++) sum += load16(s + b * 16);
-  }
+  v16 sum = {};
+  for (int b = group0; b < groups; b++) sum += load16(s + b * 16);
+  float fade = faded(top, high);
   total = total * fade + hsum(sum);
   top = high;
   return fade;
 }
 
 #ifdef USE_AVX512BF16
-// Scores of `groups` groups of 16 keys to weights in bf16, for a row that sees the keys from..n-1 of them: others get 0.
-// Returns what weights of earlier tiles are multiplied by. kGroups: of a whole tile that is all seen, or 0.
-template <int kGroups>
-static inline __attribute__((always_inline)) float soften_groups(float* s, bf16* weights, int64_t from, int64_t n, int groups,
-                                                                 float scale, float& top, float& total) {
-  const int count = kGroups ? kGroups : groups;
-  int full = kGroups ? kGroups : (int)std::min<int64_t>(n, count * 16) / 16;
-  v16 high16 = splat(-INFINITY);
-  for (int b = 0; b < count; b++) {
-    v16 x = load16(s + b * 16) * scale;
-    if (b >= full || b * 16 < from) {
-      auto below = [&](int64_t at) { return (1u << std::min<int64_t>(std::max<int64_t>(at - b * 16, 0), 16)) - 1; };
-      x = (v16)_mm512_mask_mov_ps((__m512)splat(-INFINITY), (__mmask16)(below(n) & ~below(from)), (__m512)x);
+// A tile's keys that pairs of a row and a query head see, of which there are `count`, at most 16.
+struct Pairs16 {
+  int count;
+  const int64_t *first, *length;  // pair m sees the positions first[m]..length[m]-1
+  float *top, *total, *fade;      // of 16: what is not a pair's keeps its value; fade: what sums of earlier tiles are multiplied by
+
+  __mmask16 sees(int m, int64_t at) const {  // of the 16 keys at a position
+    auto below = [&](int64_t end) { return (1u << std::min<int64_t>(std::max<int64_t>(end - at, 0), 16)) - 1; };
+    return (__mmask16)(below(length[m]) & ~below(first[m]));
+  }
+  bool see_all(int64_t base) const {
+    bool all = true;
+    for (int m = 0; m < count; m++) all = all && first[m] <= base && length[m] >= base + TILE;
+    return all;
+  }
+};
+
+template <bool ALL>
+static inline __attribute__((always_inline)) void soften_groups(const float* s, bf16* weights, int64_t step, const Pairs16& pairs,
+                                                                int64_t base, int from, int stop, float scale) {
+  const v16 steps = splat(scale * LOG2_E), none = splat(-INFINITY);
+  alignas(64) float high[16];
+  __m512 each[16];
+  for (int m = 0; m < 16; m++) {
+    v16 most = none;
+    for (int b = from; m < pairs.count && b < stop; b++) {
+      v16 x = load16(s + m * TILE + b * 16);
+      if (!ALL) x = (v16)_mm512_mask_mov_ps((__m512)none, pairs.sees(m, base + b * 16), (__m512)x);
+      most = vmax(most, x);
     }
-    store16(s + b * 16, x);
-    high16 = vmax(high16, x);
+    each[m] = (__m512)most;
   }
-  float high = std::max(top, hmax(high16));
-  v16 sum = {};
-  for (int b = 0; b < count; b++) {
-    v16 x = load16(s + b * 16);
-    v16 e = x == -INFINITY ? v16{} : vexp(x - high);
-    store16(weights + b * 16, e);
-    sum += e;
+  v16 before = load16(pairs.top), now = vmax(before, most_each(each) * steps);
+  v16 kept = before == now ? splat(1.0f) : vexp2(before - now);
+  store16(high, now);
+  store16(pairs.fade, kept);
+  store16(pairs.top, now);
+  for (int m = 0; m < 16; m++) {
+    v16 sum = {}, peak = splat(high[m]);
+    for (int b = from; m < pairs.count && b < stop; b++) {
+      v16 e = vexp2((v16)_mm512_fmsub_ps((__m512)load16(s + m * TILE + b * 16), (__m512)steps, (__m512)peak));
+      if (!ALL) e = (v16)_mm512_maskz_mov_ps(pairs.sees(m, base + b * 16), (__m512)e);
+      _mm256_storeu_si256((__m256i*)(weights + m * step + b * 16), (__m256i)_mm512_cvtneps_pbh((__m512)e));
+      sum += e;
+    }
+    each[m] = (__m512)sum;
   }
-  float fade = vexp(splat(top - high))[0];  // of what is 0 where nothing came before
-  total = total * fade + hsum(sum);
-  top = high;
-  return fade;
+  store16(pairs.total, load16(pairs.total) * kept + sum_each(each));
 }
 
-// The same, for any of them.
-static __attribute__((noinline)) float soften(float* s, bf16* weights, int64_t from, int64_t n, int groups, float scale,
-                                              float& top, float& total) {
-  if (groups == TILE / 16 && n >= TILE && from <= 0)
-    return soften_groups<TILE / 16>(s, weights, from, n, groups, scale, top, total);
-  return soften_groups<0>(s, weights, from, n, groups, scale, top, total);
+// The scores of a tile's groups of 16 from..stop-1 to weights in bf16, of all pairs at once: one does not wait for another's
+// sums. s: [count][TILE]; weights: `step` numbers from pair to pair, which may take the places of the scores. Keys that a pair
+// does not see get 0.
+static __attribute__((noinline)) void soften(const float* s, bf16* weights, int64_t step, const Pairs16& pairs, int64_t base,
+                                             int from, int stop, float scale) {
+  if (from == 0 && stop == TILE / 16 && pairs.see_all(base)) soften_groups<true>(s, weights, step, pairs, base, 0, TILE / 16, scale);
+  else soften_groups<false>(s, weights, step, pairs, base, from, stop, scale);
 }
 #endif
 

@@ -112,15 +112,15 @@ struct Layer {
   int run_together() const {
     int failed = 0;  // what each of the threads finds alike
     in_region(pl_threads(), [&] {
-      static thread_local std::vector<T> memory;
+      static thread_local std::vector<uint8_t> memory;
       size_t size = rows * b.hidden;
-      if (memory.size() < 2 * size) memory.resize(2 * size);
-      memcpy(memory.data(), residual, size * sizeof(T));
-      int found = run(memory.data(), memory.data() + size);
+      T* own = (T*)in_lines(memory, 2 * size * sizeof(T));
+      memcpy(own, residual, size * sizeof(T));
+      int found = run(own, own + size);
 #pragma omp master
       {
         failed = found;
-        if (!found) memcpy(residual, memory.data(), size * sizeof(T));  // others copied it before the first product ended
+        if (!found) memcpy(residual, own, size * sizeof(T));  // others copied it before the first product ended
       }
     });
     return failed;

@@ -115,6 +115,11 @@ static constexpr int64_t AHEAD = 4096, ONE_ROW_AHEAD = AHEAD;
 static constexpr int64_t AHEAD = 8192, ONE_ROW_AHEAD = 2560;
 #endif
 static inline void ask_ahead(const void* weights, int64_t ahead = AHEAD) { __builtin_prefetch((const char*)weights + ahead, 0, 2); }
+// Room for `bytes` in `memory`, from the start of a cache line on: what lies across two lines is loaded twice.
+static inline uint8_t* in_lines(std::vector<uint8_t>& memory, size_t bytes) {
+  if (memory.size() < bytes + 63) memory.resize(bytes + 63);
+  return (uint8_t*)(((uintptr_t)memory.data() + 63) / 64 * 64);
+}
 static inline v16 splat(float f) { return v16{} + f; }
 static inline float hsum(v16 x) {  // one fixed tree
 #ifdef USE_AVX512BF16
@@ -155,4 +160,20 @@ static inline v16 vexp(v16 x) {  // 2^n * polynomial; relative error below 2e-7 
   typedef int32_t i32x16 __attribute__((vector_size(64)));
   i32x16 e = __builtin_convertvector(r, i32x16);
   return p * (v16)((e + 127) << 23);
+}
+
+static constexpr float LOG2_E = 1.44269504f;  // softmaxes are of powers of 2: scores are multiplied by it beforehand
+// 2^x for x <= 0, exactly 1 for 0; relative error below 2e-7. What is below -125 counts as that.
+static inline v16 vexp2(v16 x) {
+  typedef int32_t i32x16 __attribute__((vector_size(64)));
+  x = vmax(x, splat(-125.0f));
+  v16 near = x + 12582912.0f;  // its last bits are the integer next to x
+  v16 f = x - (near - 12582912.0f);
+  v16 p = splat(1.32647296e-3f);
+  p = p * f + 9.67151392e-3f;
+  p = p * f + 5.55073358e-2f;
+  p = p * f + 2.40222424e-1f;
+  p = p * f + 6.93147004e-1f;
+  p = p * f + 1.0f;
+  return (v16)((i32x16)p + ((i32x16)near << 23));
 }

@@ -26,8 +26,7 @@ static Prepared<A> prepare_rows(const Matrix& w, const T* x, int64_t M, int64_t 
   static thread_local std::vector<uint8_t> memory;
   int64_t groups = w.has_minimums ? num_groups(w) : 0, K = w.in_features, stride = (K + 31) / 32 * 32;
   size_t needed = M * (stride * sizeof(typename A::Element) + groups * sizeof(float));
-  if (memory.size() < needed) memory.resize(needed);
-  auto rows = (typename A::Element*)memory.data();
+  auto rows = (typename A::Element*)in_lines(memory, needed);
   auto sums = (float*)(rows + M * stride);
   each_row(M, [&](int64_t m) {
     memset(rows + m * stride + K, 0, (stride - K) * sizeof *rows);
@@ -104,9 +103,8 @@ template <class A, int KIND, class T, class O>
 static void linear_codes(const Matrix& w, const T* x, int64_t M, int64_t ldx, O* out) {
   Prepared<A> rows = prepare_rows<A, KIND>(w, x, M, ldx);
   on_threads(pl_threads(), [&] {
-    static thread_local std::vector<uint8_t> made;
-    size_t needed = PANEL * padded(w.in_features) * sizeof(typename A::Element);
-    if (M > FEW_ROWS && made.size() < needed) made.resize(needed);
+    static thread_local std::vector<uint8_t> memory;
+    uint8_t* made = M > FEW_ROWS ? in_lines(memory, PANEL * padded(w.in_features) * sizeof(typename A::Element)) : nullptr;
 #pragma omp for schedule(static)
     for (int64_t p = 0; p < num_panels(w); p++) {
       const uint8_t* panel = (const uint8_t*)w.packed + p * panel_bytes(w);
@@ -114,8 +112,8 @@ static void linear_codes(const Matrix& w, const T* x, int64_t M, int64_t ldx, O*
         panel_rows<A, KIND>(w, panel, nullptr, rows, M, p * PANEL, out);
         continue;
       }
-      make_numbers<A, KIND>(w, panel, made.data());
-      panel_rows<A, MADE>(w, panel, made.data(), rows, M, p * PANEL, out);
+      make_numbers<A, KIND>(w, panel, made);
+      panel_rows<A, MADE>(w, panel, made, rows, M, p * PANEL, out);
     }
   });
 }
@@ -238,13 +236,13 @@ static void linear_tiles(const Matrix& w, const bf16* x, int64_t M, int64_t ldx,
   on_threads(pl_threads(), [&] {
     Tiles tiles;
     Flushed flushed;
-    static thread_local std::vector<uint8_t> made;
-    if ((int64_t)made.size() < 64 * w.in_features) made.resize(64 * w.in_features);
+    static thread_local std::vector<uint8_t> memory;
+    uint8_t* made = in_lines(memory, 64 * w.in_features);
 #pragma omp for schedule(static)
     for (int64_t p = 0; p < num_panels(w); p++) {
       const uint8_t* panel = (const uint8_t*)w.packed + p * panel_bytes(w);
-      make_pairs<KIND>(w, panel, made.data());
-      panel_tiles(tiles, w, panel, (const bf16*)made.data(), rows, M, p * PANEL, out);
+      make_pairs<KIND>(w, panel, made);
+      panel_tiles(tiles, w, panel, (const bf16*)made, rows, M, p * PANEL, out);
     }
   });
 }

@@ -95,9 +95,7 @@ template <class T>
 static Rounded round_rows(const Matrix& w, const T* x, int64_t M, int64_t ldx) {
   static thread_local std::vector<uint8_t> memory;
   int64_t groups = num_groups(w), stride = (w.in_features + 63) / 64 * 64, rows = (M + 15) / 16 * 16;  // tiles read 16
-  size_t needed = rows * (stride + 12 * groups);
-  if (memory.size() < needed) memory.resize(needed);
-  int8_t* codes = (int8_t*)memory.data();
+  int8_t* codes = (int8_t*)in_lines(memory, rows * (stride + 12 * groups));
   float *scales = (float*)(codes + rows * stride), *shifts = scales + rows * groups;
   Rounded out = {codes, (int32_t*)(shifts + rows * groups), scales, shifts, stride, rows};
   each_row(M, [&](int64_t m) {
@@ -141,13 +139,13 @@ template <class O>
 static void all_rows(Tiles& tiles, const Matrix& w, const uint8_t* panel, const Rounded& x, int64_t M, int64_t n0, O* out) {
 #ifdef USE_AMX_INT8
   if (fits_tiles(w, M)) {
-    static thread_local std::vector<uint8_t> made;
-    if ((int64_t)made.size() < PANEL * w.in_features) made.resize(PANEL * w.in_features);
-    make_bytes(w, panel, made.data());
+    static thread_local std::vector<uint8_t> memory;
+    uint8_t* made = in_lines(memory, PANEL * w.in_features);
+    make_bytes(w, panel, made);
     tiles.configure(TILE_ROWS, 0, tile_codes(w));
     v16 total[2][TILE_ROWS];
     for (int64_t row = 0; row < M; row += TILE_ROWS) {
-      for (int b = 0; b < 2; b++) dot_tiles(w, panel, b, made.data(), x, row, total[b]);
+      for (int b = 0; b < 2; b++) dot_tiles(w, panel, b, made, x, row, total[b]);
       for (int m = 0; m < std::min<int64_t>(TILE_ROWS, M - row); m++) {
         v16 both[2] = {total[0][m], total[1][m]};
         store_row(w, panel, both, n0, out + (row + m) * w.out_features);

@@ -11,7 +11,7 @@
 static constexpr int TILE_ROWS = 16;
 static constexpr int64_t FEWEST_TILED = 32;  // rows that pay for the bytes
 
-// Of k, in a tile: a group is one or several of them.
+// Codes of k in a tile; a group is one or several tiles.
 static inline int64_t tile_codes(const Matrix& w) { return w.group % 64 == 0 ? 64 : 32; }
 
 static inline bool fits_tiles(const Matrix& w, int64_t rows) {

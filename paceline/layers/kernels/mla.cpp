@@ -74,7 +74,7 @@ static inline float latent_soften(float* s, int n, int groups, bool first, float
   v16 most = splat(-INFINITY);
   for (int j = n; j < groups * 16; j++) s[j] = -INFINITY;
   for (int b = 0; b < groups; b++) {
-    v16 x = load16(s + b * 16) * scale;
+    v16 x = load16(s + b * 16) * (scale * LOG2_E);
     store16(s + b * 16, x);
     most = vmax(most, x);
   }
@@ -82,11 +82,11 @@ static inline float latent_soften(float* s, int n, int groups, bool first, float
   for (int i = 0; i < 16; i++) high = std::max(high, most[i]);
   v16 sum = {};
   for (int b = 0; b < groups; b++) {
-    v16 x = load16(s + b * 16), e = x == -INFINITY ? v16{} : vexp(x - high);
+    v16 x = load16(s + b * 16), e = x == -INFINITY ? v16{} : vexp2(x - high);
     store16(s + b * 16, e);
     sum += e;
   }
-  float fade = first ? 0.0f : vexp(splat(*top - high))[0];
+  float fade = first ? 0.0f : vexp2(splat(*top - high))[0];
   *total = (first ? 0.0f : *total * fade) + hsum(sum);
   *top = high;
   return fade;

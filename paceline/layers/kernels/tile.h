@@ -9,16 +9,23 @@
 static constexpr int TILE = 128, PART = 4 * TILE;
 
 #ifdef USE_AVX512BF16
-static inline v16 sum_each(const __m512* a) {  // element i = sum of a[i]'s 16 elements, one fixed tree
+template <class Join>
+static inline v16 join_each(const __m512* a, Join join) {  // element i = a[i]'s 16 elements joined, by one fixed tree
   __m512 t[8], u[4];
-  for (int i = 0; i < 8; i++) t[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
+  for (int i = 0; i < 8; i++) t[i] = join(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
   for (int i = 0; i < 4; i++) {
     __m512d p = (__m512d)t[2 * i], q = (__m512d)t[2 * i + 1];
-    u[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(p, q), (__m512)_mm512_unpackhi_pd(p, q));
+    u[i] = join((__m512)_mm512_unpacklo_pd(p, q), (__m512)_mm512_unpackhi_pd(p, q));
   }
-  __m512 x = _mm512_add_ps(_mm512_shuffle_f32x4(u[0], u[1], 0x88), _mm512_shuffle_f32x4(u[0], u[1], 0xdd));
-  __m512 y = _mm512_add_ps(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xdd));
-  return (v16)_mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
+  __m512 x = join(_mm512_shuffle_f32x4(u[0], u[1], 0x88), _mm512_shuffle_f32x4(u[0], u[1], 0xdd));
+  __m512 y = join(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xdd));
+  return (v16)join(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
+}
+static inline v16 sum_each(const __m512* a) {
+  return join_each(a, [](__m512 x, __m512 y) { return _mm512_add_ps(x, y); });
+}
+static inline v16 most_each(const __m512* a) {
+  return join_each(a, [](__m512 x, __m512 y) { return _mm512_max_ps(x, y); });
 }
 
 template <class RowAt>
