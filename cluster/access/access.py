@@ -17,6 +17,7 @@ from paceline.rpc.audit import Audit
 
 REFUSALS_PER_S, REFUSALS_AT_ONCE = 50.0, 200.0  # of one address; further ones are answered late
 REFUSAL_LATE_S = 5.0  # at most
+MAX_LATE = 256  # refusals that wait at once; beyond them each is answered at once
 HOLD_MARGIN_S = 60.0  # a quota's hold outlives the longest request by so much
 
 
@@ -39,13 +40,17 @@ class Access:
         """names: those of the model that is served."""
         self.quotas, self.audit = quotas, audit
         self._keys, self._names, self._metrics = keys, names, metrics
-        self._refusals = Pace(REFUSALS_PER_S, REFUSALS_AT_ONCE, REFUSAL_LATE_S)
+        self._refusals, self._late = Pace(REFUSALS_PER_S, REFUSALS_AT_ONCE, REFUSAL_LATE_S), 0
 
     async def admit(self, sent: str | None, peer: str, act: str, need: Need) -> Caller | None:
-        """Who calls; None where anybody may. sent: the key, None without one. peer: the address. act: route or RPC.
+        """``know``, then ``count``."""
+        caller = await self.know(sent, peer, act, need)
+        await self.count(caller, act, need)
+        return caller
 
-        Raises Unauthenticated, PermissionDenied, and Overloaded when the key has no more requests.
-        """
+    async def know(self, sent: str | None, peer: str, act: str, need: Need) -> Caller | None:
+        """Who calls; None where anybody may. sent: the key, None without one. peer: the address. act: route or RPC. Waits
+        with a refusal alone. Raises Unauthenticated, PermissionDenied."""
         if need is Need.OPEN:
             return None
         key_id = ""
@@ -59,12 +64,26 @@ class Access:
             self._metrics.access_refused(
                 "PermissionDenied" if isinstance(error, PermissionDenied) else "Unauthenticated"
             )
-            await self._refusals.take(peer)
+            await self._wait_to_refuse(peer)
             raise
+        return caller
+
+    async def count(self, caller: Caller | None, act: str, need: Need) -> None:
+        """A call of one who is known. Raises Overloaded when the key has no more requests."""
+        if caller is None:
+            return
         await self.quotas.request(caller)
         if need is Need.OPERATOR:
-            self.audit.done(peer, key_id, act, "allowed")
-        return caller
+            self.audit.done(caller.peer, caller.key.id, act, "allowed")
+
+    async def _wait_to_refuse(self, peer: str) -> None:
+        if self._late >= MAX_LATE:
+            return
+        self._late += 1
+        try:
+            await self._refusals.take(peer)
+        finally:
+            self._late -= 1
 
     def start(self) -> None:
         """Follow the file of keys, on the running event loop."""

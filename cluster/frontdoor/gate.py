@@ -1,4 +1,4 @@
-"""What every RPC of the public server needs, asked before its message is read: a key, a place, and the message in time.
+"""What every RPC of the public server needs, asked before its message is read: a key, then a place, then the message.
 
 Places are counted by kind, so that watchers of health and readers of the schema take none of those for work.
 """
@@ -9,7 +9,7 @@ import asyncio
 import inspect
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 
 from cluster.access.access import Access, Need, bearer
-from cluster.access.caller import set_current
+from cluster.access.caller import Caller, set_current
 from paceline.errors import DeadlineExceeded, NodeUnavailable, Overloaded
 from paceline.rpc.audit import peer_of
 from paceline.rpc.calls import answering_errors
@@ -79,36 +79,39 @@ class Gate(grpc.aio.ServerInterceptor):
         takes, gives = kinds[handler.request_streaming], kinds[handler.response_streaming]
         behave = getattr(handler, f"{takes}_{gives}")
 
-        async def opened(context: Context) -> None:
-            caller = await self._admit(context, name, kind)
-            if caller is not None:
-                set_current(caller)
+        @asynccontextmanager
+        async def opened(context: Context) -> AsyncIterator[None]:
+            async with answering_errors(context):
+                caller = await self._known(context, name, kind)  # before it takes a place: strangers have none
+                with self._place(peer_of(context), kind):
+                    if self._access is not None:
+                        await self._access.count(caller, name, kind.need)
+                    if caller is not None:
+                        set_current(caller)
+                    yield
 
         async def asked(requests: AsyncIterator[Any]) -> Any:
             return requests if handler.request_streaming else await _message(requests)
 
         async def call(requests: AsyncIterator[Any], context: Context) -> Any:
-            async with answering_errors(context):
-                with self._place(peer_of(context), kind):
-                    await opened(context)
-                    return await behave(await asked(requests), context)
+            async with opened(context):
+                return await behave(await asked(requests), context)
+            raise AssertionError("unreachable: the context was aborted")
 
         async def stream(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
-            async with answering_errors(context):
-                with self._place(peer_of(context), kind):
-                    await opened(context)
-                    async for answer in behave(await asked(requests), context):
-                        yield answer
+            async with opened(context):
+                async for answer in behave(await asked(requests), context):
+                    yield answer
 
         make: Any = getattr(grpc, f"stream_{gives}_rpc_method_handler")
         run = stream if inspect.isasyncgenfunction(behave) else call
         return make(run, handler.request_deserializer, handler.response_serializer)
 
-    async def _admit(self, context: Context, name: str, kind: Kind) -> Any:
+    async def _known(self, context: Context, name: str, kind: Kind) -> Caller | None:
         if self._access is None:
             return None
         sent = dict(context.invocation_metadata() or ()).get("authorization")
-        return await self._access.admit(bearer(sent), peer_of(context), name, kind.need)
+        return await self._access.know(bearer(sent), peer_of(context), name, kind.need)
 
     @contextmanager
     def _place(self, peer: str, kind: Kind) -> Iterator[None]:

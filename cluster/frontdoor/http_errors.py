@@ -69,8 +69,8 @@ def problem_for(error: Exception) -> HttpProblem:
         return HttpProblem(400, str(error), param=error.field, code=error.code or "invalid_value")
     for kind, status, name, code in KINDS:
         if isinstance(error, kind):
-            wait_s = error.retry_after_s if isinstance(error, Overloaded) else None
-            headers = {} if wait_s is None else {"retry-after": str(max(1, math.ceil(wait_s)))}
+            wait_s = error.retry_after_s if isinstance(error, Overloaded) else 1.0  # nodes may be there again
+            headers = {"retry-after": str(max(1, math.ceil(wait_s)))} if status in (429, 503) else {}
             if status == 401:
                 headers["www-authenticate"] = "Bearer"
             return HttpProblem(status, str(error), name, code=code, headers=headers)

@@ -19,7 +19,7 @@ import httpx
 
 from tests.chaos.load import STREAM_TIMEOUT_S, Answer, Served
 
-PING_S, PING_EVERY_S = 1.0, 0.3
+PING_S, PING_EVERY_S = 0.7, 0.2  # the SDK waits as long for its health service
 PAUSE_S = 0.1  # before a stream is asked for again
 PASSING = (429, 500, 502, 503, 504)  # statuses that another try may not have
 RESUME = "last-event-id"

@@ -14,8 +14,9 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2
 
+from cluster.access import access
 from cluster.contract.generation import GenerationRequest
-from cluster.frontdoor import gate
+from cluster.frontdoor import gate, service
 from cluster.frontdoor.service import MAX_WATCHES_OF_PEER, SERVICE, rules, serve_grpc
 from cluster.state.journal import open_journal
 from paceline.client import AsyncClient
@@ -98,6 +99,24 @@ async def test_every_rpc_and_every_kind_of_key(tmp_path: Path) -> None:
         assert await surface.told(opened, REFLECTION, "operator", b"\x3a\x00") is Code.OK
         assert await surface.told(opened, INFERENCE[0], "acme", GOOD.SerializeToString()) is Code.OK
         assert await surface.told(opened, INFERENCE[3], "metrics") is Code.OK
+
+
+async def test_strangers_take_no_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their refusals come late. Mutants: a call takes a place before its key is known; any number of refusals wait."""
+    monkeypatch.setattr(service, "EXTRA_RPCS", 0)
+    for name, value in (("REFUSALS_PER_S", 0.1), ("REFUSALS_AT_ONCE", 1.0), ("MAX_LATE", 6)):
+        monkeypatch.setattr(access, name, value)
+    async with serving(tmp_path, max_inflight=2, max_queued=2) as surface, surface.channel() as opened:
+        calls: list[Any] = [opened.stream_stream(INFERENCE[0])() for _ in range(20)]
+        done, late = await asyncio.wait([asyncio.ensure_future(call.code()) for call in calls], timeout=1.0)
+        assert {task.result() for task in done} == {Code.UNAUTHENTICATED}
+        assert len(late) == 6
+        async with asyncio.timeout(2):
+            assert await surface.told(opened, INFERENCE[0], "acme", GOOD.SerializeToString()) is Code.OK
+        for call in calls:
+            call.cancel()
+        for task in late:
+            task.cancel()
 
 
 async def test_the_sdk_and_what_belongs_to_a_tenant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
