@@ -16,6 +16,7 @@ SIDE_BY_SIDE := -p tests.support.side_by_side --workers 5 -o console_output_styl
 
 help:
 	@echo "make setup | demo | serve | test | quick | check | docs | fuzz | fuzz-surface | chaos | hosts | soak | clients | proto | bench | pictures | clean   (ARGS='...' is passed on)"
+	@echo "TORCH=cpu or TORCH=cuda, at the first make: that build of torch; without it, cuda where there is an NVIDIA GPU"
 
 $(VENV)/.node: pyproject.toml requirements.lock deploy/install.py
 	$(PYTHON) deploy/install.py --venv $(VENV) --torch $(TORCH)

@@ -204,16 +204,7 @@ class LinkPool:
             )  # fmt: skip
 
         transport = await asyncio.to_thread(open_with, lanes, open_own)
-        loop = asyncio.get_running_loop()
-        sender = HandoffSender(
-            transport,
-            control.post,
-            on_ended=lambda ticket, end: context.ended(ticket, _failure(end)),
-            on_link_lost=lambda reason: notify(loop, self._lost, address, paired.link_id, reason),
-            on_sent=context.sent,
-            max_queued_bytes=max(MAX_QUEUED_BYTES, NUM_BUFFERS * MESSAGE_BYTES * transport.multiple),
-            checksums=config.handoff_checksum,
-        )
+        sender = self._sender(transport, control, address, paired.link_id)
         sentinel: Sentinel | None = None
         try:
             sentinel = await asyncio.to_thread(
@@ -234,6 +225,19 @@ class LinkPool:
             raise
         feeder = RowFeeder(sender, rows, context.device, context.ended, lanes)
         return Link(paired.link_id, paired.decode_node_id, sender, feeder, sentinel)
+
+    def _sender(self, transport: Transport, control: ControlStream, address: str, link_id: str) -> HandoffSender:
+        context = self._context
+        loop = asyncio.get_running_loop()
+        return HandoffSender(
+            transport,
+            control.post,
+            on_ended=lambda ticket, end: context.ended(ticket, _failure(end)),
+            on_link_lost=lambda reason: notify(loop, self._lost, address, link_id, reason),
+            on_sent=context.sent,
+            max_queued_bytes=max(MAX_QUEUED_BYTES, NUM_BUFFERS * MESSAGE_BYTES * transport.multiple),
+            checksums=context.config.handoff_checksum,
+        )
 
     def _lost(self, address: str, link_id: str, reason: str) -> None:
         log.warning("link %s to decode node %s lost: %s", link_id, address, reason)

@@ -49,8 +49,8 @@ class Access:
         return caller
 
     async def know(self, sent: str | None, peer: str, act: str, need: Need) -> Caller | None:
-        """Who calls; None where anybody may. sent: the key, None without one. peer: the address. act: route or RPC. Waits
-        with a refusal alone. Raises Unauthenticated, PermissionDenied."""
+        """Who calls; None where anybody may. Waits with a refusal alone. sent: the key, None without one. peer: the
+        address. act: route or RPC. Raises Unauthenticated, PermissionDenied."""
         if need is Need.OPEN:
             return None
         key_id = ""

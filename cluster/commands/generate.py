@@ -6,6 +6,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -28,6 +29,22 @@ _COMMAND_TYPES: Mapping[Any, Any] = {
 }
 # Options of programs, or of which the command has a form of its own.
 NOT_FLAGS = frozenset({*ChatOptions.__annotations__, "response_format", "grammar"})
+# Headings of the help, and the options below each; the others stand below "Options".
+PANELS: Mapping[str, Sequence[str]] = {
+    "Connection": ("server", "timeout", "retries", "tls", "tls_ca", "api_key_file"),
+    "Form of the answer": ("json_schema", "grammar", "regex", "choice"),
+    "Length": (
+        *("max_tokens", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
+        *("truncate_prompt_tokens", "truncation_side"),
+    ),
+    "Sampling": (
+        *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+        *("logit_bias", "bad_words", "seed", "n"),
+    ),
+    "Tokens": ("skip_special_tokens", "top_logprobs", "prompt_logprobs"),
+    "Speculation": ("num_draft_tokens", "tree_width", "drafter", "tree", "prediction"),
+    "Request": ("model", "request_id", "tenant", "priority"),
+}
 
 
 def sdk_parameters() -> list[inspect.Parameter]:
@@ -49,9 +66,19 @@ def _parameter(name: str, kind: Any, text: str) -> inspect.Parameter:
 def with_sdk_options(run: Callable[..., None]) -> Callable[..., None]:
     """The command with the SDK's options in the place of its ``**options``."""
     own = [p for p in inspect.signature(run, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    signature = inspect.Signature([*own, *sdk_parameters()])
+    signature = inspect.Signature([_in_panel(p) for p in (*own, *sdk_parameters())])
     run.__signature__ = signature  # type: ignore[attr-defined]
     return run
+
+
+def _in_panel(parameter: inspect.Parameter) -> inspect.Parameter:
+    panel = next((title for title, names in PANELS.items() if parameter.name in names), None)
+    if panel is None:
+        return parameter
+    kind, shared = get_args(parameter.annotation)
+    option = copy(shared)  # other commands have it too
+    option.rich_help_panel = panel
+    return parameter.replace(annotation=Annotated[kind, option])
 
 
 @with_sdk_options

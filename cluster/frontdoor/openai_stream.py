@@ -62,7 +62,7 @@ class _Choice:
 class Answer:
     """The answer to one request. Feed every chunk to ``events`` (streaming) or to ``take``, then ask for ``body``."""
 
-    # It has 21 methods, since each field of an answer has one, and all of them read the same choices.
+    # It has over 20 methods, since each field of an answer has one, and all of them read the same choices.
 
     def __init__(
         self,

@@ -37,6 +37,8 @@ class Supervisor:
     Redis may take no writes. At most half of a role's nodes are down for a lost lease at a time.
     """
 
+    # It has over 20 methods, since each step of a slot's life has one, and all of them read the same slots.
+
     launch: Launch
     on_event: Callable[[NodeEvent], None] = lambda event: None
     issue: Callable[[str, int], int] = lambda node_id, above: above + 1  # DeploymentLease.issue; blocks

@@ -44,7 +44,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class Shared:
     """What attempts share."""
 
     calls: NodeCalls
@@ -62,7 +62,7 @@ class Attempt:
         self,
         choice: ChoiceRun,
         pair: Pair,
-        around: Surroundings,
+        shared: Shared,
         emit: Callable[[Chunk], Awaitable[None]],
         deadline: float,
     ) -> None:
@@ -73,7 +73,7 @@ class Attempt:
         """
         if choice.wants_prompt_logprobs:  # cached rows do not help the node that computes the prompt
             pair = replace(pair, prefill_hint=0)
-        self._choice, self.pair, self._around, self._emit = choice, pair, around, emit
+        self._choice, self.pair, self._shared, self._emit = choice, pair, shared, emit
         self._timeout_s = max(0.0, deadline - time.monotonic()) + NODE_MARGIN_S
         self._handed_off = False
         self._counted = False  # the hand-off's numbers
@@ -121,7 +121,7 @@ class Attempt:
             return
         num_tokens = len(sequence.prompt_token_ids) + len(sequence.output_token_ids)
         decode_node = self.pair.decode
-        limit = self._around.bypass.limit(num_tokens - self.pair.decode_hint, decode_node.running)
+        limit = self._shared.bypass.limit(num_tokens - self.pair.decode_hint, decode_node.running)
         here = sequence
         if self.pair.prefill is not None and sequence.params.prompt_logprobs is not None and num_tokens > limit:
             # The node that computes the prompt tells them, from its first row on: decode may use its cache.
@@ -130,9 +130,9 @@ class Attempt:
             sequence=sequence_to_proto(here),
             local_prefill=self.pair.prefill is None,
             local_prefill_up_to=limit,
-            tell_every_s=self._around.tell_every_s,
+            tell_every_s=self._shared.tell_every_s,
         )
-        decode = self._around.calls.decode(decode_node, request, self._timeout_s)
+        decode = self._shared.calls.decode(decode_node, request, self._timeout_s)
         try:
             reserved = await self._reservation(decode)
             if self.pair.prefill is not None:
@@ -152,7 +152,7 @@ class Attempt:
         self.pair = replace(self.pair, decode=node, prefill=None)
         self._choice.nodes = ServedBy(node.id, "")
         request = node_pb2.PrefillRequest(sequence=sequence_to_proto(sequence), alone=True)
-        prefill = self._around.calls.prefill(node, request, self._timeout_s, self.pair.prefill_hint)
+        prefill = self._shared.calls.prefill(node, request, self._timeout_s, self.pair.prefill_hint)
         try:
             await self._first_token(prefill, None)
         finally:
@@ -163,14 +163,14 @@ class Attempt:
         """Decode computes the prompt itself: the prefill node has no part in this attempt."""
         self.pair = replace(self.pair, prefill=None)
         self._choice.nodes = ServedBy(self.pair.decode.id, self.pair.decode.id)
-        self._around.metrics.bypassed()
+        self._shared.metrics.bypassed()
 
     async def _reservation(self, decode: DecodeStream) -> node_pb2.Reserved:
         event = await decode.next()
         if event is None or not event.HasField("reserved"):
             raise NodeFailure(decode.node, PacelineError("the stream did not begin with a reservation"))
         self._choice.trace.record("reserved", ticket=event.reserved.ticket, cached_tokens=event.reserved.cached_tokens)
-        self._around.metrics.prefix_hit("decode", self.pair.decode_hint, event.reserved.cached_tokens)
+        self._shared.metrics.prefix_hit("decode", self.pair.decode_hint, event.reserved.cached_tokens)
         return event.reserved
 
     async def _hand_over(
@@ -181,11 +181,11 @@ class Attempt:
             ticket=reserved.ticket,
             decode_address=self.pair.decode.address,
             decode_cached_tokens=reserved.cached_tokens,
-            grant=self._around.calls.grant(
+            grant=self._shared.calls.grant(
                 reserved.ticket, (node.id, self.pair.decode.id), sequence.cache_salt, self._timeout_s
             ),
         )
-        prefill = self._around.calls.prefill(node, request, self._timeout_s, self.pair.prefill_hint)
+        prefill = self._shared.calls.prefill(node, request, self._timeout_s, self.pair.prefill_hint)
         try:
             await self._first_token(prefill, decode)
             if self._choice.finish_reason is None:
@@ -208,7 +208,7 @@ class Attempt:
             raise NodeFailure(prefill.node, PacelineError("the stream did not begin with a first token"))
         prefill.computed()
         first = event.first_token
-        self._around.metrics.prefix_hit("prefill", self.pair.prefill_hint, first.cached_tokens)
+        self._shared.metrics.prefix_hit("prefill", self.pair.prefill_hint, first.cached_tokens)
         if self._choice.cached_tokens is None:
             self._choice.cached_tokens = first.cached_tokens
         tokens = node_pb2.Tokens(first_index=len(self._choice.token_ids), token_ids=[first.token_id])
@@ -316,15 +316,15 @@ class Attempt:
             return
         if self._reserved_at is not None:
             seconds, self._reserved_at = time.monotonic() - self._reserved_at, None
-            self._around.bypass.observe(self._uncached, self.pair.prefill is None, seconds)
+            self._shared.bypass.observe(self._uncached, self.pair.prefill is None, seconds)
         if chunk.retold:
             return await self._emit(chunk)
         name = "first token" if before is None else "tokens"
         choice.trace.record(name, choice.last_token_at, index=chunk.first_index, tokens=len(chunk.token_ids))
         if before is None:
-            self._around.metrics.first_token(choice.last_token_at - since)
+            self._shared.metrics.first_token(choice.last_token_at - since)
         else:
-            self._around.metrics.tokens(len(chunk.token_ids), choice.last_token_at - since)
+            self._shared.metrics.tokens(len(chunk.token_ids), choice.last_token_at - since)
         await self._emit(chunk)
 
     async def _take_prompt_logprobs(self, node: NodeRecord, message: node_pb2.PromptLogprobs) -> None:
@@ -349,7 +349,7 @@ class Attempt:
         self._choice.add_handoff(handoff)
         exposed_s, transfer_s = event.handed_off.exposed_s, event.handed_off.transfer_s
         self._choice.trace.record("handed off", exposed_s=exposed_s, transfer_s=transfer_s)
-        self._around.metrics.handed_off(handoff, exposed_s, transfer_s)
+        self._shared.metrics.handed_off(handoff, exposed_s, transfer_s)
 
     async def _settle(self, prefill: PrefillStream) -> None:
         """The text is complete; wait a little for the hand-off's numbers when they are still to come."""
@@ -364,15 +364,15 @@ class Attempt:
 
     def _lost(self) -> NodeRecord | None:
         """A node of the pair that the registry no longer has in this generation."""
-        alive = {(node.id, node.generation) for node in self._around.nodes()}
+        alive = {(node.id, node.generation) for node in self._shared.nodes()}
         pair = (self.pair.decode, self.pair.prefill)
         return next((node for node in pair if node is not None and (node.id, node.generation) not in alive), None)
 
     async def _watch(self, silence: asyncio.Timeout) -> None:
         """A node that stopped without closing its connection loses its lease: do not wait for TCP to notice. A node
         that still talks keeps its streams, whatever the registry says."""
-        ttl = self._around.lease_ttl_s
-        silent_s = ttl + self._around.tell_every_s  # one that tells rounds together is heard so much less often
+        ttl = self._shared.lease_ttl_s
+        silent_s = ttl + self._shared.tell_every_s  # one that tells rounds together is heard so much less often
         lost_since: float | None = None
         while True:
             await asyncio.sleep(ttl / 4)

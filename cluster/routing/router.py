@@ -21,7 +21,7 @@ from cluster.contract.plan import Plan, ServedModel, TokenizerLike, make_plan, t
 from cluster.contract.text_source import text_source
 from cluster.contract.tools import answer_style
 from cluster.routing.admission import Admission, Place, TenantBounds
-from cluster.routing.attempt import Attempt, Surroundings
+from cluster.routing.attempt import Attempt, Shared
 from cluster.routing.bypass import Bypass
 from cluster.routing.choice import ChoiceRun, Detokenizer
 from cluster.routing.metrics import Metrics
@@ -69,6 +69,8 @@ class NodeView(Protocol):
 class Router:
     """Serves one model from the nodes that the registry lists."""
 
+    # It has over 20 methods: one for each question of the front door, and the steps of a choice, which share its parts.
+
     def __init__(
         self,
         registry: NodeView,
@@ -86,7 +88,7 @@ class Router:
         grammars: GrammarChecker | None = None,
         calls: NodeCalls | None = None,
         quotas: Quotas | None = None,
-    ) -> None:  # a parameter for each part that it does not own; those that may be left out have a name
+    ) -> None:  # long: it is given the parts that it does not own, some with a name, and makes its own
         """model_name: the model's name in answers. source: what the nodes said of themselves. detokenizer: makes
         one per choice from tokenizer, prompt ids and stop strings; the default is paceline.text.tokenizer's. journal:
         of streams that other routers may go on with; started, and closed by its owner. prefixes: what nodes are thought
@@ -122,7 +124,7 @@ class Router:
         self.quarantine = self._pairing.quarantine
         self.metrics.before_render(lambda: self.metrics.set_breakers(self._pairing.breaker_levels()))
         self.metrics.before_render(lambda: self.metrics.set_queued(self._admission.waiting))
-        self._around = Surroundings(
+        self._shared = Shared(
             self._calls,
             self.metrics,
             registry.nodes,
@@ -371,7 +373,7 @@ class Router:
             pair = await self._pairing.pick(tries, num_tokens, (*prompt, *run.token_ids), salt)
             before = len(run.token_ids)
             try:
-                attempt = Attempt(run, pair, self._around, queue.put, deadline)
+                attempt = Attempt(run, pair, self._shared, queue.put, deadline)
                 with self._pairing.judged(attempt, tries.suspicion):
                     await attempt.run()
             except NodeFailure as failure:

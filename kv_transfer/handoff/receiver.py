@@ -58,7 +58,7 @@ class HandoffReceiver:
         pool_device: torch.device | str = "cpu",
         checksums: bool = False,
         arrivals: Arrivals | None = None,
-    ) -> None:
+    ) -> None:  # three are needed; the others have defaults, and a name for each
         self._transport = transport
         self._max_chunk_bytes = max_chunk_bytes
         self._on_link_lost = on_link_lost

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 CUDA_CONNECTIONS = "32"  # queues of a GPU: of the engine, and of the links beside it
 ASSUMED_STEP_S = 0.02  # of the cost table until rounds were measured
-NCCL_NOTE = "device cuda needs a CUDA build of torch and a GPU; use --device cpu"
+NO_CUDA = "device cuda needs a CUDA build of torch and a GPU; use --device cpu"
 
 
 def build_runner(config: NodeConfig, *, decodes: bool = True) -> ModelRunner:
@@ -64,7 +64,7 @@ def build_runner(config: NodeConfig, *, decodes: bool = True) -> ModelRunner:
     device = torch.device(config.device)
     set_queues(device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device", NCCL_NOTE)
+        raise ConfigError("device", NO_CUDA)
     folder = resolve_model(config.model)
     with ExitStack() as on_failure:
         with shared_weights(config.weight_file):

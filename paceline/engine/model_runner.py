@@ -104,7 +104,7 @@ class RunnerIdentity:
 class ModelRunner:
     """Target, drafter and pool of one node."""
 
-    # It has 21 methods, six of which are a name for one field of a part.
+    # It has over 20 methods, some of which are a name for one field of a part.
 
     def __init__(
         self,

@@ -111,6 +111,7 @@ def _leaf(x_rows, row_mask, weight, scale, minimum, n_mask, low, high, EVEN: tl.
     return total
 
 
+# Long, because a kernel is one function, and a third of its lines are its arguments and what they mean.
 def _product(
     x, weight, scales, minimums, bias, out, tiles, ends, sources, targets, rows, x_row, x_matrix, out_row, out_matrix,
     part_step,

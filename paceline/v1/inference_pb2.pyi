@@ -634,7 +634,7 @@ class Usage(_message.Message):
     cached_tokens: _builtins.int
     """Tokens of the prompt that were found in a prefix cache."""
     reasoning_tokens: _builtins.int
-    """Of completion_tokens: those of the reasoning, its markers counted."""
+    """Tokens of the reasoning, which completion_tokens has too; its markers are counted."""
     def __init__(
         self,
         *,
@@ -705,9 +705,9 @@ class SpeculationStats(_message.Message):
     lossless: _builtins.bool
     """False when the deployment's acceptance rule is lossy (typical)."""
     predicted_tokens: _builtins.int
-    """Of draft_tokens: those of the request's prediction."""
+    """Tokens of the request's prediction that were drafted; draft_tokens has them too."""
     accepted_predicted_tokens: _builtins.int
-    """Of accepted_tokens: those of the request's prediction."""
+    """Tokens of the request's prediction that were accepted; accepted_tokens has them too."""
     @_builtins.property
     def accepted_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Rounds that accepted the draft token at this depth, by depth."""

@@ -17,7 +17,7 @@ from tests.support import prose
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/", "heads/", "benchmarks/", "examples/", "tests/README.md", "deploy/")
 GENERATED = "<!-- Generated"
-LEAST_PAGES, LEAST_MODULES = 15, 400  # fewer mean that they are not found any more
+LEAST_PAGES, LEAST_MODULES, LEAST_SLASHED = 15, 400, 20  # fewer mean that they are not found any more
 
 
 @cache
@@ -43,6 +43,11 @@ def modules() -> list[str]:
     return [path for path in tracked(".py") if not path.endswith(("_pb2.py", "_pb2_grpc.py"))]
 
 
+def slashed() -> list[str]:
+    """Files of the repository whose comments stand behind "//"."""
+    return [path for suffix in (".proto", ".h", ".cpp") for path in tracked(suffix)]
+
+
 def dead_links(path: str) -> list[str]:
     """Links of a page to a file, or to an anchor of a page, that is not there."""
     dead = []
@@ -59,6 +64,7 @@ def dead_links(path: str) -> list[str]:
 def test_pages_and_modules_are_found() -> None:
     assert len(pages()) >= LEAST_PAGES
     assert len(modules()) >= LEAST_MODULES
+    assert len(slashed()) >= LEAST_SLASHED
 
 
 @pytest.mark.parametrize("path", pages())
@@ -83,6 +89,7 @@ def test_links_lead_somewhere(path: str) -> None:
 
 def test_no_docstring_or_comment_begins_with_of() -> None:
     assert [f"{path}:{fault}" for path in modules() for fault in prose.code_faults(text(path))] == []
+    assert [f"{path}:{fault}" for path in slashed() for fault in prose.slash_faults(text(path))] == []
 
 
 # -- the rules themselves ------------------------------------------------------------------------------------------
@@ -168,9 +175,27 @@ def test_a_dead_link_is_noticed(target: str, monkeypatch: pytest.MonkeyPatch) ->
         ("x = 1  # Of a link\n", 1),
         ("# It runs. Of\n# late.\n", 1),
         ("# one of\n# Of late\n", 0),
+        ("x = 1  # one of\n# Of late\n", 1),
+        ("x = 1  # one of\ny = 2  # Of late\n", 1),
+        ("x = 1  # one of\n       # Of late\n", 0),
         ("x = 1  # of a link\n", 0),
         ('x = "Of this process."', 0),
     ],
 )
 def test_what_a_fault_in_code_is(source: str, faults: int) -> None:
     assert len(prose.code_faults(source)) == faults
+
+
+@pytest.mark.parametrize(
+    ("source", "faults"),
+    [
+        ("// Of a link\n", 1),
+        ("int x;  // It runs. Of late\n", 1),
+        ("int x;  // one of\n// Of late\n", 1),
+        ("// one of\n// Of late\n", 0),
+        ('auto x = "// Of late";\n', 0),
+        ("int x = 4 / 2;  // of late\n", 0),
+    ],
+)
+def test_what_a_fault_behind_slashes_is(source: str, faults: int) -> None:
+    assert len(prose.slash_faults(source)) == faults

@@ -97,7 +97,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
         custom_mask_buf: Buffer = None,
         mask_indptr_buf: Buffer = None,
         backend: str = "auto",
-    ) -> None:
+    ) -> None:  # the parameters are those of FlashInfer's own class
         buffers = (paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
         super().__init__(float_workspace_buffer, *buffers, use_cuda_graph)
         assert kv_layout == "NHD"

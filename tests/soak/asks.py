@@ -26,7 +26,7 @@ SHARED_PREFIX = "You ride in a paceline. " * 6
 
 SAMPLED, GREEDY = {"temperature": 1.0}, {"temperature": 0.0}
 EOS = 257  # of tests.support.tiny_chat
-# Of each kind: characters of the prompt, tokens of the answer, and what is special about it.
+# Each kind has characters of the prompt, tokens of the answer, and what is special about it.
 KINDS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "greedy": (30, 48, GREEDY),
     "sampled": (60, 40, SAMPLED),

@@ -64,6 +64,8 @@ class Asked:
 class World:
     """All of it. Every method is one step of one thread."""
 
+    # It has over 20 methods, since each step, and each event that links tell of, has one.
+
     def __init__(self, mode: str, cache: bool) -> None:
         self._stack = ExitStack()
         self.now = 100.0

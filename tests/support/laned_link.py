@@ -147,6 +147,7 @@ class LanedLink:
         self.feeder.rows(ticket, RowBlock(byte_class, layers, tokens), slots)
 
 
+# Long, because it makes both ends of a link, and its options are many.
 @contextmanager
 def laned_link(
     spec: ModelSpec,

@@ -125,6 +125,7 @@ class PrefillPeer:
                     self.hanging.set()
 
 
+# Long, because what it imports is for its own process alone, so that its helpers stand inside it.
 def child(options: PeerOptions) -> None:
     """The process."""
     from kv_transfer.transports.base import Transport

@@ -9,7 +9,7 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 MOST_LINES = 6  # of a paragraph or a list item in the source
@@ -43,6 +43,7 @@ _LEADING = re.compile(r"^(?:[>*_\s]|(?<![\w`])\[[ x]\])+")
 _LINK = re.compile(r"!?\[[^\]]*\]\(<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)")
 _ID = re.compile(r'<a (?:id|name)="([^"]+)"></a>')
 _CODE = re.compile(r"`[^`]*`")
+_SLASHES = re.compile(r"((?:[^\"/]|\"[^\"]*\"|/(?!/))*)//+ ?(.*)")
 
 
 @dataclass(frozen=True)
@@ -169,19 +170,32 @@ def python_prose(source: str) -> Iterator[tuple[int, str]]:
             line = node.body[0].lineno if docstring else 0
             for paragraph in (docstring or "").split("\n\n"):
                 yield line, " ".join(paragraph.split())
+    yield from _joined(
+        (*token.start, not token.line[: token.start[1]].strip(), token.string.lstrip("#: "))
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    )
+
+
+def slash_prose(source: str) -> Iterator[tuple[int, str]]:
+    """Comments behind "//", with those that go on on the next line, each on one line."""
+    found = ((number, _SLASHES.match(line)) for number, line in enumerate(source.splitlines(), 1))
+    return _joined((number, len(match[1]), not match[1].strip(), match[2]) for number, match in found if match)
+
+
+def _joined(comments: Iterable[tuple[int, int, bool, str]]) -> Iterator[tuple[int, str]]:
+    """comments: line, column, whether it has the line to itself, text. One goes on with the comment above it where it
+    has the line to itself and the same column."""
     run: list[str] = []
-    last = 0
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type != tokenize.COMMENT:
-            continue
-        line = token.start[0]
-        if run and line != last + 1:
-            yield last - len(run) + 1, " ".join(run)
+    last = (0, 0)
+    for line, column, alone, text in comments:
+        if run and not (alone and (line - 1, column) == last):
+            yield last[0] - len(run) + 1, " ".join(run)
             run = []
-        run.append(token.string.lstrip("#: "))
-        last = line
+        run.append(text)
+        last = line, column
     if run:
-        yield last - len(run) + 1, " ".join(run)
+        yield last[0] - len(run) + 1, " ".join(run)
 
 
 def code_faults(source: str) -> list[str]:
@@ -189,3 +203,8 @@ def code_faults(source: str) -> list[str]:
     if "Of" not in source:  # parsing takes longer than all else here
         return []
     return [f"{line}: {words!r}" for line, text in python_prose(source) for words in openings(text)]
+
+
+def slash_faults(source: str) -> list[str]:
+    """Comments behind "//" with a sentence that begins with "Of"."""
+    return [f"{line}: {words!r}" for line, text in slash_prose(source) for words in openings(text)]

@@ -2,7 +2,7 @@
 #include "common.h"
 
 // DeepSeek-V3's (arXiv 2412.19437, section 2.1.2): sigmoid scores; the correction bias takes part in the choice alone; a group
-// counts by its two best; the best experts of the best groups. Of equals the first wins. Or the scores are a softmax of all
+// counts by its two best; the best experts of the best groups. The first of equals wins. Or the scores are a softmax of all
 // logits: then experts are chosen by their logits, which differ where tiny scores no longer do.
 
 static int64_t take_best(float* scores, int64_t n) {  // index of the largest, which is then struck out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from cluster.commands.generate import NOT_FLAGS, generate
+from cluster.commands.generate import NOT_FLAGS, PANELS, generate
 from cluster.frontdoor.service import serve_grpc
 from paceline.client import AsyncClient, Client, GenerateOptions
 from paceline.client.testing import FakeServer
@@ -94,6 +95,19 @@ def test_it_has_every_option_of_the_sdk() -> None:
     assert {name: options[name].default for name in asked} == {name: connection[name].default for name in asked}
     assert inspect.signature(AsyncClient.__init__).parameters.keys() == connection.keys()
     assert GIVEN.keys() == flags - {"regex", "choice"}  # one format at a time: below
+
+
+def test_the_help_has_each_option_below_one_heading() -> None:
+    placed = [name for names in PANELS.values() for name in names]
+    assert len(placed) == len(set(placed))
+    assert set(placed) == inspect.signature(generate).parameters.keys() - {"prompt", "chat", "system", "as_json"}
+    app = typer.Typer()
+    app.command()(generate)
+    shown = CliRunner().invoke(app, ["--help"]).output
+    headings = [match[1] for match in re.finditer(r"^╭─ (.+?) ─+╮$", shown, re.M)]
+    assert headings == ["Arguments", "Options", *PANELS]
+    start, end = (shown.index(f"╭─ {title} ") for title in ("Speculation", "Request"))
+    assert start < shown.index("--tree-width") < end
 
 
 async def test_every_option_arrives() -> None:
