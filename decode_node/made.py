@@ -18,7 +18,6 @@ from paceline.v1 import node_pb2
 from paceline.wire import sequence_digest
 
 KEPT_TOKENS = 1 << 20  # 4 MiB, of sequences that ended or whose router left
-DIGEST_BYTES = 32
 
 
 class MadeTokens:

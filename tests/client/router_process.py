@@ -11,7 +11,8 @@ from cluster.frontdoor.service import serve_grpc
 from cluster.state.journal import open_journal
 from cluster.state.registry_types import NodeRecord
 from paceline.config import ServeConfig
-from tests.support.scripted_nodes import MAX_MODEL_LEN, VOCAB, ByteDetokenizer, ByteTokenizer, FakeRegistry
+from tests.support.byte_text import VOCAB, ByteDetokenizer, ByteTokenizer
+from tests.support.scripted_nodes import MAX_MODEL_LEN, FakeRegistry
 from tests.support.two_routers import JOURNAL_KEY, StallingRouter
 
 

@@ -31,7 +31,8 @@ from paceline.client import (
 from paceline.errors import ConfigError
 from paceline.request import derive_seed
 from paceline.v1 import inference_pb2, inference_pb2_grpc
-from tests.support.scripted_nodes import MAX_MODEL_LEN, VOCAB, Fleet, fleet, letters
+from tests.support.byte_text import VOCAB
+from tests.support.scripted_nodes import MAX_MODEL_LEN, Fleet, fleet, letters
 
 TEXT = letters(5, 5, 40)
 

@@ -189,7 +189,6 @@ def test_what_a_fault_in_code_is(source: str, faults: int) -> None:
 @pytest.mark.parametrize(
     ("source", "faults"),
     [
-        ("// Of a link\n", 1),
         ("int x;  // It runs. Of late\n", 1),
         ("int x;  // one of\n// Of late\n", 1),
         ("// one of\n// Of late\n", 0),

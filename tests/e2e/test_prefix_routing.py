@@ -26,8 +26,8 @@ from paceline.request import SamplingParams, SequenceRequest, derive_seed
 from paceline.results import Choice
 from prefill_node.node import PrefillNode
 from tests.fakes.redis_servers import Embedded
+from tests.support.byte_text import ByteDetokenizer, ByteTokenizer
 from tests.support.exactness import run
-from tests.support.scripted_nodes import ByteDetokenizer, ByteTokenizer
 from tests.support.tiny_model import VOCAB, tiny_prefill_runner, tiny_runner
 
 OPTIONS: dict[str, object] = {"drafter": "mtp", "num_draft_tokens": 2, "page_size": 4}

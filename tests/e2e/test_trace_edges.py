@@ -18,7 +18,8 @@ from paceline.v1 import trace_pb2
 from paceline.wire import trace_from_proto
 from tests.fakes.nodes import Cluster, cluster, node_config, sequence_request, wait_until
 from tests.fakes.runner import FakeRunner
-from tests.support.scripted_nodes import ByteTokenizer, FakeRegistry
+from tests.support.byte_text import ByteTokenizer
+from tests.support.scripted_nodes import FakeRegistry
 from tests.support.timeline import check_timeline
 
 

@@ -4,7 +4,7 @@ and every way to misbehave is a switch."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from cluster.contract.plan import TokenizerLike
 from cluster.routing.router import Router
 from cluster.state.prefix_index import PrefixIndex
 from cluster.state.registry_types import NodeRecord
@@ -22,13 +21,11 @@ from paceline.request import FinishReason, SequenceRequest, TokenLogprobs
 from paceline.results import TextSource
 from paceline.rpc.calls import answering_errors
 from paceline.speculation import PREDICTION
-from paceline.text.templates import ChatTemplate
 from paceline.text.tokenizer import Tokenizer
 from paceline.v1 import common_pb2, handoff_pb2, inference_pb2, node_pb2, node_pb2_grpc, trace_pb2
 from paceline.wire import finish_reason_to_proto, logprobs_to_proto, sequence_digest, sequence_from_proto
+from tests.support.byte_text import EOS, VOCAB, ByteDetokenizer, ByteTokenizer
 
-VOCAB = 300
-EOS = 256
 MAX_MODEL_LEN = 128
 LETTERS = 26
 
@@ -41,67 +38,6 @@ def token_at(seed: int, position: int) -> int:
 def letters(seed: int, prompt_len: int, count: int) -> str:
     """The text that a request gives when nothing stops it."""
     return "".join(chr(token_at(seed, prompt_len + i)) for i in range(count))
-
-
-class ByteTokenizer:
-    """A token is a byte of UTF-8; 256 ends a text."""
-
-    vocab_size = VOCAB
-    eos_token_ids = (EOS,)
-    strip_start = 0  # what the detokenizer takes off the start of a text
-
-    def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
-        return bytes([token_id]) if token_id < 256 else b""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return bytes(t for t in ids if t < 256).decode(errors="replace")
-
-    template = ChatTemplate(None, {})
-
-    def special_ids(self, texts: Collection[str]) -> dict[str, int]:
-        return {}
-
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any
-    ) -> list[int]:
-        if any(message["role"] not in ("system", "user", "assistant") for message in messages):
-            raise ValueError("unknown role")
-        return self.encode(
-            "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>" * add_generation_prompt
-        )
-
-
-class ByteDetokenizer:
-    """Holds back what may begin a stop string, and bytes of an incomplete character."""
-
-    def __init__(self, tokenizer: TokenizerLike, prompt_ids: Sequence[int], stop: Sequence[str]) -> None:
-        self._stop, self._bytes, self._text, self._sent = tuple(stop), b"", "", 0
-        self.stopped, self.stop_string = False, ""
-
-    def push(self, token_id: int) -> str:
-        self._bytes += bytes([token_id]) if token_id < 256 else b""
-        try:
-            self._text += self._bytes.decode()
-        except UnicodeDecodeError:
-            return ""
-        self._bytes = b""
-        found = [(at, stop) for stop in self._stop if (at := self._text.find(stop)) >= 0]
-        if found:
-            self.stopped, (at, self.stop_string) = True, min(found)
-            return self._send(at)
-        held = max((n for s in self._stop for n in range(1, len(s)) if self._text.endswith(s[:n])), default=0)
-        return self._send(len(self._text) - held)
-
-    def finish(self) -> str:
-        self._text += self._bytes.decode(errors="replace")
-        return self._send(len(self._text))
-
-    def _send(self, end: int) -> str:
-        text, self._sent = self._text[self._sent : end], max(end, self._sent)
-        return text
 
 
 @dataclass

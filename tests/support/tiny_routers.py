@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from cluster.state.journal import Journal
 from cluster.state.registry_types import NodeRecord
 from paceline.config import NodeConfig, ServeConfig
+from tests.support.byte_text import ByteTokenizer
 from tests.support.node_pair import Pair, pair
-from tests.support.scripted_nodes import ByteTokenizer
 from tests.support.tiny_model import VOCAB, tiny_runner
 from tests.support.two_routers import StallingRouter
 

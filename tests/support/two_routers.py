@@ -96,7 +96,8 @@ async def two_routers(make: Callable[..., StallingRouter], config: ServeConfig, 
 
 def scripted(fleet: Any, **options: Any) -> Callable[..., StallingRouter]:
     """Makes routers in front of a tests.support.scripted_nodes.Fleet."""
-    from tests.support.scripted_nodes import MAX_MODEL_LEN, VOCAB, ByteDetokenizer, ByteTokenizer
+    from tests.support.byte_text import VOCAB, ByteDetokenizer, ByteTokenizer
+    from tests.support.scripted_nodes import MAX_MODEL_LEN
 
     def make(journal: Journal | None) -> StallingRouter:
         config = fleet.router.config.model_copy(update=options)

@@ -92,7 +92,8 @@ struct AmxBlock {  // up to 16 (row, query head) pairs
   }
 };
 
-static constexpr int RUN_BLOCKS = 16, LEAST_BLOCKS = 8;  // that may share a tile's layout at most
+static constexpr int RUN_BLOCKS = 16;   // blocks that share a tile's layout at most
+static constexpr int LEAST_BLOCKS = 8;  // the same where more of them would leave threads without a run
 
 // Rows [0, count) of one segment for one KV head: rows without tails, or nodes of a tree, whose prefixes are equally long.
 // Nodes go through the tiles that lie in their prefix together. From the tile on in which it ends each has keys of its own,

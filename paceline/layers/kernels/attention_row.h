@@ -65,8 +65,8 @@ struct Sight {
   float total(int64_t length, int64_t begin) const { return sinks && begin == first_part(length) * PART ? 1.0f : 0.0f; }
 };
 
-// Where the softmaxes of one part go, each of a row and a query head: D sums, then the highest score times LOG2_E, then the sum of weights.
-// What rows that see nothing of the part have there means nothing.
+// Where the softmaxes of one part go, each of a row and a query head: D sums, then the highest score times LOG2_E, then the
+// sum of weights. What rows that see nothing of the part have there means nothing.
 struct States {
   float* first;
   int64_t row, step;  // floats from row to row, from head to head

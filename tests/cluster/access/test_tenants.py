@@ -21,7 +21,8 @@ from paceline.errors import NodeUnavailable
 from paceline.v1 import admin_pb2, admin_pb2_grpc
 from tests.fakes.redis_servers import Embedded
 from tests.support.api_keys import Keys, write_keys
-from tests.support.scripted_nodes import MAX_MODEL_LEN, VOCAB, ByteTokenizer, FakeRegistry
+from tests.support.byte_text import VOCAB, ByteTokenizer
+from tests.support.scripted_nodes import MAX_MODEL_LEN, FakeRegistry
 from tests.support.tiny_http import MODEL, served
 
 GRACE_S = 6.0

@@ -18,7 +18,8 @@ from cluster.frontdoor.service import SERVICE, serve_grpc
 from paceline.request import MAX_N, MAX_STOP_STRINGS
 from paceline.rpc.wire_errors import FIELD_KEY
 from paceline.v1 import common_pb2, inference_pb2, trace_pb2
-from tests.support.scripted_nodes import VOCAB, fleet
+from tests.support.byte_text import VOCAB
+from tests.support.scripted_nodes import fleet
 
 GENERATE, TOKENIZE, TRACE = (f"/paceline.v1.Inference/{name}" for name in ("Generate", "Tokenize", "Trace"))
 STREAM = "/paceline.v1.Inference/GenerateStream"

@@ -18,7 +18,7 @@ from paceline.parsing.answer import AnswerFormat, AnswerParts, CallableTool
 from paceline.parsing.parser import make_parser
 from paceline.request import FinishReason, SamplingParams, SequenceRequest
 from paceline.results import Chunk, ToolCallPart
-from tests.support.scripted_nodes import ByteDetokenizer, ByteTokenizer
+from tests.support.byte_text import ByteDetokenizer, ByteTokenizer
 
 CALL = '<tool_call>\n{{"name": "weather", "arguments": {{"city": "{}"}}}}\n</tool_call>'
 TEXT = f"hm</think>Sure.{CALL.format('Rome')}{CALL.format('Oslo')}Done.{CALL.format('Bonn')}End."

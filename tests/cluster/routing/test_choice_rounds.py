@@ -11,7 +11,7 @@ from cluster.contract.generation import ReceivedChoice
 from cluster.routing.choice import ChoiceRun, rounds_after, rounds_within
 from paceline.request import FinishReason, SamplingParams, SequenceRequest
 from paceline.results import Chunk, Round
-from tests.support.scripted_nodes import ByteDetokenizer, ByteTokenizer
+from tests.support.byte_text import ByteDetokenizer, ByteTokenizer
 
 STOP = "xyz"
 

@@ -12,8 +12,9 @@ from cluster.routing.choice import ChoiceRun
 from paceline.errors import HandoffFailed, InvalidRequest, PacelineError
 from paceline.request import FinishReason, SamplingParams, SequenceRequest, TokenLogprobs
 from paceline.results import Chunk
+from tests.support.byte_text import ByteDetokenizer, ByteTokenizer
 from tests.support.router_asks import PROMPT, TEXT, answer, ask, check_indexes, chunks
-from tests.support.scripted_nodes import ByteDetokenizer, ByteTokenizer, Fleet, Script, fleet, prompt_logprobs_of
+from tests.support.scripted_nodes import Fleet, Script, fleet, prompt_logprobs_of
 
 LONG = "a prompt of more than two messages"
 

@@ -21,7 +21,8 @@ from paceline.errors import NodeUnavailable
 from paceline.request import SamplingParams
 from paceline.v1 import common_pb2, inference_pb2
 from paceline.wire import sequence_digest, sequence_to_proto
-from tests.support.scripted_nodes import MAX_MODEL_LEN, VOCAB, ByteTokenizer, Fleet, fleet
+from tests.support.byte_text import VOCAB, ByteTokenizer
+from tests.support.scripted_nodes import MAX_MODEL_LEN, Fleet, fleet
 
 
 class SlowJournal(Journal):
@@ -110,10 +111,12 @@ async def test_nobody_is_waited_for_once_all_is_known(nodes: Fleet, plan: Plan) 
 
 async def test_a_wait_is_worth_its_tokens(nodes: Fleet, plan: Plan) -> None:
     """Mutants: a few tokens are waited for longer than it takes to make them, though somebody has answered; where
-    nobody has, Redis gets no time at all; there is no end."""
+    nobody has, Redis gets no time at all; there is no end; choices that are made at once are waited for one by one."""
     away = SlowJournal(after_s=60.0)
     assert LEAST_WAIT_S <= (await ask(away, nodes, plan, having(5)))[1] < MOST_WAIT_S / 2
     assert (await ask(away, nodes, plan, having(200)))[1] >= MOST_WAIT_S
+    three = {index: ReceivedChoice(index, 32) for index in range(3)}
+    assert (await ask(away, nodes, await make(n=3), three))[1] < 0.6 * MOST_WAIT_S
     for node in nodes.nodes.values():
         node.made = {}
     assert (await ask(away, nodes, plan, having(5)))[1] < LEAST_WAIT_S

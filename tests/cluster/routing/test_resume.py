@@ -20,7 +20,8 @@ from cluster.state.journal import journal_key
 from paceline.request import FinishReason, SamplingParams, SequenceRequest, derive_seed
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from tests.fakes.redis_servers import Embedded
-from tests.support.scripted_nodes import ByteDetokenizer, ByteTokenizer, Fleet, fleet, letters, token_at
+from tests.support.byte_text import ByteDetokenizer, ByteTokenizer
+from tests.support.scripted_nodes import Fleet, fleet, letters, token_at
 from tests.support.two_routers import One, Two, scripted, two_routers
 
 ID = "0123456789abcdef0123456789abcdef"

@@ -16,8 +16,9 @@ from paceline.errors import (
 )
 from paceline.request import FinishReason, SpeculationParams, derive_seed
 from paceline.results import HandoffBytes, Usage
+from tests.support.byte_text import EOS
 from tests.support.router_asks import PROMPT, TEXT, answer, ask, check_indexes, chunks
-from tests.support.scripted_nodes import EOS, fleet, letters, token_at
+from tests.support.scripted_nodes import fleet, letters, token_at
 
 
 async def test_first_token_from_prefill_rest_from_decode() -> None:

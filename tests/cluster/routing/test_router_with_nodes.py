@@ -16,7 +16,7 @@ from paceline.config import ServeConfig
 from paceline.request import FinishReason, SamplingParams, derive_seed
 from tests.fakes.nodes import Cluster, cluster
 from tests.fakes.runner import VOCAB, next_token
-from tests.support.scripted_nodes import ByteTokenizer
+from tests.support.byte_text import ByteTokenizer
 
 PROMPT = tuple(range(100, 121))
 

@@ -16,7 +16,8 @@ from cluster.state.sealing import Seal
 from paceline.config import ServeConfig
 from paceline.results import Chunk
 from paceline.v1 import inference_pb2
-from tests.support.scripted_nodes import MAX_MODEL_LEN, VOCAB, ByteTokenizer
+from tests.support.byte_text import VOCAB, ByteTokenizer
+from tests.support.scripted_nodes import MAX_MODEL_LEN
 
 NOWHERE = "redis://127.0.0.1:1/0"
 
