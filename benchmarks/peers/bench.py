@@ -41,7 +41,7 @@ Timing = tuple[list[float], int]  # seconds at which pieces came, tokens of them
 
 
 @dataclass(frozen=True)
-class Plan:
+class PeersPlan:
     """Requests that every engine gets."""
 
     decode: list[Ask]
@@ -97,7 +97,7 @@ class PeersReport:
             raise ConfigError("json", f"{path} is no result of this benchmark: {error.errors()[0]['msg']}") from None
 
 
-def plan(folder: Path, texts: Sequence[Prompt], named: str, limit: int, max_tokens: int, long_tokens: int) -> Plan:
+def plan(folder: Path, texts: Sequence[Prompt], named: str, limit: int, max_tokens: int, long_tokens: int) -> PeersPlan:
     """``limit`` questions as they are, categories in turn, and long prompts. Raises ConfigError."""
     count = questions.counter(folder, chat=True)
     fitting = [text for text in texts if count(text.turns[0]) <= long_tokens][:limit]
@@ -106,10 +106,10 @@ def plan(folder: Path, texts: Sequence[Prompt], named: str, limit: int, max_toke
     decode = [Ask(i, 0.0, prompt.turns[0], count(prompt.turns[0]), max_tokens, i) for i, prompt in enumerate(fitting)]
     # Another question at the end of each, so that none begins like one before it.
     long = plan_asks([Arrival(0.0, long_tokens, 2)] * LONG_PROMPTS, texts, count, 0, skip=limit)
-    return Plan(decode, long, warm_up(long, count, 2), named, max_tokens, long_tokens)
+    return PeersPlan(decode, long, warm_up(long, count, 2), named, max_tokens, long_tokens)
 
 
-def run(plan: Plan, model: str, folder: Path, only: Sequence[str], progress: Progress) -> PeersReport:
+def run(plan: PeersPlan, model: str, folder: Path, only: Sequence[str], progress: Progress) -> PeersReport:
     """Measure every engine, or those named. Raises ConfigError."""
     for name in only:
         if name not in ENGINES:
@@ -123,7 +123,7 @@ def run(plan: Plan, model: str, folder: Path, only: Sequence[str], progress: Pro
     return PeersReport(folder.name, cores(), plan.prompts, *sizes, tuple(rows))
 
 
-def _rows(name: str, plan: Plan, model: str, folder: Path, tell: Callable[[str], None]) -> Iterator[Row]:
+def _rows(name: str, plan: PeersPlan, model: str, folder: Path, tell: Callable[[str], None]) -> Iterator[Row]:
     if name == "paceline":
         for layout in ("one node", "apart"):
             plain, drafted = deployments(model, [layout], ["none", "default"], ())
@@ -140,7 +140,7 @@ def _rows(name: str, plan: Plan, model: str, folder: Path, tell: Callable[[str],
         yield _row(name, "n-gram", plain, drafted, plan, tell)
 
 
-def _row(name: str, how: str, plain: Setting, drafted: Setting, plan: Plan, tell: Callable[[str], None]) -> Row:
+def _row(name: str, how: str, plain: Setting, drafted: Setting, plan: PeersPlan, tell: Callable[[str], None]) -> Row:
     row = Row(name, None, None, how)
     for field, setting in (("plain", plain), ("drafted", drafted)):
         tell(setting.name)
@@ -153,7 +153,7 @@ def _row(name: str, how: str, plain: Setting, drafted: Setting, plan: Plan, tell
     return row
 
 
-async def _measured(plan: Plan, url: str) -> Figures:
+async def _measured(plan: PeersPlan, url: str) -> Figures:
     """Raises ConfigError when a request fails."""
     server = Server(url, await served_model(url))
 
@@ -182,7 +182,7 @@ def figures(decode: Sequence[Timing], long: Sequence[Timing]) -> Figures:
     return Figures(tokens / took_s if took_s else 0.0, tokens, first_ms)
 
 
-def _transformers(plan: Plan, folder: Path) -> Row:
+def _transformers(plan: PeersPlan, folder: Path) -> Row:
     row = Row("transformers", None, None, "n-gram")
     for field, draft_tokens in (("plain", 0), ("drafted", DRAFT_TOKENS)):
         asks = [[ask.text, ask.max_tokens] for ask in (*plan.warm_up, *plan.decode, *plan.long)]

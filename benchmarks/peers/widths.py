@@ -36,7 +36,7 @@ Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
-class Plan:
+class WidthsPlan:
     """Requests that every engine gets, in this order."""
 
     warm_up: list[Ask]  # one after the other
@@ -109,7 +109,7 @@ class WidthsReport:
         return next((row.best for row in self.rows if (row.name, row.weights) == (name, weights)), None)
 
 
-def plan(folder: Path, texts: Sequence[Prompt], named: str, max_tokens: int) -> Plan:
+def plan(folder: Path, texts: Sequence[Prompt], named: str, max_tokens: int) -> WidthsPlan:
     """Prompts which all begin differently. Raises ConfigError."""
     if DECODE_PROMPT + max_tokens > CONTEXT:
         raise ConfigError("max_tokens", f"{max_tokens} leaves no room for a prompt in {CONTEXT} tokens")
@@ -118,10 +118,12 @@ def plan(folder: Path, texts: Sequence[Prompt], named: str, max_tokens: int) -> 
     asks = plan_asks([Arrival(0.0, *one) for one in lengths], texts, count, 0)
     decode, rest = asks[: ALONE + SLOTS], asks[ALONE + SLOTS :]
     firsts = {n: rest[i :: len(PROMPTS)] for i, n in enumerate(PROMPTS)}
-    return Plan(warm_up(asks, count, 2), decode[:ALONE], decode[ALONE:], firsts, named)
+    return WidthsPlan(warm_up(asks, count, 2), decode[:ALONE], decode[ALONE:], firsts, named)
 
 
-def run(plan: Plan, model: str, folder: Path, only: Sequence[str], rounds: int, progress: Progress) -> WidthsReport:
+def run(
+    plan: WidthsPlan, model: str, folder: Path, only: Sequence[str], rounds: int, progress: Progress
+) -> WidthsReport:
     """Measure every engine, or those named. Raises ConfigError."""
     for name in only:
         if name not in NAMES:
@@ -134,7 +136,7 @@ def run(plan: Plan, model: str, folder: Path, only: Sequence[str], rounds: int, 
     return WidthsReport(folder.name, cores(), amx, plan.prompts, plan.alone[0].max_tokens, hidden, rows)
 
 
-def measure(chosen: Sequence[Engine], plan: Plan, rounds: int, progress: Progress) -> list[Row]:
+def measure(chosen: Sequence[Engine], plan: WidthsPlan, rounds: int, progress: Progress) -> list[Row]:
     """A row for each engine, in their order. One that fails is not asked again."""
     found: dict[int, list[Figures]] = {i: [] for i in range(len(chosen))}
     reasons = {i: reason for i, engine in enumerate(chosen) if (reason := engine.missing())}
@@ -151,7 +153,7 @@ def measure(chosen: Sequence[Engine], plan: Plan, rounds: int, progress: Progres
     return [Row(e.name, e.weights, e.bits, found[i], reasons.get(i, "")) for i, e in enumerate(chosen)]
 
 
-def figures(plan: Plan, timings: Sequence[Sequence[Timing]]) -> Figures:
+def figures(plan: WidthsPlan, timings: Sequence[Sequence[Timing]]) -> Figures:
     """What the answers to ``plan.groups()`` say. Raises ConfigError where one has another length than was asked."""
     for group, answers in zip(plan.groups(), timings, strict=True):
         for ask, timing in zip(group, answers, strict=True):

@@ -22,7 +22,7 @@ from paceline.models.base import TargetModel
 from paceline.models.config import ModelSpec
 from paceline.models.loader import WeightBag
 from paceline.models.quantization.fp8 import Fp8
-from paceline.models.registry import FP8_SCALE, KEPT_FLOAT32, Part, model_class, scheme_of
+from paceline.models.registry import FP8_SCALE, KEPT_FLOAT32, ChosenTensors, model_class, scheme_of
 from paceline.ranks.degrees import DENSE, SHARED, check_degree, mlps_of_ranks
 from paceline.spec_decode.heads.formats.files import HeadFiles, Renamed
 from paceline.spec_decode.heads.formats.mtp import read_mtp
@@ -101,7 +101,7 @@ def plan_model(path: Path, dtype: torch.dtype, kv_dtype: str = "auto") -> ModelP
     tensors = MetaTensors(announced, dtype)
     modules = spec.mtp_prefixes
     drafts = frozenset(name for name in tensors if name.startswith(modules))
-    bag = WeightBag(Part(tensors, frozenset(tensors) - drafts))
+    bag = WeightBag(ChosenTensors(tensors, frozenset(tensors) - drafts))
     model = model_class(spec.family)(spec, bag, dtype, META)
     bag.finish()
     draft_layers = _take_modules(HeadFiles(path, raw, tensors), model) if drafts else ()

@@ -38,7 +38,7 @@ class CheckpointTensors(LazyTensors):
         return super().__getitem__(name)
 
 
-class Part(Mapping[str, LinearWeight]):
+class ChosenTensors(Mapping[str, LinearWeight]):
     """Some tensors of a checkpoint, still read on access."""
 
     def __init__(self, whole: Mapping[str, LinearWeight], names: frozenset[str]) -> None:
@@ -102,7 +102,9 @@ def load_target(folder: Path, dtype: torch.dtype, device: torch.device, quantize
     tensors = open_checkpoint(folder, dtype)
     if quantize != NOT_ROUNDED and isinstance(tensors, QuantizedTensors):  # before gigabytes of an embedding are read
         raise rounded_already()
-    bag = WeightBag(Part(tensors, frozenset(name for name in tensors if not name.startswith(spec.mtp_prefixes))))
+    bag = WeightBag(
+        ChosenTensors(tensors, frozenset(name for name in tensors if not name.startswith(spec.mtp_prefixes)))
+    )
     bag.rounded(quantize)
     model = model_class(spec.family)(spec, bag, dtype, device)
     bag.finish()

@@ -11,7 +11,7 @@ from paceline.errors import ConfigError
 from paceline.layers.linear import group_of
 from paceline.layers.quantized import LinearWeight, QuantizedWeight
 from paceline.models.loader import NOT_ROUNDED, LazyTensors, WeightBag, rounded_already, rounded_weight
-from paceline.models.registry import Part, open_checkpoint
+from paceline.models.registry import ChosenTensors, open_checkpoint
 from paceline.parallel.slabs import SLAB_MULTIPLE, slabs_of, sum_slabs
 from paceline.ranks.group import Group
 from paceline.ranks.shard import Cut, Shard
@@ -89,6 +89,6 @@ def open_shard(folder: Path, dtype: torch.dtype, shard: Shard, group: Group, qua
         raise rounded_already()
     own = ShardTensors(tensors, shard, quantize)
     names = frozenset(name for name in own if not name.startswith(shard.spec.mtp_prefixes))
-    bag = ShardBag(Part(own, names), shard, group)
+    bag = ShardBag(ChosenTensors(own, names), shard, group)
     bag.rounded(quantize)
     return bag

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.peers import install, openvino_worker
 from benchmarks.peers.engines import Engine, Groups, Timing, gguf_types
 from benchmarks.peers.width_goals import goal_grid, grid
-from benchmarks.peers.widths import PROMPTS, Figures, Plan, Row, WidthsReport, figures, measure, together
+from benchmarks.peers.widths import PROMPTS, Figures, Row, WidthsPlan, WidthsReport, figures, measure, together
 from benchmarks.serving.workload import Ask
 from paceline.errors import ConfigError
 from tests.support.tiny_model import tiny_spec
@@ -26,7 +26,7 @@ def asks(number: int, max_tokens: int) -> list[Ask]:
     return [Ask(i, 0.0, f"question {i}", 4, max_tokens, i) for i in range(number)]
 
 
-PLAN = Plan(asks(1, 2), asks(2, 5), asks(2, 5), {128: asks(1, 2), 512: asks(1, 2)}, "kept texts")
+PLAN = WidthsPlan(asks(1, 2), asks(2, 5), asks(2, 5), {128: asks(1, 2), 512: asks(1, 2)}, "kept texts")
 
 
 def answers(step_s: float, groups: Groups) -> list[list[Timing]]:

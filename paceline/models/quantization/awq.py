@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from paceline.layers.quantized import QuantizedWeight
-from paceline.models.quantization.base import Parts, Scheme, check_groups, matrix, need, refused, whole
+from paceline.models.quantization.base import LayerTensors, Scheme, check_groups, matrix, need, refused, whole
 from paceline.models.quantization.packing import unpack, weight_of
 
 BITS, CODES = 4, 8  # of a code; codes of a word
@@ -40,12 +40,12 @@ class Awq(Scheme):
         """group_size: input features; -1: all."""
         self.group_size = group_size
 
-    def _shape(self, layer: str, parts: Parts) -> tuple[int, int, int]:
+    def _shape(self, layer: str, parts: LayerTensors) -> tuple[int, int, int]:
         """Output features, input features, size of a group."""
         columns, words = matrix(layer, parts, "qweight", ("I32",))
         return words * CODES, columns, columns if self.group_size == -1 else self.group_size
 
-    def check(self, layer: str, parts: Parts) -> None:
+    def check(self, layer: str, parts: LayerTensors) -> None:
         """See Scheme."""
         rows, columns, group_size = self._shape(layer, parts)
         check_groups(layer, group_size, columns)
@@ -53,7 +53,7 @@ class Awq(Scheme):
         need(layer, parts, "scales", ("F16", "BF16", "F32"), (groups, rows))
         need(layer, parts, "qzeros", ("I32",), (groups, rows // CODES))
 
-    def read(self, layer: str, parts: Parts) -> QuantizedWeight:
+    def read(self, layer: str, parts: LayerTensors) -> QuantizedWeight:
         """See Scheme."""
         codes, zeros = (_in_order(parts[name].load()) for name in ("qweight", "qzeros"))
         group_size = self._shape(layer, parts)[2]

@@ -21,7 +21,7 @@ FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerTensor:
     """One tensor of a quantised layer, not read yet."""
 
     dtype: str  # safetensors' name of it
@@ -29,7 +29,7 @@ class Part:
     load: Callable[[], torch.Tensor]  # as it lies in its file
 
 
-Parts = Mapping[str, Part]  # by the last part of a tensor's name: ``weight``, ``weight_scale``
+LayerTensors = Mapping[str, LayerTensor]  # by the last part of a tensor's name: ``weight``, ``weight_scale``
 
 
 class Scheme(ABC):
@@ -43,11 +43,11 @@ class Scheme(ABC):
     ignored: frozenset[str] = frozenset()
 
     @abstractmethod
-    def check(self, layer: str, parts: Parts) -> None:
+    def check(self, layer: str, parts: LayerTensors) -> None:
         """Raise ConfigError for a layer that ``read`` cannot read: by types and shapes, and by small tensors."""
 
     @abstractmethod
-    def read(self, layer: str, parts: Parts) -> LinearWeight:
+    def read(self, layer: str, parts: LayerTensors) -> LinearWeight:
         """The weight of a layer that was checked; float32 where no kernel can multiply by its codes."""
 
 
@@ -67,7 +67,9 @@ def whole(config: Mapping[str, Any], name: str, default: int | None = None) -> i
     return value
 
 
-def need(layer: str, parts: Parts, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None = None) -> Part:
+def need(
+    layer: str, parts: LayerTensors, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None = None
+) -> LayerTensor:
     """A tensor of a layer. Raises ConfigError where it is missing, or of another type or shape."""
     if name not in parts:
         raise refused(f"{layer}.{name} is missing")
@@ -85,7 +87,7 @@ def check_groups(layer: str, group_size: int, columns: int) -> None:
         raise refused(f"{layer} has groups of {group_size}: multiples of {GROUP_MULTIPLE} are supported")
 
 
-def matrix(layer: str, parts: Parts, name: str, dtypes: tuple[str, ...]) -> tuple[int, int]:
+def matrix(layer: str, parts: LayerTensors, name: str, dtypes: tuple[str, ...]) -> tuple[int, int]:
     """Shape of a tensor that must be a matrix. Raises ConfigError."""
     shape = need(layer, parts, name, dtypes).shape
     if len(shape) != 2 or min(shape) < 1:

@@ -14,7 +14,17 @@ from typing import Any
 import torch
 
 from paceline.layers.quantized import LinearWeight
-from paceline.models.quantization.base import FLOATS, Part, Parts, Scheme, check_groups, matrix, need, refused, whole
+from paceline.models.quantization.base import (
+    FLOATS,
+    LayerTensor,
+    LayerTensors,
+    Scheme,
+    check_groups,
+    matrix,
+    need,
+    refused,
+    whole,
+)
 from paceline.models.quantization.fp8 import check_scales, fp8_weight
 from paceline.models.quantization.packing import check_order, ordered_weight, unpack
 
@@ -141,7 +151,7 @@ class CompressedTensors(Scheme):
             raise refused(f"{layer} is quantised, but the config has no group for it")
         return found
 
-    def check(self, layer: str, parts: Parts) -> None:
+    def check(self, layer: str, parts: LayerTensors) -> None:
         """See Scheme."""
         group = self.group_of(layer)
         if group.is_float:
@@ -159,7 +169,7 @@ class CompressedTensors(Scheme):
         if ZERO in parts:
             _check_zeros(layer, parts, group, (rows, groups))
 
-    def read(self, layer: str, parts: Parts) -> LinearWeight:
+    def read(self, layer: str, parts: LayerTensors) -> LinearWeight:
         """See Scheme."""
         group = self.group_of(layer)
         if group.is_float:
@@ -183,7 +193,7 @@ def _num_groups(group: Group, columns: int) -> int:
     return -(-columns // group.group_size) if group.group_size else 1
 
 
-def _int_shape(layer: str, parts: Parts, group: Group) -> tuple[int, int]:
+def _int_shape(layer: str, parts: LayerTensors, group: Group) -> tuple[int, int]:
     """Output and input features of a layer of whole numbers. Raises ConfigError."""
     if PACKED not in parts:
         return matrix(layer, parts, "weight", ("I8",))
@@ -194,7 +204,7 @@ def _int_shape(layer: str, parts: Parts, group: Group) -> tuple[int, int]:
     return rows, int(said[1])
 
 
-def _check_zeros(layer: str, parts: Parts, group: Group, shape: tuple[int, int]) -> None:
+def _check_zeros(layer: str, parts: LayerTensors, group: Group, shape: tuple[int, int]) -> None:
     packed = (-(-shape[0] * group.bits // 32), shape[1])
     zero = need(layer, parts, ZERO, ("I8", "I32"))
     fits = (packed,) if zero.dtype == "I32" else ((), (1,), (1, 1), shape)
@@ -202,7 +212,7 @@ def _check_zeros(layer: str, parts: Parts, group: Group, shape: tuple[int, int])
         raise refused(f"{layer}.{ZERO} has shape {zero.shape} for {shape} scales")
 
 
-def _zeros(part: Part, bits: int, rows: int) -> torch.Tensor:
+def _zeros(part: LayerTensor, bits: int, rows: int) -> torch.Tensor:
     """Zero points of signed codes, [rows, groups] or one for all. Packed ones lie along the output features."""
     stored = part.load()
     if part.dtype == "I8":

@@ -11,7 +11,17 @@ from typing import Any
 import torch
 
 from paceline.layers.quantized import QuantizedWeight
-from paceline.models.quantization.base import FLOATS, FP8, Part, Parts, Scheme, check_groups, matrix, need, refused
+from paceline.models.quantization.base import (
+    FLOATS,
+    FP8,
+    LayerTensor,
+    LayerTensors,
+    Scheme,
+    check_groups,
+    matrix,
+    need,
+    refused,
+)
 
 BLOCK_SCALE, SCALE = "weight_scale_inv", "weight_scale"
 
@@ -39,16 +49,16 @@ class Fp8(Scheme):
         """block: output and input features that share a scale; None: whole rows, or the whole weight."""
         self.block = block
 
-    def check(self, layer: str, parts: Parts) -> None:
+    def check(self, layer: str, parts: LayerTensors) -> None:
         """See Scheme."""
         check_scales(layer, parts, BLOCK_SCALE if self.block else SCALE, self.block)
 
-    def read(self, layer: str, parts: Parts) -> QuantizedWeight:
+    def read(self, layer: str, parts: LayerTensors) -> QuantizedWeight:
         """See Scheme."""
         return fp8_weight(parts["weight"], parts[BLOCK_SCALE if self.block else SCALE], self.block)
 
 
-def check_scales(layer: str, parts: Parts, name: str, block: tuple[int, int] | None) -> None:
+def check_scales(layer: str, parts: LayerTensors, name: str, block: tuple[int, int] | None) -> None:
     """Raise ConfigError where weight and scales do not fit each other."""
     rows, columns = matrix(layer, parts, "weight", (FP8,))
     scale = need(layer, parts, name, FLOATS)
@@ -59,7 +69,7 @@ def check_scales(layer: str, parts: Parts, name: str, block: tuple[int, int] | N
         raise refused(f"{layer}.{name} has shape {scale.shape}: neither one scale nor {rows}, one an output feature")
 
 
-def fp8_weight(weight: Part, scale: Part, block: tuple[int, int] | None) -> QuantizedWeight:
+def fp8_weight(weight: LayerTensor, scale: LayerTensor, block: tuple[int, int] | None) -> QuantizedWeight:
     """A weight that was checked; scales of blocks and of tensors are repeated for every row."""
     rows, columns = weight.shape
     scales = scale.load().float()

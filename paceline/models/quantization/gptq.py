@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.layers.quantized import LinearWeight
-from paceline.models.quantization.base import Parts, Scheme, check_groups, matrix, need, refused, whole
+from paceline.models.quantization.base import LayerTensors, Scheme, check_groups, matrix, need, refused, whole
 from paceline.models.quantization.packing import check_order, ordered_weight, unpack
 
 ONES = {4: 0x11111111, 8: 0x01010101}  # 1 in every code of a word
@@ -42,13 +42,13 @@ class Gptq(Scheme):
         """group_size: input features; -1: all. lowered: zero points lie one lower than they are."""
         self.bits, self.group_size, self.lowered = bits, group_size, lowered
 
-    def _shape(self, layer: str, parts: Parts) -> tuple[int, int, int]:
+    def _shape(self, layer: str, parts: LayerTensors) -> tuple[int, int, int]:
         """Output features, input features, size of a group."""
         words, rows = matrix(layer, parts, "qweight", ("I32",))
         columns = words * (32 // self.bits)
         return rows, columns, columns if self.group_size == -1 else self.group_size
 
-    def check(self, layer: str, parts: Parts) -> None:
+    def check(self, layer: str, parts: LayerTensors) -> None:
         """See Scheme."""
         rows, columns, group_size = self._shape(layer, parts)
         check_groups(layer, group_size, columns)
@@ -57,7 +57,7 @@ class Gptq(Scheme):
         need(layer, parts, "qzeros", ("I32",), (groups, -(-rows // (32 // self.bits))))
         check_order(layer, parts, "g_idx", columns, groups)
 
-    def read(self, layer: str, parts: Parts) -> LinearWeight:
+    def read(self, layer: str, parts: LayerTensors) -> LinearWeight:
         """See Scheme."""
         rows, _, group_size = self._shape(layer, parts)
         codes = unpack(parts["qweight"].load().t(), self.bits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from paceline.layers.quantized import LinearWeight, QuantizedWeight
-from paceline.models.quantization.base import Parts, need, refused
+from paceline.models.quantization.base import LayerTensors, need, refused
 
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -53,7 +53,7 @@ def weight_of(
     )
 
 
-def check_order(layer: str, parts: Parts, name: str, columns: int, groups: int) -> None:
+def check_order(layer: str, parts: LayerTensors, name: str, columns: int, groups: int) -> None:
     """Raise ConfigError where ``name``, the group of each input feature, is no such table. Absent: nothing to check."""
     if name not in parts:
         return

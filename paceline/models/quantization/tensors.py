@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from paceline.layers.quantized import LinearWeight, QuantizedWeight
-from paceline.models.quantization.base import FLOATS, Part, Parts, Scheme, refused
+from paceline.models.quantization.base import FLOATS, LayerTensor, LayerTensors, Scheme, refused
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class QuantizedTensors(Mapping[str, LinearWeight]):
         cannot read; no weight is read for that."""
         self._stored, self._scheme, self._dtype = stored, scheme, dtype
         self._told = False
-        self._layers: dict[str, Parts] = {}  # by the name of the layer's weight
+        self._layers: dict[str, LayerTensors] = {}  # by the name of the layer's weight
         self._plain = self._sort()
         for name, parts in self._layers.items():
             scheme.check(name.removesuffix(f".{WEIGHT}"), parts)
@@ -68,7 +68,7 @@ class QuantizedTensors(Mapping[str, LinearWeight]):
 
     def _sort(self) -> list[str]:
         """Put the tensors of quantised layers together; returns the names of the others."""
-        found: dict[str, dict[str, Part]] = {}
+        found: dict[str, dict[str, LayerTensor]] = {}
         for name in self._stored:
             layer, _, last = name.rpartition(".")
             if last in self._scheme.marks:
@@ -83,9 +83,9 @@ class QuantizedTensors(Mapping[str, LinearWeight]):
         self._layers.update({f"{layer}.{WEIGHT}": parts for layer, parts in found.items()})
         return plain
 
-    def _part(self, name: str) -> Part:
+    def _part(self, name: str) -> LayerTensor:
         kind, shape = self._stored.layout(name)
-        return Part(kind, shape, partial(self._stored.stored, name))
+        return LayerTensor(kind, shape, partial(self._stored.stored, name))
 
     def __getitem__(self, name: str) -> LinearWeight:
         if (parts := self._layers.get(name)) is not None:
