@@ -86,9 +86,7 @@ def set_queues(device: torch.device) -> None:
 
 def _assembled(config: NodeConfig, folder: Path, model: TargetModel, *, decodes: bool) -> ModelRunner:
     identity = RunnerIdentity(Path(config.model).name, weights_digest(folder), kernel_set(), config.quantize)
-    runner = assemble(config, model, identity, decodes=decodes)
-    runner.grammars = GrammarCompiler(folder, runner.vocab_size)
-    return runner
+    return assemble(config, model, identity, GrammarCompiler(folder, model.spec.vocab_size), decodes=decodes)
 
 
 def _warm(runner: ModelRunner, config: NodeConfig, folder: Path, *, decodes: bool) -> None:
@@ -138,9 +136,16 @@ def _measure(runner: ModelRunner, config: NodeConfig, folder: Path) -> None:
         keep_figures(key, Figures(None, {}, heads))
 
 
-def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity, *, decodes: bool = True) -> ModelRunner:
-    """A runner around a loaded model. decodes: False on a prefill node, which drafts nothing and has the drafter only
-    where draft KV is to cross."""
+def assemble(
+    config: NodeConfig,
+    model: TargetModel,
+    identity: RunnerIdentity,
+    grammars: GrammarCompiler | None = None,
+    *,
+    decodes: bool = True,
+) -> ModelRunner:
+    """A runner around a loaded model. grammars: as ModelRunner has them. decodes: False on a prefill node, which drafts
+    nothing and has the drafter only where draft KV is to cross."""
     costs = CostTable.assumed(ASSUMED_STEP_S)
     drafts = decodes or config.handoff == "draft_kv"
     with phase("loading the drafter"), layer_bits(config.bits, model.device):
@@ -178,6 +183,7 @@ def assemble(config: NodeConfig, model: TargetModel, identity: RunnerIdentity, *
         identity,
         make_policy("fixed" if config.adaptive == "off" else config.adaptive, costs, drafter=drafter.name),
         capture_graphs(config, model, drafter, kv, attention, max_model_len + spec_slots) if graphs else None,
+        grammars,
     )
 
 

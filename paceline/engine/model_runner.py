@@ -116,8 +116,10 @@ class ModelRunner:
         identity: RunnerIdentity,
         policy: LengthPolicy | None = None,
         graphs: TargetGraphs | None = None,
-    ) -> None:
-        """policy: how many tokens to draft; None: as many as a request may have. graphs: of the same model and pool."""
+        grammars: GrammarCompiler | None = None,
+    ) -> None:  # one parameter a part; the last three may be left out
+        """policy: how many tokens to draft; None: as many as a request may have. graphs: of the same model and pool.
+        grammars: of the model's tokenizer; None refuses every grammar."""
         self.model, self.drafter, self.attention, self.graphs = model, drafter, attention, graphs
         self.memory, self.kv, self.allocator, self.prefix = memory, memory.pool, memory.allocator, memory.prefix
         self.alive, self.close = model.alive, model.close  # the ranks that share the model
@@ -127,7 +129,7 @@ class ModelRunner:
         self.policy = policy or FixedLength()
         self.samples_on_device = model.device.type == "cuda"  # else on the host, row by row as a rule asks
         self.observe_logits: ObserveLogits | None = None
-        self.grammars = GrammarCompiler(None, self.vocab_size)  # who knows the model's tokenizer puts another here
+        self.grammars = grammars or GrammarCompiler(None, self.vocab_size)
 
     @property
     def page_size(self) -> int:

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from paceline.engine.model_runner import ModelRunner
-from paceline.grammar.compile import GrammarCompiler
 from paceline.request import FinishReason, Grammar, GrammarKind, SamplingParams, SequenceRequest, SpeculationParams
 from paceline.text.tokenizer import Tokenizer
 from tests.support.grammar_engines import answers
@@ -56,11 +54,6 @@ def requests(folder: Path, temperature: float) -> list[SequenceRequest]:
     return [SequenceRequest(f"g{i}", prompt, replace(params, grammar=g)) for i, g in enumerate(GRAMMARS)]
 
 
-def follows_grammars(runner: ModelRunner, folder: Path) -> ModelRunner:
-    runner.grammars = GrammarCompiler(folder, runner.vocab_size)
-    return runner
-
-
 @pytest.fixture(scope="module")
 def engines(smollm2_folder: Path) -> Engines:
     return Engines(smollm2_folder, "bf16", batch=8)
@@ -70,12 +63,12 @@ def test_text_is_that_of_plain_decoding(smollm2_folder: Path, engines: Engines) 
     """Sampled; tiny models do the same greedily (test_grammar_in_engine.py)."""
     asked = requests(smollm2_folder, 1.0)
     off = SpeculationParams(num_draft_tokens=0)
-    alone = follows_grammars(engines.variant(drafter="none"), smollm2_folder)
+    alone = engines.variant(drafter="none")
     plain = [answers(alone, [replace(one, speculation=off)])[0] for one in asked]
     assert [one.finish_reason for one in plain] == [FinishReason.STOP] * len(asked)
     text = Tokenizer.from_folder(smollm2_folder).decode(plain[0].token_ids)
     jsonschema.validate(json.loads(text), PERSON)
     for options in DRAFTERS:
-        done = answers(follows_grammars(engines.variant(**options), smollm2_folder), asked)
+        done = answers(engines.variant(**options), asked)
         assert [one.token_ids for one in done] == [one.token_ids for one in plain], options
         assert sum(one.stats.rounds_by_drafter.get("grammar", 0) for one in done) > 0

@@ -33,9 +33,8 @@ def grammar_prefill_runner(folder: Path, /, **options: object) -> ModelRunner:
 def _runner(folder: Path, options: dict[str, object], *, decodes: bool) -> ModelRunner:
     config = tiny_config("fp32", options)
     identity = RunnerIdentity("tiny", "seed-0", "test")
-    runner = assemble(config, tiny_llama("fp32", 0, GRAMMAR_VOCAB), identity, decodes=decodes)
-    runner.grammars = GrammarCompiler(write_chat_tokenizer(folder), GRAMMAR_VOCAB)
-    return runner
+    grammars = GrammarCompiler(write_chat_tokenizer(folder), GRAMMAR_VOCAB)
+    return assemble(config, tiny_llama("fp32", 0, GRAMMAR_VOCAB), identity, grammars, decodes=decodes)
 
 
 def grammar_request(

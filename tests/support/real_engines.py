@@ -45,7 +45,7 @@ class Engines:
     def variant(self, **options: object) -> ModelRunner:
         """A runner with other options around the same weights."""
         config = NodeConfig.model_validate(self.config.model_dump() | options)
-        return assemble(config, self.first.model, self.first.identity)
+        return assemble(config, self.first.model, self.first.identity, self.first.grammars)
 
     def unload(self) -> None:
         """Give back the target and all pages; plain answers that were made stay."""

@@ -82,7 +82,9 @@ class FeatureDrafter(Drafter):
         the budget's width a level. Raises ConfigError."""
         self.name, self.model, self.head, self.kv, self.attention = name, model, head, kv, attention
         self.width, self.sampling, self.expand_above = width, sampling, expand_above
-        self.graphs: HeadGraphs | None = None  # whoever assembles a node on a GPU captures them
+        # Whoever assembles a node on a GPU captures them and puts them here. They cannot be an argument: what they
+        # capture is this drafter's head, and their tables are as long as `draft_slots` says.
+        self.graphs: HeadGraphs | None = None
         self.choices = static_choices(static_tree, width)
         self.kv_layers, self.aux_layers, self.state_width = head.kv_layers, head.aux_layers, head.hidden_size
         self.row_width = max(1, len(head.aux_layers)) * model.spec.hidden_size
