@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 
 import grpc.aio
@@ -15,6 +16,8 @@ from paceline.v1 import node_pb2, node_pb2_grpc
 
 ANSWER_TIMEOUT_S = 1.0
 LISTEN_TIMEOUT_S = 10.0
+# What this process or host has no more of. It says nothing of the peer that was to be asked.
+OWN_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 
 
 def own_address(host: str, interface: str = "") -> str:
@@ -54,17 +57,18 @@ def check_listens(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=LISTEN_TIMEOUT_S).close()
 
 
-async def host_answers(address: str) -> bool:
+async def host_answers(address: str) -> bool | None:
     """Whether the host of ``host:port`` answers: one that refuses the connection does, and one whose process is stopped
-    (the kernel accepts for it); one without power or network does not."""
+    (the kernel accepts for it); one without power or network does not. None: it could not be asked, since this process
+    has no open file, port or memory left for a connection."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
     except ConnectionRefusedError:
         return True
-    except OSError:  # no route, no answer in time (TimeoutError is one)
-        return False
+    except OSError as error:  # no route, no answer in time (TimeoutError is one)
+        return None if error.errno in OWN_LIMITS else False
     writer.transport.abort()
     return True
 

@@ -43,7 +43,7 @@ Launch = Callable[[str, str, int], NodeHandle]  # (role, node id, generation)
 class NodeEvent:
     """Something that happened to a node."""
 
-    kind: Literal["started", "died", "lease_lost", "kept", "cut_off", "start_failed", "stopped"]
+    kind: Literal["started", "died", "lease_lost", "kept", "cut_off", "not_asked", "start_failed", "stopped"]
     node_id: str
     role: str
     generation: int
@@ -65,6 +65,7 @@ class Slot:
     answered_at: float = 0.0  # when it was last asked and answered; the grace runs from the later of the two
     asked_at: float = 0.0
     cut_off: bool = False
+    not_asked: bool = False  # nobody knows whether its host answers, since this process could not ask
     kept: bool = False  # it has had no lease for a whole grace, but answers
     replaced_for_lease: bool = False  # it was killed for its lease, and has not started anew
     backoff_s: float = FIRST_BACKOFF_S

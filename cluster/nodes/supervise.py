@@ -33,7 +33,8 @@ class Supervisor:
 
     A node without its lease on a host that does not answer is cut off: nothing can be ended or started there. It is
     left alone until it has its lease again, which costs no reload, or is known to have died, or its host has answered
-    for a whole grace, in which it could have had its lease back. A node without its lease that answers itself is kept:
+    for a whole grace, in which it could have had its lease back. So is one whose host could not be asked, since this
+    process has no connection left to ask by. A node without its lease that answers itself is kept:
     Redis may take no writes. At most half of a role's nodes are down for a lost lease at a time.
     """
 
@@ -44,7 +45,8 @@ class Supervisor:
     issue: Callable[[str, int], int] = lambda node_id, above: above + 1  # DeploymentLease.issue; blocks
     has_lease: Callable[[str, int], bool] = lambda node_id, generation: True  # NodeDirectory.holds
     heard: Callable[[str, int, bool], None] = lambda node_id, generation, alive: None  # NodeDirectory.heard
-    reachable: Callable[[str], Awaitable[bool]] = lambda address: _yes()  # whether the host at an address answers
+    # Whether the host at an address answers; None: it could not be asked.
+    reachable: Callable[[str], Awaitable[bool | None]] = lambda address: _yes()
     may_act: Callable[[], bool] = lambda: True  # whether nobody else can supervise; asked before each act
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -91,7 +93,7 @@ class Supervisor:
         slot.generation = await in_thread(self.issue, slot.node_id, slot.generation)
         slot.address = await in_thread(self._launch_and_start, slot)
         slot.started_at = slot.leased_at = self.clock()
-        slot.cut_off = slot.kept = slot.replaced_for_lease = False
+        slot.cut_off = slot.not_asked = slot.kept = slot.replaced_for_lease = False
         slot.last_error = ""
         slot.starts += 1
         self.tell(NodeEvent("started", slot.node_id, slot.role, slot.generation, slot.address))
@@ -136,7 +138,8 @@ class Supervisor:
         if slot.handle.died():
             return "died"
         if self.has_lease(slot.node_id, slot.generation):
-            slot.leased_at, slot.cut_off, slot.kept = self.clock(), False, False
+            slot.leased_at = self.clock()
+            slot.cut_off = slot.not_asked = slot.kept = False
             return None
         return "lease_lost"
 
@@ -146,17 +149,25 @@ class Supervisor:
         if self.clock() - slot.asked_at < (ASK_KEPT_AFTER_S if slot.kept else ASK_AFTER_S):
             return False
         slot.asked_at = self.clock()
-        if not await self.reachable(slot.address):
+        if not await self._host_answers(slot):
             slot.leased_at = self.clock()
-            if not slot.cut_off:
-                self.tell(NodeEvent("cut_off", slot.node_id, slot.role, slot.generation, slot.address))
-            slot.cut_off = True
             return False
-        slot.cut_off = False
         if await self._answers(slot):
             return False
         since = self.clock() - max(slot.leased_at, slot.answered_at)
         return since >= LEASE_GRACE_S and _may_replace(slot, self.slots)
+
+    async def _host_answers(self, slot: Slot) -> bool:
+        """Whether its host is known to answer; tells once when it is not."""
+        answers = await self.reachable(slot.address)
+        if answers is None and not slot.not_asked:
+            detail = "this process has no open files, ports or memory left to ask whether its host answers"
+            self.tell(NodeEvent("not_asked", slot.node_id, slot.role, slot.generation, detail))
+        if answers is False and not slot.cut_off:
+            self.tell(NodeEvent("cut_off", slot.node_id, slot.role, slot.generation, slot.address))
+        slot.not_asked = answers is None
+        slot.cut_off = not answers if answers is not None else slot.cut_off
+        return bool(answers)
 
     async def _answers(self, slot: Slot) -> bool:
         """Ask a node without its lease; the router goes on using one that answers."""
@@ -251,7 +262,7 @@ class Supervisor:
         handle = slot.handle
         if handle is None:
             return
-        if not slot.address or not await self.reachable(slot.address):
+        if not slot.address or await self.reachable(slot.address) is False:
             await self.discard(slot)  # it still starts, or cannot drain; Ray ends it when it sees the host again
         else:
             await self.drain_slot(slot, handle, grace_s)

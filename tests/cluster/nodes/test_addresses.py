@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -80,5 +82,26 @@ async def test_silence_and_no_route_are_no_answer(monkeypatch: pytest.MonkeyPatc
     for connect in (silent, unroutable):
         monkeypatch.setattr(asyncio, "open_connection", connect)
         start = time.monotonic()
-        assert not await host_answers("10.0.0.1:1")
+        assert await host_answers("10.0.0.1:1") is False
         assert time.monotonic() - start < addresses.ANSWER_TIMEOUT_S + 2.0
+
+
+async def test_no_open_file_left_says_nothing_of_the_peer() -> None:
+    """It listens all the while. Mutants: what this process has no more of is a host that is cut off; or one that
+    answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert await host_answers(address) is True
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        taken = [os.dup(0)]
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+            with suppress(OSError):  # there are too many
+                while True:
+                    taken.append(os.dup(0))
+            assert await host_answers(address) is None
+        finally:
+            for number in taken:
+                os.close(number)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert await host_answers(address) is True

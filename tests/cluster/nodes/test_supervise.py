@@ -116,6 +116,32 @@ async def test_a_node_that_is_cut_off_is_left_alone_until_its_host_answers(case:
     await case.supervisor.stop(0.0)
 
 
+async def test_a_node_whose_host_could_not_be_asked_is_left_alone(case: Case) -> None:
+    """This process has no connection to ask by. Mutants: its host is taken to be cut off, so that a stop kills the node
+    without a drain; or to answer, so that the node is killed."""
+    answers: bool | None = None
+
+    async def reachable(address: str) -> bool | None:
+        return answers
+
+    case.supervisor.reachable = reachable
+    await case.supervisor.start()
+    case.leased = False
+    await until(lambda: case.clock.now > 10.0)
+    assert case.kinds == ["started", "not_asked"]  # told once
+    answers = False
+    await until(lambda: "cut_off" in case.kinds)
+    answers = None  # nothing new is known
+    now = case.clock.now
+    await until(lambda: case.clock.now > now + 3.0)
+    assert case.supervisor.slots[0].cut_off
+    case.leased = True
+    await until(lambda: not case.supervisor.slots[0].cut_off)
+    await case.supervisor.stop(10.0)
+    assert case.nodes.handles[0].stops == [10.0]
+    assert not case.nodes.handles[0].killed.is_set()
+
+
 @pytest.mark.parametrize("silent_s", [0.5, 1.9, 2.1, 3.9, 30.0])
 async def test_a_node_has_a_whole_grace_from_when_its_host_answers(case: Case, silent_s: float) -> None:
     """However long the cut was: a renewal needs a connection first."""
