@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import pytest
 import redis
 
 from cluster.access import redis_counters
+from cluster.access.caller import Caller
 from cluster.access.counters import Ask, LocalCounters
 from cluster.access.keys import Limits
-from cluster.access.quotas import Quotas
+from cluster.access.quotas import Hold, Quotas
 from cluster.access.redis_counters import RedisCounters
 from cluster.routing.metrics import Metrics
 from paceline.errors import InvalidRequest, Overloaded
@@ -107,29 +109,71 @@ async def test_redis_evicts_one_of_a_keys_two(server: Embedded, gone: int) -> No
     await counters.close()
 
 
-async def test_four_routers_admit_a_minutes_requests_exactly(server: Embedded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mutant: a read and a write in place of the script."""
-    monkeypatch.setattr(redis_counters, "TIMEOUT_S", 10.0)  # on a busy machine, too, Redis is not away
-    key = caller("acme", requests_per_minute=20)
-    routers = [Quotas(RedisCounters(server.url, 600.0, "four"), Metrics()) for _ in range(4)]
+# Each lets 20 asks through, of one sequence and ten tokens; those of a minute let one more through every 3 s.
+OF_20 = {
+    "requests_per_minute": 20,
+    "tokens_per_minute": 200,
+    "concurrency": 20,
+    "tokens_in_flight": 200,
+    "budget_tokens": 200,
+}
+TOKENS, REFILL_S = 10, 3.0
 
-    async def one(i: int) -> float:
+
+async def take(router: Quotas, key: Caller) -> Hold | None:
+    """One ask; what is to be given back. Raises Overloaded."""
+    if key.key.requests_per_minute is not None:
+        await router.request(key)
+        return None
+    return await router.hold(key, 1, TOKENS)
+
+
+def refilled(limit: str, since: float) -> int:
+    """Asks that a bucket lets through by now, beyond those at once."""
+    return int((time.monotonic() - since) / REFILL_S) + 1 if limit.endswith("per_minute") else 0
+
+
+async def admitted(routers: Sequence[Quotas], key: Caller) -> list[Hold | float]:
+    """60 asks at once, spread over the routers: what each that was let in holds, 0 where that is nothing; the rest must
+    be told a time to come back, in seconds."""
+    waits: list[float] = []
+
+    async def one(i: int) -> Hold | float | None:
         try:
-            await routers[i % 4].request(key)
+            return await take(routers[i % len(routers)], key) or 0.0
         except Overloaded as refused:
-            return refused.retry_after_s
-        return 0.0
+            waits.append(refused.retry_after_s)
+        return None
 
-    waits = await asyncio.gather(*(one(i) for i in range(60)))
-    assert waits.count(0.0) == 20
-    assert all(0 < wait <= 3.0 for wait in waits if wait)
+    found = await asyncio.gather(*(one(i) for i in range(60)))
+    assert all(wait > 0 for wait in waits)
+    return [hold for hold in found if hold is not None]
+
+
+@pytest.mark.parametrize("limit", OF_20)
+async def test_four_routers_admit_exactly(server: Embedded, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    """And once more when the answers are over, which have used half of their tokens. Mutants: a read and a write in
+    place of the script; what one router gives back is not there for the others."""
+    monkeypatch.setattr(redis_counters, "TIMEOUT_S", 10.0)  # on a busy machine, too, Redis is not away
+    key = caller("acme", **{limit: OF_20[limit]})
+    routers = [Quotas(RedisCounters(server.url, 600.0, f"four {limit}"), Metrics()) for _ in range(4)]
+    began = time.monotonic()
+    first = await admitted(routers, key)
+    assert 20 <= len(first) < 21 + refilled(limit, began)
+    for i, hold in enumerate(first):
+        if isinstance(hold, Hold):
+            routers[i % 4].release(hold, TOKENS // 2)
+    await asyncio.gather(*(task for router in routers for task in router._giving))
+    again = {"requests_per_minute": 0, "tokens_per_minute": 10, "budget_tokens": 10}.get(limit, 20)
+    assert again <= len(await admitted(routers, key)) <= again + refilled(limit, began)
     for router in routers:
         await router.close()
 
 
-# A router as a process: it tells each request that it admits.
+# A router as a process: it tells each ask that it admits. Its sequences end 1.5 s after they began, at the latest.
+DEAD_FOR_S = 1.5
 ROUTER = """
-import asyncio, sys
+import asyncio, json, sys
 from cluster.access import redis_counters
 from cluster.access.quotas import Quotas
 from cluster.access.redis_counters import RedisCounters
@@ -139,12 +183,15 @@ from tests.support.api_keys import caller
 
 async def main():
     redis_counters.TIMEOUT_S = 10.0
-    quotas, key = Quotas(RedisCounters(sys.argv[1], 600.0, "killed"), Metrics()), caller("acme", requests_per_minute=20)
+    url, name, limits, ttl_s = sys.argv[1:]
+    counters, key = RedisCounters(url, 600.0, name), caller("acme", **json.loads(limits))
+    counters._ttl_ms = int(float(ttl_s) * 1000)
+    quotas = Quotas(counters, Metrics())
     print("ready", flush=True)
     sys.stdin.readline()
     while True:
         try:
-            await quotas.request(key)
+            await (quotas.request(key) if key.key.requests_per_minute else quotas.hold(key, 1, 10))
             print("admitted", flush=True)
         except Overloaded:
             pass
@@ -153,37 +200,46 @@ asyncio.run(main())
 """
 
 
-async def test_four_routers_stay_exact_while_one_is_killed(server: Embedded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer that the dead one had no time to tell may be missing. Mutant: each counts for itself."""
+@pytest.mark.parametrize("limit", OF_20)
+async def test_four_routers_stay_exact_while_one_is_killed(
+    server: Embedded, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """The answer that the dead one had no time to tell may be missing. What it had running comes back. Mutants: each
+    counts for itself; sequences of a router that died stay."""
     monkeypatch.setattr(redis_counters, "TIMEOUT_S", 10.0)  # on a busy machine, too, Redis is not away
-    key, others = caller("acme", requests_per_minute=20), [RedisCounters(server.url, 600.0, "killed") for _ in range(3)]
-    routers = [Quotas(counters, Metrics()) for counters in others]
+    limits, name = {limit: OF_20[limit]}, f"killed {limit}"
+    key, living = caller("acme", **limits), 0
+    routers = [Quotas(RedisCounters(server.url, 600.0, name), Metrics()) for _ in range(3)]
 
-    async def ask(router: Quotas) -> int:
-        admitted = 0
-        while time.monotonic() < end:
+    async def ask(router: Quotas, until: Callable[[], bool]) -> None:
+        nonlocal living
+        while not until():
             with suppress(Overloaded):
-                await router.request(key)
-                admitted += 1
+                await take(router, key)
+                living += 1
             await asyncio.sleep(0.01)
-        return admitted
 
-    command = [sys.executable, "-c", ROUTER, server.url]
+    command = [sys.executable, "-c", ROUTER, server.url, name, json.dumps(limits), str(DEAD_FOR_S)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as dying:
         assert dying.stdin is not None
         assert dying.stdout is not None
         assert await asyncio.to_thread(dying.stdout.readline) == "ready\n"
         began = time.monotonic()
-        end = began + 0.5
         dying.stdin.write("go\n")
         dying.stdin.flush()
-        asking = [asyncio.create_task(ask(router)) for router in routers]
+        asking = [asyncio.create_task(ask(router, lambda: time.monotonic() > began + 0.5)) for router in routers]
         assert await asyncio.to_thread(dying.stdout.readline) == "admitted\n"
         dying.kill()
-        told = 1 + len((await asyncio.to_thread(dying.stdout.read)).splitlines())
-    admitted = told + sum(await asyncio.gather(*asking))
-    refilled = int((time.monotonic() - began) / 3.0) + 1
-    assert 19 <= admitted <= 20 + refilled, (told, admitted)
+        dead = 1 + len((await asyncio.to_thread(dying.stdout.read)).splitlines())
+    await asyncio.gather(*asking)
+    comes_back = limit in ("concurrency", "tokens_in_flight")
+    early = dead if comes_back and time.monotonic() > began + DEAD_FOR_S else 0  # where this machine stood still
+    assert 19 <= dead + living <= 20 + refilled(limit, began) + early, (dead, living)
+    if comes_back:
+        end = time.monotonic() + DEAD_FOR_S + 5.0
+        await asyncio.gather(*(ask(router, lambda: living >= 20 or time.monotonic() > end) for router in routers))
+        await asyncio.sleep(0.1)
+        assert living == 20
     for router in routers:
         await router.close()
 
