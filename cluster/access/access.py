@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 from cluster.access.caller import Caller
@@ -56,7 +57,7 @@ class Access:
         key_id = ""
         try:
             key = self._keys.find(sent)
-            key_id, caller = key.id, Caller(key, peer)
+            key_id, caller = key.id, Caller(key, peer, partial(self._refused_later, peer, key.id, act))
             _check(caller, need, self._names)
         except (Unauthenticated, PermissionDenied) as error:
             key_id = error.key_id if isinstance(error, RefusedKey) else key_id
@@ -75,6 +76,10 @@ class Access:
         await self.quotas.request(caller)
         if need is Need.OPERATOR:
             self.audit.done(caller.peer, caller.key.id, act, "allowed")
+
+    def _refused_later(self, peer: str, key_id: str, act: str, reason: str, why: str) -> None:
+        self.audit.refused(peer, key_id, act, why)
+        self._metrics.access_refused(reason)
 
     async def _wait_to_refuse(self, peer: str) -> None:
         if self._late >= MAX_LATE:

@@ -7,8 +7,9 @@ caller, and a request's own words about its tenant count.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from cluster.access.keys import Key, Scope
 from cluster.contract.generation import GenerationRequest
@@ -17,12 +18,18 @@ from paceline.errors import InvalidRequest, PermissionDenied
 SALT_CHARS = 32
 
 
+def _unheard(reason: str, why: str) -> None:
+    """Nobody counts what is refused."""
+
+
 @dataclass(frozen=True)
 class Caller:
     """The holder of a key."""
 
     key: Key
     peer: str  # the address that the call came from
+    # Hears of what the call is refused after it was let in: the metric's reason, and words for the audit.
+    refused: Callable[[str, str], None] = field(default=_unheard, repr=False, compare=False)
 
     @property
     def tenant(self) -> str:
@@ -60,6 +67,16 @@ def owner(named: str) -> str:
     return named if caller is None else caller.tenant
 
 
+def unknown_id(what: str) -> None:
+    """Who asks named by its id a ``what`` that its tenant does not have: count it, and tell the audit.
+
+    Another tenant's and one that never was are alike here, as they are in the answer: nothing tells that the id exists.
+    """
+    caller = current()
+    if caller is not None:
+        caller.refused("UnknownId", f"its tenant has no {what} of this id")
+
+
 def with_salt(cache_salt: str) -> tuple[str, str]:
     """Tenant and prefix-cache salt of an HTTP request. cache_salt: the body's, which divides the tenant's own cache
     further; without keys it is the tenant."""
@@ -79,6 +96,7 @@ def as_asked_by(caller: Caller | None, request: GenerationRequest) -> Generation
     if caller is None:
         return request
     if request.tenant not in ("", caller.tenant):
+        caller.refused("OtherTenant", "it names another tenant than the key's")
         raise InvalidRequest("tenant", "is not the tenant of the API key: leave it out")
     low, high = caller.key.priorities
     priority = min(max(low, 0), high) if request.priority == 0 else request.priority

@@ -40,7 +40,7 @@ class AccessCounts(Protocol):
     """cluster.routing.metrics.Metrics, as far as access needs it."""
 
     def access_refused(self, reason: str) -> None:
-        """A call was refused. reason: the error's class, or the quota that is used up."""
+        """A call was refused. reason: the error's class, what the call named, or a quota."""
 
     def quotas_alone(self, alone: bool) -> None:
         """Whether this router counts for itself, since Redis is away."""

@@ -44,8 +44,8 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     "completion_tokens": ("Output tokens sent to clients.",),
     "choices": ("Choices that are complete, by finish_reason: stop, length, abort or tool_calls.", "finish_reason"),
     "access_refused": (
-        "Calls refused for their API key, by reason: Unauthenticated, PermissionDenied, requests_per_minute, "
-        "tokens_per_minute, concurrency, tokens_in_flight or budget_tokens.",
+        "Calls refused for their API key, by reason: Unauthenticated, PermissionDenied, UnknownId (not the tenant's), "
+        "OtherTenant, or the quota that is used up, such as concurrency.",
         "reason",
     ),
     "retries": ("Attempts at a choice that failed and were made again, by class of the error.", "error"),
@@ -106,6 +106,12 @@ _NODE_COUNTERS: dict[str, tuple[str, str, float]] = {  # likewise, and what one 
     "node_refused_calls": (
         "Calls and hand-offs that a node refused because of who made them. The audit log has a line of each.",
         "refused_calls",
+        1,
+    ),
+    "node_refused_messages": (
+        "Messages that a node refused for what they say: none of its RPC's, or what no prefill node sends on a link. "
+        "Frames that are no HTTP/2 end their connection in gRPC, uncounted.",
+        "refused_messages",
         1,
     ),
     "node_shared_seconds": (
@@ -178,7 +184,7 @@ class Metrics:
         self._counters["requests"].labels(status).inc()
 
     def access_refused(self, reason: str) -> None:
-        """A call was refused for its API key. reason: the error's class, or the quota that is used up."""
+        """A call was refused for its API key. reason: the error's class, what the call named, or a quota."""
         self._counters["access_refused"].labels(reason).inc()
 
     def quotas_alone(self, alone: bool) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
+from cluster.access.caller import unknown_id
 from cluster.contract import public_wire
 from cluster.contract.generation import Chat, GenerationRequest, ReceivedChoice, Resume, check_generation_id
 from cluster.contract.plan import Plan
@@ -85,12 +86,17 @@ async def find_admitted(request: GenerationRequest, journal: Journal | None) -> 
             log.info("%s goes on here, from the journal", stored.request_id)
             return replace(stored, generation_id=request.generation_id, resume=Resume(digest, resume.choices))
     if not own_copy:
-        raise UnknownGeneration(
+        raise _unknown(
             f"generation {request.generation_id!r} is not in the journal: it expired, was never there, or is another "
             "tenant's; send the request with the resume to have it made again"
         )
     log.info("a stream goes on here from the client's own copy of its request")
     return request
+
+
+def _unknown(text: str) -> UnknownGeneration:
+    unknown_id("stream")
+    return UnknownGeneration(text)
 
 
 async def _read(request: GenerationRequest, journal: Journal | None) -> GenerationRequest | None:
@@ -112,7 +118,7 @@ def received_of(
     if resume is None:
         return NOTHING
     if (resume.plan_digest or resume.choices) and resume.plan_digest != public_wire.plan_digest(plan.admitted):
-        raise UnknownGeneration(
+        raise _unknown(
             f"generation {request.generation_id!r} is not in the journal, and the request sent with the resume is not "
             "the one that was admitted (its seed and plan_digest are on the first chunk of the stream)"
         )

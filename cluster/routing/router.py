@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from contextlib import aclosing, contextmanager
 from typing import Any, Protocol
 
-from cluster.access.caller import Caller, as_asked_by, current
+from cluster.access.caller import Caller, as_asked_by, current, unknown_id
 from cluster.access.quotas import Quotas
 from cluster.contract.generation import GenerationRequest, Prompt, ReceivedChoice
 from cluster.contract.plan import Plan, ServedModel, TokenizerLike, make_plan, tokenize
@@ -231,6 +231,7 @@ class Router:
         if caller is not None and not _sees_all(caller):
             salt = self._owners.salt(caller.tenant, request_id)
             if salt is None:
+                unknown_id("trace")
                 raise not_kept(request_id, self._recorder.num_requests)
         with self._a_place():
             return await collect(request_id, self._recorder, self._registry.nodes(), self._calls, salt=salt)

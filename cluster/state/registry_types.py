@@ -65,6 +65,7 @@ class NodeRecord:
     shared_ms: Count = 0  # of steps that several threads shared, since the node started
     missed_ms: Count = 0  # of these in which one of them had no core
     refused_calls: Count = 0  # whose caller may not make them, since the node started
+    refused_messages: Count = 0  # for what they say, likewise
     # Rounds in which a drafter that copies found something, and in which it did not, by its name; likewise.
     copies: Mapping[str, Annotated[Sequence[Count], Field(min_length=2, max_length=2)]] = field(default_factory=dict)
 

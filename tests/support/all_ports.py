@@ -28,6 +28,7 @@ from tests.support.certificates import SECRET, make_folder, secured
 from tests.support.scripted_nodes import fleet
 
 CALL_TIMEOUT_S = 5.0
+REFUSED = "paceline_access_refused_total"
 Code = grpc.StatusCode
 HELLO = handoff_pb2.HandoffMessage(hello=handoff_pb2.Hello(link_id="?")).SerializeToString()
 SHAKEN, DENIED, UNKNOWN, IN = "handshake", "denied", "unauthenticated", "let in"
@@ -78,13 +79,13 @@ class Deployment:
     router: Router
     addresses: dict[str, str] = field(default_factory=dict)
 
-    def refused(self) -> float:
-        """Calls that were refused, at all ports."""
+    def refused(self, reason: str = "") -> float:
+        """Calls that were refused, at all ports; with a ``reason`` those of keys for it alone."""
         counted = self.nodes.decode.shell.guard.refused + self.nodes.prefill.shell.guard.refused
-        told = self.metrics.render().decode().splitlines()
-        return counted + sum(
-            float(line.split()[-1]) for line in told if line.startswith("paceline_access_refused_total")
-        )
+        told = [line for line in self.metrics.render().decode().splitlines() if line.startswith(REFUSED)]
+        if reason:
+            counted, told = 0, [line for line in told if f'reason="{reason}"' in line]
+        return counted + sum(float(line.split()[-1]) for line in told)
 
     def metadata(self, key: str) -> tuple[tuple[str, str], ...]:
         """A caller's key."""
@@ -97,7 +98,7 @@ class Deployment:
         """How a call ends."""
         if at in ("HTTPS", "metrics"):
             return await self._ask_http(port, shown)
-        async with _channel(self.addresses[at], port.server, shown) as channel:
+        async with channel_of(self.addresses[at], port.server, shown) as channel:
             opened: Any = channel
             call = opened.stream_stream(port.method)(metadata=self.metadata(shown.key), timeout=CALL_TIMEOUT_S)
             is_right = shown.key == port.key and shown.role == port.role
@@ -128,7 +129,8 @@ class Deployment:
         return {401: UNKNOWN, 403: DENIED, 200: IN}[status]
 
 
-def _channel(address: str, server: str, shown: Credential) -> grpc.aio.Channel:
+def channel_of(address: str, server: str, shown: Credential) -> grpc.aio.Channel:
+    """To a port that shows the certificate of ``server``, for a caller who shows ``shown``."""
     if shown.folder is None:
         return grpc.aio.insecure_channel(address)
     path = shown.folder.path

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from cluster.access.caller import owner
+from cluster.access.caller import owner, unknown_id
 from cluster.contract.generation import ChatMessage
 from cluster.frontdoor.http_errors import HttpProblem, problem_for
 from cluster.frontdoor.intake import check_model
@@ -106,6 +106,7 @@ class Responses:
             return ()
         kept = self._store.find(tenant, previous)
         if kept is None and (tenant, previous) not in self._runs:
+            unknown_id("response")
             message = f"there is no response {previous!r} here"
             raise InvalidRequest("previous_response_id", message, "previous_response_not_found")
         status = "in_progress" if kept is None else kept.body["status"]
@@ -161,5 +162,6 @@ def _key(run: Run) -> Key:
 
 def _not_found(response_id: str) -> HttpProblem:
     """Another tenant's answer reads the same: who asks learns nothing of it."""
+    unknown_id("response")
     message = f"there is no response {response_id[:256]!r} here"
     return HttpProblem(404, message, param="response_id", code="response_not_found")

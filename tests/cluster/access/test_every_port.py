@@ -1,19 +1,27 @@
-"""Every port of a deployment and every credential that is not good enough: refused, counted, and a line in the audit.
+"""Every port of a deployment, and every credential and id that is not good enough: refused, counted, and in the audit.
 
 Real gRPC, HTTPS and Redis, in one process. What a handshake refuses never reaches Paceline: it has no line.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
+import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import httpx
 import pytest
 
+from cluster.state.journal import open_journal
 from paceline.rpc.tls import TlsFolder
+from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2
+from tests.fakes.redis_servers import Embedded
 from tests.support.all_ports import (
     CALL_TIMEOUT_S,
     DENIED,
@@ -24,10 +32,12 @@ from tests.support.all_ports import (
     UNKNOWN,
     Credential,
     Deployment,
+    channel_of,
     context_of,
     deployed,
 )
 from tests.support.certificates import SECRET, expired, make_folder
+from tests.support.two_routers import JOURNAL_KEY
 
 
 def table(deployment: Deployment, stranger: TlsFolder, old: TlsFolder, mixed: TlsFolder) -> Iterator[tuple[Any, ...]]:
@@ -92,3 +102,138 @@ async def test_a_stream_over_http_goes_on_for_its_tenant_alone(tmp_path: Path) -
             first = (await ask("acme")).text.split("\n", 1)[0].removeprefix("id: ")
             assert (await ask("acme", **{"last-event-id": first})).status_code == 200
             assert (await ask("other", **{"last-event-id": first})).status_code == 409
+
+
+STREAMS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "hi", "max_tokens": 8},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 8},
+}
+GENERATION, REQUEST = "g" * 32, "job"
+
+
+class Asking:
+    """Calls with a key over gRPC and HTTP; each gives what its caller is told, without the id that it named."""
+
+    def __init__(self, deployment: Deployment, stub: Any, http: httpx.AsyncClient) -> None:
+        self._deployment, self._stub, self._http = deployment, stub, http
+
+    async def resume(self, key: str, generation_id: str, tenant: str = "") -> str:
+        """Go on with a stream that a router has in the journal."""
+        resume = inference_pb2.Resume()
+        return await self.stream(
+            key, inference_pb2.GenerateRequest(generation_id=generation_id, tenant=tenant, resume=resume)
+        )
+
+    async def stream(self, key: str, request: Any) -> str:
+        call = self._stub.GenerateStream(request, metadata=self._deployment.metadata(key), timeout=CALL_TIMEOUT_S)
+        return await _told(call.read(), request.generation_id)
+
+    async def trace(self, key: str, request_id: str) -> str:
+        request = trace_pb2.TraceRequest(request_id=request_id)
+        call = self._stub.Trace(request, metadata=self._deployment.metadata(key), timeout=CALL_TIMEOUT_S)
+        return await _told(call, request_id)
+
+    async def events(self, key: str, path: str, event_id: str = "") -> httpx.Response:
+        """A stream over HTTP, or what comes of it after an event."""
+        since = {"last-event-id": event_id} if event_id else {}
+        headers = dict(self._deployment.metadata(key)) | since
+        return await self._http.post(path, json=STREAMS[path] | {"stream": True}, headers=headers)
+
+    async def http(self, key: str, method: str, path: str, named: str, body: Any = None) -> str:
+        headers = dict(self._deployment.metadata(key))
+        reply = await self._http.request(method, path, json=body, headers=headers)
+        return f"{reply.status_code} {reply.text.replace(named, 'ID')}"
+
+
+async def _told(asked: Awaitable[Any], named: str) -> str:
+    try:
+        await asked
+    except grpc.aio.AioRpcError as error:
+        return f"{error.code().name} {error.details()}".replace(named, "ID")
+    return IN
+
+
+@asynccontextmanager
+async def asking(deployment: Deployment) -> AsyncIterator[Asking]:
+    """A caller of the router, whose streams are in a journal."""
+    shown = Credential(deployment.folder, "admin", "")
+    redis = Embedded()
+    journal = open_journal(deployment.router.config, redis.url, JOURNAL_KEY)
+    assert journal is not None
+    deployment.router._journal = journal
+    base = f"https://{deployment.addresses['HTTPS']}"
+    try:
+        async with (
+            channel_of(deployment.addresses["router gRPC"], "server", shown) as channel,
+            httpx.AsyncClient(verify=context_of(shown), timeout=CALL_TIMEOUT_S, base_url=base) as http,
+        ):
+            yield Asking(deployment, inference_pb2_grpc.InferenceStub(channel), http)
+    finally:
+        await journal.close()
+        redis.close()
+
+
+Ask = Callable[[str], Awaitable[str]]
+
+
+async def asks_by_id(made: Asking, key: str) -> list[tuple[str, Ask, str, str]]:
+    """What is asked, how, the id of another tenant's, and one that never was."""
+    request = inference_pb2.GenerateRequest(text="hello", generation_id=GENERATION, request_id=REQUEST)
+    assert await made.stream("acme", request) == IN
+    async with asyncio.timeout(CALL_TIMEOUT_S):
+        while await made.resume("acme", GENERATION) != IN:  # it is not written yet
+            await asyncio.sleep(0.02)
+    assert await made.trace("acme", REQUEST) == IN
+    found: list[tuple[str, Ask, str, str]] = [
+        ("resume", lambda named: made.resume(key, named), GENERATION, "h" * 32),
+        ("trace", lambda named: made.trace(key, named), REQUEST, "none"),
+    ]
+    for path in STREAMS:
+        text = (await made.events("acme", path)).text
+        event_id = text.split("id: ", 1)[1].split("\n", 1)[0]
+        again = await made.events("acme", path, event_id)
+        assert again.status_code == 200, again.text
+
+        async def resumed(named: str, path: str = path) -> str:
+            reply = await made.events(key, path, named)
+            return f"{reply.status_code} {reply.text}"
+
+        none = re.sub(r"\.[0-9a-f]{32}\.", f".{'0' * 32}.", event_id)
+        found.append((f"Last-Event-ID {path}", resumed, event_id, none))
+    response = json.loads(re.findall(r"data: (.*)", text)[-1])["response"]["id"]
+    for method, rest in (("GET", ""), ("GET", "/input_items"), ("POST", "/cancel"), ("DELETE", "")):
+
+        async def about(named: str, method: str = method, rest: str = rest) -> str:
+            return await made.http(key, method, f"/v1/responses/{named}{rest}", named)
+
+        found.append((f"{method} response{rest}", about, response, f"resp_{'0' * 32}"))
+
+    async def went_on(named: str) -> str:
+        body = {"input": "go on", "previous_response_id": named}
+        return await made.http(key, "POST", "/v1/responses", named, body)
+
+    return [*found, ("previous_response_id", went_on, response, f"resp_{'0' * 32}")]
+
+
+async def test_another_tenants_ids(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Asked for beside ids that never were: the answers are alike, so nobody learns that an id exists. Mutants: a way
+    that counts nothing, or writes no line; another tenant's ids alone are counted."""
+    async with deployed(tmp_path) as deployment, asking(deployment) as made:
+        asked = await asks_by_id(made, "other")
+        assert (deployment.refused("UnknownId"), _audit(caplog)) == (0, [])  # their tenant was let in everywhere
+        for what, ask, theirs, none in asked:
+            answers = []
+            for named in (theirs, none):
+                before, lines = deployment.refused("UnknownId"), len(_audit(caplog))
+                answers.append(await ask(named))
+                assert deployment.refused("UnknownId") == before + 1, (what, named, answers)
+                (line,) = _audit(caplog)[lines:]
+                assert line.startswith("peer=127.0.0.1 key=other "), line
+                assert named not in line, line
+            assert answers[0] == answers[1] != IN, what
+        assert (await made.resume("other", GENERATION, tenant="acme")).startswith("INVALID_ARGUMENT tenant: ")
+        assert deployment.refused("OtherTenant") == 1
+        assert "names another tenant" in _audit(caplog)[-1]
+        assert await made.resume("acme", GENERATION) == IN  # it is still there

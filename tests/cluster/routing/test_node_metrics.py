@@ -25,6 +25,7 @@ def test_series_follow_the_nodes() -> None:
             *("decode-0", "decode", 1, "h:2"),
             missing_drafts=5,
             refused_calls=10,
+            refused_messages=11,
             shared_ms=1500,
             missed_ms=250,
             copies={"ngram": (6, 7), "suffix": (8, 9)},
@@ -45,6 +46,7 @@ def test_series_follow_the_nodes() -> None:
     for name, total in (
         ("missing_drafts", 5),
         ("refused_calls", 10),
+        ("refused_messages", 11),
         ("shared_seconds", 1.5),
         ("missed_seconds", 0.25),
     ):
