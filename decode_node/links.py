@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
@@ -28,7 +29,7 @@ from kv_transfer.lanes.arrivals import Arrivals
 from kv_transfer.lanes.leader import degree_of
 from kv_transfer.lanes.pairing import degrees, make_lanes, open_with, wanted_by
 from kv_transfer.layout.compat import check_pairing, handoff_layout
-from kv_transfer.transports.base import MESSAGE_BYTES, Transport, TransportError
+from kv_transfer.transports.base import MESSAGE_BYTES, MessageRefused, Transport
 from kv_transfer.transports.registry import agreed_multiple, offered_bytes, open_transport, staging_device
 from kv_transfer.transports.rendezvous import LinkStore
 from kv_transfer.transports.sentinel import Sentinel
@@ -71,6 +72,8 @@ class LinkHost:
         self._closing: set[asyncio.Task[None]] = set()
         self._audit = Audit()
         self.refused = 0  # hand-offs that no router had given to who began them
+        self.refused_messages = 0  # and bytes of rows, that no prefill node of ours sends
+        self._counting = threading.Lock()  # receivers refuse on threads of their own
 
     # -- what the prefill node calls -----------------------------------------------------------------------------
 
@@ -194,6 +197,7 @@ class LinkHost:
             pool_device=context.device,
             checksums=config.handoff_checksum,
             arrivals=arrivals,
+            on_refused=self._note_refused,
         )
         try:
             link.sentinel = Sentinel(
@@ -223,11 +227,18 @@ class LinkHost:
             link.refuse(error)
             link.loop.call_later(REFUSAL_S, self._drop, link, str(error))
         except PacelineError as error:
+            if isinstance(error, MessageRefused):
+                self._note_refused()
             link.end(NodeUnavailable(f"control stream: {error}"))
         except Exception as error:  # gRPC's own, when the peer vanished
             link.end(NodeUnavailable(f"control stream broke: {error!r}"))
         else:
             link.end(NodeUnavailable("control stream ended"))
+
+    def _note_refused(self) -> None:
+        """From any thread."""
+        with self._counting:
+            self.refused_messages += 1
 
     def _opened(self, link: Link, done: asyncio.Future[None]) -> None:
         if not done.cancelled() and (error := done.exception()) is not None:
@@ -273,8 +284,8 @@ def _take(message: handoff_pb2.HandoffMessage, link: Link) -> None:
         try:
             link.store.receive(message.rendezvous.key, message.rendezvous.value)
         except ValueError as error:
-            raise TransportError(str(error)) from None
+            raise MessageRefused(str(error)) from None
     elif link.receiver is None:
-        raise TransportError("a message came before the link was open")
+        raise MessageRefused("a message came before the link was open")
     else:
         link.receiver.feed(message)

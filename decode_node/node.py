@@ -114,6 +114,7 @@ class DecodeNode:
             "missing_drafts": self._engine.missing_drafts,
             "copies": self._runner.drafter.copies(),
             "refused_calls": counts["refused_calls"] + self._links.refused,
+            "refused_messages": counts["refused_messages"] + self._links.refused_messages,
         }
 
     # -- insides -----------------------------------------------------------------------------------------------

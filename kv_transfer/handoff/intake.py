@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from itertools import chain
 
 from torch import Tensor
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 class Intake:
     """``checksums``: see HandoffReceiver. ``arrivals``: what comes over lanes beside, in the same messages.
+    ``on_refused``: hears of a message that ends its hand-off by what it says, or by bytes whose sum does not hold.
     TransportError from any method: the link broke."""
 
     def __init__(
@@ -41,6 +43,7 @@ class Intake:
         *,
         checksums: bool,
         arrivals: Arrivals | None = None,
+        on_refused: Callable[[], None] = lambda: None,
     ) -> None:
         self._staging = staging
         self._arrivals = arrivals
@@ -48,6 +51,7 @@ class Intake:
         self._control = control
         self._in_flight = in_flight
         self._checksums = checksums
+        self._on_refused = on_refused
 
     def chunk(self, message: HandoffMessage) -> None:
         """Take the rows of a chunk, or throw them away."""
@@ -61,6 +65,7 @@ class Intake:
         if problem is None and self._checksums and len(self._sizes(message)) > 1:
             problem = "a checksum over several messages, whose rows are used as they come"
         if problem is not None:
+            self._on_refused()
             self._drain(message)
             self._in_flight.fail(ticket, problem)
             return
@@ -75,6 +80,8 @@ class Intake:
             drafts = state.proposal_depth > 0
             problem = handoff.state_problem(state.num_hidden_rows, state.num_bytes, drafts=drafts)
         if handoff is None or problem is not None:
+            if handoff is not None:
+                self._on_refused()
             self._drain(message)
             self._in_flight.fail_or_disown(ticket, problem or "")
             return
@@ -148,6 +155,7 @@ class Intake:
         """Fail the ticket of bytes whose checksum is asked for and does not hold."""
         problem = checksum_problem(message, data) if self._checksums else None
         if problem is not None:
+            self._on_refused()
             log.error("link %s, hand-off %s: %s", self._in_flight.link_id, message.ticket, problem)
             self._in_flight.fail(message.ticket, problem)
         return problem is not None

@@ -23,7 +23,7 @@ from kv_transfer.handoff.intake import Intake
 from kv_transfer.handoff.sink import HandoffSink
 from kv_transfer.handoff.staging import Staging
 from kv_transfer.lanes.arrivals import Arrivals
-from kv_transfer.transports.base import Transport, TransportError
+from kv_transfer.transports.base import MessageRefused, Transport, TransportError
 from kv_transfer.transports.side_stream import own_stream
 from paceline.v1.handoff_pb2 import HandoffAck, HandoffMessage, Ready
 
@@ -41,6 +41,8 @@ class HandoffReceiver:
     ``max_chunk_bytes``: a message that announces more ends the link; bounds the staging buffer.
     ``device``: where bytes are received (a CUDA device for NCCL).
     ``pool_device``: where the sink puts them. On a GPU the receiver's thread has a stream of its own there.
+    ``on_refused``: from the thread, for each message that it took and that no sender of ours writes: of no kind, with
+    rows that do not fit their hand-off, or bytes that the peer did not seal. `feed` raises for others.
     ``arrivals``: what ranks get from ranks beside what the transport brings, in step with it.
     ``checksums``: bytes whose sum is missing or wrong fail their ticket before any of them is used; host memory only.
     """
@@ -58,10 +60,11 @@ class HandoffReceiver:
         pool_device: torch.device | str = "cpu",
         checksums: bool = False,
         arrivals: Arrivals | None = None,
+        on_refused: Callable[[], None] = lambda: None,
     ) -> None:  # three are needed; the others have defaults, and a name for each
         self._transport = transport
         self._max_chunk_bytes = max_chunk_bytes
-        self._on_link_lost = on_link_lost
+        self._on_link_lost, self._on_refused = on_link_lost, on_refused
         self._control = ControlQueue()
         self._in_flight = InFlight(sink, ack, link_id, None if arrivals is None else arrivals.lanes.options.lead)
         self._pool_device = torch.device(pool_device)
@@ -73,6 +76,7 @@ class HandoffReceiver:
             self._in_flight,
             checksums=checksums,
             arrivals=arrivals,
+            on_refused=on_refused,
         )
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="handoff-receiver", daemon=True)
@@ -81,13 +85,13 @@ class HandoffReceiver:
     # -- the owner's events ------------------------------------------------------------------------------------
 
     def feed(self, message: HandoffMessage) -> None:
-        """Queue the next control message; never blocks. TransportError when the link is dead, or dies of a message that
-        no sender of ours writes. Overloaded when 4096 messages wait: the sender ran ahead of the bytes it announced,
-        so end the link."""
+        """Queue the next control message; never blocks. TransportError when the link is dead, MessageRefused when it
+        dies of a message that no sender of ours writes. Overloaded when 4096 messages wait: the sender ran ahead of the
+        bytes it announced, so end the link."""
         problem = announcement_problem(message, self._max_chunk_bytes)
         if problem is not None:
             self.link_lost(problem)
-            raise TransportError(problem)
+            raise MessageRefused(problem)
         self._control.put(message)
 
     def cancel(self, ticket: str) -> bool:
@@ -148,6 +152,8 @@ class HandoffReceiver:
         try:
             self._handle(work)
         except Exception as error:
+            if isinstance(error, MessageRefused):
+                self._on_refused()
             if not isinstance(error, TransportError):
                 log.exception("hand-off receiver failed")
             self.link_lost(str(error) or repr(error))
@@ -178,5 +184,5 @@ class HandoffReceiver:
             case "abort":
                 self._in_flight.fail_or_disown(message.ticket, message.abort.reason or "aborted by the sender")
             case other:
-                raise TransportError(f"control message without a known body ({other})")
+                raise MessageRefused(f"control message without a known body ({other})")
         self._intake.give_credit()

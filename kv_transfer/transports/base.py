@@ -24,6 +24,10 @@ class TransportError(PacelineError):
     """The pipe broke, timed out or is closed. It is dead from then on: open a new one under a new link id."""
 
 
+class MessageRefused(TransportError):
+    """The peer sent what no end of ours sends. The link ends, as with every TransportError."""
+
+
 class StillInFlight(TransportError):
     """The wait for a message of a dead pipe is over, and the device may still read or write its memory: nobody may use
     that again. The transport keeps it."""

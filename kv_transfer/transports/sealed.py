@@ -16,7 +16,15 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from torch import Tensor
 
-from kv_transfer.transports.base import MESSAGE_BYTES, Pending, Rank, Transport, TransportError, byte_view
+from kv_transfer.transports.base import (
+    MESSAGE_BYTES,
+    MessageRefused,
+    Pending,
+    Rank,
+    Transport,
+    TransportError,
+    byte_view,
+)
 
 TAG_BYTES = 16
 NUMBER_BYTES = 12
@@ -84,7 +92,7 @@ class SealedTransport(Transport):
             self._cipher.decrypt_into(self._number(self._opened), message.numpy().data, None, piece.numpy().data)
         except InvalidTag:
             self.abort()
-            raise TransportError(f"link {self._link_id}: message {self._opened} is not what the peer sealed") from None
+            raise MessageRefused(f"link {self._link_id}: message {self._opened} is not what the peer sealed") from None
         self._opened += 1
 
     def _number(self, message: int) -> bytes:

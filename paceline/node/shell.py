@@ -77,6 +77,7 @@ class NodeShell:
         self._address = ""
         self._draining = False
         self._active = 0  # calls in progress
+        self._malformed = 0  # messages that are none of their RPC
         self.identity = Identity.of_node(role, config)
         self.recorder = Recorder(config.trace_requests)
         self._cores = share_cores(config)
@@ -95,7 +96,7 @@ class NodeShell:
         self._timer = asyncio.create_task(every(TICK_S, tick))
         max_rpcs = 4 * (config.max_waiting + config.max_running) + 64
         self._server, self._address = await start_server(
-            register, config.host, max_rpcs, [self.guard], self.identity.bind
+            register, config.host, max_rpcs, [self.guard], self.identity.bind, self._note_malformed
         )
         log.info("%s node %s serves at %s", self._role, self._node_id, self._address)
         return self._address
@@ -124,7 +125,10 @@ class NodeShell:
     def counts(self) -> dict[str, int]:
         """What both roles count, by field of the registry's record."""
         cores = self._cores.counts() if self._cores is not None else {}
-        return {"refused_calls": self.guard.refused, **cores}
+        return {"refused_calls": self.guard.refused, "refused_messages": self._malformed, **cores}
+
+    def _note_malformed(self) -> None:
+        self._malformed += 1
 
     # -- calls -------------------------------------------------------------------------------------------------
 

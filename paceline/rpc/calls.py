@@ -23,6 +23,10 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 # gRPC's own threads answer, so that a busy engine or event loop is not taken for a dead one.
 PING_AFTER_MS = 500  # without anything heard; gRPC lets a second pass between two pings all the same
 PING_TIMEOUT_MS = 1_000
+# A connection costs memory and an open file, and gRPC has no bound for their number. Who is closed for its silence
+# connects anew within its next call, which takes a round trip or three.
+IDLE_MS = 120_000  # without a call
+HANDSHAKE_MS = 20_000  # for TLS and the first frames of HTTP/2; gRPC's own bound is two minutes
 STOP_GRACE_S = 0.2  # for the last status of a call that is over, and for streams that stay open by design
 _BOTH_ENDS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -64,12 +68,15 @@ def make_server(
     max_concurrent_rpcs: int | None,
     interceptors: Seq[grpc.aio.ServerInterceptor] = (),
     max_fields: int | None = None,
+    on_malformed: Callable[[], None] = lambda: None,
 ) -> grpc.aio.Server:
-    """A server that refuses what is no message of its RPC, and logs no caller that left. max_concurrent_rpcs: None
-    where one of ``interceptors`` bounds them. max_fields: of a large request; None: any number."""
+    """A server that refuses what is no message of its RPC, closes connections that ask nothing, and logs no caller that
+    left. max_concurrent_rpcs: None where one of ``interceptors`` bounds them. max_fields: of a large request; None: any
+    number. on_malformed: hears of each message that is refused."""
     logging.getLogger(cygrpc.__name__).addFilter(_CALLERS_THAT_LEFT)
-    asked = [*interceptors, RefuseMalformed(max_fields)]
-    return grpc.aio.server(interceptors=asked, options=options, maximum_concurrent_rpcs=max_concurrent_rpcs)
+    asked = [*interceptors, RefuseMalformed(max_fields, on_malformed)]
+    bounds = (("grpc.max_connection_idle_ms", IDLE_MS), ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS))
+    return grpc.aio.server(interceptors=asked, options=(*bounds, *options), maximum_concurrent_rpcs=max_concurrent_rpcs)
 
 
 def _insecurely(server: grpc.aio.Server, address: str) -> int:
@@ -82,9 +89,11 @@ async def start_server(
     max_concurrent_rpcs: int,
     interceptors: Seq[grpc.aio.ServerInterceptor] = (),
     bind: Callable[[grpc.aio.Server, str], int] = _insecurely,
+    on_malformed: Callable[[], None] = lambda: None,
 ) -> tuple[grpc.aio.Server, str]:
-    """Serve on a free port of ``host``; returns the server and its "host:port". bind: opens a port at an address."""
-    server = make_server(SERVER_OPTIONS, max_concurrent_rpcs, interceptors)
+    """Serve on a free port of ``host``; returns the server and its "host:port". bind: opens a port at an address.
+    on_malformed: see ``make_server``."""
+    server = make_server(SERVER_OPTIONS, max_concurrent_rpcs, interceptors, on_malformed=on_malformed)
     register(server)
     at = f"[{host}]" if ":" in host else host
     port = bind(server, f"{at}:0")

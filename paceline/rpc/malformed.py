@@ -29,9 +29,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class RefuseMalformed(grpc.aio.ServerInterceptor):
     """Answers a request that cannot be parsed with INVALID_ARGUMENT, on every RPC of the server."""
 
-    def __init__(self, max_fields: int | None = None) -> None:
-        """max_fields: a request above MAX_SEARCHED_BYTES with more is refused too; None: they are not counted."""
-        self._max_fields = max_fields
+    def __init__(self, max_fields: int | None = None, on_refused: Callable[[], None] = lambda: None) -> None:
+        """max_fields: a request above MAX_SEARCHED_BYTES with more is refused too; None: they are not counted.
+        on_refused: hears of each, on the event loop."""
+        self._max_fields, self._on_refused = max_fields, on_refused
         self._made: dict[str, tuple[Any, Any]] = {}  # by method: what is registered, and what stands for it
 
     async def intercept_service(
@@ -46,7 +47,7 @@ class RefuseMalformed(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         made = self._made.get(method)
         if made is None or made[0] is not handler:  # it is made once: each call would pay for it
-            made = self._made[method] = handler, _refusing(handler, self._max_fields)
+            made = self._made[method] = handler, _refusing(handler, self._max_fields, self._on_refused)
         answer: grpc.RpcMethodHandler[Any, Any] = made[1]
         return answer
 
@@ -95,7 +96,7 @@ def _is_utf8(data: bytes) -> bool:
     return True
 
 
-def _refusing(handler: Any, max_fields: int | None) -> Any:
+def _refusing(handler: Any, max_fields: int | None, on_refused: Callable[[], None]) -> Any:
     """A handler that refuses what ``handler`` cannot deserialize, and otherwise does the same."""
     deserialize = handler.request_deserializer
     descriptor = deserialize.__self__.DESCRIPTOR  # generated code passes the message class's FromString
@@ -112,14 +113,25 @@ def _refusing(handler: Any, max_fields: int | None) -> Any:
     kind = ("stream" if handler.request_streaming else "unary", "stream" if handler.response_streaming else "unary")
     make: Any = getattr(grpc, f"{kind[0]}_{kind[1]}_rpc_method_handler")
     behave = getattr(handler, f"{kind[0]}_{kind[1]}")
-    return make(_checking(behave, handler.request_streaming), read, handler.response_serializer)
+    return make(_checking(behave, handler.request_streaming, on_refused), read, handler.response_serializer)
 
 
-def _checking(behave: Any, streams_in: bool) -> Any:
+def _checking(behave: Any, streams_in: bool, on_refused: Callable[[], None]) -> Any:
     """A function of the same kind as ``behave`` that checks the request, or each request of a stream, before it."""
 
+    async def well_formed(request: Any, context: Context) -> Any:
+        if isinstance(request, _Malformed):
+            on_refused()
+            code, details = status_for(request.error)
+            await context.abort(code, details, metadata_for(request.error))
+        return request
+
+    async def each(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
+        async for request in requests:
+            yield await well_formed(request, context)
+
     async def checked(request: Any, context: Context) -> Any:
-        return _each(request, context) if streams_in else await _well_formed(request, context)
+        return each(request, context) if streams_in else await well_formed(request, context)
 
     if inspect.isasyncgenfunction(behave):
 
@@ -133,15 +145,3 @@ def _checking(behave: Any, streams_in: bool) -> Any:
         return await behave(await checked(request, context), context)
 
     return call
-
-
-async def _each(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
-    async for request in requests:
-        yield await _well_formed(request, context)
-
-
-async def _well_formed(request: Any, context: Context) -> Any:
-    if isinstance(request, _Malformed):
-        code, details = status_for(request.error)
-        await context.abort(code, details, metadata_for(request.error))
-    return request

@@ -33,7 +33,7 @@ async def test_missing_drafts_and_copies_are_counted(monkeypatch: pytest.MonkeyP
     async with pair(config, tiny_runner(**OPTIONS), tiny_runner(**OPTIONS)) as nodes:
         await nodes.generate(tiny_request())
         assert counts(nodes.decode_node) == (0, {})
-        assert nodes.prefill_node.counts() == {"refused_calls": 0}
+        assert nodes.prefill_node.counts() == {"refused_calls": 0, "refused_messages": 0}
         monkeypatch.setattr(Pair, "_prefill", without_draft)
         answer = await nodes.generate(tiny_request(index=1))
         missing, copies = counts(nodes.decode_node)

@@ -130,8 +130,20 @@ def long_messages(rng: random.Random) -> list[bytes]:
     return [*begin(), opened, frame(DATA, rng.choice((0, END_STREAM)), 1, message)]
 
 
+def wrong_messages(rng: random.Random) -> list[bytes]:
+    """Calls of every method, each with bytes that are no message of it."""
+    services = ("Inference/Generate", *(f"DecodeNode/{name}" for name in METHODS), "PrefillNode/Status")
+    calls = begin()
+    for stream, service in enumerate(services):
+        opened = frame(HEADERS, END_HEADERS, 2 * stream + 1, headers_block(f"/paceline.v1.{service}"))
+        data = b"\x00" + struct.pack(">I", 17) + b"\xff" * 17
+        calls.append(opened + frame(DATA, END_STREAM, 2 * stream + 1, data))
+    return calls
+
+
 HTTP2: tuple[Maker, ...] = (
     *(random_frames, noise, half_frame, endless_headers, header_bomb, rapid_resets, floods, windows, long_messages),
+    wrong_messages,
 )
 
 # -- HTTP/1.1 -----------------------------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ async def run_router(folder: str, redis_url: str) -> None:
     directory = NodeDirectory(redis_url, LEASE_TTL_S)
     await directory.start()
     metrics = Metrics()
+    metrics.watch_nodes(directory.nodes)
     journal = open_journal(config, redis_url, JOURNAL_KEY, metrics.registry)
     assert journal is not None
     tokenizer = Tokenizer.from_folder(Path(folder))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 import time
 from collections import Counter
@@ -29,6 +30,7 @@ AT_ONCE, SLOW_AT_ONCE = 24, 12
 GAP_S = 0.5 if FULL else 5.0  # longest wait of an honest stream; the suite shares its cores
 MEMORY = 300 * 2**20  # bytes that a process may grow by
 HONEST_TOKENS = 60
+TOLD_S = 30.0  # until a router shows what a node has counted
 
 
 async def drip(address: str, data: bytes) -> None:
@@ -102,9 +104,10 @@ async def throw_all(address: str, makers: Sequence[Maker], count: int, name: str
 
 
 async def test_no_port_of_a_deployment_handles_them(served: Deployment) -> None:
-    """Mutants: h11's strictness about lengths is off; a limit of gRPC's metadata is lifted."""
+    """And nodes count what they refuse. Mutants: h11's strictness about lengths is off; a limit of gRPC's metadata is
+    lifted; nodes count no message that is none of its RPC."""
     memory = {name: psutil.Process(process.pid).memory_info().rss for name, process in served.processes.items()}
-    handled, honest = _finished(served), Honest(served)
+    handled, refused, honest = _finished(served), _refused(served), Honest(served)
     async with honest.beside():
         await throw_all(served.grpc, HTTP2, FRAMES * 3 // 10, "router gRPC")
         await throw_all(served.http, HTTP1, FRAMES // 20, "HTTP")  # a frame is a connection
@@ -122,6 +125,17 @@ async def test_no_port_of_a_deployment_handles_them(served: Deployment) -> None:
     assert max(honest.gaps.values()) < GAP_S
     await asyncio.to_thread(served.check)
     await asyncio.to_thread(served.at_rest)
+    async with asyncio.timeout(TOLD_S):  # with a renewal of their leases
+        while not all(_refused(served)[node] > refused[node] for node in refused):
+            await asyncio.sleep(0.2)
+
+
+def _refused(served: Deployment) -> dict[str, float]:
+    """Messages that each node refused, as the router shows them."""
+    text = httpx.get(f"http://{served.http}/metrics", timeout=10).text
+    found = re.findall(r'paceline_node_refused_messages_total{node="(.*?)"} (.*)', text)
+    assert {node for node, _ in found} == {"prefill-0", "decode-0"}
+    return {node: float(count) for node, count in found}
 
 
 def _finished(served: Deployment) -> int:
