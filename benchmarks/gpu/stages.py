@@ -65,8 +65,8 @@ STAGES = (
     Stage("flashinfer", "FlashInfer in bf16, in graphs too", 150,
           _tests("test_flashinfer.py", "test_graphs.py", only="flashinfer and not float16 and not 256"), None),
     Stage("engines", "every drafter gives the text of plain decoding", 180, _tests("test_engine_equality.py"), None),
-    Stage("links", "rows that land beside a step, NCCL between two processes, a killed peer", 150,
-          _tests("test_landing.py", "test_nccl_transport.py", "test_nccl_handoff.py", at_once=()),
+    Stage("links", "rows that leave and land beside a step, NCCL between two processes, a killed peer", 150,
+          _tests("test_sending.py", "test_landing.py", "test_nccl_transport.py", "test_nccl_handoff.py", at_once=()),
           (*PYTHON, *PYTEST, "tests/test_phases.py")),  # a small file: that pytest takes these options
     Stage("rows", "the table of the benchmark", 420, _rows(TABLE_ROWS, 6.8, "rows.json"),
           _rows("decode_b1", 1, "rows.json", *TINY), least_s=90),

@@ -7,6 +7,7 @@ import torch
 
 from paceline.sampling import device_torch
 from paceline.sampling.device import draft_topk, sample_rows_device
+from paceline.sampling.noise import exponential_noise
 from tests.support.device_sampling import (
     check_broken_rows,
     check_cuts,
@@ -36,6 +37,20 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_noise_is_the_reference_bit_for_bit() -> None:
     check_noise(CUDA)
+
+
+def test_noise_of_tensors_there_is_the_cpus() -> None:
+    """Mutant, seen on a device and by the shapes of tests/sampling/test_noise.py: the ids that were given are not those
+    that the noise is of."""
+    seeds, positions, ids = [3, 2**64 - 1], [5, 2**32 - 1], torch.tensor([[4, 9, 49151], [0, 9, 128255]])
+    given = exponential_noise(seeds, positions, ids.to(CUDA), vocab_size=1000)
+    whole = exponential_noise(seeds, positions, vocab_size=1000, device=CUDA)
+    assert (given.device.type, whole.device.type) == ("cuda", "cuda")
+    for there, here in (
+        (given, exponential_noise(seeds, positions, ids)),
+        (whole, exponential_noise(seeds, positions, vocab_size=1000)),
+    ):
+        torch.testing.assert_close(there.cpu(), here, rtol=1e-14, atol=0.0)
 
 
 @pytest.mark.parametrize(("vocab_size", "count"), [(5, 2000), (1000, 2000), (49152, 200), (128256, 60)])
