@@ -1,78 +1,31 @@
 """Code is read in pieces: a function has 50 lines at most, a class 20 methods, a constructor 8 parameters.
 
-What is larger says why it reads better so, in a comment above it, at the end of its signature, or, where it is a class,
-below its docstring. Fields of a dataclass are no parameters.
+What is larger says why it reads better so, in a comment (`tests.support.large_pieces`). The page of the tree shows how
+large its pieces are and how its rooms import each other.
 """
 
 from __future__ import annotations
 
-import ast
-import io
-import tokenize
-from collections.abc import Iterator
+import re
 from pathlib import Path
 
 import pytest
 
+from tests.support import tree_sizes
+from tests.support.large_pieces import large
+from tests.support.rooms import Rooms
+
 ROOT = Path(__file__).parents[2]
-FOLDERS = (
-    *("paceline", "cluster", "decode_node", "prefill_node", "kv_transfer", "draft_training"),
-    *("benchmarks", "examples", "deploy", "tests"),
-)
-GENERATED = ROOT / "paceline" / "v1"
-MOST_LINES, MOST_METHODS, MOST_PARAMETERS = 50, 20, 8
-FOR_TOOLS = ("# fmt:", "# noqa", "# type:", "# pragma")
-
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def too_large(source: str) -> list[str]:
-    """What of a module is above a limit and has no comment that says why."""
-    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef | Function))
-    large = [(node, size) for node in nodes for size in _above(node)]
-    if not large:  # most modules: reading their comments takes as long as parsing them
-        return []
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    words = [token for token in tokens if token.type == tokenize.COMMENT and not token.string.startswith(FOR_TOOLS)]
-    reasons, lines = {token.start[0] for token in words}, source.splitlines()
-    return [f"{node.lineno}: {node.name} {size}" for node, size in large if reasons.isdisjoint(_places(node, lines))]
-
-
-def _above(node: ast.ClassDef | Function) -> Iterator[str]:
-    if isinstance(node, ast.ClassDef):
-        methods = sum(isinstance(part, Function) for part in node.body)
-        if methods > MOST_METHODS:
-            yield f"has {methods} methods"
-    else:
-        lines = (node.end_lineno or 0) - node.lineno + 1
-        parameters = len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]) - 1
-        if lines > MOST_LINES:
-            yield f"has {lines} lines"
-        if node.name == "__init__" and parameters > MOST_PARAMETERS:
-            yield f"has {parameters} parameters"
-
-
-def _places(node: ast.ClassDef | Function, lines: list[str]) -> set[int]:
-    """The lines that a reason may stand on."""
-    end = _top(node.body[0]) - 1
-    while lines[end - 1].lstrip().startswith("#") or not lines[end - 1].strip():
-        end -= 1
-    places = {_top(node) - 1, node.lineno - 1, end}
-    if isinstance(node, ast.ClassDef) and ast.get_docstring(node):
-        places |= set(range(node.body[0].end_lineno or 0, _top(node.body[1])))
-    return places
-
-
-def _top(node: ast.stmt) -> int:
-    """The first line of a statement, its decorators counted."""
-    decorators = node.decorator_list if isinstance(node, ast.ClassDef | Function) else []
-    return min([node.lineno, *(one.lineno for one in decorators)])
+PAGE = ROOT / "docs" / "internals" / "tree.md"
+GROUPS = (tree_sizes.SOURCE, tree_sizes.TESTS, ("examples", "deploy"))
+APART = 0.15  # of a figure: the page need not follow every commit
 
 
 def test_what_is_large_says_why() -> None:
-    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")) if path.parent != GENERATED]
-    assert len(paths) > 800
-    assert [f"{path.relative_to(ROOT)}:{it}" for path in paths for it in too_large(path.read_text("utf-8"))] == []
+    groups = [tree_sizes.pieces(ROOT, folders) for folders in GROUPS]
+    assert sum(len(group.module_lines) for group in groups) > 800
+    large = [(path.relative_to(ROOT), it) for group in groups for path, it in group.large if not it.explained]
+    assert [f"{path}:{it.line}: {it.name} has {it.size} {it.what}" for path, it in large] == []
 
 
 LONG = '    """Runs."""\n' + "    run()\n" * 58
@@ -97,4 +50,61 @@ PARAMETERS = ", ".join(f"p{i}: int" for i in range(9))
     ],
 )
 def test_what_is_too_large(source: str, faults: int) -> None:
-    assert len(too_large(source)) == faults
+    assert len([it for it in large(source) if not it.explained]) == faults
+
+
+# -- the page of the tree ---------------------------------------------------------------------------------------------
+
+
+def shown() -> dict[str, list[float]]:
+    """The figures of the tree on the page, the last cell of each row, by the first one. Both tables of sizes have the
+    same rows, so a row's name has its table's first cell before it."""
+    found, table, before = {}, "", ""
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("|---"):
+            table = before
+        elif line.startswith("| "):
+            before = cells[0]
+            found[f"{table}: {cells[0]}"] = numbers(cells[-1])
+    return found
+
+
+def numbers(cell: str) -> list[float]:
+    return [float(word.replace(",", "")) for word in re.findall(r"\d[\d,.]*", cell)]
+
+
+def agree(page: float, tree: float) -> bool:
+    """What is 0 stays 0."""
+    return page == tree or (page != 0 != tree and abs(page - tree) <= max(2.0, APART * tree))
+
+
+def test_the_page_shows_the_tree() -> None:
+    page, counted = shown(), 0
+    for table in tree_sizes.tables([ROOT]):
+        for name, cell in table.rows:
+            there = page[f"{table.what}: {name}"]
+            assert len(there) == len(numbers(cell)), name
+            assert all(map(agree, there, numbers(cell))), (table.what, name, there, cell)
+            counted += 1
+    assert counted > 30
+
+
+def test_the_page_shows_the_floors_that_contracts_hold() -> None:
+    assert f"```text\n{tree_sizes.layers(ROOT)}\n```" in PAGE.read_text(encoding="utf-8")
+
+
+def test_no_package_has_circles() -> None:
+    found = {name: rooms for name, rooms in tree_sizes.all_rooms(ROOT).items() if rooms.circles()}
+    assert found == {}
+
+
+def test_circles_arrows_back_and_floors() -> None:
+    """a and b import each other, c imports both, and d is imported by a."""
+    arrows = frozenset({("a", "b"), ("b", "a"), ("c", "a"), ("c", "b"), ("a", "d")})
+    rooms = Rooms(("a", "b", "c", "d", "e"), arrows)
+    assert rooms.circles() == [("a", "b")]
+    assert rooms.num_back() == 1
+    assert rooms.floors() == [("d", "e"), ("a", "b"), ("c",)]
+    three = Rooms(("a", "b", "c"), frozenset({("a", "b"), ("b", "a"), ("b", "c"), ("c", "b")}))
+    assert (len(three.circles()), three.num_back()) == (1, 2)
