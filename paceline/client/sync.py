@@ -108,7 +108,8 @@ class Client:
 
     Every method raises PacelineError (see paceline.errors). Timeouts are seconds for the whole call; a method's own
     ``timeout`` replaces the client's. A stream whose router dies, or answers nothing, goes on at the next one, at the
-    next token.
+    next token. A call that a router refuses is made at the next one. Where routers refuse those too, fewer and fewer
+    are, so that clients do not add to the load of routers that have too much.
     """
 
     def __init__(
@@ -237,7 +238,8 @@ class Client:
         self.close()
 
     def _patience(self, timeout: float | None) -> Patience:
-        return Patience(len(self._routers), self._retries, self._timeout if timeout is None else timeout)
+        timeout_s = self._timeout if timeout is None else timeout
+        return Patience(len(self._routers), self._retries, timeout_s, budget=self._routers.budget)
 
     def _call(self, method: str, request: Any, timeout: float | None) -> Any:
         """Ask each router at most once, and again where a router was lost at work (Patience): no call changes anything,
@@ -246,10 +248,14 @@ class Client:
         while True:
             router, stub = self._routers.current
             try:
-                return getattr(stub, method)(request, timeout=patience.left_s, metadata=self._routers.metadata)
+                asked = getattr(stub, method)
+                answer = asked(request, timeout=patience.left_s, metadata=self._routers.metadata)
             except grpc.RpcError as error:
                 try:
                     patience.pause_s(error, started=False)
                 except PacelineError as known:
                     raise known from None
                 self._routers.failed(router)
+            else:
+                patience.progressed()
+                return answer
