@@ -122,30 +122,36 @@ def test_nodes_and_streams_outlive_serve(outside_ray: OutsideRay, tmp_path: Path
 
 
 def test_two_deployments_on_one_redis_and_one_ray(outside_ray: OutsideRay, tmp_path: Path) -> None:
-    """Neither notices the other. Mutants: keys, or names in Ray, without the deployment's name; an end that ends every
-    node of the cluster."""
-    folder = write_model(tmp_path / "tiny", replace(tiny_spec(CHAT_VOCAB), max_position_embeddings=512))
+    """Each has a model of its own, and neither notices the other. Mutants: keys, or names in Ray, without the
+    deployment's name; an end that ends every node of the cluster."""
+    sizes = {"green": tiny_spec(CHAT_VOCAB), "blue": tiny_spec(CHAT_VOCAB, num_layers=1)}
+    models = {
+        name: write_model(tmp_path / name, replace(spec, max_position_embeddings=512), seed=seed)
+        for seed, (name, spec) in enumerate(sizes.items())
+    }
     with Embedded() as registry, ExitStack() as ends:
 
         def deployed(name: str) -> AbstractContextManager[Server]:
             nodes = ("--prefill-nodes", "0", "--no-standby", "--node-host", "127.0.0.1", "--kv-cache-tokens", "1024")
             where = ("--redis", registry.url, "--ray-address", outside_ray.address, "--admin", "127.0.0.1:0")
-            return serve(*nodes, *where, "--deployment", name, "--model", str(folder), "--drafter", "ngram")
+            return serve(*nodes, *where, "--deployment", name, "--model", str(models[name]), "--drafter", "ngram")
 
         green = ends.enter_context(deployed("green"))
-        before = listed(green.admin)
+        before, ours = listed(green.admin), tokens(green.http)
         with deployed("blue") as blue:
-            whole = tokens(blue.http)
+            theirs = tokens(blue.http)
+            assert theirs != ours
+            assert tokens(green.http) == ours
             (node,) = listed(blue.admin)
             assert (node["node_id"], node["pid"] != before[0]["pid"]) == ("decode-0", True)
             os.kill(node["pid"], signal.SIGKILL)
-            assert tokens(blue.http) == whole
+            assert tokens(blue.http) == theirs
             assert listed(blue.admin)[0]["generation"] == 2
             assert identity(green.admin) == [(1, before[0]["pid"])]
-        assert tokens(green.http) == whole
+        assert tokens(green.http) == ours
         assert identity(green.admin) == [(1, before[0]["pid"])]
         os.kill(before[0]["pid"], signal.SIGKILL)
-        assert tokens(green.http) == whole  # its place in Ray is still its own
+        assert tokens(green.http) == ours  # its place in Ray is still its own
         assert listed(green.admin)[0]["generation"] == 2
         with redis.Redis.from_url(registry.url) as client:
             assert {key.split(b":")[1] for key in client.scan_iter("paceline:*")} <= {b"green", b"blue"}
