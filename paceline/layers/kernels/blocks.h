@@ -171,7 +171,8 @@ static void amx_block(const bf16* x, int64_t ldx, int rows0, int rows1, const bf
     for (int64_t end = kb + run; kb < end; kb++) {
       _tile_loadd(4, x + kb * 32, ldx * 2);
       _tile_loadd(6, w + kb * 512, 64);
-      _mm_prefetch((const char*)(w + kb * 512 + 4096), _MM_HINT_T0);
+      for (int i = 0; i < 512; i += 32) ask_ahead(w + kb * 512 + i);
+      for (int i = 0; two && i < 512; i += 32) ask_ahead(w1 + kb * 512 + i);
       _tile_dpbf16ps(0, 4, 6);
       if (two) { _tile_loadd(7, w1 + kb * 512, 64); _tile_dpbf16ps(1, 4, 7); }
       if (rows1) {

@@ -134,13 +134,15 @@ static void make_pairs(const Matrix& w, const uint8_t* panel, uint8_t* made) {
   if (w.row_scales) panel += tables_bytes(w);
   for (int64_t g = 0; g < num_groups(w); g++) {
     if (!w.row_scales) panel += tables_bytes(w);
-    for (int64_t k = 0; k < group_length(w, g); k += 4 * HALVES, panel += 128)
+    for (int64_t k = 0; k < group_length(w, g); k += 4 * HALVES, panel += 128) {
+      for (int b = 0; b < 2; b++) ask_ahead(panel + 64 * b);
       for (int h = 0; h < HALVES; h++, made += 128, second += 128)
         for (int b = 0; b < 2; b++) {
           __m512i y[2];
           Pairs::decode<KIND>(panel + 64 * b, h, y);
           memcpy(b ? second : made, y, 128);
         }
+    }
   }
 }
 

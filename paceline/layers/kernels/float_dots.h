@@ -170,7 +170,8 @@ static inline __attribute__((always_inline)) void dot_alternating(const float* x
   constexpr int HALVES = KIND == FOUR_BITS ? 2 : 1;
   for (int64_t tile = 0; tile < length; tile += 32) {
     __m512 sums[2][M][2] = {};
-    for (int64_t k = tile; k < tile + 32; k += 4 * HALVES, codes += 128)
+    for (int64_t k = tile; k < tile + 32; k += 4 * HALVES, codes += 128) {
+      for (int b = 0; b < 2; b++) ask_ahead(codes + 64 * b);
       for (int h = 0; h < HALVES; h++)
         for (int b = 0; b < 2; b++) {
           v16 y[4];
@@ -181,6 +182,7 @@ static inline __attribute__((always_inline)) void dot_alternating(const float* x
               each = _mm512_fmadd_ps((__m512)y[i], _mm512_set1_ps(x[m * stride + k + 4 * h + i]), each);
             }
         }
+    }
     for (int m = 0; m < M; m++)
       for (int b = 0; b < 2; b++) sum[m][b] = sum[m][b] + (v16)_mm512_add_ps(sums[0][m][b], sums[1][m][b]);
   }
@@ -200,7 +202,8 @@ template <class A, int M, int KIND>
 static inline __attribute__((always_inline)) void dot_numbers(const typename A::Element* x, int64_t stride,
                                                               const uint8_t* codes, int64_t length, v16 (&sum)[M][2]) {
   constexpr int COUNT = 4 / A::TAKEN, HALVES = KIND == FOUR_BITS ? 2 : 1, BYTES = KIND == MADE ? 64 * COUNT : 64;
-  for (int64_t k = 0; k < length; k += 4 * HALVES, codes += 2 * BYTES)
+  for (int64_t k = 0; k < length; k += 4 * HALVES, codes += 2 * BYTES) {
+    for (int b = 0; KIND != MADE && b < 2; b++) ask_ahead(codes + 64 * b);
     for (int h = 0; h < HALVES; h++) {
       typename A::Lanes y[2][COUNT];
       for (int b = 0; b < 2; b++) A::template decode<KIND>(codes + b * BYTES, h, y[b]);
@@ -208,6 +211,7 @@ static inline __attribute__((always_inline)) void dot_numbers(const typename A::
         for (int m = 0; m < M; m++)
           for (int b = 0; b < 2; b++) sum[m][b] = A::add(sum[m][b], y[b][i], x + m * stride + k + 4 * h + i * A::TAKEN);
     }
+  }
 }
 
 // A panel's codes as numbers in memory, groups one after another.
@@ -217,12 +221,14 @@ static void make_numbers(const Matrix& w, const uint8_t* panel, uint8_t* made) {
   if (w.row_scales) panel += tables_bytes(w);
   for (int64_t g = 0; g < num_groups(w); g++) {
     if (!w.row_scales) panel += tables_bytes(w);
-    for (int64_t k = 0; k < padded(group_length(w, g)); k += 4 * HALVES, panel += 128)
+    for (int64_t k = 0; k < padded(group_length(w, g)); k += 4 * HALVES, panel += 128) {
+      for (int b = 0; b < 2; b++) ask_ahead(panel + 64 * b);
       for (int h = 0; h < HALVES; h++)
         for (int b = 0; b < 2; b++, made += 64 * COUNT) {
           typename A::Lanes y[COUNT];
           A::template decode<KIND>(panel + 64 * b, h, y);
           memcpy(made, y, 64 * COUNT);
         }
+    }
   }
 }

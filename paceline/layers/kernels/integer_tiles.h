@@ -30,10 +30,13 @@ static void make_bytes(const Matrix& w, const uint8_t* panel, uint8_t* made) {
   for (int64_t g = 0; g < num_groups(w); g++) {
     if (!w.row_scales) panel += tables_bytes(w);
     for (int64_t k = 0; k < w.group && w.bits == 8; k += 4, panel += 128, made += 64)
-      for (int b = 0; b < 2; b++)
+      for (int b = 0; b < 2; b++) {
+        ask_ahead(panel + 64 * b);
         _mm512_storeu_si512(made + b * 16 * w.in_features, _mm512_add_epi8(load_codes(panel + 64 * b), lowest));
+      }
     for (int64_t k = 0; k < w.group && w.bits == 4; k += 8, panel += 128, made += 128)
       for (int b = 0; b < 2; b++) {
+        ask_ahead(panel + 64 * b);
         Codes codes = load_codes(panel + 64 * b);
         put(b, low_halves(codes), high_halves(codes));
       }
