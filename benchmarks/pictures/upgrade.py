@@ -1,30 +1,34 @@
-"""A rolling upgrade under load: streams that ended and failed each second, and nodes by generation."""
+"""A rolling upgrade under load: streams that ended and failed each second, and nodes and routers by generation."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.pictures import style
 from benchmarks.pictures.data import UPGRADE
-from benchmarks.pictures.record_upgrade import Seen, UpgradeRun
+from benchmarks.pictures.record_upgrade import SERVES, UpgradeRun
 
-SERVES = ("ready", "kept")
+SERVING = (SERVES, "kept")
+States = dict[str, tuple[int, str]]
 
 
 def draw(run: UpgradeRun | None = None) -> Any:
     """The figure; of the kept run when none is given."""
     run = run or UpgradeRun.read(UPGRADE)
-    figure = style.new_figure(11, 5.6)
-    streams, nodes = figure.subplots(2, 1, sharex=True)
+    figure = style.new_figure(11, 7.2)
+    streams, nodes, routers = figure.subplots(3, 1, sharex=True)
     _draw_streams(streams, run)
-    _draw_nodes(nodes, run)
-    for axes in (streams, nodes):
+    _draw_parts(nodes, "nodes", [(seen.at_s, seen.nodes) for seen in run.seen])
+    _draw_parts(routers, "routers", [(seen.at_s, seen.routers) for seen in run.seen])
+    for axes in (streams, nodes, routers):
         axes.axvspan(run.began_s, run.ended_s, color=style.EDGE, alpha=0.25, linewidth=0, zorder=0)
         axes.grid(alpha=0.25)
         axes.legend(frameon=False, fontsize=11, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    nodes.set(xlabel="seconds; the upgrade is shaded")
-    title = f"{run.model}, {len(run.seen[0].nodes)} nodes, {run.streams} streams at once: {told(run)}"
+    routers.set(xlabel="seconds; the upgrade is shaded")
+    parts = f"{len(run.seen[0].nodes)} nodes, {len(run.seen[0].routers)} routers"
+    title = f"{run.model}, {parts}, {run.streams} streams at once: {told(run)}"
     streams.set_title(title, loc="left", fontsize=13)
     return figure
 
@@ -43,15 +47,15 @@ def _draw_streams(axes: Any, run: UpgradeRun) -> None:
     axes.set(ylabel="streams a second")
 
 
-def _draw_nodes(axes: Any, run: UpgradeRun) -> None:
-    first = {name: generation for name, (generation, _) in run.seen[0].nodes.items()}
+def _draw_parts(axes: Any, kind: str, seen: Sequence[tuple[float, States]]) -> None:
+    first = {name: generation for name, (generation, _) in seen[0][1].items()}
 
-    def count(seen: Seen, renewed: bool) -> int:
-        found = [(generation > first.get(name, 0), state) for name, (generation, state) in seen.nodes.items()]
-        return sum(new == renewed and state in SERVES for new, state in found)
+    def count(states: States, renewed: bool) -> int:
+        found = [(generation > first.get(name, 0), state) for name, (generation, state) in states.items()]
+        return sum(new == renewed and state in SERVING for new, state in found)
 
-    at = [seen.at_s for seen in run.seen]
+    at = [at_s for at_s, _ in seen]
     for renewed, colour, label in ((False, style.OTHER, "generation before"), (True, style.DECODE, "next generation")):
-        counts = [count(seen, renewed) for seen in run.seen]
+        counts = [count(states, renewed) for _, states in seen]
         axes.step(at, counts, where="post", color=colour, linewidth=2.0, label=label)
-    axes.set(ylabel="nodes that serve", ylim=(-0.2, len(first) + 0.5))
+    axes.set(ylabel=f"{kind} that serve", ylim=(-0.2, len(first) + 0.5))

@@ -14,7 +14,8 @@ from benchmarks.pictures import upgrade
 from benchmarks.pictures.__main__ import DRAWN, write
 from benchmarks.pictures.data import HANDOFF_TRACE, PICTURES, ROOT, UPGRADE
 from benchmarks.pictures.handoff import read
-from benchmarks.pictures.record_upgrade import Ended, UpgradeRun
+from benchmarks.pictures.record_upgrade import UpgradeRun
+from benchmarks.pictures.upgrade_load import Ended
 
 SHOWN = re.compile(r"!\[(?P<told>[^\]]*)\]\((?P<file>[^)\s]+)\)|<img (?P<attributes>[^>]*)>")
 TEXT = re.compile(r"<!-- (.+?) -->")  # matplotlib draws a text as shapes, and notes the text before them
@@ -68,12 +69,15 @@ def test_the_kept_trace_is_one_whole_handed_over_request() -> None:
     assert timeline.moment("first token") < timeline.moment("state sent") < timeline.moment("round")
 
 
-def test_the_kept_upgrade_renewed_every_node_under_streams() -> None:
+def test_the_kept_upgrade_renewed_every_node_and_router_under_streams() -> None:
     """Mutant: failures are not told apart from ends."""
     run = UpgradeRun.read(UPGRADE)
-    before, after = ({name: generation for name, (generation, _) in run.seen[at].nodes.items()} for at in (0, -1))
-    assert after == {name: generation + 1 for name, generation in before.items()}
-    assert any(run.began_s < one.at_s < run.ended_s for one in run.ended)
+    for parts in ("nodes", "routers"):
+        before, after = ({name: one for name, (one, _) in getattr(run.seen[at], parts).items()} for at in (0, -1))
+        assert after == {name: generation + 1 for name, generation in before.items()}
+    for over in ("grpc", "http"):
+        assert any(run.began_s < one.at_s < run.routers_s for one in run.ended if one.over == over)
+        assert any(run.routers_s < one.at_s < run.ended_s for one in run.ended if one.over == over)
     assert upgrade.told(run).startswith("0 of ")
     failed = replace(run, ended=[*run.ended, Ended(1.0, "lost", 3, 9.0)])
     assert upgrade.told(failed) == f"1 of {len(run.ended) + 1} failed, longest pause 9.0 s"
