@@ -119,11 +119,12 @@ async def test_a_ray_that_somebody_stopped_is_let_go_on(
         try:
             await until(lambda: raylet.status() == psutil.STATUS_STOPPED)
             task = asyncio.create_task(RayWatch(Supervisor(nobody), nobody, nobody, nobody).run())
-            await until(lambda: raylet.status() != psutil.STATUS_STOPPED)
+            told = f"(process {process.pid}) of this deployment's own Ray was stopped"
+            await until(lambda: told in caplog.text)  # behind the thread that lets it go on
+            assert raylet.status() != psutil.STATUS_STOPPED
             task.cancel()
         finally:
             process.kill()
-    assert f"(process {process.pid}) of this deployment's own Ray was stopped" in caplog.text
 
 
 def test_the_raylet_of_this_host_is_lost_for_good(
