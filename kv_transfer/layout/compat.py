@@ -60,7 +60,7 @@ def _only_cast(prefill: Fingerprint, decode: Fingerprint) -> bool:
         return False
     cast = Fingerprint()
     cast.CopyFrom(prefill)
-    cast.dtype = decode.dtype
+    cast.dtype, cast.results = decode.dtype, decode.results  # the bits of another dtype are others
     cast.layout = prefill.layout.replace(prefill.dtype, decode.dtype, 1)  # the text begins with the dtype
     allowed = {tuple(str(dtype).removeprefix("torch.") for dtype in pair) for pair in CASTS}
     return (prefill.dtype, decode.dtype) in allowed and cast == decode

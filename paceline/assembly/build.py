@@ -15,7 +15,7 @@ from paceline.assembly.graph_build import SCRATCH_PAGES, capture_graphs, wants_g
 from paceline.assembly.head_check import check_heads, judge
 from paceline.assembly.kept_figures import Figures, figures_key, keep_figures, read_figures
 from paceline.assembly.measure import measure_costs
-from paceline.assembly.selfcheck import is_bit_exact
+from paceline.assembly.selfcheck import probe_bits
 from paceline.assembly.shipped import with_real_drafter
 from paceline.assembly.warm import warm_kernels
 from paceline.attention.base import AttentionBackend
@@ -164,13 +164,12 @@ def assemble(
     max_model_len = _max_model_len(config, spec, spec_slots)
     contents = HandoffContents.of(config, drafter, spec.hidden_size)
     kernels = identity.kernels if model.device.type == "cpu" else device_kernels(model.device, attention, config.bits)
-    identity = replace(identity, kernels=kernels, kv_dtype=config.kv_dtype)
     with phase("checking bits"):
-        exact = is_bit_exact(model, kv, allocator, attention)
-    log.info("kernels %s: this host is %s", identity.kernels, "bit-exact" if exact else "NOT bit-exact")
-    if config.exact_on_gpu and not exact:
-        log.warning("bits: exact was asked for, and rows had other bits in other batches on this GPU: please report it")
-    identity = replace(identity, drafter_weights=plan.digest, sums=f"slab{spec.sum_slabs}", bit_exact=exact)
+        probed = probe_bits(model, kv, allocator, attention)
+    _tell_exactness(config, kernels, probed.exact)
+    identity = replace(identity, kernels=kernels, bit_exact=probed.exact, results=probed.digest)
+    sums = f"slab{spec.sum_slabs}"
+    identity = replace(identity, kv_dtype=config.kv_dtype, drafter_weights=plan.digest, sums=sums)
     prefix = None
     if config.prefix_cache:
         prefix = PrefixCache(allocator, config.page_size, drafter.lookahead, identity.namespace())
@@ -185,6 +184,12 @@ def assemble(
         capture_graphs(config, model, drafter, kv, attention, max_model_len + spec_slots) if graphs else None,
         grammars,
     )
+
+
+def _tell_exactness(config: NodeConfig, kernels: str, exact: bool) -> None:
+    log.info("kernels %s: this host is %s", kernels, "bit-exact" if exact else "NOT bit-exact")
+    if config.exact_on_gpu and not exact:
+        log.warning("bits: exact was asked for, and rows had other bits in other batches on this GPU: please report it")
 
 
 def _attention(config: NodeConfig, model: TargetModel) -> AttentionBackend:

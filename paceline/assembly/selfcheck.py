@@ -1,9 +1,14 @@
 """The invariance probe (docs/internals/exactness.md): does this host give a row the same bits however it is batched?
 
-Run on the real weights when a node starts; its answer goes to the log and to ModelInfo.
+Run on the real weights when a node starts. Its answer goes to the log and to ModelInfo, and the digest of its bits to
+the fingerprint: builds and hosts that give other bits do not pair.
 """
 
 from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -12,8 +17,11 @@ from paceline.kvcache.allocator import PageAllocator
 from paceline.kvcache.pool import KvPool
 from paceline.kvcache.table import PageTable
 from paceline.models.base import ForwardContext, TargetModel
+from paceline.request import SamplingParams
+from paceline.sampling.sampler import RowContext, sample_rows
 
 PROBE_TOKENS = 67  # ragged against every tile and row block in use
+DRAWS = 12  # tokens that are drawn
 CHUNKINGS = ((PROBE_TOKENS,), (1,) * 5 + (PROBE_TOKENS - 5,), (30, 18, 2, 16, 1), (33, 34))
 
 
@@ -42,9 +50,33 @@ def logits_in_chunks(
         table.release()
 
 
-def is_bit_exact(model: TargetModel, kv: KvPool, allocator: PageAllocator, attention: AttentionBackend) -> bool:
-    """Whether all chunkings of one text give the same bits, on whichever rank its rows lie."""
+@dataclass(frozen=True)
+class ProbedBits:
+    """exact: whether all chunkings of one text gave the same bits. digest: of the text's last logits and of tokens that
+    are drawn from them, which nodes of one text have alike, whatever else they are; empty where bits are not exact."""
+
+    exact: bool
+    digest: str
+
+
+def probe_bits(model: TargetModel, kv: KvPool, allocator: PageAllocator, attention: AttentionBackend) -> ProbedBits:
+    """One text in several chunkings, on whichever rank its rows lie."""
     tokens = [(7919 * i + 13) % model.spec.vocab_size for i in range(PROBE_TOKENS)]
     places = [(chunks, i % allocator.parts) for i, chunks in enumerate(CHUNKINGS)]
     first, *others = (logits_in_chunks(model, kv, allocator, attention, tokens, *place) for place in places)
-    return all(torch.equal(first, other) for other in others)
+    if not all(torch.equal(first, other) for other in others):
+        return ProbedBits(False, "")
+    if not first.shape[1]:  # rank 0 has the logits, and speaks for all
+        return ProbedBits(True, "")
+    last = first[-1:].repeat(DRAWS, 1)
+    rows = [_drawn_at(seed, tokens) for seed in range(DRAWS)]
+    digest = hashlib.blake2b(last[0].cpu().numpy().tobytes(), digest_size=8)
+    digest.update(repr(sample_rows(last, rows)).encode())
+    return ProbedBits(True, digest.hexdigest())
+
+
+def _drawn_at(seed: int, tokens: Sequence[int]) -> RowContext:
+    """A draw by all that a request may ask of one."""
+    top_k, top_p = 40 * (seed % 2), 1.0 - 0.1 * (seed % 3)
+    params = SamplingParams(temperature=1.0, seed=seed, top_k=top_k, top_p=top_p, presence_penalty=0.5 * (seed % 4))
+    return RowContext(params, len(tokens), tokens, tokens[-4:], ())

@@ -36,4 +36,5 @@ def fingerprint_of(runner: ModelRunner) -> Fingerprint:
         quantize=identity.quantize,
         sums=identity.sums,
         kv_dtype=identity.kv_dtype,
+        results=identity.results,
     )

@@ -94,6 +94,7 @@ class RunnerIdentity:
     drafter_weights: str = ""  # digest; empty: it has none
     sums: str = ""  # order of the sums that ranks of a node share
     bit_exact: bool = False  # whether this host gives a row the same bits however it is batched
+    results: str = ""  # digest of the bits that it gives; empty where they are not exact
 
     def namespace(self) -> str:
         """Root of the prefix cache's keys."""

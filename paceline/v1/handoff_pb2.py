@@ -25,43 +25,43 @@ _sym_db = _symbol_database.Default()
 from paceline.v1 import common_pb2 as paceline_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/handoff.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\"\xb3\x02\n\x0b\x46ingerprint\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07weights\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06layout\x18\x05 \x01(\t\x12\x0f\n\x07\x64rafter\x18\x06 \x01(\t\x12\x17\n\x0f\x64rafter_modules\x18\x07 \x01(\r\x12\x17\n\x0f\x64rafter_weights\x18\x08 \x01(\t\x12\x13\n\x0bhidden_size\x18\t \x01(\r\x12\x14\n\x0chandoff_mode\x18\n \x01(\t\x12\x0f\n\x07kernels\x18\x0b \x01(\t\x12\x10\n\x08\x63hecksum\x18\x0c \x01(\t\x12\x10\n\x08grammars\x18\r \x01(\t\x12\x10\n\x08quantize\x18\x0e \x01(\t\x12\x0c\n\x04sums\x18\x0f \x01(\t\x12\x10\n\x08kv_dtype\x18\x10 \x01(\t\"\x8f\x01\n\x0bPairRequest\x12\x17\n\x0fprefill_node_id\x18\x01 \x01(\t\x12-\n\x0b\x66ingerprint\x18\x02 \x01(\x0b\x32\x18.paceline.v1.Fingerprint\x12\r\n\x05ranks\x18\x03 \x01(\r\x12\x12\n\nrank_links\x18\x04 \x01(\t\x12\x15\n\rmessage_bytes\x18\x05 \x01(\x04\"\xac\x01\n\x0cPairResponse\x12\x0f\n\x07link_id\x18\x01 \x01(\t\x12-\n\x0b\x66ingerprint\x18\x04 \x01(\x0b\x32\x18.paceline.v1.Fingerprint\x12\x16\n\x0e\x64\x65\x63ode_node_id\x18\x05 \x01(\t\x12\r\n\x05ranks\x18\x06 \x01(\r\x12\x12\n\nrank_links\x18\x07 \x01(\t\x12\x15\n\rmessage_bytes\x18\x08 \x01(\x04J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\"\x90\x02\n\x0eHandoffMessage\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12#\n\x05hello\x18\x02 \x01(\x0b\x32\x12.paceline.v1.HelloH\x00\x12#\n\x05\x62\x65gin\x18\x03 \x01(\x0b\x32\x12.paceline.v1.BeginH\x00\x12#\n\x05\x63hunk\x18\x04 \x01(\x0b\x32\x12.paceline.v1.ChunkH\x00\x12#\n\x05state\x18\x05 \x01(\x0b\x32\x12.paceline.v1.StateH\x00\x12#\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x12.paceline.v1.AbortH\x00\x12-\n\nrendezvous\x18\x07 \x01(\x0b\x32\x17.paceline.v1.RendezvousH\x00\x42\x06\n\x04\x62ody\"(\n\nRendezvous\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"\x18\n\x05Hello\x12\x0f\n\x07link_id\x18\x01 \x01(\t\"P\n\x05\x42\x65gin\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x02 \x01(\r\x12\x0f\n\x07reshard\x18\x03 \x01(\t\x12\r\n\x05grant\x18\x04 \x01(\x0c\"\xbc\x01\n\x05\x43hunk\x12*\n\nbyte_class\x18\x01 \x01(\x0e\x32\x16.paceline.v1.ByteClass\x12\x13\n\x0b\x66irst_layer\x18\x02 \x01(\r\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x04 \x01(\r\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\x12\x15\n\x08\x63hecksum\x18\x07 \x01(\x07H\x00\x88\x01\x01\x42\x0b\n\t_checksum\"\xbf\x02\n\x05State\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\x05\x12\x31\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.TokenLogprobsH\x00\x88\x01\x01\x12\x30\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x17\n\x0fnum_hidden_rows\x18\x04 \x01(\r\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x16\n\x0eproposal_depth\x18\x06 \x01(\r\x12\x16\n\x0eproposal_width\x18\x07 \x01(\r\x12\x14\n\x0cproposal_ids\x18\x08 \x03(\x05\x12\x16\n\x0eproposal_probs\x18\t \x03(\x02\x12\x15\n\x08\x63hecksum\x18\n \x01(\x07H\x01\x88\x01\x01\x42\x0b\n\t_logprobsB\x0b\n\t_checksum\"\x17\n\x05\x41\x62ort\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x98\x02\n\nHandoffAck\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12#\n\x05hello\x18\x02 \x01(\x0b\x32\x12.paceline.v1.ReadyH\x00\x12#\n\x05ready\x18\x03 \x01(\x0b\x32\x12.paceline.v1.ReadyH\x00\x12%\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x13.paceline.v1.FailedH\x00\x12+\n\tcancelled\x18\x05 \x01(\x0b\x32\x16.paceline.v1.CancelledH\x00\x12%\n\x06\x63redit\x18\x06 \x01(\x0b\x32\x13.paceline.v1.CreditH\x00\x12-\n\nrendezvous\x18\x07 \x01(\x0b\x32\x17.paceline.v1.RendezvousH\x00\x42\x06\n\x04\x62ody\"\x07\n\x05Ready\"\x18\n\x06\x46\x61iled\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x0b\n\tCancelled\"\x1b\n\x06\x43redit\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04*\x86\x01\n\tByteClass\x12\x1a\n\x16\x42YTE_CLASS_UNSPECIFIED\x10\x00\x12\x18\n\x14\x42YTE_CLASS_TARGET_KV\x10\x01\x12\x17\n\x13\x42YTE_CLASS_DRAFT_KV\x10\x02\x12\x15\n\x11\x42YTE_CLASS_HIDDEN\x10\x03\x12\x13\n\x0f\x42YTE_CLASS_META\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19paceline/v1/handoff.proto\x12\x0bpaceline.v1\x1a\x18paceline/v1/common.proto\"\xc4\x02\n\x0b\x46ingerprint\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07weights\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06layout\x18\x05 \x01(\t\x12\x0f\n\x07\x64rafter\x18\x06 \x01(\t\x12\x17\n\x0f\x64rafter_modules\x18\x07 \x01(\r\x12\x17\n\x0f\x64rafter_weights\x18\x08 \x01(\t\x12\x13\n\x0bhidden_size\x18\t \x01(\r\x12\x14\n\x0chandoff_mode\x18\n \x01(\t\x12\x0f\n\x07kernels\x18\x0b \x01(\t\x12\x10\n\x08\x63hecksum\x18\x0c \x01(\t\x12\x10\n\x08grammars\x18\r \x01(\t\x12\x10\n\x08quantize\x18\x0e \x01(\t\x12\x0c\n\x04sums\x18\x0f \x01(\t\x12\x10\n\x08kv_dtype\x18\x10 \x01(\t\x12\x0f\n\x07results\x18\x11 \x01(\t\"\x8f\x01\n\x0bPairRequest\x12\x17\n\x0fprefill_node_id\x18\x01 \x01(\t\x12-\n\x0b\x66ingerprint\x18\x02 \x01(\x0b\x32\x18.paceline.v1.Fingerprint\x12\r\n\x05ranks\x18\x03 \x01(\r\x12\x12\n\nrank_links\x18\x04 \x01(\t\x12\x15\n\rmessage_bytes\x18\x05 \x01(\x04\"\xac\x01\n\x0cPairResponse\x12\x0f\n\x07link_id\x18\x01 \x01(\t\x12-\n\x0b\x66ingerprint\x18\x04 \x01(\x0b\x32\x18.paceline.v1.Fingerprint\x12\x16\n\x0e\x64\x65\x63ode_node_id\x18\x05 \x01(\t\x12\r\n\x05ranks\x18\x06 \x01(\r\x12\x12\n\nrank_links\x18\x07 \x01(\t\x12\x15\n\rmessage_bytes\x18\x08 \x01(\x04J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\"\x90\x02\n\x0eHandoffMessage\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12#\n\x05hello\x18\x02 \x01(\x0b\x32\x12.paceline.v1.HelloH\x00\x12#\n\x05\x62\x65gin\x18\x03 \x01(\x0b\x32\x12.paceline.v1.BeginH\x00\x12#\n\x05\x63hunk\x18\x04 \x01(\x0b\x32\x12.paceline.v1.ChunkH\x00\x12#\n\x05state\x18\x05 \x01(\x0b\x32\x12.paceline.v1.StateH\x00\x12#\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x12.paceline.v1.AbortH\x00\x12-\n\nrendezvous\x18\x07 \x01(\x0b\x32\x17.paceline.v1.RendezvousH\x00\x42\x06\n\x04\x62ody\"(\n\nRendezvous\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"\x18\n\x05Hello\x12\x0f\n\x07link_id\x18\x01 \x01(\t\"P\n\x05\x42\x65gin\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x02 \x01(\r\x12\x0f\n\x07reshard\x18\x03 \x01(\t\x12\r\n\x05grant\x18\x04 \x01(\x0c\"\xbc\x01\n\x05\x43hunk\x12*\n\nbyte_class\x18\x01 \x01(\x0e\x32\x16.paceline.v1.ByteClass\x12\x13\n\x0b\x66irst_layer\x18\x02 \x01(\r\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x04 \x01(\r\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\x12\x15\n\x08\x63hecksum\x18\x07 \x01(\x07H\x00\x88\x01\x01\x42\x0b\n\t_checksum\"\xbf\x02\n\x05State\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\x05\x12\x31\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.TokenLogprobsH\x00\x88\x01\x01\x12\x30\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x17\n\x0fnum_hidden_rows\x18\x04 \x01(\r\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x16\n\x0eproposal_depth\x18\x06 \x01(\r\x12\x16\n\x0eproposal_width\x18\x07 \x01(\r\x12\x14\n\x0cproposal_ids\x18\x08 \x03(\x05\x12\x16\n\x0eproposal_probs\x18\t \x03(\x02\x12\x15\n\x08\x63hecksum\x18\n \x01(\x07H\x01\x88\x01\x01\x42\x0b\n\t_logprobsB\x0b\n\t_checksum\"\x17\n\x05\x41\x62ort\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x98\x02\n\nHandoffAck\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12#\n\x05hello\x18\x02 \x01(\x0b\x32\x12.paceline.v1.ReadyH\x00\x12#\n\x05ready\x18\x03 \x01(\x0b\x32\x12.paceline.v1.ReadyH\x00\x12%\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x13.paceline.v1.FailedH\x00\x12+\n\tcancelled\x18\x05 \x01(\x0b\x32\x16.paceline.v1.CancelledH\x00\x12%\n\x06\x63redit\x18\x06 \x01(\x0b\x32\x13.paceline.v1.CreditH\x00\x12-\n\nrendezvous\x18\x07 \x01(\x0b\x32\x17.paceline.v1.RendezvousH\x00\x42\x06\n\x04\x62ody\"\x07\n\x05Ready\"\x18\n\x06\x46\x61iled\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x0b\n\tCancelled\"\x1b\n\x06\x43redit\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04*\x86\x01\n\tByteClass\x12\x1a\n\x16\x42YTE_CLASS_UNSPECIFIED\x10\x00\x12\x18\n\x14\x42YTE_CLASS_TARGET_KV\x10\x01\x12\x17\n\x13\x42YTE_CLASS_DRAFT_KV\x10\x02\x12\x15\n\x11\x42YTE_CLASS_HIDDEN\x10\x03\x12\x13\n\x0f\x42YTE_CLASS_META\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.handoff_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_BYTECLASS']._serialized_start=2023
-  _globals['_BYTECLASS']._serialized_end=2157
+  _globals['_BYTECLASS']._serialized_start=2040
+  _globals['_BYTECLASS']._serialized_end=2174
   _globals['_FINGERPRINT']._serialized_start=69
-  _globals['_FINGERPRINT']._serialized_end=376
-  _globals['_PAIRREQUEST']._serialized_start=379
-  _globals['_PAIRREQUEST']._serialized_end=522
-  _globals['_PAIRRESPONSE']._serialized_start=525
-  _globals['_PAIRRESPONSE']._serialized_end=697
-  _globals['_HANDOFFMESSAGE']._serialized_start=700
-  _globals['_HANDOFFMESSAGE']._serialized_end=972
-  _globals['_RENDEZVOUS']._serialized_start=974
-  _globals['_RENDEZVOUS']._serialized_end=1014
-  _globals['_HELLO']._serialized_start=1016
-  _globals['_HELLO']._serialized_end=1040
-  _globals['_BEGIN']._serialized_start=1042
-  _globals['_BEGIN']._serialized_end=1122
-  _globals['_CHUNK']._serialized_start=1125
-  _globals['_CHUNK']._serialized_end=1313
-  _globals['_STATE']._serialized_start=1316
-  _globals['_STATE']._serialized_end=1635
-  _globals['_ABORT']._serialized_start=1637
-  _globals['_ABORT']._serialized_end=1660
-  _globals['_HANDOFFACK']._serialized_start=1663
-  _globals['_HANDOFFACK']._serialized_end=1943
-  _globals['_READY']._serialized_start=1945
-  _globals['_READY']._serialized_end=1952
-  _globals['_FAILED']._serialized_start=1954
-  _globals['_FAILED']._serialized_end=1978
-  _globals['_CANCELLED']._serialized_start=1980
-  _globals['_CANCELLED']._serialized_end=1991
-  _globals['_CREDIT']._serialized_start=1993
-  _globals['_CREDIT']._serialized_end=2020
+  _globals['_FINGERPRINT']._serialized_end=393
+  _globals['_PAIRREQUEST']._serialized_start=396
+  _globals['_PAIRREQUEST']._serialized_end=539
+  _globals['_PAIRRESPONSE']._serialized_start=542
+  _globals['_PAIRRESPONSE']._serialized_end=714
+  _globals['_HANDOFFMESSAGE']._serialized_start=717
+  _globals['_HANDOFFMESSAGE']._serialized_end=989
+  _globals['_RENDEZVOUS']._serialized_start=991
+  _globals['_RENDEZVOUS']._serialized_end=1031
+  _globals['_HELLO']._serialized_start=1033
+  _globals['_HELLO']._serialized_end=1057
+  _globals['_BEGIN']._serialized_start=1059
+  _globals['_BEGIN']._serialized_end=1139
+  _globals['_CHUNK']._serialized_start=1142
+  _globals['_CHUNK']._serialized_end=1330
+  _globals['_STATE']._serialized_start=1333
+  _globals['_STATE']._serialized_end=1652
+  _globals['_ABORT']._serialized_start=1654
+  _globals['_ABORT']._serialized_end=1677
+  _globals['_HANDOFFACK']._serialized_start=1680
+  _globals['_HANDOFFACK']._serialized_end=1960
+  _globals['_READY']._serialized_start=1962
+  _globals['_READY']._serialized_end=1969
+  _globals['_FAILED']._serialized_start=1971
+  _globals['_FAILED']._serialized_end=1995
+  _globals['_CANCELLED']._serialized_start=1997
+  _globals['_CANCELLED']._serialized_end=2008
+  _globals['_CREDIT']._serialized_start=2010
+  _globals['_CREDIT']._serialized_end=2037
 # @@protoc_insertion_point(module_scope)

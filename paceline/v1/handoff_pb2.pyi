@@ -74,6 +74,7 @@ class Fingerprint(_message.Message):
     QUANTIZE_FIELD_NUMBER: _builtins.int
     SUMS_FIELD_NUMBER: _builtins.int
     KV_DTYPE_FIELD_NUMBER: _builtins.int
+    RESULTS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """Version of the hand-off."""
     model: _builtins.str
@@ -106,6 +107,10 @@ class Fingerprint(_message.Message):
     """Order of the sums that ranks of a node share: slabN, a tree over N slabs. The degree has no part in it."""
     kv_dtype: _builtins.str
     """How keys and values are kept: auto, in dtype, or int8, codes with a scale per token and head."""
+    results: _builtins.str
+    """Digest of the logits of a fixed text and of tokens drawn from them: another build or host that gives other bits is
+    told by it. Empty where a row's bits depend on its batch.
+    """
     def __init__(
         self,
         *,
@@ -125,10 +130,11 @@ class Fingerprint(_message.Message):
         quantize: _builtins.str = ...,
         sums: _builtins.str = ...,
         kv_dtype: _builtins.str = ...,
+        results: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "drafter", b"drafter", "drafter_modules", b"drafter_modules", "drafter_weights", b"drafter_weights", "dtype", b"dtype", "grammars", b"grammars", "handoff_mode", b"handoff_mode", "hidden_size", b"hidden_size", "kernels", b"kernels", "kv_dtype", b"kv_dtype", "layout", b"layout", "model", b"model", "protocol", b"protocol", "quantize", b"quantize", "sums", b"sums", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "drafter", b"drafter", "drafter_modules", b"drafter_modules", "drafter_weights", b"drafter_weights", "dtype", b"dtype", "grammars", b"grammars", "handoff_mode", b"handoff_mode", "hidden_size", b"hidden_size", "kernels", b"kernels", "kv_dtype", b"kv_dtype", "layout", b"layout", "model", b"model", "protocol", b"protocol", "quantize", b"quantize", "results", b"results", "sums", b"sums", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

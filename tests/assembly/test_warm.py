@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from paceline.assembly import build
+from paceline.assembly.selfcheck import ProbedBits
 from paceline.assembly.trial_sequences import TrialSequences
 from paceline.assembly.warm import row_counts, warm_kernels
 from paceline.engine.colocated import ColocatedEngine
@@ -81,7 +82,7 @@ def as_on_a_gpu() -> Iterator[None]:
         return DevicePages(UnitTable.of(flats, layout, page_size))
 
     with (
-        mock.patch.object(build, "is_bit_exact", return_value=True),
+        mock.patch.object(build, "probe_bits", return_value=ProbedBits(True, "")),
         mock.patch.object(candidates, "perturbed_topk", draft_topk),
         mock.patch.object(pool, "make_device_pages", pages),
         mock.patch.object(exact_products, "LEAF", 16),

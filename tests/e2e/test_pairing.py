@@ -75,7 +75,7 @@ async def test_a_prefill_node_that_may_not_cast_refuses_too() -> None:
     await prefill.start()
     address = await decode.start()
     try:
-        with pytest.raises(PairingRefused, match="dtype, layout differ"):
+        with pytest.raises(PairingRefused, match="dtype, layout, results differ"):
             await prefill.connect(address)
     finally:
         await prefill.stop(0.0)

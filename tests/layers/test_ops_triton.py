@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.assembly.selfcheck import ProbedBits
 from paceline.attention.base import Segment
 from paceline.layers import ops
 from paceline.layers.build import load_kernels
@@ -148,7 +149,7 @@ def test_a_models_step_runs_on_them(deepseek: bool) -> None:
 
     kernels, torch_alone = ops_triton, mock.patch.object(ops, "runs_triton", return_value=False)
     options: dict[str, object] = {"attention": "torch", "kv_cache_tokens": 256, "max_model_len": 64}
-    unasked = mock.patch("paceline.assembly.build.is_bit_exact", return_value=True)  # many slow forwards
+    unasked = mock.patch("paceline.assembly.build.probe_bits", return_value=ProbedBits(True, ""))  # many slow forwards
     with plain_torch(), torch_alone, unasked:
         runner = (tiny_deepseek_runner if deepseek else tiny_runner)("fp32", drafter="none", **options)
 

@@ -17,6 +17,7 @@ import torch
 from tokenizers import Tokenizer
 
 from paceline.assembly.build import assemble, build_runner
+from paceline.assembly.selfcheck import ProbedBits
 from paceline.config import NodeConfig
 from paceline.engine.model_runner import ModelRunner, PrefillChunk
 from paceline.request import SamplingParams, SequenceRequest, SpeculationParams
@@ -218,7 +219,7 @@ class Matrix:
 
     def runner(self, config: NodeConfig) -> ModelRunner:
         """A deployment around the loaded target, which was probed for bit-exactness once, in ``first``."""
-        with mock.patch("paceline.assembly.build.is_bit_exact", return_value=True):
+        with mock.patch("paceline.assembly.build.probe_bits", return_value=ProbedBits(True, "")):
             return assemble(config, self.first.model, self.first.identity)
 
     def together(self, runner: ModelRunner, cells: Seq[Cell]) -> tuple[list[Answer], Tally]:
