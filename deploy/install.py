@@ -5,6 +5,7 @@
 auto: the CUDA build where there is an NVIDIA GPU, else the CPU build. The CPU build is looked for where pip is
 configured to look (a mirror, a folder of wheels), then in PyTorch's own index. Where neither can be reached, the CUDA
 build of the ordinary index is installed, which runs on a CPU too; the script says so. Needs the standard library alone.
+The CPU kernels are compiled meanwhile, for this machine.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,9 +36,10 @@ def main() -> None:
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="folder of the virtual environment")
     options = parser.parse_args()
     began = time.monotonic()
-    installer = Installer(options.venv)
-    installer.install_torch(options.torch)
-    installer.install_project("node,dev" if options.dev else "node")
+    with compiled_meanwhile():
+        installer = Installer(options.venv)
+        installer.install_torch(options.torch)
+        installer.install_project("node,dev" if options.dev else "node")
     say(f"{options.venv} is ready after {time.monotonic() - began:.0f} s, with torch {installer.torch_build()}")
 
 
@@ -104,6 +108,21 @@ class Installer:
     def _pip_setting(self, name: str) -> str:
         command = [*self._pip, "config", "get", f"global.{name}"]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+@contextmanager
+def compiled_meanwhile() -> Iterator[None]:
+    """The CPU kernels are compiled while the rest is downloaded. What fails here, the first node tries and tells."""
+    code = "from paceline.layers.build import load_kernels; load_kernels()"
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **quiet) as compiling:
+        try:
+            yield
+        except BaseException:
+            compiling.terminate()
+            raise
+        if compiling.poll() is None:
+            say("compiling the CPU kernels")
 
 
 def lock_entry(package: str) -> str:
