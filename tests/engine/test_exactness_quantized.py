@@ -52,5 +52,5 @@ def test_nodes_with_unlike_schemes_do_not_pair() -> None:
     prefill, decode = tiny_prefill_runner("bf16", quantize="w8a8"), tiny_runner("bf16", quantize="w4a8")
     with pytest.raises(PairingRefused) as refused:
         check_pairing(fingerprint_of(prefill), fingerprint_of(decode))
-    assert refused.value.differing == ["quantize"]
+    assert refused.value.differing == ["quantize", "results"]
     assert prefill.identity.namespace() != decode.identity.namespace()
