@@ -96,16 +96,21 @@ class Deployment:
 
     def log_tails(self) -> str:
         """The end of every process's log."""
-        return "\n".join(f"--- {name}\n{path.read_text(errors="replace")[-3000:]}" for name, path in self.logs.items())
+        return "\n".join(f"--- {name}\n{_read(path)[-3000:]}" for name, path in self.logs.items())
 
     def faults_logged(self) -> list[str]:
         """Errors and tracebacks in the logs: none belongs to a message that was merely wrong."""
         found = []
         for name, path in self.logs.items():
-            text = path.read_text(errors="replace").splitlines()  # gRPC's own lines quote what strangers sent
+            text = _read(path).splitlines()
             starts = [at for at, line in enumerate(text) if " ERROR " in line or line.startswith("Traceback")]
             found += ["\n".join([f"{name}: {text[at]}", *text[at + 1 : at + 1 + FAULT_LINES]]) for at in starts]
         return found
+
+
+def _read(log: Path) -> str:
+    """gRPC's own lines quote what strangers sent, whatever its bytes are."""
+    return log.read_text(errors="replace")
 
 
 @contextmanager
