@@ -28,7 +28,7 @@ THREADS = {
     "production-stack": "1035",
 }
 CITED = [f"{project} #{number}" for project, numbers in THREADS.items() for number in numbers.split()]
-SITUATIONS = 38  # entries of the first part, and the one of all of them together
+SITUATIONS = 39  # entries of the first part, and the one of all of them together
 
 
 @cache
