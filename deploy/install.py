@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -119,7 +120,7 @@ def compiled_meanwhile() -> Iterator[None]:
         try:
             yield
         except BaseException:
-            compiling.terminate()
+            compiling.send_signal(signal.SIGINT)  # it ends after the file at hand, and leaves nothing behind
             raise
         if compiling.poll() is None:
             say("compiling the CPU kernels")

@@ -37,7 +37,8 @@ class _Broken(Exception):
 
 
 class Clients:
-    """Each asks the same few requests again and again. A stream whose answer is not the first one's has failed."""
+    """Each asks the same few requests again and again, and begins at a router of its own. A stream whose answer is not the
+    first one's has failed."""
 
     def __init__(self, grpc: Mapping[str, str], http: Mapping[str, str]) -> None:
         """Addresses of all routers, by name."""
@@ -50,7 +51,9 @@ class Clients:
         answer, tokens, longest_s, last, failed = list[Any](), 0, 0.0, 0.0, ""
         try:
             async with asyncio.timeout(STREAM_TIMEOUT_S):
-                async for count, said in self._over_grpc(seed) if over == "grpc" else self._over_http(seed):
+                async for count, said in (
+                    self._over_grpc(client, seed) if over == "grpc" else self._over_http(client, seed)
+                ):
                     now = time.monotonic()
                     longest_s, last = max(longest_s, now - last if last else 0.0), now
                     answer += said
@@ -62,22 +65,21 @@ class Clients:
             failed = "another answer than the first time"
         return Ended(0.0, failed, tokens, round(longest_s, 3), over)
 
-    async def _over_grpc(self, seed: int) -> AsyncIterator[tuple[int, list[int]]]:
+    async def _over_grpc(self, client: int, seed: int) -> AsyncIterator[tuple[int, list[int]]]:
         """Tokens, and how many."""
-        async with AsyncClient(list(self._grpc.values())) as client:
-            async for chunk in client.stream(PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True, seed=seed):
+        async with AsyncClient(_from(client, self._grpc)) as asking:
+            async for chunk in asking.stream(PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True, seed=seed):
                 yield len(chunk.token_ids), list(chunk.token_ids)
 
-    async def _over_http(self, seed: int) -> AsyncIterator[tuple[int, str]]:
+    async def _over_http(self, client: int, seed: int) -> AsyncIterator[tuple[int, str]]:
         """Characters; how many tokens they are comes at the end."""
         body = {"prompt": PROMPT, "max_tokens": MAX_TOKENS, "ignore_eos": True, "seed": seed, "stream": True}
         body |= {"stream_options": {"include_usage": True}}
         headers: dict[str, str] = {}
-        async with httpx.AsyncClient(timeout=STREAM_TIMEOUT_S) as client:
-            for router in cycle(self._http):
-                url = f"http://{self._http[router]}/v1/completions"
+        async with httpx.AsyncClient(timeout=STREAM_TIMEOUT_S) as asking:
+            for address in cycle(_from(client, self._http)):
                 try:
-                    async for fields in _events(client, url, body, headers):
+                    async for fields in _events(asking, f"http://{address}/v1/completions", body, headers):
                         if fields["data"] == "[DONE]":
                             return
                         data = json.loads(fields["data"])
@@ -88,6 +90,12 @@ class Clients:
                 except (httpx.HTTPError, _Broken):
                     pass
                 await asyncio.sleep(AGAIN_S)
+
+
+def _from(client: int, routers: Mapping[str, str]) -> list[str]:
+    """Addresses of all routers, from that of this client on. Clients of one kind are every second one."""
+    found, first = list(routers.values()), client // 2 % len(routers)
+    return found[first:] + found[:first]
 
 
 async def _events(
