@@ -115,8 +115,8 @@ class Installer:
 def compiled_meanwhile() -> Iterator[None]:
     """The CPU kernels are compiled while the rest is downloaded. What fails here, the first node tries and tells."""
     code = "from paceline.layers.build import load_kernels; load_kernels()"
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **quiet) as compiling:
+    nowhere = subprocess.DEVNULL
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=nowhere, stderr=nowhere) as compiling:
         try:
             yield
         except BaseException:

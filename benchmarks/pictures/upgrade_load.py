@@ -37,8 +37,8 @@ class _Broken(Exception):
 
 
 class Clients:
-    """Each asks the same few requests again and again, and begins at a router of its own. A stream whose answer is not the
-    first one's has failed."""
+    """Each asks the same few requests again and again, and begins at a router of its own. A stream whose answer is not
+    the first one's has failed."""
 
     def __init__(self, grpc: Mapping[str, str], http: Mapping[str, str]) -> None:
         """Addresses of all routers, by name."""
