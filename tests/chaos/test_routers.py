@@ -192,6 +192,8 @@ def times(run: Run) -> tuple[list[float], Rows]:
     """Pauses of streams whose router was hurt while nodes were well. Pauses by kind of fault: of streams whose
     router was hurt, and of all while nodes or Redis were."""
     done, faults = [served for load in run.loads for served in load.done], run.front.faults + run.nodes.faults
+    # A node that ends while there is no raylet gets its successor when the raylet has one.
+    of_nodes = run.nodes.faults + [fault for fault in run.front.faults if fault.kind == "raylet kill"]
     all_alone, rows = list[float](), Rows()
     for fault in faults:
         if fault.kind not in (*ROUTER_KINDS, *SUPERVISOR_KINDS):
@@ -199,7 +201,7 @@ def times(run: Run) -> tuple[list[float], Rows]:
             continue
         for way in ("grpc", "http"):
             met = [one for one in run.front.on.get(id(fault), []) if one.request_id.startswith(way)]
-            alone, also = resumes(fault, met, run.nodes.faults)
+            alone, also = resumes(fault, met, of_nodes)
             all_alone += alone
             rows += [(f"{fault.kind}, {way}", alone), (f"{fault.kind} and a node, {way}", also)]
     return all_alone, [*rows, ("any router fault", all_alone)]

@@ -19,11 +19,12 @@ from tests.support.http_app import FORMATS
 TOGETHER = {
     *("prompt", "messages", "model", "logit_bias", "stop_token_ids", "max_tokens", "min_tokens"),
     *("speculation.drafter", "speculation.num_draft_tokens", "speculation.tree", "speculation.tree_width"),
-    *("best_of", "top_logprobs", "stream_options", "body", "n"),
+    *("best_of", "top_logprobs", "prompt_logprobs", "stream_options", "body", "n"),
     *FORMATS,
     *("tools", "tool_choice", "continue_final_message", "chat_template_kwargs"),
 }
 WITHIN = re.compile(r"(messages|tools|prompt|bad_words)\[\d+\]")  # what each needs, and what stands where
+MESSAGES = re.compile(rb"[A-Za-z]+ /v1/messages[/ ?]")  # its errors have a shape of their own
 
 
 class HttpSender:
@@ -45,13 +46,14 @@ class HttpSender:
             raise Wrongly(str(error)) from None
         if case.requests and len(replies) != case.requests:
             raise Wrongly(f"{len(replies)} answers to {case.requests} requests")
+        error = "MessageError" if case.parts and MESSAGES.match(case.parts[0]) else "Error"
         for reply in replies:
-            self._judge(reply, case.hang_up)
+            self._judge(reply, case.hang_up, error)
         if case.body is not None and case.requests == 1:
             self._judge_body(case.path, case.body, replies[0])
         return str(replies[-1].status) if replies else "closed"
 
-    def _judge(self, reply: Reply, may_be_cut: bool) -> None:
+    def _judge(self, reply: Reply, may_be_cut: bool, error: str) -> None:
         said = f"{reply.status} {reply.headers} {reply.body[:500]!r}"
         if not reply.whole:
             if may_be_cut:
@@ -64,7 +66,7 @@ class HttpSender:
         if reply.status in (429, 503) and not reply.headers.get("retry-after", "").isdigit():
             raise Wrongly(f"it is not said when to come back: {said}")
         if reply.status >= 400 and reply.body:  # HEAD has none
-            self._matches("Error", json.loads(reply.body))
+            self._matches(error, json.loads(reply.body))
         if reply.headers.get("content-type") == "text/event-stream" and not may_be_cut:
             _judge_events(reply.body)
 

@@ -79,6 +79,8 @@ async def test_a_prefill_node_that_lies(encrypted: bool, tmp_path: Path, monkeyp
         lying[0] = False
         await nodes.wait_for_release(timeout_s=30.0)
         request = sequence_request()
+        with suppress(grpc.aio.AioRpcError):  # a link that the last lie put out of step shows it at its next message
+            await nodes.generate(request)
         assert (await nodes.generate(request)).output == expected_output(request)
         await nodes.wait_for_release()
     print(f"\nlies: {dict(lies)}; requests: {dict(seen)}")
