@@ -124,6 +124,12 @@ def _known_tree(value: str) -> str:
     return value
 
 
+_AT_LEAST_ONE = {"type": "integer", "minimum": 1, "maximum": INT32_MAX}
+KeptTokens = Annotated[
+    int,
+    Field(ge=KEEP_WHAT_FITS, le=INT32_MAX, json_schema_extra={"anyOf": [{"const": KEEP_WHAT_FITS}, _AT_LEAST_ONE]}),
+]
+
 Tree = Annotated[Text, AfterValidator(_known_tree), Field(json_schema_extra={"enum": list(_TREES)})]
 
 
@@ -267,7 +273,7 @@ class GenerationBody(IgnoredFields, FormatFields, SamplingFields):
     it."""
     prompt_logprobs: Annotated[int, _range("prompt_logprobs")] | None = None
     """Tell the log-probability of every token of the prompt, with so many alternatives. It does not go with stream."""
-    truncate_prompt_tokens: Annotated[int, Field(ge=KEEP_WHAT_FITS, le=INT32_MAX)] | None = None
+    truncate_prompt_tokens: KeptTokens | None = None
     """Keep so many tokens of a longer prompt; -1 keeps what the context holds beside max_tokens. Without it a prompt
     that is too long is refused."""
     truncation_side: Literal["left", "right"] | None = None
