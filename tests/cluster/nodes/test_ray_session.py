@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -202,3 +203,38 @@ def test_rays_token_is_its_owners(
         start_ray("local", 1)
         assert token.stat().st_mode & 0o777 == 0o600
         assert caplog.text.count("INSECURE") == warned
+
+
+JOINS_A_DEAD_RAYLET = """
+import ray
+
+from cluster.nodes.ray_session import SESSION, start_ray, stop_ray
+from paceline.errors import NodeUnavailable
+
+theirs = ray._private.worker.connect
+
+
+def connect(node, *arguments, **options):
+    raylet = node.all_processes["raylet"][0].process
+    raylet.kill()
+    raylet.wait()
+    ray._private.worker.connect = theirs
+    theirs(node, *arguments, **options)
+
+
+ray._private.worker.connect = connect
+try:
+    start_ray("local", 1)
+except NodeUnavailable as error:
+    print(error)
+SESSION.renew(())
+print(ray.get(ray.put("another")))
+stop_ray()
+"""
+
+
+def test_a_raylet_that_ends_before_it_is_joined_ends_no_router() -> None:
+    """Mutant: Ray's library joins it, and ends the process."""
+    done = subprocess.run([sys.executable, "-c", JOINS_A_DEAD_RAYLET], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["Ray did not start: its raylet ended before it was joined", "another"]
