@@ -19,7 +19,6 @@ import ray._private.services as services
 
 _raylet: Any = import_module("ray._raylet")  # compiled, without types
 _console_popen: Any = services.ConsolePopen
-_core_worker: Any = _raylet.CoreWorker
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum: no tensor ever goes through it
 AGENTS = ("dashboard_agent", "runtime_env_agent")
@@ -80,19 +79,10 @@ def _started_by_itself(command: list[str], *, preexec_fn: Callable[[], None], **
     return _console_popen([sys.executable, "-S", "-E", "-c", FATE_SHARED, *command], **options)
 
 
-def _worker_of_those_that_live(*arguments: Any) -> Any:
-    """Ray's CoreWorker, which asks the raylet first, and ends this process when there is none to answer. Raises
-    RuntimeError."""
-    if dead := [kind for kind, _ in ray._private.worker._global_node.dead_processes()]:
-        raise RuntimeError(f"its {dead[0]} ended before it was joined")
-    return _core_worker(*arguments)
-
-
 def start_private_ray(num_cpus: int, *, again: bool = False) -> None:
     """num_cpus: what actors may be placed on; as many workers are started at once, ready for the first of them. again:
-    while this process serves, which costs 0.1 s more. Raises what Ray does, RuntimeError among it."""
+    while this process serves, which costs 0.1 s more."""
     theirs, ray._private.node.Node = ray._private.node.Node, SmallNode
-    _raylet.CoreWorker = _worker_of_those_that_live
     services.ConsolePopen = _started_by_itself if again else _console_popen
     try:
         ray.init(
@@ -105,4 +95,3 @@ def start_private_ray(num_cpus: int, *, again: bool = False) -> None:
         )
     finally:
         ray._private.node.Node, services.ConsolePopen = theirs, _console_popen
-        _raylet.CoreWorker = _core_worker

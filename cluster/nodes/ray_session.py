@@ -78,6 +78,11 @@ class RaySession:
             self._closed = False
 
     def _join(self, *, again: bool) -> None:
+        with _living_raylet():
+            self._connect(again)
+        self._gcs_address = str(ray.get_runtime_context().gcs_address)
+
+    def _connect(self, again: bool) -> None:
         if self.private:
             before = set(psutil.Process().children())
             try:
@@ -91,7 +96,6 @@ class RaySession:
             _join(self._address)
             self._raylet_socket = str(ray._private.worker.global_worker.node.raylet_socket_name)
             self._raylet_lost = False
-        self._gcs_address = str(ray.get_runtime_context().gcs_address)
 
     def trouble(self) -> str:
         """What is wrong with Ray, as far as it shows; empty where nothing is. Takes 2 s at most."""
@@ -251,6 +255,24 @@ def same_signals() -> Iterator[None]:
             for number, handler in before.items():
                 signal.signal(number, handler)
                 signal.siginterrupt(number, False)
+
+
+@contextmanager
+def _living_raylet() -> Iterator[None]:
+    """Around what joins Ray, which raises RuntimeError where the raylet is gone again. Ray's library asks it for ten
+    seconds, and then ends this process."""
+    theirs: Any = ray._raylet.CoreWorker
+
+    def core_worker(mode: int, object_store: str, raylet: str, *more: Any) -> Any:
+        if not listens(raylet):
+            raise RuntimeError("its raylet ended before it was joined")
+        return theirs(mode, object_store, raylet, *more)
+
+    ray._raylet.CoreWorker = core_worker
+    try:
+        yield
+    finally:
+        ray._raylet.CoreWorker = theirs
 
 
 def _no_handler(handler: object) -> None:
