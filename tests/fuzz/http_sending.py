@@ -46,14 +46,14 @@ class HttpSender:
             raise Wrongly(str(error)) from None
         if case.requests and len(replies) != case.requests:
             raise Wrongly(f"{len(replies)} answers to {case.requests} requests")
-        error = "MessageError" if case.parts and MESSAGES.match(case.parts[0]) else "Error"
+        shape = "MessageError" if case.parts and MESSAGES.match(case.parts[0]) else "Error"
         for reply in replies:
-            self._judge(reply, case.hang_up, error)
+            self._judge(reply, case.hang_up, shape)
         if case.body is not None and case.requests == 1:
             self._judge_body(case.path, case.body, replies[0])
         return str(replies[-1].status) if replies else "closed"
 
-    def _judge(self, reply: Reply, may_be_cut: bool, error: str) -> None:
+    def _judge(self, reply: Reply, may_be_cut: bool, shape: str) -> None:
         said = f"{reply.status} {reply.headers} {reply.body[:500]!r}"
         if not reply.whole:
             if may_be_cut:
@@ -66,7 +66,7 @@ class HttpSender:
         if reply.status in (429, 503) and not reply.headers.get("retry-after", "").isdigit():
             raise Wrongly(f"it is not said when to come back: {said}")
         if reply.status >= 400 and reply.body:  # HEAD has none
-            self._matches(error, json.loads(reply.body))
+            self._matches(shape, json.loads(reply.body))
         if reply.headers.get("content-type") == "text/event-stream" and not may_be_cut:
             _judge_events(reply.body)
 
