@@ -192,7 +192,7 @@ def times(run: Run) -> tuple[list[float], Rows]:
     """Pauses of streams whose router was hurt while nodes were well. Pauses by kind of fault: of streams whose
     router was hurt, and of all while nodes or Redis were."""
     done, faults = [served for load in run.loads for served in load.done], run.front.faults + run.nodes.faults
-    # A node that ends while there is no raylet gets its successor when the raylet has one.
+    # A node that is killed while there is no raylet is replaced only once there is one.
     of_nodes = run.nodes.faults + [fault for fault in run.front.faults if fault.kind == "raylet kill"]
     all_alone, rows = list[float](), Rows()
     for fault in faults:
