@@ -43,7 +43,7 @@ static void amx_attend_configure(int rows) {
   c.palette = 1;
   for (int t = 0; t < 5; t++) { c.rows[t] = rows; c.colsb[t] = 64; }
   c.rows[5] = 16; c.colsb[5] = 64;
-  _tile_loadconfig(&c);
+  tile_configure(c);
 }
 
 template <int D>
@@ -61,6 +61,7 @@ struct AmxBlock {  // up to 16 (row, query head) pairs
     alignas(64) float s[16 * TILE];
     alignas(64) bf16 p[16 * TILE];
     int blocks32 = (std::min<int64_t>(TILE, longest - base) + 31) / 32;
+    before_tiles();
     for (int b = 0; b < blocks32 * 2; b += 2) {
       _tile_zero(0); _tile_zero(1);
       for (int d = 0; d < D / 32; d++) {
@@ -76,6 +77,7 @@ struct AmxBlock {  // up to 16 (row, query head) pairs
     soften(s, p, TILE, {pairs, start, length, top, total, fade}, base, 0, blocks32 * 2, scale);
     for (int m = 0; m < pairs; m++)
       for (int d = 0; d < D && fade[m] != 1; d += 16) store16(acc + m * D + d, load16(acc + m * D + d) * fade[m]);
+    before_tiles();
     for (int d = 0; d < D / 16; d += 2) {
       _tile_loadd(0, acc + d * 16, D * 4);
       _tile_loadd(1, acc + d * 16 + 16, D * 4);

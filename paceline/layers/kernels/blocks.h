@@ -139,7 +139,17 @@ static inline void in_turns(int64_t M, int64_t most, Work work) {
 }
 
 #ifdef USE_AMX
+// g++ 12 does not see that a tile's load reads memory, nor that all 64 bytes of a configuration are read. Without an empty
+// assembly that says so it may keep what was stored before in registers, or leave it out.
+static inline void before_tiles() { asm volatile("" ::: "memory"); }
+
 struct alignas(64) TileConfig { uint8_t palette, start_row, reserved[14]; uint16_t colsb[16]; uint8_t rows[16]; };
+
+static void tile_configure(TileConfig c) {
+  asm volatile("" : "+m"(c));
+  _tile_loadconfig(&c);
+  asm volatile("" ::"m"(c));
+}
 
 // Tiles: 0-3 sums (2 row blocks x 2 column blocks), 4-5 x, 6-7 w. rows: of the first and second row block. bytes: of k.
 static void amx_configure(int rows0, int rows1, int bytes = 64) {
@@ -149,7 +159,7 @@ static void amx_configure(int rows0, int rows1, int bytes = 64) {
   c.rows[2] = c.rows[3] = c.rows[5] = rows1;
   c.rows[6] = c.rows[7] = bytes / 4;
   for (int t = 0; t < 8; t++) c.colsb[t] = !c.rows[t] ? 0 : t == 4 || t == 5 ? bytes : 64;  // an unused tile has neither
-  _tile_loadconfig(&c);
+  tile_configure(c);
 }
 
 template <class O>
@@ -165,6 +175,7 @@ static void amx_block(const bf16* x, int64_t ldx, int rows0, int rows1, const bf
   Branches branches[4];
   const bf16* x1 = x + 16 * ldx;
   const bf16* w1 = w + KB * 512;
+  before_tiles();
   for (int64_t s = 0, kb = 0, run = KB / slabs; s < slabs; s++) {
     _tile_zero(0); _tile_zero(1);
     if (rows1) { _tile_zero(2); _tile_zero(3); }

@@ -154,6 +154,7 @@ static void add_groups(const Matrix& w, const uint8_t* panel, int64_t first, con
   const int64_t groups = w.row_scales ? 1 : num_groups(w) / w.slabs;
   const int rows[2] = {rows0, rows1};
   memset(total, 0, sizeof total);
+  before_tiles();
   for (int64_t g = 0; g < groups; g++, panel += tables_bytes(w) + codes_bytes(w, 0)) {
     _tile_zero(0); _tile_zero(1);
     if (rows1) { _tile_zero(2); _tile_zero(3); }

@@ -68,6 +68,7 @@ static void add_tiles(const Matrix& w, const uint8_t* panel, int64_t g0, int b, 
   const int64_t taken = tile_codes(w), next = tables_bytes(w) + codes_bytes(w, 0), groups = groups_of_slab(w);
   GroupTables tables = {panel + head_bytes(w) + g0 * next, panel};
   v16 total[TILE_ROWS] = {}, scale = {}, minimum = {};
+  before_tiles();
   auto multiply = [&](auto odd) {  // a tile's number is written out: g++ 12 takes no name for it
     constexpr bool ODD = decltype(odd)::value;
     if (ODD) _tile_zero(1);
