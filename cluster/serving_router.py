@@ -23,6 +23,7 @@ from cluster.state.registry import NodeDirectory
 from cluster.state.registry_types import Registry
 from paceline.config import ServeConfig
 from paceline.results import TextSource
+from paceline.rpc.audit import Audit
 from paceline.rpc.grants import Grants
 from paceline.rpc.identity import Identity, Secret
 from paceline.rpc.tls import TlsFolder
@@ -152,6 +153,7 @@ class ServingRouter:
         return TextSource(served.bit_exact, system_fingerprint(self.config, digests), served.weights, served.kernels)
 
     async def _serve(self, metrics: Metrics, access: Access | None) -> None:
+        from cluster.access.access import handshakes_refused
         from cluster.frontdoor.http import HttpOptions, create_app, serve_http
         from cluster.frontdoor.service import serve_grpc
 
@@ -170,7 +172,8 @@ class ServingRouter:
             config.open_metrics,
             lambda: self.trouble,
         )
-        http = await serve_http(create_app(self.router, metrics, options), host, port, tls)
+        refused = handshakes_refused(metrics, Audit() if access is None else access.audit)
+        http = await serve_http(create_app(self.router, metrics, options), host, port, tls, refused)
         parts.at_end("http", http.stop)
         server = await serve_grpc(self.router, config.grpc, access, tls=tls)
         parts.at_end("the front door", lambda: self._drain(http, server))

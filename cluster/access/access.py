@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -124,3 +125,13 @@ def bearer(header: str | bytes | None) -> str | None:
         return None
     scheme, _, key = (header or "").partition(" ")
     return key.strip() or None if scheme.lower() == "bearer" else None
+
+
+def handshakes_refused(metrics: AccessCounts, audit: Audit) -> Callable[[str], None]:
+    """To be told why a handshake of HTTPS failed: counts it and writes a line. Nobody knows its address."""
+
+    def refused(why: str) -> None:
+        metrics.access_refused("Handshake")
+        audit.refused("", "", "HTTPS handshake", why)
+
+    return refused

@@ -12,7 +12,7 @@ import logging
 import resource
 import socket
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from http import HTTPStatus
 from typing import Any
 
@@ -190,11 +190,14 @@ class HttpServer:
             await asyncio.wait(set(self._server.server_state.tasks), timeout=STOP_MARGIN_S)
 
 
-async def serve_http(app: ASGIApp, host: str, port: int, tls: TlsFolder | None = None) -> HttpServer:
-    """Serve ``app``; port 0 takes a free one. tls: has the certificate of HTTPS; None: plain HTTP. Raises ConfigError
-    when the address cannot be had. From then on this process reads no whole number of more than MAX_DIGITS digits."""
+async def serve_http(
+    app: ASGIApp, host: str, port: int, tls: TlsFolder | None = None, refused: Callable[[str], None] = log.info
+) -> HttpServer:
+    """Serve ``app``; port 0 takes a free one. tls: has the certificate of HTTPS; None: plain HTTP. refused: told why a
+    handshake failed. Raises ConfigError when the address cannot be had. From then on this process reads no whole number
+    of more than MAX_DIGITS digits."""
     sys.set_int_max_str_digits(MAX_DIGITS)
-    context = None if tls is None else tls.public_context()
+    context = None if tls is None else tls.public_context(refused)
     listener = listen("http", host, port)
     config = uvicorn.Config(
         app,

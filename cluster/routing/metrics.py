@@ -44,8 +44,8 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     "completion_tokens": ("Output tokens sent to clients.",),
     "choices": ("Choices that are complete, by finish_reason: stop, length, abort or tool_calls.", "finish_reason"),
     "access_refused": (
-        "Calls refused for their API key, by reason: Unauthenticated, PermissionDenied, UnknownId (not the tenant's), "
-        "OtherTenant, or the quota that is used up, such as concurrency.",
+        "Refused callers, by reason: Unauthenticated, PermissionDenied, UnknownId (not the tenant's), OtherTenant, "
+        "Handshake (of HTTPS), or the quota that is used up, such as concurrency.",
         "reason",
     ),
     "retries": ("Attempts at a choice that failed and were made again, by class of the error.", "error"),
@@ -184,7 +184,8 @@ class Metrics:
         self._counters["requests"].labels(status).inc()
 
     def access_refused(self, reason: str) -> None:
-        """A call was refused for its API key. reason: the error's class, what the call named, or a quota."""
+        """A call was refused for its API key. reason: the error's class, what the call named, a quota, or
+        Handshake."""
         self._counters["access_refused"].labels(reason).inc()
 
     def quotas_alone(self, alone: bool) -> None:

@@ -99,8 +99,8 @@ class TlsFolder:
         """The public gRPC takes them."""
         return self._server_credentials(SERVER, self._client_ca())
 
-    def public_context(self) -> ssl.SSLContext:
-        """HTTPS takes it."""
+    def public_context(self, refused: Callable[[str], None]) -> ssl.SSLContext:
+        """HTTPS takes it. refused: told why, in OpenSSL's words, whenever a handshake fails."""
         names = self._names(SERVER, self._client_ca())
         context, stamp = self._context(), self._stamp(names)
 
@@ -114,6 +114,7 @@ class TlsFolder:
             connection.context = context
 
         first = self._context()
+        first.sslobject_class = _telling(refused)
         first.sni_callback = renew  # called without a name too
         return first
 
@@ -182,3 +183,17 @@ class TlsFolder:
         if b"-----BEGIN " not in content:
             raise ConfigError("tls_dir", f"{file} is no PEM file")
         return content
+
+
+def _telling(refused: Callable[[str], None]) -> type[ssl.SSLObject]:
+    class Telling(ssl.SSLObject):
+        def do_handshake(self) -> None:
+            try:
+                super().do_handshake()
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):  # not over yet
+                raise
+            except ssl.SSLError as error:
+                refused(getattr(error, "verify_message", "") or error.reason or type(error).__name__)
+                raise
+
+    return Telling

@@ -13,7 +13,7 @@ from typing import Any
 import grpc.aio
 import httpx
 
-from cluster.access.access import Access
+from cluster.access.access import Access, handshakes_refused
 from cluster.frontdoor.http import HttpOptions, create_app, serve_http
 from cluster.frontdoor.service import operators_gate, serve_grpc
 from cluster.nodes.admin import METHODS, AdminService, serve_admin
@@ -172,7 +172,8 @@ async def _open_front(made: Deployment, access: Access, stack: AsyncExitStack) -
     server = await serve_grpc(made.router, "127.0.0.1:0", access, tls=made.folder)
     stack.push_async_callback(server.stop, 0)
     options = HttpOptions(access=access, resumable=True)
-    http = await serve_http(create_app(made.router, made.metrics, options), "127.0.0.1", 0, made.folder)
+    refused = handshakes_refused(made.metrics, access.audit)
+    http = await serve_http(create_app(made.router, made.metrics, options), "127.0.0.1", 0, made.folder, refused)
     stack.push_async_callback(http.stop)
     gate = operators_gate(METHODS, access)
     nobody: Any = None  # supervises: whoever is let in is told so
