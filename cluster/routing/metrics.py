@@ -184,8 +184,7 @@ class Metrics:
         self._counters["requests"].labels(status).inc()
 
     def access_refused(self, reason: str) -> None:
-        """A call was refused for its API key. reason: the error's class, what the call named, a quota, or
-        Handshake."""
+        """A caller was refused. reason: the error's class, what the call named, a quota, or Handshake."""
         self._counters["access_refused"].labels(reason).inc()
 
     def quotas_alone(self, alone: bool) -> None:

@@ -114,7 +114,7 @@ class TlsFolder:
             connection.context = context
 
         first = self._context()
-        first.sslobject_class = _telling(refused)
+        first.sslobject_class = _handshakes(refused)
         first.sni_callback = renew  # called without a name too
         return first
 
@@ -185,8 +185,10 @@ class TlsFolder:
         return content
 
 
-def _telling(refused: Callable[[str], None]) -> type[ssl.SSLObject]:
-    class Telling(ssl.SSLObject):
+def _handshakes(refused: Callable[[str], None]) -> type[ssl.SSLObject]:
+    """What a context makes for each connection. It tells ``refused`` why a handshake failed."""
+
+    class Handshake(ssl.SSLObject):
         def do_handshake(self) -> None:
             try:
                 super().do_handshake()
@@ -196,4 +198,4 @@ def _telling(refused: Callable[[str], None]) -> type[ssl.SSLObject]:
                 refused(getattr(error, "verify_message", "") or error.reason or type(error).__name__)
                 raise
 
-    return Telling
+    return Handshake

@@ -63,8 +63,7 @@ async def honest(server: Server) -> tuple[list[float], float]:
 
 @pytest.mark.skipif(not FULL, reason="slow: make fuzz-surface runs it")
 async def test_an_honest_tenant_beside_each_crowd(server: Server) -> None:
-    """The numbers are bounds for a machine with nothing else to do. What the load
-    costs a first token is only told."""
+    """The numbers are bounds for a machine with nothing else to do. What the load costs a first token is only told."""
     raise_open_files()
     process = psutil.Process(server.process.pid)
     firsts, gap = await honest(server)
