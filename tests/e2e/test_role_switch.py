@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import subprocess
 from pathlib import Path
 
+import httpx
 import pytest
 
 from paceline.client import AsyncClient
@@ -69,6 +71,7 @@ async def test_nodes_change_sides_under_load(tmp_path: Path) -> None:
         str(tls),
     )
     with serve(*options) as server:
+        await a_failed_handshake_is_counted(server, tls)
         async with AsyncClient(server.grpc, tls=tls / "ca.pem") as client:
             undisturbed = await texts(client, asyncio.Event())
             started = asyncio.Event()
@@ -88,6 +91,15 @@ async def test_nodes_change_sides_under_load(tmp_path: Path) -> None:
                     await asyncio.sleep(0.05)
             assert await texts(client, asyncio.Event()) == undisturbed
             await come_and_go(server, client, tls, undisturbed)
+
+
+async def a_failed_handshake_is_counted(server: Server, tls: Path) -> None:
+    """Mutant: a router that is not told of the handshakes of its HTTPS."""
+    async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=tls / "ca.pem")) as http:
+        with pytest.raises(httpx.TransportError):
+            await http.get(f"http://{server.http}/metrics")
+        told = (await http.get(f"https://{server.http}/metrics")).text
+    assert 'paceline_access_refused_total{reason="Handshake"} 1.0' in told
 
 
 async def come_and_go(server: Server, client: AsyncClient, tls: Path, undisturbed: list[tuple[int, ...]]) -> None:
