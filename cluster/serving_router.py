@@ -9,7 +9,8 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -172,10 +173,12 @@ class ServingRouter:
             config.open_metrics,
             lambda: self.trouble,
         )
-        refused = handshakes_refused(metrics, Audit() if access is None else access.audit)
-        http = await serve_http(create_app(self.router, metrics, options), host, port, tls, refused)
+        self.handshakes: Callable[[str], Callable[[str], None]] = partial(  # see handshakes_refused
+            handshakes_refused, metrics, Audit() if access is None else access.audit
+        )
+        http = await serve_http(create_app(self.router, metrics, options), host, port, tls, self.handshakes("HTTPS"))
         parts.at_end("http", http.stop)
-        server = await serve_grpc(self.router, config.grpc, access, tls=tls)
+        server = await serve_grpc(self.router, config.grpc, access, tls=tls, on_failed=self.handshakes("gRPC"))
         parts.at_end("the front door", lambda: self._drain(http, server))
         self.http_address = f"{host}:{http.port}"
         self.grpc_address = f"{split_address(config.grpc)[0]}:{server.port}"

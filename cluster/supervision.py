@@ -275,6 +275,7 @@ async def open_admin(service: AdminServicer, front: ServingRouter, address: str)
         front.identity,
         [operators_gate(METHODS, front.access)],
         on_refused=lambda: front.metrics.access_refused("PermissionDenied"),
+        on_failed=front.handshakes("gRPC"),
     )
 
 

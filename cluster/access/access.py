@@ -127,11 +127,11 @@ def bearer(header: str | bytes | None) -> str | None:
     return key.strip() or None if scheme.lower() == "bearer" else None
 
 
-def handshakes_refused(metrics: AccessCounts, audit: Audit) -> Callable[[str], None]:
-    """To be told why a handshake of HTTPS failed: counts it and writes a line. Nobody knows its address."""
+def handshakes_refused(metrics: AccessCounts, audit: Audit, kind: str) -> Callable[[str], None]:
+    """To be told why a handshake failed: counts it and writes a line. Nobody knows its address. kind: HTTPS or gRPC."""
 
     def refused(why: str) -> None:
         metrics.access_refused("Handshake")
-        audit.refused("", "", "HTTPS handshake", why)
+        audit.refused("", "", f"{kind} handshake", why)
 
     return refused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +23,7 @@ from cluster.routing.router import Router
 from paceline import answer_wire
 from paceline.errors import ConfigError, DeadlineExceeded, InvalidRequest
 from paceline.rpc.calls import MAX_MESSAGE_BYTES, answering_errors, end_server, make_server
+from paceline.rpc.handshakes import Handshakes
 from paceline.rpc.tls import TlsFolder
 from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2
 from paceline.wire import trace_to_proto
@@ -153,10 +154,16 @@ def operators_gate(methods: Sequence[str], access: Access | None) -> Gate:
 
 
 async def serve_grpc(
-    router: Router, address: str, access: Access | None = None, *, tls: TlsFolder | None = None
+    router: Router,
+    address: str,
+    access: Access | None = None,
+    *,
+    tls: TlsFolder | None = None,
+    on_failed: Callable[[str], None] = lambda _: None,
 ) -> GrpcServer:
     """Serve at ``host:port``; port 0 takes a free one. access: who may call; None: everybody. tls: has the public
-    certificate; None: in the clear. Raises ConfigError when the address cannot be had."""
+    certificate; None: in the clear. on_failed: see `Handshakes`. Raises ConfigError when the address cannot be
+    had."""
     options = [
         ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -165,7 +172,8 @@ async def serve_grpc(
         ("grpc.so_reuseport", 0),
     ]
     gate = Gate(rules(router.config.max_inflight + router.config.max_queued + EXTRA_RPCS), access)
-    server = make_server(options, None, [gate], MAX_FIELDS)
+    handshakes = Handshakes(on_failed)
+    server = make_server(options, None, [gate], MAX_FIELDS, handshakes=handshakes)
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(router), server)
     checks = _Health()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
@@ -176,7 +184,7 @@ async def serve_grpc(
         if tls is None:
             port = server.add_insecure_port(address)
         else:
-            port = server.add_secure_port(address, tls.public_credentials())
+            port = server.add_secure_port(address, tls.public_credentials(handshakes.began))
     except RuntimeError as error:
         raise ConfigError("grpc", f"cannot listen at {address} (port 0 takes a free one): {error}") from None
     await server.start()

@@ -16,6 +16,7 @@ from paceline.errors import ConfigError, DeadlineExceeded, NodeUnavailable, Over
 from paceline.rpc.audit import Audit, peer_of
 from paceline.rpc.calls import answering_errors, make_server
 from paceline.rpc.guard import Guard
+from paceline.rpc.handshakes import Handshakes
 from paceline.rpc.identity import Identity
 from paceline.rpc.tls import Role
 from paceline.v1 import admin_pb2, admin_pb2_grpc
@@ -154,17 +155,19 @@ async def serve_admin(
     identity: Identity,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     on_refused: Callable[[], None] = lambda: None,
+    on_failed: Callable[[str], None] = lambda _: None,
 ) -> AdminServer:
     """Serve at ``host:port``; port 0 takes a free one. identity: the router's; with TLS, callers need an ``admin``
     certificate. interceptors: what asks who calls, after that. on_refused: called for each caller whose certificate is
-    not good enough. Raises ConfigError when the address cannot be had."""
+    not good enough. on_failed: see `Handshakes`. Raises ConfigError when the address cannot be had."""
     options = [("grpc.max_receive_message_length", MAX_REQUEST_BYTES), ("grpc.so_reuseport", 0)]
     roles: dict[str, Role] = {method.name: "admin" for method in _SERVICE.methods}
     guard = Guard(roles, "", by_role=identity.tls is not None, on_refused=on_refused)  # operators have no token
-    server = make_server(options, MAX_RPCS, [guard, *interceptors])
+    handshakes = Handshakes(on_failed)
+    server = make_server(options, MAX_RPCS, [guard, *interceptors], handshakes=handshakes)
     admin_pb2_grpc.add_AdminServicer_to_server(service, server)
     try:
-        port = identity.bind(server, address)
+        port = identity.bind(server, address, handshakes.began)
     except RuntimeError as error:
         raise ConfigError("admin", f"cannot listen at {address} (port 0 takes a free one): {error}") from None
     await server.start()

@@ -45,7 +45,7 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     "choices": ("Choices that are complete, by finish_reason: stop, length, abort or tool_calls.", "finish_reason"),
     "access_refused": (
         "Refused callers, by reason: Unauthenticated, PermissionDenied, UnknownId (not the tenant's), OtherTenant, "
-        "Handshake (of HTTPS), or the quota that is used up, such as concurrency.",
+        "Handshake (of TLS), or the quota that is used up, such as concurrency.",
         "reason",
     ),
     "retries": ("Attempts at a choice that failed and were made again, by class of the error.", "error"),
@@ -104,7 +104,8 @@ _NODE_COUNTERS: dict[str, tuple[str, str, float]] = {  # likewise, and what one 
         1,
     ),
     "node_refused_calls": (
-        "Calls and hand-offs that a node refused because of who made them. The audit log has a line of each.",
+        "Calls and hand-offs that a node refused because of who made them, and handshakes that failed. "
+        "The audit log has a line of each.",
         "refused_calls",
         1,
     ),

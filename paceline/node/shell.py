@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal, Protocol
 
 import grpc.aio
@@ -18,6 +19,7 @@ from paceline.errors import NodeUnavailable
 from paceline.kvcache.prefix import PrefixCache
 from paceline.rpc.calls import end_server, start_server
 from paceline.rpc.guard import Guard
+from paceline.rpc.handshakes import Handshakes
 from paceline.rpc.identity import Identity
 from paceline.rpc.tls import Role
 from paceline.serving.cores import CoreShare
@@ -95,8 +97,15 @@ class NodeShell:
         self.loop.start()
         self._timer = asyncio.create_task(every(TICK_S, tick))
         max_rpcs = 4 * (config.max_waiting + config.max_running) + 64
+        handshakes = Handshakes(self.guard.refuse_handshake)
         self._server, self._address = await start_server(
-            register, config.host, max_rpcs, [self.guard], self.identity.bind, self._note_malformed
+            register,
+            config.host,
+            max_rpcs,
+            [self.guard],
+            partial(self.identity.bind, began=handshakes.began),
+            self._note_malformed,
+            handshakes,
         )
         log.info("%s node %s serves at %s", self._role, self._node_id, self._address)
         return self._address

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from collections.abc import Sequence as Seq
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import grpc
@@ -15,6 +16,7 @@ import grpc.aio
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs lack it
 
 from paceline.errors import NodeUnavailable, PacelineError, PermissionDenied
+from paceline.rpc.handshakes import LISTED, Handshakes
 from paceline.rpc.malformed import RefuseMalformed
 from paceline.rpc.wire_errors import error_from_status, metadata_for, status_for
 
@@ -69,14 +71,18 @@ def make_server(
     interceptors: Seq[grpc.aio.ServerInterceptor] = (),
     max_fields: int | None = None,
     on_malformed: Callable[[], None] = lambda: None,
+    handshakes: Handshakes | None = None,
 ) -> grpc.aio.Server:
     """A server that refuses what is no message of its RPC, closes connections that ask nothing, and logs no caller that
     left. max_concurrent_rpcs: None where one of ``interceptors`` bounds them. max_fields: of a large request; None: any
-    number. on_malformed: hears of each message that is refused."""
+    number. on_malformed: hears of each message that is refused. handshakes: counts those that fail."""
     logging.getLogger(cygrpc.__name__).addFilter(_CALLERS_THAT_LEFT)
-    asked = [*interceptors, RefuseMalformed(max_fields, on_malformed)]
+    first = [] if handshakes is None else [handshakes]
+    asked = [*first, *interceptors, RefuseMalformed(max_fields, on_malformed)]
     bounds = (("grpc.max_connection_idle_ms", IDLE_MS), ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS))
-    return grpc.aio.server(interceptors=asked, options=(*bounds, *options), maximum_concurrent_rpcs=max_concurrent_rpcs)
+    named = (*bounds, *LISTED, *options)
+    make = partial(grpc.aio.server, interceptors=asked, options=named, maximum_concurrent_rpcs=max_concurrent_rpcs)
+    return make() if handshakes is None else handshakes.make(make, IDLE_MS / 1000)
 
 
 def _insecurely(server: grpc.aio.Server, address: str) -> int:
@@ -90,10 +96,13 @@ async def start_server(
     interceptors: Seq[grpc.aio.ServerInterceptor] = (),
     bind: Callable[[grpc.aio.Server, str], int] = _insecurely,
     on_malformed: Callable[[], None] = lambda: None,
+    handshakes: Handshakes | None = None,
 ) -> tuple[grpc.aio.Server, str]:
     """Serve on a free port of ``host``; returns the server and its "host:port". bind: opens a port at an address.
-    on_malformed: see ``make_server``."""
-    server = make_server(SERVER_OPTIONS, max_concurrent_rpcs, interceptors, on_malformed=on_malformed)
+    on_malformed, handshakes: see ``make_server``."""
+    server = make_server(
+        SERVER_OPTIONS, max_concurrent_rpcs, interceptors, on_malformed=on_malformed, handshakes=handshakes
+    )
     register(server)
     at = f"[{host}]" if ":" in host else host
     port = bind(server, f"{at}:0")

@@ -45,15 +45,12 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         method = details.method
         if not self._token_fits(sent):
             return self._refusal(method, handler.response_streaming)
-        kind = ("stream" if handler.request_streaming else "unary", "stream" if handler.response_streaming else "unary")
-        behave: Any = getattr(handler, f"{kind[0]}_{kind[1]}")
 
         async def check(context: Context) -> None:
             if found := self._role_problem(method, context):
                 await self._abort(method, context, found)
 
-        make: Any = getattr(grpc, f"{kind[0]}_{kind[1]}_rpc_method_handler")
-        return make(_checked(behave, check), handler.request_deserializer, handler.response_serializer)
+        return checked(handler, check)
 
     def _refusal(self, method: str, gives_stream: bool) -> Any:
         """A handler for a stranger. It takes a stream, since gRPC reads the message of every other one before it asks
@@ -71,10 +68,16 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
 
     def refuse(self, method: str, context: Context, reason: str) -> None:
         """Count and tell a call that is refused."""
+        self._count(peer_of(context), method, f"{_role(context) or 'nobody'}: {reason}"[:MAX_SAID_CHARS])
+
+    def refuse_handshake(self, reason: str) -> None:
+        """Count and tell a handshake that failed."""
+        self._count("", "gRPC handshake", reason)
+
+    def _count(self, peer: str, act: str, reason: str) -> None:
         self.refused += 1
         self._on_refused()
-        role = _role(context) or "nobody"
-        self._audit.refused(peer_of(context), "", method, f"{role}: {reason}"[:MAX_SAID_CHARS])
+        self._audit.refused(peer, "", act, reason)
 
     def _token_fits(self, sent: str | bytes) -> bool:
         given = sent.encode() if isinstance(sent, str) else sent
@@ -91,6 +94,14 @@ def _role(context: Context) -> str:
     """What the caller's certificate says; empty without one."""
     found = context.auth_context() or {}
     return role_of([entry.decode("utf-8", "replace") for entry in found.get(SAN_KEY, ())])
+
+
+def checked(handler: Any, check: Callable[[Context], Awaitable[None]]) -> Any:
+    """A handler that does the same as ``handler`` after ``check``, which may abort the call."""
+    kind = ("stream" if handler.request_streaming else "unary", "stream" if handler.response_streaming else "unary")
+    make: Any = getattr(grpc, f"{kind[0]}_{kind[1]}_rpc_method_handler")
+    behave = _checked(getattr(handler, f"{kind[0]}_{kind[1]}"), check)
+    return make(behave, handler.request_deserializer, handler.response_serializer)
 
 
 def _checked(behave: Any, check: Callable[[Context], Awaitable[None]]) -> Any:

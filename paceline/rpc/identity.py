@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,8 +106,9 @@ class Identity:
         """Whom a server of this part lets call. roles: who may call each method."""
         return Guard(roles, self.token, by_role=self.tls is not None)
 
-    def bind(self, server: grpc.aio.Server, address: str) -> int:
-        """Let ``server`` listen at ``address``; returns the port. RuntimeError when it cannot be had."""
+    def bind(self, server: grpc.aio.Server, address: str, began: Callable[[], None] = lambda: None) -> int:
+        """Let ``server`` listen at ``address``; returns the port. began: see ``TlsFolder.node_credentials``.
+        RuntimeError when the port cannot be had."""
         if self.tls is None:
             return server.add_insecure_port(address)
-        return server.add_secure_port(address, self.tls.node_credentials(self.role))
+        return server.add_secure_port(address, self.tls.node_credentials(self.role, began))

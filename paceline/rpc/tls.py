@@ -70,9 +70,10 @@ class TlsFolder:
         """Changes when a file of `channel_credentials` does."""
         return self._stamp((f"{CA}.pem", f"{role}.key", f"{role}.pem"))
 
-    def node_credentials(self, role: Role) -> grpc.ServerCredentials:
-        """To be called as ``role``, by parts that have a certificate of this deployment's."""
-        return self._server_credentials(role, CA)
+    def node_credentials(self, role: Role, began: Callable[[], None] = lambda: None) -> grpc.ServerCredentials:
+        """To be called as ``role``, by parts that have a certificate of this deployment's. began: called when a
+        connection begins its handshake, on a thread of gRPC's."""
+        return self._server_credentials(role, CA, began)
 
     def check(self, role: Role) -> None:
         """ConfigError also when the certificate of a part that starts now is over, or not valid yet: other parts would
@@ -95,9 +96,9 @@ class TlsFolder:
         """There is a certificate for the public face."""
         return (self.path / f"{SERVER}.pem").exists()
 
-    def public_credentials(self) -> grpc.ServerCredentials:
-        """The public gRPC takes them."""
-        return self._server_credentials(SERVER, self._client_ca())
+    def public_credentials(self, began: Callable[[], None] = lambda: None) -> grpc.ServerCredentials:
+        """The public gRPC takes them. began: as in ``node_credentials``."""
+        return self._server_credentials(SERVER, self._client_ca(), began)
 
     def public_context(self, refused: Callable[[str], None]) -> ssl.SSLContext:
         """HTTPS takes it. refused: told why, in OpenSSL's words, whenever a handshake fails."""
@@ -137,7 +138,9 @@ class TlsFolder:
             ) from None
         return context
 
-    def _server_credentials(self, name: str, client_ca: str | None) -> grpc.ServerCredentials:
+    def _server_credentials(
+        self, name: str, client_ca: str | None, began: Callable[[], None]
+    ) -> grpc.ServerCredentials:
         names = self._names(name, client_ca)
         stamp = self._stamp(names)
         make = partial(self._configuration, name, client_ca)
@@ -145,6 +148,7 @@ class TlsFolder:
         def renewed() -> Any:
             """Called before each handshake. None: nothing has changed."""
             nonlocal stamp
+            began()
             try:
                 if (now := self._stamp(names)) == stamp:
                     return None

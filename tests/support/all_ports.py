@@ -7,6 +7,7 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,11 +170,13 @@ async def deployed(path: Path) -> AsyncIterator[Deployment]:
 
 
 async def _open_front(made: Deployment, access: Access, stack: AsyncExitStack) -> None:
-    server = await serve_grpc(made.router, "127.0.0.1:0", access, tls=made.folder)
+    refused = partial(handshakes_refused, made.metrics, access.audit)
+    server = await serve_grpc(made.router, "127.0.0.1:0", access, tls=made.folder, on_failed=refused("gRPC"))
     stack.push_async_callback(server.stop, 0)
     options = HttpOptions(access=access, resumable=True)
-    refused = handshakes_refused(made.metrics, access.audit)
-    http = await serve_http(create_app(made.router, made.metrics, options), "127.0.0.1", 0, made.folder, refused)
+    http = await serve_http(
+        create_app(made.router, made.metrics, options), "127.0.0.1", 0, made.folder, refused("HTTPS")
+    )
     stack.push_async_callback(http.stop)
     gate = operators_gate(METHODS, access)
     nobody: Any = None  # supervises: whoever is let in is told so
@@ -183,6 +186,7 @@ async def _open_front(made: Deployment, access: Access, stack: AsyncExitStack) -
         Identity("router", "", made.folder),
         [gate],
         lambda: made.metrics.access_refused("PermissionDenied"),
+        refused("gRPC"),
     )
     stack.push_async_callback(admin.stop)
     ports = {"router gRPC": server.port, "HTTPS": http.port, "admin": admin.port}

@@ -1,6 +1,6 @@
 """Every port of a deployment, and every credential and id that is not good enough: refused, counted, and in the audit.
 
-Real gRPC, HTTPS and Redis, in one process. Failed handshakes of HTTPS alone are counted: gRPC tells nobody of its own.
+Real gRPC, HTTPS and Redis, in one process. gRPC tells nobody of failed handshakes: they are counted later.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from cluster.state.journal import open_journal
+from paceline.rpc import handshakes
 from paceline.rpc.tls import TlsFolder
 from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2
 from tests.fakes.redis_servers import Embedded
@@ -84,6 +85,32 @@ async def test_every_port_and_every_credential(tmp_path: Path, caplog: pytest.Lo
         assert (found, uncounted, silent) == ([], [], [])
         secrets = [*deployment.keys.secrets.values(), SECRET.call_token]
         assert not any(secret in caplog.text for secret in secrets)
+
+
+@pytest.mark.parametrize("at", [at for at in PORTS if at not in ("HTTPS", "metrics", "control stream")])
+async def test_failed_handshakes_of_grpc(
+    at: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted, with a line each; and no connection that came through, whether it calls or not. Mutants: a port that
+    does not hear of beginnings; one that does not hear of calls; one that does not read gRPC's list."""
+    monkeypatch.setattr(handshakes, "LOOK_EVERY_S", 0.2)
+    monkeypatch.setattr(handshakes, "OVER_S", 0.8)
+    async with deployed(tmp_path) as deployment:
+        port, good = PORTS[at], Credential(deployment.folder, PORTS[at].role, PORTS[at].key)
+        for shown in (good, good, Credential(deployment.folder, port.role, "wrong")):
+            assert await deployment.ask(port, at, shown) != SHAKEN
+        before, lines = deployment.refused(), len(_audit(caplog))
+        assert await deployment.ask(port, at, Credential(deployment.folder, "", port.key)) == SHAKEN
+        async with AsyncExitStack() as stack:
+            for _ in range(3):
+                quiet = await stack.enter_async_context(channel_of(deployment.addresses[at], port.server, good))
+                await quiet.channel_ready()
+                await asyncio.sleep(0.3)  # it is listed alone
+            await asyncio.sleep(1.0)
+        failed = int(deployment.refused() - before)
+        assert failed in (1, 2)  # a client that learns of it late tries again
+        assert [line for line in _audit(caplog)[lines:] if "gRPC handshake" not in line] == []
+        assert len(_audit(caplog)) == lines + failed
 
 
 def _audit(caplog: pytest.LogCaptureFixture) -> Sequence[str]:
