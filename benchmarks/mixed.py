@@ -1,8 +1,10 @@
-"""``python -m benchmarks.mixed``: threads per node under the three loads that a host meets, settings in turn.
+"""``python -m benchmarks.mixed``: an option's values under the loads that a host meets, in turn; threads per node if
+no other option is named.
 
-Every setting is a deployment of its own, all up at once and idle but for the one that is measured. Loads: a long prompt
-alone (time to first token), streams alone (tokens/s of all), and streams while long prompts arrive one after another
-(both). ``--crowd 1``: the same where another program keeps a core busy.
+Every value is a deployment of its own, all up at once and idle but for the one that is measured. Loads: a long prompt
+alone (time to first token), streams alone (tokens/s of all), streams while long prompts arrive one after another
+(both), and short prompts while long ones are computed (time to first token of both). ``--crowd 1``: the same where
+another program keeps a core busy.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from paceline.client import AsyncClient
 
 STREAMS, STREAM_TOKENS, STREAM_PROMPT = 8, 64, 32
 LONG_PROMPT, LONG_PROMPTS = 1024, 3
+SHORT_PROMPT, SHORT_PROMPTS, SHORT_EVERY_S = 128, 8, 0.23
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Figures:
     alone_tokens_s: float
     mixed_ttft_s: float
     mixed_tokens_s: float
+    short_ttft_s: float  # of short prompts beside long ones
+    long_ttft_s: float  # of these
 
 
 class Load:
@@ -51,11 +56,11 @@ class Load:
         self._number += 1
         return (2000 + self._number, *prompt(num_tokens - 1))
 
-    async def first_token_s(self) -> float:
-        """Seconds to the first token of a long prompt."""
+    async def first_token_s(self, num_tokens: int = LONG_PROMPT) -> float:
+        """Seconds to the first token of a prompt."""
         began = time.perf_counter()
         async for chunk in self._client.stream(
-            self._prompt(LONG_PROMPT), max_tokens=1, temperature=0.0, ignore_eos=True
+            self._prompt(num_tokens), max_tokens=1, temperature=0.0, ignore_eos=True
         ):
             if chunk.token_ids:
                 return time.perf_counter() - began
@@ -83,12 +88,30 @@ class Load:
         times = [await self.first_token_s() for _ in range(LONG_PROMPTS)]
         return statistics.median(times), await running
 
+    async def short_beside_long(self) -> tuple[float, float]:
+        """Median seconds to the first token of short prompts that come at a steady pace, and of the long ones that are
+        computed meanwhile, one after another."""
+        long: list[float] = []
+
+        async def long_ones() -> None:
+            while True:
+                long.append(await self.first_token_s())
+
+        beside = asyncio.create_task(long_ones())
+        short = []
+        for _ in range(SHORT_PROMPTS):
+            await asyncio.sleep(SHORT_EVERY_S)
+            short.append(asyncio.create_task(self.first_token_s(SHORT_PROMPT)))
+        times = await asyncio.gather(*short)
+        beside.cancel()
+        await asyncio.gather(beside, return_exceptions=True)
+        return statistics.median(times), statistics.median(long or [float("nan")])
+
     async def repetition(self) -> Figures:
-        """All three loads once."""
+        """All loads once."""
         alone = await self.first_token_s()
         tokens = await self.streams()
-        mixed, beside = await self.mixed()
-        return Figures(alone, tokens, mixed, beside)
+        return Figures(alone, tokens, *await self.mixed(), *await self.short_beside_long())
 
 
 async def measure(addresses: dict[str, str], repeats: int) -> dict[str, list[Figures]]:
@@ -104,15 +127,23 @@ async def measure(addresses: dict[str, str], repeats: int) -> dict[str, list[Fig
     return found
 
 
-def show(found: dict[str, list[Figures]]) -> None:
-    """Medians of every setting."""
-    table = Table(title=f"medians; prompts of {LONG_PROMPT} tokens, {STREAMS} streams")
-    for column in ("threads per node", "TTFT alone ms", "tokens/s alone", "TTFT mixed ms", "tokens/s mixed"):
+def show(option: str, found: dict[str, list[Figures]]) -> None:
+    """Medians of every setting, and of its ratios to the first one."""
+    title = f"medians; prompts of {LONG_PROMPT} and {SHORT_PROMPT} tokens, {STREAMS} streams; ratios to the first row"
+    table = Table(title=title)
+    loads = ("TTFT alone", "tokens/s alone", "TTFT mixed", "tokens/s mixed", "TTFT short", "TTFT beside short")
+    for column in (option, *loads):
         table.add_column(column, justify="right")
+    first = [list(asdict(row).values()) for row in next(iter(found.values()))]
     for name, rows in found.items():
-        median = [statistics.median(values) for values in zip(*(asdict(row).values() for row in rows), strict=True)]
-        table.add_row(name, f"{median[0] * 1e3:.0f}", f"{median[1]:.0f}", f"{median[2] * 1e3:.0f}", f"{median[3]:.0f}")
-    Console().print(table)
+        columns = list(zip(*(asdict(row).values() for row in rows), strict=True))
+        cells = []
+        for number, (load, values) in enumerate(zip(loads, columns, strict=True)):
+            median = statistics.median(values)
+            ratio = statistics.median(value / row[number] for value, row in zip(values, first, strict=True))
+            cells.append(f"{median:.0f} ({ratio:.2f})" if "/s" in load else f"{median * 1e3:.0f} ms ({ratio:.2f})")
+        table.add_row(name, *cells)
+    Console(width=140).print(table)
 
 
 @contextmanager
@@ -128,7 +159,8 @@ def _busy_process() -> Iterator[None]:
 def main() -> None:
     """Start the deployments, measure, print, stop."""
     parser = argparse.ArgumentParser(prog="benchmarks.mixed", description=__doc__)
-    parser.add_argument("--threads", default="0,1,2", help="settings of --threads-per-node, separated by commas")
+    parser.add_argument("--option", default="threads-per-node", help="of paceline serve")
+    parser.add_argument("--values", default="0,1,2", help="of the option, separated by commas")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--drafter", default="none")
     parser.add_argument("--crowd", type=int, default=0, help="processes beside the deployments that keep a core busy")
@@ -137,13 +169,13 @@ def main() -> None:
     common = ["--no-prefix-cache", "--no-standby", "--drafter", options.drafter]
     with ended_by_signals(), ExitStack() as stack:
         served = {
-            threads: stack.enter_context(serving_paceline(["--threads-per-node", threads, *common]))["grpc"]
-            for threads in options.threads.split(",")
+            value: stack.enter_context(serving_paceline([f"--{options.option}", value, *common]))["grpc"]
+            for value in options.values.split(",")
         }
         for _ in range(options.crowd):
             stack.enter_context(_busy_process())
         found = asyncio.run(measure(served, options.repeats))
-    show(found)
+    show(options.option, found)
     if options.json is not None:
         options.json.write_text(json.dumps({name: [asdict(row) for row in rows] for name, rows in found.items()}))
 

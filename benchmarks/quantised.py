@@ -3,7 +3,8 @@
 Plain decoding and prompts of one process, scheme after scheme in each round, so that a machine that slows down slows
 all of them; beside each the floor, the bytes that a step reads over the memory's bandwidth. The bandwidth of a shared
 machine changes within minutes, so it is measured before and after each scheme's steps, and "share" is the median over
-the rounds of what they reach of it. With ``--quality``, the perplexity of the files' text.
+the rounds of what they reach of it. With ``--quality``, the perplexity of the files' text; with ``--written`` also that
+of folders which ``paceline quantize`` writes.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import json
 import math
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from rich.console import Console
@@ -25,6 +28,7 @@ from rich.table import Table
 from benchmarks.common.timing import read_bandwidth
 from benchmarks.engine import PROMPT_TOKENS, decode_step_s, greedy, weight_bytes
 from paceline.assembly.build import build_runner
+from paceline.assembly.quantise import Job, Method, quantise
 from paceline.assembly.selfcheck import logits_in_chunks
 from paceline.config import NodeConfig
 from paceline.engine.colocated import ColocatedEngine
@@ -127,6 +131,18 @@ def perplexities(model: str, schemes: Sequence[str], threads: int, files: Sequen
     return found
 
 
+def written_perplexities(model: str, written: Sequence[str], threads: int, files: Sequence[Path]) -> list[Quality]:
+    """The same of folders, each named by a scheme and a method, such as ``w8a8:smooth``."""
+    found = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for number, name in enumerate(written):
+            scheme, _, method = name.partition(":")
+            folder = Path(scratch) / str(number)
+            quantise(Job(model, scheme, folder, cast(Method, method), threads=threads), lambda what, share: None)
+            found += [replace(one, scheme=name) for one in perplexities(str(folder), ["none"], threads, files)]
+    return found
+
+
 def _losses(runner: ModelRunner, windows: Sequence[Sequence[int]]) -> Iterator[float]:
     """Minus the logarithm of the probability of each token but a window's first."""
     for window in windows:
@@ -167,6 +183,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=int, default=3, help="0 measures no speed")
     parser.add_argument("--quality", type=Path, nargs="*", default=[], help="files of text")
+    parser.add_argument("--written", default="", help="by paceline quantize, such as w8a8:smooth,w4a16:gptq")
     parser.add_argument("--json", type=Path, help="file to write the results to")
     options = parser.parse_args()
     schemes: list[str] = options.schemes.split(",")
@@ -174,6 +191,8 @@ def main() -> None:
     if options.rounds:
         bandwidth, speeds = measure(options.model, schemes, options.threads, options.rounds)
     qualities = perplexities(options.model, schemes, options.threads, options.quality) if options.quality else []
+    if options.written:
+        qualities += written_perplexities(options.model, options.written.split(","), options.threads, options.quality)
     show(bandwidth, speeds, qualities)
     if options.json is not None:
         about = {"model": options.model, "threads": options.threads, "bandwidth": bandwidth}

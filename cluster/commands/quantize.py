@@ -22,14 +22,15 @@ def quantize(
     ],
     output: Annotated[Path, typer.Option(help="Folder to write; it must not exist.")],
     method: Annotated[
-        Literal["nearest", "gptq"],
+        Literal["nearest", "gptq", "smooth"],
         typer.Option(
-            help="nearest: every weight to its nearest code. gptq: codes make up for each other's errors (4 bits)."
+            help="nearest: every weight to its nearest code. gptq: codes make up for each other's errors (4 bits). "
+            "smooth: ranges of inputs are moved into weights first, by powers of two."
         ),
     ] = "nearest",
     calibration: Annotated[
         Path | None,
-        typer.Option(help="Text file that gptq calibrates on. Not given: text that the model writes itself."),
+        typer.Option(help="Text file that gptq and smooth calibrate on. Not given: text that the model writes itself."),
     ] = None,
     text: Annotated[
         Path | None, typer.Option(help="Text file to measure perplexity on. Not given: one that comes with Paceline.")

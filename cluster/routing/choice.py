@@ -367,6 +367,8 @@ def with_parts(chunk: Chunk, parts: AnswerParts) -> Chunk:
     """``chunk`` with what its tokens came to. Cut in order, the first part has the tokens and the last the completion,
     and each is a thought, then text, then a part of one call, as far as it has them."""
     whole = replace(chunk, text=parts.text, reasoning=parts.reasoning, tool_calls=parts.tool_calls)
+    if not parts.mixed:  # most chunks, of a token each
+        return whole
     behind = replace(chunk, first_index=chunk.first_index + len(chunk.token_ids), token_ids=(), logprobs=(), round=None)
     steps = [
         replace(

@@ -1,9 +1,11 @@
-"""What the linear layers of a model see, layer by layer, and the codes that GPTQ makes of it."""
+"""What the linear layers of a model see, layer by layer, and what GPTQ and smoothing make of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -20,13 +22,16 @@ from paceline.models.compensated import compensated
 from paceline.models.config import ModelSpec
 from paceline.models.llama import DecoderLayer, LlamaModel
 from paceline.models.loader import LazyTensors
+from paceline.models.quantization.round_to_nearest import round_to_nearest
 from paceline.models.registry import load_target, model_class
+from paceline.models.smoothed import Factors, Inputs, best_factors, kept
 from paceline.models.weight_files import weight_files
-from paceline.models.write_quantised import FourBits
+from paceline.models.write_quantised import FourBits, as_written
 from paceline.request import SamplingParams, SequenceRequest
 
 Progress = Callable[[str, float], None]
 SEQUENCES, LENGTH, PAGE = 32, 256, 16  # tokens that calibrate: 8,192
+COMPARED_ROWS = 128  # on which factors are tried
 ROWS_AT_ONCE = 2048  # bounds the float32 copy of a layer's inputs
 PARTS = {
     "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -56,7 +61,7 @@ def check_family(source: Path) -> None:
     """Raises ConfigError for a model whose blocks are not the Llama family's."""
     family = ModelSpec.from_folder(source).family
     if model_class(family) is not LlamaModel:
-        raise ConfigError("method", f"gptq knows the blocks of the Llama family, not those of {family}")
+        raise ConfigError("method", f"gptq and smooth know the blocks of the Llama family, not those of {family}")
 
 
 @torch.inference_mode()
@@ -72,7 +77,7 @@ def calibrated(source: Path, sequences: Sequence[Sequence[int]], progress: Progr
     for i, layer in enumerate(model.layers):
         progress("calibrating", i / len(model.layers))
         layer.calls = None  # step by step, so that each product is a call of its own
-        inputs = _watched(layer)
+        inputs = _watched(layer, _Hessian)
         layer(added, residual.clone(), model.table, context)
         for name, seen in inputs.items():
             names = [f"model.layers.{i}.{part}.weight" for part in PARTS[name]]
@@ -95,6 +100,62 @@ def _context(model: LlamaModel, sequences: Sequence[Sequence[int]]) -> ForwardCo
     return ForwardContext.build(ForwardBatch.build(segments), kv, attention)
 
 
+@torch.inference_mode()
+def smoothed(source: Path, sequences: Sequence[Sequence[int]], scheme: str, progress: Progress) -> dict[str, Factors]:
+    """Factors of the tensors of ``source``, by name, for a scheme of ``write_quantised``. The model must be of the
+    family of ``check_family``."""
+    model = load_target(source, torch.bfloat16, torch.device("cpu"))
+    assert isinstance(model, LlamaModel)
+    stored, found = LazyTensors(weight_files(source), torch.float32), dict[str, Factors]()
+    context = _context(model, sequences)
+    added = model.embed(context.batch.token_ids)
+    residual = torch.zeros_like(added)
+    for i, layer in enumerate(model.layers):
+        progress("calibrating", i / len(model.layers))
+        layer.calls = None  # step by step, so that each product is a call of its own
+        inputs = _watched(layer, _Ranges)
+        added = layer(added, residual, model.table, context)
+        seen = {name: watched.inputs() for name, watched in inputs.items()}
+        found |= _block_factors(stored, f"model.layers.{i}", seen, scheme, model.spec)
+    progress("calibrating", 1.0)
+    return found
+
+
+def _block_factors(
+    stored: LazyTensors, block: str, seen: Mapping[str, Inputs], scheme: str, spec: ModelSpec
+) -> dict[str, Factors]:
+    def best(product: str, heads: tuple[int, int] | None = None) -> torch.Tensor:
+        weight = torch.cat([stored[f"{block}.{part}.weight"] for part in PARTS[product]])
+        group = round_to_nearest(weight[:1], scheme).rounded_together if scheme.endswith("a8") else 0
+        return best_factors(seen[product], weight, partial(as_written, scheme=scheme), group, heads)
+
+    def keeping(factors: torch.Tensor, layer: str) -> torch.Tensor:
+        names = {f"{block}.{layer}.{kind}" for kind in ("weight", "bias")} & stored.keys()
+        return kept(factors, [stored.stored(name) for name in names])
+
+    kv_heads, dim = spec.num_kv_heads, spec.head_dim
+    together = spec.num_heads // kv_heads
+    attention = keeping(best("qkv_proj"), "input_layernorm")
+    mlp = keeping(best("gate_up_proj"), "post_attention_layernorm")
+    values = keeping(best("o_proj", (together, dim)).view(kv_heads, together, dim)[:, 0].flatten(), "self_attn.v_proj")
+    middle = keeping(best("down_proj"), "mlp.up_proj")
+    of_heads = values.view(kv_heads, 1, dim).expand(kv_heads, together, dim).flatten()
+    found = {
+        "input_layernorm.weight": Factors(1 / attention),
+        "self_attn.q_proj.weight": Factors(columns=attention),
+        "self_attn.k_proj.weight": Factors(columns=attention),
+        "self_attn.v_proj.weight": Factors(1 / values, attention),
+        "self_attn.v_proj.bias": Factors(1 / values),
+        "self_attn.o_proj.weight": Factors(columns=of_heads),
+        "post_attention_layernorm.weight": Factors(1 / mlp),
+        "mlp.gate_proj.weight": Factors(columns=mlp),
+        "mlp.up_proj.weight": Factors(1 / middle, mlp),
+        "mlp.up_proj.bias": Factors(1 / middle),
+        "mlp.down_proj.weight": Factors(columns=middle),
+    }
+    return {f"{block}.{name}": factors for name, factors in found.items()}
+
+
 class _Watched:
     """A product in its layer's place."""
 
@@ -102,19 +163,45 @@ class _Watched:
 
     def __init__(self, linear: Linear) -> None:
         self.linear = linear
-        self.hessian = torch.zeros(linear.in_features, linear.in_features, dtype=torch.float64)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See Linear."""
+        self.see(x)
+        return self.linear(x)
+
+    def see(self, x: torch.Tensor) -> None:
+        """Rows that go in, [n, in_features]."""
+        raise NotImplementedError
+
+
+class _Hessian(_Watched):
+    def __init__(self, linear: Linear) -> None:
+        super().__init__(linear)
+        self.hessian = torch.zeros(linear.in_features, linear.in_features, dtype=torch.float64)
+
+    def see(self, x: torch.Tensor) -> None:
         for rows in torch.split(x, ROWS_AT_ONCE):
             wide = rows.float()
             self.hessian += wide.t() @ wide
-        return self.linear(x)
 
 
-def _watched(layer: DecoderLayer) -> dict[str, _Watched]:
+class _Ranges(_Watched):
+    """All calibrating rows go in at once."""
+
+    def see(self, x: torch.Tensor) -> None:
+        self.peaks = x.abs().amax(dim=0).float()
+        self.rows = x[:: max(1, len(x) // COMPARED_ROWS)][:COMPARED_ROWS].float()
+
+    def inputs(self) -> Inputs:
+        return Inputs(self.peaks, self.rows)
+
+
+W = TypeVar("W", bound=_Watched)
+
+
+def _watched(layer: DecoderLayer, make: Callable[[Linear], W]) -> dict[str, W]:
     """What watches each product of a layer, by the product's name; it is in its place from now on."""
-    inputs = {name: _Watched(getattr(layer, name)) for name in PARTS}
+    inputs = {name: make(getattr(layer, name)) for name in PARTS}
     for name, watched in inputs.items():
         setattr(layer, name, watched)
     return inputs

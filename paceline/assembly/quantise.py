@@ -12,20 +12,22 @@ from typing import Literal
 import torch
 
 from paceline.assembly.build import build_runner
-from paceline.assembly.calibrate import LENGTH, SEQUENCES, calibrated, check_family, in_sequences, own_text
+from paceline.assembly.calibrate import LENGTH, SEQUENCES, calibrated, check_family, in_sequences, own_text, smoothed
 from paceline.assembly.selfcheck import logits_in_chunks
 from paceline.config import NodeConfig
 from paceline.engine.colocated import ColocatedEngine
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import ConfigError
 from paceline.models.hub import resolve_model
-from paceline.models.write_quantised import FourBits, Written, write_quantised
+from paceline.models.smoothed import Factors
+from paceline.models.write_quantised import FourBits, Written, check_source, write_quantised
 from paceline.request import SamplingParams, SequenceRequest
 from paceline.speculation import NONE
 from paceline.text.tokenizer import Tokenizer
 
 Progress = Callable[[str, float], None]
-Method = Literal["nearest", "gptq"]
+Method = Literal["nearest", "gptq", "smooth"]
+CALIBRATED = ("gptq", "smooth")
 HELD_TEXT = Path(__file__).with_name("held_text.txt")  # written for this card, under Paceline's own licence
 MAX_TEXT_TOKENS, CHUNK = 768, 128
 MAX_ANSWER_TOKENS = 32
@@ -76,7 +78,8 @@ def quantise(job: Job, progress: Progress) -> tuple[Written, Cost]:
         raise ConfigError("output", f"{job.output} exists already")
     _check_method(job)
     source = resolve_model(job.model, progress)
-    if job.method == "gptq":
+    check_source(source, job.scheme)
+    if job.method in CALIBRATED:
         check_family(source)
     ids = _held_ids(job, source)
     try:
@@ -84,8 +87,7 @@ def quantise(job: Job, progress: Progress) -> tuple[Written, Cost]:
         with tempfile.TemporaryDirectory(dir=job.output.parent, prefix=f".{job.output.name}.tmp-") as scratch:
             folder = Path(scratch) / "folder"
             folder.mkdir()
-            found = _calibrated(job, source, progress) if job.method == "gptq" else {}
-            written = write_quantised(source, folder, job.scheme, progress, found)
+            written = _written(job, source, folder, progress)
             before = _see(job, source, ids, progress, "measuring the model of floats")
             after = _see(job, folder, ids, progress, "measuring the rounded model")
             cost = compare(before, after, ids)
@@ -99,8 +101,8 @@ def quantise(job: Job, progress: Progress) -> tuple[Written, Cost]:
 def _check_method(job: Job) -> None:
     if job.method == "gptq" and not job.scheme.startswith("w4"):
         raise ConfigError("method", f"gptq makes codes of 4 bits (w4a8, w4a16), and the scheme is {job.scheme!r}")
-    if job.calibration is not None and job.method != "gptq":
-        raise ConfigError("calibration", "only method gptq calibrates")
+    if job.calibration is not None and job.method not in CALIBRATED:
+        raise ConfigError("calibration", f"method {job.method} does not calibrate ({', '.join(CALIBRATED)} do)")
     if job.calibration is not None and job.calibration.resolve() == job.text.resolve():
         raise ConfigError("calibration", "the text that measures cannot be the one that calibrates")
 
@@ -120,19 +122,28 @@ def _ids_of(file: Path, option: str, source: Path, least: int) -> list[int]:
     return ids
 
 
-def _calibrated(job: Job, source: Path, progress: Progress) -> dict[str, FourBits]:
+def _written(job: Job, source: Path, folder: Path, progress: Progress) -> Written:
+    codes, factors = dict[str, FourBits](), dict[str, Factors]()
+    if job.method in CALIBRATED:
+        sequences = _sequences(job, source, progress)
+        if job.method == "gptq":
+            codes = calibrated(source, sequences, progress)
+        else:
+            factors = smoothed(source, sequences, job.scheme, progress)
+        gc.collect()
+    return write_quantised(source, folder, job.scheme, progress, codes, factors)
+
+
+def _sequences(job: Job, source: Path, progress: Progress) -> list[list[int]]:
     if job.calibration is not None:
-        sequences = in_sequences(_ids_of(job.calibration, "calibration", source, LENGTH))
-    else:
-        progress("writing text to calibrate on", 0.0)
-        runner = _runner(job, source)
-        sequences = own_text(runner)
-        del runner
-        gc.collect()  # one model at a time
-        progress("writing text to calibrate on", 1.0)
-    found = calibrated(source, sequences, progress)
-    gc.collect()
-    return found
+        return in_sequences(_ids_of(job.calibration, "calibration", source, LENGTH))
+    progress("writing text to calibrate on", 0.0)
+    runner = _runner(job, source)
+    sequences = own_text(runner)
+    del runner
+    gc.collect()  # one model at a time
+    progress("writing text to calibrate on", 1.0)
+    return sequences
 
 
 def _runner(job: Job, folder: Path) -> ModelRunner:
@@ -192,11 +203,14 @@ def card(job: Job, written: Written, cost: Cost) -> str:
     """README.md of the folder."""
     change = cost.perplexity_after / cost.perplexity_before - 1.0
     command = f"paceline quantize {job.model} --scheme {job.scheme} --output {job.output}"
-    how = "rounded to the nearest code"
-    if job.method == "gptq":
-        command += " --method gptq" + (f" --calibration {job.calibration}" if job.calibration else "")
+    how, norms = "rounded to the nearest code", "norms"
+    if job.method in CALIBRATED:
+        command += f" --method {job.method}" + (f" --calibration {job.calibration}" if job.calibration else "")
         seen = job.calibration.name if job.calibration else "text that it wrote itself"
-        how = f"rounded by GPTQ, calibrated on at most {SEQUENCES * LENGTH:,} tokens of {seen}"
+        how = {"gptq": "rounded by GPTQ", "smooth": "smoothed and rounded to the nearest code"}[job.method]
+        how += f", calibrated on at most {SEQUENCES * LENGTH:,} tokens of {seen}"
+    if job.method == "smooth":
+        norms = "norms but for factors"
     return f"""# {job.output.name}
 
 {job.model} with its linear layers {how}, scheme `{job.scheme}`, in compressed-tensors' layout.
@@ -207,7 +221,7 @@ def card(job: Job, written: Written, cost: Cost) -> str:
 | perplexity on {cost.tokens} held tokens of {job.text.name} | {cost.perplexity_before:.3f} | \
 {cost.perplexity_after:.3f} ({change:+.2%}) |
 
-- {written.layers} layers were rounded. Embedding, LM head, norms and routers are as they were.
+- {written.layers} layers were rounded. Embedding, LM head, {norms} and routers are as they were.
 - KL from the model of floats, mean over the held text: {cost.divergence:.5f} nats a token.
 - Both choose the same token at {cost.same_choices:.1%} of the held text's positions.
 - Greedy answers to {len(PROMPTS)} prompts of {MAX_ANSWER_TOKENS} tokens are the same up to {cost.same_answers:.1%} of \

@@ -20,6 +20,7 @@ from paceline.model_files import quantization_config, read_json
 from paceline.models.loader import LazyTensors
 from paceline.models.quantization.packing import pack
 from paceline.models.quantization.round_to_nearest import GROUP_SIZE, ROWS_AT_ONCE, SCHEMES, round_to_nearest
+from paceline.models.smoothed import Factors
 from paceline.models.weight_files import INDEX_FILE, weight_files
 
 Progress = Callable[[str, float], None]
@@ -68,18 +69,16 @@ def write_quantised(
     scheme: str,
     progress: Progress,
     found: Mapping[str, FourBits] = MappingProxyType({}),
+    factors: Mapping[str, Factors] = MappingProxyType({}),
 ) -> Written:
     """Round the linear layers of ``source`` and write a model into ``folder``, which exists and is empty.
 
     found: codes of weights by name, for a scheme of 4 bits; other weights are rounded to the nearest code. Embedding,
-    LM head, norms, routers, MLA's kv_b_proj and the joins of MTP modules stay as they are. Raises ConfigError for
-    another scheme, and for a model whose weights are quantised already.
+    LM head, norms, routers, MLA's kv_b_proj and the joins of MTP modules stay as they are. factors: of tensors by name,
+    which have them before anything is rounded. Raises ConfigError for another scheme, and for a model whose weights are
+    quantised already.
     """
-    if scheme not in SCHEMES:
-        raise ConfigError("scheme", f"{scheme!r} is not one of {', '.join(SCHEMES)}")
-    raw = read_json(source / "config.json")
-    if quantization_config(raw) is not None:
-        raise ConfigError("model", f"{source} is quantised already; give the folder of its floats")
+    raw = check_source(source, scheme)
     files = weight_files(source)
     stored = LazyTensors(files, torch.float32)
     rounded = {name for name in stored if _is_linear(name, stored)}
@@ -88,8 +87,9 @@ def write_quantised(
     shards = _Shards(folder)
     for i, name in enumerate(stored):
         progress("rounding weights", i / len(stored))
-        for own, tensor in _tensors(name, stored, scheme if name in rounded else "", found.get(name)):
-            shards.add(own, tensor)
+        tensor = factors[name](stored.stored(name)) if name in factors else stored.stored(name)
+        for own, part in _tensors(name, tensor, scheme if name in rounded else "", found.get(name)):
+            shards.add(own, part)
     shards.finish()
     plain = sorted(name.removesuffix(".weight") for name in stored if _is_ignored(name, stored, rounded))
     config = raw | {"quantization_config": quantised_config(scheme, plain)}
@@ -100,6 +100,16 @@ def write_quantised(
                 shutil.copyfile(file, folder / file.name)
     progress("rounding weights", 1.0)
     return Written(sum(file.stat().st_size for file in files), shards.total, len(rounded))
+
+
+def check_source(source: Path, scheme: str) -> dict[str, Any]:
+    """The config.json of ``source``. Raises ConfigError for what ``write_quantised`` cannot write."""
+    if scheme not in SCHEMES:
+        raise ConfigError("scheme", f"{scheme!r} is not one of {', '.join(SCHEMES)}")
+    raw = read_json(source / "config.json")
+    if quantization_config(raw) is not None:
+        raise ConfigError("model", f"{source} is quantised already; give the folder of its floats")
+    return raw
 
 
 def quantised_config(scheme: str, ignore: list[str]) -> dict[str, Any]:
@@ -129,9 +139,10 @@ def _is_ignored(name: str, stored: LazyTensors, rounded: set[str]) -> bool:
     return matrix and name not in rounded and "embed_tokens" not in name
 
 
-def _tensors(name: str, stored: LazyTensors, scheme: str, found: FourBits | None) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(
+    name: str, tensor: torch.Tensor, scheme: str, found: FourBits | None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """What a tensor of the source becomes; without a scheme it stays."""
-    tensor = stored.stored(name)
     if not scheme:
         yield name, tensor
         return
@@ -142,6 +153,13 @@ def _tensors(name: str, stored: LazyTensors, scheme: str, found: FourBits | None
         parts = _eight_bits(tensor, packed=scheme != "w8a8")
     for last, part in parts.items():
         yield f"{layer}.{last}", part
+
+
+def as_written(weight: torch.Tensor, scheme: str) -> torch.Tensor:
+    """What the nearest codes of a weight stand for, float32 [out_features, in_features]."""
+    if scheme.startswith("w4"):
+        return _four_bits(weight).dequantised()
+    return round_to_nearest(weight, "w8a8").dequantised()
 
 
 def _eight_bits(tensor: torch.Tensor, packed: bool) -> Mapping[str, torch.Tensor]:

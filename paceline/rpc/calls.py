@@ -82,7 +82,7 @@ def make_server(
     bounds = (("grpc.max_connection_idle_ms", IDLE_MS), ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS))
     named = (*bounds, *LISTED, *options)
     make = partial(grpc.aio.server, interceptors=asked, options=named, maximum_concurrent_rpcs=max_concurrent_rpcs)
-    return make() if handshakes is None else handshakes.make(make, IDLE_MS / 1000)
+    return make() if handshakes is None else handshakes.make(make)
 
 
 def _insecurely(server: grpc.aio.Server, address: str) -> int:

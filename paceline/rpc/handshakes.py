@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,36 +25,34 @@ from paceline.rpc.guard import Context, Continuation, checked
 LOOK_EVERY_S = 1.0  # while a handshake may be under way
 OVER_S = 30.0  # calls.HANDSHAKE_MS and a margin
 WHY = "it failed"
-MAX_CONNECTIONS = 65_536  # that are remembered; an older one that calls again is taken for a new one
 LISTED_AT_ONCE = 500
 LISTED = (("grpc.enable_channelz", 1),)  # options of a server that is watched
 
 
 @dataclass
-class _Calls:
-    open: int = 0
-    ended_at: float = 0.0  # the last one, or when the connection was seen first
+class _Connection:
+    number: int | None = None  # in gRPC's list; None: not seen there yet
+    open: int = 0  # calls
 
 
 class Handshakes(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
     """Made on the server's event loop; the first of its interceptors, so that it hears of refused calls."""
 
-    def __init__(self, on_failed: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, on_failed: Callable[[str], None]) -> None:
         """on_failed: told of each, with ``WHY``, on the event loop."""
-        self._on_failed, self._clock = on_failed, clock
+        self._on_failed = on_failed
         self._loop = asyncio.get_running_loop()
-        self._server, self._idle_s = 0, 0.0
-        self._next_id = 0  # of the next connection in gRPC's list
+        self._server = 0
+        self._secure = False  # whether any handshake began: none does where the port is in the clear
         self._begun = 0  # handshakes that are not accounted for
         self._through = 0  # connections that came through, likewise
-        self._known: OrderedDict[str, _Calls] = OrderedDict()  # by the caller's address and port, the latest ones last
+        self._known: dict[str, _Connection] = {}  # by the caller's address and port
 
-    def make(self, make: Callable[[], grpc.aio.Server], idle_s: float) -> grpc.aio.Server:
-        """The server that ``make`` makes with the options ``LISTED``; it is watched from now on. idle_s: it closes
-        connections that have no call for so long."""
+    def make(self, make: Callable[[], grpc.aio.Server]) -> grpc.aio.Server:
+        """The server that ``make`` makes with the options ``LISTED``; it is watched from now on."""
         before = _servers()
         server = make()
-        self._server, self._idle_s = max(_servers() - before, default=0), idle_s  # it has a number once it is listed
+        self._server = max(_servers() - before, default=0)  # it has a number once it is listed
         return server
 
     def began(self) -> None:
@@ -67,13 +63,13 @@ class Handshakes(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignor
     async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Any:
         """See grpc.aio.ServerInterceptor."""
         handler: Any = await continuation(details)
-        return checked(handler, self._note) if self._begun and handler is not None else handler
+        return checked(handler, self._note) if self._secure and handler is not None else handler
 
     def _begin(self) -> None:
-        self._begun += 1
-        if self._begun == 1:
-            self._loop.call_later(LOOK_EVERY_S, self._look)
+        self._begun, self._secure = self._begun + 1, True
         self._loop.call_later(OVER_S, self._over)
+        if self._begun == 1:
+            self._look()  # connections that are gone by now may have had the port of this one
 
     def _over(self) -> None:
         """One of those that began so long ago must be through by now. Which of them does not matter."""
@@ -84,41 +80,35 @@ class Handshakes(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignor
             self._on_failed(WHY)
 
     def _look(self) -> None:
-        for number, peer in _connections(self._server, self._next_id):
-            self._next_id = max(self._next_id, number + 1)
-            self._connection(peer)
+        try:
+            listed = dict(_connections(self._server))
+        except ValueError:
+            return  # the server has ended
+        for peer, number in listed.items():
+            connection = self._connection(peer)
+            if connection.number not in (None, number):  # another one from the same port
+                self._through += 1
+            connection.number = number
+        for peer in [peer for peer, known in self._known.items() if not known.open and peer not in listed]:
+            del self._known[peer]
         if self._begun:
             self._loop.call_later(LOOK_EVERY_S, self._look)
 
     async def _note(self, context: Context) -> None:
-        peer = context.peer()
-        known = self._connection(peer)
-        known.open += 1
-        at_end: Any = partial(self._ended, peer, known)
+        connection = self._connection(context.peer())
+        connection.open += 1
+        at_end: Any = partial(_ended, connection)
         context.add_done_callback(at_end)
 
-    def _connection(self, peer: str) -> _Calls:
-        known = self._known.get(peer)
-        if known is None:
+    def _connection(self, peer: str) -> _Connection:
+        if peer not in self._known:
             self._through += 1
-            known = self._known[peer] = _Calls(ended_at=self._clock())
-            self._forget()
-        return known
+            self._known[peer] = _Connection()
+        return self._known[peer]
 
-    def _ended(self, peer: str, known: _Calls, _: Context) -> None:
-        known.open -= 1
-        known.ended_at = self._clock()
-        if self._known.get(peer) is known:
-            self._known.move_to_end(peer)
 
-    def _forget(self) -> None:
-        """Connections that gRPC has closed by now, since they had no call for so long: their ports may be others'."""
-        for _ in range(2):  # of the oldest, for each new one
-            peer, known = next(iter(self._known.items()))
-            if len(self._known) > MAX_CONNECTIONS or (not known.open and known.ended_at < self._clock() - self._idle_s):
-                del self._known[peer]
-            elif known.open:
-                self._known.move_to_end(peer)
+def _ended(connection: _Connection, _: Context) -> None:
+    connection.open -= 1
 
 
 def _servers() -> set[int]:
@@ -131,12 +121,14 @@ def _servers() -> set[int]:
         first = max(found) + 1
 
 
-def _connections(server: int, first: int) -> Iterator[tuple[int, str]]:
-    """Number and peer, as a call's context has it, of a server's open connections from number ``first`` on."""
+def _connections(server: int) -> Iterator[tuple[str, int]]:
+    """The peer, as calls name it, and number of each open connection. Raises ValueError without the server."""
+    first = 0
     while True:
         listed = json.loads(cygrpc.channelz_get_server_sockets(server, first, LISTED_AT_ONCE))
         for socket in listed.get("socketRef", ()):
-            first = int(socket["socketId"]) + 1
-            yield first - 1, socket["name"].rpartition(" ")[2]
+            number = int(socket["socketId"])
+            first = max(first, number + 1)
+            yield socket["name"].rpartition(" ")[2], number
         if listed.get("end") or not listed.get("socketRef"):
             return

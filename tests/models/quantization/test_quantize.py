@@ -59,9 +59,10 @@ def test_a_folder_that_loads(scheme: str, most: float, source: Path, tmp_path: P
 # the range of a perplexity: random weights lose more to 4 bits than a model's
 @pytest.mark.parametrize(("options", "how", "apart"), [
     ("--scheme w8a8", "rounded to the nearest code", 0.1),
+    ("--scheme w8a8 --method smooth", "smoothed and rounded to the nearest code, calibrated on at most 1,024", 0.1),
     ("--scheme w4a16 --method gptq", "GPTQ, calibrated on at most 1,024 tokens of text that it wrote itself", 0.5),
     (f"--scheme w4a8 --method gptq --calibration {PAGE}", "1,024 tokens of quantised.md", 0.5),
-], ids=["nearest", "its own text", "a text"])  # fmt: skip
+], ids=["nearest", "smooth", "its own text", "a text"])  # fmt: skip
 def test_the_command_measures_both_models_and_writes_a_card(
     options: str, how: str, apart: float, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,7 +75,7 @@ def test_the_command_measures_both_models_and_writes_a_card(
     assert how in card
     scheme, _, more = options.partition(" --method")
     assert f"{scheme} --output {output}{more and f' --method{more}'}" in card
-    if more:  # what GPTQ found is in the file
+    if "gptq" in more:  # what it found is in the file
         weight = open_checkpoint(output, torch.float32)["model.layers.0.mlp.down_proj.weight"]
         nearest = tmp_path / "nearest"
         nearest.mkdir()
@@ -103,7 +104,7 @@ def test_refused_by_name(source: Path, tmp_path: Path) -> None:
     assert "cannot be read" in refusal(text=tmp_path / "none.txt")
     gptq = {"scheme": "w4a8", "method": "gptq"}
     assert "makes codes of 4 bits" in refusal(method="gptq")
-    assert "only method gptq calibrates" in refusal(calibration=PAGE)
+    assert "method nearest does not calibrate" in refusal(calibration=PAGE)
     assert "cannot be the one that calibrates" in refusal(**gptq, calibration=PAGE, text=PAGE)
     short = tmp_path / "short.txt"
     short.write_text("Too few words.")
