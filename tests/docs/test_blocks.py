@@ -31,10 +31,12 @@ OTHERS = {
     "CONTRIBUTING.md": {"--https", "--upgrade-package", "--write"},  # tests/clients, uv, tests/support
     "deploy/README.md": {"--generate"},  # ray
     "docs/extend/drafter.md": {"--speculative-config"},  # vLLM
+    "docs/guides/benchmarks.md": {"--option"},  # benchmarks.mixed
     "docs/guides/gpu.md": {  # benchmarks.gpu
         *("--drafts", "--from", "--keep", "--limit-mib", "--list", "--python", "--rows", "--try", "--xz"),
     },
     "docs/guides/operations.md": {"--install"},  # benchmarks.pictures
+    "docs/guides/sizing.md": {"--option", "--values"},  # benchmarks.mixed
     "docs/guides/structured_output.md": {"--library"},  # benchmarks.schema_suite
     "docs/guides/security.md": {  # ray
         *("--max-worker-port", "--min-worker-port", "--node-manager-port", "--object-manager-port"),
