@@ -94,7 +94,7 @@ async def test_failed_handshakes_of_grpc(
     """Counted, with a line each; and no connection that came through, whether it calls or not. Mutants: a port that
     does not hear of beginnings; one that does not hear of calls; one that does not read gRPC's list."""
     monkeypatch.setattr(handshakes, "LOOK_EVERY_S", 0.2)
-    monkeypatch.setattr(handshakes, "OVER_S", 0.8)
+    monkeypatch.setattr(handshakes, "OVER_S", 2.0)
     async with deployed(tmp_path) as deployment:
         port, good = PORTS[at], Credential(deployment.folder, PORTS[at].role, PORTS[at].key)
         for shown in (good, good, Credential(deployment.folder, port.role, "wrong")):
@@ -106,7 +106,7 @@ async def test_failed_handshakes_of_grpc(
                 quiet = await stack.enter_async_context(channel_of(deployment.addresses[at], port.server, good))
                 await quiet.channel_ready()
                 await asyncio.sleep(0.3)  # it is listed alone
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(2.5)
         failed = int(deployment.refused() - before)
         assert failed in (1, 2)  # a client that learns of it late tries again
         assert [line for line in _audit(caplog)[lines:] if "gRPC handshake" not in line] == []
