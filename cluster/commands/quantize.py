@@ -22,15 +22,15 @@ def quantize(
     ],
     output: Annotated[Path, typer.Option(help="Folder to write; it must not exist.")],
     method: Annotated[
-        Literal["nearest", "gptq", "smooth"],
+        Literal["nearest", "gptq", "smooth", "smooth-gptq"],
         typer.Option(
             help="nearest: every weight to its nearest code. gptq: codes make up for each other's errors (4 bits). "
-            "smooth: ranges of inputs are moved into weights first, by powers of two."
+            "smooth: ranges of inputs are moved into weights first, by powers of two. smooth-gptq: both."
         ),
     ] = "nearest",
     calibration: Annotated[
         Path | None,
-        typer.Option(help="Text file that gptq and smooth calibrate on. Not given: text that the model writes itself."),
+        typer.Option(help="Text file to calibrate on. Not given: text that the model writes itself."),
     ] = None,
     text: Annotated[
         Path | None, typer.Option(help="Text file to measure perplexity on. Not given: one that comes with Paceline.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -65,9 +66,15 @@ def check_family(source: Path) -> None:
 
 
 @torch.inference_mode()
-def calibrated(source: Path, sequences: Sequence[Sequence[int]], progress: Progress) -> dict[str, FourBits]:
-    """Codes of the layers of ``source``, by the name of the weight. A block's inputs come from blocks that are rounded
-    already, so that it makes up for their errors too. The model must be of the family of ``check_family``."""
+def calibrated(
+    source: Path,
+    sequences: Sequence[Sequence[int]],
+    progress: Progress,
+    factors: Mapping[str, Factors] = MappingProxyType({}),
+) -> dict[str, FourBits]:
+    """Codes of the layers of ``source``, by the name of the weight, which has its factors first. A block's inputs come
+    from blocks that are rounded already, so that it makes up for their errors too. The model must be of the family of
+    ``check_family``."""
     model = load_target(source, torch.bfloat16, torch.device("cpu"))
     assert isinstance(model, LlamaModel)
     stored, found = LazyTensors(weight_files(source), torch.float32), dict[str, FourBits]()
@@ -81,9 +88,11 @@ def calibrated(source: Path, sequences: Sequence[Sequence[int]], progress: Progr
         layer(added, residual.clone(), model.table, context)
         for name, seen in inputs.items():
             names = [f"model.layers.{i}.{part}.weight" for part in PARTS[name]]
-            codes = {own: compensated(stored[own], seen.hessian) for own in names}
+            given = {own: factors.get(own, Factors()) for own in names}
+            hessian = seen.hessian_of(given[names[0]].columns)
+            codes = {own: compensated(has(stored[own]), hessian) for own, has in given.items()}
             found |= codes
-            weight = torch.cat([each.dequantised() for each in codes.values()]).to(model.dtype)
+            weight = torch.cat([has.inverse(codes[own].dequantised()) for own, has in given.items()]).to(model.dtype)
             setattr(layer, name, Linear(weight, seen.linear.bias, slabs=seen.linear.slabs))
         added = layer(added, residual, model.table, context)
     progress("calibrating", 1.0)
@@ -183,6 +192,10 @@ class _Hessian(_Watched):
         for rows in torch.split(x, ROWS_AT_ONCE):
             wide = rows.float()
             self.hessian += wide.t() @ wide
+
+    def hessian_of(self, columns: torch.Tensor | None) -> torch.Tensor:
+        """That of the rows divided by these factors."""
+        return self.hessian if columns is None else self.hessian / torch.outer(columns, columns)
 
 
 class _Ranges(_Watched):

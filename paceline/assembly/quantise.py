@@ -26,8 +26,12 @@ from paceline.speculation import NONE
 from paceline.text.tokenizer import Tokenizer
 
 Progress = Callable[[str, float], None]
-Method = Literal["nearest", "gptq", "smooth"]
-CALIBRATED = ("gptq", "smooth")
+Method = Literal["nearest", "gptq", "smooth", "smooth-gptq"]
+CALIBRATED = {
+    "gptq": "rounded by GPTQ",
+    "smooth": "smoothed and rounded to the nearest code",
+    "smooth-gptq": "smoothed and rounded by GPTQ",
+}  # and what cards say of them
 HELD_TEXT = Path(__file__).with_name("held_text.txt")  # written for this card, under Paceline's own licence
 MAX_TEXT_TOKENS, CHUNK = 768, 128
 MAX_ANSWER_TOKENS = 32
@@ -99,8 +103,9 @@ def quantise(job: Job, progress: Progress) -> tuple[Written, Cost]:
 
 
 def _check_method(job: Job) -> None:
-    if job.method == "gptq" and not job.scheme.startswith("w4"):
-        raise ConfigError("method", f"gptq makes codes of 4 bits (w4a8, w4a16), and the scheme is {job.scheme!r}")
+    if "gptq" in job.method and not job.scheme.startswith("w4"):
+        told = f"{job.method} makes codes of 4 bits (w4a8, w4a16), and the scheme is {job.scheme!r}"
+        raise ConfigError("method", told)
     if job.calibration is not None and job.method not in CALIBRATED:
         raise ConfigError("calibration", f"method {job.method} does not calibrate ({', '.join(CALIBRATED)} do)")
     if job.calibration is not None and job.calibration.resolve() == job.text.resolve():
@@ -126,11 +131,12 @@ def _written(job: Job, source: Path, folder: Path, progress: Progress) -> Writte
     codes, factors = dict[str, FourBits](), dict[str, Factors]()
     if job.method in CALIBRATED:
         sequences = _sequences(job, source, progress)
-        if job.method == "gptq":
-            codes = calibrated(source, sequences, progress)
-        else:
+        if "smooth" in job.method:
             factors = smoothed(source, sequences, job.scheme, progress)
-        gc.collect()
+            gc.collect()  # one model at a time
+        if "gptq" in job.method:
+            codes = calibrated(source, sequences, progress, factors)
+            gc.collect()
     return write_quantised(source, folder, job.scheme, progress, codes, factors)
 
 
@@ -207,9 +213,8 @@ def card(job: Job, written: Written, cost: Cost) -> str:
     if job.method in CALIBRATED:
         command += f" --method {job.method}" + (f" --calibration {job.calibration}" if job.calibration else "")
         seen = job.calibration.name if job.calibration else "text that it wrote itself"
-        how = {"gptq": "rounded by GPTQ", "smooth": "smoothed and rounded to the nearest code"}[job.method]
-        how += f", calibrated on at most {SEQUENCES * LENGTH:,} tokens of {seen}"
-    if job.method == "smooth":
+        how = f"{CALIBRATED[job.method]}, calibrated on at most {SEQUENCES * LENGTH:,} tokens of {seen}"
+    if "smooth" in job.method:
         norms = "norms but for factors"
     return f"""# {job.output.name}
 

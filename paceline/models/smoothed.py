@@ -40,6 +40,12 @@ class Factors:
             tensor = tensor * self.rows.view(-1, *[1] * (tensor.dim() - 1)).to(tensor.dtype)
         return tensor if self.columns is None else tensor * self.columns.to(tensor.dtype)
 
+    @property
+    def inverse(self) -> Factors:
+        """What takes them away again."""
+        rows, columns = (None if factors is None else 1 / factors for factors in (self.rows, self.columns))
+        return Factors(rows, columns)
+
 
 def best_factors(
     inputs: Inputs,

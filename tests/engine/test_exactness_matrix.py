@@ -31,17 +31,11 @@ from tests.support.real_weights import Weights
 
 pytestmark = [needs_kernels, pytest.mark.real_model, pytest.mark.timeout(600)]
 
-ONCE = ("none", "eagle3, greedy drafts")  # adaptive lengths have nothing to add to them
-VARYING = [name for name in CASES if name not in ONCE]
 ADAPT = ("ngram", "eagle3", "mtp x3", "draft model", "auto", "several")  # a length is cut alike for drafters of a kind
-FP32 = (  # one of each kind of state that a drafter keeps; all lengths and halves of the cross in turn
-    ("none", "off", 0),
-    ("ngram", "goodput", 1),
+FP32 = (  # one of each kind of state; the most of it, of three modules, is handed over in test_disaggregated_matrix.py
     ("eagle3", "window", 0),
-    ("mtp x3", "off", 1),
     ("draft model", "goodput", 0),
     ("medusa", "window", 1),
-    ("several", "off", 0),
 )
 
 
@@ -90,7 +84,7 @@ def test_bf16_adaptive_lengths(name: str, bf16: Matrix, weights: Weights) -> Non
     assert faults(bf16, weights, CASES[name], cells, tree="dynamic", adaptive="window") == []
 
 
-@pytest.mark.parametrize("name", VARYING)
+@pytest.mark.parametrize("name", ADAPT)
 def test_bf16_adaptive_chains(name: str, bf16: Matrix, weights: Weights) -> None:
     """A deployment with no room for trees."""
     cells = chain_cross(CASES[name], max_tokens=12)

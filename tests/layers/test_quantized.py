@@ -111,7 +111,7 @@ def compiled(name: str, target: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         return host._name
     sources = SOURCES if "VNNI" in name else [*SOURCES, OF_FLOATS]
     monkeypatch.setattr(build, "_translation_units", lambda: [build.SOURCES / source for source in sources])
-    build._build([compiler, *build.FLAGS, "-O1", *INSTRUCTIONS[name]], target)
+    build._build([compiler, *build.FLAGS, "-O0", *INSTRUCTIONS[name]], target)
     return str(target)
 
 

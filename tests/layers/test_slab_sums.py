@@ -87,7 +87,7 @@ def compiled(flags: tuple[str, ...], target: Path) -> ctypes.CDLL:
     assert host is not None
     assert compiler is not None
     source = str(build.SOURCES / "linear.cpp")
-    build._run([compiler, *build.FLAGS, "-O1", *flags, "-shared", source, host._name, "-o", str(target)])
+    build._run([compiler, *build.FLAGS, "-O0", *flags, "-shared", source, host._name, "-o", str(target)])
     library = ctypes.CDLL(str(target))
     for name in ("pl_packed_elems", "pl_pack_bf16", "pl_pack_f32", "pl_linear_bf16", "pl_linear_f32"):
         function, known = getattr(library, name), getattr(host, name)

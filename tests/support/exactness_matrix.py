@@ -52,11 +52,6 @@ class Case:
     named: tuple[str, ...] = ()  # drafters that the requests name in turn
     right_sometimes: bool = True  # its drafts are known to be accepted now and then, whatever the clock says
 
-    @property
-    def stateful(self) -> bool:
-        """Whether a hand-off carries state of the drafter."""
-        return bool(self.head)
-
 
 CASES: dict[str, Case] = {
     "none": Case("none", right_sometimes=False),

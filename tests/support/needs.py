@@ -18,8 +18,8 @@ needs_kernels = pytest.mark.skipif(load_kernels() is None, reason=NO_KERNELS)
 # Flags of builds with fewer instructions than the host has, the portable one first. -O1 compiles in a third of the
 # time.
 LESSER_BUILDS = [
-    ("-DPACELINE_GENERIC", "-O1"),
-    *([(NO_AMX, "-O1")] if "amx" in kernel_set() else []),
+    ("-DPACELINE_GENERIC", "-O0"),
+    *([(NO_AMX, "-O0")] if "amx" in kernel_set() else []),
 ]
 needs_triton = pytest.mark.skipif(not has_triton(), reason="needs triton")
 needs_collapse = pytest.mark.skipif(

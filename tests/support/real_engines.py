@@ -22,7 +22,6 @@ VARIANTS: dict[str, tuple[Options, How]] = {
         {"batch": 8},
     ),
     "mtp K=4, chunks of 7": ({"drafter": "mtp", "num_draft_tokens": 4}, {"batch": 20, "chunk_tokens": 7}),
-    "plain, chunks of 1": ({"drafter": "none", "page_size": 64}, {"batch": 8, "chunk_tokens": 1}),
 }
 
 

@@ -61,7 +61,7 @@ def test_a_folder_that_loads(scheme: str, most: float, source: Path, tmp_path: P
     ("--scheme w8a8", "rounded to the nearest code", 0.1),
     ("--scheme w8a8 --method smooth", "smoothed and rounded to the nearest code, calibrated on at most 1,024", 0.1),
     ("--scheme w4a16 --method gptq", "GPTQ, calibrated on at most 1,024 tokens of text that it wrote itself", 0.5),
-    (f"--scheme w4a8 --method gptq --calibration {PAGE}", "1,024 tokens of quantised.md", 0.5),
+    (f"--scheme w4a8 --method smooth-gptq --calibration {PAGE}", "1,024 tokens of quantised.md", 0.5),
 ], ids=["nearest", "smooth", "its own text", "a text"])  # fmt: skip
 def test_the_command_measures_both_models_and_writes_a_card(
     options: str, how: str, apart: float, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

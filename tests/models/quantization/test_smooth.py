@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.assembly.calibrate import PARTS, smoothed
+from paceline.assembly.calibrate import PARTS, calibrated, smoothed
 from paceline.models.quantization.round_to_nearest import round_to_nearest
 from paceline.models.smoothed import Factors, Inputs, best_factors, kept
 from paceline.models.write_quantised import write_quantised
@@ -75,6 +75,18 @@ def test_rounding_costs_less(scheme: str, most: float, tmp_path: Path) -> None:
         write_quantised(tmp_path / "floats", tmp_path / name, scheme, lambda what, share: None, factors=given)
     floats, nearest, smooth = (ours(tmp_path / name, TOKENS, (45,)) for name in ("floats", "nearest", "smooth"))
     assert (smooth - floats).norm() < most * (nearest - floats).norm()
+
+
+def test_gptq_of_a_smoothed_model(tmp_path: Path) -> None:
+    """Its codes are those of a checkpoint that was written with the factors. Mutants: the sums of products as they are;
+    weights of rounded blocks that keep the factors."""
+    write_model(tmp_path / "floats", "llama")
+    factors = smoothed(tmp_path / "floats", SEQUENCES, "w4a16", lambda what, share: None)
+    write_scaled(tmp_path / "floats", tmp_path / "scaled", factors)
+    found = calibrated(tmp_path / "floats", SEQUENCES, lambda what, share: None, factors)
+    expected = calibrated(tmp_path / "scaled", SEQUENCES, lambda what, share: None)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(codes.codes, expected[name].codes) for name, codes in found.items())
 
 
 def test_factors_are_ones_where_nothing_is_gained() -> None:
