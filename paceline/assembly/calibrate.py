@@ -75,15 +75,11 @@ def calibrated(
     """Codes of the layers of ``source``, by the name of the weight, which has its factors first. A block's inputs come
     from blocks that are rounded already, so that it makes up for their errors too. The model must be of the family of
     ``check_family``."""
-    model = load_target(source, torch.bfloat16, torch.device("cpu"))
-    assert isinstance(model, LlamaModel)
+    model, context, added = _opened(source, sequences)
     stored, found = LazyTensors(weight_files(source), torch.float32), dict[str, FourBits]()
-    context = _context(model, sequences)
-    added = model.embed(context.batch.token_ids)
     residual = torch.zeros_like(added)
     for i, layer in enumerate(model.layers):
         progress("calibrating", i / len(model.layers))
-        layer.calls = None  # step by step, so that each product is a call of its own
         inputs = _watched(layer, _Hessian)
         layer(added, residual.clone(), model.table, context)
         for name, seen in inputs.items():
@@ -97,6 +93,16 @@ def calibrated(
         added = layer(added, residual, model.table, context)
     progress("calibrating", 1.0)
     return found
+
+
+def _opened(source: Path, sequences: Sequence[Sequence[int]]) -> tuple[LlamaModel, ForwardContext, torch.Tensor]:
+    """The model, the sequences side by side, and their embedding."""
+    model = load_target(source, torch.bfloat16, torch.device("cpu"))
+    assert isinstance(model, LlamaModel)
+    for layer in model.layers:
+        layer.calls = None  # step by step, so that each product is a call of its own
+    context = _context(model, sequences)
+    return model, context, model.embed(context.batch.token_ids)
 
 
 def _context(model: LlamaModel, sequences: Sequence[Sequence[int]]) -> ForwardContext:
@@ -113,15 +119,11 @@ def _context(model: LlamaModel, sequences: Sequence[Sequence[int]]) -> ForwardCo
 def smoothed(source: Path, sequences: Sequence[Sequence[int]], scheme: str, progress: Progress) -> dict[str, Factors]:
     """Factors of the tensors of ``source``, by name, for a scheme of ``write_quantised``. The model must be of the
     family of ``check_family``."""
-    model = load_target(source, torch.bfloat16, torch.device("cpu"))
-    assert isinstance(model, LlamaModel)
+    model, context, added = _opened(source, sequences)
     stored, found = LazyTensors(weight_files(source), torch.float32), dict[str, Factors]()
-    context = _context(model, sequences)
-    added = model.embed(context.batch.token_ids)
     residual = torch.zeros_like(added)
     for i, layer in enumerate(model.layers):
         progress("calibrating", i / len(model.layers))
-        layer.calls = None  # step by step, so that each product is a call of its own
         inputs = _watched(layer, _Ranges)
         added = layer(added, residual, model.table, context)
         seen = {name: watched.inputs() for name, watched in inputs.items()}

@@ -25,6 +25,7 @@ from paceline.rpc.guard import Context, Continuation, checked
 LOOK_EVERY_S = 1.0  # while a handshake may be under way
 OVER_S = 30.0  # calls.HANDSHAKE_MS and a margin
 WHY = "it failed"
+MOST_BEGUN = 65_536  # that are waited for; further ones are accounted for at once
 LISTED_AT_ONCE = 500
 LISTED = (("grpc.enable_channelz", 1),)  # options of a server that is watched
 
@@ -46,6 +47,7 @@ class Handshakes(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignor
         self._secure = False  # whether any handshake began: none does where the port is in the clear
         self._begun = 0  # handshakes that are not accounted for
         self._through = 0  # connections that came through, likewise
+        self._next_look: asyncio.TimerHandle | None = None
         self._known: dict[str, _Connection] = {}  # by the caller's address and port
 
     def make(self, make: Callable[[], grpc.aio.Server]) -> grpc.aio.Server:
@@ -67,6 +69,8 @@ class Handshakes(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignor
 
     def _begin(self) -> None:
         self._begun, self._secure = self._begun + 1, True
+        if self._begun > MOST_BEGUN:
+            return self._over()
         self._loop.call_later(OVER_S, self._over)
         if self._begun == 1:
             self._look()  # connections that are gone by now may have had the port of this one
@@ -80,6 +84,8 @@ class Handshakes(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignor
             self._on_failed(WHY)
 
     def _look(self) -> None:
+        if self._next_look is not None:
+            self._next_look.cancel()  # there is one at a time
         try:
             listed = dict(_connections(self._server))
         except ValueError:
@@ -92,7 +98,7 @@ class Handshakes(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignor
         for peer in [peer for peer, known in self._known.items() if not known.open and peer not in listed]:
             del self._known[peer]
         if self._begun:
-            self._loop.call_later(LOOK_EVERY_S, self._look)
+            self._next_look = self._loop.call_later(LOOK_EVERY_S, self._look)
 
     async def _note(self, context: Context) -> None:
         connection = self._connection(context.peer())
