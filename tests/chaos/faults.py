@@ -41,7 +41,8 @@ NODE_DEATH_TIMEOUT_S = 20.0  # from the death of a follower to the end of its no
 QUIET_S = 10.0  # that a silence may go on for until something is refused
 ATTEMPTS = 3  # to find somebody whom a fault hits
 DRAWN_S = 4.0  # for the one that was drawn to have work: prefill nodes have none most of the time
-VICTIM_TIMEOUT_S = 20.0  # until nodes are there that no other fault has, with a link where one is to be cut
+VICTIM_TIMEOUT_S = 45.0  # until nodes are there that no other fault has, with a link where one is to be cut: one is
+# away for a stop and its start, and may be hurt again
 
 Key = tuple[int, tuple[str, int], tuple[str, int] | None]  # of a socket: process, own address, the peer's
 
