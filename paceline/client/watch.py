@@ -25,7 +25,7 @@ import grpc.aio
 SILENT_S = 0.4  # that a stream waits before it asks
 ANSWER_S = 0.7  # for the first answer
 DOUBLINGS = 3  # of that time, at most
-CALM_S = 10.0  # at one router, after which nothing is doubled any more
+CALM_S = 5.0  # at one router, after which nothing is doubled any more
 LOOK_S = 0.1  # between two looks at the streams of a blocking client, and after a question
 JOIN_TIMEOUT_S = 1.0
 HEALTH = "/grpc.health.v1.Health/Check"  # its empty request asks for the server as a whole; it needs no API key

@@ -80,13 +80,14 @@ class _Noting(logging.Handler):
                 served.tries.append((record.created, f"{served.at()}: {said}"))
 
 
-def stories(done: Iterable[Served], logs: Iterable[Path], most: int) -> str:
-    """How the streams of either kind went that were without a chunk for longest when they moved, and those that were
-    lost: each with its client's tries, and what the routers' logs say of it."""
+def stories(done: Iterable[Served], slow: Sequence[Served], logs: Iterable[Path], most: int) -> str:
+    """How the streams of either kind went that were without a chunk for longest when they moved, those that were
+    lost and the ``slow`` ones: each with its client's tries, and what the routers' logs say of it."""
     streams = list(done)
     moved = sorted((served for served in streams if served.moves), key=lambda one: -_slowest(one))
     ways = {way: [one for one in moved if one.request_id.startswith(way)][:most] for way in ("grpc", "http")}
-    chosen = [*(served for served in streams if served.problems), *ways["grpc"], *ways["http"]]
+    lost = [served for served in streams if served.problems]
+    chosen = {one.request_id: one for one in (*lost, *slow[:most], *ways["grpc"], *ways["http"])}.values()
     lines = [line for log in logs if log.exists() for line in log.read_text(errors="replace").splitlines()]
     told = []
     for served in chosen:

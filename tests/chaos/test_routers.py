@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from signal import SIGINT, SIGKILL
 
@@ -22,7 +23,7 @@ import pytest
 
 from paceline.client import AsyncClient
 from tests.chaos.deployed import options_of, view, whole, works
-from tests.chaos.faults import LINK_KINDS, PROCESS_KINDS, Injector, Node, kinds, plan
+from tests.chaos.faults import LINK_KINDS, PROCESS_KINDS, Fault, Injector, Node, kinds, plan
 from tests.chaos.front import Front, outside_ray
 from tests.chaos.front_faults import RAY_KINDS, REDIS_KINDS, ROUTER_KINDS, SUPERVISOR_KINDS, FrontInjector
 from tests.chaos.front_report import noting, pauses, resumes, stories, table
@@ -188,12 +189,27 @@ async def disturb(run: Run, size: Size, began: float) -> None:
 Rows = list[tuple[str, list[float]]]
 
 
+def of_nodes(run: Run) -> list[Fault]:
+    """Faults that hurt nodes. One that is killed while there is no raylet is replaced only once there is one."""
+    return run.nodes.faults + [fault for fault in run.front.faults if fault.kind == "raylet kill"]
+
+
+def slow_ones(run: Run) -> list[Served]:
+    """Streams that took longest to go on after a fault of their router, while nodes were well, slowest first."""
+    found = [
+        (pause_s, served)
+        for fault in run.front.faults
+        for served in run.front.on.get(id(fault), [])
+        for pause_s in resumes(fault, [served], of_nodes(run))[0]
+    ]
+    found.sort(key=itemgetter(0), reverse=True)
+    return list({served.request_id: served for _, served in found}.values())
+
+
 def times(run: Run) -> tuple[list[float], Rows]:
     """Pauses of streams whose router was hurt while nodes were well. Pauses by kind of fault: of streams whose
     router was hurt, and of all while nodes or Redis were."""
     done, faults = [served for load in run.loads for served in load.done], run.front.faults + run.nodes.faults
-    # A node that is killed while there is no raylet is replaced only once there is one.
-    of_nodes = run.nodes.faults + [fault for fault in run.front.faults if fault.kind == "raylet kill"]
     all_alone, rows = list[float](), Rows()
     for fault in faults:
         if fault.kind not in (*ROUTER_KINDS, *SUPERVISOR_KINDS):
@@ -201,7 +217,7 @@ def times(run: Run) -> tuple[list[float], Rows]:
             continue
         for way in ("grpc", "http"):
             met = [one for one in run.front.on.get(id(fault), []) if one.request_id.startswith(way)]
-            alone, also = resumes(fault, met, of_nodes)
+            alone, also = resumes(fault, met, of_nodes(run))
             all_alone += alone
             rows += [(f"{fault.kind}, {way}", alone), (f"{fault.kind} and a node, {way}", also)]
     return all_alone, [*rows, ("any router fault", all_alone)]
@@ -221,7 +237,7 @@ def tell(run: Run, size: Size, seconds: float) -> None:
     print(f"routers were back after {[round(s, 1) for s in run.front.starts_s]} s")
     if size.full:
         done = [served for load in run.loads for served in load.done]
-        print(stories(done, [router.log for router in run.front.front.routers.values()], TOLD))
+        print(stories(done, slow_ones(run), [router.log for router in run.front.front.routers.values()], TOLD))
     print(table(times(run)[1]))
 
 
