@@ -273,9 +273,14 @@ class EngineConfig(Frozen):
             raise ConfigError(self._unknown[0], "the build of Paceline on this host does not know this option")
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether it computes on one."""
+        return self.device.startswith("cuda")
+
+    @property
     def exact_on_gpu(self) -> bool:
         """Whether kernels are chosen for their bits; on a CPU there is no choice."""
-        return self.bits == "exact" and self.device.startswith("cuda")
+        return self.bits == "exact" and self.on_gpu
 
     @property
     def chunk_tokens(self) -> int:

@@ -81,11 +81,11 @@ def _planned(config: ServeConfig) -> dict[Role, RankBytes]:
 
     found: dict[Role, RankBytes] = {}
     try:
-        wanted = {(own.dtype, own.kv_dtype) for own in map(config.of_role, roles_of(config))}
-        plans = {kinds: plan_model(path, DTYPES[kinds[0]], kinds[1]) for kinds in wanted}
+        wanted = {(own.dtype, own.kv_dtype, own.on_gpu) for own in map(config.of_role, roles_of(config))}
+        plans = {kinds: plan_model(path, DTYPES[kinds[0]], kinds[1], kinds[2]) for kinds in wanted}
         for role in roles_of(config):
             own = config.of_role(role)
-            plan = plans[own.dtype, own.kv_dtype]
+            plan = plans[own.dtype, own.kv_dtype, own.on_gpu]
             plan.check_degree(own.tp)
             found[role] = _bytes_of(plan, own)
         check_spec(config, plan.spec)

@@ -20,6 +20,7 @@ Context = Annotated[int, typer.Option(help="Tokens of context to hold; 0 for the
 PageSize = Annotated[int, typer.Option(help="Tokens of a page, as in serve.")]
 Dtype = Annotated[Literal["bf16", "fp32"], typer.Option(help="Number format of weights and KV, as in serve.")]
 
+Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to compute, as in serve: a GPU unpacks MXFP4.")]
 KvDtype = Annotated[Literal["auto", "int8"], typer.Option(help="Number format of the KV cache, as in serve.")]
 
 
@@ -31,6 +32,7 @@ def plan(
     page_size: PageSize = 16,
     dtype: Dtype = "bf16",
     kv_dtype: KvDtype = "auto",
+    device: Device = "cpu",
 ) -> None:
     """Say what a model takes: memory by part, KV of a token, pages of a context, its drafter. Reads no weights."""
     from paceline.assembly.model_plan import plan_model
@@ -39,7 +41,7 @@ def plan(
 
     if page_size < 1 or not 0 <= context <= MAX_CONTEXT:
         raise ConfigError("page_size" if page_size < 1 else "context", "must be a positive number")
-    found = plan_model(model, DTYPES[dtype], kv_dtype)
+    found = plan_model(model, DTYPES[dtype], kv_dtype, device == "cuda")
     found.check_degree(tp)
     check_pools(attention_dp, tp, found.spec)
     if attention_dp > 1:

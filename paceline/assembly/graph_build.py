@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 def wants_graphs(config: NodeConfig) -> bool:
     """Whether a decode node of this deployment runs CUDA graphs."""
-    if not config.cuda_graphs or not config.device.startswith("cuda"):
+    if not config.cuda_graphs or not config.on_gpu:
         return False
     if config.tp > 1:
         log.warning("CUDA graphs are off: the %d ranks of this node launch every step", config.tp)

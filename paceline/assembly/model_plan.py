@@ -92,9 +92,9 @@ class ModelPlan:
         return self.token_bytes * max(1, heads // degree) // heads
 
 
-def plan_model(path: Path, dtype: torch.dtype, kv_dtype: str = "auto") -> ModelPlan:
+def plan_model(path: Path, dtype: torch.dtype, kv_dtype: str = "auto", on_gpu: bool = False) -> ModelPlan:
     """Load what ``path`` announces without its weights. Raises ConfigError naming every tensor that would be left over
-    or is missing. kv_dtype: the option."""
+    or is missing. kv_dtype: the option. on_gpu: of the node that is to hold it."""
     raw, announced = read_announced(path)
     spec = ModelSpec.from_json(raw, path)
     refusals = _refusals(raw)
@@ -110,7 +110,7 @@ def plan_model(path: Path, dtype: torch.dtype, kv_dtype: str = "auto") -> ModelP
     return ModelPlan(
         spec=spec,
         num_tensors=len(announced),
-        parts=_parts(announced, spec, dtype),
+        parts=_parts(announced, spec, dtype, on_gpu),
         token_bytes=layout.token_bytes(LayerOwner.TARGET),
         draft_token_bytes=layout.token_bytes(LayerOwner.DRAFT),
         drafter=shipped or ("mtp" if drafts else "ngram"),
@@ -142,14 +142,16 @@ def _take_modules(files: HeadFiles, model: TargetModel) -> tuple[KvLayer, ...]:
     return mtp_kv_layers(model.kv_layers, config.num_modules)
 
 
-def _parts(announced: Mapping[str, Announced], spec: ModelSpec, dtype: torch.dtype) -> tuple[WeightPart, ...]:
+def _parts(
+    announced: Mapping[str, Announced], spec: ModelSpec, dtype: torch.dtype, on_gpu: bool
+) -> tuple[WeightPart, ...]:
     sizes: dict[str, int] = {}
     modules, mlps = spec.mtp_prefixes, mlps_of_ranks(spec)
     for name, tensor in announced.items():
         part = DRAFTER if name.startswith(modules) else _part_of(name, mlps)
         if part == DRAFTER and name.endswith(("embed_tokens.weight", "shared_head.head.weight")):
             continue  # copies of the target's, which are not kept
-        sizes[part] = sizes.get(part, 0) + _served_bytes(name, tensor, dtype)
+        sizes[part] = sizes.get(part, 0) + _served_bytes(name, tensor, dtype, on_gpu)
     whole = {EVERYWHERE, LATENTS, *ON_FIRST}
     return tuple(WeightPart(name, sizes[name], name not in whole) for name in sorted(sizes))
 
@@ -167,8 +169,9 @@ def _part_of(name: str, mlps: frozenset[str]) -> str:
     return "MLPs" if (SHARED if f".{SHARED}." in name else DENSE) in mlps else FIRST_MLPS
 
 
-def _served_bytes(name: str, tensor: Announced, dtype: torch.dtype) -> int:
-    """Memory that a node needs for it: floats in its dtype, MXFP4 blocks unpacked, FP8 as stored."""
+def _served_bytes(name: str, tensor: Announced, dtype: torch.dtype, on_gpu: bool) -> int:
+    """Memory that a node needs for it: floats in its dtype, FP8 as stored. MXFP4 as stored, with scales in float16, or
+    unpacked on a GPU."""
     if name.endswith(FP8_SCALE) or name.endswith(KEPT_FLOAT32):
         return 4 * tensor.num_elements
     if tensor.dtype in FLOATS:
@@ -176,5 +179,5 @@ def _served_bytes(name: str, tensor: Announced, dtype: torch.dtype) -> int:
     if tensor.dtype == FP8:
         return tensor.num_elements
     if name.endswith("_blocks"):
-        return 2 * dtype.itemsize * tensor.num_elements
-    return 0  # MXFP4's scales, which are multiplied in
+        return (2 * dtype.itemsize if on_gpu else 1) * tensor.num_elements
+    return 0 if on_gpu else 2 * tensor.num_elements  # MXFP4's scales

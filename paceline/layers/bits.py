@@ -39,11 +39,18 @@ def makes_exact(device: torch.device) -> bool:
     return _exact.get() and runs_triton(device)
 
 
+def by_kernels(device: torch.device) -> bool:
+    """Whether a layer that is made now runs on the kernels of the CPU, or on what stands for them."""
+    return device.type == "cpu" and not makes_exact(device)
+
+
 def reads_codes(weight: torch.Tensor | QuantizedWeight) -> bool:
     """Whether a layer that is made now of ``weight``, without kernels of the CPU, multiplies codes as they lie: by the
     exact products whatever bits are asked for, since they take fewer bytes than floats. A GPU before sm_89 has no FP8,
-    and makes floats of such codes."""
+    and makes floats of such codes; FP4 becomes floats on every GPU."""
     if not isinstance(weight, QuantizedWeight) or not runs_triton(weight.codes.device):
+        return False
+    if weight.float4:
         return False
     has_float8 = weight.codes.device.type != "cuda" or torch.cuda.get_device_capability(weight.codes.device) >= FLOAT8
     return has_float8 or weight.codes.dtype is not torch.float8_e4m3fn

@@ -11,7 +11,7 @@ from paceline.layers.file_tables import FileTables, fits_half
 from paceline.layers.quantized import QuantizedWeight
 from paceline.layers.shared_weights import kept
 
-DENSE, INTEGER, DEQUANTISED, FLOAT8 = range(4)  # Format of kernels/matrix.h
+DENSE, INTEGER, DEQUANTISED, FLOAT8, FLOAT4 = range(5)  # Format of kernels/matrix.h
 MOST_INPUTS = 1 << 17  # of a product of integers: 127 * 128 each, summed in 32 bits
 GROUP_MULTIPLE = 8  # elements; groups of other sizes cannot be packed
 
@@ -80,6 +80,8 @@ def format_of(weight: QuantizedWeight) -> int:
     """How the kernels multiply ``weight``."""
     if weight.codes.dtype is torch.float8_e4m3fn:
         return FLOAT8
+    if weight.float4:
+        return FLOAT4
     return INTEGER if weight.int8_activations else DEQUANTISED
 
 

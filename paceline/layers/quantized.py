@@ -1,4 +1,4 @@
-"""Weights of linear layers as integers (or FP8) with scales: what checkpoints and ``--quantize`` give to ``Linear``."""
+"""Weights of linear layers as codes with scales: what checkpoints and ``--quantize`` give to ``Linear``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from paceline.layers.file_tables import FileTables, fused_tables
 
+FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1: the numbers of its three lower bits; the fourth is the sign
 ROUNDED_TOGETHER = 64  # elements of a row of x that share a scale where the weight has one scale a row
 
 
@@ -18,6 +19,7 @@ class QuantizedWeight:
     g = k // group_size.
 
     codes: int8 [out_features, in_features], -8 to 7 where ``bits`` is 4, -32 to 31 where it is 6; or float8_e4m3fn.
+    Where ``float4``, the number that the four bits of code + 8 are in FLOAT4 stands for the code.
     scales: float32 [out_features, ceil(in_features / group_size)].
     minimums: float32, shaped as scales; None where all are 0.
     bits: 4, 6 or 8, of a code.
@@ -36,6 +38,7 @@ class QuantizedWeight:
     int8_activations: bool
     grouped: bool = False
     tables: FileTables | None = None
+    float4: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -64,8 +67,15 @@ class QuantizedWeight:
     def dequantised(self) -> torch.Tensor:
         """The weight as float32 [out_features, in_features]."""
         columns = torch.arange(self.shape[1], device=self.codes.device) // self.group_size
-        weight = self.codes.float() * self.scales[:, columns]
+        weight = self.numbers() * self.scales[:, columns]
         return weight if self.minimums is None else weight + self.minimums[:, columns]
+
+    def numbers(self) -> torch.Tensor:
+        """What the codes stand for before they are scaled, float32 [out_features, in_features]."""
+        if not self.float4:
+            return self.codes.float()
+        values = torch.tensor([*FLOAT4, *(-value for value in FLOAT4)], device=self.codes.device)
+        return values[self.codes.int() + 8]
 
     def copied(self) -> QuantizedWeight:
         """The same in memory of its own, so that what it is a part of can go."""
@@ -106,7 +116,7 @@ def fuse(weights: Sequence[LinearWeight]) -> LinearWeight:
     if len(tensors) == len(weights):
         return torch.cat(tensors, dim=0)
     parts = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
-    kinds = {(part.bits, part.group_size, part.int8_activations, part.codes.dtype) for part in parts}
+    kinds = {(part.bits, part.group_size, part.int8_activations, part.codes.dtype, part.float4) for part in parts}
     if tensors or len(kinds) > 1:
         raise ValueError("weights that are multiplied together are quantised in unlike ways")
     minimums = [torch.zeros_like(part.scales) if part.minimums is None else part.minimums for part in parts]

@@ -1,5 +1,6 @@
 """gpt-oss (arXiv 2508.10925): sinks in every layer, a sliding window in every second one, experts with biases and a
-clamped SwiGLU. Experts in MXFP4 (OCP Microscaling Formats 1.0) become weights of the node's dtype at load."""
+clamped SwiGLU. Experts in MXFP4 (OCP Microscaling Formats 1.0) stay in 4 bits on a CPU; elsewhere they become weights
+of the node's dtype at load."""
 
 from __future__ import annotations
 
@@ -8,24 +9,23 @@ from collections.abc import Callable
 import torch
 
 from paceline.kvcache.layout import KvLayer, LayerKind, LayerOwner
-from paceline.layers.bits import makes_exact
+from paceline.layers.bits import by_kernels, makes_exact
 from paceline.layers.by_expert import by_expert
 from paceline.layers.linear import Linear
 from paceline.layers.ops import clamped_swiglu
-from paceline.layers.quantized import LinearWeight
+from paceline.layers.quantized import LinearWeight, QuantizedWeight, fuse
 from paceline.layers.routing import route
 from paceline.models.config import ModelSpec
 from paceline.models.decoder import DecoderModel, PreNormLayer
 from paceline.models.deepseek_shapes import moe_of
 from paceline.models.grouped_attention import GroupedAttention
 from paceline.models.llama_shapes import Shapes, attention_shapes
-from paceline.models.loader import WeightBag
+from paceline.models.loader import NOT_ROUNDED, WeightBag, rounded_weight
 from paceline.models.moe import DealtExperts, Experts, Take, grouped, routing_rule, stacked, weighted_sum
 from paceline.models.one_rank import ONE_RANK, OneRank
+from paceline.models.quantization.fp4 import float4_weight, powers_of_two
 
 MXFP4_BLOCK = 32  # elements of a row that share a scale
-MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the three lower bits; the fourth is the sign
-EXPONENT_BIAS = 127
 
 
 def layer_shapes(spec: ModelSpec, mxfp4: bool, experts: int | None = None) -> Shapes:
@@ -47,29 +47,55 @@ def layer_shapes(spec: ModelSpec, mxfp4: bool, experts: int | None = None) -> Sh
     return shapes
 
 
-def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def mxfp4_weight(blocks: torch.Tensor, scales: torch.Tensor) -> QuantizedWeight:
     """blocks: uint8 [out, groups, 16], two elements a byte, the lower half first; scales: uint8 [out, groups], powers
-    of two -> [out, 32 * groups]. Exact in bf16."""
-    if blocks.is_meta:  # a dry run
-        return blocks.new_empty(blocks.shape[0], MXFP4_BLOCK * blocks.shape[1], dtype=dtype)
-    values = torch.tensor([*MXFP4_VALUES, *(-value for value in MXFP4_VALUES)], device=blocks.device)
-    halves = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)  # [out, groups, 32]
-    wide = torch.ldexp(values[halves.long()], (scales.int() - EXPONENT_BIAS).unsqueeze(-1))
-    return wide.flatten(-2).to(dtype)
+    of two -> [out, 32 * groups]."""
+    return float4_weight(blocks.flatten(1), powers_of_two(scales), MXFP4_BLOCK)
 
 
-def expert_weights(take: Take, name: str, mxfp4: bool, dtype: torch.dtype) -> Callable[[int], torch.Tensor]:
-    """Expert i's weight of one product, [out_features, in_features]."""
-    if not mxfp4:
-        every = take(f"mlp.experts.{name}")
-        return lambda i: every[i].t()
-    blocks, scales = take(f"mlp.experts.{name}_blocks"), take(f"mlp.experts.{name}_scales")
-    return lambda i: from_mxfp4(blocks[i], scales[i], dtype)
+class ExpertWeights:
+    """What a layer's checkpoint has of its experts. Expert i's parts, each read when it is asked for.
 
+    Weights are codes where a CPU runs them and the checkpoint has codes, or they are ``rounded`` by a scheme; else
+    tensors of ``dtype``.
+    """
 
-def by_turns(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of gate and up by turns, [2 n, ...] -> those of gate, those of up, [n, ...] each."""
-    return rows[0::2], rows[1::2]
+    def __init__(self, take: Take, mxfp4: bool, dtype: torch.dtype, scheme: str = NOT_ROUNDED) -> None:
+        """scheme: see WeightBag."""
+        self.down_bias = take("mlp.experts.down_proj_bias")  # [experts, hidden]
+        self._gate_up_bias = take("mlp.experts.gate_up_proj_bias")
+        self._dtype, self._scheme = dtype, scheme
+        self._by_kernels = by_kernels(self.down_bias.device)
+        self._gate_up, self.down = (self._reader(take, name, mxfp4) for name in ("gate_up_proj", "down_proj"))
+
+    def _reader(self, take: Take, name: str, mxfp4: bool) -> Callable[[int], LinearWeight]:
+        """Expert i's weight of one product, [out_features, in_features]."""
+        if not mxfp4:
+            every, scheme = take(f"mlp.experts.{name}"), self._scheme if self._by_kernels else NOT_ROUNDED
+            return lambda i: rounded_weight(every[i].t(), scheme)
+        blocks, scales = take(f"mlp.experts.{name}_blocks"), take(f"mlp.experts.{name}_scales")
+        if self._by_kernels:
+            return lambda i: mxfp4_weight(blocks[i], scales[i])
+        return lambda i: mxfp4_weight(blocks[i], scales[i]).dequantised().to(self._dtype)
+
+    def gate_up(self, i: int) -> tuple[LinearWeight, LinearWeight]:
+        """Weights of gate and of up, [intermediate, hidden] each, which the checkpoint has by turns."""
+        both = self._gate_up(i)
+        if isinstance(both, torch.Tensor):
+            return both[0::2], both[1::2]
+        return both.of_rows(slice(0, None, 2)), both.of_rows(slice(1, None, 2))
+
+    def gate_up_bias(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Their biases."""
+        return self._gate_up_bias[i][0::2], self._gate_up_bias[i][1::2]
+
+    def as_floats(self, i: int) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """What ``gate_up`` and ``down`` have where nothing is a code."""
+        gate, up, down = *self.gate_up(i), self.down(i)
+        assert isinstance(gate, torch.Tensor)
+        assert isinstance(up, torch.Tensor)
+        assert isinstance(down, torch.Tensor)
+        return (gate, up), down
 
 
 class ClampedExpert:
@@ -77,8 +103,8 @@ class ClampedExpert:
 
     def __init__(
         self,
-        gate_up: tuple[torch.Tensor, torch.Tensor],
-        down: tuple[torch.Tensor, torch.Tensor],
+        gate_up: tuple[LinearWeight, torch.Tensor],
+        down: tuple[LinearWeight, torch.Tensor],
         clamp: tuple[float, float],
     ) -> None:
         """gate_up, down: weight and bias."""
@@ -87,24 +113,6 @@ class ClampedExpert:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> float32 [T, hidden]."""
         return self.down_proj(clamped_swiglu(self.gate_up_proj(x), *self.clamp))
-
-
-class ExpertWeights:
-    """What a layer's checkpoint has of its experts. Expert i's parts, each read when it is asked for."""
-
-    def __init__(self, take: Take, mxfp4: bool, dtype: torch.dtype) -> None:
-        self._gate_up = expert_weights(take, "gate_up_proj", mxfp4, dtype)
-        self.down = expert_weights(take, "down_proj", mxfp4, dtype)  # [hidden, intermediate]
-        self._gate_up_bias = take("mlp.experts.gate_up_proj_bias")
-        self.down_bias = take("mlp.experts.down_proj_bias")  # [experts, hidden]
-
-    def gate_up(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights of gate and of up, [intermediate, hidden] each."""
-        return by_turns(self._gate_up(i))
-
-    def gate_up_bias(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Their biases."""
-        return by_turns(self._gate_up_bias[i])
 
 
 class SeparateClampedExperts:
@@ -116,7 +124,7 @@ class SeparateClampedExperts:
         """weights: of this rank's experts."""
         experts = [
             ClampedExpert(
-                (torch.cat(weights.gate_up(i)), torch.cat(weights.gate_up_bias(i))),
+                (fuse(weights.gate_up(i)), torch.cat(weights.gate_up_bias(i))),
                 (weights.down(i), weights.down_bias[i]),
                 clamp,
             )
@@ -133,8 +141,9 @@ class GroupedClampedExperts:
     """All experts as stacked weights, for a GPU, see models/moe.py."""
 
     def __init__(self, weights: ExpertWeights, num_experts: int, clamp: tuple[float, float]) -> None:
-        self._gate_up, self._gate_up_bias = (stacked(of, num_experts) for of in (weights.gate_up, weights.gate_up_bias))
-        self._down = stacked(lambda i: (weights.down(i),), num_experts)
+        self._gate_up = stacked(lambda i: weights.as_floats(i)[0], num_experts)
+        self._gate_up_bias = stacked(weights.gate_up_bias, num_experts)
+        self._down = stacked(lambda i: (weights.as_floats(i)[1],), num_experts)
         self._down_bias, self._clamp = weights.down_bias, clamp
 
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
@@ -161,7 +170,7 @@ def clamped_experts(
 
     bias = stacked(weights.gate_up_bias, num_experts).float()
     return ExactExperts(
-        Matrices.stack(lambda i: torch.cat(weights.gate_up(i)), num_experts),
+        Matrices.stack(lambda i: fuse(weights.gate_up(i)), num_experts),
         Matrices.stack(weights.down, num_experts),
         lambda rows: clamped_swiglu(rows, *clamp),
         (bias, weights.down_bias.float().contiguous()),
@@ -171,12 +180,11 @@ def clamped_experts(
 class GptOssMlp:
     """Router and experts of one layer."""
 
-    def __init__(self, spec: ModelSpec, take: Take, mxfp4: bool, dtype: torch.dtype, ranks: OneRank) -> None:
+    def __init__(self, spec: ModelSpec, take: Take, weights: ExpertWeights, ranks: OneRank) -> None:
         moe, self.ranks = moe_of(spec), ranks
         assert spec.clamp is not None
         self.rule = routing_rule(moe)
         self.router = Linear(take("mlp.router.weight").float(), take("mlp.router.bias"))
-        weights = ExpertWeights(take, mxfp4, dtype)
         self.experts = clamped_experts(weights, moe.num_experts, spec.clamp, ranks)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -207,7 +215,7 @@ class GptOssLayer(PreNormLayer):
         self.post_norm = take("post_attention_layernorm.weight").float()
         sinks = take("self_attn.sinks").float().contiguous()
         self.attention = GroupedAttention(spec, take, linear, kv_layer, window, sinks, weights.ranks)
-        self.mlp = GptOssMlp(spec, take, mxfp4, dtype, weights.ranks)
+        self.mlp = GptOssMlp(spec, take, ExpertWeights(take, mxfp4, dtype, weights.scheme), weights.ranks)
 
 
 class GptOssModel(DecoderModel[GptOssLayer]):

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from paceline.errors import ConfigError
+from paceline.layers.bits import by_kernels
 from paceline.layers.quantized import LinearWeight, QuantizedWeight
 from paceline.layers.shared_weights import SMALLEST, kept
 from paceline.models.one_rank import ONE_RANK, OneRank
@@ -96,7 +97,10 @@ class WeightBag:
         tensor = self._tensors[name]
         if shape is not None and tuple(tensor.shape) != tuple(shape):
             raise ConfigError("model", f"tensor {name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
-        return tensor if self._device is None else moved(tensor, self._device)
+        found: LinearWeight = tensor if self._device is None else moved(tensor, self._device)
+        if isinstance(found, QuantizedWeight) and found.float4 and not by_kernels(found.codes.device):
+            return found.dequantised().to(self._dtype)
+        return found
 
     def _report(self) -> None:
         """A line in the log now and then: the weights of a large model take minutes."""

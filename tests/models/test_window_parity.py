@@ -14,8 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from paceline.assembly.build import build_runner
 from paceline.config import NodeConfig
+from paceline.layers.linear import Linear
+from paceline.layers.quantized import QuantizedWeight
 from paceline.models.config import ModelSpec
-from paceline.models.gpt_oss import from_mxfp4
+from paceline.models.gpt_oss import ExpertWeights, mxfp4_weight
 from paceline.models.registry import load_target
 from tests.support.exactness import run
 from tests.support.needs import needs_kernels
@@ -99,38 +101,68 @@ def test_mutants_are_noticed(mutant: Callable[[Any], Any], tmp_path: Path, monke
     assert worst_difference(tmp_path, expected) > 1e-2
 
 
-def test_experts_in_mxfp4(tmp_path: Path) -> None:
-    """Against transformers' own reader, and a checkpoint of them against the same weights in bf16."""
+def write_mxfp4(plain: Path, into: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint of gpt-oss with other experts, in MXFP4, which are put into ``plain`` as floats. Returns its
+    tensors."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    (tmp_path / "plain").mkdir()
-    (tmp_path / "packed").mkdir()
-    write_reference(tmp_path / "plain", "GptOss", OSS)
-    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    write_reference(plain, "GptOss", OSS)
+    tensors = load_file(plain / "model.safetensors")
     packed, generator = dict(tensors), torch.Generator().manual_seed(3)
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         experts, width, out = packed.pop(name).shape
         blocks = torch.randint(256, (experts, out, width // 32, 16), generator=generator).to(torch.uint8)
         scales = torch.randint(121, 126, blocks.shape[:-1], generator=generator).to(torch.uint8)
         packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        ours = torch.stack([from_mxfp4(b, s, torch.bfloat16) for b, s in zip(blocks, scales, strict=True)])
-        assert torch.equal(ours.transpose(1, 2), convert_moe_packed_tensors(blocks, scales))
-        tensors[name] = ours.transpose(1, 2).contiguous()
-    config = (tmp_path / "plain" / "config.json").read_text()
+        ours = torch.stack([mxfp4_weight(b, s).dequantised() for b, s in zip(blocks, scales, strict=True)])
+        tensors[name] = convert_moe_packed_tensors(blocks, scales).contiguous()
+        assert torch.equal(ours.bfloat16().transpose(1, 2), tensors[name])
+    config = (plain / "config.json").read_text()
+    into.mkdir()
     quantised = config.rstrip()[:-1] + ', "quantization_config": {"quant_method": "mxfp4"}}'
-    (tmp_path / "packed" / "config.json").write_text(quantised)
-    save_file(packed, tmp_path / "packed" / "model.safetensors")
-    save_file(tensors, tmp_path / "plain" / "model.safetensors")
-    models = [load_target(tmp_path / name, torch.bfloat16, torch.device("cpu")) for name in ("plain", "packed")]
-    plain, unpacked = (logits_of(model, (45,)) for model in models)
-    assert torch.equal(plain, unpacked)
+    (into / "config.json").write_text(quantised)
+    save_file(packed, into / "model.safetensors")
+    save_file(tensors, plain / "model.safetensors")
+    return packed
 
 
-@pytest.mark.parametrize("case", ["gemma", "gpt-oss"])
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """Against transformers' own reader, and a checkpoint of them against the same weights as floats. Kernels take half
+    a byte for each of them, and a scale of two for 32."""
+    packed = write_mxfp4(tmp_path / "plain", tmp_path / "packed")
+    models = [load_target(tmp_path / name, torch.float32, torch.device("cpu")) for name in ("plain", "packed")]
+    plain, in_codes = (logits_of(model, (45,)) for model in models)
+    torch.testing.assert_close(in_codes, plain, rtol=1e-4, atol=1e-4)
+    of_layer = {name.removeprefix("model.layers.0."): tensor for name, tensor in packed.items()}
+    down = ExpertWeights(of_layer.__getitem__, True, torch.float32).down(0)
+    assert isinstance(down, QuantizedWeight)
+    whole_panels = -(-down.shape[0] // 32) * 32 * down.shape[1]
+    assert Linear(down)._packed.nbytes == whole_panels * (1 / 2 + 2 / 32)
+
+
+def test_experts_of_floats_are_rounded_with_the_rest(tmp_path: Path) -> None:
+    """Mutants: experts stay floats; the rows of up are those of gate."""
+    write_reference(tmp_path, *CASES["gpt-oss"])
+    model = load_target(tmp_path, torch.float32, torch.device("cpu"), "w8a16")
+    assert model.layers[0].mlp.experts._dealt._experts[0].gate_up_proj._packed.dtype is torch.uint8  # type: ignore[attr-defined]
+    tensors = load_file(tmp_path / "model.safetensors")
+    of_layer = {name.removeprefix("model.layers.0."): tensor for name, tensor in tensors.items()}
+    gate_up = ExpertWeights(of_layer.__getitem__, False, torch.float32, "w8a16").gate_up(1)
+    for first, part in enumerate(gate_up):
+        assert isinstance(part, QuantizedWeight)
+        exact = of_layer["mlp.experts.gate_up_proj"][1].t()[first::2]
+        assert ((part.dequantised() - exact).abs() <= 0.51 * part.scales).all()
+
+
+@pytest.mark.parametrize("case", ["gemma", "gpt-oss", "gpt-oss in mxfp4"])
 def test_drafts_chunks_and_the_prefix_cache_change_no_bit(case: str, tmp_path: Path) -> None:
-    write_reference(tmp_path, *CASES[case])
+    folder = tmp_path / "served"
+    if "mxfp4" in case:
+        write_mxfp4(tmp_path / "plain", folder)
+    else:
+        write_reference(folder, *CASES[case])
     requests = [tiny_request(index=i, max_tokens=16, temperature=0.7 * i) for i in range(3)]
-    options = {"model": str(tmp_path), "dtype": "bf16", "kv_cache_tokens": 2048, "page_size": 4}
+    options = {"model": str(folder), "dtype": "bf16", "kv_cache_tokens": 2048, "page_size": 4}
     cold = {"drafter": "none", "prefix_cache": False}
     plain = run(build_runner(NodeConfig.model_validate(options | cold)), requests)
     for tree in ({"tree": "chain"}, {"tree": "static", "tree_width": 3}):

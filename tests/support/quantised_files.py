@@ -180,23 +180,49 @@ def fp8(block: tuple[int, int] | None, scale: str, *, per_tensor: bool = False) 
     return draw
 
 
+def fp4(group: int, *, has_global: bool) -> Draw:
+    """compressed-tensors' nvfp4 (float8 scales, over one number of the tensor) or mxfp4 (exponents above 127)."""
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    numbers = torch.cat([numbers, -numbers])
+
+    def draw(rows: int, columns: int, random: torch.Generator) -> Drawn:
+        codes, groups = _whole(0, 15, (rows, columns), random), -(-columns // group)
+        low, high = codes[:, 0::2], codes[:, 1::2]
+        tensors = {"weight_packed": (low + 16 * high).to(torch.uint8)}
+        if has_global:
+            divisor = torch.tensor([64.0])
+            scales = ((torch.rand(rows, groups, generator=random) + 0.5) * 4).to(torch.float8_e4m3fn)
+            tensors |= {"weight_scale": scales, "weight_global_scale": divisor, "input_global_scale": divisor / 2}
+            means = scales.float() / divisor
+        else:
+            exponents = _whole(120, 124, (rows, groups), random)
+            tensors["weight_scale"], means = exponents.to(torch.uint8), 2.0 ** (exponents - 127)
+        return Drawn(tensors, _spread(means, group, columns) * numbers[codes], codes - 8)
+
+    return draw
+
+
 def floats(rows: int, columns: int, random: torch.Generator) -> Drawn:
     """A layer that is not quantised."""
     weight = (torch.randn(rows, columns, generator=random) * 0.3).bfloat16()
     return Drawn({"weight": weight}, weight.float())
 
 
-def layer_shapes() -> dict[str, tuple[int, int]]:
+def layer_shapes(times: int) -> dict[str, tuple[int, int]]:
     """Output and input features of the linear layers."""
-    size = HIDDEN // HEADS * KV_HEADS
-    shapes = {"q": (HIDDEN, HIDDEN), "k": (size, HIDDEN), "v": (size, HIDDEN), "o": (HIDDEN, HIDDEN)}
+    hidden, wide = times * HIDDEN, times * WIDE
+    size = hidden // HEADS * KV_HEADS
+    shapes = {"q": (hidden, hidden), "k": (size, hidden), "v": (size, hidden), "o": (hidden, hidden)}
     named = {f"self_attn.{name}_proj": shape for name, shape in shapes.items()}
-    mlp = {"gate": (WIDE, HIDDEN), "up": (WIDE, HIDDEN), "down": (HIDDEN, WIDE)}
+    mlp = {"gate": (wide, hidden), "up": (wide, hidden), "down": (hidden, wide)}
     return named | {f"mlp.{name}_proj": shape for name, shape in mlp.items()}
 
 
-def write_quantised(folder: Path, config: dict[str, Any], draw: Callable[[str], Draw]) -> dict[str, Drawn]:
-    """A whole folder whose layers ``draw`` names by their name, with ``config`` as its quantization_config.
+def write_quantised(
+    folder: Path, config: dict[str, Any], draw: Callable[[str], Draw], times: int = 1
+) -> dict[str, Drawn]:
+    """A whole folder whose layers ``draw`` names by their name, with ``config`` as its quantization_config. times: how
+    much wider than HIDDEN and WIDE its layers are.
 
     Returns the layers; ``write_floats`` writes the same model as floats.
     """
@@ -204,27 +230,33 @@ def write_quantised(folder: Path, config: dict[str, Any], draw: Callable[[str], 
     layers = {
         f"model.layers.{i}.{name}": draw(name)(*shape, random)
         for i in range(LAYERS)
-        for name, shape in layer_shapes().items()
+        for name, shape in layer_shapes(times).items()
     }
     stored = {f"{name}.{part}": tensor for name, layer in layers.items() for part, tensor in layer.tensors.items()}
-    _write(folder, stored | _rest(), CONFIG | {"quantization_config": config})
+    _write(folder, stored | _rest(times), _config(times) | {"quantization_config": config})
     return layers
 
 
-def write_floats(folder: Path, layers: dict[str, Drawn]) -> Path:
+def write_floats(folder: Path, layers: dict[str, Drawn], times: int = 1) -> Path:
     """The model of ``write_quantised`` with the weights that its codes mean, in float32."""
-    _write(folder, {f"{name}.weight": layer.weight for name, layer in layers.items()} | _rest(), CONFIG)
+    _write(folder, {f"{name}.weight": layer.weight for name, layer in layers.items()} | _rest(times), _config(times))
     return folder
 
 
-def _rest() -> Tensors:
+def _config(times: int) -> dict[str, Any]:
+    return CONFIG | {"hidden_size": times * HIDDEN, "intermediate_size": times * WIDE}
+
+
+def _rest(times: int) -> Tensors:
     random = torch.Generator().manual_seed(4)
-    table = torch.randn(CHAT_VOCAB, HIDDEN, generator=random)
+    table = torch.randn(CHAT_VOCAB, times * HIDDEN, generator=random)
     rest = {"model.embed_tokens.weight": table, "lm_head.weight": table.flip(0) * 0.2, "model.norm.weight": None}
     for i in range(LAYERS):
         for name in ("input", "post_attention"):
             rest[f"model.layers.{i}.{name}_layernorm.weight"] = None
-    return {name: torch.ones(HIDDEN) if tensor is None else tensor.contiguous() for name, tensor in rest.items()}
+    return {
+        name: torch.ones(times * HIDDEN) if tensor is None else tensor.contiguous() for name, tensor in rest.items()
+    }
 
 
 def _write(folder: Path, tensors: Tensors, config: dict[str, Any]) -> None:

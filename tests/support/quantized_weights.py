@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -76,6 +77,23 @@ def float8(weight: torch.Tensor) -> QuantizedWeight:
     return QuantizedWeight(codes, scales, None, 8, 128, False)
 
 
+def float4(weight: torch.Tensor) -> QuantizedWeight:
+    """e2m1 numbers of the two signs, a power of two for each group of 32."""
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values, columns = torch.cat([values, -values]), torch.arange(weight.shape[1]) // 32
+    peaks = torch.stack([group.float().abs().amax(dim=1) for group in torch.split(weight, 32, dim=1)], dim=1)
+    scales = torch.exp2(torch.ceil(torch.log2(peaks / 6)))
+    codes = ((weight.float() / scales[:, columns]).unsqueeze(-1) - values).abs().argmin(dim=-1)
+    return QuantizedWeight((codes - 8).to(torch.int8), scales, None, 4, 32, False, float4=True)
+
+
+def divided(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same numbers in groups of half the size."""
+    size = weight.group_size // 2
+    scales = weight.scales[:, torch.arange(0, weight.shape[1], size) // weight.group_size]
+    return replace(weight, scales=scales, group_size=size)
+
+
 def _scheme(scheme: str) -> Callable[[torch.Tensor], QuantizedWeight]:
     return lambda weight: round_to_nearest(weight, scheme)
 
@@ -86,7 +104,13 @@ INTEGER: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
     "w8a8 groups of 128": lambda weight: grouped(weight, 128, 8),
     "w4a8 groups of 64": lambda weight: grouped(weight, 64, 4),
 }
-KINDS = INTEGER | {scheme: _scheme(scheme) for scheme in SCHEMES if scheme.endswith("a16")} | {"float8": float8}
+OF_FLOATS: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
+    "float8": float8,
+    "float4": float4,
+    "float4 groups of 16": lambda weight: divided(float4(weight)),
+    "w4a16 groups of 128": lambda weight: replace(shifted(weight, 128, 4), int8_activations=False),
+}
+KINDS = INTEGER | {scheme: _scheme(scheme) for scheme in SCHEMES if scheme.endswith("a16")} | OF_FLOATS
 # Integer products that only files have: a GGUF type's groups and tables, and zero points of whole rows.
 OF_FILES: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
     "Q8_0": lambda weight: grouped(weight, 32, 8),

@@ -129,7 +129,7 @@ static inline bool fits_tiles(const Matrix& w) {
 // A panel's codes as `Pairs` multiplies them, for tiles: [2][in_features / 2][16 outputs][2 of k].
 template <int KIND>
 static void make_pairs(const Matrix& w, const uint8_t* panel, uint8_t* made) {
-  constexpr int HALVES = KIND == FOUR_BITS ? 2 : 1;
+  constexpr int HALVES = in_halves(KIND) ? 2 : 1;
   uint8_t* second = made + 32 * w.in_features;
   if (w.row_scales) panel += tables_bytes(w);
   for (int64_t g = 0; g < num_groups(w); g++) {
@@ -274,6 +274,7 @@ static void linear_of(const Matrix& w, const bf16* x, int64_t M, int64_t ldx, O*
 template <class T, class O>
 void linear_dequantised(const Matrix& w, const T* x, int64_t M, int64_t ldx, O* out) {
   if (w.format == FLOAT8) linear_of<FLOAT8_BITS>(w, x, M, ldx, out);
+  else if (w.format == FLOAT4) linear_of<FLOAT4_BITS>(w, x, M, ldx, out);
   else if (w.bits == 8) linear_of<EIGHT_BITS>(w, x, M, ldx, out);
   else linear_of<FOUR_BITS>(w, x, M, ldx, out);
 }

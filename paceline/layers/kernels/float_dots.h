@@ -1,12 +1,14 @@
-// Products of codes with numbers, for codes that are multiplied as floats. A code is multiplied as the whole number or
-// float8 that it is, exactly. A group of k is summed from zero in the order of k; where bf16 is multiplied in pairs, they
+// Products of codes with numbers, for codes that are multiplied as floats. A code is multiplied as the whole number,
+// float8 or float4 that it is, exactly. A group of k is summed from zero in the order of k; where bf16 is multiplied in pairs, they
 // are (0, 2), (1, 3) of each four. Then groups are added in their order: total += sum * scale, total += sum of x *
 // minimum, each fused. Neither the number of rows nor how codes are read changes a bit.
 #pragma once
 #include "blocks.h"
 #include "matrix.h"
 
-enum Kind { EIGHT_BITS, FOUR_BITS, FLOAT8_BITS, MADE };  // MADE: numbers that lie in memory as a product takes them
+enum Kind { EIGHT_BITS, FOUR_BITS, FLOAT8_BITS, FLOAT4_BITS, MADE };  // MADE: numbers that lie in memory as a product takes them
+
+static constexpr bool in_halves(int kind) { return kind == FOUR_BITS || kind == FLOAT4_BITS; }  // two codes in a byte
 
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 
@@ -33,14 +35,20 @@ struct Floats {
     size = bits == 0x7f ? splat(NAN) : size;
     return (v16)((u16x32)size | (byte & 0x80) << 24);
   }
+  // e2m1, whose exponent's bias is 1. code: in the low 4 bits, and what does not count above.
+  static v16 float4_number(u16x32 code) {
+    v16 size = (v16)((code & 7) << 22) * 0x1p126f;
+    return (v16)((u16x32)size | (code & 8) << 28);
+  }
   // Four of k: those of 64 bytes, or their low halves, or their high ones.
   template <int KIND>
   static inline __attribute__((always_inline)) void decode(const uint8_t* codes, bool high, v16 (&y)[4]) {
     u16x32 bytes = *(const u16x32*)codes;
-    constexpr int BITS = KIND == FOUR_BITS ? 4 : 8;
+    constexpr int BITS = in_halves(KIND) ? 4 : 8;
     for (int j = 0; j < 4; j++) {
       if (KIND == MADE) y[j] = load16((const float*)codes + 16 * j);
       else if (KIND == FLOAT8_BITS) y[j] = float8_number(bytes >> (8 * j));
+      else if (KIND == FLOAT4_BITS) y[j] = float4_number(bytes >> (8 * j + 4 * high));
       else {  // codes lie without a sign: it is put where it was, and the code to the top
         u16x32 with_sign = bytes ^ (BITS == 4 ? 0x88888888u : 0x80808080u);
         y[j] = __builtin_convertvector((i32x16)(with_sign << (32 - BITS - 8 * j - 4 * high)) >> (32 - BITS), v16);
@@ -69,6 +77,12 @@ alignas(64) static constexpr uint16_t four_bits_table[32] = {
     0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
     0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
     0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+
+// 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and the same below zero, twice.
+alignas(64) static constexpr uint16_t float4_table[32] = {
+    0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80,
+    0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0, 0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040,
+    0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
 
 // Pairs of bf16. A lane's bytes are 4 of k: its two even bytes make a pair, and its two odd bytes.
 struct Pairs {
@@ -101,8 +115,8 @@ struct Pairs {
     if constexpr (KIND == MADE) {
       y[0] = bytes;
       y[1] = _mm512_loadu_si512(codes + 64);
-    } else if constexpr (KIND == FOUR_BITS) {
-      __m512i table = _mm512_load_si512(four_bits_table);
+    } else if constexpr (in_halves(KIND)) {
+      __m512i table = _mm512_load_si512(KIND == FOUR_BITS ? four_bits_table : float4_table);
       y[0] = _mm512_permutexvar_epi16(high ? _mm512_srli_epi16(bytes, 4) : bytes, table);
       y[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, high ? 12 : 8), table);
     } else if constexpr (KIND == FLOAT8_BITS) {
@@ -167,7 +181,7 @@ struct Alternating {
 template <int M, int KIND>
 static inline __attribute__((always_inline)) void dot_alternating(const float* x, int64_t stride, const uint8_t* codes,
                                                                   int64_t length, v16 (&sum)[M][2]) {
-  constexpr int HALVES = KIND == FOUR_BITS ? 2 : 1;
+  constexpr int HALVES = in_halves(KIND) ? 2 : 1;
   for (int64_t tile = 0; tile < length; tile += 32) {
     __m512 sums[2][M][2] = {};
     for (int64_t k = tile; k < tile + 32; k += 4 * HALVES, codes += 128) {
@@ -201,7 +215,7 @@ struct Prepared {  // rows as ``A`` multiplies them
 template <class A, int M, int KIND>
 static inline __attribute__((always_inline)) void dot_numbers(const typename A::Element* x, int64_t stride,
                                                               const uint8_t* codes, int64_t length, v16 (&sum)[M][2]) {
-  constexpr int COUNT = 4 / A::TAKEN, HALVES = KIND == FOUR_BITS ? 2 : 1, BYTES = KIND == MADE ? 64 * COUNT : 64;
+  constexpr int COUNT = 4 / A::TAKEN, HALVES = in_halves(KIND) ? 2 : 1, BYTES = KIND == MADE ? 64 * COUNT : 64;
   for (int64_t k = 0; k < length; k += 4 * HALVES, codes += 2 * BYTES) {
     for (int b = 0; KIND != MADE && b < 2; b++) ask_ahead(codes + 64 * b);
     for (int h = 0; h < HALVES; h++) {
@@ -217,7 +231,7 @@ static inline __attribute__((always_inline)) void dot_numbers(const typename A::
 // A panel's codes as numbers in memory, groups one after another.
 template <class A, int KIND>
 static void make_numbers(const Matrix& w, const uint8_t* panel, uint8_t* made) {
-  constexpr int COUNT = 4 / A::TAKEN, HALVES = KIND == FOUR_BITS ? 2 : 1;
+  constexpr int COUNT = 4 / A::TAKEN, HALVES = in_halves(KIND) ? 2 : 1;
   if (w.row_scales) panel += tables_bytes(w);
   for (int64_t g = 0; g < num_groups(w); g++) {
     if (!w.row_scales) panel += tables_bytes(w);

@@ -1,7 +1,7 @@
-"""``compressed-tensors``: int8, packed 4 or 8 bits, and float8, by groups of layers that patterns name.
+"""``compressed-tensors``: int8, packed 4 or 8 bits, float8 and float4, by groups of layers that patterns name.
 
 A group says how its layers' weights are quantised and whether their inputs are. Inputs in int8 get a scale per row
-here, whatever scales the file has for them; inputs in float8 stay as they are.
+here, whatever scales the file has for them; inputs in float8 and float4 stay as they are.
 """
 
 from __future__ import annotations
@@ -25,15 +25,24 @@ from paceline.models.quantization.base import (
     refused,
     whole,
 )
+from paceline.models.quantization.fp4 import GLOBAL_SCALE, PACKED, SCALE, check_fp4, fp4_weight
 from paceline.models.quantization.fp8 import check_scales, fp8_weight
 from paceline.models.quantization.packing import check_order, ordered_weight, unpack
 
-FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision", "dense")
-STRATEGIES = {"int": ("tensor", "channel", "group"), "float": ("tensor", "channel", "block")}  # by type
+OF_FP4 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
+FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized", *OF_FP4, "mixed-precision", "dense")
+WITH_GLOBAL = "tensor_group"  # strategy: scales of groups over one of the tensor
+INTS = ("tensor", "channel", "group")
+STRATEGIES = {  # by type and bits
+    ("int", 4): INTS,
+    ("int", 8): INTS,
+    ("float", 8): ("tensor", "channel", "block"),
+    ("float", 4): (WITH_GLOBAL, "group"),
+}
 EVERY_LINEAR = "Linear"
 MAX_PATTERN = 512  # characters
 REPEATED_REPEAT = re.compile(r"[*+}]\)*\)[*+{]")  # could take for ever on a name that does not match
-SCALE, ZERO, PACKED, ORDER = "weight_scale", "weight_zero_point", "weight_packed", "weight_g_idx"
+ZERO, ORDER = "weight_zero_point", "weight_g_idx"
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ class Group:
     bits: int
     is_float: bool
     strategy: str
-    group_size: int  # of strategy group; else 0
+    group_size: int  # of strategies with groups; else 0
     block: tuple[int, int] | None  # of strategy block
     int8_activations: bool
 
@@ -74,17 +83,17 @@ def _group(name: str, raw: Any) -> Group:
     if raw.get("format") is not None:
         _check_format(raw["format"])
     bits, kind, strategy = whole(weights, "num_bits"), weights.get("type", "int"), weights.get("strategy", "tensor")
-    if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
-        raise refused(f"compressed-tensors: {name} has {kind} weights of {bits} bits (int: 4, 8; float: 8)")
-    if strategy not in STRATEGIES[kind]:
-        raise refused(f"compressed-tensors: {name} has {kind} weights with strategy {strategy!r}")
+    if (kind, bits) not in STRATEGIES:
+        raise refused(f"compressed-tensors: {name} has {kind} weights of {bits} bits (int, float: 4, 8)")
+    if strategy not in STRATEGIES[kind, bits]:
+        raise refused(f"compressed-tensors: {name} has {kind} weights of {bits} bits with strategy {strategy!r}")
     if weights.get("dynamic") or raw.get("output_activations"):
         raise refused(f"compressed-tensors: {name} has dynamic weights or quantised outputs")
-    group_size = whole(weights, "group_size") if strategy == "group" else 0
+    group_size = whole(weights, "group_size") if strategy in ("group", WITH_GLOBAL) else 0
     block = weights.get("block_structure") if strategy == "block" else None
     if strategy == "block" and not (isinstance(block, list) and len(block) == 2 and all(_positive(b) for b in block)):
         raise refused(f"compressed-tensors: {name} has block_structure {block!r} (two sizes)")
-    if strategy == "group" and group_size < 1:
+    if strategy in ("group", WITH_GLOBAL) and group_size < 1:
         raise refused(f"compressed-tensors: {name} has group_size {group_size}")
     return Group(
         targets=_patterns(raw.get("targets") or []),
@@ -105,7 +114,7 @@ def _int8_inputs(name: str, inputs: Any, weights: object) -> bool:
     if not inputs:
         return False
     bits, kind = inputs.get("num_bits"), inputs.get("type", "int")
-    if bits != 8 or kind != weights:
+    if kind != weights or (bits != 8 and (kind, bits) != ("float", 4)):
         raise refused(f"compressed-tensors: {name} has inputs of {bits} bits ({kind}) for {weights} weights")
     return bool(kind == "int")
 
@@ -135,8 +144,10 @@ def _named(layer: str, patterns: Sequence[str]) -> bool:
 class CompressedTensors(Scheme):
     """Several groups, and what none of them may hold."""
 
-    marks = frozenset((SCALE, ZERO, PACKED, "weight_shape", ORDER))
-    ignored = frozenset(("input_scale", "input_zero_point", "k_scale", "v_scale", "q_scale", "output_scale"))
+    marks = frozenset((SCALE, ZERO, PACKED, "weight_shape", ORDER, GLOBAL_SCALE))
+    ignored = frozenset(
+        ("input_scale", "input_zero_point", "input_global_scale", "k_scale", "v_scale", "q_scale", "output_scale")
+    )
 
     def __init__(self, groups: Sequence[Group], ignore: Sequence[str]) -> None:
         self.groups, self.ignore = groups, ignore
@@ -154,6 +165,9 @@ class CompressedTensors(Scheme):
     def check(self, layer: str, parts: LayerTensors) -> None:
         """See Scheme."""
         group = self.group_of(layer)
+        if group.is_float and group.bits == 4:
+            check_fp4(layer, parts, group.group_size, group.strategy == WITH_GLOBAL)
+            return
         if group.is_float:
             check_scales(layer, parts, SCALE, group.block)
             return
@@ -172,6 +186,8 @@ class CompressedTensors(Scheme):
     def read(self, layer: str, parts: LayerTensors) -> LinearWeight:
         """See Scheme."""
         group = self.group_of(layer)
+        if group.is_float and group.bits == 4:
+            return fp4_weight(parts, group.group_size, group.strategy == WITH_GLOBAL)
         if group.is_float:
             return fp8_weight(parts["weight"], parts[SCALE], group.block)
         rows, columns = _int_shape(layer, parts, group)

@@ -20,7 +20,7 @@ def fuse_layers(weights: Mapping[str, LinearWeight]) -> LinearWeight:
 
     Codes of unlike widths or groups become those of the wider width and of groups that divide all, which changes no
     value. Beside a layer of floats, the others become floats too. Raises ConfigError naming layers that mix float8
-    with whole numbers, or inputs in int8 with others.
+    or float4 with whole numbers, or inputs in int8 with others.
     """
     parts = [weight for weight in weights.values() if isinstance(weight, QuantizedWeight)]
     floats = [weight for weight in weights.values() if isinstance(weight, torch.Tensor)]
@@ -29,7 +29,7 @@ def fuse_layers(weights: Mapping[str, LinearWeight]) -> LinearWeight:
     if floats:
         log.info("kept as floats, because one of them is not quantised: %s", ", ".join(weights))
         return fuse([_float(weight, floats[0].dtype) for weight in weights.values()])
-    if len({(part.codes.dtype, part.int8_activations) for part in parts}) > 1:
+    if len({(part.codes.dtype, part.int8_activations, part.float4) for part in parts}) > 1:
         raise refused(f"{', '.join(weights)} are multiplied together, but quantised in unlike ways")
     return fuse(_alike(parts))
 

@@ -34,6 +34,7 @@ from tests.support.quantised_files import (
     awq,
     compressed,
     floats,
+    fp4,
     fp8,
     gptq,
     int8,
@@ -51,9 +52,14 @@ TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 ORDERED = INT4 | {"actorder": "group"}
 FLOAT8 = {"num_bits": 8, "type": "float"}
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+FLOAT4_INPUTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
+EVERY = {"targets": ["Linear"]}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [24, 32], "activation_scheme": "dynamic"}
+LARGE = {"weight_block_size": [128, 128]}
 MIXED = compressed("mixed-precision", INT4 | {"symmetric": False})
 MIXED["config_groups"]["group_1"] = {"targets": ["re:.*self_attn.*"], "weights": ROWS, "input_activations": None}
 
@@ -91,7 +97,19 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[str], Draw]]] = {
         compressed("float-quantized", FLOAT8 | {"strategy": "block", "block_structure": [24, 32]}),
         every(fp8((24, 32), "weight_scale")),
     ),
+    "ct nvfp4": (compressed("nvfp4-pack-quantized", NVFP4, FLOAT4_INPUTS), every(fp4(16, has_global=True))),
+    "ct mxfp4": (compressed("mxfp4-pack-quantized", MXFP4), every(fp4(32, has_global=False))),
     "ct mixed": (MIXED, lambda name: packed(8, -1, zeros=False) if "attn" in name else packed(4, 32, zeros=True)),
+}
+# The sizes that published checkpoints have.
+OF_128: dict[str, tuple[dict[str, Any], Callable[[str], Draw]]] = {
+    "fp8, blocks of 128": (BLOCKS | LARGE, every(fp8((128, 128), "weight_scale_inv"))),
+    "gptq 4, groups of 128": (GPTQ | {"group_size": 128, "sym": False}, every(gptq(4, 128, sym=False))),
+    "awq, groups of 128": (AWQ | {"group_size": 128}, every(awq(128))),
+    "ct w4a16, groups of 128": (
+        compressed("pack-quantized", INT4 | {"group_size": 128}),
+        every(packed(4, 128, zeros=False)),
+    ),
 }
 
 
@@ -102,10 +120,11 @@ def logits(folder: Path) -> torch.Tensor:
     return logits_in_chunks(model, kv, allocator, attention, TOKENS, (len(TOKENS),))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES | OF_128)
 def test_numbers_and_logits(case: str, tmp_path: Path) -> None:
-    config, draw = CASES[case]
-    layers = write_quantised(tmp_path / "quantised", config, draw)
+    """Mutants: NVFP4's divisor as a factor, the upper half of a byte first."""
+    (config, draw), times = (CASES | OF_128)[case], 4 if case in OF_128 else 1
+    layers = write_quantised(tmp_path / "quantised", config, draw, times)
     found = open_checkpoint(tmp_path / "quantised", torch.float32)
     rounded = False
     for name, layer in layers.items():
@@ -119,7 +138,7 @@ def test_numbers_and_logits(case: str, tmp_path: Path) -> None:
         assert torch.allclose(weight.dequantised(), layer.weight, rtol=1e-6, atol=1e-6), name
         rounded = rounded or weight.int8_activations
     assert rounded == (case == "ct int8")
-    plain = write_floats(tmp_path / "floats", layers)
+    plain = write_floats(tmp_path / "floats", layers, times)
     mine, theirs = logits(tmp_path / "quantised"), logits(plain)
     error = ((mine - theirs).norm() / theirs.norm()).item()
     assert error < (0.05 if rounded else 1e-5)
@@ -155,7 +174,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fp8 blocks", {"weight_block_size": [32, 24]}, "has shape"),
     ("fp8 blocks", {"weight_block_size": [32, 12]}, "groups of 12"),
     ("fp8 blocks", {"weight_block_size": None}, "weight_scale is missing"),
-    ("ct int8", {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
+    ("ct int8", {"format": "marlin-24"}, "marlin-24"),
+    ("ct nvfp4", {"config_groups": {"g": EVERY | {"weights": NVFP4 | {"group_size": 12}}}}, "groups of 12"),
+    ("ct nvfp4", {"config_groups": {"g": EVERY | {"weights": MXFP4}}}, "weight_scale is F8_E4M3, expected U8"),
     ("ct int8", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
     ("ct int8", {"config_groups": {}}, "without config_groups"),
     ("ct int8", {"config_groups": {"g": {"targets": ["Linear"], "weights": ROWS | {"num_bits": 6}}}}, "of 6 bits"),
@@ -182,6 +203,8 @@ def test_refused_by_name(case: str, changes: dict[str, Any], named: str, tmp_pat
         ("gptq 4 sym", "q_proj.qzeros", torch.zeros(2, 7, dtype=torch.int32), "qzeros has shape"),
         ("ct w4a16", "q_proj.weight_shape", torch.tensor([64, 1 << 40]), "weight_shape says"),
         ("fp8 blocks", "q_proj.weight", torch.ones(64, 64, dtype=torch.bfloat16), "is BF16, expected F8_E4M3"),
+        ("ct nvfp4", "q_proj.weight_global_scale", torch.zeros(1), "is not one positive number"),
+        ("ct mxfp4", "q_proj.weight_scale", torch.ones(64, 4, dtype=torch.uint8), "weight_scale has shape"),
         ("awq", "down_proj.weight", torch.ones(64, 96, dtype=torch.int8), "no scales"),
     ],
 )
