@@ -180,8 +180,9 @@ def fp8(block: tuple[int, int] | None, scale: str, *, per_tensor: bool = False) 
     return draw
 
 
-def fp4(group: int, *, has_global: bool) -> Draw:
-    """compressed-tensors' nvfp4 (float8 scales, over one number of the tensor) or mxfp4 (exponents above 127)."""
+def fp4(group: int, *, has_global: bool, modelopt: bool = False) -> Draw:
+    """compressed-tensors' nvfp4 (float8 scales, over one number of the tensor) or mxfp4 (exponents above 127), and
+    modelopt's (float8 scales, times one number of the tensor)."""
     numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     numbers = torch.cat([numbers, -numbers])
 
@@ -194,6 +195,9 @@ def fp4(group: int, *, has_global: bool) -> Draw:
             scales = ((torch.rand(rows, groups, generator=random) + 0.5) * 4).to(torch.float8_e4m3fn)
             tensors |= {"weight_scale": scales, "weight_global_scale": divisor, "input_global_scale": divisor / 2}
             means = scales.float() / divisor
+            if modelopt:
+                tensors = {"weight": tensors["weight_packed"], "weight_scale": scales, "weight_scale_2": 1 / divisor[0]}
+                tensors["input_scale"] = torch.tensor(0.5)
         else:
             exponents = _whole(120, 124, (rows, groups), random)
             tensors["weight_scale"], means = exponents.to(torch.uint8), 2.0 ** (exponents - 127)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from paceline.layers.quantized import LinearWeight
+from paceline.layers.quantized import LinearWeight, QuantizedWeight
 from paceline.models.quantization.base import (
     FLOATS,
     LayerTensor,
@@ -25,7 +25,7 @@ from paceline.models.quantization.base import (
     refused,
     whole,
 )
-from paceline.models.quantization.fp4 import GLOBAL_SCALE, PACKED, SCALE, check_fp4, fp4_weight
+from paceline.models.quantization.fp4 import SCALE, check_mxfp4, check_nvfp4, float4_weight, powers_of_two
 from paceline.models.quantization.fp8 import check_scales, fp8_weight
 from paceline.models.quantization.packing import check_order, ordered_weight, unpack
 
@@ -42,7 +42,7 @@ STRATEGIES = {  # by type and bits
 EVERY_LINEAR = "Linear"
 MAX_PATTERN = 512  # characters
 REPEATED_REPEAT = re.compile(r"[*+}]\)*\)[*+{]")  # could take for ever on a name that does not match
-ZERO, ORDER = "weight_zero_point", "weight_g_idx"
+ZERO, PACKED, ORDER, DIVISOR = "weight_zero_point", "weight_packed", "weight_g_idx", "weight_global_scale"
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _named(layer: str, patterns: Sequence[str]) -> bool:
 class CompressedTensors(Scheme):
     """Several groups, and what none of them may hold."""
 
-    marks = frozenset((SCALE, ZERO, PACKED, "weight_shape", ORDER, GLOBAL_SCALE))
+    marks = frozenset((SCALE, ZERO, PACKED, "weight_shape", ORDER, DIVISOR))
     ignored = frozenset(
         ("input_scale", "input_zero_point", "input_global_scale", "k_scale", "v_scale", "q_scale", "output_scale")
     )
@@ -165,11 +165,8 @@ class CompressedTensors(Scheme):
     def check(self, layer: str, parts: LayerTensors) -> None:
         """See Scheme."""
         group = self.group_of(layer)
-        if group.is_float and group.bits == 4:
-            check_fp4(layer, parts, group.group_size, group.strategy == WITH_GLOBAL)
-            return
         if group.is_float:
-            check_scales(layer, parts, SCALE, group.block)
+            _check_floats(layer, parts, group)
             return
         rows, columns = _int_shape(layer, parts, group)
         check_groups(layer, group.group_size or columns, columns)
@@ -186,10 +183,8 @@ class CompressedTensors(Scheme):
     def read(self, layer: str, parts: LayerTensors) -> LinearWeight:
         """See Scheme."""
         group = self.group_of(layer)
-        if group.is_float and group.bits == 4:
-            return fp4_weight(parts, group.group_size, group.strategy == WITH_GLOBAL)
         if group.is_float:
-            return fp8_weight(parts["weight"], parts[SCALE], group.block)
+            return _floats(parts, group)
         rows, columns = _int_shape(layer, parts, group)
         shape, middle = (rows, _num_groups(group, columns)), 1 << (group.bits - 1)
         if PACKED in parts:
@@ -203,6 +198,23 @@ class CompressedTensors(Scheme):
         if isinstance(read, torch.Tensor):
             return read
         return replace(read, int8_activations=group.int8_activations)
+
+
+def _check_floats(layer: str, parts: LayerTensors, group: Group) -> None:
+    if group.bits == 8:
+        check_scales(layer, parts, SCALE, group.block)
+    elif group.strategy == WITH_GLOBAL:
+        check_nvfp4(layer, parts, PACKED, group.group_size, DIVISOR)
+    else:
+        check_mxfp4(layer, parts, PACKED, group.group_size)
+
+
+def _floats(parts: LayerTensors, group: Group) -> QuantizedWeight:
+    if group.bits == 8:
+        return fp8_weight(parts["weight"], parts[SCALE], group.block)
+    scales = parts[SCALE].load()
+    of_groups = scales.float() / parts[DIVISOR].load() if group.strategy == WITH_GLOBAL else powers_of_two(scales)
+    return float4_weight(parts[PACKED].load(), of_groups, group.group_size)
 
 
 def _num_groups(group: Group, columns: int) -> int:

@@ -1,5 +1,5 @@
 """FP4 (e2m1) weights with scales of groups: MXFP4 (OCP Microscaling Formats 1.0), whose scales are powers of two, and
-NVFP4, whose scales are float8, over one number for the tensor. Activations stay as they are."""
+NVFP4, whose scales are float8, with one more number for the tensor. Activations stay as they are."""
 
 from __future__ import annotations
 
@@ -8,29 +8,27 @@ import torch
 from paceline.layers.quantized import QuantizedWeight
 from paceline.models.quantization.base import FP8, LayerTensors, check_groups, matrix, need, refused
 
-PACKED, SCALE, GLOBAL_SCALE = "weight_packed", "weight_scale", "weight_global_scale"
+SCALE = "weight_scale"
 EXPONENT, EXPONENT_BIAS = "U8", 127  # of MXFP4's scales
 
 
-def check_fp4(layer: str, parts: LayerTensors, group_size: int, has_global: bool) -> None:
-    """Raise ConfigError where weight and scales do not fit each other. has_global: as NVFP4."""
-    rows, halves = matrix(layer, parts, PACKED, ("U8",))
-    columns = 2 * halves
-    check_groups(layer, group_size, columns)
-    need(layer, parts, SCALE, (FP8,) if has_global else (EXPONENT,), (rows, -(-columns // group_size)))
-    if not has_global:
-        return
-    divisor = need(layer, parts, GLOBAL_SCALE, ("F32",))
-    if divisor.shape not in ((), (1,)) or not float(divisor.load()) > 0:
-        raise refused(f"{layer}.{GLOBAL_SCALE} is not one positive number")
+def check_mxfp4(layer: str, parts: LayerTensors, codes: str, group_size: int) -> None:
+    """Raise ConfigError where weight and scales do not fit each other. codes: last part of the name of the codes."""
+    _check_scales(layer, parts, codes, group_size, EXPONENT)
 
 
-def fp4_weight(parts: LayerTensors, group_size: int, has_global: bool) -> QuantizedWeight:
-    """A weight that was checked."""
-    scales = parts[SCALE].load()
-    if has_global:
-        return float4_weight(parts[PACKED].load(), scales.float() / parts[GLOBAL_SCALE].load().float(), group_size)
-    return float4_weight(parts[PACKED].load(), powers_of_two(scales), group_size)
+def check_nvfp4(layer: str, parts: LayerTensors, codes: str, group_size: int, of_tensor: str) -> None:
+    """The same. of_tensor: last part of the name of the tensor's own number."""
+    _check_scales(layer, parts, codes, group_size, FP8)
+    number = need(layer, parts, of_tensor, ("F32",))
+    if number.shape not in ((), (1,)) or not float(number.load()) > 0:
+        raise refused(f"{layer}.{of_tensor} is not one positive number")
+
+
+def _check_scales(layer: str, parts: LayerTensors, codes: str, group_size: int, kind: str) -> None:
+    rows, halves = matrix(layer, parts, codes, ("U8",))
+    check_groups(layer, group_size, 2 * halves)
+    need(layer, parts, SCALE, (kind,), (rows, -(-2 * halves // group_size)))
 
 
 def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:

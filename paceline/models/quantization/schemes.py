@@ -18,6 +18,8 @@ SCHEMES = {  # by quant_method in config.json: the module whose ``read_config`` 
     "compressed-tensors": f"{PACKAGE}.compressed_tensors",
     "gptq": f"{PACKAGE}.gptq",
     "awq": f"{PACKAGE}.awq",
+    "modelopt": f"{PACKAGE}.modelopt",
+    "modelopt_fp4": f"{PACKAGE}.modelopt",
 }
 
 

@@ -59,6 +59,7 @@ EVERY = {"targets": ["Linear"]}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [24, 32], "activation_scheme": "dynamic"}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
 LARGE = {"weight_block_size": [128, 128]}
 MIXED = compressed("mixed-precision", INT4 | {"symmetric": False})
 MIXED["config_groups"]["group_1"] = {"targets": ["re:.*self_attn.*"], "weights": ROWS, "input_activations": None}
@@ -99,6 +100,11 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[str], Draw]]] = {
     ),
     "ct nvfp4": (compressed("nvfp4-pack-quantized", NVFP4, FLOAT4_INPUTS), every(fp4(16, has_global=True))),
     "ct mxfp4": (compressed("mxfp4-pack-quantized", MXFP4), every(fp4(32, has_global=False))),
+    "modelopt": (MODELOPT, every(fp4(16, has_global=True, modelopt=True))),
+    "modelopt mixed": (
+        MODELOPT | {"quant_algo": "MIXED_PRECISION"},
+        lambda n: fp4(16, has_global=True, modelopt=True) if "mlp" in n else fp8(None, "weight_scale", per_tensor=True),
+    ),
     "ct mixed": (MIXED, lambda name: packed(8, -1, zeros=False) if "attn" in name else packed(4, 32, zeros=True)),
 }
 # The sizes that published checkpoints have.
@@ -122,7 +128,7 @@ def logits(folder: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", CASES | OF_128)
 def test_numbers_and_logits(case: str, tmp_path: Path) -> None:
-    """Mutants: NVFP4's divisor as a factor, the upper half of a byte first."""
+    """Mutants: NVFP4's divisor as a factor and modelopt's factor as a divisor, the upper half of a byte first."""
     (config, draw), times = (CASES | OF_128)[case], 4 if case in OF_128 else 1
     layers = write_quantised(tmp_path / "quantised", config, draw, times)
     found = open_checkpoint(tmp_path / "quantised", torch.float32)
@@ -174,6 +180,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fp8 blocks", {"weight_block_size": [32, 24]}, "has shape"),
     ("fp8 blocks", {"weight_block_size": [32, 12]}, "groups of 12"),
     ("fp8 blocks", {"weight_block_size": None}, "weight_scale is missing"),
+    ("modelopt", {"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'"),
+    ("modelopt", {"group_size": 32}, "group_size 32"),
     ("ct int8", {"format": "marlin-24"}, "marlin-24"),
     ("ct nvfp4", {"config_groups": {"g": EVERY | {"weights": NVFP4 | {"group_size": 12}}}}, "groups of 12"),
     ("ct nvfp4", {"config_groups": {"g": EVERY | {"weights": MXFP4}}}, "weight_scale is F8_E4M3, expected U8"),
@@ -203,6 +211,7 @@ def test_refused_by_name(case: str, changes: dict[str, Any], named: str, tmp_pat
         ("gptq 4 sym", "q_proj.qzeros", torch.zeros(2, 7, dtype=torch.int32), "qzeros has shape"),
         ("ct w4a16", "q_proj.weight_shape", torch.tensor([64, 1 << 40]), "weight_shape says"),
         ("fp8 blocks", "q_proj.weight", torch.ones(64, 64, dtype=torch.bfloat16), "is BF16, expected F8_E4M3"),
+        ("modelopt", "q_proj.weight_scale_2", torch.zeros(()), "is not one positive number"),
         ("ct nvfp4", "q_proj.weight_global_scale", torch.zeros(1), "is not one positive number"),
         ("ct mxfp4", "q_proj.weight_scale", torch.ones(64, 4, dtype=torch.uint8), "weight_scale has shape"),
         ("awq", "down_proj.weight", torch.ones(64, 96, dtype=torch.int8), "no scales"),
