@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.errors import ConfigError
 
+MADE_FROM = "_name_or_path"  # of config.json, as transformers has it: the model that a folder was made from
 QUANTISED = ("quantization_config", "compression_config")  # sections of config.json; the second is of old files
 
 

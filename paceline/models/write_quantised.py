@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from paceline.errors import ConfigError
 from paceline.layers.quantized import QuantizedWeight
-from paceline.model_files import quantization_config, read_json
+from paceline.model_files import MADE_FROM, quantization_config, read_json
 from paceline.models.loader import LazyTensors
 from paceline.models.quantization.packing import pack
 from paceline.models.quantization.round_to_nearest import GROUP_SIZE, ROWS_AT_ONCE, SCHEMES, round_to_nearest
@@ -92,7 +92,7 @@ def write_quantised(
             shards.add(own, part)
     shards.finish()
     plain = sorted(name.removesuffix(".weight") for name in stored if _is_ignored(name, stored, rounded))
-    config = raw | {"quantization_config": quantised_config(scheme, plain)}
+    config = raw | {MADE_FROM: source.name, "quantization_config": quantised_config(scheme, plain)}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for pattern in COPIED:
         for file in source.glob(pattern):

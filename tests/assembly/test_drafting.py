@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,19 @@ def test_default_is_what_ships(heads: Path) -> None:
     auto = EngineConfig(model="tiny", drafter="auto")
     assert with_real_drafter(auto).drafter == "auto"
     assert resolve_drafter(auto) == "eagle3"
+
+
+def test_a_quantised_copy_has_the_heads_of_its_model(tmp_path: Path, heads: Path) -> None:
+    """A fine-tuned one, which may name its model too, has not: it says other things."""
+    for config, found in (
+        ({"_name_or_path": "tiny", "quantization_config": {"quant_method": "fp8"}}, "eagle3"),
+        ({"_name_or_path": "tiny"}, "ngram"),
+        ({"_name_or_path": "..", "quantization_config": {"quant_method": "fp8"}}, "ngram"),
+        ({"_name_or_path": ["tiny"], "quantization_config": {"quant_method": "fp8"}}, "ngram"),
+        ({"_name_or_path": "tiny", "quantization_config": 8}, "ngram"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert resolve_drafter(EngineConfig(model=str(tmp_path), drafter="auto")) == found
 
 
 def test_without_shipped_heads_it_is_the_modules_of_the_targets_own_checkpoint(tmp_path: Path, heads: Path) -> None:

@@ -6,14 +6,29 @@ from __future__ import annotations
 from pathlib import Path
 
 from paceline.errors import ConfigError
+from paceline.model_files import MADE_FROM, quantization_config, read_json
 
 SHIPPED = Path(__file__).resolve().parents[3] / "heads"  # beside the packages: folders by model, then by drafter
 
 
 def shipped_heads(model: str, drafter: str) -> Path | None:
-    """The folder of the heads that come with Paceline for a model, if there are any."""
-    folder = SHIPPED / Path(model).name / drafter
-    return folder if (folder / "config.json").is_file() else None
+    """The folder of the heads that come with Paceline for a model, or for the one that it is a quantised copy of, if
+    there are any."""
+    for name in (Path(model).name, _made_from(Path(model))):
+        folder = SHIPPED / name / drafter
+        if name and (folder / "config.json").is_file():
+            return folder
+    return None
+
+
+def _made_from(folder: Path) -> str:
+    """Name of the model that a folder of ``paceline quantize`` was made from; else empty."""
+    try:
+        raw = read_json(folder.expanduser() / "config.json")
+        found = raw.get(MADE_FROM) if quantization_config(raw) is not None else None
+    except (ConfigError, OSError):
+        return ""
+    return Path(found).name if isinstance(found, str) else ""
 
 
 def own_modules(model: str) -> Path | None:

@@ -50,7 +50,9 @@ def test_a_folder_that_loads(scheme: str, most: float, source: Path, tmp_path: P
         assert (rounded.bits, rounded.int8_activations) == (int(scheme[1]), scheme.endswith("a8"))
         assert ((rounded.dequantised() - weight).norm() / weight.norm()).item() < most, name
     load_target(output, torch.float32, torch.device("cpu"))
-    config = json.loads((output / "config.json").read_text())["quantization_config"]
+    raw = json.loads((output / "config.json").read_text())
+    assert raw["_name_or_path"] == source.name  # by which the model's draft heads are found
+    config = raw["quantization_config"]
     assert (config["quant_method"], config["ignore"]) == ("compressed-tensors", ["lm_head"])
     with pytest.raises(ConfigError, match="quantised already"):
         write_quantised(output, tmp_path, scheme, lambda what, share: None)
