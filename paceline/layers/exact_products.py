@@ -161,6 +161,8 @@ class Matrices:
 def _tensors(weight: LinearWeight) -> list[torch.Tensor | None]:
     if not isinstance(weight, QuantizedWeight):
         return [weight, None, None]
+    if weight.float4:
+        raise ValueError("codes of FP4 have no kernel here: they become floats when they are loaded")
     codes = pack_codes(weight.codes) if _is_packed(weight) else weight.codes
     return [codes, weight.scales, weight.minimums]
 

@@ -27,7 +27,7 @@ from paceline.models.moe import FEW_EACH, GroupedExperts, _on_a_gpu
 from paceline.triton_support import has_triton
 from tests.support.interpreter import INTERPRETED, run_again_interpreted
 from tests.support.needs import needs_kernels, needs_triton
-from tests.support.quantized_weights import KINDS
+from tests.support.quantized_weights import KINDS, ON_GPUS
 from tests.support.recording import plain_torch
 from tests.support.tiny_deepseek import target_tensors, tiny_deepseek_spec
 from tests.support.tiny_model import VOCAB, tiny_spec, tiny_weights
@@ -72,7 +72,7 @@ def test_a_rows_bits_are_its_own(dtype: torch.dtype, width: int, slabs: int) -> 
 
 
 @interpreted
-@pytest.mark.parametrize("kind", [*KINDS, "Q6_K", "int8 with zero points"])
+@pytest.mark.parametrize("kind", [*ON_GPUS, "Q6_K", "int8 with zero points"])
 def test_codes_are_read_as_they_lie(kind: str) -> None:
     with exact_products.short_leaves(LEAF):
         exact_products.check_codes(CPU, kind, 200 if kind == "w8a8" else 256)
@@ -163,6 +163,18 @@ def test_few_rows_of_floats_take_the_exact_products() -> None:
         made(x, ids)
         assert of_many.call_count == 1
     torch.testing.assert_close(few, made.of_many(x[:-1], ids[:-1]).float(), rtol=2e-2, atol=2e-1)
+
+
+@interpreted
+def test_fp4_becomes_floats_when_it_is_loaded() -> None:
+    """Its codes have no kernel: they are refused by name. Mutant: they are multiplied as whole numbers."""
+    weight = KINDS["float4"](torch.randn(8, 64))
+    with layer_bits("exact", CPU):
+        found = WeightBag({"w.weight": weight}).onto(CPU).take_linear("w.weight")
+    assert isinstance(found, torch.Tensor)
+    assert torch.equal(found, weight.dequantised().bfloat16())
+    with pytest.raises(ValueError, match="FP4 have no kernel"):
+        Matrices.of(weight)
 
 
 @interpreted

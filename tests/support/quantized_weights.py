@@ -111,6 +111,7 @@ OF_FLOATS: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
     "w4a16 groups of 128": lambda weight: replace(shifted(weight, 128, 4), int8_activations=False),
 }
 KINDS = INTEGER | {scheme: _scheme(scheme) for scheme in SCHEMES if scheme.endswith("a16")} | OF_FLOATS
+ON_GPUS = [kind for kind in KINDS if "float4" not in kind]
 # Integer products that only files have: a GGUF type's groups and tables, and zero points of whole rows.
 OF_FILES: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
     "Q8_0": lambda weight: grouped(weight, 32, 8),
