@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from paceline.assembly.build import assemble
 from paceline.assembly.measure import measure_costs
+from paceline.assembly.shipped import with_real_drafter
 from paceline.config import NodeConfig
 from paceline.engine.model_runner import ModelRunner, RunnerIdentity
 from paceline.errors import ConfigError
@@ -18,6 +19,7 @@ from paceline.layers.build import kernel_set, set_threads
 from paceline.models.base import TargetModel
 from paceline.models.digest import weights_digest
 from paceline.models.registry import DTYPES, load_target
+from paceline.speculation import AUTO, DEFAULT
 
 BASELINE = "none"
 OPTIONS = {
@@ -57,8 +59,8 @@ class DraftRun:
 
     @property
     def adaptive(self) -> bool:
-        """Whether the draft length follows the load."""
-        return self.drafter != BASELINE and self.config("any").adaptive != "off"
+        """Whether the draft length follows the load, or what drafts are worth."""
+        return self.drafter in (AUTO, DEFAULT) or (self.drafter != BASELINE and self.config("any").adaptive != "off")
 
 
 def parse_drafters(text: str) -> list[DraftRun]:
@@ -125,17 +127,19 @@ class Target:
         return cls(name, dtype, device, threads, model, RunnerIdentity(name, weights_digest(folder), kernel_set()))
 
     def runner(self, run: DraftRun, *, batch: int, sequence_tokens: int, measured: bool = True) -> ModelRunner:
-        """A runner of its own pool, large enough for ``batch`` sequences of ``sequence_tokens``.
+        """A runner of its own pool, large enough for ``batch`` sequences of ``sequence_tokens``. ``default`` and
+        ``auto`` are those of a deployment.
 
         No prefix cache: every prompt is prefilled, as if it were new.
         """
         shared = {"dtype": self.dtype, "device": self.device, "threads": self.threads, "prefix_cache": False}
-        config = run.config(self.name, **shared)
+        config = with_real_drafter(run.config(self.name, **shared))
         # Twice the tree: a drafter may write slots of its own beside the target's (Drafter.draft_slots).
         each = sequence_tokens + 2 * (1 + config.nodes_budget + config.num_draft_tokens) + SPARE_SLOTS
         pool = max(MIN_POOL_TOKENS, batch * each)
-        runner = assemble(run.config(self.name, **shared, kv_cache_tokens=pool), self.model, self.identity)
-        if measured and (config.adaptive == "goodput" or config.drafter == "auto"):
+        config = with_real_drafter(run.config(self.name, **shared, kv_cache_tokens=pool))
+        runner = assemble(config, self.model, self.identity)
+        if measured and (config.adaptive == "goodput" or config.drafter == AUTO):
             measure_costs(runner, batch)  # as a node does at start
         return runner
 

@@ -23,6 +23,7 @@ from benchmarks.speculation.stats import first_difference, ratio
 from paceline.engine.model_runner import ModelRunner
 from paceline.errors import ConfigError
 from paceline.request import SequenceRequest
+from paceline.speculation import AUTO, DEFAULT
 
 MIN_REQUESTS = 12  # of a point; a multiple of Spec-Bench's six groups
 REQUESTS_PER_PLACE = 2  # requests of a point per place in the batch: places that fall free are filled again
@@ -166,9 +167,10 @@ def _point(
 
 
 def held_to(run: DraftRun, runs: Sequence[DraftRun]) -> list[str]:
-    """Labels of none and of the fixed runs of the same drafter; ``auto`` chooses among all, so it is held to all."""
-    same = [r.label for r in runs if not r.adaptive and run.drafter in (r.drafter, "auto")]
-    return [BASELINE, *same]
+    """Labels of none and of the fixed runs of the same drafter; ``auto`` and ``default`` choose among all, so they are
+    held to all."""
+    chooses = run.drafter in (AUTO, DEFAULT)
+    return [BASELINE, *(r.label for r in runs if not r.adaptive and (chooses or r.drafter == run.drafter))]
 
 
 def _crossover(points: Sequence[Point], run: DraftRun) -> float | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import plots, tables
-from benchmarks.speculation.drafter_specs import DraftRun, parse_drafters
+from benchmarks.speculation import drafter_specs
+from benchmarks.speculation.drafter_specs import DraftRun, Target, parse_drafters
 from benchmarks.speculation.sweep import (
     ADAPTIVE_FLOOR,
     MIN_REQUESTS,
@@ -19,7 +21,8 @@ from benchmarks.speculation.sweep import (
     num_requests,
     sweep,
 )
-from paceline.engine.model_runner import ModelRunner
+from paceline.config import NodeConfig
+from paceline.engine.model_runner import ModelRunner, RunnerIdentity
 from paceline.errors import ConfigError
 from tests.support.benchmarks import SETTINGS
 from tests.support.tiny_model import tiny_request, tiny_runner
@@ -88,11 +91,27 @@ def test_an_adaptive_run_is_held_to_the_best(report: SweepReport) -> None:
         assert ("MISSED" in tables.sweep_grid(changed).rows[1][-1]) is not holds
 
 
+@pytest.mark.parametrize(
+    ("item", "drafter", "tokens"), [("default", "auto", 8), ("auto", "auto", 8), ("mtp", "mtp", 4)]
+)
+def test_default_and_auto_are_those_of_a_deployment(
+    item: str, drafter: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutant: K is what a drafter without a length of its own has."""
+    configs: list[NodeConfig] = []
+    monkeypatch.setattr(drafter_specs, "assemble", lambda config, *rest: configs.append(config))
+    model: Any = None
+    target = Target("smollm2-135m-instruct", "bf16", "cpu", 1, model, RunnerIdentity("tiny", "", ""))
+    target.runner(parse_drafters(item)[-1], batch=2, sequence_tokens=400, measured=False)
+    assert [(c.drafter, c.num_draft_tokens, c.kv_cache_tokens > 800) for c in configs] == [(drafter, tokens, True)]
+
+
 def test_what_an_adaptive_run_is_held_to() -> None:
-    runs = parse_drafters("none,ngram:k=2,ngram:k=8,mtp,ngram:adaptive=window,auto:adaptive=goodput")
-    assert [run.adaptive for run in runs] == [False] * 4 + [True] * 2
+    runs = parse_drafters("none,ngram:k=2,ngram:k=8,mtp,ngram:adaptive=window,auto:k=8,default")
+    assert [run.adaptive for run in runs] == [False] * 4 + [True] * 3
     assert held_to(runs[4], runs) == ["none", "ngram:k=2", "ngram:k=8"]
-    assert set(held_to(runs[5], runs)) == {"none", "ngram:k=2", "ngram:k=8", "mtp"}
+    for chooses in runs[5:]:
+        assert set(held_to(chooses, runs)) == {"none", "ngram:k=2", "ngram:k=8", "mtp"}
 
 
 def test_an_adaptive_point_is_divided_by_the_best_fixed() -> None:
