@@ -1,7 +1,8 @@
 """``python -m benchmarks.secured``: what certificates, TLS and API keys cost, over gRPC and HTTP.
 
 Two deployments, one with ``--tls-dir`` and ``--api-keys``, are up at once and measured in turn, so that both meet the
-same machine. Loads: a short prompt and a long one (time to first token), and streams (tokens/s of all).
+same machine. Loads: a short prompt and a long one (time to first token), and streams (tokens/s of all, and what a token
+takes of the CPU in all processes of its deployment).
 """
 
 from __future__ import annotations
@@ -17,48 +18,60 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common.processes import PACELINE, ended_by_signals, serving_paceline
 from benchmarks.engine import prompt
-from benchmarks.mixed import Load
+from benchmarks.mixed import STREAM_TOKENS, STREAMS, Load
 from paceline.client import AsyncClient
 
 SHORT_PROMPT, SHORT_PROMPTS, HTTP_PROMPT = 16, 8, "The capital of France is"
 
 
-@dataclass(frozen=True)
-class Figures:
-    """One repetition. Seconds to first tokens; tokens/s of all streams together."""
-
-    short_ttft_s: float
-    http_ttft_s: float
-    long_ttft_s: float
-    tokens_s: float
+LOADS = {  # columns of the table: what is measured, and what its median is multiplied by
+    "short": ("TTFT short ms", 1e3),
+    "http": ("TTFT HTTP ms", 1e3),
+    "long": ("TTFT long ms", 1e3),
+    "streams": ("tokens/s", 1.0),
+    "cpu": ("CPU ms/token", 1e3),
+}
+Found = dict[str, dict[str, list[float]]]  # by load and way, one for each repetition
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a deployment is asked. ca: None in the clear."""
+    """How a deployment is asked. ca: None in the clear; processes: of the deployment."""
 
     grpc: str
     http: str
+    processes: list[psutil.Process]
     ca: Path | None = None
     key: str = ""
 
-    async def repetition(self, number: int) -> Figures:
-        """All loads once."""
+    async def figures(self, load: str, number: int) -> dict[str, float]:
+        """One load, once: seconds to a first token, or tokens/s of streams and the CPU seconds that each token took in
+        all processes of the deployment."""
+        if load == "http":
+            return {load: await self._http_s()}
         tls = False if self.ca is None else str(self.ca)
         async with AsyncClient(self.grpc, tls=tls, api_key=self.key) as client:
-            load = Load(client)
-            short = [await _first_token_s(client, number * SHORT_PROMPTS + i) for i in range(SHORT_PROMPTS)]
-            http = await self._http_s()
-            return Figures(statistics.median(short), http, await load.first_token_s(), await load.streams())
+            if load == "short":
+                first = [await _first_token_s(client, number * SHORT_PROMPTS + i) for i in range(SHORT_PROMPTS)]
+                return {load: statistics.median(first)}
+            if load == "long":
+                return {load: await Load(client).first_token_s()}
+            before = self._cpu_s()
+            rate = await Load(client).streams()
+            return {load: rate, "cpu": (self._cpu_s() - before) / (STREAMS * STREAM_TOKENS)}
+
+    def _cpu_s(self) -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in self.processes)
 
     async def _http_s(self) -> float:
         """Median seconds to the first event, each over the connection of the one before."""
@@ -89,29 +102,30 @@ async def _first_token_s(client: AsyncClient, number: int) -> float:
     raise RuntimeError("the stream ended without a token")
 
 
-async def measure(ways: dict[str, Way], repeats: int) -> dict[str, list[Figures]]:
-    """Each in turn, the first one another each time, after a repetition that does not count."""
-    found: dict[str, list[Figures]] = {name: [] for name in ways}
+async def measure(ways: dict[str, Way], repeats: int) -> Found:
+    """Each load over both ways at once, one after the other, the first one another each time, after a repetition that
+    does not count: what a machine does meanwhile comes to both."""
+    found: Found = {load: {name: [] for name in ways} for load in LOADS}
     for number in range(repeats + 1):
-        for name in sorted(ways, reverse=bool(number % 2)):
-            figures = await ways[name].repetition(number)
-            if number:
-                found[name].append(figures)
-            print(f"{number}/{repeats} {name}: {figures}", file=sys.stderr)
+        for load in LOADS:
+            for name in sorted(ways, reverse=bool(number % 2)) if load != "cpu" else ():
+                figures = await ways[name].figures(load, number)
+                for what, figure in figures.items() if number else ():
+                    found[what][name].append(figure)
+        print(f"{number}/{repeats}", file=sys.stderr)
     return found
 
 
-def show(found: dict[str, list[Figures]]) -> None:
+def show(found: Found) -> None:
     """Medians, and the median of what each repetition of the one costs over that of the other."""
     table = Table(title="medians")
-    for column in ("", "TTFT short ms", "TTFT HTTP ms", "TTFT long ms", "tokens/s"):
+    for column in ("", *(title for title, _ in LOADS.values())):
         table.add_column(column, justify="right")
-    for name, rows in found.items():
-        cells = [statistics.median(values) for values in zip(*(asdict(row).values() for row in rows), strict=True)]
-        table.add_row(name, *(f"{cell * 1e3:.1f}" for cell in cells[:3]), f"{cells[3]:.1f}")
-    plain, secured = (zip(*(asdict(row).values() for row in found[name]), strict=True) for name in ("plain", "secured"))
-    ratios = [statistics.median(b / a for a, b in zip(*both, strict=True)) for both in zip(plain, secured, strict=True)]
-    table.add_row("secured / plain", *(f"{ratio:.3f}" for ratio in ratios))
+    for name in found["short"]:
+        cells = [f"{statistics.median(found[load][name]) * factor:.1f}" for load, (_, factor) in LOADS.items()]
+        table.add_row(name, *cells)
+    pairs = [zip(found[load]["plain"], found[load]["secured"], strict=True) for load in LOADS]
+    table.add_row("secured / plain", *(f"{statistics.median(b / a for a, b in both):.3f}" for both in pairs))
     Console().print(table)
 
 
@@ -127,24 +141,26 @@ def deployments(options: list[str]) -> Iterator[dict[str, Way]]:
         made = [*PACELINE, "keys", "create", "--file", str(keys), "--tenant", "bench"]
         key = subprocess.run(made, check=True, capture_output=True, text=True).stdout.strip().split()[-1]
         plain = stack.enter_context(serving_paceline(options))
+        of_plain = psutil.Process().children(recursive=True)
         with_all = stack.enter_context(serving_paceline([*options, "--tls-dir", str(certs), "--api-keys", str(keys)]))
+        others = [process for process in psutil.Process().children(recursive=True) if process not in of_plain]
         yield {
-            "plain": Way(plain["grpc"], plain["http"]),
-            "secured": Way(with_all["grpc"], with_all["http"], certs / "ca.pem", key),
+            "plain": Way(plain["grpc"], plain["http"], of_plain),
+            "secured": Way(with_all["grpc"], with_all["http"], others, certs / "ca.pem", key),
         }
 
 
 def main() -> None:
     """Start the deployments, measure, print, stop."""
     parser = argparse.ArgumentParser(prog="benchmarks.secured", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", type=Path, help="write every repetition here")
     options = parser.parse_args()
     with ended_by_signals(), deployments(["--no-prefix-cache", "--no-standby", "--drafter", "none"]) as ways:
         found = asyncio.run(measure(ways, options.repeats))
     show(found)
     if options.json is not None:
-        options.json.write_text(json.dumps({name: [asdict(row) for row in rows] for name, rows in found.items()}))
+        options.json.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
