@@ -74,6 +74,9 @@ class ExpertWeights:
             every, scheme = take(f"mlp.experts.{name}"), self._scheme if self._by_kernels else NOT_ROUNDED
             return lambda i: rounded_weight(every[i].t(), scheme)
         blocks, scales = take(f"mlp.experts.{name}_blocks"), take(f"mlp.experts.{name}_scales")
+        if blocks.is_meta:  # a dry run
+            shape = (blocks.shape[1], blocks.shape[2] * MXFP4_BLOCK)
+            return lambda i: blocks.new_empty(shape, dtype=self._dtype)
         if self._by_kernels:
             return lambda i: mxfp4_weight(blocks[i], scales[i])
         return lambda i: mxfp4_weight(blocks[i], scales[i]).dequantised().to(self._dtype)
