@@ -74,13 +74,11 @@ def test_speculation(prompts: Path, tmp_path: Path, smollm2_folder: Path) -> Non
 def test_sweep(prompts: Path, tmp_path: Path, smollm2_folder: Path) -> None:
     out = tmp_path / "out.json"
     options = ["--prompts", prompts, "--model", smollm2_folder, "--threads", 1, "--max-tokens", 3]
-    options += ["--drafters", "none,ngram,default", "--batches", "2", "--max-prompt-tokens", 100]
-    result = invoke("sweep", *options, "--json", out)
+    result = invoke("sweep", *options, "--batches", "2", "--max-prompt-tokens", 100, "--json", out)
+    assert result.exit_code == 0, result.output
     report = SweepReport.read(out)
-    assert result.exit_code == (0 if report.holds else 1), result.output
-    assert [(p.drafter, p.batch, p.requests, p.unequal, p.to_best is None) for p in report.points] == [
-        ("none", 2, 12, 0, True),
-        ("ngram", 2, 12, 0, True),
-        ("default", 2, 12, 0, False),
+    assert [(p.drafter, p.batch, p.requests, p.unequal) for p in report.points] == [
+        ("none", 2, 12, 0),
+        ("ngram", 2, 12, 0),
     ]
     assert report.prompts_repeat

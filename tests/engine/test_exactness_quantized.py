@@ -24,8 +24,9 @@ CHAIN: dict[str, object] = {"drafter": "ngram", "num_draft_tokens": 8}
 TREE: dict[str, object] = {"drafter": "mtp", "num_draft_tokens": 3, "tree": "static", "tree_width": 3}
 STATEFUL: dict[str, object] = {"drafter": "mtp", "num_draft_tokens": 4, "page_size": 1}
 HEADS = ("eagle", "eagle3", "medusa", "draft_model")
-APART = [  # every drafter, in a scheme by turns; those with rows of their own in both ways to hand them over
-    *((case, SCHEMES[i % 4], "draft_kv") for i, case in enumerate(CASES)),
+BY_STATE = ("ngram", "mtp x3", "eagle", "eagle3 dynamic", "medusa", "draft model")
+APART = [  # a drafter of each kind of state, in a scheme by turns; those with rows of their own in both ways
+    *((case, SCHEMES[i % 4], "draft_kv") for i, case in enumerate(BY_STATE)),
     *((case, SCHEMES[i % 4], "hidden_states") for i, case in enumerate(("mtp x3", "eagle", "eagle3 dynamic", "mtp"))),
 ]
 
