@@ -58,6 +58,13 @@ def test_real_indexes_load_with_no_tensor_left(name: str) -> None:
     assert plan.weight_bytes(4) < plan.weight_bytes() / 2
 
 
+def test_a_gpu_unpacks_mxfp4() -> None:
+    """A CPU has half a byte and a 32nd of a float16 for each weight of an expert. Mutant: the same on both."""
+    on_gpu = plan_model(index("gpt-oss-20b"), torch.bfloat16, on_gpu=True)
+    weights = 24 * 32 * 3 * 2880 * 2880
+    assert on_gpu.weight_bytes() - planned("gpt-oss-20b").weight_bytes() == weights * (2 - 1 / 2 - 2 / 32)
+
+
 def test_a_tensor_too_many_or_too_few_is_named(tmp_path: Path) -> None:
     raw = json.loads(index("qwen3-30b-a3b").read_text())
     raw["config"]["num_hidden_layers"] = 2
