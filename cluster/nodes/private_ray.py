@@ -34,6 +34,10 @@ FATE_SHARED = (
     "import ctypes, os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}); "
     "ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
 )
+# Nobody asks what tasks did, there being no dashboard. A Ray that is lost would be told of them for 5 s.
+NO_TASK_EVENTS = {"task_events_report_interval_ms": 0}
+# Ray's library waits for the first workers while it holds Python's lock: a router in this process would answer nobody.
+NO_WORKERS_FIRST = {"prestart_worker_first_driver": False}
 NO_PORT = -1  # what agents of a Ray without dashboard announce
 
 
@@ -81,7 +85,7 @@ def _started_by_itself(command: list[str], *, preexec_fn: Callable[[], None], **
 
 def start_private_ray(num_cpus: int, *, again: bool = False) -> None:
     """num_cpus: what actors may be placed on; as many workers are started at once, ready for the first of them. again:
-    while this process serves, which costs 0.1 s more."""
+    while this process serves; workers are started when they are needed."""
     theirs, ray._private.node.Node = ray._private.node.Node, SmallNode
     services.ConsolePopen = _started_by_itself if again else _console_popen
     try:
@@ -92,6 +96,7 @@ def start_private_ray(num_cpus: int, *, again: bool = False) -> None:
             object_store_memory=OBJECT_STORE_BYTES,
             log_to_driver=False,
             configure_logging=False,
+            _system_config=NO_TASK_EVENTS | (NO_WORKERS_FIRST if again else {}),
         )
     finally:
         ray._private.node.Node, services.ConsolePopen = theirs, _console_popen

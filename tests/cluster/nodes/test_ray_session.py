@@ -238,3 +238,41 @@ def test_a_raylet_that_ends_before_it_is_joined_ends_no_router() -> None:
     done = subprocess.run([sys.executable, "-c", JOINS_A_DEAD_RAYLET], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["Ray did not start: its raylet ended before it was joined", "another"]
+
+
+LEAVES_A_DEAD_GCS = """
+import time
+
+import psutil
+import ray
+
+from cluster.nodes.private_ray import STAND_IN
+from cluster.nodes.ray_session import SESSION, start_ray, stop_ray
+
+start_ray("local", 2)
+gcs, = [one for one in psutil.Process().children() if one.name() == "gcs_server"]
+gcs.kill()
+SESSION.close()
+theirs, took_s = ray.shutdown, []
+
+
+def shutdown():
+    began = time.monotonic()
+    theirs()
+    took_s.append(time.monotonic() - began)
+
+
+ray.shutdown = shutdown
+SESSION.renew(())
+ray.shutdown = theirs
+raylet, = [one for one in psutil.Process().children() if one.name() == "raylet"]
+print(took_s[0] < 4, [one.pid for one in raylet.children() if one.name() != STAND_IN])
+stop_ray()
+"""
+
+
+def test_another_ray_is_there_without_a_wait() -> None:
+    """Waits of Ray's library, in one of which no other thread of this process runs. Mutants: a GCS that is gone is told
+    for 5 s what tasks did; workers that nobody needs are waited for."""
+    done = subprocess.run([sys.executable, "-c", LEAVES_A_DEAD_GCS], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["True []"]), done.stdout + done.stderr
