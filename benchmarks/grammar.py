@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.console import step
 from benchmarks.common.schemas import SCHEMAS, Json
 from benchmarks.common.timing import median_s
 from paceline.assembly.build import build_runner
@@ -62,10 +63,11 @@ def masks(folder: Path, vocab_size: int) -> list[MaskFigures]:
     makers = {"llguidance": _llguidance(folder, vocab_size)}
     if importlib.util.find_spec("xgrammar") is not None:
         makers["xgrammar"] = _xgrammar(folder, vocab_size, tokenizer.eos_token_ids)
-    figures = []
+    figures = list[MaskFigures]()
     for name, (schema, value) in SCHEMAS.items():
         tokens = tokenizer.encode(json.dumps(value))
         for library, make in makers.items():
+            step(len(figures), len(SCHEMAS) * len(makers), f"{library}: {name}")
             compile_s = median_s(lambda make=make, schema=schema: make(schema))  # type: ignore[misc]
             walked = [one for _ in range(5) for one in make(schema)(tokens)]
             times = [1e6 * seconds for seconds, _ in walked]
@@ -146,7 +148,9 @@ class TextFigures:
 def text(model: str, threads: int, repeats: int) -> list[TextFigures]:
     """Plain and drafted, with and without grammar; the ways take turns within each repetition."""
     folder = resolve_model(model)
+    step(0, 2, "loading the model")
     plain = build_runner(plain_config(folder, threads, "none"))
+    step(1, 2, "loading the model, and drafters")
     auto = build_runner(plain_config(folder, threads, "auto"))
     ways = {
         "plain, no grammar": (plain, False, 0),
@@ -157,7 +161,8 @@ def text(model: str, threads: int, repeats: int) -> list[TextFigures]:
     }
     runs: dict[str, list[TextFigures]] = {way: [] for way in ways}
     for repeat in range(repeats + 1):
-        for way, (runner, masked, depth) in ways.items():
+        for number, (way, (runner, masked, depth)) in enumerate(ways.items()):
+            step(repeat * len(ways) + number, (repeats + 1) * len(ways), way)
             one = _generate(way, runner, folder, masked=masked, depth=depth)
             if repeat:  # the first one warms up
                 runs[way].append(one)

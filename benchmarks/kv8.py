@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import kv8_speed
+from benchmarks.common.console import bar, step
 from paceline.attention.base import ForwardBatch, Segment
 from paceline.attention.select import attention_for
 from paceline.kvcache.layout import KvLayout, LayerOwner
@@ -38,26 +39,28 @@ class Compared:
     agreement: float  # share of positions whose likeliest next token is the same
 
 
-def log_probs(model: TargetModel, ids: list[int], layout: KvLayout) -> torch.Tensor:
-    """float32 [len(ids), vocab_size]."""
+def log_probs(model: TargetModel, ids: list[int], layout: KvLayout, name: str) -> torch.Tensor:
+    """float32 [len(ids), vocab_size]. name: of the cache, for who waits."""
     spec = model.spec
     attention = attention_for(model.device, spec.num_heads, spec.num_kv_heads, spec.head_dim)
     kv = KvPool(layout, -(-len(ids) // PAGE), PAGE)
     slots, rows = torch.arange(len(ids), dtype=torch.int32), []
-    for start in range(0, len(ids), CHUNK):
-        batch = ForwardBatch.build([Segment.linear(ids[start : start + CHUNK], start, slots)])
-        rows.append(model.logits(model.forward(ForwardContext.build(batch, kv, attention))))
+    with bar(f"text, KV cache {name}") as show:
+        for start in range(0, len(ids), CHUNK):
+            show(start, len(ids), "tokens")
+            batch = ForwardBatch.build([Segment.linear(ids[start : start + CHUNK], start, slots)])
+            rows.append(model.logits(model.forward(ForwardContext.build(batch, kv, attention))))
     return torch.cat(rows).log_softmax(-1)
 
 
 @torch.inference_mode()
 def compare(model: TargetModel, ids: list[int]) -> Compared:
     """Raises ConfigError for a model whose KV has no int8."""
-    layouts = [KvLayout.of(model.kv_layers, model.dtype, name) for name in ("auto", "int8")]
-    plain, coded = (log_probs(model, ids, layout) for layout in layouts)
+    layouts = {name: KvLayout.of(model.kv_layers, model.dtype, name) for name in ("auto", "int8")}
+    plain, coded = (log_probs(model, ids, layout, name) for name, layout in layouts.items())
     own, follows = torch.arange(len(ids) - 1), torch.tensor(ids[1:])
     plain_ppl, coded_ppl = (float((-rows[own, follows]).mean().exp()) for rows in (plain, coded))
-    plain_bytes, coded_bytes = (layout.token_bytes(LayerOwner.TARGET) for layout in layouts)
+    plain_bytes, coded_bytes = (layout.token_bytes(LayerOwner.TARGET) for layout in layouts.values())
     return Compared(
         token_bytes=(plain_bytes, coded_bytes),
         perplexity=(plain_ppl, coded_ppl),
@@ -84,6 +87,7 @@ def main() -> None:
     """See the module docstring."""
     given = _parsed()
     folder = resolve_model(given.model)
+    step(0, 1 + (given.text is not None) + (given.rounds > 0), "loading the model")
     model = load_target(folder, DTYPES[given.dtype], torch.device("cpu"))
     if given.text is not None:
         ids = Tokenizer.from_folder(folder).encode(given.text.read_text(encoding="utf-8"))[: given.tokens]

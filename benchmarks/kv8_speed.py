@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.common.console import step
 from benchmarks.common.timing import read_bandwidth
 from paceline.attention.base import AttentionBackend, ForwardBatch, Segment
 from paceline.attention.select import attention_for
@@ -102,9 +103,10 @@ def measure(model: TargetModel, contexts: Sequence[int], kinds: Sequence[str], r
     spec, bandwidth = model.spec, read_bandwidth()
     attention = attention_for(model.device, spec.num_heads, spec.num_kv_heads, spec.head_dim)
     pools = [noisy_pool(model, name, max(contexts) + CHUNK) for name in CACHES]
-    found = []
+    found = list[StepTime]()
     for context in contexts:
         for kind in kinds:
+            step(len(found), len(contexts) * len(kinds), f"{kind} at {context}")
             segment = segment_of(kind, context)
             cases = [_case(model, kv, attention, segment) for kv in pools]
             steps, alone = ([[_median_s(work(case)) for case in cases] for _ in range(rounds)] for work in _WORK)

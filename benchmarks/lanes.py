@@ -22,6 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.console import step
 from benchmarks.handoff.bench import Asked, Bench, Pair
 from paceline.config import NodeConfig
 from paceline.errors import PacelineError
@@ -84,8 +85,10 @@ async def measure(benches: dict[str, Bench], options: argparse.Namespace) -> dic
     found: dict[str, list[Turn]] = {way: [] for way in benches}
     async with AsyncExitStack() as stack:
         pairs = {way: await stack.enter_async_context(bench.connected()) for way, bench in benches.items()}
-        for number in range(WARM_UPS + options.rounds):
-            for way in WAYS if number % 2 else WAYS[::-1]:
+        count = WARM_UPS + options.rounds
+        for number in range(count):
+            for place, way in enumerate(WAYS if number % 2 else WAYS[::-1]):
+                step(number * len(WAYS) + place, count * len(WAYS), way)
                 found[way].append(await turn(pairs[way], options.prompt_tokens))
     return {way: turns[WARM_UPS:] for way, turns in found.items()}
 
@@ -117,6 +120,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     options = parser.parse_args()
+    step(0, (WARM_UPS + options.rounds) * len(WAYS), "starting nodes")
     with ExitStack() as stack:
         benches = {way: stack.enter_context(Bench.open(config_of(options, way), computes=True)) for way in WAYS}
         found = asyncio.run(measure(benches, options))

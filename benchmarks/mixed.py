@@ -24,6 +24,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.console import step
 from benchmarks.common.processes import ended_by_signals, serving_paceline
 from benchmarks.engine import prompt
 from paceline.client import AsyncClient
@@ -123,7 +124,7 @@ async def measure(addresses: dict[str, str], repeats: int) -> dict[str, list[Fig
                 figures = await Load(client).repetition()
             if number:
                 found[name].append(figures)
-            print(f"{number}/{repeats} {name}: {figures}", file=sys.stderr)
+            step(number, repeats, f"{name}: {figures}")
     return found
 
 
@@ -168,10 +169,10 @@ def main() -> None:
     options = parser.parse_args()
     common = ["--no-prefix-cache", "--no-standby", "--drafter", options.drafter]
     with ended_by_signals(), ExitStack() as stack:
-        served = {
-            value: stack.enter_context(serving_paceline([f"--{options.option}", value, *common]))["grpc"]
-            for value in options.values.split(",")
-        }
+        values, served = options.values.split(","), dict[str, str]()
+        for value in values:
+            step(len(served), len(values), f"starting a deployment: {value}")
+            served[value] = stack.enter_context(serving_paceline([f"--{options.option}", value, *common]))["grpc"]
         for _ in range(options.crowd):
             stack.enter_context(_busy_process())
         found = asyncio.run(measure(served, options.repeats))

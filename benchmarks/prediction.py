@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.console import step
 from paceline.assembly.build import build_runner
 from paceline.config import NodeConfig
 from paceline.engine.colocated import ColocatedEngine
@@ -96,9 +97,17 @@ class Asked:
 
 def measure(model: str, threads: int, repeats: int) -> list[Figures]:
     """All ways, in turns; the first turn warms up."""
-    asked = Asked(model, threads)
     ways = [NO_PREDICTION, PLAIN, *EDITED]
-    turns = [{way: asked.seconds(way, turn) for way in ways} for turn in range(repeats + 1)][1:]
+    parts = 1 + (repeats + 1) * len(ways)
+    step(0, parts, "loading the model, and its answers")
+    asked = Asked(model, threads)
+    turns: list[dict[str, tuple[float, float]]] = []
+    for turn in range(repeats + 1):
+        turns.append({})
+        for number, way in enumerate(ways):
+            step(1 + turn * len(ways) + number, parts, way)
+            turns[turn][way] = asked.seconds(way, turn)
+    del turns[0]
     tokens = sum(map(len, asked.answers))
     return [
         Figures(

@@ -16,7 +16,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -25,6 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.console import bar, step
 from benchmarks.common.timing import read_bandwidth
 from benchmarks.engine import PROMPT_TOKENS, decode_step_s, greedy, weight_bytes
 from paceline.assembly.build import build_runner
@@ -95,10 +96,15 @@ def once(runner: ModelRunner) -> Round:
 
 def measure(model: str, schemes: Sequence[str], threads: int, rounds: int) -> tuple[float, list[Speed]]:
     """The largest bytes/s of the memory, and a line for each scheme."""
-    runners = {scheme: _runner(model, scheme, threads) for scheme in schemes}
+    runners: dict[str, ModelRunner] = {}
+    parts = (1 + rounds) * len(schemes)
+    for scheme in schemes:
+        step(len(runners), parts, f"loading: {scheme}")
+        runners[scheme] = _runner(model, scheme, threads)
     seen: dict[str, list[Round]] = {scheme: [] for scheme in schemes}
-    for _ in range(rounds):
-        for scheme, runner in runners.items():
+    for number in range(rounds):
+        for place, (scheme, runner) in enumerate(runners.items()):
+            step((1 + number) * len(runners) + place, parts, f"round {number + 1}: {scheme}")
             seen[scheme].append(once(runner))
     speeds = [_speed(scheme, runner, seen[scheme]) for scheme, runner in runners.items()]
     return max(each.bandwidth for rounds_of in seen.values() for each in rounds_of), speeds
@@ -126,7 +132,8 @@ def perplexities(model: str, schemes: Sequence[str], threads: int, files: Sequen
     windows = [token_ids[i : i + WINDOW] for i in range(0, len(token_ids) - WINDOW, WINDOW)][:MOST_WINDOWS]
     found = []
     for scheme in schemes:
-        losses = list(_losses(_runner(model, scheme, threads), windows))
+        with bar(f"perplexity, {scheme}") as show_progress:
+            losses = list(_losses(_runner(model, scheme, threads), windows, show_progress))
         found.append(Quality(scheme, math.exp(sum(losses) / len(losses)), len(losses)))
     return found
 
@@ -138,14 +145,22 @@ def written_perplexities(model: str, written: Sequence[str], threads: int, files
         for number, name in enumerate(written):
             scheme, _, method = name.partition(":")
             folder = Path(scratch) / str(number)
-            quantise(Job(model, scheme, folder, cast(Method, method), threads=threads), lambda what, share: None)
+            with bar(f"writing {name}") as show_progress:
+                _write(Job(model, scheme, folder, cast(Method, method), threads=threads), show_progress)
             found += [replace(one, scheme=name) for one in perplexities(str(folder), ["none"], threads, files)]
     return found
 
 
-def _losses(runner: ModelRunner, windows: Sequence[Sequence[int]]) -> Iterator[float]:
+def _write(job: Job, show_progress: Callable[[int, int, str], None]) -> None:
+    quantise(job, lambda what, share: show_progress(round(100 * share), 100, what))
+
+
+def _losses(
+    runner: ModelRunner, windows: Sequence[Sequence[int]], show_progress: Callable[[int, int, str], None]
+) -> Iterator[float]:
     """Minus the logarithm of the probability of each token but a window's first."""
-    for window in windows:
+    for number, window in enumerate(windows):
+        show_progress(number, len(windows), "windows of text")
         logits = logits_in_chunks(
             runner.model, runner.kv, runner.allocator, runner.attention, list(window), (len(window),)
         )

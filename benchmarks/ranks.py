@@ -21,6 +21,7 @@ from unittest import mock
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.console import step
 from benchmarks.engine import PROMPT_TOKENS, decode_step_s, greedy
 from paceline.assembly.build import build_runner
 from paceline.config import NodeConfig
@@ -96,19 +97,25 @@ def bytes_of_step(runner: ModelRunner, batch: int) -> tuple[int, int, int]:
 
 def measure(model: str, degrees: Sequence[int], threads: int, rounds: int) -> list[Cost]:
     """A line for each degree and batch."""
-    runners = {degree: _runner(model, degree, threads) for degree in degrees}
+    runners: dict[int, ModelRunner] = {}
     best: dict[tuple[int, int], float] = {}
+    parts = (2 + rounds) * len(degrees)
     try:
-        for _ in range(rounds):
-            for degree, runner in runners.items():
+        for degree in degrees:
+            step(len(runners), parts, f"loading: {degree} ranks")
+            runners[degree] = _runner(model, degree, threads)
+        for number in range(rounds):
+            for place, (degree, runner) in enumerate(runners.items()):
+                step((1 + number) * len(runners) + place, parts, f"round {number + 1}: {degree} ranks")
                 for batch in BATCHES:
                     key = (degree, batch)
                     best[key] = min(best.get(key, 1e9), step_s(runner, batch, 24))
-        return [
-            Cost(degree, batch, 1e3 * best[degree, batch], *bytes_of_step(runner, batch))
-            for degree, runner in runners.items()
-            for batch in BATCHES
-        ]
+        found = []
+        for place, (degree, runner) in enumerate(runners.items()):
+            step((1 + rounds) * len(runners) + place, parts, f"bytes of a step: {degree} ranks")
+            for batch in BATCHES:
+                found.append(Cost(degree, batch, 1e3 * best[degree, batch], *bytes_of_step(runner, batch)))
+        return found
     finally:
         for runner in runners.values():
             runner.close()
@@ -120,10 +127,11 @@ def slabs_over_one_sum(model: str, threads: int, pairs: int) -> dict[int, float]
     assert isinstance(runner.model, LlamaModel)
     linears = [linear for layer in runner.model.layers for linear in (layer.o_proj, layer.down_proj)]
     slabs = [linear.slabs for linear in linears]
-    found = {}
+    found: dict[int, float] = {}
     for batch in BATCHES:
         ratios = []
         for pair in range(pairs):
+            step(len(found) * pairs + pair, len(BATCHES) * pairs, f"with slabs and without, batch {batch}")
             took = {}
             for with_slabs in (True, False) if pair % 2 else (False, True):
                 for linear, count in zip(linears, slabs, strict=True):  # what the kernel reads at each call

@@ -20,6 +20,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.console import step
 from benchmarks.common.processes import serving_paceline
 
 Json = dict[str, Any]
@@ -206,7 +207,11 @@ async def measure(address: str, repeats: int, pause_s: float) -> list[Figures]:
         running = asyncio.create_task(stream.run())
         await asyncio.sleep(1.0)
         try:
-            return [await _measured(client, stream, what, repeats, pause_s) for what in BAD]
+            found = []
+            for number, what in enumerate(BAD):
+                step(number, len(BAD), what)
+                found.append(await _measured(client, stream, what, repeats, pause_s))
+            return found
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -246,6 +251,7 @@ def main() -> None:
     parser.add_argument("--pause-s", type=float, default=0.2, help="between two requests")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
+    step(0, len(BAD), "starting a deployment")
     with serving_paceline(["--model", options.model, "--drafter", "none", "--no-standby"]) as addresses:
         rows = asyncio.run(measure(addresses["http"], options.repeats, options.pause_s))
     show(rows)

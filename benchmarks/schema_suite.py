@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.console import bar
 from paceline.errors import InvalidRequest
 from paceline.grammar.compile import GrammarCompiler
 from paceline.models.config import ModelSpec
@@ -58,19 +59,26 @@ Compile = Callable[[str], MayBe]  # of a schema; raises InvalidRequest for one t
 
 def coverage(folder: Path, compile_schema: Compile, optional: bool) -> Coverage:
     """Every schema below ``folder``. optional: also those of formats and more that a validator may leave out."""
-    found = Coverage()
-    for name, group in _groups(folder, optional):
-        found.schemas += 1
-        try:
-            may_be = compile_schema(json.dumps(group["schema"]))
-        except InvalidRequest as error:
-            found.refused += 1
-            found.reasons[_reason(error.message)] += 1
-            continue
-        found.taken += 1
-        for test in group["tests"]:
-            _judge(found, f"{name}: {group['description']}: {test['description']}", may_be, test)
+    found, groups = Coverage(), list(_groups(folder, optional))
+    with bar("schemas") as show:
+        for name, group in groups:
+            show(found.schemas, len(groups), name)
+            _try(found, compile_schema, name, group)
     return found
+
+
+def _try(found: Coverage, compile_schema: Compile, name: str, group: dict[str, Any]) -> None:
+    """Add what comes of one schema, and of its values."""
+    found.schemas += 1
+    try:
+        may_be = compile_schema(json.dumps(group["schema"]))
+    except InvalidRequest as error:
+        found.refused += 1
+        found.reasons[_reason(error.message)] += 1
+        return
+    found.taken += 1
+    for test in group["tests"]:
+        _judge(found, f"{name}: {group['description']}: {test['description']}", may_be, test)
 
 
 def _groups(folder: Path, optional: bool) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -14,7 +14,6 @@ import math
 import ssl
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -29,6 +28,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.console import step
 from benchmarks.common.processes import PACELINE, ended_by_signals, serving_paceline
 from benchmarks.engine import prompt
 from benchmarks.mixed import LONG_PROMPT, STREAM_TOKENS, STREAMS, Load
@@ -112,12 +112,12 @@ async def measure(ways: dict[str, Way], repeats: int) -> Found:
     does not count: what a machine does meanwhile comes to both."""
     found: Found = {load: {name: [] for name in ways} for load in LOADS}
     for number in range(repeats + 1):
+        step(number, repeats + 1, "all loads")
         for load in LOADS:
             for name in sorted(ways, reverse=bool(number % 2)) if load != "cpu" else ():
                 figures = await ways[name].figures(load, number)
                 for what, figure in figures.items() if number else ():
                     found[what][name].append(figure)
-        print(f"{number}/{repeats}", file=sys.stderr)
     return found
 
 
@@ -168,7 +168,7 @@ def deployments(options: list[str]) -> Iterator[dict[str, Way]]:
 def sealing_ms(num_bytes: int) -> tuple[float, float]:
     """Milliseconds to encrypt, and to decrypt, the rows of a hand-off of so many bytes, as its two ends do."""
     cipher, rows, number = AESGCM(AESGCM.generate_key(256)), torch.ones(num_bytes, dtype=torch.uint8), bytes(12)
-    pieces = rows.split(PLAIN_BYTES)
+    pieces = [rows[at : at + PLAIN_BYTES] for at in range(0, num_bytes, PLAIN_BYTES)]
     sealed = [torch.empty(len(piece) + TAG_BYTES, dtype=torch.uint8) for piece in pieces]
     times = []
     for _ in range(SEALINGS):
@@ -189,6 +189,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", type=Path, help="write every repetition here")
     options = parser.parse_args()
+    step(0, options.repeats + 1, "starting two deployments")
     with ended_by_signals(), deployments(["--no-prefix-cache", "--no-standby", "--drafter", "none"]) as ways:
         found = asyncio.run(measure(ways, options.repeats))
     show(found)

@@ -24,6 +24,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.console import step
 from benchmarks.common.processes import FREE_PORTS, PACELINE
 
 COMMAND = (*PACELINE, "serve", "--verbose")
@@ -168,7 +169,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print the measurements as JSON instead")
     given, options = parser.parse_known_args()
-    starts = [measure(options) for _ in range(given.repeats)]
+    starts = []
+    for number in range(given.repeats):
+        step(number, given.repeats, "starting paceline serve")
+        starts.append(measure(options))
     if given.json:
         print(json.dumps([asdict(start) for start in starts], indent=1))
     else:

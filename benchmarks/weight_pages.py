@@ -27,6 +27,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.console import step
 from benchmarks.engine import decode_step_s
 from paceline.assembly.build import build_runner
 from paceline.config import NodeConfig
@@ -93,16 +94,19 @@ def measure(options: Sequence[str], rounds: int) -> list[Figures]:
     """All kinds by turns. options: of each node."""
     with ExitStack() as stack:
         nodes: list[tuple[str, Node]] = []
+        parts = len(KINDS) * NODES + rounds * NODES
         for kind in KINDS:
             file = WeightFile()
             stack.callback(file.close)
             for _ in range(NODES):
+                step(len(nodes), parts, f"loading weights: {kind}")
                 node = Node(kind, "" if kind == OWN else file.path, options)
                 stack.callback(node.end)
                 nodes.append((kind, node))
         pss = {kind: sum(node.pss() for of, node in nodes if of == kind) for kind in KINDS}
         steps: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for number in range(rounds * NODES):
+            step(len(nodes) + number, parts, "decode steps of each kind")
             first = number % len(KINDS)
             for kind in (*KINDS[first:], *KINDS[:first]):
                 here = [node for of, node in nodes if of == kind]

@@ -8,20 +8,22 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks.common.console import step
 from paceline.layers.build import load_kernels
 
 REPEATS = 5
 
 
-def median_s(work: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Median wall seconds of ``work`` after one warm-up."""
-    work()
+def median_s(work: Callable[[], object], repeats: int = REPEATS, what: str = "") -> float:
+    """Median wall seconds of ``work`` after one warm-up. what: is told on stderr before each run, where it is given."""
     times = []
-    for _ in range(repeats):
+    for number in range(repeats + 1):
+        if what:
+            step(number, repeats + 1, what)
         began = time.perf_counter()
         work()
         times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    return statistics.median(times[1:])
 
 
 def read_bandwidth(num_bytes: int = 1 << 30) -> float:

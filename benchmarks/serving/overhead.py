@@ -8,6 +8,7 @@ import statistics
 import time
 from dataclasses import dataclass
 
+from benchmarks.common.console import step
 from benchmarks.common.timing import REPEATS
 from benchmarks.engine import Row, prompt
 from cluster.deployment import Deployment
@@ -85,6 +86,7 @@ async def measure(model: str) -> list[Row]:
     """Start the deployment, measure in turn, stop it."""
     config = ServeConfig(model=model, drafter="none", grpc="127.0.0.1:0", http="127.0.0.1:0", prefix_cache=False)
     deployment = Deployment(config)
+    step(0, 3, "starting a deployment")
     await deployment.start()
     try:
         addresses = {slot.role: slot.address for slot in deployment.nodes.supervisor.slots}
@@ -99,7 +101,9 @@ async def measure(model: str) -> list[Row]:
                 addresses["decode"],
                 deployment,
             )
+            step(1, 3, "times to the first token")
             apart, together = await in_turn(lambda: nodes.first_token_s(True), lambda: nodes.first_token_s(False))
+            step(2, 3, "streams")
             through, direct = await in_turn(lambda: client_message_s(client), nodes.message_s)
     finally:
         await deployment.stop(grace_s=5.0)
