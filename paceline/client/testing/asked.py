@@ -13,7 +13,7 @@ from paceline.request import Grammar, GrammarKind
 from paceline.v1 import common_pb2, inference_pb2
 from paceline.wire import grammar_from_proto, tool_call_from_proto
 
-_REQUEST = ("model", "request_id", "tenant", "priority")
+_REQUEST = ("model", "request_id", "tenant", "priority", "truncate_prompt_tokens", "truncation_side")
 _TURN = ("tool_call_id", "name", "reasoning")
 _CHOICES = {
     inference_pb2.TOOL_CHOICE_NONE: "none",
@@ -35,7 +35,7 @@ class Asked:
 def asked(message: inference_pb2.GenerateRequest, *, streamed: bool) -> Asked:
     """What ``message`` asks. InvalidRequest for a kind of grammar that is not known."""
     options: dict[str, Any] = _fields(message.sampling) | _fields(message.speculation)
-    options |= {name: getattr(message, name) for name in _REQUEST if getattr(message, name)}
+    options |= {one.name: value for one, value in message.ListFields() if one.name in _REQUEST}
     if message.sampling.HasField("grammar"):
         del options["grammar"]
         options |= _format(grammar_from_proto(message.sampling.grammar))
@@ -65,6 +65,8 @@ def chat_options(chat: inference_pb2.Chat) -> dict[str, Any]:
         options["parallel_tool_calls"] = False
     if chat.template_values:
         options["template_values"] = json.loads(chat.template_values)
+    if chat.reasoning_effort:
+        options["reasoning_effort"] = chat.reasoning_effort
     if chat.continue_final_message:
         options["continue_final_message"] = True
     return options

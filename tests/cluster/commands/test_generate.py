@@ -9,16 +9,19 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from cluster.commands.generate import NOT_FLAGS, PANELS, generate
+from cluster.commands.generate import generate
+from cluster.commands.generate_options import LEFT_OUT, OWN_FORMS, PANELS
 from cluster.frontdoor.service import serve_grpc
 from paceline.client import AsyncClient, Client, GenerateOptions
-from paceline.client.testing import FakeServer
+from paceline.client.testing import Answer, FakeServer
+from paceline.errors import InvalidRequest
+from paceline.results import ToolCall
 from tests.support.scripted_nodes import Fleet, fleet, letters
 
 PROMPT = "hello"
@@ -56,6 +59,11 @@ GIVEN: dict[str, Any] = {
     "tenant": "team",
     "priority": 3,
 }
+IN_CHATS: dict[str, Any] = {
+    "tool_choice": "weather",
+    "parallel_tool_calls": False,
+    "reasoning_effort": "low",
+}
 
 
 @asynccontextmanager
@@ -78,8 +86,8 @@ async def run(*arguments: str) -> Result:
 def arguments(name: str, value: Any) -> list[str]:
     """How an option is written on the command line."""
     flag = f"--{name.replace('_', '-')}"
-    if value is True:
-        return [flag]
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{flag[2:]}"]
     values = [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else value
     return [part for item in (values if isinstance(values, list) else [value]) for part in (flag, str(item))]
 
@@ -88,19 +96,21 @@ def test_it_has_every_option_of_the_sdk() -> None:
     options = inspect.signature(generate).parameters
     connection = inspect.signature(Client.__init__).parameters
     asked = {name for name, p in connection.items() if p.kind is p.KEYWORD_ONLY} - {"options", "api_key"}
-    flags = GenerateOptions.__annotations__.keys() - NOT_FLAGS
-    assert options.keys() == flags | asked | {
-        *("prompt", "server", "tls", "tls_ca", "api_key_file", "chat", "system", "as_json", "json_schema", "grammar"),
-    }
+    own_forms = {option for option, _ in OWN_FORMS.values()}
+    flags = get_type_hints(GenerateOptions).keys() - LEFT_OUT - own_forms
+    assert get_type_hints(GenerateOptions).keys() == flags | LEFT_OUT | own_forms
+    assert {"continue_final_message"} == LEFT_OUT
+    own = {"prompt", "server", "tls", "tls_ca", "api_key_file", "chat", "system", "as_json", *OWN_FORMS}
+    assert options.keys() == flags | asked | own
     assert {name: options[name].default for name in asked} == {name: connection[name].default for name in asked}
     assert inspect.signature(AsyncClient.__init__).parameters.keys() == connection.keys()
-    assert GIVEN.keys() == flags - {"regex", "choice"}  # one format at a time: below
+    assert GIVEN.keys() | IN_CHATS.keys() == flags - {"regex", "choice"}  # one format at a time: below
 
 
 def test_the_help_has_each_option_below_one_heading() -> None:
     placed = [name for names in PANELS.values() for name in names]
     assert len(placed) == len(set(placed))
-    assert set(placed) == inspect.signature(generate).parameters.keys() - {"prompt", "chat", "system", "as_json"}
+    assert set(placed) == inspect.signature(generate).parameters.keys() - {"prompt", "as_json"}
     app = typer.Typer()
     app.command()(generate)
     shown = CliRunner().invoke(app, ["--help"]).output
@@ -134,6 +144,31 @@ async def test_every_option_arrives() -> None:
             continue  # the router's own
         value = GIVEN[name]
         assert getattr(sequence.params, name) == (tuple(value) if isinstance(value, list) else value), name
+
+
+async def test_every_option_is_asked_for_as_it_is_given() -> None:
+    """Each alone, those too that a router keeps from its nodes."""
+    given = GIVEN | IN_CHATS | {"regex": "a", "choice": ["a", "b"]}
+    with FakeServer(*["a"] * len(given), model="tiny") as server:
+        for name, value in given.items():
+            await run("--server", server.address, *arguments(name, value))
+            assert server.requests[-1].options == {"max_tokens": 128} | {name: value}
+            assert isinstance(server.requests[-1].prompt, list) == (name in IN_CHATS)
+
+
+async def test_tools_and_values_of_the_template(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    (tmp_path / "tools.json").write_text(json.dumps(tools))
+    said = Answer("Let me see.", tool_calls=[ToolCall("1", "weather", '{"city": "Paris"}')])
+    asked = ["--tools", str(tmp_path / "tools.json"), "--template-values", '{"enable_thinking": false}']
+    with FakeServer(said, said) as server:
+        one = await run("--server", server.address, *asked)
+        assert one.output == 'Let me see.\nweather {"city": "Paris"}\n'
+        two = await run("--server", server.address, *asked, "--n", "2")
+        assert two.output == "".join(f"[{i}] {one.output}" for i in range(2))
+        options = {"max_tokens": 128, "tools": tools, "template_values": {"enable_thinking": False}}
+        assert server.requests[0].options == options
+        assert server.requests[0].prompt == [{"role": "user", "content": PROMPT}]
 
 
 async def test_text_is_streamed_and_choices_are_listed() -> None:
@@ -181,6 +216,7 @@ async def test_what_the_answer_must_be(tmp_path: Path) -> None:
     given: dict[tuple[str, ...], tuple[str, Any]] = {
         ("--json-schema", str(tmp_path / "schema.json")): ('{"b": 1}', {"response_format": schema}),
         ("--grammar", str(tmp_path / "grammar.lark")): ("é", {"grammar": 'start: "é"\n'}),
+        ("--json-object",): ("{}", {"response_format": "json_object"}),
         ("--regex", "[ab]+"): ("ab", {"regex": "[ab]+"}),
         ("--choice", "yes", "--choice", "no"): ("no", {"choice": ["yes", "no"]}),
     }
@@ -192,21 +228,50 @@ async def test_what_the_answer_must_be(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "why"),
     [
-        ("--json-schema", "nowhere.json"),
-        ("--json-schema", "list.json"),
-        ("--json-schema", "broken.json"),
-        ("--grammar", "bytes.lark"),
-        ("--regex", "a", "--choice", "b"),
+        (("--json-schema", "nowhere.json"), "No such file"),
+        (("--json-schema", "list.json"), "wants a JSON object"),
+        (("--json-schema", "broken.json"), "is not JSON"),
+        (("--grammar", "bytes.lark"), "can't decode"),
+        (("--regex", "a", "--choice", "b"), "one of"),
+        (("--json-object", "--json-schema", "object.json"), "one of"),
+        (("--tools", "object.json"), "wants a JSON list"),
+        (("--tools", "list.json"), "a tool is"),
+        (("--template-values", "[]"), "wants a JSON object"),
+        (("--tool-choice", "\udcff"), "surrogates not allowed"),
+        (("--top-k", str(2**40)), "out of range"),
+        (("--seed", "-1"), "out of range"),
+        (("--logit-bias", "5"), "wants TOKEN_ID=BIAS"),
+        (("--logit-bias", "x=1"), "wants TOKEN_ID=BIAS"),
     ],
 )
-async def test_formats_that_are_none(wrong: tuple[str, ...], tmp_path: Path) -> None:
-    (tmp_path / "list.json").write_text("[]")
+async def test_what_no_request_holds(wrong: tuple[str, ...], why: str, tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text('["a"]')
+    (tmp_path / "object.json").write_text("{}")
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "bytes.lark").write_bytes(b"\xff")
-    done = await run("--server", "127.0.0.1:1", *(str(tmp_path / word) if "." in word else word for word in wrong))
-    assert (done.exit_code, "Invalid value" in done.output) == (2, True)
+    files = (".json", ".lark")
+    done = await run(
+        "--server", "127.0.0.1:1", *(str(tmp_path / word) if word.endswith(files) else word for word in wrong)
+    )
+    said = re.sub(r"[│\s]+", " ", done.output)
+    assert (done.exit_code, why in said, wrong[0] in said) == (2, True, True), said
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (("--top-p", "7"), "--top-p: must be above 0"),
+        (("--tree", "bush"), "--tree: must be one of"),
+        (("--tool-choice", "required"), "--tool-choice: required needs"),
+        (("--priority", "11"), "--priority: "),
+    ],
+)
+async def test_what_a_router_refuses_is_named_by_its_flag(wrong: tuple[str, ...], said: str) -> None:
+    async with served() as (_, address):
+        done = await run("--server", address, *wrong)
+    assert (done.exit_code, str(done.exception)[: len(said)]) == (1, said)
 
 
 async def test_a_system_message_and_another_router() -> None:
@@ -218,8 +283,9 @@ async def test_a_system_message_and_another_router() -> None:
     assert prompt.index("Be brief.") < prompt.index(PROMPT)
 
 
-@pytest.mark.parametrize("wrong", [("--top-k", str(2**40)), ("--logit-bias", "5"), ("--seed", "-1")])
-async def test_values_that_no_field_holds(wrong: tuple[str, str]) -> None:
-    done = await run("--server", "127.0.0.1:1", *wrong)
-    assert done.exit_code == 2
-    assert "Invalid value" in done.output
+async def test_a_format_that_a_router_refuses_is_named_by_its_flag() -> None:
+    refusals = InvalidRequest("grammar", "allows no text"), InvalidRequest("messages", "are nested too deeply")
+    with FakeServer(*refusals) as server:
+        for said in ("--regex: allows no text", str(refusals[1])):
+            done = await run("--server", server.address, "--regex", "[]")
+            assert (done.exit_code, str(done.exception)) == (1, said)
