@@ -21,11 +21,8 @@ from paceline.models.gpt_oss import ExpertWeights, mxfp4_weight
 from paceline.models.registry import load_target
 from tests.support.exactness import run
 from tests.support.needs import needs_kernels
-from tests.support.node_pair import pair
 from tests.support.parity import VOCAB, logits_of, worst_difference, write_reference
-from tests.support.proposed import proposed_by
 from tests.support.tiny_model import tiny_request
-from tests.support.untrained_heads import write_tiny_head
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # transformers' own
@@ -171,27 +168,3 @@ def test_drafts_chunks_and_the_prefix_cache_change_no_bit(case: str, tmp_path: P
         for how in ({"chunk_tokens": 5}, {"batch": 3}):
             drafted = run(runner, requests, **how)
             assert [(d.token_ids, d.logit_bits) for d in drafted] == [(p.token_ids, p.logit_bits) for p in plain]
-
-
-@pytest.mark.parametrize(("case", "handoff"), [("gemma", "draft_kv"), ("gpt-oss", "hidden_states")])
-async def test_apart_as_together(case: str, handoff: str, tmp_path: Path) -> None:
-    """Draft heads over windows, in both ways to hand their state off; the second time prompts are cached. Untrained
-    heads are rarely right, so what they propose is compared. Mutants: hidden rows cross in another order; one draft
-    row crosses in place of all."""
-    write_reference(tmp_path / "target", *CASES[case])
-    write_tiny_head(tmp_path / "head", "eagle3", ModelSpec.from_folder(tmp_path / "target"))
-    requests = [tiny_request(index=i, max_tokens=12, temperature=0.7 * i) for i in range(2)]
-    options = {"model": str(tmp_path / "target"), "dtype": "bf16", "kv_cache_tokens": 2048, "page_size": 4}
-    plain = run(build_runner(NodeConfig.model_validate(options | {"drafter": "none"})), requests)
-    options |= {"drafter": "eagle3", "drafter_path": str(tmp_path / "head"), "num_draft_tokens": 3, "handoff": handoff}
-    config = NodeConfig.model_validate(options | {"prefill_chunk_tokens": 5, "head_check": False})
-    alone, decode = build_runner(config), build_runner(config)
-    proposed, apart = proposed_by(alone), proposed_by(decode)
-    together = run(alone, requests)
-    assert [(t.token_ids, t.logit_bits) for t in together] == [(p.token_ids, p.logit_bits) for p in plain]
-    async with pair(config, build_runner(config, decodes=False), decode) as nodes:
-        for _ in range(2):
-            assert [outcome for outcome, _ in await nodes.run(requests, concurrent=2)] == together
-            assert sorted(apart) == sorted(proposed) != []
-            apart.clear()
-        await nodes.all_released()
